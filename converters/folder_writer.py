@@ -25,7 +25,7 @@ from afm_mlx.config import KV_SCALES, ModelConfig, parameter_shapes
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.kernels import PackedWeight
-from afm_mlx.kernels.packing import dequantize_rows
+from afm_mlx.kernels.operands import dequantize_rows
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.float_to_codes import Packing, Rows, pack
 from afm_mlx.quantization.packed_layers import PARTS

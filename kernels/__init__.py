@@ -5,12 +5,12 @@ with kernels of their own beside it, one folder each (`metal/`, `cpu/`); `kernel
 them. This package imports MLX and NumPy, and nothing of `afm_mlx`.
 """
 
-from afm_mlx.kernels.formats import (
+from afm_mlx.kernels.operands import (
     BITS,
     BLOCK,
     MAX_ADAPTERS,
     MODES,
-    AttentionParts,
+    AttentionPartials,
     HeadOptions,
     KeyValues,
     LowRank,
@@ -18,6 +18,9 @@ from afm_mlx.kernels.formats import (
     Part,
     ProductOptions,
     QueryRope,
+    dequantize,
+    pack_codes,
+    unpack_codes,
 )
 from afm_mlx.kernels.ops import (
     causal_attention,
@@ -31,7 +34,6 @@ from afm_mlx.kernels.ops import (
     write_and_attend,
     write_tokens,
 )
-from afm_mlx.kernels.packing import dequantize, pack_codes, unpack_codes
 from afm_mlx.kernels.reference import (
     attention,
     dequantize_int8,
@@ -49,7 +51,7 @@ __all__ = [
     "BLOCK",
     "MAX_ADAPTERS",
     "MODES",
-    "AttentionParts",
+    "AttentionPartials",
     "HeadOptions",
     "KeyValues",
     "LowRank",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from afm_mlx.kernels import settings
-from afm_mlx.kernels.errors import SettingError
+from afm_mlx.kernels.settings import SettingError
 
 OPS = (
     "packed_matmul",
@@ -68,14 +68,14 @@ class Variant(NamedTuple):
         name: "backend/variant", unique.
         run: takes that function's arguments.
         obstacle: why it can't run a case, as a clause for `doctor`; None when it can.
-        merges_parts: whether it takes `AttentionParts` for its vectors.
+        merges_partials: whether it takes `AttentionPartials` for its vectors.
     """
 
     op: str
     name: str
     run: Callable[..., Any]
     obstacle: Callable[[Case], str | None]
-    merges_parts: bool = False
+    merges_partials: bool = False
 
     @property
     def backend(self) -> str:

@@ -20,8 +20,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.formats import PackedWeight, ProductOptions
-from afm_mlx.kernels.packing import take_rows
+from afm_mlx.kernels.operands import PackedWeight, ProductOptions, take_rows
 from afm_mlx.kernels.reference import low_rank_product, rms_norm
 
 GROUPS = (128, 64, 32)  # that MLX knows, the cheapest first

@@ -9,25 +9,25 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case, device, select
-from afm_mlx.kernels.formats import (
+from afm_mlx.kernels.operands import (
     PLAIN,
-    AttentionParts,
+    AttentionPartials,
     HeadOptions,
     KeyValues,
     PackedWeight,
     ProductOptions,
     QueryRope,
 )
-from afm_mlx.kernels.reference import merge_parts
+from afm_mlx.kernels.reference import merge_partials
 
 
 def packed_matmul(
-    x: mx.array | AttentionParts, weight: PackedWeight, options: ProductOptions = PLAIN
+    x: mx.array | AttentionPartials, weight: PackedWeight, options: ProductOptions = PLAIN
 ) -> mx.array:
     """See `reference.packed_matmul`; attention's output may come in parts."""
     variant = select("packed_matmul", _product_case(x, weight))
-    if isinstance(x, AttentionParts) and not variant.merges_parts:
-        x = merge_parts(x)
+    if isinstance(x, AttentionPartials) and not variant.merges_partials:
+        x = merge_partials(x)
     return variant.run(x, weight, options)
 
 
@@ -58,14 +58,14 @@ def decode_attention(
     lengths: mx.array,
     rope: QueryRope | None = None,
     whole: bool = True,
-) -> mx.array | AttentionParts:
+) -> mx.array | AttentionPartials:
     """See `reference.decode_attention`."""
     return _run("decode_attention", queries, kv, lengths, rope, whole)
 
 
 def write_and_attend(
     qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
-) -> tuple[mx.array | AttentionParts, mx.array]:
+) -> tuple[mx.array | AttentionPartials, mx.array]:
     """See `reference.write_and_attend`."""
     return _run("write_and_attend", qkv, kv, lengths, options, whole)
 
@@ -108,7 +108,7 @@ def _refuse(op: str, **given: object) -> None:
             raise ValueError(f"{op} takes no {name}; packed_matmul does.")
 
 
-def _product_case(x: mx.array | AttentionParts, weight: PackedWeight, *_: Any) -> Case:
+def _product_case(x: mx.array | AttentionPartials, weight: PackedWeight, *_: Any) -> Case:
     return _weight_case(x.dtype, math.prod(x.shape[:-1]), weight)
 
 

@@ -9,18 +9,19 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.kernels.formats import (
+from afm_mlx.kernels.operands import (
     BLOCK,
     PLAIN,
-    AttentionParts,
+    AttentionPartials,
     HeadOptions,
     KeyValues,
     LowRank,
     PackedWeight,
     ProductOptions,
     QueryRope,
+    dequantize,
+    dequantize_rows,
 )
-from afm_mlx.kernels.packing import dequantize, dequantize_rows
 
 INT8_MIN, INT8_MAX = -128, 127
 
@@ -154,7 +155,7 @@ def decode_attention(
     lengths: mx.array,
     rope: QueryRope | None = None,
     whole: bool = True,
-) -> mx.array | AttentionParts:
+) -> mx.array | AttentionPartials:
     """Attention of a row's L newest tokens over a cache's whole buffers, each token up to itself.
 
     Args:
@@ -189,8 +190,8 @@ def _first_columns(buffer: mx.array, counts: mx.array) -> mx.array:
     return mx.arange(buffer.shape[2]) < counts[:, None, :, None]
 
 
-def merge_parts(parts: AttentionParts) -> mx.array:
-    """Attention's output (B, 1, n_heads * head_dim) of its parts, by the formula of `AttentionParts`."""
+def merge_partials(parts: AttentionPartials) -> mx.array:
+    """Attention's output (B, 1, n_heads * head_dim) of its parts, by the formula of `AttentionPartials`."""
     sums, top, weights = parts.numbers.split([-2, -1], axis=-1)
     share = mx.power(2.0, top - top.max(axis=2, keepdims=True))
     merged = (share * sums).sum(axis=2) / (share * weights).sum(axis=2) * parts.value_scale
@@ -269,7 +270,7 @@ def rope_norm_quantize(
 
 def write_and_attend(
     qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
-) -> tuple[mx.array | AttentionParts, mx.array]:
+) -> tuple[mx.array | AttentionPartials, mx.array]:
     """Between the projections of a block that writes: `rope_norm_quantize`, `write_tokens`, `decode_attention`.
 
     Args:

@@ -6,11 +6,12 @@ something else than was meant. The empty string is as good as no variable.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import os
+import sys
 from pathlib import Path
-
-from afm_mlx.kernels.errors import SettingError
 
 NATIVE, THREADS, ISA = "AFM_MLX_NATIVE", "AFM_MLX_THREADS", "AFM_MLX_ISA"
 KERNELS, SELFTEST, HUGE_PAGES = "AFM_MLX_KERNELS", "AFM_MLX_SELFTEST", "AFM_MLX_HUGE_PAGES"
@@ -34,6 +35,13 @@ _TEXTS = (KERNELS, "AFM_MLX_MODEL", "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY")
 # Of the system's, in the order in which the C++ library looks for the folder of temporary files.
 _TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 VARIABLES = (*_SWITCHES, *_TEXTS, THREADS, ISA, CACHE)
+
+TEMPORARY = ".tmp"
+"""Suffix of files that are being written."""
+
+
+class SettingError(ValueError):
+    """A variable of the environment has a value that can't be used."""
 
 
 def is_on(switch: str) -> bool:
@@ -97,3 +105,26 @@ def check() -> None:
     folder = os.environ.get(CACHE, "")
     if folder and os.path.lexists(folder) and not Path(folder).is_dir():
         raise SettingError(f"{CACHE} is {folder!r}, which is no folder; name one, or unset it.")
+
+
+# -- small files with facts about this machine
+
+
+def cache_folder() -> Path:
+    """Where the system keeps what can be made again."""
+    if given := os.environ.get(CACHE):
+        return Path(given)
+    # A user without a home has no such folder, and nothing can be written there.
+    home = Path(os.devnull if (known := os.path.expanduser("~")) == "~" else known)
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "afm-mlx"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "afm-mlx"
+
+
+def write_json(file: Path, values: dict[str, object]) -> None:
+    """Write JSON, whole or not at all: in a folder that can't be written, nothing is kept."""
+    written = file.with_name(f"{file.stem}-{os.getpid()}{TEMPORARY}")
+    with contextlib.suppress(OSError):
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        os.replace(written, file)

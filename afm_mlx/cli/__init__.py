@@ -221,7 +221,7 @@ def _is_for_the_user(error: Exception) -> bool:
         return bool(error.filename)
     if not isinstance(error, ValueError):
         return False
-    from afm_mlx.kernels.errors import SettingError  # and NumPy, which may not run here
+    from afm_mlx.kernels.settings import SettingError  # and NumPy, which may not run here
 
     return isinstance(error, SettingError)
 

@@ -52,7 +52,7 @@ from afm_mlx.engine.waiting_rows import WaitingRows
 from afm_mlx.errors import ContextLengthError, RequestError, shown
 from afm_mlx.guidance.matcher import Matcher
 from afm_mlx.kernels import dispatch
-from afm_mlx.kernels.cpu.heap import hold_heaps_down
+from afm_mlx.kernels.cpu.memory import hold_heaps_down
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.model.model import is_afm
 from afm_mlx.threads import Home

@@ -28,7 +28,7 @@ from afm_mlx.threads import in_mlx_thread
 
 FORMAT = "afm-mlx prompt cache"
 VERSION = "1"
-_PARTS = ("keys", "values", "rows")
+_PARTIALS = ("keys", "values", "rows")
 """Names of a block's tensors, in the order of `KVCache.state`."""
 
 
@@ -72,7 +72,7 @@ def save_prompt_cache(
         )
     tensors: dict[str, mx.array] = {}
     for index, layer in enumerate(layers):
-        parts = zip(_PARTS, layer.state, strict=True)
+        parts = zip(_PARTIALS, layer.state, strict=True)
         tensors |= {f"{index}.{part}": array for part, array in parts}
     header = {
         "format": FORMAT,
@@ -123,7 +123,7 @@ def load_prompt_cache(
     except CheckpointError as error:
         raise CacheFileError(str(error)) from None
     for index, layer in enumerate(layers):
-        state = [tensors[f"{index}.{part}"] for part in _PARTS]
+        state = [tensors[f"{index}.{part}"] for part in _PARTIALS]
         if not mx.array_equal(state[2], tensors["0.rows"]).item():
             raise CacheFileError(
                 f"{path}: blocks 0 and {index} hold different rows; it is damaged."
@@ -200,7 +200,7 @@ def _check_tensors(
     stored: Mapping[str, StoredTensor], blocks: int, model: Model, path: Path
 ) -> None:
     """Compare names, and what the model says of shapes, with the header; `KVCache` checks what is left."""
-    wanted = {f"{index}.{part}" for index in range(blocks) for part in _PARTS}
+    wanted = {f"{index}.{part}" for index in range(blocks) for part in _PARTIALS}
     if differing := sorted(wanted ^ set(stored)):
         what = "lacks" if differing[0] in wanted else "holds, beside those of a cache,"
         raise CacheFileError(

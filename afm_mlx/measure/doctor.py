@@ -24,9 +24,8 @@ import numpy as np
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.selftest import checks, specs
-from afm_mlx.kernels.selftest.checks import CheckResult
+from afm_mlx.kernels.selftest.checks import CheckResult, Verdict
 from afm_mlx.kernels.selftest.specs import Spec
-from afm_mlx.kernels.selftest.verdict import Verdict
 from afm_mlx.loading.missing_kernels import missing_kernels
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
 from afm_mlx.measure.describe import Facts, describe_runtime

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import mlx.core as mx
 
 from afm_mlx.kernels import (
-    AttentionParts,
+    AttentionPartials,
     HeadOptions,
     KeyValues,
     QueryRope,
@@ -33,7 +33,7 @@ from afm_mlx.kernels import (
 )
 from afm_mlx.model.kv_cache import KVCache, TailWriter, causal_mask
 
-Attended: TypeAlias = mx.array | AttentionParts
+Attended: TypeAlias = mx.array | AttentionPartials
 """Attention's output (B, L, n_heads * head_dim), or the partials of which the next product makes it."""
 
 
@@ -239,7 +239,7 @@ def _heads(x: mx.array, head_dim: int) -> mx.array:
 
 def _merge_heads(x: Attended) -> Attended:
     """(B, n, L, head_dim) to (B, L, n * head_dim); partials stay as they are."""
-    if isinstance(x, AttentionParts):
+    if isinstance(x, AttentionPartials):
         return x
     x = x.swapaxes(1, 2)
     return x.reshape(*x.shape[:2], -1)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.kernels import (
-    AttentionParts,
+    AttentionPartials,
     LowRank,
     Part,
     ProductOptions,
@@ -49,7 +49,7 @@ class Normed(NamedTuple):
 
 
 def project(
-    layer: nn.Module, x: mx.array | Normed | AttentionParts, residual: mx.array | None = None
+    layer: nn.Module, x: mx.array | Normed | AttentionPartials, residual: mx.array | None = None
 ) -> mx.array:
     """Return `residual + layer(x)`, (..., N).
 
@@ -62,7 +62,7 @@ def project(
         x, norm = x if isinstance(x, Normed) else (x, None)
         adapters = _adapters(layer.low_rank(x.shape[0]))
         return packed_matmul(x, layer.packed, _options(layer, norm, residual, adapters))
-    assert not isinstance(x, AttentionParts)
+    assert not isinstance(x, AttentionPartials)
     y = layer(x.computed() if isinstance(x, Normed) else x)
     return y if residual is None else residual + y
 

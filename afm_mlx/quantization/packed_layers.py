@@ -1,4 +1,4 @@
-"""Layers whose matrix stays packed: 2, 4 or 8 bits a weight, in the formats of `kernels.formats`.
+"""Layers whose matrix stays packed: 2, 4 or 8 bits a weight, in the formats of `kernels.operands`.
 
 They take the place of `nn.Linear` and `nn.Embedding` in any model. Parameters are those of a
 `PackedWeight` by their names in a model folder: `weight` (the codes), `scales`, `biases`, `table`, and `bias`

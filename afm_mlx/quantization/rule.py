@@ -26,7 +26,7 @@ class QuantizationRule:
 
     Args:
         bits: 2, 4 or 8.
-        mode: "balanced", "affine" or "palette"; see `kernels.formats`.
+        mode: "balanced", "affine" or "palette"; see `kernels.operands`.
         granularity: what has a scale of its own: "tensor", "row", or "group". In a palette, what has a
             table of its own, and a group is a number of rows. By default "row" for balanced, and "group".
         group_size: inputs that share a scale, or rows that share a table. By default 64, and 16 rows.

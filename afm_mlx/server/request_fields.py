@@ -24,7 +24,7 @@ from afm_mlx.server.field_rules import EMPTY, Honoured, Ignored, Kinds, Refused,
 
 MAX_STOPS, MAX_STOP = 16, 1000
 """Stop strings of a request, and characters of one, at most."""
-MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 1 << 14, 1 << 12, 1 << 10
+MAX_MESSAGES, MAX_PARTIALS, MAX_TOOLS = 1 << 14, 1 << 12, 1 << 10
 """Messages or items of a request; parts, blocks or calls of a message; and tools, at most."""
 MAX_CHOICES, MAX_BIASES, MAX_TOKENS = 1 << 12, 1 << 14, 1 << 20
 """Texts that an answer may be one of, biases of tokens, and prompts or token ids of one prompt, at most."""
@@ -95,7 +95,7 @@ PART = Kinds("this model reads text only")
 ANSWER_PART = Kinds(
     PART.text, ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}), why=ECHO.text
 )
-Texts = str | Annotated[list[Annotated[TextPart, PART]], Meta(max_length=MAX_PARTS)]
+Texts = str | Annotated[list[Annotated[TextPart, PART]], Meta(max_length=MAX_PARTIALS)]
 
 
 class CalledFunction(Fields):
@@ -128,14 +128,14 @@ class AssistantMessage(Fields, tag_field="role", tag="assistant"):
     content: (
         str
         | Annotated[
-            list[Annotated[TextPart | RefusalPart, ANSWER_PART]], Meta(max_length=MAX_PARTS)
+            list[Annotated[TextPart | RefusalPart, ANSWER_PART]], Meta(max_length=MAX_PARTIALS)
         ]
         | None
     ) = None
     tool_calls: (
         Annotated[
             list[Annotated[ChatCall, Kinds("calls are of functions", default="function")]],
-            Meta(max_length=MAX_PARTS),
+            Meta(max_length=MAX_PARTIALS),
         ]
         | None
     ) = None
@@ -413,7 +413,7 @@ ItemTexts = (
     str
     | Annotated[
         list[Annotated[InputTextPart | OutputTextPart | RefusalPart, PART]],
-        Meta(max_length=MAX_PARTS),
+        Meta(max_length=MAX_PARTIALS),
     ]
 )
 
@@ -592,7 +592,7 @@ class ResponseRequest(InputRequest, kw_only=True):
         ),
     ] = None
     include: Annotated[
-        Annotated[list[str], Meta(max_length=MAX_PARTS)] | None,
+        Annotated[list[str], Meta(max_length=MAX_PARTIALS)] | None,
         Honoured(
             "`message.output_text.logprobs` asks for log-probabilities, of up to 20 most likely tokens. "
             "Other names are accepted, and mean items that no answer here has",
@@ -660,7 +660,9 @@ class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
 
     tool_use_id: str
     content: (
-        str | Annotated[list[Annotated[ClaudeText, RESULT_PART]], Meta(max_length=MAX_PARTS)] | None
+        str
+        | Annotated[list[Annotated[ClaudeText, RESULT_PART]], Meta(max_length=MAX_PARTIALS)]
+        | None
     ) = None
     is_error: bool | None = None
     cache_control: Annotated[Any, CACHE_MARK] = None
@@ -675,7 +677,7 @@ class ClaudeUser(Fields, tag_field="role", tag="user"):
         str
         | Annotated[
             list[Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]],
-            Meta(max_length=MAX_PARTS),
+            Meta(max_length=MAX_PARTIALS),
         ]
     )
 
@@ -705,13 +707,13 @@ class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
                     ),
                 ]
             ],
-            Meta(max_length=MAX_PARTS),
+            Meta(max_length=MAX_PARTIALS),
         ]
     )
 
 
 class ClaudeSystem(Fields, tag_field="role", tag="system"):
-    content: str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTIALS)]
 
 
 ClaudeMessage = Annotated[
@@ -792,7 +794,7 @@ class PromptRequest(Fields):
         ),
     ]
     system: Annotated[
-        str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTS)] | None,
+        str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTIALS)] | None,
         Honoured("instructions; blocks are paragraphs"),
     ] = None
     tools: Annotated[

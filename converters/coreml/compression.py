@@ -16,7 +16,7 @@ from coremltools.converters.mil.mil.types.type_int import np_uint2_dtype, np_uin
 
 from afm_mlx.converters.coreml.source import StoredMatrix, check_held
 from afm_mlx.kernels import PackedWeight
-from afm_mlx.kernels.packing import unpack_codes
+from afm_mlx.kernels.operands import unpack_codes
 
 CODE_TYPES: dict[int, np.dtype[Any]] = {
     2: np_uint2_dtype,

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.dispatch import FLOATS, Case, Variant, other_than_floats
-from afm_mlx.kernels.formats import HeadOptions, KeyValues, PackedWeight, QueryRope
+from afm_mlx.kernels.operands import HeadOptions, KeyValues, PackedWeight, QueryRope
 
 _extension: Any = extension.module()  # None where the rules below let nobody call it
 

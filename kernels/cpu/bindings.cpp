@@ -26,7 +26,7 @@ using Optional = std::optional<afm::mx::array>;
 
 Optional optional(nb::handle item) { return item.is_none() ? Optional() : Optional(nb::cast<afm::mx::array>(item)); }
 
-// From the named tuples of `kernels/formats.py`.
+// From the named tuples of `kernels/operands.py`.
 afm::Packed packed(const nb::tuple& w) {
   return {nb::cast<afm::mx::array>(w[0]), nb::cast<int>(w[1]), nb::cast<std::string>(w[2]), optional(w[3]),
           optional(w[4]),                 optional(w[5])};

@@ -29,9 +29,9 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from afm_mlx.installation import install_command
-from afm_mlx.kernels import cache_folder, settings
+from afm_mlx.kernels import settings
 from afm_mlx.kernels.cpu import trial
-from afm_mlx.kernels.errors import SettingError
+from afm_mlx.kernels.settings import SettingError
 
 SWITCH, THREADS, ISA = settings.NATIVE, settings.THREADS, settings.ISA
 
@@ -137,7 +137,7 @@ def _death_in_trial(path: Path) -> str:
     """What ended the process that tried this library on this machine, now or before; empty when nothing did."""
     key = _trial_key(path)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    file = cache_folder.path() / f"extension-{digest}.json"
+    file = settings.cache_folder() / f"extension-{digest}.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if values["key"] == key:
@@ -153,7 +153,7 @@ def _death_in_trial(path: Path) -> str:
         return ""
     # Else the machine was busy, or short of memory.
     if not died or died.endswith(trial.FAULTS):
-        cache_folder.write(file, {"key": key, "died": died})
+        settings.write_json(file, {"key": key, "died": died})
     return died
 
 

@@ -31,7 +31,7 @@ struct Floats {
 
 enum class Mode : uint8_t { balanced, affine, palette };
 
-// A matrix of `rows` (N) outputs and `cols` (K) inputs; see `PackedWeight` in `kernels/formats.py`.
+// A matrix of `rows` (N) outputs and `cols` (K) inputs; see `PackedWeight` in `kernels/operands.py`.
 struct PackedMatrix {
   const uint32_t* codes = nullptr;  // (N, K * bits / 32)
   int64_t rows = 0;
@@ -48,7 +48,7 @@ struct PackedMatrix {
 constexpr int64_t kBlock = 16;
 constexpr int64_t kMaxAdapters = 8;
 
-// What one LoRA adapter has for a matrix; see `Part` in `kernels/formats.py`. Without a rank, nothing.
+// What one LoRA adapter has for a matrix; see `Part` in `kernels/operands.py`. Without a rank, nothing.
 struct Adapter {
   Floats numbers;
   int64_t a = 0;  // first number of A (sections * rank, K)
@@ -57,7 +57,7 @@ struct Adapter {
   int64_t rank = 0;
 };
 
-// LoRA adapters of one matrix; see `LowRank` in `kernels/formats.py`.
+// LoRA adapters of one matrix; see `LowRank` in `kernels/operands.py`.
 struct Adapters {
   Adapter list[kMaxAdapters];
   int64_t count = 0;

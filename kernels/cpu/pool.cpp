@@ -89,7 +89,7 @@ int ThreadPool::available_cores() {
   return count > 0 ? count : 1;
 }
 
-ThreadPool::ThreadPool(int threads) : threads_(threads), crew_(threads), active_(threads) {
+ThreadPool::ThreadPool(int threads) : threads_(threads), pool_size_(threads), active_(threads) {
   for (int i = 1; i < threads; ++i) std::thread(&ThreadPool::work, this, i).detach();
 }
 
@@ -111,7 +111,7 @@ void ThreadPool::run(int64_t count, int64_t chunk, int64_t each, Call call, void
   LoopTimes times;
   times.work = count * each;
   const int64_t start = now();
-  if (crew_.size() > 1) {
+  if (pool_size_.size() > 1) {
     inside_.store(kOpen, std::memory_order_release);
     loops_.fetch_add(1);
     if (sleepers_.load() > 0) wake(loops_);
@@ -119,10 +119,10 @@ void ThreadPool::run(int64_t count, int64_t chunk, int64_t each, Call call, void
   const int64_t pieces = take_pieces(0);
   const int64_t done = now();
   times.all = done - start;
-  if (crew_.size() > 1) await_workers(done, pieces, times);
-  crew_.loop_ended(times);
-  if (crew_.window_is_full() && crew_.judge(off_core())) {
-    active_.store(crew_.size());
+  if (pool_size_.size() > 1) await_workers(done, pieces, times);
+  pool_size_.loop_ended(times);
+  if (pool_size_.window_is_full() && pool_size_.judge(off_core())) {
+    active_.store(pool_size_.size());
     wake(active_);
   }
 

@@ -3,7 +3,7 @@
 // A decoded token is some 400 short loops with microseconds between them, so workers spin for a while before
 // they sleep. Pieces of a loop are handed out one by one: a thread that the system takes off its core delays
 // the piece it holds, not its share of all the pieces. Its caller, too, spins for a while and then sleeps until
-// that piece is done, and where that takes much of the time, fewer threads take part (`crew.h`).
+// that piece is done, and where that takes much of the time, fewer threads take part (`pool_size.h`).
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 #include <exception>
 #include <type_traits>
 
-#include "crew.h"
+#include "pool_size.h"
 
 namespace afm {
 
@@ -62,7 +62,7 @@ class ThreadPool {
   void await_workers(int64_t done, int64_t pieces, LoopTimes& times);
 
   const int threads_;
-  Crew crew_;  // used by the thread that calls a loop, while no other may
+  PoolSize pool_size_;  // used by the thread that calls a loop, while no other may
 
   // The loop in progress. Written by its caller while no worker is inside.
   Call call_ = nullptr;

@@ -24,7 +24,7 @@ struct Rope {
   float theta, eps;
 };
 
-// The newest columns of a cache, see `KeyValues` in `kernels/formats.py`.
+// The newest columns of a cache, see `KeyValues` in `kernels/operands.py`.
 struct Tail {
   mx::array codes, starts;
 };
@@ -41,7 +41,7 @@ mx::array decode_attention(const mx::array& queries, const mx::array& kv, const 
 mx::array causal_attention(const mx::array& queries, const mx::array& kv, const Scale& key_scale,
                            const Scale& value_scale);
 
-// See `HeadOptions` in `kernels/formats.py`.
+// See `HeadOptions` in `kernels/operands.py`.
 struct HeadOptions {
   mx::array q_weight, k_weight;
   Scale key_scale, value_scale;
@@ -55,7 +55,7 @@ std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& of
 // Columns [lengths - L, lengths) of a buffer (B, heads, capacity, head_dim) become tokens (B, heads, L, head_dim).
 mx::array write_tokens(const mx::array& buffer, const mx::array& tokens, const mx::array& lengths);
 
-// See `PackedWeight`, `LowRank` and `ProductOptions` in `kernels/formats.py`.
+// See `PackedWeight`, `LowRank` and `ProductOptions` in `kernels/operands.py`.
 struct Packed {
   mx::array codes;
   int bits;

@@ -14,18 +14,23 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.formats import AttentionParts, HeadOptions, KeyValues, PackedWeight, QueryRope
 from afm_mlx.kernels.metal import runtime
-from afm_mlx.kernels.metal.attention_merge import merged
-from afm_mlx.kernels.metal.products import MAX_MERGED
+from afm_mlx.kernels.metal.products import MAX_MERGED, merged
 from afm_mlx.kernels.metal.runtime import Kernel
+from afm_mlx.kernels.operands import (
+    AttentionPartials,
+    HeadOptions,
+    KeyValues,
+    PackedWeight,
+    QueryRope,
+)
 
 MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are merged
 SINGLE_PASS = 1024  # columns that one dispatch reads where another one would have to merge
 SPLIT = 128  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
 MERGED_ROWS = 2  # rows whose parts a product may merge
-MAX_PARTS = 8  # of those that a product merges: each of its threadgroups reads them all
+MAX_PARTIALS = 8  # of those that a product merges: each of its threadgroups reads them all
 # GPU cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX tells them
 # apart: phones, base and Pro, Max, Ultra.
 CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
@@ -199,7 +204,7 @@ def plan(
     # largest chips idle.
     heads = max(h for h in (1, 2) if group % h == 0)
     threadgroups = batch * n_heads // heads
-    most = MAX_SPLITS if whole else MAX_PARTS
+    most = MAX_SPLITS if whole else MAX_PARTIALS
     wanted = cores if whole else 2 * cores
     splits = min(-(-capacity // SPLIT), max(1, wanted // threadgroups), most)
     single = splits == 1 or (whole and capacity <= SINGLE_PASS)
@@ -219,7 +224,7 @@ def decode_attention(
     lengths: mx.array,
     rope: QueryRope | None = None,
     whole: bool = True,
-) -> mx.array | AttentionParts:
+) -> mx.array | AttentionPartials:
     """See `reference.decode_attention`.
 
     One dispatch for each of a row's tokens; a second one merges what must be whole, beyond `SINGLE_PASS`
@@ -243,7 +248,7 @@ def decode_attention(
 
 def write_and_attend(
     qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
-) -> tuple[mx.array | AttentionParts, mx.array]:
+) -> tuple[mx.array | AttentionPartials, mx.array]:
     """See `reference.write_and_attend`. As many dispatches as `decode_attention` takes."""
     *arrays, n_kv_heads, theta, eps = options
     batch, _, width = qkv.shape
@@ -309,7 +314,7 @@ def _attend(
         output_dtypes=[mx.float32 if split else dtype, *(tail.dtype for tail in writes)],
     )
     assert kv.value_scale is not None
-    parts = AttentionParts(out, kv.value_scale, dtype)
+    parts = AttentionPartials(out, kv.value_scale, dtype)
     return [(merged(parts).reshape(shape) if whole else parts) if split else out, *rest]
 
 

@@ -8,23 +8,47 @@ many rows   the matrix is unpacked block by block for `mx.matmul`, or left to `m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
 
+from afm_mlx.kernels import mlx
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.formats import AttentionParts, PackedWeight, ProductOptions
-from afm_mlx.kernels.metal import head, products, unpacked
-from afm_mlx.kernels.metal.low_rank import is_pair
-from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
+from afm_mlx.kernels.metal import products, runtime
+from afm_mlx.kernels.metal.products import (
+    MATRIX_ROWS,
+    VALUES,
+    VECTOR_ROWS,
+    Product,
+    have_one_table,
+)
+from afm_mlx.kernels.metal.runtime import Kernel
 from afm_mlx.kernels.mlx import GROUPS
+from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOptions
 
 Fused = Callable[[Product, mx.Dtype], mx.array]
 
+BLOCK = 1 << 25  # numbers that are unpacked at a time: 64 MB at 16 bits
+CHUNK = 4096  # numbers that one threadgroup selects from, as in packed_select.metal
+
+_ARGMAX = Kernel(
+    "packed_argmax",
+    ("x", *products.MATRIX_INPUTS, *products.VECTOR_INPUTS),
+    ("values", "indices"),
+    (*products.HEADERS, "packed_order"),
+)
+_SELECT = Kernel(
+    "packed_select",
+    ("values", "indices"),
+    ("top_values", "top_indices"),
+    ("common", "packed_order"),
+)
+
 
 def packed_matmul(
-    multiply: Fused, x: mx.array | AttentionParts, weight: PackedWeight, options: ProductOptions
+    multiply: Fused, x: mx.array | AttentionPartials, weight: PackedWeight, options: ProductOptions
 ) -> mx.array:
     """See `reference.packed_matmul`: all of it by one kernel."""
     return multiply(Product(x, (weight,), options), x.dtype)
@@ -34,11 +58,11 @@ def packed_swiglu(
     multiply: Fused, x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions
 ) -> mx.array:
     """See `reference.packed_swiglu`: all of it by one kernel if the two matrices are alike."""
-    if _is_pair(gate, up) and is_pair(options.adapters):
+    if _is_pair(gate, up) and have_one_table(options.adapters):
         return multiply(Product(x, (gate, up), options), x.dtype)
     g = multiply(Product(x, (gate,), options.of_matrix(0)), mx.float32)
     u = multiply(Product(x, (up,), options.of_matrix(1)), mx.float32)
-    return unpacked.silu_product(g, u).astype(x.dtype)
+    return silu_product(g, u).astype(x.dtype)
 
 
 def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
@@ -49,6 +73,102 @@ def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
         return [products.format_template(weight), *((a.dtype, a.shape) for a in arrays)]
 
     return format_of(gate) == format_of(up)
+
+
+# -- products of many vectors, by MLX
+
+
+def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mx.array:
+    """`x W^T`, (..., N), a block of rows of W at a time."""
+    rows = max(1, BLOCK // weight.in_dims)
+    starts = range(0, weight.out_dims, rows)
+    ends = [min(start + rows, weight.out_dims) for start in starts]
+    blocks = [
+        products.unpack(weight, start, end, x.dtype)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    parts = [x @ block.T for block in blocks]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+silu_product = mx.compile(mlx.silu_product, shapeless=True)  # one kernel
+
+unpacked_matmul = partial(mlx.packed_matmul, multiply_unpacked)
+unpacked_swiglu = partial(mlx.packed_swiglu, multiply_unpacked, combine=silu_product)
+mlx_matmul = partial(mlx.packed_matmul, mlx.multiply_quantized)
+mlx_swiglu = partial(mlx.packed_swiglu, mlx.multiply_quantized, combine=silu_product)
+
+
+# -- the head: the largest product
+
+
+def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[mx.array, mx.array]:
+    """See `reference.packed_argmax`. Two dispatches: winners of neighbouring rows, and the best."""
+    rows = math.prod(x.shape[:-1])
+    code_rows = products.most_code_rows(rows)
+    tiles = -(-weight.out_dims // (code_rows * CHUNK))  # so that one chunk holds all winners
+    per_simdgroup = code_rows * tiles
+    groups = -(-weight.out_dims // (per_simdgroup * products.SIMDGROUPS))
+    values, indices = runtime.launch(
+        _ARGMAX,
+        [x, *products.matrix_arrays(weight), *products.vector_arrays(options)],
+        template=(
+            *products.format_template(weight),
+            ("NORM", options.norm is not None),
+            ("ROWS", rows),
+            ("CODE_ROWS", code_rows),
+            ("TILES", tiles),
+        ),
+        grid=(32, groups * products.SIMDGROUPS, 1),
+        threadgroup=(32, products.SIMDGROUPS, 1),
+        output_shapes=[(rows, groups * products.SIMDGROUPS)] * 2,
+        output_dtypes=[mx.float32, mx.uint32],
+    )
+    return _largest(values, indices, x.shape[:-1])
+
+
+def argmax_of_products(
+    x: mx.array, weight: PackedWeight, options: ProductOptions
+) -> tuple[mx.array, mx.array]:
+    """See `reference.packed_argmax`: the products are written down, for rows that are too many."""
+    return _largest(_products(x, weight, options), None, x.shape[:-1])
+
+
+def _products(x: mx.array, weight: PackedWeight, options: ProductOptions) -> mx.array:
+    """(rows, N) float32."""
+    rows = math.prod(x.shape[:-1])
+    x = x.reshape(rows, -1)
+    if rows > products.MATRIX_ROWS or not products.has_whole_groups(weight):
+        return unpacked_matmul(x.astype(mx.float32), weight, options)
+    multiply = products.vector if rows <= products.VECTOR_ROWS else products.matrix
+    return multiply(Product(x, (weight,), options), mx.float32)
+
+
+def _largest(
+    values: mx.array, indices: mx.array | None, shape: tuple[int, ...]
+) -> tuple[mx.array, mx.array]:
+    """The largest of each row of values (rows, n), the first on a tie: its index, uint32, and itself.
+
+    Args:
+        values: (rows, n) float32.
+        indices: (rows, n) uint32 that name the values; None for their places in the row.
+        shape: shape of both results.
+    """
+    rows, length = values.shape
+    while True:
+        chunks = -(-length // CHUNK)
+        values, indices = runtime.launch(
+            _SELECT,
+            [values, runtime.ints(0) if indices is None else indices],
+            template=(("NAMED", indices is not None),),
+            grid=(256 * chunks, rows, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(rows, chunks)] * 2,
+            output_dtypes=[mx.float32, mx.uint32],
+        )
+        if chunks == 1:
+            return indices.reshape(shape), values.reshape(shape)
+        length = chunks
 
 
 # -- which cases they take
@@ -79,14 +199,12 @@ _few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
 VARIANTS: tuple[Variant, ...] = (
     Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few, True),
     Variant("packed_matmul", "metal/matrix", partial(packed_matmul, products.matrix), _some),
-    Variant("packed_matmul", "metal/mlx_quantized", unpacked.mlx_matmul, _mlx_obstacle),
-    Variant("packed_matmul", "metal/unpacked", unpacked.matmul, other_than_floats),
+    Variant("packed_matmul", "metal/mlx_quantized", mlx_matmul, _mlx_obstacle),
+    Variant("packed_matmul", "metal/unpacked", unpacked_matmul, other_than_floats),
     Variant("packed_swiglu", "metal/swiglu_vector", partial(packed_swiglu, products.vector), _few),
     Variant("packed_swiglu", "metal/swiglu_matrix", partial(packed_swiglu, products.matrix), _some),
-    Variant("packed_swiglu", "metal/swiglu_mlx_quantized", unpacked.mlx_swiglu, _mlx_obstacle),
-    Variant("packed_swiglu", "metal/swiglu_unpacked", unpacked.swiglu, other_than_floats),
-    Variant("packed_argmax", "metal/argmax", head.argmax, _few),
-    Variant(
-        "packed_argmax", "metal/argmax_of_products", head.argmax_of_products, other_than_floats
-    ),
+    Variant("packed_swiglu", "metal/swiglu_mlx_quantized", mlx_swiglu, _mlx_obstacle),
+    Variant("packed_swiglu", "metal/swiglu_unpacked", unpacked_swiglu, other_than_floats),
+    Variant("packed_argmax", "metal/argmax", argmax, _few),
+    Variant("packed_argmax", "metal/argmax_of_products", argmax_of_products, other_than_floats),
 )

@@ -8,6 +8,7 @@ its own, and not even that where A is so small that every threadgroup can read i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -15,10 +16,16 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case
-from afm_mlx.kernels.formats import AttentionParts, LowRank, PackedWeight, ProductOptions
-from afm_mlx.kernels.metal import low_rank, runtime
-from afm_mlx.kernels.metal.attention_merge import merged
+from afm_mlx.kernels.metal import runtime
 from afm_mlx.kernels.metal.runtime import Kernel, Template, floats, ints
+from afm_mlx.kernels.operands import (
+    MAX_ADAPTERS,
+    AttentionPartials,
+    LowRank,
+    PackedWeight,
+    Part,
+    ProductOptions,
+)
 
 VECTOR_ROWS = 4  # vectors whose inputs fit into a lane's registers
 MATRIX_ROWS = 32
@@ -49,9 +56,10 @@ _INPUTS = (
     *VECTOR_INPUTS,
     "residual",
 )
+ADAPTER_INPUTS = (*(f"adapter{i}" for i in range(MAX_ADAPTERS)), "parts", "adapter_scales", "slots")
 # What only some calls have, by the macro that tells the kernel of it.
-_PARTS = {"PARTS": ("value_scale",)}
-_LOW_RANK = {"LOW_RANK": ("hidden", *low_rank.INPUTS)}
+_PARTIALS = {"PARTIALS": ("value_scale",)}
+_LOW_RANK = {"LOW_RANK": ("hidden", *ADAPTER_INPUTS)}
 
 
 def _kernel(name: str, given: dict[str, tuple[str, ...]]) -> Kernel:
@@ -60,7 +68,7 @@ def _kernel(name: str, given: dict[str, tuple[str, ...]]) -> Kernel:
     return Kernel(name, inputs, ("out",), headers, tuple((macro, "1") for macro in given))
 
 
-_VECTOR = _kernel("packed_vector", _PARTS | _LOW_RANK)
+_VECTOR = _kernel("packed_vector", _PARTIALS | _LOW_RANK)
 _MATRIX = _kernel("packed_matrix", _LOW_RANK)
 _UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "start"), ("out",), HEADERS)
 
@@ -71,10 +79,10 @@ class Product(NamedTuple):
     Args:
         x: (..., K) activations, or attention's output in parts.
         matrices: one matrix, or gate and up of the same format: `silu(x' G^T) * (x' U^T)`.
-        options: see `ProductOptions`; a pair's two matrices have the same adapters, see `low_rank.is_pair`.
+        options: see `ProductOptions`; a pair's two matrices have the same adapters, see `have_one_table`.
     """
 
-    x: mx.array | AttentionParts
+    x: mx.array | AttentionPartials
     matrices: tuple[PackedWeight, ...]
     options: ProductOptions
 
@@ -107,14 +115,14 @@ def _or_nothing(array: mx.array | None) -> mx.array:
 def vector(product: Product, dtype: mx.Dtype) -> mx.array:
     """A product of 1 to `VECTOR_ROWS` vectors: (..., N) of `dtype`."""
     shrinks = _shrinks_inside(product)
-    if isinstance(product.x, AttentionParts) and product.adapters and not shrinks:
+    if isinstance(product.x, AttentionPartials) and product.adapters and not shrinks:
         product = product._replace(x=merged(product.x))  # another kernel multiplies it with A
     if shrinks:
-        shape = Shape(SHRINK_SIMDGROUPS, most_code_rows(product.rows), False)
-    elif isinstance(product.x, AttentionParts):
-        shape = Shape(SHRINK_SIMDGROUPS, 4, False)
+        shape = Threadgroups(SHRINK_SIMDGROUPS, most_code_rows(product.rows), False)
+    elif isinstance(product.x, AttentionPartials):
+        shape = Threadgroups(SHRINK_SIMDGROUPS, 4, False)
     else:
-        shape = vector_shape(product.rows, product.code_rows, product.x.shape[-1])
+        shape = vector_threadgroups(product.rows, product.code_rows, product.x.shape[-1])
     template = (
         *(("ROWS", product.rows), ("SHRINK", shrinks)),
         *(("CODE_ROWS", shape.code_rows), ("SPLIT", shape.split)),
@@ -126,11 +134,11 @@ def vector(product: Product, dtype: mx.Dtype) -> mx.array:
 def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
     """A product of 1 to `MATRIX_ROWS` vectors: (..., N) of `dtype`."""
     template = (("BLOCKS", -(-product.rows // 8)),)
-    shape = Shape(SIMDGROUPS, 16, False)
+    shape = Threadgroups(SIMDGROUPS, 16, False)
     return _launch(_MATRIX, product, _shrink(product), dtype, template, shape)
 
 
-class Shape(NamedTuple):
+class Threadgroups(NamedTuple):
     """Threadgroups of a launch.
 
     Args:
@@ -153,7 +161,7 @@ def most_code_rows(rows: int) -> int:
     return 8 if rows <= 2 else 4
 
 
-def vector_shape(rows: int, code_rows: int, in_dims: int) -> Shape:
+def vector_threadgroups(rows: int, code_rows: int, in_dims: int) -> Threadgroups:
     """Threadgroups that stream `code_rows` rows of `in_dims` codes for `rows` vectors.
 
     The inputs of a small matrix are split among the simdgroups of a threadgroup, each with a step at least, so
@@ -164,7 +172,11 @@ def vector_shape(rows: int, code_rows: int, in_dims: int) -> Shape:
     while 2 * split <= min(MAX_SPLIT, steps) and code_rows // most * split < MANY_SIMDGROUPS:
         split *= 2
     of_each = most if code_rows // most * split >= FEW_SIMDGROUPS else 4
-    return Shape(split, of_each, True) if split > 1 else Shape(SIMDGROUPS, of_each, False)
+    return (
+        Threadgroups(split, of_each, True)
+        if split > 1
+        else Threadgroups(SIMDGROUPS, of_each, False)
+    )
 
 
 def _shrinks_inside(product: Product) -> bool:
@@ -176,10 +188,10 @@ def _shrinks_inside(product: Product) -> bool:
     first = product.adapters[0]
     # Sections that one threadgroup touches, at most.
     touched = 1 + sum(end % outputs > 0 for end in first.sections[:-1])
-    nbytes = low_rank.most_rows(product.adapters) * product.x.shape[-1]
+    nbytes = most_rows(product.adapters) * product.x.shape[-1]
     nbytes *= first.numbers[0].dtype.size
     return (
-        product.rows * low_rank.width(product.adapters, touched) <= MAX_INNER
+        product.rows * adapters_width(product.adapters, touched) <= MAX_INNER
         and -(-product.code_rows // code_rows) * touched * nbytes <= MAX_SHRINK_BYTES
     )
 
@@ -190,14 +202,14 @@ def _launch(
     hidden: mx.array | None,
     dtype: mx.Dtype,
     template: Template,
-    shape: Shape,
+    shape: Threadgroups,
 ) -> mx.array:
     """Run `kernel` with threadgroups of a `shape`."""
     given = _LOW_RANK if product.adapters else {}
-    if isinstance(product.x, AttentionParts):
-        given = _PARTS | given
+    if isinstance(product.x, AttentionPartials):
+        given = _PARTIALS | given
         *_, parts, width = product.x.numbers.shape
-        sizes = (("N_PARTS", parts), ("HEAD_DIM", width - 2), ("K", product.x.shape[2]))
+        sizes = (("N_PARTIALS", parts), ("HEAD_DIM", width - 2), ("K", product.x.shape[2]))
         template = (*template, *sizes)
     kernel, inputs = runtime.reduced(_kernel(kernel.name, given), _inputs(product, hidden))
     (out,) = runtime.launch(
@@ -224,7 +236,7 @@ def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | s
     """The arrays of a kernel's inputs, and which of them stand for those that a product lacks."""
     x, options = product.x, product.options
     vectors: dict[str, mx.array | str] = {}
-    if isinstance(x, AttentionParts):
+    if isinstance(x, AttentionPartials):
         vectors = {"x": x.numbers, "value_scale": x.value_scale}
     else:
         vectors = {"x": x.reshape(product.rows, -1)}
@@ -261,7 +273,7 @@ def matrix_arrays(weight: PackedWeight) -> list[mx.array]:
 
 
 def _adapter_inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | str]:
-    return {"hidden": "x" if hidden is None else hidden, **low_rank.inputs(product.adapters)}
+    return {"hidden": "x" if hidden is None else hidden, **adapter_inputs(product.adapters)}
 
 
 def matrix_inputs(weight: PackedWeight) -> dict[str, mx.array | str]:
@@ -292,7 +304,7 @@ def _shrink(product: Product) -> mx.array | None:
         return None
     assert isinstance(product.x, mx.array)
     x = product.x.reshape(product.rows, -1)
-    return low_rank.shrink(x, product.options.norm, product.options.eps, product.adapters)
+    return shrink(x, product.options.norm, product.options.eps, product.adapters)
 
 
 def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
@@ -309,3 +321,127 @@ def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.a
         output_dtypes=[dtype],
     )
     return out
+
+
+# -- partials of attention
+
+_MERGE = Kernel(
+    "attention_merge", ("partial", "value_scale"), ("out",), ("common", "rope", "attention")
+)
+
+
+def merged(parts: AttentionPartials) -> mx.array:
+    """See `reference.merge_partials`. One dispatch."""
+    batch, n_heads, _, width = parts.numbers.shape
+    threads = -(-(width - 2) // 32) * 32
+    (out,) = runtime.launch(
+        _MERGE,
+        [parts.numbers, parts.value_scale],
+        template=(("O", parts.dtype), ("head_dim", width - 2)),
+        grid=(threads, n_heads, batch),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[parts.shape],
+        output_dtypes=[parts.dtype],
+    )
+    return out
+
+
+# -- low-rank adapters
+
+_SHRINK = Kernel(
+    "low_rank_shrink",
+    ("x", "norm", "eps", *ADAPTER_INPUTS),
+    ("hidden",),
+    ("common", "packed_codes", "low_rank"),
+)
+# Tables that are kept: those of every matrix of a model, with a few sets of adapters.
+_TABLES = 4096
+
+
+def have_one_table(adapters: tuple[LowRank, ...]) -> bool:
+    """True if one kernel can add the adapters of gate and up: it takes one set, on plain matrices only."""
+    if not adapters:
+        return True
+    gate, up = adapters
+    arrays = (gate.scales, gate.slots, *gate.numbers), (up.scales, up.slots, *up.numbers)
+    return (
+        len(gate.sections) == len(up.sections) == 1
+        and len(gate.numbers) == len(up.numbers)
+        and all(a is b for a, b in zip(*arrays, strict=True))
+    )
+
+
+def adapters_width(adapters: tuple[LowRank, ...], sections: int | None = None) -> int:
+    """Most products with A of one vector, in `sections` of the first matrix (default all) and in the second."""
+    return max(_widths(adapters, len(adapters[0].sections) if sections is None else sections))
+
+
+def most_rows(adapters: tuple[LowRank, ...]) -> int:
+    """Most rows of all A that a batch uses in one section: those of as many adapters as it has rows."""
+    return sum(sorted(_widths(adapters, 1))[-adapters[0].slots.size :])
+
+
+def _widths(adapters: tuple[LowRank, ...], sections: int) -> list[int]:
+    """The sum of each adapter's ranks: for so many sections of the first matrix, and for the second one."""
+    first, *second = ([part.rank for part in low_rank.parts] for low_rank in adapters)
+    return [sections * rank + sum(others) for rank, *others in zip(first, *second, strict=True)]
+
+
+def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
+    """The arrays that `ADAPTER_INPUTS` names, or what stands for them.
+
+    One adapter takes one buffer of numbers, and more take eight, so that not every count makes its own kernel.
+
+    Raises:
+        ValueError: for more adapters than `MAX_ADAPTERS`, or numbers of different types.
+    """
+    first = adapters[0]
+    dtypes = {numbers.dtype for numbers in first.numbers}
+    if len(first.numbers) > MAX_ADAPTERS or len(dtypes) > 1:
+        raise ValueError(
+            f"Metal adds up to {MAX_ADAPTERS} adapters of one type at a time; got {len(first.numbers)} of "
+            f"{', '.join(sorted(map(str, dtypes)))}."
+        )
+    # Adapters without a part here, which may be of any size, are never read: one that is stands for them.
+    used = _widths(adapters, 1)
+    stand_in = next(n for n, rows in zip(first.numbers, used, strict=True) if rows)
+    numbers = [n if rows else stand_in for n, rows in zip(first.numbers, used, strict=True)]
+    rest: list[mx.array | str] = ["adapter0" if len(numbers) == 1 else stand_in]
+    rest *= MAX_ADAPTERS - len(numbers)
+    parts = tuple(low_rank.parts for low_rank in adapters)
+    table = _table(first.sections, adapters_width(adapters), parts)
+    return dict(
+        zip(ADAPTER_INPUTS, [*numbers, *rest, table, first.scales, first.slots], strict=True)
+    )
+
+
+@functools.lru_cache(_TABLES)
+def _table(
+    sections: tuple[int, ...], columns: int, parts: tuple[tuple[Part, ...], ...]
+) -> mx.array:
+    """The table `parts` of low_rank.metal; `parts` has those of every adapter, for one matrix or two."""
+    of_matrices = [number for of_matrix in parts for part in of_matrix for number in part]
+    table = [len(parts[0]), len(sections), columns, *sections, *of_matrices]
+    return mx.array(table, dtype=mx.int32)
+
+
+def shrink(
+    x: mx.array, norm: mx.array | None, eps: float, adapters: tuple[LowRank, ...]
+) -> mx.array:
+    """`scale * A (rms_norm(x) * norm)` of each row's adapter: (rows, `adapters_width`) float32 for x (rows, K).
+
+    Rows without an adapter get zeros, and so do the ends of rows whose adapter has a lower rank.
+    """
+    rows, columns = x.shape[0], adapters_width(adapters)
+    own = {"x": x, "norm": "x" if norm is None else norm, "eps": floats(eps)}
+    kernel, arrays = runtime.reduced(_SHRINK, {**own, **adapter_inputs(adapters)})
+    (hidden,) = runtime.launch(
+        kernel,
+        arrays,
+        template=(("PAIR", len(adapters) == 2), ("NORM", norm is not None)),
+        grid=(32, columns, rows),
+        threadgroup=(32, math.gcd(columns, 8), 1),
+        output_shapes=[(rows, columns)],
+        output_dtypes=[mx.float32],
+    )
+    return hidden

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.kernels.formats import (
+from afm_mlx.kernels.operands import (
     BLOCK,
     PLAIN,
     HeadOptions,

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.kernels.dispatch import Case, device
-from afm_mlx.kernels.formats import (
+from afm_mlx.kernels.operands import (
     BLOCK,
     HeadOptions,
     KeyValues,
@@ -23,9 +23,10 @@ from afm_mlx.kernels.formats import (
     Part,
     ProductOptions,
     QueryRope,
+    pack_codes,
+    unpack_codes,
 )
 from afm_mlx.kernels.ops import case_of
-from afm_mlx.kernels.packing import pack_codes, unpack_codes
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.specs import Spec
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.errors import AFMError
-from afm_mlx.kernels.errors import SettingError
+from afm_mlx.kernels.settings import SettingError
 
 TOTAL = int(os.environ.get("AFM_HOSTILE_CASES") or 2000)
 SECONDS = 20

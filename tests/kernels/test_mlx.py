@@ -7,7 +7,7 @@ import pytest
 from afm_mlx import kernels
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels import mlx as mlx_kernels
-from afm_mlx.kernels.formats import PLAIN, PackedWeight
+from afm_mlx.kernels.operands import PLAIN, PackedWeight
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Problem, make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec

@@ -9,8 +9,8 @@ import pytest
 
 from afm_mlx.kernels import dispatch, settings
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.kernels.errors import SettingError
 from afm_mlx.kernels.selftest import checks
+from afm_mlx.kernels.settings import SettingError
 from tests.tools.cases import each
 
 ROOT = Path(__file__).parent.parent.parent

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.kernels import KeyValues, PackedWeight, ProductOptions
-from afm_mlx.kernels.metal import attention, head, matmul, products
+from afm_mlx.kernels.metal import attention, matmul, products
 from bench.predict import Launch
 from tests.metal import llvm_ir, mlx_wheel, published, toolchain
 from tests.metal.cost import REGISTERS, Argument, check, check_launch, count, count_launch, unit_of
@@ -184,6 +184,6 @@ def test_products_stay_in_registers(rows, limit):
         calls = record(lambda w=weight: matmul.packed_matmul(multiply, x, w, options))
         calls += record(lambda w=weight: matmul.packed_swiglu(multiply, x, w, w, options))
         if rows <= products.VECTOR_ROWS:
-            calls += record(lambda w=weight: head.argmax(x, w, options))
+            calls += record(lambda w=weight: matmul.argmax(x, w, options))
         for call in calls:
             check_launch(*call, registers_at_most=limit)

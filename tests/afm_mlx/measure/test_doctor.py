@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 
 from afm_mlx.cli import main
-from afm_mlx.kernels import cache_folder, dispatch, reference
+from afm_mlx.kernels import dispatch, reference, settings
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.dispatch import Variant
-from afm_mlx.kernels.selftest import checks, specs, verdict
+from afm_mlx.kernels.selftest import checks, specs
 from afm_mlx.kernels.selftest.specs import Spec
 from afm_mlx.measure import doctor
 from afm_mlx.measure.bandwidth import Bandwidth
@@ -24,7 +24,7 @@ SMALL = {"in_dims": 256, "out_dims": 64, "bits": 2, "mode": "balanced", "granula
 def machine(monkeypatch, tmp_path):
     """A machine of 100 GB/s without a verdict, with one kernel per backend, and a small model."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(cache_folder.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(settings.CACHE, str(tmp_path / "cache"))
     monkeypatch.delenv(dispatch.SWITCH, raising=False)
     monkeypatch.delenv(checks.SWITCH, raising=False)
     monkeypatch.setattr(dispatch, "_disabled", {})
@@ -122,12 +122,12 @@ def test_a_faulty_kernel(run, monkeypatch):
 
 
 def test_a_kernel_that_ended_the_process_runs_only_on_request(run):
-    verdict.Verdict().end({"cpu/fake": verdict.ENDED})
+    checks.Verdict().end({"cpu/fake": checks.ENDED})
     status, out, _ = run()
     assert status == 1
-    assert f"cpu/fake\n  {verdict.ENDED}" in out
+    assert f"cpu/fake\n  {checks.ENDED}" in out
     assert run("--retry")[0] == 0
-    assert verdict.Verdict().failures == {}
+    assert checks.Verdict().failures == {}
 
 
 def test_a_quick_report_times_nothing_and_names_no_folder(run, monkeypatch):

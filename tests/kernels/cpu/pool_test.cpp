@@ -10,10 +10,10 @@
 #include <thread>
 #include <vector>
 
-#include "crew.h"
+#include "pool_size.h"
 #include "pool.h"
 
-using afm::Crew;
+using afm::PoolSize;
 using afm::ThreadPool;
 
 namespace {
@@ -44,16 +44,16 @@ int64_t half_of_it(int threads) { return threads > 1 ? kMillisecond / 2 : 0; }
 double never_off(int) { return 0.01; }
 double half_off(int) { return 0.5; }
 
-void run_loop(Crew& crew, const Machine& machine) {
-  const int64_t lost = machine.lost(crew.size());
-  crew.loop_ended({machine.speed(crew.size()), kMillisecond, lost, lost > 0});
-  if (crew.window_is_full()) crew.judge(machine.off_core(crew.size()));
+void run_loop(PoolSize& pool_size, const Machine& machine) {
+  const int64_t lost = machine.lost(pool_size.size());
+  pool_size.loop_ended({machine.speed(pool_size.size()), kMillisecond, lost, lost > 0});
+  if (pool_size.window_is_full()) pool_size.judge(machine.off_core(pool_size.size()));
 }
 
 // Of 5000 loops, those that had so many threads.
-int loops_with(int threads, Crew& crew, const Machine& machine) {
+int loops_with(int threads, PoolSize& pool_size, const Machine& machine) {
   int found = 0;
-  for (int i = 0; i < 5000; ++i, run_loop(crew, machine)) found += crew.size() == threads;
+  for (int i = 0; i < 5000; ++i, run_loop(pool_size, machine)) found += pool_size.size() == threads;
   return found;
 }
 
@@ -62,43 +62,43 @@ int64_t alone_is_faster(int threads) { return threads == 1 ? 100 : 40; }
 int64_t alone_is_slower(int threads) { return threads == 1 ? 60 : 100; }
 
 void nobody_is_late() {
-  Crew crew(4);
-  check(loops_with(4, crew, {together, nothing_lost, never_off}) == 5000, "threads were sent away on a quiet machine");
+  PoolSize pool_size(4);
+  check(loops_with(4, pool_size, {together, nothing_lost, never_off}) == 5000, "threads were sent away on a quiet machine");
 }
 
 void late_threads_go_and_come_back() {
   for (const Machine& busy : {Machine{alone_is_faster, half_of_it, never_off}, {alone_is_faster, nothing_lost, half_off}}) {
-    Crew crew(2);
-    const int alone = loops_with(1, crew, busy);
+    PoolSize pool_size(2);
+    const int alone = loops_with(1, pool_size, busy);
     check(alone > 4500, "a thread that slows the loops down took part in many");
     check(alone < 4950, "a thread that slowed the loops down was not tried again");
     const Machine quiet = {together, nothing_lost, never_off};
-    check(loops_with(2, crew, quiet) > 3500, "a thread that could help again came back late");
-    check(loops_with(2, crew, quiet) == 5000, "a thread that came back was sent away");
+    check(loops_with(2, pool_size, quiet) > 3500, "a thread that could help again came back late");
+    check(loops_with(2, pool_size, quiet) == 5000, "a thread that came back was sent away");
   }
 }
 
 void late_threads_that_help_stay() {
   for (const Machine& busy : {Machine{alone_is_slower, half_of_it, never_off}, {alone_is_slower, nothing_lost, half_off}}) {
-    Crew crew(2);
-    const int both = loops_with(2, crew, busy);
+    PoolSize pool_size(2);
+    const int both = loops_with(2, pool_size, busy);
     check(both > 4500, "a thread was sent away although loops are slower without it");
     check(both < 5000, "it was never tried whether loops are faster with fewer threads");
   }
 }
 
 void only_the_late_ones_go() {
-  Crew crew(16);
+  PoolSize pool_size(16);
   const Machine busy = {[](int threads) -> int64_t { return threads == 16 ? 50 : threads * 10; },
                         [](int threads) { return threads == 16 ? kMillisecond / 2 : 0; }, never_off};
-  check(loops_with(15, crew, busy) > 4500, "the late one of 16 threads stayed, or others went");
+  check(loops_with(15, pool_size, busy) > 4500, "the late one of 16 threads stayed, or others went");
 }
 
 // Long loops, and long waits, take longer windows: a speed is never that of one or two loops.
 void a_speed_is_that_of_several_loops() {
-  Crew crew(2);
+  PoolSize pool_size(2);
   int loops = 0;
-  for (; !crew.window_is_full(); ++loops) crew.loop_ended({1, 400 * kMillisecond, 0, 0});
+  for (; !pool_size.window_is_full(); ++loops) pool_size.loop_ended({1, 400 * kMillisecond, 0, 0});
   check(loops >= 5, "a speed was that of a few loops");
 }
 

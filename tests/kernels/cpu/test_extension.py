@@ -9,9 +9,9 @@ import sys
 import mlx.core as mx
 import pytest
 
-from afm_mlx.kernels import cache_folder
+from afm_mlx.kernels import settings
 from afm_mlx.kernels.cpu import extension, trial
-from afm_mlx.kernels.errors import SettingError
+from afm_mlx.kernels.settings import SettingError
 from tests.tools.cli import process
 
 native = extension.module()
@@ -102,7 +102,7 @@ def test_what_a_build_left_says_why_there_is_no_extension(
 @pytest.fixture
 def known(tmp_path, monkeypatch):
     """A machine that has tried no library: the folder in which it will say what became of one."""
-    monkeypatch.setenv(cache_folder.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(settings.CACHE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

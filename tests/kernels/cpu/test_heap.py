@@ -10,7 +10,7 @@ from tests.tools.cli import process
 # Pieces of 5 MB with a smaller one behind each: in a heap, the smaller ones would keep the large ones' memory.
 CODE = """
 import ctypes, os
-from afm_mlx.kernels.cpu.heap import hold_heaps_down
+from afm_mlx.kernels.cpu.memory import hold_heaps_down
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

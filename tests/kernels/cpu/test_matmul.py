@@ -6,7 +6,7 @@ import pytest
 
 from afm_mlx.kernels import BITS, MAX_ADAPTERS, LowRank, PackedWeight, ProductOptions, pack_codes
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.kernels.formats import PLAIN
+from afm_mlx.kernels.operands import PLAIN
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools import compare

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.kernels import BITS, PackedWeight, ProductOptions, pack_codes
-from afm_mlx.kernels.formats import PLAIN
+from afm_mlx.kernels.operands import PLAIN
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import Spec

@@ -14,7 +14,7 @@ SOURCES = HERE.parents[2] / "kernels" / "cpu"
 def test_the_thread_pool(tmp_path):
     """Under ThreadSanitizer where the compiler has it: what loops share is written by one thread at a time."""
     program = tmp_path / "cpu_pool_test"
-    sources = [HERE / "pool_test.cpp", SOURCES / "pool.cpp", SOURCES / "crew.cpp"]
+    sources = [HERE / "pool_test.cpp", SOURCES / "pool.cpp", SOURCES / "pool_size.cpp"]
     compile_it = ["c++", "-std=c++20", "-O1", "-pthread", "-Wall", f"-I{SOURCES}", "-o", program]
     sanitized = subprocess.run(
         [*compile_it, "-fsanitize=thread", *sources], capture_output=True, check=False

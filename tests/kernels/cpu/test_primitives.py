@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.kernels import HeadOptions, PackedWeight, Part, ProductOptions, cpu, dispatch
-from afm_mlx.kernels.formats import PLAIN
+from afm_mlx.kernels.operands import PLAIN
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec

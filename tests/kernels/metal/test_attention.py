@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import BITS, AttentionParts, HeadOptions, dispatch
+from afm_mlx.kernels import BITS, AttentionPartials, HeadOptions, dispatch
 from afm_mlx.kernels.metal import attention, products
-from afm_mlx.kernels.reference import merge_parts
+from afm_mlx.kernels.reference import merge_partials
 from afm_mlx.kernels.selftest import problems
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
@@ -114,7 +114,7 @@ def halves(y, dtype):
     ones = mx.ones((*y.shape[:3], 1))
     numbers = [mx.concatenate([2 * y, 0 * ones, 2 * ones], axis=-1)]
     numbers.append(mx.concatenate([4 * y, -ones, 4 * ones], axis=-1))
-    return AttentionParts(mx.concatenate(numbers, axis=2), mx.array(1.0), dtype)
+    return AttentionPartials(mx.concatenate(numbers, axis=2), mx.array(1.0), dtype)
 
 
 def test_a_product_merges_the_parts_of_attention(metal, rng, monkeypatch):
@@ -131,8 +131,8 @@ def test_a_product_merges_the_parts_of_attention(metal, rng, monkeypatch):
         if heads > 4:  # they keep the GPU busy by themselves
             parts = halves(parts, dtype)
         else:
-            assert parts.numbers.shape[2] == min(-(-capacity // split), attention.MAX_PARTS)
-        merged = merge_parts(parts)
+            assert parts.numbers.shape[2] == min(-(-capacity // split), attention.MAX_PARTIALS)
+        merged = merge_partials(parts)
         assert_solved(problem, returning(merged.reshape(rows, heads, 1, head_dim), tail))
         width = heads * head_dim
         spec = Spec("packed_matmul", dtype, rows, 1, width, 40, 2, "balanced", "row", residual=True)
@@ -153,7 +153,7 @@ def test_parts_are_merged_before_what_can_not_merge_them(metal, rng):
         shape = (16, 2, head_dim)
         problem = drawn(rng, "decode_attention", dtype, rows, 1, *shape, capacity=capacity)
         got = kernels.decode_attention(*problem.args, whole=False)
-        assert isinstance(got, AttentionParts) == in_parts, (rows, head_dim)
+        assert isinstance(got, AttentionPartials) == in_parts, (rows, head_dim)
     problem = drawn(rng, "decode_attention", mx.float32, 1, 1, 4, 2, 16, capacity=capacity)
     parts = kernels.decode_attention(*problem.args, whole=False)
     _, *rest = make(Spec("packed_matmul", mx.float32, 1, 1, 64, 8, 4, "balanced", "row"), rng).args

@@ -5,7 +5,7 @@ import numpy as np
 
 from afm_mlx import kernels
 from afm_mlx.kernels import BITS, PackedWeight, dispatch
-from afm_mlx.kernels.metal import head, products
+from afm_mlx.kernels.metal import matmul, products
 from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
@@ -38,7 +38,7 @@ def test_the_largest_in_any_tile_is_found(metal, rng):
     out_dims = 40_001
     for rows in (1, 2, 3):
         code_rows = products.most_code_rows(rows)
-        tiles = -(-out_dims // (code_rows * head.CHUNK))
+        tiles = -(-out_dims // (code_rows * matmul.CHUNK))
         assert tiles >= 2
         assert out_dims % (tiles * code_rows) % code_rows == 1
         # One place in each tile of a simdgroup, one of which is the last row of all.

@@ -5,7 +5,7 @@ import pytest
 
 from afm_mlx import kernels
 from afm_mlx.kernels import ProductOptions, dispatch
-from afm_mlx.kernels.metal import low_rank, products
+from afm_mlx.kernels.metal import products
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools.cases import all_pairs
@@ -86,16 +86,16 @@ def test_an_adapter_that_leaves_the_matrix_alone_may_be_of_any_size(metal, rng, 
 def test_what_metal_can_not_add_is_refused(rng):
     given = draw_low_rank(rng, [0], 16, (4,), [1] * 9)
     with pytest.raises(ValueError, match="up to 8 adapters of one type at a time; got 9 of"):
-        low_rank.inputs((given,))
+        products.adapter_inputs((given,))
     mixed = given.numbers[0], given.numbers[1].astype(mx.float32)
     with pytest.raises(ValueError, match=r"got 2 of .*float16, .*float32"):
-        low_rank.inputs((given._replace(numbers=mixed, parts=given.parts[:2]),))
+        products.adapter_inputs((given._replace(numbers=mixed, parts=given.parts[:2]),))
 
 
 def test_another_adapter_in_the_same_place_is_another_array_and_no_other_table(rng):
     given = draw_low_rank(rng, [0], 64, (24,), [7])
     other = given._replace(numbers=(given.numbers[0] * 2,))
-    of_given, of_other = (low_rank.inputs((adapters,)) for adapters in (given, other))
+    of_given, of_other = (products.adapter_inputs((adapters,)) for adapters in (given, other))
     first, second = of_given["adapter0"], of_other["adapter0"]
     table, same_table = of_given["parts"], of_other["parts"]
     assert (first is given.numbers[0], second is other.numbers[0]) == (True, True)

@@ -5,7 +5,7 @@ import pytest
 
 from afm_mlx import kernels
 from afm_mlx.kernels import BITS, dispatch
-from afm_mlx.kernels.metal import products, unpacked
+from afm_mlx.kernels.metal import matmul, products
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools.cases import all_pairs, each
@@ -34,7 +34,7 @@ def assert_right(rng, variant, op, *fields, **options):
 @pytest.mark.parametrize("variant", ROWS)
 @pytest.mark.parametrize("op", ["packed_matmul", "packed_swiglu"])
 def test_products(metal, rng, monkeypatch, op, variant):
-    monkeypatch.setattr(unpacked, "BLOCK", 5 * 704)  # several blocks, the last one short
+    monkeypatch.setattr(matmul, "BLOCK", 5 * 704)  # several blocks, the last one short
     formats = FORMATS if op == "packed_matmul" else FORMATS[::3]
     cases = all_pairs(
         formats,
@@ -86,7 +86,7 @@ def test_products(metal, rng, monkeypatch, op, variant):
     ],
 )
 def test_shapes_of_launches(rows, code_rows, in_dims, wanted):
-    assert products.vector_shape(rows, code_rows, in_dims) == wanted
+    assert products.vector_threadgroups(rows, code_rows, in_dims) == wanted
 
 
 def test_products_whose_inputs_simdgroups_share(metal, rng, monkeypatch):
@@ -100,7 +100,7 @@ def test_products_whose_inputs_simdgroups_share(metal, rng, monkeypatch):
         (4, 4112, 2, 8),
         (1, 8192, 2, 8),
     ):
-        assert products.vector_shape(rows, 19, in_dims) == (split, 4, True)
+        assert products.vector_threadgroups(rows, 19, in_dims) == (split, 4, True)
         matrix = {"bits": bits, "mode": "affine", "granularity": "row"}
         fusions = {"norm": rows < 4, "residual": rows > 1, "rank": 3 * (rows != 2)}
         fields = (mx.float16, rows, 1, in_dims, 19)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from afm_mlx.kernels import cache_folder, dispatch, reference
+from afm_mlx.kernels import dispatch, reference, settings
 from afm_mlx.kernels.dispatch import Variant
 from afm_mlx.kernels.selftest import checks
 
@@ -11,7 +11,7 @@ from afm_mlx.kernels.selftest import checks
 def cache(monkeypatch, tmp_path):
     """The folder of verdicts, which isn't there yet, nor the one that it is in."""
     folder = tmp_path / "caches" / "afm-mlx"
-    monkeypatch.setenv(cache_folder.FOLDER, str(folder))
+    monkeypatch.setenv(settings.CACHE, str(folder))
     monkeypatch.delenv(checks.SWITCH, raising=False)
     checks.ensure_checked.cache_clear()
     yield folder

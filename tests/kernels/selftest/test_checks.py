@@ -8,10 +8,10 @@ import pytest
 
 from afm_mlx.kernels import dispatch, reference
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.kernels.selftest import checks, specs, verdict
+from afm_mlx.kernels.selftest import checks, specs
+from afm_mlx.kernels.selftest.checks import ENDED, Verdict
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
-from afm_mlx.kernels.selftest.verdict import ENDED, Verdict
 from tests.metal import toolchain
 from tests.metal.emulator import emulated
 from tests.tools.cli import process
@@ -263,7 +263,7 @@ def test_a_machine_is_checked_once(cache, offer, monkeypatch):
     check_silently()
     assert run.calls == first
     # Other kernels are another matter.
-    monkeypatch.setattr(verdict, "_sources_digest", lambda: "other")
+    monkeypatch.setattr(checks, "_sources_digest", lambda: "other")
     check_silently()
     assert run.calls > first
     assert len(list(cache.iterdir())) == 2

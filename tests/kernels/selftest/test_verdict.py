@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from afm_mlx.kernels import cache_folder
-from afm_mlx.kernels.selftest import verdict
-from afm_mlx.kernels.selftest.verdict import ENDED, Verdict
+from afm_mlx.kernels import settings
+from afm_mlx.kernels.selftest import checks
+from afm_mlx.kernels.selftest.checks import ENDED, Verdict
 from tests.tools.cases import each
 
 
@@ -25,7 +25,7 @@ def test_a_process_id_that_is_another_processs_now_is_no_test(cache):
     leftover, new = path.with_name("selftest-0-x.tmp"), path.with_name("selftest-0-y.tmp")
     leftover.touch()
     for file in (path, leftover):
-        os.utime(file, times=(time.time() - 2 * verdict.TESTING_SECONDS,) * 2)
+        os.utime(file, times=(time.time() - 2 * checks.TESTING_SECONDS,) * 2)
     new.touch()
     known = Verdict()
     assert known.failures == {"cpu/fake": ENDED}
@@ -66,14 +66,14 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(cache):
         ("darwin", {}, "Library/Caches/afm-mlx"),
         ("linux", {}, ".cache/afm-mlx"),
         ("linux", {"XDG_CACHE_HOME": "{home}/x"}, "x/afm-mlx"),
-        ("linux", {cache_folder.FOLDER: "{home}/y"}, "y"),
+        ("linux", {settings.CACHE: "{home}/y"}, "y"),
     ],
 )
 def test_the_cache_folder(monkeypatch, tmp_path, platform, environment, folder):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "platform", platform)
-    for name in (cache_folder.FOLDER, "XDG_CACHE_HOME"):
+    for name in (settings.CACHE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value.format(home=tmp_path))
-    assert cache_folder.path() == tmp_path / folder
+    assert settings.cache_folder() == tmp_path / folder

@@ -18,9 +18,9 @@ struct LoopTimes {
   int late = 0;      // number of those threads
 };
 
-class Crew {
+class PoolSize {
  public:
-  explicit Crew(int all) : all_(all), size_(all) {}
+  explicit PoolSize(int all) : all_(all), size_(all) {}
 
   // Threads for the next loop, from 1 to all.
   int size() const { return size_; }

@@ -1,4 +1,4 @@
-#include "crew.h"
+#include "pool_size.h"
 
 #include <algorithm>
 
@@ -17,7 +17,7 @@ constexpr int kFewest = 2, kMost = 32;
 
 }  // namespace
 
-void Crew::loop_ended(const LoopTimes& times) {
+void PoolSize::loop_ended(const LoopTimes& times) {
   window_.work += times.work;
   window_.all += times.all;
   window_.lost += times.lost;
@@ -25,9 +25,9 @@ void Crew::loop_ended(const LoopTimes& times) {
   window_.late = std::max(window_.late, times.late);
 }
 
-bool Crew::window_is_full() const { return window_.all >= std::max(kWindow, kLoops * window_.longest); }
+bool PoolSize::window_is_full() const { return window_.all >= std::max(kWindow, kLoops * window_.longest); }
 
-bool Crew::judge(double off_core) {
+bool PoolSize::judge(double off_core) {
   const Window window = window_;
   window_ = {};
   const double speed = static_cast<double>(window.work) / window.all;
@@ -58,7 +58,7 @@ bool Crew::judge(double off_core) {
   return resize(held_up ? fewer : all_);
 }
 
-bool Crew::resize(int size) {
+bool PoolSize::resize(int size) {
   const bool changed = size != size_;
   size_ = size;
   return changed;
