@@ -1,11 +1,11 @@
-"""Float matrices to codes: the grid that weights lie on where there is one, the nearest codes otherwise.
+"""Float matrices to codes: the codes of the grid that the weights are on, or the nearest ones.
 
-Weights that lie on a grid (after quantization-aware training, or in a checkpoint that was dequantized) get
-its codes back. A balanced scale and a palette are accepted when the numbers that they stand for equal the
-weights in their own dtype; affine scales and biases when these numbers are within rounding of the weights,
-see `affine_grids`. Where there is no such grid, a balanced scale minimizes the squared error, an affine
-group is that of `mx.quantize`, and a palette is the 1-D k-means of its weights. A unit of few levels lies
-on several grids: it keeps its numbers, and gets the codes of the finest.
+Weights that are on a grid (after quantization-aware training, or in a checkpoint that was dequantized) get its
+codes back. A balanced scale and a palette are accepted if their numbers equal the weights in their own dtype;
+affine scales and biases if the numbers are within rounding of the weights (`grids.py`). Without a grid, a
+balanced scale minimizes the squared error, an affine group is packed by `mx.quantize`, and a palette is the 1-D
+k-means of its weights. A unit of few levels is on several grids: it keeps its numbers, and gets the codes of
+the finest.
 
 Matrices are read in blocks of rows, so that one larger than memory can be packed. All is NumPy, and
 deterministic.
@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from afm_mlx.errors import CheckpointError
 from afm_mlx.kernels import PackedWeight
 from afm_mlx.quantization.grids import (
-    AffineCodes,
+    AffineGrids,
     Array,
     affine_codes,
     any_grids,
@@ -35,7 +35,6 @@ from afm_mlx.quantization.grids import (
     k_means,
     mlx_codes,
     nearest_entries,
-    no_grids,
     pack_words,
     reproduces,
     round_to,
@@ -58,7 +57,7 @@ class Rows:
     Args:
         shape: (N, K).
         dtype: type in which its numbers are exact.
-        read: gives the rows from start to stop, as float32.
+        read: returns the rows from start to stop, as float32.
         name: the matrix's name, for errors.
     """
 
@@ -69,7 +68,7 @@ class Rows:
 
     @classmethod
     def of(cls, array: mx.array, name: str = "the matrix") -> Rows:
-        """Rows of an array that is in memory.
+        """Make rows of an array in memory.
 
         Raises:
             CheckpointError: when it is no float matrix.
@@ -86,7 +85,7 @@ class Rows:
         return cls(tuple(array.shape), array.dtype, read, name)
 
     def rounded(self, dtype: mx.Dtype) -> Rows:
-        """The same matrix, its numbers rounded to `dtype`."""
+        """Return the same matrix with its numbers rounded to `dtype`."""
 
         def read(start: int, stop: int) -> Array:
             return round_to(self.read(start, stop), dtype)
@@ -94,10 +93,10 @@ class Rows:
         return self if dtype == self.dtype else Rows(self.shape, dtype, read, self.name)
 
     def blocks(self, multiple: int = 1) -> Iterator[tuple[int, int, Array]]:
-        """Start, stop and rows of blocks that fit the processor's memory well.
+        """Yield start, stop and rows of blocks of at most some 4 million numbers.
 
         Args:
-            multiple: number that the rows of a block are a multiple of.
+            multiple: every block but the last has a multiple of this number of rows.
 
         Raises:
             CheckpointError: on NaN and infinity.
@@ -113,7 +112,7 @@ class Rows:
             yield start, stop, rows
 
     def sample(self) -> Array:
-        """Rows at equal distances, (S, K): all of a small matrix."""
+        """Return (S, K) rows at equal distances; all rows of a small matrix."""
         count = max(1, _SAMPLE_ELEMENTS // self.shape[1])
         step = -(-self.shape[0] // count)
         if step == 1:
@@ -123,7 +122,7 @@ class Rows:
 
 
 class Packing(NamedTuple):
-    """A packed matrix, and whether the weights lay on a grid, which then is that of the codes."""
+    """A packed matrix; `exact` is True if the weights were on a grid, and the codes are on the same one."""
 
     packed: PackedWeight
     exact: bool
@@ -155,26 +154,23 @@ def pack(weight: mx.array | Rows, rule: QuantizationRule, *, name: str = "the ma
 
 def _pack_balanced(rows: Rows, rule: QuantizationRule) -> Packing:
     if rule.granularity == "tensor":
-        scale, exact = _tensor_scale(rows, rule.bits)
-        words, _, _ = _each_unit(rows, rule, lambda u: (balanced_codes(u, scale, rule.bits), exact))
-        return Packing(_balanced(words, rule, scale), exact)
+        scales, exact = _tensor_scale(rows, rule.bits)
+        words = _pack_units(rows, rule, lambda u: (balanced_codes(u, scales, rule.bits), [])).words
+    else:
 
-    def encode(units: Array) -> tuple[Array, ...]:
-        scales, exact = grid_scales(units, rule.bits, rows.dtype)
-        if not exact.all():
-            scales[~exact] = fit_scales(units[~exact], rule.bits)
-        return balanced_codes(units, scales[:, None], rule.bits), exact, scales
+        def encode(units: Array) -> tuple[Array, list[Array]]:
+            scales, exact = grid_scales(units, rule.bits, rows.dtype)
+            if not exact.all():
+                scales[~exact] = fit_scales(units[~exact], rule.bits)
+            return balanced_codes(units, scales[:, None], rule.bits), [exact, scales]
 
-    words, exact, (scales,) = _each_unit(rows, rule, encode)
-    return Packing(_balanced(words, rule, scales), exact)
-
-
-def _balanced(words: Array, rule: QuantizationRule, scales: Array) -> PackedWeight:
-    return PackedWeight(mx.array(words), rule.bits, "balanced", mx.array(scales))
+        words, (found, scales) = _pack_units(rows, rule, encode)
+        exact = bool(found.all())
+    return Packing(PackedWeight(mx.array(words), rule.bits, "balanced", mx.array(scales)), exact)
 
 
 def _tensor_scale(rows: Rows, bits: int) -> tuple[Array, bool]:
-    """One scale of a whole matrix, from a sample; a grid is checked against every weight."""
+    """Return one scale for a whole matrix, from a sample, and True if every weight is on its grid."""
     sample = rows.sample().reshape(1, -1)
     scale, exact = grid_scales(sample, bits, rows.dtype)
     if not exact[0]:
@@ -200,57 +196,61 @@ def _tensor_scale(rows: Rows, bits: int) -> tuple[Array, bool]:
 
 def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
     dtype = rows.dtype if rule.is_mlx_format else mx.float32
-    half = np.float32((2**rule.bits - 1) / 2)
-    if _starts_on_grid(rows, rule):
-        # Biases are half a step from where `mx.quantize` may have them.
-        found, exact = _pack_balanced(rows, dataclasses.replace(rule, mode="balanced"))
+    if _starts_on_balanced_grid(rows, rule):
+        # Its biases are half a step from where `mx.quantize` may have them.
+        balanced, exact = _pack_balanced(rows, dataclasses.replace(rule, mode="balanced"))
         if exact:
-            scales = np.array(found.scales)
-            return Packing(_affine(found.codes, rule, scales, -half * scales, dtype), True)
+            scales = np.array(balanced.scales)
+            biases = -np.float32((2**rule.bits - 1) / 2) * scales
+            return Packing(_affine(balanced.codes, rule, scales, biases, dtype), True)
     if rule.granularity == "tensor":
         return _pack_affine_tensor(rows, rule)
-    look = _sample_lies_on_grid(rows, rule)
+    search = _sample_is_on_grid(rows, rule)
 
-    def encode(units: Array) -> tuple[Array, ...]:
-        codes, scales, biases, exact = _affine_units(units, rule, rows.dtype, look)
-        return codes, exact, scales, biases
+    def encode(units: Array) -> tuple[Array, list[Array]]:
+        codes, grids = _affine_units(units, rule, rows.dtype, search)
+        return codes, [*grids]
 
-    words, exact, (scales, biases) = _each_unit(rows, rule, encode)
-    return Packing(_affine(mx.array(words), rule, scales, biases, dtype), exact)
+    words, (scales, biases, found) = _pack_units(rows, rule, encode)
+    packed = _affine(mx.array(words), rule, scales, biases, dtype)
+    return Packing(packed, bool(found.all()))
 
 
-def _affine_units(units: Array, rule: QuantizationRule, dtype: mx.Dtype, look: bool) -> AffineCodes:
-    """Codes of units (U, L), on the grids that they lie on where `look` is true."""
+def _affine_units(
+    units: Array, rule: QuantizationRule, dtype: mx.Dtype, search: bool
+) -> tuple[Array, AffineGrids]:
+    """Return codes of units (U, L) and their grids; the grids that the weights are on if `search` is true."""
     if rule.is_mlx_format:
-        return mlx_codes(units, rule.bits, dtype, look)
+        return mlx_codes(units, rule.bits, dtype, search)
     centers = units.mean(axis=1)
-    grids = any_grids(units, centers, rule.bits, dtype) if look else no_grids(len(units))
+    grids = any_grids(units, centers, rule.bits, dtype) if search else AffineGrids.none(len(units))
     left = ~grids.found
     if left.any():
         scales = fit_scales(units[left] - centers[left, None], rule.bits)
         grids.scales[left] = scales
         grids.biases[left] = centers[left] - np.float32((2**rule.bits - 1) / 2) * scales
     codes = affine_codes(units, grids.scales[:, None], grids.biases[:, None], rule.bits)
-    return AffineCodes(codes, *grids)
+    return codes, grids
 
 
 def _pack_affine_tensor(rows: Rows, rule: QuantizationRule) -> Packing:
-    """One scale and bias of a whole matrix; a grid is that of its distinct weights."""
+    """Pack with one scale and bias; a grid is searched among the distinct weights."""
     sample = rows.sample().reshape(1, -1)
-    distinct, found = _distinct(rows, 2**rule.bits), False
+    distinct, found = _distinct(rows, 2**rule.bits), np.zeros(1, bool)
     if distinct is not None:
-        center = sample.mean(axis=1)
-        (scale,), (bias,), (found,) = any_grids(distinct[None], center, rule.bits, rows.dtype)
+        grids = any_grids(distinct[None], sample.mean(axis=1), rule.bits, rows.dtype)
+        found = grids.found
     if not found:
-        _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
-    words, _, _ = _each_unit(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits), found))
+        _, grids = _affine_units(sample, rule, rows.dtype, False)
+    scale, bias = grids.scales[0], grids.biases[0]
+    words = _pack_units(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits), [])).words
     return Packing(_affine(mx.array(words), rule, scale, bias, mx.float32), bool(found))
 
 
 def _distinct(rows: Rows, most: int) -> Array | None:
-    """The distinct weights of a matrix, ascending; None when there are more than `most`."""
+    """Return the distinct weights of a matrix, ascending; None if there are more than `most`."""
     distinct = np.empty(0, np.float32)
-    # The first row tells nearly every matrix that has more.
+    # The first row alone rules out nearly every matrix that has more.
     for block in itertools.chain([rows.read(0, 1)], (block for _, _, block in rows.blocks())):
         distinct = np.union1d(distinct, block)
         if len(distinct) > most:
@@ -258,18 +258,19 @@ def _distinct(rows: Rows, most: int) -> Array | None:
     return distinct
 
 
-def _sample_lies_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
-    """True if any unit of a few rows lies on an affine grid: a matrix is on grids as a whole or not at all."""
+def _sample_is_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
+    """True if any unit of a few rows is on an affine grid: a matrix is on grids as a whole or not at all."""
     step = -(-rows.shape[0] // _ROWS_OF_SAMPLE)
     sample = [rows.read(start, start + 1) for start in range(0, rows.shape[0], step)]
     units = np.concatenate(sample).reshape(-1, rule.group_size or rows.shape[1])
     units = units[:: -(-len(units) // _UNITS_OF_SAMPLE)]
-    # A constant lies on any grid; what is not finite is an error later.
+    # A constant is on any grid; numbers that are not finite are an error later.
     units = units[np.isfinite(units).all(axis=1) & (units != units[:, :1]).any(axis=1)]
-    return bool(_affine_units(units, rule, rows.dtype, True).found.any())
+    _, grids = _affine_units(units, rule, rows.dtype, True)
+    return bool(grids.found.any())
 
 
-def _starts_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
+def _starts_on_balanced_grid(rows: Rows, rule: QuantizationRule) -> bool:
     units = rows.read(0, 1).reshape(-1, rule.group_size or rows.shape[1])
     return bool(grid_scales(units, rule.bits, rows.dtype)[1].all())
 
@@ -287,8 +288,8 @@ def _affine(
 def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
     count, entries = rule.part_shapes(rows.shape)["table"]
     per_table = rows.shape[0] // count
-    words, exact = _words(rows, rule), True
-    tables = np.empty((count, entries), np.float32)
+    words = np.empty(rule.part_shapes(rows.shape)["weight"], np.uint32)
+    tables, exact = np.empty((count, entries), np.float32), True
     if count == 1:
         tables[0], exact = _tensor_table(rows, entries)
         per_table = 1  # blocks of any height
@@ -306,7 +307,7 @@ def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
 
 
 def _tensor_table(rows: Rows, entries: int) -> tuple[Array, bool]:
-    """A table for a whole matrix: its distinct weights where they are few, else k-means of a sample."""
+    """Return a table for a whole matrix: its distinct weights if they are few, else k-means of a sample."""
     table, exact = k_means(rows.sample().reshape(1, -1), entries)
     distinct = _distinct(rows, entries) if exact[0] else None
     if distinct is None:
@@ -317,24 +318,22 @@ def _tensor_table(rows: Rows, entries: int) -> tuple[Array, bool]:
 # -- blocks
 
 
-def _each_unit(
-    rows: Rows, rule: QuantizationRule, encode: Callable[[Array], tuple[Any, ...]]
-) -> tuple[Array, bool, list[Array]]:
-    """Words of a matrix, whether all its units are exact, and the scales and biases of these, if any.
+class _PackedUnits(NamedTuple):
+    """Words of a matrix, and arrays of one number for each of its units, in the shape of the rule's scales."""
 
-    Args:
-        encode: makes of units (U, L) their codes, whether each is exact, and what else they have.
-    """
-    words, all_exact, others = _words(rows, rule), True, []
+    words: Array
+    parts: list[Array]
+
+
+def _pack_units(
+    rows: Rows, rule: QuantizationRule, encode: Callable[[Array], tuple[Array, list[Array]]]
+) -> _PackedUnits:
+    """Pack a matrix block by block; `encode` returns the codes of units (U, L), and arrays (U,)."""
+    shapes = rule.part_shapes(rows.shape)
+    words, blocks = np.empty(shapes["weight"], np.uint32), []
     for start, stop, block in rows.blocks():
-        codes, exact, *parts = encode(block.reshape(-1, rule.group_size or block.shape[1]))
+        codes, parts = encode(block.reshape(-1, rule.group_size or block.shape[1]))
         words[start:stop] = pack_words(codes.reshape(block.shape), rule.bits)
-        all_exact = all_exact and bool(np.all(exact))
-        others.append([part.reshape(-1) for part in parts])
-    shape = rule.part_shapes(rows.shape)["scales"]
-    joined = [np.concatenate(parts).reshape(shape) for parts in zip(*others, strict=True)]
-    return words, all_exact, joined
-
-
-def _words(rows: Rows, rule: QuantizationRule) -> Array:
-    return np.empty(rule.part_shapes(rows.shape)["weight"], np.uint32)
+        blocks.append(parts)
+    joined = [np.concatenate(p).reshape(shapes["scales"]) for p in zip(*blocks, strict=True)]
+    return _PackedUnits(words, joined)

@@ -1,7 +1,7 @@
 """Layers whose matrix stays packed: 2, 4 or 8 bits a weight, in the formats of `kernels.operands`.
 
-They take the place of `nn.Linear` and `nn.Embedding` in any model. Parameters are those of a
-`PackedWeight` by their names in a model folder: `weight` (the codes), `scales`, `biases`, `table`, and `bias`
+They take the place of `nn.Linear` and `nn.Embedding` in any model. Parameters have the
+names of a model folder: `weight` (the codes), `scales`, `biases`, `table`, and `bias`
 of the layer; absent ones are left out.
 """
 
@@ -29,20 +29,19 @@ from afm_mlx.kernels import (
 )
 
 PARTS = ("weight", "scales", "biases", "table")
-"""Names of a packed matrix's parameters, in the order in which they are written."""
+"""Names of a packed matrix's parameters, in the order of files."""
 
 LayerAdapters: TypeAlias = Callable[[int], LowRank | None]
-"""What a linear layer asks for its adapters: takes the number of a batch's rows, and returns the adapters of
-these rows as the operations of `kernels` take them, or None where no adapter adds anything to this layer."""
+"""Takes the number of rows of a batch; returns their adapters for one layer, None if none changes it."""
 
 
 def activation_dtype() -> mx.Dtype:
-    """bfloat16 on a GPU; float32 on MLX's CPU backend, whose half types are 10 to 100 times slower."""
+    """Return bfloat16 on a GPU, float32 on MLX's CPU backend, whose half types are 10 to 100 times slower."""
     return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
 
 
 class _Packed(nn.Module):
-    """A layer whose packed matrix never trains: the part that linear layers and embeddings share."""
+    """Base of linear layers and embeddings whose packed matrix is frozen."""
 
     def __init__(self, packed: PackedWeight):
         super().__init__()
@@ -68,7 +67,7 @@ class _Packed(nn.Module):
         name: str = "the matrix",
         **options: Any,
     ) -> Self:
-        """A layer of known codes, which are stored as they are.
+        """Make a layer of known codes, which are stored unchanged.
 
         Args:
             codes: (N, K) integers of [0, 2**bits).
@@ -77,7 +76,7 @@ class _Packed(nn.Module):
             options: further arguments of the layer.
 
         Raises:
-            CheckpointError: when a code does not fit, K does not fill whole words, or the parts do not fit.
+            CheckpointError: if a code does not fit, K does not fill whole words, or the parts do not fit.
         """
         _check_codes(codes, bits, name)
         packed = PackedWeight(pack_codes(codes, bits), bits, mode, scales, biases, table)
@@ -86,7 +85,7 @@ class _Packed(nn.Module):
 
     @property
     def activation_bits(self) -> int:
-        """16, or 8 where a kernel may round its input to int8."""
+        """Bits of activations in products: 16, or 8 if a kernel may round them to int8."""
         return self._activation_bits
 
     @activation_bits.setter
@@ -96,7 +95,7 @@ class _Packed(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The matrix, as the operations of `kernels` take it."""
+        """The matrix as an argument of the operations in `kernels`."""
         get = self.get
         parts = get("scales"), get("biases"), get("table")
         return PackedWeight(self["weight"], self.bits, self.mode, *parts)
@@ -110,7 +109,7 @@ class _Packed(nn.Module):
         return self.packed.group_size
 
     def dequantize(self, dtype: mx.Dtype = mx.float32) -> mx.array:
-        """The matrix as numbers, (N, K)."""
+        """Return the matrix as numbers, (N, K)."""
         return dequantize(self.packed, dtype)
 
     def _format(self) -> str:
@@ -125,7 +124,7 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed):
-    """`y = x W^T + bias` with a packed `W`, and `+ scale * B A x` where its model runs with adapters.
+    """`y = x W^T + bias` with a packed `W`, plus `scale * B A x` if its model runs with adapters.
 
     While the layer trains (`self.training`), the product is the differentiable reference; otherwise the
     fastest kernel for the device and the shape runs.
@@ -133,11 +132,10 @@ class PackedLinear(_Packed):
     Args:
         packed: the matrix, (N, K).
         bias: (N,), or None.
-        activation_bits: 16 for products of the activations as they are; 8 lets a kernel round them to
-            int8, which is faster and less exact.
+        activation_bits: 16, or 8 to let a kernel round activations to int8, which is faster and less exact.
     """
 
-    adapters: LayerAdapters | None = None  # set where the layer's model is bound to adapters
+    adapters: LayerAdapters | None = None  # set if the layer's model is bound to adapters
 
     def __init__(
         self, packed: PackedWeight, bias: mx.array | None = None, activation_bits: int = 16
@@ -149,7 +147,7 @@ class PackedLinear(_Packed):
             self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(..., K) to (..., N) in the dtype of `x`."""
+        """Map (..., K) to (..., N) in the dtype of `x`."""
         matmul = reference.packed_matmul if self.training else packed_matmul
         low_rank = self.low_rank(x.shape[0])
         adapters = () if low_rank is None else (low_rank,)
@@ -158,11 +156,11 @@ class PackedLinear(_Packed):
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
     def low_rank(self, batch: int) -> LowRank | None:
-        """The adapters of a batch's rows; see `LayerAdapters`."""
+        """Return the adapters of a batch's rows; see `LayerAdapters`."""
         return None if self.adapters is None else self.adapters(batch)
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
-        """The same layer with a float matrix."""
+        """Return the same layer with a float matrix."""
         packed = self.packed
         linear = nn.Linear(packed.in_dims, packed.out_dims, bias="bias" in self)
         linear.weight = self.dequantize(dtype)
@@ -179,7 +177,7 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """Rows of a packed matrix, and the same matrix as a head.
+    """Embedding whose packed matrix is also the head.
 
     Args:
         packed: the matrix, (vocab_size, K).
@@ -204,17 +202,17 @@ class PackedEmbedding(_Packed):
         self._dtype = str(dtype).rpartition(".")[2]  # a Dtype can't be copied or pickled
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """(...) integers to (..., K)."""
+        """Map (...) integers to (..., K)."""
         lookup = reference.packed_embedding if self.training else packed_embedding
         return lookup(tokens, self.packed, self.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Logits (..., vocab_size) of hidden states (..., K), for a tied head."""
+        """Return logits (..., vocab_size) of hidden states (..., K), for a tied head."""
         matmul = reference.packed_matmul if self.training else packed_matmul
         return matmul(x, self.packed, ProductOptions(activation_bits=self.activation_bits))
 
     def to_embedding(self, dtype: mx.Dtype = mx.float32) -> nn.Embedding:
-        """The same layer with a float matrix."""
+        """Return the same layer with a float matrix."""
         packed = self.packed
         embedding = nn.Embedding(packed.out_dims, packed.in_dims)
         embedding.weight = self.dequantize(dtype)
@@ -226,11 +224,11 @@ class PackedEmbedding(_Packed):
 
 
 def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -> nn.Module:
-    """The packed layer that takes the place of another.
+    """Return a packed layer that replaces a linear layer, whose bias it keeps, or an embedding.
 
     Args:
-        module: a linear layer, whose bias stays, or an embedding.
-        packed: the matrix that the new layer has.
+        module: the layer to replace.
+        packed: the matrix of the new layer.
         dtype: type of the rows that an embedding returns.
     """
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):
@@ -239,7 +237,7 @@ def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -
 
 
 def set_activation_bits(model: nn.Module, bits: int) -> None:
-    """Have every packed layer of a model multiply activations of 16 bits, or of 8 where a kernel can.
+    """Set the bits of activations, 16 or 8, in every packed layer of a model.
 
     Raises:
         RequestError: for other bits, and for 8 in a model without packed layers.
@@ -273,7 +271,7 @@ def _check_codes(codes: mx.array, bits: int, name: str) -> None:
 
 
 def check_width(in_dims: int, bits: int, name: str) -> None:
-    """Raise `CheckpointError` when K codes don't fill whole 32-bit words."""
+    """Raise `CheckpointError` unless K codes fill whole 32-bit words."""
     if in_dims * bits % 32:
         raise CheckpointError(
             f"{name} has {in_dims} inputs, which can't be packed in {bits} bits: rows have to fill 32-bit "
@@ -282,11 +280,7 @@ def check_width(in_dims: int, bits: int, name: str) -> None:
 
 
 def check_packed(packed: PackedWeight, name: str) -> None:
-    """Compare the parts of a packed matrix with each other.
-
-    Raises:
-        CheckpointError: names the layer and the part, what it is and what it must be.
-    """
+    """Raise `CheckpointError`, which names the layer and the part, unless a packed matrix is consistent."""
     _need(packed.bits in BITS, name, "bits", repr(packed.bits), f"one of {_listed(BITS)}")
     _need(packed.mode in MODES, name, "mode", repr(packed.mode), f"one of {_listed(MODES)}")
     codes = packed.codes

@@ -1,7 +1,8 @@
-"""Models whose layers are packed by rules, and the place of those rules in `config.json`.
+"""Packing the layers of a whole model by rules, and writing the rules into `config.json`.
 
 `config.json` has mlx-lm's key `quantization`: `bits`, `mode` and `group_size` of most layers, and under a
-layer's path what differs there. Ours adds `granularity`; a folder of mlx-lm has none, and means groups.
+layer's path its own entry if it differs. Ours adds `granularity`; without it, as in folders of mlx-lm, it is
+"group".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, pa
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 
 Predicate: TypeAlias = Callable[[str, nn.Module], "QuantizationRule | bool | Mapping[str, Any]"]
-"""Says how the layer at a path is packed: by a rule or its keys, by the default (True), or not (False)."""
+"""Returns how the layer at a path is packed: a rule or its keys, True for the default, False for not at all."""
 
 
 def quantize_model(
@@ -39,20 +40,18 @@ def quantize_model(
         model: a model with float weights.
         config: the content of its config.json.
         rule: rule of linear layers.
-        embedding_rule: rule of embeddings and of a head that is none (`lm_head`); `rule` with 4 bits at
-            least when None.
-        predicate: decides for each layer: one of these two rules (True), none (False), or its own.
+        embedding_rule: rule of embeddings and of a separate head (`lm_head`); by default `rule` with at least 4
+            bits.
+        predicate: chooses for each layer: True for one of these two rules, False to leave it float, or a rule.
 
     Returns:
-        the model, and `config` with the keys `quantization` and `quantization_config`.
+        The model, and `config` with the keys `quantization` and `quantization_config`.
 
     Raises:
-        ConfigError, CheckpointError: name the layer that can't be packed so, and why.
+        ConfigError, CheckpointError: name the layer that can't be packed by its rule, and why.
     """
-    modules, rules = (
-        dict(model.named_modules()),
-        layer_rules(model, rule, embedding_rule, predicate),
-    )
+    rules = layer_rules(model, rule, embedding_rule, predicate)
+    modules = dict(model.named_modules())
     for path, own in rules.items():
         replace_modules(model, [(path, pack_layer(modules.pop(path), own, path))])
     return model, quantized_config(config, rules)
@@ -64,10 +63,11 @@ def layer_rules(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> dict[str, QuantizationRule]:
-    """The rule of every layer of a float model that is packed, by its path; see `quantize_model`.
+    """Return the rule of every layer of a float model that gets packed, by its path; see `quantize_model`.
 
     Raises:
-        ConfigError, CheckpointError: name the layer that can't be packed so; ConfigError when none is chosen.
+        ConfigError, CheckpointError: name the layer that can't be packed by its rule; ConfigError if no layer
+            is chosen.
     """
     choose = rule_chooser(rule, embedding_rule, predicate)
     rules = {}
@@ -85,7 +85,7 @@ def rule_chooser(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> Callable[[str, nn.Module], QuantizationRule | None]:
-    """Return a function that gives the rule of a layer, None for one that stays as it is; see `quantize_model`.
+    """Return a function that returns the rule of a layer, None if it stays float; see `quantize_model`.
 
     The function raises `ConfigError`, which names the layer.
     """
@@ -112,18 +112,18 @@ def rule_chooser(
 
 
 def is_outer(path: str, module: nn.Module) -> bool:
-    """True if a layer is an embedding or a head, which follow the rule of embeddings."""
+    """True if a layer is an embedding or a head: these take the embedding rule."""
     return isinstance(module, nn.Embedding) or path.split(".")[-1] == "lm_head"
 
 
 def pack_layer(module: nn.Module, rule: QuantizationRule, name: str) -> nn.Module:
-    """The packed layer of a linear layer or an embedding."""
+    """Return the packed layer of a linear layer or an embedding."""
     packed = pack(module.weight, rule, name=name).packed
     return packed_layer_for(module, packed, module.weight.dtype)
 
 
 def dequantize_model(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Module:
-    """Undo `quantize_model`: packed layers become float layers of the numbers that they stand for."""
+    """Replace packed layers, in place, by float layers of the same numbers; returns the model."""
     layers = []
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -140,14 +140,14 @@ def dequantize_model(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Modul
 def quantized_config(
     config: Mapping[str, Any], rules: Mapping[str, QuantizationRule]
 ) -> dict[str, Any]:
-    """The content of config.json with the rules, by path of the layer, that its model was packed by."""
+    """Return the content of config.json with the rules of a packed model, by the layers' paths."""
     is_afm = is_afm_config(config)
     fused = [path for path in rules if is_afm and path.endswith(".qkv_proj")]
     return with_quantization(config, quantization_entries(rules, fused))
 
 
 def with_quantization(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of config.json with these entries as its quantization; without one when there are none."""
+    """Return the content of config.json with these entries as `quantization`; without it if there are none."""
     keys = ("quantization", "quantization_config")
     others = {key: value for key, value in config.items() if key not in keys}
     return others | dict.fromkeys(keys, entries) if entries else others
@@ -156,12 +156,11 @@ def with_quantization(config: Mapping[str, Any], entries: Mapping[str, Any]) -> 
 def quantization_entries(
     rules: Mapping[str, QuantizationRule], fused: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The content of `quantization`: the commonest rule, and the layers that differ.
+    """Return the content of `quantization`: the commonest rule, and the layers that differ.
 
     Args:
         rules: rules of the packed layers, by path.
-        fused: layers that mlx-lm's `to_quantized` takes no mode for (its fused QKV); they get an
-            entry without one, with which it loads them.
+        fused: paths of fused QKV layers, for which mlx-lm's `to_quantized` takes no mode. Their entry has none.
     """
     commonest, _ = Counter(rules.values()).most_common(1)[0]
     entries: dict[str, Any] = commonest.to_dict()
@@ -174,7 +173,7 @@ def quantization_entries(
 
 
 def replace_modules(model: nn.Module, leaves: list[tuple[str, nn.Module]]) -> None:
-    """Put layers in the places of others, at paths as `named_modules` gives them."""
+    """Replace the layers at these paths, as `named_modules` names them."""
     for path, module in leaves:
         *parents, last = path.split(".")
         owner: Any = model

@@ -1,4 +1,4 @@
-"""How a layer's matrix is packed: bits, mode, and what shares a scale. And the rules of published models."""
+"""How a layer's matrix is packed: bits, mode, and granularity; and the rules of published models."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class QuantizationRule:
     Args:
         bits: 2, 4 or 8.
         mode: "balanced", "affine" or "palette"; see `kernels.operands`.
-        granularity: what has a scale of its own: "tensor", "row", or "group". In a palette, what has a
-            table of its own, and a group is a number of rows. By default "row" for balanced, and "group".
-        group_size: inputs that share a scale, or rows that share a table. By default 64, and 16 rows.
+        granularity: "tensor", "row" or "group": all weights of one share a scale. In a palette they share a
+            table, and a group is a number of rows. By default "row" for balanced, else "group".
+        group_size: inputs that share a scale, by default 64, or rows that share a table, by default 16.
 
     Raises:
         ConfigError: names the field, what it is and what is allowed.
@@ -75,13 +75,13 @@ class QuantizationRule:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The layer's entry of `config.json`; for MLX's own format, the entry that mlx-lm writes."""
+        """Return the layer's entry for `config.json`; for MLX's own format, the entry that mlx-lm writes."""
         values = {"bits": self.bits, "group_size": self.group_size, "mode": self.mode}
         return values if self.is_mlx_format else values | {"granularity": self.granularity}
 
     @property
     def is_mlx_format(self) -> bool:
-        """True if it is a format of MLX's own quantized layers."""
+        """True if MLX's own quantized layers have this format."""
         return (
             self.mode == "affine"
             and self.granularity == "group"
@@ -89,15 +89,15 @@ class QuantizationRule:
         )
 
     def check(self, shape: tuple[int, ...], name: str) -> None:
-        """Raise if a matrix can't be packed by this rule.
+        """Raise unless a matrix can be packed by this rule.
 
         Args:
             shape: (N, K).
             name: the layer's name, for errors.
 
         Raises:
-            CheckpointError: when a row does not fill whole words.
-            ConfigError: when groups do not divide the matrix.
+            CheckpointError: if a row does not fill whole words.
+            ConfigError: if groups do not divide the matrix.
         """
         rows, inputs = shape
         check_width(inputs, self.bits, name)
@@ -112,7 +112,7 @@ class QuantizationRule:
             )
 
     def part_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parts that a matrix (N, K) is packed to, by their names."""
+        """Return the shapes of the parts of a packed matrix (N, K), by their names."""
         rows, inputs = shape
         parts: dict[str, tuple[int, ...]] = {"weight": (rows, inputs * self.bits // 32)}
         if self.mode == "palette":
@@ -126,11 +126,11 @@ class QuantizationRule:
         return parts | {"biases": per} if self.mode == "affine" else parts
 
     def nbytes(self, shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> int:
-        """Bytes of a packed matrix (N, K) in a folder, scales and tables included.
+        """Return the bytes of a packed matrix in a folder, scales and tables included.
 
         Args:
             shape: (N, K).
-            dtype: type of the folder's floats, which MLX's own format takes for its scales; ours are float32.
+            dtype: type of the folder's floats, and of scales in MLX's own format. Other scales are float32.
         """
         width = dtype.size if self.is_mlx_format else 4
         return sum(
@@ -140,7 +140,7 @@ class QuantizationRule:
 
 
 def rule_of(packed: PackedWeight) -> QuantizationRule:
-    """The rule of a packed matrix."""
+    """Return the rule that a packed matrix was made by."""
     if packed.table is not None:
         tables = packed.table.shape[0]
         if tables in (1, packed.out_dims):
@@ -163,7 +163,7 @@ AFM_EMBEDDING_RULE = QuantizationRule(bits=4)
 PRESET_RULES = {
     "afm-2024": (QuantizationRule(4, "palette"), QuantizationRule(8)),
 }
-"""Rules of linear layers and of the embedding, for presets that were published with others than the 3B's.
+"""Rules of linear layers and of the embedding, for presets that differ from the 3B.
 
 Source: arXiv 2407.21075, its part on compression: every 16 rows share a table of 16 entries, and the
 embedding is int8 per row. The mix with 2-bit layers that brings the average to 3.7 bits is not published.
