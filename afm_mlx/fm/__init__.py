@@ -5,23 +5,21 @@
     session = fm.LanguageModelSession("Answer in one sentence.")
     print(await session.respond("What is the capital of France?"))
 
-Models and sessions are loaded when they are first used; all else costs next to nothing to import.
+Models, sessions, tools and transcripts are loaded when they are first used; the rest is cheap to import.
 
 | file | what it holds |
 | --- | --- |
-| `session.py`, `session_lock.py` | sessions; one request at a time |
-| `turn.py`, `answer_form.py`, `tool_calls.py` | a request under way: its answers and its calls of tools |
-| `context_window.py` | what becomes of a history that is too long |
-| `core.py`, `shared_model.py` | models; each is loaded once and runs all of its sessions in one batch |
-| `request_options.py`, `answer.py`, `error_translation.py` | between the engine's terms and the SDK's |
+| `session.py` | sessions; one request at a time |
+| `turn.py`, `answer_form.py` | one request: its answers, its tool calls, the context that it has |
+| `core.py` | models; each is loaded once and runs all of its sessions in one batch |
 | `generable.py` | the decorator `generable`; generated values as JSON and as instances |
 | `generation_schema.py` | schemas, fields, guides |
 | `generation_options.py`, `prompt.py` | options of a request; prompts |
-| `tool.py`, `function_tool.py` | tools written as classes, and made of functions |
-| `transcript.py`, `transcript_entries.py`, `transcript_format.py` | a session's history |
-| `feedback.py` | what somebody thinks of an answer |
+| `tool.py` | tools written as classes, and made of functions |
+| `transcript.py`, `transcript_entries.py` | a session's history |
+| `feedback.py` | feedback about an answer |
 | `errors.py` | the SDK's errors |
-| `stand_in.py`, `__main__.py` | scripts that import `apple_fm_sdk` |
+| `__main__.py` | running scripts that import `apple_fm_sdk` |
 """
 
 from __future__ import annotations
@@ -62,8 +60,6 @@ from afm_mlx.fm.prompt import (
     PromptComponent,
     PromptError,
 )
-from afm_mlx.fm.tool import Tool
-from afm_mlx.fm.transcript import Transcript
 
 if TYPE_CHECKING:
     from afm_mlx.fm.core import (
@@ -74,6 +70,8 @@ if TYPE_CHECKING:
     )
     from afm_mlx.fm.feedback import LanguageModelFeedback
     from afm_mlx.fm.session import LanguageModelSession
+    from afm_mlx.fm.tool import Tool
+    from afm_mlx.fm.transcript import Transcript
 
 __version__ = "0.1.0"
 
@@ -84,6 +82,8 @@ _HOME = {
     "SystemLanguageModelGuardrails": "core",
     "SystemLanguageModelUnavailableReason": "core",
     "SystemLanguageModelUseCase": "core",
+    "Tool": "tool",
+    "Transcript": "transcript",
 }
 
 __all__ = [
@@ -132,10 +132,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _HOME.values():
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

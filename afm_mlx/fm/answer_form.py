@@ -1,4 +1,4 @@
-"""What a request wants for an answer: text, or JSON under a schema, as an instance of a class or as content."""
+"""The form of an answer: text, or JSON under a schema, which becomes an instance of a class or content."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from afm_mlx.guidance.types import MISSING, json_so_far
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What an answer has to be. Made by `answer_form`.
+    """The form of an answer; made by `answer_form`.
 
     Args:
-        response_format: the schema as chat messages have it; None for text.
+        response_format: the schema in the form of chat messages; None for text.
         followed: the schema that the answer follows; None for text.
-        generating: the class of which the answer is an instance, or an instance of it; None for content.
-        constraint: what the answer's tokens must follow; None for text, and until `compiled`.
+        generating: the answer's generable class, or an instance of it; None for content.
+        constraint: the constraint on the answer's tokens; None for text, and until `compiled`.
     """
 
     response_format: Mapping[str, Any] | None = None
@@ -44,7 +44,7 @@ class AnswerForm:
         return self.followed is None
 
     async def compiled(self) -> AnswerForm:
-        """The same with its constraint, which takes a while for a large schema.
+        """Return the form with its constraint, which takes a while for a large schema.
 
         Raises:
             InvalidGenerationSchemaError: for a schema that can't be honoured.
@@ -63,23 +63,23 @@ class AnswerForm:
         return self.response_format["json_schema"]["name"] if self.response_format else ""
 
     def content(self, text: str) -> GeneratedContent:
-        """A whole answer as content.
+        """Decode a complete answer to content.
 
         Raises:
-            DecodingFailureError: when it is no JSON, because a stop string has cut it for example, or has a
+            DecodingFailureError: if it is no JSON, for example because a stop string has cut it, or if it has a
                 number that no float can hold.
         """
         with _decoding(text):
             return GeneratedContent.of(json.loads(text))
 
     def value(self, content: GeneratedContent) -> Any:
-        """A whole answer as the caller wants it."""
+        """Convert a complete answer to an instance of the class, if there is one."""
         if self.generating is None:
             return content
         return self.generating._from_generated_content(content)
 
     def so_far(self, text: str, is_complete: bool = False) -> Any:
-        """The JSON value of an answer, or of the beginning of one; None where there is nothing yet."""
+        """Decode an answer, or the beginning of one, to a JSON value; None if there is no value yet."""
         with _decoding(text):
             if is_complete:
                 return json.loads(text)
@@ -90,12 +90,12 @@ class AnswerForm:
             return None if value is MISSING else value
 
     def snapshot(self, value: Any, id: GenerationID, is_complete: bool) -> Any:
-        """An answer, or the beginning of one, as a snapshot.
+        """Make a snapshot of an answer, or of the beginning of one.
 
         Args:
-            value: its JSON value, as far as it is known.
-            id: of all snapshots of one answer.
-            is_complete: whether it is all of the answer.
+            value: the answer's JSON value so far.
+            id: the id of all snapshots of the answer.
+            is_complete: True if the value is the whole answer.
         """
         with _decoding(value):
             content = GeneratedContent.of(value, id, is_complete)
@@ -105,12 +105,12 @@ class AnswerForm:
 
 
 def _without_open_choices(type_class: Any, value: Any, closed: Any) -> Any:
-    """A value so far without words of a `Literal` or an `Enum` that may go on.
+    """Remove words of a `Literal` or an `Enum` that may be incomplete from a value.
 
     Args:
-        type_class: the type of the value, a generable class to begin with.
-        value: with strings that have no end yet.
-        closed: the value without these, or `MISSING`.
+        type_class: the value's type.
+        value: the value so far, with incomplete strings.
+        closed: the value without incomplete strings, or `MISSING`.
     """
     type_class, _ = without_none(type_class)
     if choices_of(type_class) is not None:
@@ -133,7 +133,8 @@ def _without_open_choices(type_class: Any, value: Any, closed: Any) -> Any:
 
 
 @contextmanager
-def _decoding(what: Any) -> Iterator[None]:
+def _decoding(what: object) -> Iterator[None]:
+    """Raise errors of decoding an answer as `DecodingFailureError` while the context is open."""
     try:
         yield
     except (ValueError, TypeError, RecursionError) as error:
@@ -147,7 +148,7 @@ def answer_form(
     schema: GenerationSchema | None = None,
     json_schema: Mapping[str, Any] | None = None,
 ) -> AnswerForm:
-    """The form of an answer, its arguments checked; at most one is given.
+    """Check the arguments that give an answer's form, and make the form; text if there are none.
 
     Args:
         generating: a generable class.
@@ -156,8 +157,8 @@ def answer_form(
 
     Raises:
         ValueError: for more than one of them, and for a class that is not generable.
-        TypeError: for a schema that is no `GenerationSchema`, and a JSON schema that JSON can't hold.
-        GenerationError: for a JSON schema that is none.
+        TypeError: for a `schema` that is no `GenerationSchema`, and a JSON schema that JSON can't hold.
+        GenerationError: for a JSON schema that is no object.
         UnsupportedGuideError, InvalidGenerationSchemaError: for a schema that can't be honoured.
     """
     if sum(given is not None for given in (generating, schema, json_schema)) > 1:

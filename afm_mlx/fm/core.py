@@ -1,24 +1,48 @@
-"""The model that sessions run on: what it is, whether it is there, and how many tokens something takes."""
+"""The model that sessions run on: `SystemLanguageModel`, and the process's loaded models behind it."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import sys
+import threading
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from enum import IntEnum
 from locale import getlocale
 from pathlib import Path
 from typing import Any, TypeVar
 
+import mlx.nn as nn
+import yaml
+
+from afm_mlx import threads
+from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.errors import AFMError, shown
-from afm_mlx.fm.error_translation import translated
-from afm_mlx.fm.errors import AssetsUnavailableError
+from afm_mlx.config import ModelConfig, is_afm_config, read_config_json
+from afm_mlx.engine.async_engine import AsyncEngine
+from afm_mlx.engine.prefix_cache import PrefixCache
+from afm_mlx.errors import AFMError, RequestError, shown
+from afm_mlx.fm.errors import AssetsUnavailableError, translated
 from afm_mlx.fm.generation_schema import GenerationSchema
 from afm_mlx.fm.prompt import Prompt, prompt_text
-from afm_mlx.fm.shared_model import shared_model
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
+from afm_mlx.loading.load import load
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_model
+from afm_mlx.model.model import is_afm
+from afm_mlx.tokenizer.protocol import Tokenizer
+
+PREFIX_BYTES = 1 << 30
+"""Bytes of keys and values that sessions keep for later prompts: 60,000 tokens of the 3B."""
+_CARD_BYTES = 1 << 16  # bytes of a model card that are read
+
+Source = str | Path | tuple[nn.Module, Tokenizer] | None
+"""A model: folder, hub id or name; or the model and its tokenizer, as `afm_mlx.load` returns them; None for the
+environment's (AFM_MLX_MODEL) or the embedded one."""
 
 
 class SystemLanguageModelUnavailableReason(IntEnum):
@@ -31,32 +55,32 @@ class SystemLanguageModelUnavailableReason(IntEnum):
 
 
 class SystemLanguageModelUseCase(IntEnum):
-    """What a model is to be used for."""
+    """The purpose of a model."""
 
     GENERAL = 0
     CONTENT_TAGGING = 1
 
 
 class SystemLanguageModelGuardrails(IntEnum):
-    """How much a model may say."""
+    """The strictness of a model's guardrails."""
 
     DEFAULT = 0
     PERMISSIVE_CONTENT_TRANSFORMATIONS = 1
 
 
 class SystemLanguageModel:
-    """A language model. All that name the same one share it, and their sessions' requests run as one batch.
+    """A language model, loaded when it is first needed and freed with the last object that uses it.
 
-    It is loaded when it is first needed, and freed with the last object that uses it.
+    Objects for the same model share it, and their sessions' requests run in one batch.
 
     Args:
-        use_case: `CONTENT_TAGGING` has sessions answer with the model's adapter `content_tagging`, where they
-            name none themselves. A model without such an adapter answers as it does in general, with a warning.
+        use_case: `CONTENT_TAGGING` makes the adapter `content_tagging` the default of sessions. A model without
+            such an adapter answers as in general, with a warning.
         guardrails: kept; the models that run here have no guardrails.
-        model: folder, hub id or name of a model, or a model and its tokenizer, as `afm_mlx.load` returns them.
-            None takes what the environment variable AFM_MLX_MODEL names, or else the embedded `afm-nano`.
-        adapters: folders of the model's adapters by their names, or an `AdapterPool` of a model that is given.
-            Those that come with a model need not be named.
+        model: folder, hub id or name of a model; or a model and its tokenizer, as `afm_mlx.load` returns them.
+            None for the environment variable AFM_MLX_MODEL, else the embedded `afm-nano`.
+        adapters: folders of adapters by name, or an `AdapterPool` of the given model. The adapters in the
+            model's folder are found without it.
 
     Raises:
         AssetsUnavailableError: for adapters that can't be used.
@@ -67,7 +91,7 @@ class SystemLanguageModel:
         use_case: SystemLanguageModelUseCase = SystemLanguageModelUseCase.GENERAL,
         guardrails: SystemLanguageModelGuardrails = SystemLanguageModelGuardrails.DEFAULT,
         *,
-        model: str | Path | tuple[Any, Any] | None = None,
+        model: Source = None,
         adapters: AdapterPool | Mapping[str, str | Path] | None = None,
     ):
         self.use_case = _known(SystemLanguageModelUseCase.GENERAL, use_case)
@@ -77,7 +101,7 @@ class SystemLanguageModel:
         self._has_warned = False
 
     def is_available(self) -> tuple[bool, SystemLanguageModelUnavailableReason | None]:
-        """Return True if the model's files are there, else False and why. Fetches a hub id's files first."""
+        """Return True if the model's files are there, else False and a reason; fetch a hub id's files first."""
         try:
             _ = self._shared.context_size
         except AFMError:
@@ -86,35 +110,33 @@ class SystemLanguageModel:
 
     @property
     def context_size(self) -> int:
-        """Tokens that instructions, tools, schemas, prompts and answers may have together.
+        """Largest number of tokens of instructions, tools, schemas, prompts and answers together.
 
         Raises:
-            AssetsUnavailableError: when the model's files are not there.
+            AssetsUnavailableError: if the model's files are not there.
         """
         with translated(AssetsUnavailableError):
             return self._shared.context_size
 
     @property
     def supported_languages(self) -> set[str]:
-        """Codes of the languages that the model's card (`README.md`) names; empty where it names none.
+        """Codes of the languages that the model's card (`README.md`) names; empty if it names none.
 
         Raises:
-            AssetsUnavailableError: when the model's files are not there.
+            AssetsUnavailableError: if the model's files are not there.
         """
         with translated(AssetsUnavailableError):
             return {_language(one) for one in self._shared.languages} - {""}
 
     def supports_locale(self, locale: str | None = None) -> bool:
-        """True if the model is made for the language of a locale.
-
-        Also true if the model's card names no languages.
+        """True if the model's card names a locale's language, or no languages at all.
 
         Args:
-            locale: such as "de", "de-AT", "zh_Hant_TW" or "de_AT.UTF-8"; None for the one of this process.
+            locale: a locale such as "de", "de-AT", "zh_Hant_TW" or "de_AT.UTF-8"; None for the process's.
 
         Raises:
             ValueError: for what is no locale.
-            AssetsUnavailableError: when the model's files are not there.
+            AssetsUnavailableError: if the model's files are not there.
         """
         if locale is None:
             locale = getlocale()[0] or "en"
@@ -128,7 +150,7 @@ class SystemLanguageModel:
 
     @property
     def use_case_adapter(self) -> str | None:
-        """The adapter of the model's use case, once the model is loaded; None where it needs or has none."""
+        """Name of the adapter for the use case, once the model is loaded; None if it needs or has none."""
         if self.use_case is SystemLanguageModelUseCase.GENERAL:
             return None
         name = self.use_case.name.lower()
@@ -149,16 +171,16 @@ class SystemLanguageModel:
         *,
         instructions: str | None = None,
     ) -> int:
-        """Tokens that something takes in the model's context, without those that separate messages.
+        """Count the tokens of a value in the model's context, without tokens that separate messages.
 
         Args:
             value: a prompt, a schema, a list of tools, or a transcript, which is counted as a whole.
-            instructions: instructions instead.
+            instructions: instructions, in place of a value.
 
         Raises:
-            ValueError: for both, and for neither.
-            PromptError: for what is none of these.
-            AssetsUnavailableError: when the model can't be loaded.
+            ValueError: for both arguments, and for neither.
+            PromptError: for a value of another type.
+            AssetsUnavailableError: if the model can't be loaded.
         """
         if (value is None) == (instructions is None):
             raise ValueError("token_count() takes either a value or instructions.")
@@ -168,32 +190,32 @@ class SystemLanguageModel:
             if isinstance(value, Transcript):
                 messages, tools = value.messages()
                 return len(self._shared.encode_chat(messages, tools)) if messages or tools else 0
-            empty = {"role": "system", "content": ""}, {"role": "user", "content": ""}
-            system, user = map(dict, empty)
+            system: dict[str, object] = {"role": "system", "content": ""}
+            user: dict[str, object] = {"role": "user", "content": ""}
+            empty = len(self._shared.encode_chat([system, user]))
             tools = []
             if instructions is not None:
                 system["content"] = instructions
             elif isinstance(value, GenerationSchema):
-                user["response_format"] = value.response_format()  # type: ignore[assignment]
+                user["response_format"] = value.response_format()
             elif isinstance(value, list) and all(isinstance(tool, Tool) for tool in value):
-                tools = [tool.tool_definition for tool in value]  # type: ignore[union-attr]
+                tools = [tool.tool_definition for tool in value if isinstance(tool, Tool)]
             else:
                 user["content"] = prompt_text(value)  # type: ignore[arg-type]
-            count = self._shared.encode_chat
-            return len(count([system, user], tools)) - len(count(empty))
+            return len(self._shared.encode_chat([system, user], tools)) - empty
 
 
 Choice = TypeVar("Choice", bound=IntEnum)
 
 
 def _language(locale: str) -> str:
-    """The language's code in the name of a locale; empty where it has none."""
+    """Return the language code of a locale's name; empty if it has none."""
     found = re.match(r"([A-Za-z]{2,3})(?![A-Za-z])", locale)
     return found[1].lower() if found else ""
 
 
 def _known(default: Choice, given: Any) -> Choice:
-    """A member of the default's enumeration; the default in place of any other, with a warning."""
+    """Convert to a member of the default's enumeration; warn and return the default if there is none."""
     try:
         return type(default)(getattr(given, "value", given))
     except ValueError:
@@ -201,3 +223,249 @@ def _known(default: Choice, given: Any) -> Choice:
             f"{shown(given)} is no {type(default).__name__}; {default.name} is used.", stacklevel=3
         )
         return default
+
+
+class SharedModel:
+    """A model with its tokenizer, its adapters, and the engine that all of its sessions use.
+
+    It is loaded when it is first needed, in MLX's thread.
+
+    Args:
+        source: folder, hub id or name; or a model and its tokenizer, as `load` returns them.
+        pool: the model's adapters; None to make a pool.
+    """
+
+    def __init__(self, source: str | tuple[nn.Module, Tokenizer], pool: AdapterPool | None):
+        self._source, self._pool = source, pool
+        self._loading: Future[None] | None = None
+        self._lock = threading.Lock()
+        self._adapters: dict[str, Path] = {}  # adapters that were given as folders
+        self._folder: Path | None = None
+        self._context: int | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._engine: AsyncEngine | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name: the last part of its path or id."""
+        if isinstance(self._source, str):
+            return Path(self._source).name
+        folder = getattr(self._source[1], "name_or_path", "")
+        return Path(folder).name or type(self._source[0]).__name__
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine, once the model is loaded."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, once the model is loaded."""
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    @property
+    def context_size(self) -> int:
+        """Largest number of tokens of prompt and answer; very large if the model doesn't say.
+
+        Raises:
+            AFMError: if the model can't be found.
+        """
+        if self._context is not None:
+            return self._context
+        if isinstance(self._source, str):
+            path = self._found() / "config.json"
+            values = read_config_json(path)
+            known = values.get("max_position_embeddings")
+            if is_afm_config(values):
+                known = ModelConfig.from_dict(values, source=str(path)).context_length
+        else:
+            model = self._source[0]
+            name = "context_length" if is_afm(model) else "max_position_embeddings"
+            known = getattr(model.args, name, None)
+        self._context = known if isinstance(known, int) else sys.maxsize
+        return self._context
+
+    @property
+    def languages(self) -> list[str]:
+        """The languages that the model's card names; empty if it names none.
+
+        Raises:
+            AFMError: if the model can't be found.
+        """
+        if isinstance(self._source, str):
+            folder = self._found()
+        else:
+            folder = Path(getattr(self._source[1], "name_or_path", "") or os.devnull)
+        return card_languages(folder / "README.md")
+
+    def has_adapter(self, name: str) -> bool:
+        """True if the model has an adapter of this name, once it is loaded."""
+        return self._pool is not None and name in self._pool.registered
+
+    def _found(self) -> Path:
+        """Return the model's folder; fetch a hub id once."""
+        assert isinstance(self._source, str)
+        if self._folder is None:
+            self._folder = resolve_model(self._source)
+        return self._folder
+
+    async def load(self) -> None:
+        """Load the model, unless it is loaded.
+
+        Raises:
+            AFMError: if it can't be found or loaded.
+        """
+        if self._engine is not None:
+            return
+        if isinstance(self._source, str):
+            await asyncio.to_thread(
+                self._found
+            )  # so that other models' rows don't wait for a download
+        with self._lock:
+            failed = (
+                self._loading is not None and self._loading.done() and self._loading.exception()
+            )
+            if self._loading is None or failed:
+                self._loading = threads.submit(self._load)
+            loading = self._loading
+        # If one task is cancelled, the others still get the model.
+        await asyncio.shield(asyncio.wrap_future(loading))
+
+    def _load(self) -> None:
+        if isinstance(self._source, str):
+            model, self._tokenizer = load(self._found())
+        else:
+            model, self._tokenizer = self._source
+        if self._pool is None:
+            self._make_pool(model)
+        self._engine = AsyncEngine(
+            model,
+            self._tokenizer,
+            adapters=self._pool,
+            prefix_cache=PrefixCache(PREFIX_BYTES),
+        )
+
+    def _make_pool(self, model: nn.Module) -> None:
+        """Make a pool of the model's adapters, unless all of its rows use one already."""
+        active = active_adapters(model)
+        is_taken = active is not None and active.batch is not None
+        pool = None if is_taken else AdapterPool(model, base_folder=self._folder)
+        own = model_adapters(self._folder) if self._folder else {}
+        with self._lock:
+            if pool is None and self._adapters:
+                raise RequestError(
+                    f"The adapters {', '.join(self._adapters)} can't be used: the model has one that all rows "
+                    "use. Remove that one (detach_adapter)."
+                )
+            for name, path in own.items():
+                self._adapters.setdefault(name, path.resolve())
+            if pool is not None:
+                for name, path in self._adapters.items():
+                    pool.register(name, path)
+            self._pool = pool
+
+    def register(self, adapters: Mapping[str, str | Path]) -> None:
+        """Register adapters' folders by name.
+
+        Raises:
+            RequestError: for a name that another adapter has, and a folder that doesn't exist.
+        """
+        for name, path in adapters.items():
+            if not isinstance(path, str | os.PathLike):
+                raise RequestError(
+                    f"The adapter {shown(name)} is {shown(path)}; a folder is needed."
+                )
+            folder = Path(os.path.expanduser(path)).resolve()
+            with self._lock:
+                if self._adapters.get(name, folder) != folder:
+                    raise RequestError(
+                        f"The adapter {shown(name)} is {self._adapters[name]} already, and can't be {folder}, "
+                        "too. Take another name."
+                    )
+                if not folder.exists():
+                    raise RequestError(f"The adapter {shown(name)}: there is no {folder}.")
+                if self._pool is not None and name not in self._adapters:
+                    self._pool.register(name, folder)
+                self._adapters[name] = folder
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        **options: Any,
+    ) -> list[int]:
+        """Encode a conversation with the model's chat template.
+
+        Args:
+            messages, tools, options: see `AFMTokenizer.apply_chat_template`.
+
+        Raises:
+            TokenizerError: for what can't be encoded.
+        """
+        given: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        return list(self.tokenizer.apply_chat_template(list(messages), **given, **options))
+
+
+def card_languages(card: Path) -> list[str]:
+    """Read the `language` field of a model card in the Hugging Face Hub's form; empty if there is none."""
+    if not card.is_file():
+        return []
+    try:
+        with card.open("rb") as file:
+            text = file.read(_CARD_BYTES).decode("utf-8", "replace")
+        head = re.match(r"---\s*\n(.*?)\n---", text, re.S)
+        fields = yaml.safe_load(head[1]) if head else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return []
+    found = fields.get("language") if isinstance(fields, dict) else None
+    listed = found if isinstance(found, list) else [found]
+    # YAML reads the code of Norwegian as the word "no".
+    return ["no" if one is False else one for one in listed if one is False or isinstance(one, str)]
+
+
+_models: weakref.WeakValueDictionary[Hashable, SharedModel] = weakref.WeakValueDictionary()
+_models_lock = threading.Lock()
+
+
+def shared_model(
+    source: Source, adapters: AdapterPool | Mapping[str, str | Path] | None
+) -> SharedModel:
+    """Return the process's model for a source; make one if none is in use.
+
+    Args:
+        source: the model.
+        adapters: folders of adapters by name; or a pool, which needs the model that it was made for.
+
+    Raises:
+        RequestError: for adapters that can't be used.
+    """
+    if not isinstance(adapters, AdapterPool | Mapping | None):
+        raise RequestError(
+            f"adapters is {shown(adapters)}; folders by their names, or an AdapterPool, are needed."
+        )
+    pool = adapters if isinstance(adapters, AdapterPool) else None
+    key: Hashable
+    if isinstance(source, tuple):
+        if len(source) != 2 or not hasattr(source[1], "apply_chat_template"):
+            raise RequestError(
+                f"model is {shown(source)}; a folder, hub id or name, or (model, tokenizer) is needed."
+            )
+        key = (id(source[0]), id(source[1]), id(pool))
+    else:
+        source = str(source or os.environ.get("AFM_MLX_MODEL") or EMBEDDED_MODEL)
+        path = Path(os.path.expanduser(source))
+        key = str(path.resolve()) if path.is_dir() else source
+        if pool is not None:
+            raise RequestError(
+                "A pool of adapters belongs to one model: give model=(model, tokenizer) with it, or "
+                "adapters={name: folder}."
+            )
+    with _models_lock:
+        found = _models.get(key)
+        if found is None:
+            found = _models[key] = SharedModel(source, pool)
+    if isinstance(adapters, Mapping):
+        found.register(adapters)
+    return found

@@ -1,20 +1,30 @@
-"""The errors of Apple's SDK, in its hierarchy: `GenerationError` is what a request can end in.
+"""The errors of Apple's SDK, in its hierarchy, and the translation of the engine's errors to them.
 
-They are no `AFMError`s, so that a script's `except` clauses mean what they mean with Apple's package.
+They are no `AFMError`s, so that a script's `except` clauses mean the same as with Apple's package.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
+from afm_mlx.errors import (
+    AFMError,
+    CheckpointError,
+    ConfigError,
+    ConstraintError,
+    ContextLengthError,
+)
+
 
 class FoundationModelsError(Exception):
-    """Any error of a model, a session, a schema or a tool."""
+    """Base of the errors of models, sessions, schemas and tools."""
 
 
 class GenerationError(FoundationModelsError):
-    """A request that could not be answered."""
+    """A request that can't be answered."""
 
 
 class ExceededContextWindowSizeError(GenerationError):
@@ -26,36 +36,36 @@ class AssetsUnavailableError(GenerationError):
 
 
 class GuardrailViolationError(GenerationError):
-    """A prompt or an answer that a guardrail refuses."""
+    """A prompt or an answer that a guardrail refuses; never raised here."""
 
 
 class UnsupportedGuideError(GenerationError):
-    """A guide on a type of field that it can't be applied to."""
+    """A guide that can't be applied to its field's type."""
 
 
 class UnsupportedLanguageOrLocaleError(GenerationError):
-    """A language that the model can't answer in."""
+    """A language that the model can't answer in; never raised here."""
 
 
 class DecodingFailureError(GenerationError):
-    """JSON (an answer, a transcript) that has not the form it must have."""
+    """An answer or a transcript whose JSON is not valid or has the wrong form."""
 
 
 class RateLimitedError(GenerationError):
-    """Too many requests in a short time."""
+    """Too many requests in a short time; never raised here."""
 
 
 class ConcurrentRequestsError(GenerationError):
-    """A request that may not run beside another one."""
+    """A request to a session that waits for itself, or that is busy in another event loop."""
 
 
 class RefusalError(GenerationError):
-    """The model refused to answer.
+    """A refusal of the model to answer; never raised here.
 
     Args:
-        message: what was refused.
+        message: the refusal in one line.
         debug_description: details for a developer.
-        explanation_entries: transcript entries in which the model says why.
+        explanation_entries: transcript entries with the model's explanation.
     """
 
     def __init__(
@@ -70,15 +80,15 @@ class RefusalError(GenerationError):
 
 
 class InvalidGenerationSchemaError(FoundationModelsError):
-    """A class or a schema that no answer can be generated for."""
+    """A class or a schema under which no answer can be generated."""
 
 
 class ToolCallError(FoundationModelsError):
     """A tool that failed.
 
     Args:
-        tool_name: the tool.
-        underlying_error: what it raised.
+        tool_name: the tool's name.
+        underlying_error: the error that the tool raised.
     """
 
     def __init__(self, tool_name: str, underlying_error: Exception) -> None:
@@ -88,7 +98,7 @@ class ToolCallError(FoundationModelsError):
 
 
 class GenerationErrorCode(IntEnum):
-    """The numbers that Apple's native library has for its errors."""
+    """Numbers of errors in Apple's native library."""
 
     SUCCESS = 0
     EXCEEDED_CONTEXT_WINDOW_SIZE = 1
@@ -102,3 +112,29 @@ class GenerationErrorCode(IntEnum):
     REFUSAL = 9
     INVALID_SCHEMA = 10
     UNKNOWN_ERROR = 255
+
+
+_KINDS: dict[type[Exception], type[GenerationError]] = {
+    ContextLengthError: ExceededContextWindowSizeError,
+    ConstraintError: DecodingFailureError,
+    CheckpointError: AssetsUnavailableError,
+    ConfigError: AssetsUnavailableError,
+}
+
+
+@contextmanager
+def translated(kind: type[GenerationError] = GenerationError) -> Iterator[None]:
+    """Raise the engine's errors as errors of Apple's SDK, caused by them, while the context is open.
+
+    Args:
+        kind: the error for those that have no counterpart.
+    """
+    # The package is imported without the engine, which takes a second.
+    from afm_mlx.engine.async_engine import StepError
+
+    try:
+        yield
+    except (AFMError, StepError) as error:
+        found = next((k for k in _KINDS if isinstance(error, k)), Exception)
+        context = "The context window is full. " if found is ContextLengthError else ""
+        raise _KINDS.get(found, kind)(f"{context}{error}") from error

@@ -1,4 +1,4 @@
-"""Feedback about an answer, as a file that says what was asked, what came, and what is wrong with it."""
+"""Feedback about an answer, as a line of JSON with the conversation and what is wrong with the answer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from afm_mlx.errors import shown
 from afm_mlx.fm.generable import Generable, GeneratedContent
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import Entry, Response
 
+_Member = TypeVar("_Member", bound=Enum)
+
 
 class Sentiment(Enum):
-    """What somebody thinks of an answer."""
+    """A judgement of an answer."""
 
     POSITIVE = "positive"
     NEGATIVE = "negative"
@@ -23,7 +25,7 @@ class Sentiment(Enum):
 
 
 class Category(Enum):
-    """What is wrong with an answer."""
+    """A kind of fault in an answer."""
 
     UNHELPFUL = "unhelpful"
     TOO_VERBOSE = "tooVerbose"
@@ -37,14 +39,14 @@ class Category(Enum):
 
 @dataclass(frozen=True)
 class Issue:
-    """Something that is wrong with an answer.
+    """A fault in an answer.
 
     Args:
-        category: what; a `Category` or its value.
-        explanation: in words.
+        category: a `Category` or its value.
+        explanation: what is wrong, in words.
 
     Raises:
-        ValueError: for a category that there is not.
+        ValueError: for an unknown category.
     """
 
     category: Category
@@ -55,7 +57,7 @@ class Issue:
 
 
 class LanguageModelFeedback:
-    """The classes of feedback, under the names that they have in the framework."""
+    """The classes of feedback, under the framework's names."""
 
     Sentiment = Sentiment
     Issue = Issue
@@ -66,23 +68,23 @@ def feedback_attachment(
     transcript: Transcript,
     rejected: Iterable[Entry],
     error: str | None,
-    sentiment: Any,
+    sentiment: object,
     issues: Iterable[Issue],
-    desired: Any,
+    desired: object,
 ) -> bytes:
-    """Feedback about the last turn of a transcript as a line of JSON.
+    """Write feedback about a session's last turn as a line of JSON.
 
     Args:
-        transcript: the session's.
-        rejected: entries of a request that failed since, which are not in the transcript.
-        error: what it failed with; None for a turn that was answered.
+        transcript: the session's transcript.
+        rejected: entries of a later request that failed, which are not in the transcript.
+        error: that request's error; None if there is none.
         sentiment: a member of `Sentiment`, its value, or None.
-        issues: what is wrong.
-        desired: the answer that was wanted: a text, generated content, an instance of a generable class, or an
-            entry; None for no answer.
+        issues: faults in the answer.
+        desired: a better answer: a text, generated content, an instance of a generable class, or an entry; None
+            for no answer.
 
     Raises:
-        ValueError, TypeError: for arguments that are none of these.
+        ValueError, TypeError: for arguments of other kinds.
     """
     issues = list(issues)
     if not all(isinstance(issue, Issue) for issue in issues):
@@ -91,7 +93,7 @@ def feedback_attachment(
         )
     before, turns = transcript.turns()
     failed = [entry.to_dict() for entry in rejected]
-    # The turn that the feedback is about is the one that failed, or else the last one.
+    # The feedback is about the turn that failed, else the last one.
     turn = failed or (turns.pop() if turns else [])
     document: dict[str, Any] = {
         "type": "LanguageModelFeedback",
@@ -114,7 +116,7 @@ def feedback_attachment(
     return json.dumps(document, ensure_ascii=False).encode() + b"\n"
 
 
-def _entry(desired: Any) -> Entry:
+def _entry(desired: object) -> Entry:
     if isinstance(desired, Entry):
         return desired
     if isinstance(desired, Generable) and not isinstance(desired, type):
@@ -130,7 +132,7 @@ def _entry(desired: Any) -> Entry:
     )
 
 
-def _member(kind: type[Enum], name: str, given: Any) -> Any:
+def _member(kind: type[_Member], name: str, given: object) -> _Member:
     try:
         return kind(given)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How tokens are chosen, and how many."""
+"""Options of a request: how tokens are chosen, and how many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class SamplingModeType(str, Enum):  # noqa: UP042  its members print as Apple's do
-    """How the next token is chosen."""
+    """The two ways to choose the next token."""
 
     GREEDY = "greedy"
     RANDOM = "random"
@@ -17,16 +17,16 @@ class SamplingModeType(str, Enum):  # noqa: UP042  its members print as Apple's 
 
 @dataclass
 class SamplingMode:
-    """Greedy, or at random among likely tokens; made by `greedy()` and `random()`.
+    """Greedy or random sampling; made by `greedy()` and `random()`.
 
     Args:
-        mode_type: which of the two.
-        top: the number of most likely tokens among which is drawn.
-        probability_threshold: the most likely tokens, up to this sum of probabilities, among which is drawn.
-        seed: equal seeds draw equal tokens for equal requests.
+        mode_type: greedy or random.
+        top: draw from this number of most likely tokens.
+        probability_threshold: draw from the most likely tokens whose probabilities add up to this.
+        seed: random seed; equal seeds draw equal tokens for equal requests.
 
     Raises:
-        ValueError: for a value out of its range, and for both limits at once.
+        ValueError: for a value out of range, and for both limits at once.
     """
 
     mode_type: SamplingModeType
@@ -52,7 +52,7 @@ class SamplingMode:
 
     @classmethod
     def greedy(cls) -> SamplingMode:
-        """Always the most likely token."""
+        """Always choose the most likely token."""
         return cls(SamplingModeType.GREEDY)
 
     @classmethod
@@ -62,25 +62,25 @@ class SamplingMode:
         probability_threshold: float | None = None,
         seed: int | None = None,
     ) -> SamplingMode:
-        """A token drawn by its probability, among all or the most likely ones.
+        """Draw tokens by their probability, from all or the most likely ones.
 
         Raises:
-            ValueError: for a value out of its range, and for both limits at once.
+            ValueError: for a value out of range, and for both limits at once.
         """
         return cls(SamplingModeType.RANDOM, top, probability_threshold, seed)
 
 
 @dataclass
 class GenerationOptions:
-    """Options of one request; None leaves one to the model.
+    """Options of one request.
 
     Args:
-        sampling: how tokens are chosen.
-        temperature: divides the logits: below 1 likely tokens become likelier still; 0 is greedy.
-        maximum_response_tokens: the answer is cut off there.
+        sampling: how tokens are chosen; None for greedy, or random if there is a temperature.
+        temperature: divides the logits: below 1, likely tokens become likelier; 0 is greedy. None for 1.
+        maximum_response_tokens: length at which the answer is cut off; None for no limit.
 
     Raises:
-        ValueError: for a value of another type or out of its range.
+        ValueError: for a value of the wrong type or out of range.
     """
 
     sampling: SamplingMode | None = None
@@ -106,7 +106,7 @@ class GenerationOptions:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The options that are set, as JSON."""
+        """Return the options that are set, as JSON."""
         options: dict[str, Any] = {}
         if self.sampling is not None:
             limits = {
@@ -126,7 +126,7 @@ class GenerationOptions:
         return options
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -5,35 +5,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Union
+from typing import Union
 
 
 class PromptError(Exception):
-    """A prompt that can't be given to the model."""
+    """A prompt that the model can't take."""
 
 
 class ImagePromptError(PromptError):
-    """An image that can't be read, or that this model can't look at."""
+    """An image that can't be read, or that the model can't see."""
 
 
 class Attachment(ABC):
-    """Something in a prompt that is no text, with or without a label."""
+    """A part of a prompt that is no text, with or without a label."""
 
     @property
     @abstractmethod
     def label(self) -> str | None:
-        """The name by which the prompt's text speaks of it."""
+        """The name of this attachment in the prompt's text."""
 
 
 class ImageAttachment(Attachment):
     """An image in a prompt.
 
     Args:
-        path: its file.
-        label: the name by which the prompt's text speaks of it.
+        path: the image's file.
+        label: the name of the image in the prompt's text.
 
     Raises:
-        ImagePromptError: when there is no such file.
+        ImagePromptError: if there is no such file.
     """
 
     def __init__(self, path: Path, label: str | None = None) -> None:
@@ -44,7 +44,7 @@ class ImageAttachment(Attachment):
 
     @property
     def label(self) -> str | None:
-        """The name by which the prompt's text speaks of it."""
+        """The name of this attachment in the prompt's text."""
         return self._label
 
 
@@ -53,22 +53,22 @@ Prompt = Union[PromptComponent, list[PromptComponent]]  # noqa: UP007
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The text of a prompt; the parts of a list come on lines of their own.
+    """Return a prompt's text; the parts of a list are joined by newlines.
 
     Raises:
         ImagePromptError: for an attachment: AFM's checkpoints read text only.
         PromptError: for what is neither text nor attachment.
     """
     is_one = isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable)
-    parts: list[Any] = [prompt] if is_one else list(prompt)  # type: ignore[arg-type]
+    parts: list[object] = [prompt] if is_one else list(prompt)  # type: ignore[arg-type]
     for part in parts:
         if isinstance(part, Attachment):
             raise ImagePromptError(
-                "The prompt has an attachment, which this model can't look at: it reads text only. "
-                "Say in words what the model needs to know of it."
+                "The prompt has an attachment, and this model reads text only. Describe in words what the "
+                "model needs to know about it."
             )
         if not isinstance(part, str):
             raise PromptError(
                 f"A prompt is a str, an Attachment or a list of these; got a {type(part).__name__}."
             )
-    return "\n".join(parts)
+    return "\n".join(parts)  # type: ignore[arg-type]

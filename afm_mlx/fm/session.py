@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from types import EllipsisType
 from typing import Any
 
@@ -12,54 +14,50 @@ from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.generation import encode_prompt
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import shown
-from afm_mlx.fm.answer import Answer, check_logprobs
 from afm_mlx.fm.answer_form import AnswerForm, answer_form
-from afm_mlx.fm.context_window import POLICIES
 from afm_mlx.fm.core import SystemLanguageModel
-from afm_mlx.fm.error_translation import translated
-from afm_mlx.fm.errors import AssetsUnavailableError
+from afm_mlx.fm.errors import AssetsUnavailableError, ConcurrentRequestsError, translated
 from afm_mlx.fm.feedback import Issue, Sentiment, feedback_attachment
 from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
 from afm_mlx.fm.generation_options import GenerationOptions
 from afm_mlx.fm.generation_schema import GenerationSchema
 from afm_mlx.fm.prompt import Prompt, prompt_text
-from afm_mlx.fm.request_options import request_options
-from afm_mlx.fm.session_lock import SessionLock
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import Entry
-from afm_mlx.fm.turn import Asked, Turn
+from afm_mlx.fm.turn import POLICIES, Answer, Turn, TurnOptions, check_logprobs, request_fields
 
 TOOL_ERRORS = ("model", "raise")
 TOOL_CHOICES = ("auto", "none", "required", "one")
+_PATIENCE = 10
+"""Rounds of the event loop within which it closes a stream that was left by `break`."""
 
 
 class LanguageModelSession:
     """A conversation with a model.
 
-    One request is answered at a time, and others wait for it, in their order; different sessions are answered
-    side by side, in one batch. A turn computes what is new in it: keys and values of the turns before are kept,
-    for each adapter its own.
+    A session answers one request at a time; others wait in order. Different sessions are answered concurrently,
+    in one batch. A turn computes only what is new: keys and values of earlier turns are kept for each adapter.
 
     Arguments after `tools` go beyond Apple's SDK.
 
     Args:
-        instructions: what the model is told before all else; None and "" for nothing.
+        instructions: instructions for the model; None and "" for none.
         model: the model; None for `SystemLanguageModel()`.
-        tools: tools that the model may call. A function with annotations and a docstring is one, too. Of
-            several that look the same to the model, the first is called.
-        adapter: the adapter that answers: the name of one of the model's, or weights of several by their names,
-            which are added up. None for the model alone; the default is the adapter of the model's use case.
-        context_policy: what happens when the history leaves too little room for an answer: "error" raises
-            `ExceededContextWindowSizeError`; "drop_oldest" takes the oldest turns out of the transcript;
-            "summarize" puts the model's own summary of them in their place.
-        max_tool_rounds: answers with calls of tools at most; the next one is text.
-        tool_errors: "model" lets the model read what a tool raises, as its result; "raise" makes it a
+        tools: tools that the model may call, or functions with annotations and a docstring. If several look the
+            same to the model, the first is called.
+        adapter: the adapter that answers: the name of one of the model's, or weights of several by name, which
+            are added up. None for the model alone; the default is the adapter of the model's use case.
+        context_policy: what happens if the history leaves too little context for an answer: "error" raises
+            `ExceededContextWindowSizeError`; "drop_oldest" drops the oldest turns of the transcript;
+            "summarize" replaces them with the model's own summary.
+        max_tool_rounds: largest number of answers with tool calls; the next answer is text.
+        tool_errors: "model" passes a tool's error to the model as the tool's output; "raise" raises it as
             `ToolCallError`.
 
     Attributes:
-        transcript: what was said so far. It changes when an answer is complete.
-        last_answer: tokens, log-probabilities and counts of the last answer; None before there is one.
+        transcript: the history. It changes when an answer is complete.
+        last_answer: tokens, log-probabilities and counts of the last answer; None before the first.
 
     Raises:
         ValueError: for a policy or a number that is not allowed, and two different tools of one name.
@@ -93,9 +91,9 @@ class LanguageModelSession:
         self._context_policy = context_policy
         self._max_tool_rounds = max_tool_rounds
         self._tool_errors = tool_errors
-        self._lock = SessionLock()
+        self._lock = _SessionLock()
         self.last_answer: Answer | None = None
-        self._failed: tuple[list[Entry], str] | None = None  # what became of the last request
+        self._failed: tuple[list[Entry], str] | None = None  # entries and error of the last request
         self.transcript = Transcript()
         if instructions or self._tools:
             definitions = [tool.tool_definition for tool in self._tools.values()]
@@ -109,16 +107,16 @@ class LanguageModelSession:
         tools: Sequence[Tool | Callable[..., Any]] | None = None,
         **options: Any,
     ) -> LanguageModelSession:
-        """A session that goes on from a transcript, which becomes its own.
+        """Make a session that continues a transcript, and adds its turns to it.
 
         Args:
-            transcript: the history; instructions are part of it. Tools that it names are history, too.
+            transcript: the history, with its instructions. The tools that it names can't be called.
             model: the model; None for `SystemLanguageModel()`.
             tools: tools that the model may call from now on.
             options: the other arguments of a session.
 
         Raises:
-            TypeError: for a transcript that is none, and as a session does.
+            TypeError: if `transcript` is no `Transcript`, and as a session does.
         """
         if not isinstance(transcript, Transcript):
             raise TypeError(f"transcript is {shown(transcript)}; a Transcript is needed.")
@@ -130,8 +128,6 @@ class LanguageModelSession:
     def is_responding(self) -> bool:
         """True if a request is being answered."""
         return self._lock.is_held
-
-    # -- answers
 
     async def respond(
         self,
@@ -147,19 +143,19 @@ class LanguageModelSession:
 
         Args:
             prompt: text, or a list of texts.
-            generating: a generable class: the answer is an instance of it.
-            schema, json_schema: the answer is `GeneratedContent` under this schema, which may be JSON.
-            options: how tokens are chosen. Without any, they are the most likely ones.
+            generating: a generable class, for an answer that is an instance of it.
+            schema, json_schema: a schema, for an answer that is `GeneratedContent`.
+            options: how tokens are chosen; None for greedy.
             more: the arguments of `stream_response` from `include_schema_in_prompt` on.
 
         Returns:
-            A text, where neither class nor schema is given.
+            The answer: text if there is neither class nor schema.
 
         Raises:
-            ValueError: for arguments that don't go together.
+            ValueError: for arguments that exclude each other.
             TypeError: for a JSON schema that JSON can't hold.
-            PromptError: for a prompt that is none.
-            FoundationModelsError: when there can't be an answer. The session stays as it was.
+            PromptError: for a prompt of another type.
+            FoundationModelsError: if there can't be an answer. The session doesn't change.
         """
         form = answer_form(generating, schema, json_schema)
         last: tuple[str, Any] = ("", None)
@@ -183,30 +179,30 @@ class LanguageModelSession:
         tool_choice: str = "auto",
         at_limit: str = "complete",
     ) -> AsyncGenerator[Any, None]:
-        """Answer a prompt, and yield the whole answer so far each time that there is more of it.
+        """Answer a prompt; yield the whole answer so far each time that it grows.
 
-        A stream that is left early is cancelled: nothing of it is in the transcript, and the session works on.
-        No other request of the session is answered before the stream has ended.
+        A stream that is left early is cancelled: nothing of it is in the transcript, and the session can be
+        used again. Other requests to the session wait until the stream has ended.
 
-        Arguments after `options` go beyond Apple's SDK, as does all that isn't text.
+        Arguments after `options`, and answers other than text, go beyond Apple's SDK.
 
         Args:
             prompt, generating, schema, json_schema, options: see `respond`.
-            include_schema_in_prompt: whether the model reads the schema; its answers follow it in any case.
-            adapter: the adapter that answers this prompt, or None for none; the session's if it is left out.
-            stop: a string that ends the answer and is not part of it, or several.
+            include_schema_in_prompt: True if the model reads the schema; answers follow it in any case.
+            adapter: the adapter that answers this prompt, or None for none; the default is the session's.
+            stop: a stop string, or several.
             logprobs: number of most likely tokens that `last_answer` has for each token; None for no
                 log-probabilities.
-            tool_choice: "auto" lets the model call tools or not; "none", "required" and "one" (exactly one
-                call) say which; a tool's name demands a call of it. After such a call the model is free.
-            at_limit: what becomes of an answer under a schema that `maximum_response_tokens` or a full context
-                ends: "complete" appends the shortest text that makes it valid, and `last_answer.finish_reason`
-                is "length"; "error" raises `DecodingFailureError` or `ExceededContextWindowSizeError`. A call
-                of a tool that is cut off is an error in any case, and not made.
+            tool_choice: "auto" if the model may call tools, "none" if not; "required" for one or more calls,
+                "one" for exactly one call, a tool's name for calls of it, in the first answer.
+            at_limit: what happens if `maximum_response_tokens` or a full context ends an answer under a schema:
+                "complete" appends the shortest text that makes it valid, and `last_answer.finish_reason` is
+                "length"; "error" raises `DecodingFailureError` or `ExceededContextWindowSizeError`. A tool call
+                that is cut off is always an error, and not made.
 
         Yields:
-            Texts; of an answer under a schema `PartiallyGenerated` instances of the class, or
-            `GeneratedContent` that is complete in the end.
+            Texts; for a class, its `PartiallyGenerated` instances; for a schema, `GeneratedContent`, which is
+            complete in the end.
 
         Raises:
             Exception: as `respond` does.
@@ -225,7 +221,7 @@ class LanguageModelSession:
             async for text, value in texts:
                 is_complete = value is not None
                 so_far = text if form.is_text else form.so_far(text, is_complete)
-                # The last snapshot comes in any case, but no text comes twice.
+                # The last snapshot is always yielded, but no text is yielded twice.
                 is_new = so_far != last and so_far not in ("", None)
                 if is_new or (is_complete and (last is None or not form.is_text)):
                     last = so_far
@@ -244,13 +240,13 @@ class LanguageModelSession:
         tool_choice: str = "auto",
         at_limit: str = "complete",
     ) -> AsyncGenerator[tuple[str, Any], None]:
-        """Yield the answer's text so far and None; and, when the transcript has it, all of it and its value."""
+        """Yield the answer's text so far and None; once it is in the transcript, its text and value."""
         text = prompt_text(prompt)
         self._check_tool_choice(tool_choice)
         check_logprobs(logprobs)
-        asked = Asked(
+        turn_options = TurnOptions(
             form,
-            request_options(options, stop, at_limit),
+            request_fields(options, stop, at_limit),
             tool_choice=tool_choice,
             max_tool_rounds=self._max_tool_rounds,
             tool_errors=self._tool_errors,
@@ -258,20 +254,20 @@ class LanguageModelSession:
             logprobs=logprobs,
         )
         async with self._lock.held() as hold:
-            await self._ready()
-            asked.adapter = self._chosen(adapter)
-            asked.form = form = await form.compiled()
+            await self._load()
+            turn_options.adapter = self._chosen(adapter)
+            turn_options.form = form = await form.compiled()
             draft = self.transcript.copy()
             shown_format = form.response_format if include_schema_in_prompt else None
             draft.add_prompt(text, shown_format, options, tool_choice)
             hold.mark()
-            asked.tool_context = contextvars.copy_context()
-            turn = Turn(self._model._shared, draft, self._tools, asked)
-            assets = self._assets(asked.adapter)
+            turn_options.tool_context = contextvars.copy_context()
+            turn = Turn(self._model._shared, draft, self._tools, turn_options)
+            assets = self._assets(turn_options.adapter)
             try:
                 async with aclosing(turn.texts()) as texts:
                     async for text in texts:
-                        hold.mark()  # another task may ask for this text than for the one before
+                        hold.mark()  # each text may be requested by another task
                         yield text, None
                 text = turn.answer.text
                 content = text if form.is_text else form.content(text)
@@ -304,12 +300,9 @@ class LanguageModelSession:
         names = [] if adapter is None else [adapter] if isinstance(adapter, str) else list(adapter)
         return [self._model._shared.name, *names]
 
-    async def _ready(self) -> None:
-        """Load the model."""
+    async def _load(self) -> None:
         with translated(AssetsUnavailableError):
             await self._model._shared.load()
-
-    # -- beyond Apple's SDK
 
     async def complete(
         self,
@@ -320,19 +313,18 @@ class LanguageModelSession:
         stop: str | Sequence[str] = (),
         logprobs: int | None = None,
     ) -> str:
-        """Continue a text as it is, without instructions, history or chat template; the transcript stays as it
-        is.
+        """Continue a text, without instructions, history or chat template; leave the transcript unchanged.
 
         Args:
-            text: what the model goes on from.
+            text: the beginning of the text.
             options, adapter, stop, logprobs: see `stream_response`.
 
         Raises:
-            FoundationModelsError: when it can't be continued.
+            FoundationModelsError: if it can't be continued.
         """
-        text, fields = prompt_text(text), request_options(options, stop)
+        text, fields = prompt_text(text), request_fields(options, stop)
         check_logprobs(logprobs)
-        await self._ready()
+        await self._load()
         shared, answer = self._model._shared, Answer()
         with translated():
             request = Request(
@@ -355,19 +347,21 @@ class LanguageModelSession:
         issues: Iterable[Issue] = (),
         desired_output: str | GeneratedContent | Entry | Any = None,
     ) -> bytes:
-        """Write down what somebody thinks of the last answer, or of the error in its place.
+        """Write feedback about the last answer, or about the error in its place.
 
-        The result is a line of JSON with the conversation, for a file to which more may be appended. The
-        framework's Swift method has the same name and arguments; Apple's Python SDK has no such method.
+        The framework's Swift method has the same name and arguments; Apple's Python SDK has no such method.
 
         Args:
-            sentiment: what they think.
-            issues: what is wrong.
-            desired_output: the answer that was wanted: a text, generated content, an instance of a generable
-                class, or an entry of a transcript.
+            sentiment: a judgement of the answer.
+            issues: faults in the answer.
+            desired_output: a better answer: a text, generated content, an instance of a generable class, or an
+                entry of a transcript.
+
+        Returns:
+            A line of JSON with the conversation, to be appended to a file.
 
         Raises:
-            ValueError, TypeError: for arguments that are none of these.
+            ValueError, TypeError: for arguments of other kinds.
         """
         failed, error = self._failed or ([], None)
         return feedback_attachment(
@@ -375,17 +369,17 @@ class LanguageModelSession:
         )
 
     async def prewarm(self, prompt_prefix: Prompt | None = None) -> None:
-        """Load the model, and compute what the next prompt begins with, so that its answer comes sooner.
+        """Load the model, and prefill the history and the beginning of the next prompt.
 
         Args:
-            prompt_prefix: the beginning of the next prompt, as far as it is known.
+            prompt_prefix: the beginning of the next prompt; None if it isn't known.
 
         Raises:
-            FoundationModelsError: when that can't be done.
+            FoundationModelsError: if the model can't be loaded or run.
         """
         text = "" if prompt_prefix is None else prompt_text(prompt_prefix)
         async with self._lock.held():
-            await self._ready()
+            await self._load()
             with translated():
                 prompt = self._tokens(text, continue_final_message=True)
                 request = Request(prompt, max_tokens=1, adapter=self._chosen(), logprobs=False)
@@ -394,18 +388,19 @@ class LanguageModelSession:
                         pass
 
     async def token_count(self, prompt: Prompt | None = None) -> int:
-        """Tokens of the context that the history takes, together with a prompt if one is given.
+        """Count the tokens of the history, and of a prompt if one is given.
 
         Raises:
-            FoundationModelsError: when the model can't be loaded.
+            FoundationModelsError: if the model can't be loaded.
         """
-        await self._ready()
+        await self._load()
         with translated():
             if prompt is None and not self.transcript.messages()[0] and not self._tools:
                 return 0
             return len(self._tokens(None if prompt is None else prompt_text(prompt)))
 
     def _tokens(self, prompt: str | None, **options: Any) -> list[int]:
+        """Encode the history and a prompt."""
         draft = self.transcript.copy()
         if prompt is not None:
             draft.add_prompt(prompt)
@@ -414,7 +409,7 @@ class LanguageModelSession:
         return self._model._shared.encode_chat(messages, definitions, **options)
 
 
-def _check_type(name: str, value: Any, allowed: type) -> None:
+def _check_type(name: str, value: object, allowed: type) -> None:
     if value is not None and not isinstance(value, allowed):
         raise TypeError(
             f"{name} has the type {type(value).__name__}; {allowed.__name__} is needed."
@@ -431,3 +426,79 @@ def _by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
                 f"Two different tools have the name {shown(tool.name)}; each needs its own."
             )
     return found
+
+
+class _Hold:
+    """A request that holds a session's lock."""
+
+    def __init__(self) -> None:
+        self._is_active = True
+
+    def mark(self) -> None:
+        """Mark the current context, and all tasks started in it, as inside this request.
+
+        Called before the request waits for code of the caller: its tools, and the loop over its stream. The
+        mark of a request that has ended has no effect.
+        """
+        marks = _marks.get()
+        if self not in marks:
+            _marks.set(frozenset(hold for hold in marks if hold._is_active) | {self})
+
+
+_marks: contextvars.ContextVar[frozenset[_Hold]] = contextvars.ContextVar(
+    "requests that this context is inside of", default=frozenset()
+)
+
+
+class _SessionLock:
+    """A lock for one request at a time; others wait in the order in which they came.
+
+    It serves the tasks of one event loop, and changes loops while nobody holds it. It refuses a request that
+    would wait for itself: one in the loop over the session's own stream or in one of its tools, also in a task
+    that was started there (`gather`, `wait_for`, a `TaskGroup`).
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
+        self._hold: _Hold | None = None
+
+    @property
+    def is_held(self) -> bool:
+        loop = self._loop() if self._loop else None
+        # A request that holds the lock in a closed loop can't end.
+        return self._lock.locked() and loop is not None and not loop.is_closed()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[_Hold]:
+        """Hold the lock.
+
+        Raises:
+            ConcurrentRequestsError: if the request that holds it waits for this one, or runs in another event
+                loop.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is None or self._loop() is not loop:
+            if self.is_held:
+                raise ConcurrentRequestsError(
+                    "The session answers a request in another event loop. Use it in one loop at a time."
+                )
+            self._lock, self._loop, self._hold = asyncio.Lock(), weakref.ref(loop), None
+        for _ in range(_PATIENCE):
+            if self._hold not in _marks.get():
+                break
+            await asyncio.sleep(0)
+        else:
+            raise ConcurrentRequestsError(
+                "The session answers a request that waits for this one, which comes from the loop over its "
+                "stream, from one of its tools, or from a task that was started there. Use another session, or "
+                "wait until the request has ended."
+            )
+        async with self._lock:
+            hold = self._hold = _Hold()
+            try:
+                yield hold
+            finally:
+                hold._is_active = False
+                if self._hold is hold:
+                    self._hold = None

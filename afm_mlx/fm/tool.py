@@ -1,30 +1,43 @@
-"""Tools: functions that the model may call while it answers."""
+"""Tools: functions that the model may call while it answers, written as classes or made of Python functions."""
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import inspect
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, get_args
 
-from afm_mlx.errors import shown
-from afm_mlx.fm.generable import GeneratedContent
-from afm_mlx.fm.generation_schema import GenerationSchema
+import msgspec
+
+from afm_mlx.errors import ConstraintError, shown
+from afm_mlx.fm.generable import Generable, GeneratedContent, as_instances, generation_schema
+from afm_mlx.fm.generation_schema import (
+    GenerationSchema,
+    Property,
+    Schema,
+    inner_types,
+    without_none,
+)
+from afm_mlx.guidance.type_libraries import arguments_type, bare
+from afm_mlx.guidance.types import AnswerType, answer_type
 
 _NAME = re.compile(r"[\w .-]+")
 
 
 class Tool(ABC):
-    """A function that the model may call, with its name, what it is for, and what arguments it takes.
+    """A tool that the model may call: a name, a description, a schema of its arguments, and a function.
 
     A subclass sets `name` and `description`, and defines `arguments_schema` and `call`. `from_function` makes a
     tool of a function.
 
     Raises:
-        AssertionError: when the name or the description is missing.
-        TypeError: when one of the four has another type than it must.
+        AssertionError: if the name or the description is missing.
+        TypeError: if one of the four has the wrong type.
         ValueError: for a name with other characters than letters, digits, `_`, `-`, `.` and spaces.
         UnsupportedGuideError, InvalidGenerationSchemaError: for a schema that no arguments can follow.
     """
@@ -37,23 +50,21 @@ class Tool(ABC):
 
     @staticmethod
     def from_function(function: Callable[..., Any]) -> Tool:
-        """A tool that calls a function, see `function_tool.FunctionTool`."""
-        from afm_mlx.fm.function_tool import FunctionTool
-
+        """Make a tool that calls a function, see `FunctionTool`."""
         return FunctionTool(function)
 
     @property
     @abstractmethod
     def arguments_schema(self) -> GenerationSchema:
-        """What the arguments look like."""
+        """The schema of the arguments."""
 
     @abstractmethod
     async def call(self, args: GeneratedContent) -> str:
-        """The tool's result for the arguments that the model gives."""
+        """Return the tool's result for arguments that the model chose."""
 
     @cached_property
     def tool_definition(self) -> dict[str, Any]:
-        """The tool as chat templates and the OpenAI API have it; checked, and made once."""
+        """The tool's definition as in the OpenAI API; checked, and made once."""
         for attribute in ("name", "description"):
             if not hasattr(self, attribute):
                 raise AssertionError(
@@ -81,3 +92,144 @@ class Tool(ABC):
             raise TypeError(
                 f"{type(self).__name__}.{attribute} must be a {allowed.__name__}, got {shown(value)}."
             )
+
+
+class FunctionTool(Tool):
+    """A tool that calls a Python function; a function that isn't async runs in a thread, so that it may block.
+
+    The tool has the function's name, and its docstring's first paragraph as description. The model may leave
+    out parameters with a default. Parameters are described by the docstring's `Args`, and described and limited
+    by `Annotated[T, msgspec.Meta(...)]`.
+
+    Args:
+        function: a function with a docstring. Its annotations are generable classes, lists or options of these,
+            or types that `answer_type` takes: plain types, lists, dicts, `Literal`, enums, dataclasses,
+            TypedDicts, dates, pydantic models and more.
+
+    Raises:
+        TypeError: for a function without a docstring, a parameter without an annotation or whose annotation has
+            no schema, and parameters that can't be passed by name.
+        UnsupportedGuideError, InvalidGenerationSchemaError: for generable classes that no arguments can follow.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        if not inspect.isroutine(function):
+            raise TypeError(f"A tool is made of a function, got {shown(function)}.")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"The function {function.__name__} yields; a tool returns one result. Return a list."
+            )
+        self._function = function
+        self._generable: dict[str, Any] = {}  # generable types by parameter
+        self._answers = self._answer_type()
+        self._signature = inspect.signature(function)
+        self.name = self._answers.name
+        self.description = " ".join((self._answers.description or "").split("\n\n")[0].split())
+        if not self.description:
+            raise TypeError(
+                f"The function {self.name} has no docstring. Its first paragraph tells the model what the "
+                "tool is for: write one."
+            )
+        super().__init__()
+
+    def _answer_type(self) -> AnswerType:
+        """Make the type of the function's arguments; collect those that are generable classes."""
+
+        def read_as(parameter: inspect.Parameter) -> Any:
+            hint = parameter.annotation
+            # A default of None means absent: the model leaves the argument out.
+            if parameter.default is None:
+                hint = without_none(hint)[0]
+            if not _has_generable(hint):
+                return hint
+            self._generable[parameter.name] = bare(hint)
+            notes = getattr(hint, "__metadata__", ())
+            return Annotated[Any, *notes] if notes else Any
+
+        try:
+            return answer_type(arguments_type(self._function, read_as))
+        except ConstraintError as error:
+            raise TypeError(
+                f"The function {self._function.__name__} can't be a tool: {error}"
+            ) from None
+
+    @property
+    def arguments_schema(self) -> GenerationSchema:
+        """The schema of the function's parameters."""
+        return _FunctionSchema(self._answers, self._generable)
+
+    async def call(self, args: GeneratedContent) -> str:
+        """Call the function; return its result, as JSON if it is no text.
+
+        Raises:
+            TypeError: for an argument that is missing, and one that the function doesn't have.
+            ValueError: for an argument of another type.
+            Exception: what the function raises.
+        """
+        given = self._converted(args.value())
+        if inspect.iscoroutinefunction(self._function):
+            result = await self._function(**given)
+        else:
+            result = await asyncio.to_thread(self._called, given)
+            if inspect.isawaitable(result):  # a wrapped async function's
+                result = await result
+        if isinstance(result, str):
+            return result
+        try:
+            plain = msgspec.to_builtins(result, str_keys=True)
+            return json.dumps(plain, ensure_ascii=False)
+        except TypeError:  # an object of some class
+            return str(result)
+
+    def _called(self, given: Mapping[str, Any]) -> Any:
+        try:
+            return self._function(**given)
+        except StopIteration as error:  # no future can raise it: the call would never end
+            raise RuntimeError(f"{self.name} raised StopIteration") from error
+
+    def _converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert arguments to the function's annotations; Python reports missing and unknown ones."""
+        parameters = self._signature.bind(**arguments).signature.parameters
+        given = {
+            name: value
+            for name, value in arguments.items()
+            if value is not None or parameters[name].default is not None
+        }
+        try:
+            converted: dict[str, Any] = self._answers.instance(given)
+        except ConstraintError as error:
+            raise ValueError(str(error)) from None
+        for name in self._generable.keys() & converted.keys():
+            converted[name] = as_instances(self._generable[name], converted[name], name)
+        return converted
+
+
+class _FunctionSchema(GenerationSchema):
+    """The schema of a function's parameters, in the dialect of generable classes' schemas."""
+
+    def __init__(self, answers: AnswerType, generable: Mapping[str, Any]) -> None:
+        properties = [Property(name, hint) for name, hint in generable.items()]
+        classes = {inner_types(hint)[-1] for hint in generable.values()}
+        nested = [generation_schema(c) for c in classes if isinstance(c, Generable)]
+        super().__init__(answers.kind, None, properties, nested)
+        self._answers = answers
+
+    def to_dict(self) -> Schema:
+        schema = copy.deepcopy(self._answers.schema)
+        schema.pop("description", None)  # the tool's own
+        of_generable = super().to_dict()
+        for name, value in of_generable["properties"].items():
+            schema["properties"][name] |= value
+        definitions, others = of_generable.get("$defs", {}), schema.get("$defs", {})
+        if both := definitions.keys() & others.keys():
+            raise TypeError(
+                f"The function {self.name} takes two classes of the name {min(both)}. Rename one."
+            )
+        if definitions:
+            schema["$defs"] = others | definitions
+        return schema
+
+
+def _has_generable(hint: Any) -> bool:
+    is_class = isinstance(hint, type) and isinstance(hint, Generable)
+    return is_class or any(map(_has_generable, get_args(hint)))

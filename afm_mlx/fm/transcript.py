@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Literal, overload
+
+import msgspec
 
 from afm_mlx.errors import shown
 from afm_mlx.fm import transcript_entries as kinds
@@ -14,21 +16,19 @@ from afm_mlx.fm.generable import GeneratedContent
 from afm_mlx.fm.generation_options import GenerationOptions
 from afm_mlx.fm.transcript_entries import JSON, json_copy, json_text
 
-Message = dict[str, Any]
-
 _merging = threading.Lock()
 
 
 class Transcript(Sequence[kinds.Entry]):
-    """What was said in a session, in order: instructions, prompts, answers, calls of tools and their results.
+    """A session's history in order: instructions, prompts, answers, tool calls and their outputs.
 
     A sequence of entries, of the classes `Transcript.Instructions`, `Prompt`, `Response`, `ToolCalls` and
-    `ToolOutput`. They are the framework's JSON, kept as it was read. A request makes a `copy`, adds to it while
-    it is answered, and hands it to `merge` when the answer is complete: until then nothing of it is seen.
-    Sessions may share a transcript: each adds its turns behind those that are there.
+    `ToolOutput`. Their JSON is kept as it was read. A request adds to a `copy` while it is answered, and passes
+    that to `merge` when the answer is complete; until then the transcript doesn't change. Sessions may share a
+    transcript: each adds its turns after those that are there.
 
     Args:
-        entries: such entries, of another transcript or new ones.
+        entries: new entries, or entries of another transcript.
     """
 
     _KIND: ClassVar[str] = "FoundationModels.Transcript"
@@ -46,12 +46,19 @@ class Transcript(Sequence[kinds.Entry]):
     OtherSegment = kinds.OtherSegment
 
     def __init__(self, entries: Iterable[kinds.Entry] = ()) -> None:
-        self._document: dict[str, Any] = {
+        given = list(entries)
+        for entry in given:
+            if not isinstance(entry, kinds.Entry):
+                raise TypeError(
+                    "An entry of a transcript is needed, such as Transcript.Prompt; got "
+                    f"{shown(entry)}."
+                )
+        self._document: JSON = {
             "type": self._KIND,
             "version": 1,
-            "transcript": {"entries": [_json_of(entry) for entry in entries]},
+            "transcript": {"entries": [entry._json for entry in given]},
         }
-        self._copied: list[JSON] = []  # the entries of the transcript that this one is a copy of
+        self._copied: list[JSON] = []  # entries of the transcript that this is a copy of
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -75,35 +82,44 @@ class Transcript(Sequence[kinds.Entry]):
 
     @classmethod
     async def from_dict(cls, dict: Mapping[str, Any]) -> Transcript:
-        """The transcript that `to_dict`, or an app, wrote.
+        """Read a transcript that `to_dict`, or an app, wrote.
 
         Raises:
-            DecodingFailureError: with the place, for what has not the form of a transcript.
+            DecodingFailureError: for what has not the form of a transcript; names the place.
         """
-        from afm_mlx.fm.transcript_format import checked_transcript
-
         transcript = cls()
-        transcript._document = checked_transcript(dict)
+        transcript._document = _checked_document(dict)
         return transcript
 
     async def to_dict(self) -> dict[str, Any]:
-        """The transcript as JSON: `type`, `version`, and `transcript` with its `entries`."""
-        copied: dict[str, Any] = json_copy(self._document)
+        """Return the transcript as JSON: `type`, `version`, and `transcript` with its `entries`."""
+        copied: JSON = json_copy(self._document)
         return copied
 
     def copy(self) -> Transcript:
-        """A transcript with the same entries, for a request to add to."""
+        """Return a transcript with the same entries, for a request to add to."""
+        return self.with_entries(self._entries, self._entries)
+
+    def with_entries(
+        self, entries: Sequence[JSON], copied: Sequence[JSON] | None = None
+    ) -> Transcript:
+        """Return a transcript with other entries.
+
+        Args:
+            entries: the entries.
+            copied: the entries that `merge` takes as known; None for this transcript's.
+        """
         other = type(self)()
         document = self._document
-        entries = list(self._entries)
-        other._document = {**document, "transcript": {**document["transcript"], "entries": entries}}
-        other._copied = list(entries)
+        inner = {**document["transcript"], "entries": list(entries)}
+        other._document = {**document, "transcript": inner}
+        other._copied = list(self._copied if copied is None else copied)
         return other
 
     def merge(self, draft: Transcript) -> None:
-        """Take over, in one step, what a request has changed in a copy.
+        """Take over, in one step, what a request has changed in a copy of this transcript.
 
-        Those are its last turn, and older entries that it took out, or added behind the instructions.
+        These are the last turn, and older entries that were removed, or added after the instructions.
         """
         with _merging:
             copied, kept = ({id(e) for e in t} for t in (draft._copied, draft._entries))
@@ -114,23 +130,17 @@ class Transcript(Sequence[kinds.Entry]):
             self._entries[:] = [*before, *added, *joined(turns), *own]
 
     def turns(self) -> tuple[list[JSON], list[list[JSON]]]:
-        """What comes before the first prompt, and the turns: each a prompt and all that follows it."""
+        """Split into the entries before the first prompt, and turns: each a prompt and all that follows it."""
         before, *turns = _parts(self._entries)
         return before, turns
 
     def last_turn(self) -> list[kinds.Entry]:
-        """The last prompt and all that follows it."""
+        """Return the last prompt and all entries after it."""
         return [kinds.Entry.of(entry) for entry in _parts(self._entries)[-1]]
-
-    def with_entries(self, entries: Sequence[JSON]) -> Transcript:
-        """A transcript with these entries in place of its own."""
-        other = self.copy()
-        other._entries[:], other._copied = entries, self._copied
-        return other
 
     def add_instructions(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Add the session's instructions, see `Instructions`."""
-        self._add(kinds.Instructions(text, tools))
+        self._entries.append(kinds.Instructions(text, tools)._json)
 
     def add_prompt(
         self,
@@ -139,30 +149,27 @@ class Transcript(Sequence[kinds.Entry]):
         options: GenerationOptions | None = None,
         tool_choice: str = "auto",
     ) -> None:
-        """Add what the user asks, see `Prompt`."""
-        self._add(kinds.Prompt(text, options, response_format, tool_choice))
+        """Add the user's prompt, see `Prompt`."""
+        self._entries.append(kinds.Prompt(text, options, response_format, tool_choice)._json)
 
     def add_response(
         self, content: str | GeneratedContent, assets: Sequence[str] = (), source: str = ""
     ) -> None:
         """Add the answer, see `Response`."""
-        self._add(kinds.Response(content, assets, source))
+        self._entries.append(kinds.Response(content, assets, source)._json)
 
     def add_tool_calls(self, calls: Sequence[Mapping[str, Any]], text: str = "") -> list[str]:
-        """Add the model's tool calls, see `ToolCalls`.
-
-        Returns:
-            The calls' ids, for `add_tool_output`.
-        """
-        made = self._add(kinds.ToolCalls(calls, text))
-        return [call["id"] for call in made["toolCalls"]]
+        """Add the model's tool calls, see `ToolCalls`; return the calls' ids, for `add_tool_output`."""
+        entry = kinds.ToolCalls(calls, text)
+        self._entries.append(entry._json)
+        return [call["id"] for call in entry._json["toolCalls"]]
 
     def add_tool_output(self, call_id: str, name: str, text: str) -> None:
-        """Add what a call gave, see `ToolOutput`."""
-        self._add(kinds.ToolOutput(call_id, name, text))
+        """Add a call's output, see `ToolOutput`."""
+        self._entries.append(kinds.ToolOutput(call_id, name, text)._json)
 
-    def messages(self) -> tuple[list[Message], list[dict[str, Any]]]:
-        """The history as `AFMTokenizer.apply_chat_template` takes it.
+    def messages(self) -> tuple[list[JSON], list[JSON]]:
+        """Convert to what `AFMTokenizer.apply_chat_template` takes.
 
         Returns:
             The messages, and the definitions of the tools that the instructions name.
@@ -171,25 +178,13 @@ class Transcript(Sequence[kinds.Entry]):
             DecodingFailureError: for a part of a message that is neither text nor an object, such as an image.
         """
         messages = []
-        tools: list[dict[str, Any]] = []
+        tools: list[JSON] = []
         for index, entry in enumerate(self._entries):
             tools += json_copy(entry.get("tools") or [])
             message = _message(entry, f"Entry {index} of the transcript")
             if message["role"] != "system" or message["content"]:
                 messages.append(message)
         return messages, tools
-
-    def _add(self, entry: kinds.Entry) -> JSON:
-        self._entries.append(entry._json)
-        return entry._json
-
-
-def _json_of(entry: kinds.Entry) -> JSON:
-    if not isinstance(entry, kinds.Entry):
-        raise TypeError(
-            f"An entry of a transcript is needed, such as Transcript.Prompt; got {shown(entry)}."
-        )
-    return entry._json
 
 
 def _parts(entries: Sequence[JSON]) -> list[list[JSON]]:
@@ -200,19 +195,26 @@ def _parts(entries: Sequence[JSON]) -> list[list[JSON]]:
 
 
 def joined(parts: Sequence[list[JSON]]) -> list[JSON]:
-    """Returns the entries of several lists as one list."""
+    """Join lists of entries to one list."""
     return [entry for part in parts for entry in part]
 
 
 _ROLES = {"instructions": "system", "user": "user", "response": "assistant", "tool": "tool"}
 
 
-def _message(entry: JSON, where: str) -> Message:
-    contents = entry.get("contents") or []
-    message: Message = {
-        "role": _ROLES[entry["role"]],
-        "content": "\n".join(_content_text(part, where) for part in contents),
-    }
+def _message(entry: JSON, where: str) -> JSON:
+    texts = []
+    for part in entry.get("contents") or []:
+        if part["type"] == "text":
+            texts.append(str(part["text"]))
+        elif part["type"] == "structure":
+            texts.append(json_text(part["structure"]["content"]))
+        else:
+            raise DecodingFailureError(
+                f"{where} has a part of the type {part['type']!r}; this model reads text and generated "
+                "objects."
+            )
+    message: JSON = {"role": _ROLES[entry["role"]], "content": "\n".join(texts)}
     if entry.get("toolCalls"):
         message["tool_calls"] = [
             {"function": {"name": call["name"], "arguments": call["arguments"]}}
@@ -224,11 +226,76 @@ def _message(entry: JSON, where: str) -> Message:
     return message
 
 
-def _content_text(part: Mapping[str, Any], where: str) -> str:
-    if part["type"] == "text":
-        return str(part["text"])
-    if part["type"] == "structure":
-        return json_text(part["structure"]["content"])
-    raise DecodingFailureError(
-        f"{where} has a part of the type {part['type']!r}; this model reads text and generated objects."
-    )
+# The form of a transcript's JSON, as far as it is read; other fields are kept.
+
+
+class _Structure(msgspec.Struct):
+    content: Any
+    source: str = ""
+
+
+class _Content(msgspec.Struct):
+    type: str
+    text: str | None = None
+    structure: _Structure | None = None
+
+
+class _JSONSchema(msgspec.Struct):
+    name: str
+    schema: dict[str, Any]
+
+
+class _ResponseFormat(msgspec.Struct):
+    jsonSchema: _JSONSchema
+
+
+class _Call(msgspec.Struct):
+    name: str
+    arguments: str
+    id: str = ""
+
+
+class _Entry(msgspec.Struct):
+    role: Literal["instructions", "user", "response", "tool"]
+    id: str
+    contents: list[_Content] | None = None
+    tools: list[dict[str, Any]] | None = None
+    responseFormat: _ResponseFormat | None = None
+    toolCalls: list[_Call] | None = None
+    options: dict[str, Any] | None = None
+    assets: list[str] | None = None
+    toolName: str | None = None
+    toolCallID: str | None = None
+
+
+class _Entries(msgspec.Struct):
+    entries: list[_Entry]
+
+
+class _Document(msgspec.Struct):
+    transcript: _Entries
+
+
+def _checked_document(document: Mapping[str, Any]) -> JSON:
+    """Check that a transcript's JSON has all that `Transcript` reads; return a copy."""
+    try:
+        found = msgspec.convert(document, _Document)
+    except msgspec.ValidationError as error:
+        raise DecodingFailureError(f"This is no transcript: {error}.") from None
+    for index, entry in enumerate(found.transcript.entries):
+        where = f"$.transcript.entries[{index}]"
+        if entry.contents is None and not entry.toolCalls:
+            raise DecodingFailureError(f"This is no transcript: {where} has no `contents`.")
+        for content in entry.contents or []:
+            if content.type in ("text", "structure") and getattr(content, content.type) is None:
+                raise DecodingFailureError(
+                    f"This is no transcript: {where} has contents of the type {content.type!r} "
+                    f"without `{content.type}`."
+                )
+    try:
+        copied: JSON = json_copy(document)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DecodingFailureError(
+            f"This is no transcript: it holds what JSON can't: {error}."
+        ) from None
+    return copied

@@ -66,7 +66,7 @@ class ToolDefinition:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that the model wants made."""
+    """A call of a tool that the model requested."""
 
     id: str
     name: str
@@ -74,16 +74,19 @@ class ToolCall:
 
 
 class Entry:
-    """An entry of a transcript. Equal entries have equal JSON."""
+    """An entry of a transcript: the framework's JSON, with attributes to read it.
+
+    Entries with equal JSON are equal. A subclass's arguments make a new entry.
+    """
 
     role: ClassVar[str]
 
-    def __init__(self, **fields: Any) -> None:
-        self._json: JSON = {"role": self.role, "id": new_id(), **fields}
+    def __init__(self, **fields: object) -> None:
+        self._json: JSON = {"role": self.role, "id": _new_id(), **fields}
 
     @classmethod
     def of(cls, entry: JSON) -> Entry:
-        """The entry that a transcript's JSON holds, which is not copied."""
+        """Wrap an entry's JSON, without copying it."""
         kind = ToolCalls if entry.get("toolCalls") else _KINDS[entry["role"]]
         made = kind.__new__(kind)
         made._json = entry
@@ -96,16 +99,16 @@ class Entry:
 
     @property
     def segments(self) -> list[Segment]:
-        """The parts of what it says."""
+        """The parts of the entry's contents."""
         return [_segment(part) for part in self._json.get("contents") or ()]
 
     @property
     def text(self) -> str:
-        """What it says: texts as they are and objects as JSON, each on lines of its own."""
+        """The entry's contents: texts as they are and objects as JSON, joined by newlines."""
         return "\n".join(map(str, self.segments))
 
     def to_dict(self) -> JSON:
-        """A copy of the entry's JSON."""
+        """Return a copy of the entry's JSON."""
         copied: JSON = json_copy(self._json)
         return copied
 
@@ -120,17 +123,17 @@ class Entry:
 
 
 class Instructions(Entry):
-    """The instructions, the first entry of a transcript, and the tools that they define.
+    """The instructions, a transcript's first entry, and the tools that they define.
 
     Args:
-        text: may be empty.
+        text: the instructions; may be empty.
         tools: definitions of the tools that the model may call, see `Tool.tool_definition`.
     """
 
     role = "instructions"
 
     def __init__(self, text: str = "", tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        super().__init__(contents=[_text(text)] if text else [])
+        super().__init__(contents=[_text_part(text)] if text else [])
         if tools:
             self._json["tools"] = json_copy(list(tools))
 
@@ -145,14 +148,14 @@ class Instructions(Entry):
 
 
 class Prompt(Entry):
-    """An entry of a transcript: what the user asked.
+    """A user's prompt.
 
     Args:
         text: the prompt.
-        options: how tokens were to be chosen.
+        options: how tokens are chosen.
         response_format: `{"type": "json_schema", "json_schema": {"name", "schema"}}`, see
-            `GenerationSchema.response_format`; none asks for text.
-        tool_choice: whether tools were to be called, see `LanguageModelSession.stream_response`.
+            `GenerationSchema.response_format`; None for text.
+        tool_choice: which tools the model may call, see `LanguageModelSession.stream_response`.
     """
 
     role = "user"
@@ -164,14 +167,14 @@ class Prompt(Entry):
         response_format: Mapping[str, Any] | None = None,
         tool_choice: str = "auto",
     ) -> None:
-        super().__init__(contents=[_text(text)], options=_options_json(options, tool_choice))
+        super().__init__(contents=[_text_part(text)], options=_options_json(options, tool_choice))
         if response_format is not None:
             schema = json_copy(dict(response_format["json_schema"]))
             self._json["responseFormat"] = {"type": "jsonSchema", "jsonSchema": schema}
 
     @property
     def options(self) -> GenerationOptions:
-        """How tokens were to be chosen.
+        """How tokens are chosen.
 
         Raises:
             DecodingFailureError: for values that options can't have.
@@ -191,7 +194,7 @@ class Prompt(Entry):
 
     @property
     def response_schema(self) -> JSON | None:
-        """The schema that the answer was to follow; None for text."""
+        """The schema for the answer; None for text."""
         response_format = self._json.get("responseFormat")
         return response_format and json_copy(response_format["jsonSchema"]["schema"])
 
@@ -200,9 +203,9 @@ class Response(Entry):
     """An answer.
 
     Args:
-        content: its text, or what was generated.
+        content: the answer's text, or the content that was generated under a schema.
         assets: ids of the models and adapters that answered.
-        source: the name of the schema that generated content follows.
+        source: the schema's name.
     """
 
     role = "response"
@@ -224,22 +227,22 @@ class Response(Entry):
 
 
 class ToolCalls(Entry):
-    """The model's tool calls, and the text before them.
+    """The model's tool calls, and its text before them.
 
     Args:
-        calls: `name` and `arguments` (JSON: a dict, or text) of each.
-        text: what was said.
+        calls: `name` and `arguments` (JSON: a dict, or text) of each call.
+        text: the text before the calls.
     """
 
     role = "response"
 
     def __init__(self, calls: Sequence[Mapping[str, Any]], text: str = "") -> None:
         made = [
-            {"id": new_id(), "name": c["name"], "arguments": json_text(c["arguments"])}
+            {"id": _new_id(), "name": c["name"], "arguments": json_text(c["arguments"])}
             for c in calls
         ]
-        said = {"contents": [{"type": "text", "text": text, "id": "0"}]} if text else {}
-        super().__init__(**said, toolCalls=made)
+        contents = {"contents": [{"type": "text", "text": text, "id": "0"}]} if text else {}
+        super().__init__(**contents, toolCalls=made)
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -264,14 +267,15 @@ class ToolOutput(Entry):
 
     Args:
         call_id: the call's id.
-        tool_name: the tool.
-        text: its result.
+        tool_name: the tool's name.
+        text: the tool's result.
     """
 
     role = "tool"
 
     def __init__(self, call_id: str, tool_name: str, text: str) -> None:
-        super().__init__(id=call_id, toolCallID=call_id, toolName=tool_name, contents=[_text(text)])
+        contents = [_text_part(text)]
+        super().__init__(id=call_id, toolCallID=call_id, toolName=tool_name, contents=contents)
 
     @property
     def tool_name(self) -> str:
@@ -287,7 +291,7 @@ class ToolOutput(Entry):
 _KINDS: dict[str, type[Entry]] = {k.role: k for k in (Instructions, Prompt, Response, ToolOutput)}
 
 
-def _segment(part: Mapping[str, Any]) -> Segment:
+def _segment(part: JSON) -> Segment:
     if part["type"] == "text":
         return TextSegment(str(part["text"]))
     if part["type"] == "structure":
@@ -298,7 +302,7 @@ def _segment(part: Mapping[str, Any]) -> Segment:
 
 
 def _options_json(options: GenerationOptions | None, tool_choice: str) -> JSON:
-    """Options as the framework writes them. Greedy sampling is one of the 1 most likely tokens."""
+    """Write options as the framework does: greedy sampling is sampling from the 1 most likely token."""
     options = options or GenerationOptions()
     mode = options.sampling
     found: JSON = {
@@ -316,8 +320,8 @@ def _options_json(options: GenerationOptions | None, tool_choice: str) -> JSON:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def json_copy(value: Any) -> Any:
-    """A copy of a JSON value, which is faster than `deepcopy` and takes values of more levels.
+def json_copy(value: object) -> Any:
+    """Copy a JSON value: faster than `deepcopy`, and for deeper nesting.
 
     Raises:
         TypeError, ValueError, RecursionError: for what JSON can't hold.
@@ -325,15 +329,14 @@ def json_copy(value: Any) -> Any:
     return json.loads(json.dumps(value, allow_nan=False))
 
 
-def json_text(value: Any) -> str:
-    """A JSON value as text; a string is such a text already."""
+def json_text(value: object) -> str:
+    """Write a JSON value as text; a string is such text already."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text, "id": new_id()}
+def _text_part(text: str) -> JSON:
+    return {"type": "text", "text": text, "id": _new_id()}
 
 
-def new_id() -> str:
-    """A new id, as the framework writes them."""
+def _new_id() -> str:
     return str(uuid.uuid4()).upper()

@@ -11,7 +11,7 @@ SCRIPT = """
 import sys
 from afm_mlx import fm
 assert not {"mlx.core", "numpy", "llguidance", "msgspec"} & set(sys.modules), "importing costs too much"
-from afm_mlx.fm.stand_in import stand_in
+from afm_mlx.fm.__main__ import stand_in
 stand_in()
 stand_in()
 import apple_fm_sdk
@@ -36,7 +36,7 @@ def test_names_that_there_are_not_are_refused():
 
 
 def test_another_package_of_that_name_is_not_replaced(monkeypatch):
-    from afm_mlx.fm.stand_in import stand_in
+    from afm_mlx.fm.__main__ import stand_in
 
     monkeypatch.setitem(sys.modules, "apple_fm_sdk", object())
     with pytest.raises(RuntimeError, match=r"Call stand_in\(\) first"):

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from afm_mlx import fm
-from afm_mlx.fm.context_window import SUMMARY_PROMPT, made_to_fit
 from afm_mlx.fm.transcript import Transcript
+from afm_mlx.fm.turn import SUMMARY_PROMPT, made_to_fit
 
 PROMPT = "Write a line about the Film Lecture on Monday, the Yoga Class in Hall Prom and the Tram. "
 SHORT = fm.GenerationOptions(maximum_response_tokens=20)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from afm_mlx.fm.stand_in import stand_in
+from afm_mlx.fm.__main__ import stand_in
 
 stand_in()
 
