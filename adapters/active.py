@@ -1,12 +1,13 @@
-"""Which adapters a model adds, and to which rows of a batch.
+"""The adapters that a model runs with: one for each row of a batch, or one for all rows.
+
+    attach_adapter(model, "path/to/adapter")  # for all rows, until `detach_adapter`
 
     active = bind(model)
     with active.using(BatchAdapters.of([first, None, second])):
         logits = model(tokens, cache)  # three rows
 
-Activating an adapter changes the arrays that the layers hand to their kernels, and nothing else. They are
-inputs of a traced decode step, which is traced anew only for adapters that lie differently in their arrays:
-of another rank, or on other layers.
+Activating an adapter changes the arrays that the layers pass to their kernels, and nothing else. These arrays
+are inputs of a traced decode step, which is traced again only for adapters of another rank or on other layers.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _NO_PART = Part(0, 0, 0)
 
 @dataclass(frozen=True, eq=False)
 class BatchAdapters:
-    """The adapters of a batch's rows, as the kernels take them.
+    """The adapters of a batch's rows, in the form that kernels read.
 
     Args:
-        residents: the different adapters, each once.
+        residents: the distinct adapters.
         scales: (adapters,) float32, alpha / rank of each.
-        slots: (B,) int32, index of each row's adapter, -1 for none; None when all rows of any batch use the
-            first one.
+        slots: (B,) int32, each row's index into `residents`, -1 for none; None if all rows of any batch use
+            the first one.
     """
 
     residents: tuple[ResidentAdapter, ...]
@@ -57,10 +58,10 @@ class BatchAdapters:
 
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
-        """Make a batch from the adapter of each row, None for a row without one.
+        """Make the batch whose row i uses adapter `rows[i]`, or none.
 
         Raises:
-            RequestError: for more than `MAX_ADAPTERS` different ones.
+            RequestError: for more than `MAX_ADAPTERS` distinct adapters.
         """
         # Sorted by layout: batches whose rows have the same layouts in another order share a trace.
         distinct = {id(row): row for row in rows if row is not None}.values()
@@ -75,12 +76,12 @@ class BatchAdapters:
 
     @classmethod
     def everywhere(cls, resident: ResidentAdapter) -> BatchAdapters:
-        """Make a batch in which all rows, however many there are, use one adapter."""
+        """Make a batch of any number of rows, all of which use one adapter."""
         return cls((resident,), _scales((resident,)), None)
 
     @property
     def layout(self) -> str:
-        """Text that is equal for batches that can share a trace."""
+        """Text that is equal for batches that can share a traced step."""
         kind = "all" if self.slots is None else "rows"
         return " ".join([kind, *(str(resident.layout) for resident in self.residents)])
 
@@ -90,9 +91,10 @@ def _scales(residents: Sequence[ResidentAdapter]) -> mx.array:
 
 
 class ActiveAdapters(dict[str, Any]):
-    """The adapters of the batch at hand, which the layers of a model ask for.
+    """The adapters of the current batch, which the layers of a model look up.
 
-    Its items are their arrays. It lies in the model's state, where MLX's transformations see them.
+    The items are the adapters' arrays. The object is part of the model's state, so MLX's transformations see
+    the arrays.
     """
 
     def __init__(self) -> None:
@@ -101,11 +103,11 @@ class ActiveAdapters(dict[str, Any]):
 
     @property
     def layout(self) -> str:
-        """Text that a trace depends on besides the arrays' shapes."""
+        """Text that is equal for batches that can share a traced step; empty without adapters."""
         return "" if self.batch is None else self.batch.layout
 
     def set(self, batch: BatchAdapters | None) -> None:
-        """Use these adapters from now on; None for none."""
+        """Use a batch's adapters from now on, or none."""
         self.batch = batch if batch is not None and batch.residents else None
         self.clear()
         if self.batch is not None:
@@ -116,7 +118,7 @@ class ActiveAdapters(dict[str, Any]):
 
     @contextlib.contextmanager
     def using(self, batch: BatchAdapters | None) -> Iterator[None]:
-        """Use these adapters while a step's graph is made, and afterwards those from before."""
+        """Use a batch's adapters inside the context, and the previous ones after it."""
         before = self.batch
         self.set(batch)
         try:
@@ -124,10 +126,10 @@ class ActiveAdapters(dict[str, Any]):
         finally:
             self.set(before)
 
-    def of_layer(self, place: TargetModule) -> LayerAdapters:
-        """Return the function that the layer at a place calls for its adapters."""
-        outputs = sum(width for _, width in place.shapes.values())
-        return partial(self._low_rank, place.path, place.sections or (outputs,))
+    def of_layer(self, target: TargetModule) -> LayerAdapters:
+        """Return the function that a target module calls for its adapters."""
+        outputs = sum(width for _, width in target.shapes.values())
+        return partial(self._low_rank, target.path, target.sections or (outputs,))
 
     def _low_rank(self, path: str, sections: tuple[int, ...], batch: int) -> LowRank | None:
         if self.batch is None:
@@ -140,60 +142,61 @@ class ActiveAdapters(dict[str, Any]):
             slots = _first_slots(batch)
         elif slots.shape != (batch,):
             raise RequestError(
-                f"The adapters are those of {slots.shape[0]} rows, and the batch has {batch}."
+                f"Adapters were given for {slots.shape[0]} rows, and the batch has {batch}."
             )
         return LowRank(tuple(self["numbers"]), parts, self["scales"], slots, sections)
 
 
 def bind(model: nn.Module) -> ActiveAdapters:
-    """Have a model's layers ask an `ActiveAdapters` for adapters, and return it: the same one every time.
+    """Make a model's layers look up their adapters in an `ActiveAdapters`, and return it.
 
-    Packed layers do so themselves; other linear layers are wrapped (`afm_mlx.model.fused_layers`).
+    A second call returns the same object. Packed layers look up adapters themselves; other linear layers are
+    wrapped (`afm_mlx.model.fused_layers`).
 
     Raises:
-        RequestError: when no block has a linear layer, or the model has LoRA layers, which would hide them.
+        RequestError: when no block has a linear layer, or the model has LoRA layers.
     """
     found = active_adapters(model)
     if found is not None:
         return found
-    active, here = ActiveAdapters(), target_modules(model)
-    if not here:
+    active, targets = ActiveAdapters(), target_modules(model)
+    if not targets:
         raise RequestError("No block of this model has a linear layer that can carry an adapter.")
-    if any(isinstance(place.layer, LinearWrapper) for place in here):
+    if any(isinstance(target.layer, LinearWrapper) for target in targets):
         raise RequestError(
             "The model has LoRA layers, which are for training. Save them (save_lora) and take them off "
-            "(detach_adapter), or load the model anew."
+            "(detach_adapter), or load the model again."
         )
     wrapped: list[tuple[str, nn.Module]] = []
-    for place in here:
-        adapters = active.of_layer(place)
-        if isinstance(place.layer, PackedLinear):
-            place.layer.adapters = adapters
+    for target in targets:
+        adapters = active.of_layer(target)
+        if isinstance(target.layer, PackedLinear):
+            target.layer.adapters = adapters
         else:
-            wrapped.append((place.path, AdaptedLinear(place.layer, adapters)))
+            wrapped.append((target.path, AdaptedLinear(target.layer, adapters)))
     replace_layers(model, wrapped)
     model[ACTIVE] = active
     return active
 
 
 def unbind(model: nn.Module) -> None:
-    """Undo `bind`."""
+    """Undo `bind`: layers look up no adapters, and wrappers are removed."""
     if model.pop(ACTIVE, None) is None:
         return
     unwrap_layers(model)
-    for place in target_modules(model):
-        if isinstance(place.layer, PackedLinear):
-            place.layer.adapters = None
+    for target in target_modules(model):
+        if isinstance(target.layer, PackedLinear):
+            target.layer.adapters = None
 
 
 def active_adapters(model: nn.Module) -> ActiveAdapters | None:
-    """The `ActiveAdapters` of a model; None when `bind` was not called."""
+    """Return the `ActiveAdapters` of a model; None if `bind` was not called."""
     return model.get(ACTIVE)
 
 
 @cache
 def _first_slots(batch: int) -> mx.array:
-    """Slots of rows that all use the first adapter. Made on the host: no operation in the graph."""
+    """Return the slots of rows that all use the first adapter; made on the host, outside the graph."""
     return mx.array(np.zeros(batch, np.int32))
 
 
@@ -207,13 +210,13 @@ def attach_adapter(
     base_folder: str | Path | None = None,
     force: bool = False,
 ) -> nn.Module:
-    """Have a model run with an adapter for all rows, in the place of the one that it has.
+    """Run a model with an adapter for all rows, instead of any adapter that it has.
 
     Args:
         model: a model in eval mode.
         path: path of an adapter of any format; see `open_adapter`.
         base_folder: folder that the model was loaded from; see `Base.of`.
-        force: take an adapter that was made for another model, if its shapes fit.
+        force: accept an adapter that was made for another model, if its shapes fit.
 
     Returns:
         The model.
@@ -223,13 +226,13 @@ def attach_adapter(
     """
     resident = open_adapter(Path(path), Base.of(model, base_folder, force)).read()
     if active_adapters(model) is None:
-        unwrap_layers(model)  # takes LoRA layers off
+        unwrap_layers(model)  # removes LoRA layers
     bind(model).set(BatchAdapters.everywhere(resident))
     return model
 
 
 def detach_adapter(model: nn.Module) -> nn.Module:
-    """Take the adapter off, put wrapped layers back in place of their wrappers, and return the model."""
+    """Remove the adapter and all layer wrappers from a model, and return the model."""
     unbind(model)
     unwrap_layers(model)
     return model
@@ -238,14 +241,14 @@ def detach_adapter(model: nn.Module) -> nn.Module:
 def attach_random_adapters(
     model: nn.Module, rank: int, seed: int = 0, count: int = 1, rows: int = 1
 ) -> nn.Module:
-    """Put random adapters on every linear layer of every block, for benchmarks, and return the model.
+    """Run a model with random adapters on every linear layer of its blocks, for benchmarks; return the model.
 
     Args:
         model: a model in eval mode.
         rank: columns of A and rows of B.
         seed: seed of the random numbers.
-        count: number of adapters; a single one serves all rows of any batch.
-        rows: rows of a batch, which take several adapters in turn.
+        count: number of adapters; if 1, all rows of any batch use it.
+        rows: rows of the batch, among which several adapters take turns.
 
     Raises:
         RequestError: when no block has a linear layer that can carry one.
@@ -263,20 +266,20 @@ def attach_random_adapters(
 
 
 def random_adapter(model: nn.Module, rank: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Tensors of a random adapter on every linear layer of every block, float16, by their names in files."""
+    """Return the float16 tensors of a random adapter on all target modules, by their names in files."""
     rng, tensors = np.random.default_rng(seed), {}
-    for place in target_modules(model):
-        for end, (inputs, outputs) in place.shapes.items():
+    for target in target_modules(model):
+        for end, (inputs, outputs) in target.shapes.items():
             a = rng.standard_normal((inputs, rank), dtype=np.float32) * inputs**-0.5
             # B is small, so that a random model's activations stay in their range.
             b = rng.standard_normal((rank, outputs), dtype=np.float32) * rank**-0.5 * 0.01
-            tensors[f"{place.path}.lora_a{end}"] = a.astype(np.float16)
-            tensors[f"{place.path}.lora_b{end}"] = b.astype(np.float16)
+            tensors[f"{target.path}.lora_a{end}"] = a.astype(np.float16)
+            tensors[f"{target.path}.lora_b{end}"] = b.astype(np.float16)
     return tensors
 
 
 def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
-    """The numbers of the adapters that a model runs or trains with, by name; empty without one."""
+    """Return the arrays of the adapters that a model runs or trains with, by name; empty without one."""
     arrays = lora_tensors(model)
     active = active_adapters(model)
     if active is not None and active.batch is not None:
@@ -286,7 +289,7 @@ def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
 
 
 def adapter_fingerprint(model: nn.Module) -> str | None:
-    """Fingerprint of the adapter that a model runs or trains with; None when it has none."""
+    """Return the fingerprint of the adapter that a model runs or trains with; None without one."""
     active = active_adapters(model)
     if active is not None and active.batch is not None:
         return " ".join(resident.fingerprint for resident in active.batch.residents)

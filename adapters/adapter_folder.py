@@ -2,8 +2,8 @@
 
 A LoRA pair of a layer is `<layer>.lora_a` [in, rank] and `<layer>.lora_b` [rank, out]; the fused query, key
 and value layer has three, `lora_a.0` to `lora_a.2` and so on. The layer computes
-`y = W x + scale * (x @ lora_a) @ lora_b`, and `scale` is alpha / rank. Beside mlx-lm's keys the config holds
-`base_model_fingerprint`, which says what model the adapter was made for.
+`y = W x + scale * (x @ lora_a) @ lora_b`, and `scale` is alpha / rank. Besides mlx-lm's keys the config has
+`base_model_fingerprint`, which identifies the model that the adapter was made for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
@@ -25,6 +25,9 @@ from afm_mlx.json_values import MAX_RANK, is_number, is_rank, is_text
 
 TENSORS_NAME = "adapters.safetensors"
 CONFIG_NAME = "adapter_config.json"
+LoRATensor: TypeAlias = mx.array | StoredTensor
+"""A matrix in memory, or in a safetensors file of which only the header was read."""
+
 _TENSOR_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[ab])(?P<part>\.\d+)?")
 
 
@@ -49,9 +52,9 @@ class AdapterConfig:
     dropout: float = 0.0
     base_model_fingerprint: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The content for `adapter_config.json`."""
-        values: dict[str, Any] = {
+    def to_dict(self) -> dict[str, object]:
+        """Return the content of `adapter_config.json`."""
+        values: dict[str, object] = {
             "fine_tune_type": "lora",
             "num_layers": self.num_layers,
             "lora_parameters": {
@@ -67,7 +70,7 @@ class AdapterConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str | Path) -> AdapterConfig:
-        """Parse the content of an `adapter_config.json`; keys of mlx-lm's training run are left out.
+        """Parse the content of an `adapter_config.json`; options of mlx-lm's training are ignored.
 
         Raises:
             ConfigError: names what is missing or can't be used, and `source`.
@@ -85,8 +88,7 @@ class AdapterConfig:
         parameters = values.get("lora_parameters")
         if not isinstance(parameters, dict):
             raise ConfigError(f"{source}: lora_parameters is missing; it holds rank and scale.")
-        rank: Any = parameters.get("rank")
-        scale: Any = parameters.get("scale")
+        rank, scale = parameters.get("rank"), parameters.get("scale")
         dropout, num_layers = parameters.get("dropout", 0.0), values.get("num_layers", -1)
         keys, fingerprint = parameters.get("keys") or (), values.get("base_model_fingerprint")
         is_fingerprint = fingerprint is None or is_text(fingerprint)
@@ -126,7 +128,7 @@ def save_adapter(
 
 
 def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig]:
-    """Read an adapter folder; the tensors are lazy, and their numbers are not looked at (`check_finite`).
+    """Read an adapter folder; the tensors are lazy, and NaN is not looked for (`check_finite` does that).
 
     Raises:
         CheckpointError, ConfigError: see `open_folder`.
@@ -151,7 +153,7 @@ def open_folder(folder: str | Path) -> tuple[dict[str, StoredTensor], AdapterCon
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ConfigError(
-            f"{path} is missing; an adapter folder holds it beside {TENSORS_NAME}. Other formats become such a "
+            f"{path} is missing; an adapter folder holds it and {TENSORS_NAME}. Other formats become such a "
             "folder: afm-mlx adapter convert."
         )
     config = AdapterConfig.from_dict(read_config_json(path), path)
@@ -160,8 +162,10 @@ def open_folder(folder: str | Path) -> tuple[dict[str, StoredTensor], AdapterCon
     return stored, config
 
 
-def check_pairs(tensors: Mapping[str, Any], config: AdapterConfig, source: str | Path) -> None:
-    """Raise `CheckpointError` when tensors, going by their shapes and types, are no LoRA pairs of one rank."""
+def check_pairs(
+    tensors: Mapping[str, LoRATensor], config: AdapterConfig, source: str | Path
+) -> None:
+    """Raise `CheckpointError` unless names, shapes and types are LoRA pairs of the config's rank."""
     check_floating(tensors, source)
     for name, tensor in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
@@ -173,9 +177,7 @@ def check_pairs(tensors: Mapping[str, Any], config: AdapterConfig, source: str |
         side = match["side"]
         other = f"{match['layer']}.lora_{'b' if side == 'a' else 'a'}{match['part'] or ''}"
         if other not in tensors:
-            raise CheckpointError(
-                f"{source}: {named(name)} is there without {named(other)}; LoRA has pairs."
-            )
+            raise CheckpointError(f"{source}: {named(name)} has no {named(other)}; LoRA has pairs.")
         shape = tuple(tensor.shape)
         if len(shape) != 2 or shape[1 if side == "a" else 0] != config.rank:
             allowed = f"[in, {config.rank}]" if side == "a" else f"[{config.rank}, out]"
@@ -186,8 +188,8 @@ def check_pairs(tensors: Mapping[str, Any], config: AdapterConfig, source: str |
         raise CheckpointError(f"{source} holds no LoRA tensors.")
 
 
-def check_floating(tensors: Mapping[str, Any], source: str | Path) -> None:
-    """Raise `CheckpointError` for a tensor of integers or booleans, going by its type alone."""
+def check_floating(tensors: Mapping[str, LoRATensor], source: str | Path) -> None:
+    """Raise `CheckpointError` for a tensor of integers or booleans."""
     for name, tensor in tensors.items():
         if not mx.issubdtype(tensor.dtype, mx.floating):
             kind = str(tensor.dtype).removeprefix("mlx.core.")
@@ -198,9 +200,9 @@ def check_floating(tensors: Mapping[str, Any], source: str | Path) -> None:
 
 
 def is_a(name: str) -> bool:
-    """True if the name of a tensor in an adapter folder is an A's (inputs, rank), not a B's (rank, outputs)."""
+    """Return True if a tensor's name is of an A (inputs, rank), False for a B (rank, outputs)."""
     return ".lora_a" in name
 
 
-def _are_names(value: Any) -> bool:
+def _are_names(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)

@@ -1,17 +1,17 @@
-"""The weighted sum of adapters as one adapter of their ranks' sum.
+"""The weighted sum of adapters, as one adapter whose rank is the sum of their ranks.
 
     sum_i w_i s_i A_i B_i = s [A_1 A_2 ...] [f_1 B_1; f_2 B_2; ...],    s = max_i |w_i s_i|,  f_i = w_i s_i / s
 
-A_i stand side by side as they are, and so do B_i, multiplied in float32. s is the sum's scale: no factor is
-over 1, and float16 rounds nothing of the adapter whose factor is 1. Pools compute sums so when they load them
-(`opening.open_sum`), and `compose` writes them to files.
+The A_i are joined unchanged, and the B_i multiplied in float32. s is the sum's scale: no factor is over 1, and
+float16 rounds nothing of the adapter whose factor is 1. Pools compute sums in this way when they load them
+(`resident.open_sum`), and `compose` for files.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -23,24 +23,28 @@ LoadedAdapter = tuple[Mapping[str, mx.array], AdapterConfig]
 """Tensors by their names in an adapter folder, and the config; see `load_adapter`."""
 
 
-class Term(NamedTuple):
-    """One of the tensors that stand side by side, and what it is multiplied by."""
+T = TypeVar("T")
+"""A tensor, whether in memory or not."""
 
-    tensor: Any
+
+class Term(NamedTuple, Generic[T]):
+    """One of the tensors that are joined, and its factor."""
+
+    tensor: T
     factor: float
 
 
 def weighted_sum(
-    adapters: Sequence[tuple[Mapping[str, Any], float]], weights: Sequence[float]
-) -> tuple[float, dict[str, list[Term]]]:
-    """Return the scale of a sum, and what each of its tensors is made of; no number of them is read.
+    adapters: Sequence[tuple[Mapping[str, T], float]], weights: Sequence[float]
+) -> tuple[float, dict[str, list[Term[T]]]]:
+    """Return the scale of a sum and the terms of each of its tensors; no tensor is read.
 
     Args:
         adapters: tensors of each adapter, by their names in an adapter folder, and its scale.
         weights: factor of each adapter.
 
     Returns:
-        scale, and by a tensor's name the terms of the adapters that have it, in their order.
+        the scale; and by a tensor's name, the terms of the adapters that have the tensor, in order.
 
     Raises:
         RequestError: for a weight that is not finite, or too large for the adapter's scale.
@@ -57,7 +61,7 @@ def weighted_sum(
                 "hold. Take a smaller one."
             )
     largest = max(map(abs, factors)) or 1.0
-    terms: dict[str, list[Term]] = {}
+    terms: dict[str, list[Term[T]]] = {}
     for (tensors, _), factor in zip(adapters, factors, strict=True):
         for name, tensor in tensors.items():
             own = 1.0 if is_a(name) else factor / largest
@@ -68,16 +72,16 @@ def weighted_sum(
 def compose(
     adapters: Sequence[LoadedAdapter], weights: Sequence[float], *, force: bool = False
 ) -> tuple[dict[str, mx.array], AdapterConfig]:
-    """Add adapters up, each with a weight.
+    """Return the weighted sum of adapters.
 
     Args:
         adapters: adapters of one base model, of any ranks and on any layers.
         weights: any finite numbers, not all 0; an adapter with 0 is left out.
-        force: add up adapters of different bases too, if their shapes fit.
+        force: accept adapters of different bases, if their shapes fit.
 
     Returns:
         tensors, A (inputs, ranks) of the widest type among them and B (ranks, outputs) in float32, and their
-        config. A layer that some leave out has zeros in their place, since a folder has one rank.
+        config. For a layer that some adapters leave out, their part is zeros, since a folder has one rank.
 
     Raises:
         RequestError: when there is no adapter, or not one finite weight for each, or all are 0.
@@ -125,7 +129,7 @@ def _common_base(configs: Sequence[AdapterConfig], force: bool) -> str | None:
 
 
 def _completed(adapters: Sequence[LoadedAdapter]) -> list[dict[str, mx.array]]:
-    """The tensors of each adapter, with zeros for those that only others have.
+    """Return the tensors of each adapter, with zeros for tensors that only other adapters have.
 
     Raises:
         CheckpointError: when two adapters differ in the inputs or outputs of a layer.
@@ -149,7 +153,7 @@ def _completed(adapters: Sequence[LoadedAdapter]) -> list[dict[str, mx.array]]:
 
 
 def _width(name: str, tensor: mx.array) -> int:
-    """Inputs of A, outputs of B."""
+    """Return the number of inputs of an A, or of outputs of a B."""
     return tensor.shape[0 if is_a(name) else 1]
 
 
@@ -158,7 +162,7 @@ def _zeros(name: str, like: mx.array, rank: int) -> mx.array:
     return mx.zeros((width, rank) if is_a(name) else (rank, width), like.dtype)
 
 
-def _joined(name: str, terms: Sequence[Term]) -> mx.array:
+def _joined(name: str, terms: Sequence[Term[mx.array]]) -> mx.array:
     if is_a(name):
         return mx.concatenate([tensor for tensor, _ in terms], axis=1)
     return mx.concatenate([tensor.astype(mx.float32) * factor for tensor, factor in terms], axis=0)

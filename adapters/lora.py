@@ -3,9 +3,9 @@
 Notable choices:
 
 - `LoRALinear` wraps any linear layer, packed ones too, and is plain MLX, so gradients pass. To run adapters,
-  `afm_mlx.adapters.active` has the layers' kernels add them.
+  `afm_mlx.adapters.active` makes the layers' kernels add them.
 - Trainable parameters have the names that adapter files have, which are mlx-lm's.
-- Fused queries, keys and values are three adapters, one for each.
+- A fused layer of queries, keys and values has three pairs, one for each projection.
 - An adapter is never merged: at 2 bits, rounding would lose it.
 """
 
@@ -30,17 +30,16 @@ from afm_mlx.model.model import is_afm
 class LoRALinear(LinearWrapper):
     """`y = linear(x) + scale * (dropout(x) A_i) B_i`, with a pair A_i, B_i for every section of the output.
 
-    `lora_a` (K, rank) and `lora_b` (rank, N_i) are arrays, or lists of arrays where the layer is several
-    projections in one. At the start A is normal with variance 1 / K and B is zero, so that the layer gives
-    what `linear` gives.
+    `lora_a` (K, rank) and `lora_b` (rank, N_i) are arrays; of a fused layer, lists of arrays. At the start A is
+    normal with variance 1 / K and B is zero, so that the layer computes what `linear` does.
 
     Args:
         linear: maps (..., K) to (..., N); it is frozen.
         rank: columns of A and rows of B.
         scale: alpha / rank.
         dropout: share of the adapter's inputs that are zeroed while training.
-        sections: last output + 1 of each projection; None for one.
-        key: random key that A is drawn with; None takes MLX's global stream of random numbers.
+        sections: end of each projection's outputs; None for one projection.
+        key: random key that A is drawn with; None for MLX's global random state.
 
     Source: `tamm` 0.2.0, `LoRA` and `LoRAFusedMultiOutputLinear`.
     """
@@ -79,7 +78,7 @@ class LoRALinear(LinearWrapper):
         return [(self.lora_a, self.lora_b)]
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(..., K) to (..., N) in the dtype that `linear` gives."""
+        """Map x (..., K) to (..., N), in the dtype that `linear` returns."""
         y, dropped = self.linear(x), self.dropout(x)
         parts = [(dropped @ a) @ b for a, b in self.pairs]
         added = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
@@ -115,22 +114,22 @@ def add_lora(
     Raises:
         RequestError: for a setting that can't be honoured, or a model that has an adapter.
     """
-    found, blocks = target_modules(model), len(model.layers)
+    targets, blocks = target_modules(model), len(model.layers)
     wanted = None if keys is None else set(keys)
     _check_settings(rank, dropout, num_layers, blocks)
-    # Linked layers too: LoRA layers around them would hide the adapters of a pool.
-    if any(isinstance(p.layer, LoRALinear) for p in found) or ACTIVE in model:
+    # Layers that look up a pool's adapters count too: LoRA layers around them would hide these.
+    if any(isinstance(p.layer, LoRALinear) for p in targets) or ACTIVE in model:
         raise RequestError(
-            "The model has an adapter or a pool already; take it off (detach_adapter), or load the model anew."
+            "The model has an adapter or a pool already; take it off (detach_adapter), or load the model again."
         )
-    unknown = (wanted or set()) - {place.key for place in found}
-    if unknown or not found:
+    unknown = (wanted or set()) - {target.key for target in targets}
+    if unknown or not targets:
         raise RequestError(
             f"There is no layer {named(', '.join(sorted(unknown)))} in a block; linear layers are "
-            f"{', '.join(sorted({place.key for place in found})) or 'none'}."
+            f"{', '.join(sorted({target.key for target in targets})) or 'none'}."
         )
     first = 0 if num_layers == -1 else blocks - num_layers
-    chosen = [p for p in found if p.block >= first and (wanted is None or p.key in wanted)]
+    chosen = [p for p in targets if p.block >= first and (wanted is None or p.key in wanted)]
     if not chosen:
         raise RequestError(
             f"No layer is left to adapt: the last {blocks - first} blocks have none of the keys "
@@ -141,8 +140,8 @@ def add_lora(
     replace_layers(
         model,
         [
-            (place.path, LoRALinear(place.layer, rank, scale, dropout, place.sections, key))
-            for place, key in zip(chosen, random, strict=True)
+            (target.path, LoRALinear(target.layer, rank, scale, dropout, target.sections, key))
+            for target, key in zip(chosen, random, strict=True)
         ],
     )
     mx.eval(model.trainable_parameters())
@@ -161,12 +160,12 @@ def _check_settings(rank: int, dropout: float, num_layers: int, blocks: int) -> 
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
-    """LoRA layers by their paths."""
+    """Return a model's LoRA layers by their paths."""
     return {path: m for path, m in model.named_modules() if isinstance(m, LoRALinear)}
 
 
 def lora_tensors(model: nn.Module) -> dict[str, mx.array]:
-    """The parameters of all LoRA layers, by their names in adapter files."""
+    """Return the parameters of all LoRA layers, by their names in adapter files."""
     tensors: dict[str, mx.array] = {}
     for path, layer in lora_layers(model).items():
         lora = {name: layer[name] for name in ("lora_a", "lora_b")}
@@ -177,10 +176,10 @@ def lora_tensors(model: nn.Module) -> dict[str, mx.array]:
 def start_lora(
     model: nn.Module, tensors: Mapping[str, mx.array], config: AdapterConfig, folder: str | Path
 ) -> None:
-    """Start LoRA layers from an adapter, such as a recovery adapter.
+    """Set LoRA layers to the numbers of an adapter, such as a recovery adapter, to train from there.
 
     Args:
-        model: a model with LoRA layers in just the places of the adapter's tensors, of its rank and scale.
+        model: a model with LoRA layers on the very layers that the adapter changes, of its rank and scale.
         tensors: finite tensors by their names in an adapter folder; see `load_adapter`.
         config: rank and scale of the adapter.
         folder: where the adapter comes from, for errors.
@@ -211,12 +210,12 @@ def start_lora(
 
 
 def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> AdapterConfig:
-    """The config of an adapter folder that holds the model's LoRA layers.
+    """Return the config for an adapter folder of the model's LoRA layers.
 
     Args:
         model: a model with LoRA layers.
-        base_folder: folder that the base was loaded from, whose fingerprint does not depend on the device.
-            Without it, that of the arrays in memory is taken. Models of mlx-lm's zoo have none.
+        base_folder: folder that the base was loaded from, for its fingerprint; None for the fingerprint of the
+            arrays in memory, which depends on the device. Models of mlx-lm's zoo have no fingerprint.
     """
     layers = lora_layers(model)
     if not layers:
@@ -233,7 +232,9 @@ def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> Adap
         rank=first.rank,
         scale=first.scale,
         num_layers=len(model.layers),
-        keys=tuple(sorted({place.key for place in target_modules(model) if place.path in layers})),
+        keys=tuple(
+            sorted({target.key for target in target_modules(model) if target.path in layers})
+        ),
         dropout=first.dropout_rate,
         base_model_fingerprint=fingerprint,
     )

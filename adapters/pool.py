@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -162,7 +163,7 @@ class AdapterPool:
             found = (e.name for e in self._registry.values() if e.fingerprint == fingerprint)
             return next(found, None)
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> dict[str, Any]:
         """Return the registered and resident adapters as JSON values, for listings."""
         with self._lock:
             self._advance()

@@ -1,9 +1,10 @@
-"""An adapter in memory, as the kernels read it: all its numbers in one flat array.
+"""Adapters from files to memory: all numbers in one flat array, which kernels read.
 
-Loading fills one buffer, unloading drops it, and another adapter takes its place as one array for another.
-Where the numbers of a matrix lie is in `parts`; the layout of A and B is that of `afm_mlx.kernels.Part`.
+Opening an adapter reads headers and checks all that can be known without the numbers, above all the bytes that
+it will take; reading fills the array. A switch of adapters replaces one array by another. `parts` says where in
+the array each matrix is, and `afm_mlx.kernels.Part` how A and B are laid out.
 
-Nothing here is an operation of MLX: a thread of its own may load an adapter while the engine's decodes.
+Nothing here is an operation of MLX, so a thread can load an adapter while the engine's thread decodes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,20 +41,31 @@ from afm_mlx.kernels.cpu.memory import unfilled
 from afm_mlx.model.model import is_afm
 
 _SAMPLES = 256
-_THREADS = 2  # that read and rearrange: 119 ms for 133 MB on two cores, where one took 188; more were not tried
+_THREADS = 2  # 133 MB took 119 ms on two cores, and 188 ms with one thread; more were not tried
 _INFINITE = 0x7C00  # the exponent of float16's infinities and NaNs
 _BLOCK_BYTES = np.dtype(f"V{2 * BLOCK}")
 
 
+class Readable(Protocol):
+    """A tensor that `TensorReader` reads: an MLX or NumPy array, a `StoredTensor`, or joined ones."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Pair: TypeAlias = tuple[Readable, Readable]
+"""A (inputs, rank) and B (rank, outputs)."""
+
+
 @dataclass(frozen=True, eq=False)
 class ResidentAdapter:
-    """An adapter that is ready to run.
+    """An adapter in memory, ready to run.
 
     Args:
-        numbers: (n,) float16, those of all matrices.
-        parts: where the numbers of a layer's matrices lie, by its path; layers without an adapter are left out.
+        numbers: (n,) float16, the numbers of all matrices.
+        parts: each adapted layer's place in `numbers`, by the layer's path.
         scale: alpha / rank.
-        fingerprint: 64 hex digits, the same for the same numbers in the same places.
+        fingerprint: 64 hex digits, equal for equal numbers on the same layers.
         layout: a number that adapters with equal `parts` share.
     """
 
@@ -74,17 +86,17 @@ class ResidentAdapter:
 
 
 def plan_layout(
-    tensors: Mapping[str, Any], shapes: Shapes, source: str | Path
+    tensors: Mapping[str, Readable], shapes: Shapes, source: str | Path
 ) -> tuple[dict[str, Part], int]:
-    """Return `ResidentAdapter.parts` of an adapter, and its bytes in memory, before any tensor is read.
+    """Return an adapter's `ResidentAdapter.parts` and its bytes in memory, from the tensors' shapes.
 
     Args:
-        tensors: tensors by their names in an adapter folder; only their `shape` counts.
-        shapes: shapes of the model's linear layers, see `target_shapes`.
+        tensors: tensors by their names in an adapter folder; only their shapes are read.
+        shapes: shapes of the model's target modules, see `target_shapes`.
         source: where the adapter comes from, for errors.
 
     Raises:
-        CheckpointError: names a tensor that is not of this model, or its shape.
+        CheckpointError: names the tensor that does not fit this model.
     """
     pairs = pairs_by_layer(tensors, shapes, source)
     parts, size = {}, 0
@@ -99,37 +111,36 @@ def plan_layout(
 
 
 def build_resident(
-    tensors: Mapping[str, Any], scale: float, shapes: Shapes, source: str | Path
+    tensors: Mapping[str, Readable], scale: float, shapes: Shapes, source: str | Path
 ) -> ResidentAdapter:
-    """Put an adapter's tensors into one array.
+    """Read an adapter's tensors, one by one, into one array.
 
     Args:
-        tensors: arrays, `StoredTensor`, or what NumPy takes for an array, by their names in an adapter
-            folder: A (K, rank) and B (rank, N_i) of a floating type. They are read one by one.
+        tensors: A (K, rank) and B (rank, N_i) of a floating type, by their names in an adapter folder.
         scale: alpha / rank.
-        shapes: shapes of the model's linear layers, see `target_shapes`.
+        shapes: shapes of the model's target modules, see `target_shapes`.
         source: where the adapter comes from, for errors.
 
     Raises:
         CheckpointError: when a tensor does not fit the model, or holds a number that float16 does not.
     """
     parts, nbytes = plan_layout(tensors, shapes, source)
-    # NumPy fills it without Python's lock, and faster than MLX copies: decoding goes on meanwhile.
+    # NumPy fills the array without Python's lock, so decoding goes on, and faster than MLX copies.
     numbers = unfilled(nbytes // 2)
     view = np.array(numbers, copy=False)
-    places = list(pairs_by_layer(for_numpy(tensors, source), shapes, source).items())
+    layers = list(pairs_by_layer(for_numpy(tensors, source), shapes, source).items())
 
     def fill(first: int) -> list[np.uint64]:
-        """Every `_THREADS`-th place; returns the sum of each one's numbers."""
+        """Fill every `_THREADS`-th layer's part; return a checksum for each."""
         read = TensorReader()
         return [
-            _fill_place(view, parts[path], shapes[path], pairs, read, path, source)
-            for path, pairs in places[first::_THREADS]
+            _fill_layer(view, parts[path], shapes[path], pairs, read, path, source)
+            for path, pairs in layers[first::_THREADS]
         ]
 
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = list(threads.map(fill, range(_THREADS)))
-    in_order = [sums[i % _THREADS][i // _THREADS] for i in range(len(places))]
+    in_order = [sums[i % _THREADS][i // _THREADS] for i in range(len(layers))]
     fingerprint = _numbers_fingerprint(view, parts, scale, in_order)
     layout = _LAYOUTS.setdefault(tuple(sorted(parts.items())), next(_NUMBERS))
     return ResidentAdapter(numbers, parts, scale, fingerprint, layout)
@@ -139,16 +150,16 @@ _LAYOUTS: dict[tuple[tuple[str, Part], ...], int] = {}
 _NUMBERS = itertools.count()  # two threads never get the same one, as they may of `len(_LAYOUTS)`
 
 
-def _fill_place(
+def _fill_layer(
     view: np.ndarray,
     part: Part,
     sections: Mapping[str, tuple[int, int]],
-    pairs: Sequence[tuple[Any, Any] | None],
+    pairs: Sequence[Pair | None],
     read: TensorReader,
     path: str,
     source: str | Path,
 ) -> np.uint64:
-    """Copy one layer's pairs to their place; returns the sum of the layer's numbers as 64-bit words."""
+    """Copy one layer's pairs into its part; return the sum of the part's 64-bit words."""
     outputs, start = sum(width for _, width in sections.values()), 0
     mine = view[part.a : part.b + part.rank * _filled_up(outputs)]
     if not _covers(part, outputs, pairs):
@@ -161,11 +172,11 @@ def _fill_place(
             b = _checked(read(pair[1]), f"{path}.lora_b{end}", source)
             _fill_b(view, part, outputs, start, b)
         start += width
-    return mine.view(np.uint64).sum()  # while they lie in the processor's cache
+    return mine.view(np.uint64).sum()  # while the part is in the processor's cache
 
 
-def _covers(part: Part, outputs: int, of_sections: Sequence[tuple[Any, Any] | None]) -> bool:
-    """True if the pairs fill their buffer, so that none of it has to be zeroed."""
+def _covers(part: Part, outputs: int, of_sections: Sequence[Pair | None]) -> bool:
+    """Return True if the pairs fill the layer's part, so that nothing has to be zeroed."""
     ranks = {0 if pair is None else pair[0].shape[1] for pair in of_sections}
     inputs = next(pair[0].shape[0] for pair in of_sections if pair is not None)
     whole = outputs % BLOCK == len(of_sections) * part.rank * inputs % BLOCK == 0
@@ -177,7 +188,7 @@ def _filled_up(count: int) -> int:
 
 
 def _fill_b(view: np.ndarray, part: Part, outputs: int, start: int, b: np.ndarray) -> None:
-    """Copy B (rank, width) to the outputs from `start` on."""
+    """Copy B (rank, width) to the layer's outputs from `start` on."""
     rank, width = b.shape
     blocks = _filled_up(outputs) // BLOCK
     target = view[part.b : part.b + blocks * part.rank * BLOCK]
@@ -194,7 +205,7 @@ def _fill_b(view: np.ndarray, part: Part, outputs: int, start: int, b: np.ndarra
 
 
 def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
-    """The values as float16; raises `CheckpointError` where float16 doesn't hold them."""
+    """Return the values as float16; raise `CheckpointError` for NaN and numbers beyond float16."""
     with np.errstate(over="ignore"):
         half = values.astype(np.float16, copy=False)
     if half.size and (half.view(np.uint16) & _INFINITE).max() == _INFINITE:
@@ -210,10 +221,10 @@ def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
     return half
 
 
-def for_numpy(tensors: Mapping[str, Any], source: str | Path) -> dict[str, Any]:
-    """What a `TensorReader` takes: arrays are evaluated, and those of bfloat16, which NumPy lacks, are float32.
+def for_numpy(tensors: Mapping[str, Readable], source: str | Path) -> dict[str, Readable]:
+    """Evaluate MLX arrays for `TensorReader`, and convert bfloat16, which NumPy lacks, to float32.
 
-    Called before threads read: MLX gives each thread that computes a stream, and never takes it back.
+    Call this before threads read: MLX gives each thread that computes a stream, and never takes it back.
 
     Raises:
         CheckpointError: when MLX can't read what an array holds from its file.
@@ -228,13 +239,13 @@ def for_numpy(tensors: Mapping[str, Any], source: str | Path) -> dict[str, Any]:
 
 
 class TensorReader:
-    """Tensors as NumPy arrays, one at a time: the next one may take the memory of the one before."""
+    """Reads tensors as NumPy arrays; each call may reuse the memory of the previous result."""
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
 
-    def __call__(self, tensor: Any) -> np.ndarray:
-        """The tensor's numbers; a `StoredTensor`'s as float32 where it is bfloat16.
+    def __call__(self, tensor: Readable) -> np.ndarray:
+        """Return the tensor's numbers; stored bfloat16 becomes float32.
 
         Args:
             tensor: see `for_numpy`.
@@ -254,9 +265,9 @@ class TensorReader:
 def _numbers_fingerprint(
     view: np.ndarray, parts: Mapping[str, Part], scale: float, sums: Sequence[np.uint64]
 ) -> str:
-    """Digest of scale, places, a sample of every matrix's numbers, and each layer's sum of all its numbers.
+    """Return a digest of scale, parts, a sample of every matrix, and each layer's checksum.
 
-    A digest of all numbers would take longer than to read them.
+    A digest of all numbers would take longer than reading them.
     """
     head = {"scale": scale, "parts": parts}
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
@@ -270,26 +281,27 @@ def _numbers_fingerprint(
 
 
 def pairs_by_layer(
-    tensors: Mapping[str, Any], shapes: Shapes, source: str | Path
-) -> dict[str, list[tuple[Any, Any] | None]]:
-    """Pairs A, B of every section, by the layer's path; None for a section without an adapter.
+    tensors: Mapping[str, Readable], shapes: Shapes, source: str | Path
+) -> dict[str, list[Pair | None]]:
+    """Return the pairs (A, B) of each adapted layer's sections, by its path; None for a section without one.
 
     Args:
-        tensors: whole pairs by their names in an adapter folder; only their `shape` counts.
-        shapes: shapes of the model's linear layers, see `target_shapes`.
+        tensors: whole pairs by their names in an adapter folder; only their shapes are read.
+        shapes: shapes of the model's target modules, see `target_shapes`.
         source: where the adapter comes from, for errors.
 
     Raises:
-        CheckpointError: names a tensor that is not of this model, or its shape.
+        CheckpointError: names the tensor that does not fit this model.
     """
     rest, result = dict(tensors), {}
     for path, of_sections in shapes.items():
-        pairs: list[tuple[Any, Any] | None] = []
+        pairs: list[Pair | None] = []
         for end, (inputs, outputs) in of_sections.items():
             a, b = rest.pop(f"{path}.lora_a{end}", None), rest.pop(f"{path}.lora_b{end}", None)
             if a is None and b is None:
                 pairs.append(None)
                 continue
+            assert a is not None and b is not None
             if (a.shape[0], b.shape[1]) != (inputs, outputs) or a.shape[1] != b.shape[0]:
                 got = f"{shown(list(a.shape))} and {shown(list(b.shape))}"
                 raise CheckpointError(
@@ -311,11 +323,11 @@ def pairs_by_layer(
 
 
 class Base(NamedTuple):
-    """The model that adapters have to fit.
+    """What an adapter has to fit: a model's shapes and fingerprints.
 
     Args:
-        shapes: shapes of its linear layers, see `target_shapes`.
-        fingerprints: fingerprints that an adapter for it may name; None takes any adapter.
+        shapes: shapes of the target modules, see `target_shapes`.
+        fingerprints: fingerprints that an adapter may name; None accepts any adapter.
         config: architecture of the model; None for a model of mlx-lm's zoo.
     """
 
@@ -327,13 +339,13 @@ class Base(NamedTuple):
     def of(
         cls, model: nn.Module, base_folder: str | Path | None = None, force: bool = False
     ) -> Base:
-        """Return what adapters of a model in memory have to fit.
+        """Describe a model in memory.
 
         Args:
             model: a model with LoRA layers or without.
-            base_folder: folder of the model. Its fingerprint counts too, since that of the arrays in memory
-                depends on the type that the device computes in.
-            force: take adapters that were made for another model.
+            base_folder: folder of the model, whose fingerprint is accepted too: the fingerprint of arrays in
+                memory depends on the type that the device computes in.
+            force: accept adapters that were made for another model.
         """
         if not is_afm(model):
             return cls(target_shapes(model), None)
@@ -347,18 +359,18 @@ class Base(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """An adapter whose headers were read and found to fit.
+    """An adapter whose headers were read and fit the base.
 
     Args:
         tensors: stored tensors, by their names in an adapter folder.
         scale: alpha / rank.
-        base: the model that they fit.
-        source: where they come from, for errors.
-        stamps: what tells whether a file was changed since, by its path.
-        nbytes: bytes that it will take in memory.
+        base: the model that the adapter fits.
+        source: where the adapter comes from, for errors.
+        stamps: inode, size and modification time of each file, by its path.
+        nbytes: bytes that the adapter will take in memory.
     """
 
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Readable]
     scale: float
     base: Base
     source: str
@@ -366,10 +378,10 @@ class OpenAdapter:
     nbytes: int
 
     def read(self) -> ResidentAdapter:
-        """Read the numbers.
+        """Read the numbers into memory.
 
         Raises:
-            CheckpointError: when a file was changed or deleted meanwhile, or holds NaN or infinity.
+            CheckpointError: when a file was changed or deleted since it was opened, or holds NaN or infinity.
         """
         resident = build_resident(self.tensors, self.scale, self.base.shapes, self.source)
         for path, stamp in self.stamps.items():
@@ -381,20 +393,20 @@ class OpenAdapter:
 
 
 def open_adapter(path: Path, base: Base) -> OpenAdapter:
-    """Open an adapter of any format.
+    """Open an adapter of any format, and check that it fits a base.
 
-    Of an mlx-lm folder only headers are read. Other formats are read whole, for they have to be converted.
+    Only the headers of an mlx-lm folder are read. Other formats are converted, so they are read whole.
 
     Raises:
         CheckpointError: when files are missing or damaged, hold no LoRA pairs, or are for another model.
         ConfigError: when the config can't be used.
     """
     stamps = _stamps(path)
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Readable]
     if (path / TENSORS_NAME).is_file() and (path / CONFIG_NAME).is_file():
         tensors, config = open_folder(path)
     else:
-        # Formats build upon this package, and are not needed by most who run it.
+        # Formats import this room, and most runs don't need them.
         from afm_mlx.adapters.formats import read_adapter
 
         tensors, config = read_adapter(path, base.config, finite=False)
@@ -406,7 +418,7 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
 
 
 def _stamps(path: Path) -> dict[Path, tuple[int, ...]]:
-    """What tells whether a file was changed since, for the files of an adapter by their paths."""
+    """Return inode, size and modification time of each of an adapter's files, by its path."""
     try:
         if not path.exists():
             raise CheckpointError(f"There is no adapter {path}. Was it moved or deleted?")
@@ -418,7 +430,7 @@ def _stamps(path: Path) -> dict[Path, tuple[int, ...]]:
 
 
 def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str) -> OpenAdapter:
-    """Open the adapter that adds `weight` times what each of the given ones adds; see `compose`.
+    """Open the weighted sum of opened adapters; see `compose`.
 
     Raises:
         RequestError: for a weight that can't be used.
@@ -434,15 +446,15 @@ def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str
 def check_fingerprint(
     config: AdapterConfig, known: Collection[str] | None, source: str | Path
 ) -> None:
-    """Compare the base that an adapter names with those that the model goes by.
+    """Raise if an adapter names another base model than this one.
 
     Args:
         config: config of the adapter; one that names no base passes.
-        known: the model's fingerprints, in memory and as it was stored; None takes any.
+        known: the model's fingerprints, in memory and in its folder; None accepts any adapter.
         source: where the adapter comes from, for errors.
 
     Raises:
-        CheckpointError: shows both.
+        CheckpointError: shows both fingerprints.
     """
     wanted = config.base_model_fingerprint
     if wanted is not None and known is not None and wanted not in known:
@@ -454,9 +466,9 @@ def check_fingerprint(
 
 
 class _Joined(NamedTuple):
-    """Tensors to be put side by side along an axis once they are read; NumPy takes it for an array."""
+    """Tensors to be joined along an axis when NumPy reads them as one array."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[Term[Readable], ...]
     axis: int
 
     @property
@@ -467,7 +479,7 @@ class _Joined(NamedTuple):
             size[1 - self.axis] = tensor.shape[1 - self.axis]
         return size[0], size[1]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
         return np.concatenate(
             [
                 np.asarray(TensorReader()(tensor), np.float32) * np.float32(factor)

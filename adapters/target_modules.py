@@ -1,4 +1,4 @@
-"""The linear layers of a model's blocks: where an adapter may be."""
+"""The linear layers of a model's blocks, which adapters change."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.quantize_model import replace_modules
 
 Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
-"""`TargetModule.shapes` of every place, by its path."""
+"""`TargetModule.shapes` of every target module, by its path."""
 
 
 class TargetModule(NamedTuple):
-    """A linear layer of a block, which may carry an adapter.
+    """A linear layer of a block, which an adapter can change.
 
     Args:
         path: path within the model, such as `model.layers.0.mlp.up_proj`.
         key: path within the block, such as `mlp.up_proj`.
         block: index of the block.
         layer: the linear layer, or the wrapper around it.
-        sections: last output + 1 of each projection in it; None for one.
+        sections: end of each projection's outputs in a fused layer; None for one projection.
     """
 
     path: str
@@ -42,7 +42,7 @@ class TargetModule(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each pair, by the end of its tensors' names: "", or ".0", ".1", ..."""
+        """(inputs, outputs) of each LoRA pair, by the suffix of its tensors' names: "", or ".0", ".1", ..."""
         inputs, outputs = linear_shape(self.linear)
         if self.sections is None:
             return {"": (inputs, outputs)}
@@ -51,7 +51,7 @@ class TargetModule(NamedTuple):
 
 
 def linear_shape(layer: nn.Module) -> tuple[int, int]:
-    """Inputs K and outputs N of a float, packed or MLX-quantized linear layer."""
+    """Return the numbers of inputs and outputs of a float, packed or MLX-quantized linear layer."""
     if isinstance(layer, PackedLinear):
         return layer.packed.in_dims, layer.packed.out_dims
     outputs, inputs = layer.weight.shape
@@ -59,7 +59,7 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def target_modules(model: nn.Module) -> list[TargetModule]:
-    """Every linear layer of every block, in the blocks' order."""
+    """Return the linear layers of all blocks, block by block."""
     blocks = {id(block): index for index, block in enumerate(model.layers)}
     paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
     found = []
@@ -79,21 +79,21 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
 
 
 def target_shapes(model: nn.Module) -> Shapes:
-    """The shapes that adapters of a model have to fit."""
-    return {place.path: place.shapes for place in target_modules(model)}
+    """Return the shapes that adapters of a model must have, by the target modules' paths."""
+    return {target.path: target.shapes for target in target_modules(model)}
 
 
 def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
-    """Put layers in the places at these paths; kernels are chosen and steps are traced anew for them."""
+    """Replace the layers at these paths; kernels are chosen and steps are traced again for them."""
     if layers:
         replace_modules(model, layers)
         dispatch.invalidate()
 
 
 def unwrap_layers(model: nn.Module) -> None:
-    """Put back the linear layers that wrappers stand around."""
-    wrapped = [place for place in target_modules(model) if isinstance(place.layer, LinearWrapper)]
-    replace_layers(model, [(place.path, place.linear) for place in wrapped])
+    """Replace each wrapper in a model by the linear layer that it wraps."""
+    wrapped = [t for t in target_modules(model) if isinstance(t.layer, LinearWrapper)]
+    replace_layers(model, [(target.path, target.linear) for target in wrapped])
 
 
 def _sections(model: nn.Module, key: str) -> tuple[int, ...] | None:

@@ -1,14 +1,13 @@
-"""The formats that authors of adapters use, in and out.
+"""Formats of adapters: reading and writing.
 
 | format | what it is | file |
 | --- | --- | --- |
 | `mlx-lm` | a folder with `adapters.safetensors`; this package's own | `afm_mlx.adapters.adapter_folder` |
-| `peft` | a folder with `adapter_model.safetensors`, of Hugging Face's PEFT | `peft.py`, `peft_config.py` |
+| `peft` | a folder with `adapter_model.safetensors`, of Hugging Face's PEFT | `peft.py` |
 | `toolkit` | a `.pt` file of Apple's adapter training toolkit | `toolkit_adapter.py` |
 | `fmadapter` | a package that Apple's framework loads | `fmadapter.py`, `mil_blob.py` |
 
-Between them stands the form of `afm_mlx.adapters.adapter_folder`: tensors by mlx-lm's names, and an
-`AdapterConfig`.
+Each is converted from and to one form in memory: tensors by mlx-lm's names, and an `AdapterConfig`.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ FORMATS = ("mlx-lm", "peft", "toolkit", "fmadapter")
 
 
 def detect_format(path: str | Path) -> str:
-    """The format of an adapter, one of `FORMATS`, by what is there.
+    """Return the format of an adapter, one of `FORMATS`, judged by its file names.
 
     Raises:
-        CheckpointError: when it is none of them; says what was found.
+        CheckpointError: when it is no adapter; says what was found.
     """
     path = Path(path)
     if path.is_file():
@@ -73,7 +72,7 @@ def detect_format(path: str | Path) -> str:
         return "mlx-lm"
     if names & {peft.TENSORS_NAME, "adapter_model.bin"}:
         return "peft"
-    # A folder whose tensors are missing: the reader of its format says so.
+    # The tensors are missing: the format's reader raises.
     if CONFIG_NAME in names:
         return "peft" if "peft_type" in read_config_json(path / CONFIG_NAME) else "mlx-lm"
     found = ", ".join(sorted(names)[:8]) or "nothing"
@@ -118,10 +117,10 @@ def read_adapter(
 
     Args:
         path: folder or file.
-        model_config: architecture that the adapter must fit; needed for `.fmadapter` packages of other models
-            than Apple's 3B.
-        alpha: alpha of a toolkit's `.pt`; by default that of the config beside it.
-        finite: look at all numbers, and refuse NaN and infinity.
+        model_config: architecture that the adapter must fit; needed for `.fmadapter` packages unless they are
+            for Apple's 3B.
+        alpha: alpha of a toolkit's `.pt`; None to take it from the config next to the file.
+        finite: read all numbers, and refuse NaN and infinity.
 
     Returns:
         tensors by mlx-lm's names, `lora_a` (inputs, rank) and `lora_b` (rank, outputs), and their config.
@@ -162,7 +161,7 @@ def write_adapter(
     any_rank: bool = False,
     qkv: str = "fused",
 ) -> None:
-    """Write an adapter in a format, whole or not at all.
+    """Write an adapter in one of the formats, whole or not at all.
 
     Args:
         path: the output, which must not exist; `NAME.pt` for the toolkit, which also gets
@@ -172,10 +171,10 @@ def write_adapter(
         to: one of `FORMATS`.
         model_config: architecture of the base. The toolkit's and Apple's formats hold pairs of every layer, and
             need it for other models than Apple's 3B. The adapter must fit it.
-        dtype: type of the numbers; as they are by default. `.pt` files are float32, and packages float16.
-        package: metadata of an `.fmadapter`; by default only a name, which is that of the file.
+        dtype: type of the numbers; None to keep it. `.pt` files are float32, and packages float16, in any case.
+        package: metadata of an `.fmadapter`; None for a name only, taken from the path.
         any_rank: write packages of ranks above 32, which Apple's runtime does not take.
-        qkv: "fused" or "split": what layers a PEFT folder names.
+        qkv: "fused" or "split": a PEFT folder has one layer for queries, keys and values, or three.
 
     Raises:
         CheckpointError: when the adapter does not fit the format, or holds NaN or infinity.

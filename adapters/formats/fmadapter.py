@@ -33,13 +33,13 @@ import numpy as np
 from afm_mlx.adapters.adapter_folder import AdapterConfig, is_a
 from afm_mlx.adapters.formats.mil_blob import read_blobs, write_blobs
 from afm_mlx.adapters.formats.pair_order import (
-    PairPlace,
+    PairTarget,
     Tensors,
     complete,
     config_for,
     keys_of,
     num_layers_of,
-    pair_places,
+    pair_targets,
     without_empty,
 )
 from afm_mlx.config import PRESETS, ModelConfig, read_config_json
@@ -54,23 +54,23 @@ DRAFT_NAMES = ("draft.mil", "draft_weights.bin")
 RUNTIME_RANK, RUNTIME_ALPHA = 32, 16
 # Signature of the base model that the toolkit 26.0 trains adapters for.
 BASE_SIGNATURE = "9799725ff8e851184037110b422d891ad3b92ec1"
-# Key of our own notes in the part of the metadata that a package's creator may define.
+# Key of this package's own notes in the metadata's `creatorDefined`.
 OUR_NOTES = "afm-mlx"
 
 
 @dataclass(frozen=True)
 class PackageMetadata:
-    """The content of a package's `metadata.json`, but for the rank.
+    """The content of a package's `metadata.json`, except the rank.
 
     Args:
         name: letters, digits and '_'; the framework accepts no others.
         author: the adapter's author.
-        description: what the adapter does, in words.
-        license: license of the adapter, in words.
-        base_signature: 40 hex digits that name the base model; None takes that of the toolkit 26.0 for the 3B's
-            shape, and the start of the base's fingerprint for any other.
+        description: description of the adapter.
+        license: license of the adapter.
+        base_signature: 40 hex digits that identify the base model; None for the toolkit 26.0's signature if the
+            base has the 3B's shape, else for the start of the base's fingerprint.
         draft_token_count: tokens that a draft model proposes at a time.
-        creator_defined: whatever the author wants to note.
+        creator_defined: the author's own JSON object.
         draft: folder that holds `draft.mil` and `draft_weights.bin`.
     """
 
@@ -80,16 +80,16 @@ class PackageMetadata:
     license: str = ""
     base_signature: str | None = None
     draft_token_count: int = 5
-    creator_defined: Mapping[str, Any] = field(default_factory=dict)
+    creator_defined: Mapping[str, object] = field(default_factory=dict)
     draft: Path | None = None
 
 
 def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
-    """The content of a package's `metadata.json`, and its rank.
+    """Read a package's `metadata.json`; return its content and the rank.
 
     Raises:
         ConfigError: names what is missing or can't be used.
-        CheckpointError: when one part of a draft model is there without the other.
+        CheckpointError: when only one file of a draft model is there.
     """
     path = folder / METADATA_NAME
     values = read_config_json(path)
@@ -119,10 +119,10 @@ def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
 
 
 def check_draft(folder: Path) -> bool:
-    """True if a folder has both parts of a draft model.
+    """Return True if a folder has both files of a draft model.
 
     Raises:
-        CheckpointError: when it has one of them.
+        CheckpointError: when it has only one of them.
     """
     there = [name for name in DRAFT_NAMES if (folder / name).is_file()]
     if len(there) == 1:
@@ -136,16 +136,16 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
     """Read a package; see `read_adapter`."""
     metadata, rank = read_metadata(path)
     config = model_config or PRESETS["afm-3b"]
-    places = pair_places(config)
+    targets = pair_targets(config)
     blobs = read_blobs(path / WEIGHTS_NAME)
-    sizes = [rank * n for place in places for n in (place.inputs, place.outputs)]
-    _check_sizes(path, blobs, sizes, places, known=model_config is not None)
+    sizes = [rank * n for target in targets for n in (target.inputs, target.outputs)]
+    _check_sizes(path, blobs, sizes, targets, known=model_config is not None)
     tensors = {}
-    for index, place in enumerate(places):
+    for index, target in enumerate(targets):
         a, b = blobs[2 * index], blobs[2 * index + 1]
-        tensors[place.a] = mx.array(a.reshape(rank, place.inputs)).T
-        rows = interleave_rows(b.reshape(place.outputs, rank), place.rotary_heads)
-        tensors[place.b] = mx.array(rows).T
+        tensors[target.a] = mx.array(a.reshape(rank, target.inputs)).T
+        rows = interleave_rows(b.reshape(target.outputs, rank), target.rotary_heads)
+        tensors[target.b] = mx.array(rows).T
     tensors = without_empty(tensors)
     notes = metadata.creator_defined.get(OUR_NOTES)
     notes = notes if isinstance(notes, dict) else {}
@@ -160,10 +160,10 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
     )
 
 
-def _restore(tensors: Tensors, rank: int, notes: Mapping[str, Any]) -> tuple[int, float]:
-    """Undo, in place, what `write` did to rank and scale, where our notes tell and no number changes.
+def _restore(tensors: Tensors, rank: int, notes: Mapping[str, object]) -> tuple[int, float]:
+    """Restore, in place, the rank and scale that the notes name, if that changes no result; return both.
 
-    Notes are anybody's claim: the result computes the same as without them, whatever they say.
+    Notes are untrusted: whatever they say, the adapter computes the same as without them.
     """
     own_rank, scale = notes.get("rank"), RUNTIME_ALPHA / rank
     own_scale: Any = notes.get("scale")
@@ -193,7 +193,7 @@ def _check_sizes(
     path: Path,
     blobs: Sequence[np.ndarray],
     sizes: Sequence[int],
-    places: Sequence[PairPlace],
+    targets: Sequence[PairTarget],
     known: bool,
 ) -> None:
     hint = "" if known else " For another model than Apple's 3B, name its folder (--model)."
@@ -203,10 +203,10 @@ def _check_sizes(
         )
     for index, (blob, size) in enumerate(zip(blobs, sizes, strict=True)):
         if blob.size != size:
-            place = places[index // 2]
+            target = targets[index // 2]
             raise CheckpointError(
-                f"{path / WEIGHTS_NAME}: blob {index}, {place.b if index % 2 else place.a}, has {blob.size:,} "
-                f"numbers, and this model needs {size:,}.{hint}"
+                f"{path / WEIGHTS_NAME}: blob {index}, {target.b if index % 2 else target.a}, has "
+                f"{blob.size:,} numbers, and this model needs {size:,}.{hint}"
             )
 
 
@@ -234,17 +234,17 @@ def write(
     if config.rank > RUNTIME_RANK and not any_rank:
         raise CheckpointError(
             f"The adapter has rank {config.rank}, and Apple's runtime takes {RUNTIME_RANK} at most. Train "
-            f"one of rank {RUNTIME_RANK}, or ask for a package that other runtimes may read (--any-rank)."
+            f"one of rank {RUNTIME_RANK}, or write a package for other runtimes (--any-rank)."
         )
-    places = pair_places(model_config)
-    whole = complete(tensors, places, config.rank)
+    targets = pair_targets(model_config)
+    whole = complete(tensors, targets, config.rank)
     with atomic_folder(path) as folder:
         text = json.dumps(
             _metadata_json(metadata, config, rank, signature), indent=4, sort_keys=True
         )
         (folder / METADATA_NAME).write_text(text, encoding="utf-8")
-        blobs = _blobs(whole, places, rank, config.scale / (RUNTIME_ALPHA / rank), path)
-        write_blobs(folder / WEIGHTS_NAME, blobs, 2 * len(places))
+        blobs = _blobs(whole, targets, rank, config.scale / (RUNTIME_ALPHA / rank), path)
+        write_blobs(folder / WEIGHTS_NAME, blobs, 2 * len(targets))
         if metadata.draft is not None:
             for name in DRAFT_NAMES:
                 shutil.copyfile(metadata.draft / name, folder / name)
@@ -252,9 +252,9 @@ def write(
 
 def _metadata_json(
     metadata: PackageMetadata, config: AdapterConfig, rank: int, signature: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     notes = {key: value for key, value in metadata.creator_defined.items() if key != OUR_NOTES}
-    ours: dict[str, Any] = {}
+    ours: dict[str, object] = {}
     if config.base_model_fingerprint is not None:
         ours["baseModelFingerprint"] = config.base_model_fingerprint
     if (config.rank, config.scale) != (rank, RUNTIME_ALPHA / rank):
@@ -276,7 +276,7 @@ def _metadata_json(
 def _signature(metadata: PackageMetadata, config: AdapterConfig, model: ModelConfig) -> str:
     signature = metadata.base_signature
     if signature is None:
-        if pair_places(model) == pair_places(PRESETS["afm-3b"]):
+        if pair_targets(model) == pair_targets(PRESETS["afm-3b"]):
             return BASE_SIGNATURE
         signature = (config.base_model_fingerprint or "")[:40]
         if not _is_signature(signature):
@@ -292,7 +292,7 @@ def _signature(metadata: PackageMetadata, config: AdapterConfig, model: ModelCon
     return signature
 
 
-def _is_signature(value: Any) -> bool:
+def _is_signature(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{40}", value) is not None
 
 
@@ -307,15 +307,15 @@ def _check_name(name: str) -> None:
 
 def _blobs(
     tensors: Mapping[str, mx.array],
-    places: Sequence[PairPlace],
+    targets: Sequence[PairTarget],
     rank: int,
     factor: float,
     path: Path,
 ) -> Iterator[np.ndarray]:
-    for place in places:
-        a = np.array(tensors[place.a].astype(mx.float32)).T
-        b = factor * np.array(tensors[place.b].astype(mx.float32)).T
-        for name, matrix in ((place.a, a), (place.b, b)):
+    for target in targets:
+        a = np.array(tensors[target.a].astype(mx.float32)).T
+        b = factor * np.array(tensors[target.b].astype(mx.float32)).T
+        for name, matrix in ((target.a, a), (target.b, b)):
             # NaN fails this too.
             if not np.abs(matrix).max() <= FLOAT16_MAX:
                 raise CheckpointError(
@@ -324,19 +324,19 @@ def _blobs(
                 )
         more = rank - a.shape[0]
         yield np.pad(a.astype(np.float16), ((0, more), (0, 0)))
-        rows = split_rows(b.astype(np.float16), place.rotary_heads)
+        rows = split_rows(b.astype(np.float16), target.rotary_heads)
         yield np.pad(rows, ((0, 0), (0, more)))
 
 
 def split_rows(b: np.ndarray, heads: int) -> np.ndarray:
-    """Rows (heads * 2 h, rank) of neighbouring pairs, as tamm rotates them, to halves: even ones first."""
+    """Reorder rows (heads * 2 h, rank) for RoPE on halves, from RoPE on neighbours: even rows first."""
     if heads == 0:
         return b
     return b.reshape(heads, -1, 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
 
 
 def interleave_rows(b: np.ndarray, heads: int) -> np.ndarray:
-    """Undo `split_rows`."""
+    """Undo `split_rows`: reorder rows from halves to neighbours."""
     if heads == 0:
         return b
     return b.reshape(heads, 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape)

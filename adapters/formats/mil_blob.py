@@ -1,4 +1,4 @@
-"""Core ML's blob storage, version 2: unnamed arrays of numbers one after the other.
+"""Core ML's blob storage, version 2: a sequence of unnamed arrays.
 
 | bytes | what |
 | --- | --- |
@@ -6,8 +6,8 @@
 | 64, at a multiple of 64 | 0xDEADBEEF (u32), type (u32), bytes (u64) and offset (u64) of the data, zeros |
 | the data | next; then zeros to the next multiple of 64, unless it is the last |
 
-Numbers are little-endian. coremltools has the reference implementation, which is an extension module with
-wheels for few platforms; these are the few lines of it that adapters need, tested against it.
+Numbers are little-endian. coremltools has the reference implementation, an extension module with wheels for few
+platforms; this file has the part that adapters need, tested against it.
 
 Source: `coremltools` 8.3.0, `mlmodel/src/MILBlob/Blob/StorageFormat.hpp`.
 """
@@ -32,12 +32,12 @@ _RECORD = struct.Struct("<IIQQ40x")
 
 
 def write_blobs(path: Path, blobs: Iterable[np.ndarray], count: int) -> None:
-    """Write arrays of float16 as a stream.
+    """Write a blob storage of float16 arrays, one after the other.
 
     Args:
         path: the file.
         blobs: arrays of float16, of any shape, written row by row.
-        count: number of blobs, which stands in the header.
+        count: number of blobs, for the header.
     """
     written = 0
     with path.open("wb") as file:
@@ -54,7 +54,7 @@ def write_blobs(path: Path, blobs: Iterable[np.ndarray], count: int) -> None:
 
 
 def read_blobs(path: Path) -> list[np.ndarray]:
-    """The blobs as flat float16 arrays that are mapped, not read.
+    """Map a blob storage into memory; return its blobs as flat float16 arrays.
 
     Raises:
         CheckpointError: when the file is missing, cut off or damaged, or holds other numbers than float16.
@@ -90,7 +90,7 @@ def read_blobs(path: Path) -> list[np.ndarray]:
 
 
 def check_blob(path: Path, start: int) -> None:
-    """Raise unless a file holds a whole blob, of any type, whose record lies at a byte.
+    """Check that a file has a whole blob of any type, whose record starts at a byte.
 
     Raises:
         CheckpointError: when the file is missing, cut off or damaged.
@@ -99,7 +99,7 @@ def check_blob(path: Path, start: int) -> None:
         raise CheckpointError(f"{path} is missing or no file.")
     where, size = f"{path}: the blob at byte {start:,}", path.stat().st_size
     if start + _RECORD.size > size:
-        raise CheckpointError(f"{where} lies behind the file's {size:,} bytes. It is cut off.")
+        raise CheckpointError(f"{where} is beyond the file's {size:,} bytes. It is cut off.")
     with path.open("rb") as file:
         file.seek(start)
         head = file.read(_RECORD.size)
@@ -116,10 +116,10 @@ def check_blob(path: Path, start: int) -> None:
 
 
 def _read_blob(path: Path, data: np.ndarray, start: int, index: int) -> tuple[np.ndarray, int]:
-    """A blob, and where its data ends."""
+    """Return a blob and the end of its data."""
     where = f"{path}: blob {index} at byte {start:,}"
     if start + ALIGNMENT > len(data):
-        raise CheckpointError(f"{where} lies behind the file's {len(data):,} bytes. It is cut off.")
+        raise CheckpointError(f"{where} is beyond the file's {len(data):,} bytes. It is cut off.")
     sentinel, kind, size, offset = _RECORD.unpack(data[start : start + ALIGNMENT].tobytes())
     if sentinel != _SENTINEL or offset != start + ALIGNMENT:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The LoRA pairs of an AFM model, in the order of tamm's state dicts, which `.fmadapter` packages keep.
+"""The LoRA pairs of an AFM model, in the order of tamm's state dicts and of `.fmadapter` packages.
 
 | block | its pairs, in order |
 | --- | --- |
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -25,8 +25,15 @@ Tensors = dict[str, mx.array]
 _SHOWN = 5
 
 
-class PairPlace(NamedTuple):
-    """Where a model can carry one LoRA pair.
+class Shaped(Protocol):
+    """A tensor of MLX, PyTorch or a file, of which only the shape is read."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+class PairTarget(NamedTuple):
+    """A projection that one LoRA pair can change.
 
     Args:
         layer: path of the linear layer, such as `model.layers.0.mlp.up_proj`.
@@ -53,14 +60,14 @@ class PairPlace(NamedTuple):
         return f"{self.layer}.lora_b{self.part}"
 
     def shapes(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Shapes of A and B of a rank, by their names."""
+        """Return the shapes of A and B for a rank, by their names."""
         return {self.a: (self.inputs, rank), self.b: (rank, self.outputs)}
 
 
-def pair_places(config: ModelConfig) -> list[PairPlace]:
-    """Every pair that a model can carry, in the order of a checkpoint."""
+def pair_targets(config: ModelConfig) -> list[PairTarget]:
+    """Return the targets of all pairs that a model can have, in a checkpoint's order."""
     return [
-        PairPlace(
+        PairTarget(
             f"{path}.{matrix.name}",
             f".{index}" if len(matrix.projections) > 1 else "",
             matrix.inputs,
@@ -73,8 +80,8 @@ def pair_places(config: ModelConfig) -> list[PairPlace]:
 
 
 def _name_pattern() -> re.Pattern[str]:
-    """Matches a tensor's name in an adapter of any AFM model: `model.<list>.<index>.<name in the block>`."""
-    names = [name for p in pair_places(PRESETS["afm-nano"]) for name in (p.a, p.b)]
+    """Return the pattern of tensor names in AFM adapters: `model.<list>.<index>.<name in the block>`."""
+    names = [name for p in pair_targets(PRESETS["afm-nano"]) for name in (p.a, p.b)]
     lists, in_block = ({re.escape(name.split(".", 3)[i]) for name in names} for i in (1, 3))
     either = "|".join(sorted(in_block))
     return re.compile(rf"model\.(?:{'|'.join(sorted(lists))})\.\d{{1,5}}\.(?:{either})", re.ASCII)
@@ -84,17 +91,17 @@ _NAME = _name_pattern()
 
 
 def layer_of(name: str) -> str:
-    """`model.layers.0.mlp.up_proj` of `model.layers.0.mlp.up_proj.lora_a`, or of `...lora_a.0`."""
+    """Return a tensor's layer: `model.layers.0.mlp.up_proj` for `model.layers.0.mlp.up_proj.lora_a`."""
     return name[: name.rindex(".lora_")]
 
 
 def keys_of(names: Iterable[str]) -> tuple[str, ...]:
-    """The adapted layers by their names within a block, as `AdapterConfig` has them."""
+    """Return the adapted layers' names within a block, for `AdapterConfig.keys`."""
     return tuple(sorted({".".join(layer_of(name).split(".")[-2:]) for name in names}))
 
 
 def num_layers_of(names: Iterable[str], config: ModelConfig | None) -> int:
-    """Blocks from the first adapted one to the last of all; -1, for all, when the model is unknown."""
+    """Return the number of blocks from the first adapted one to the last; -1 if the model is unknown."""
     if config is None:
         return -1
     first = config.num_layers
@@ -105,7 +112,7 @@ def num_layers_of(names: Iterable[str], config: ModelConfig | None) -> int:
 
 
 def exact_alpha(rank: int, scale: float) -> float:
-    """An alpha whose quotient by the rank is the scale to the last bit, where a float can be one."""
+    """Return an alpha with `alpha / rank == scale` to the last bit, if a float has that."""
     alpha = rank * scale
     near = (alpha, math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf))
     alpha = next((each for each in near if each / rank == scale), alpha)
@@ -115,17 +122,17 @@ def exact_alpha(rank: int, scale: float) -> float:
 def expected_shapes(
     config: ModelConfig, names: Iterable[str], rank: int
 ) -> dict[str, tuple[int, int]]:
-    """Shapes of A and B of every pair that `names` has one tensor of."""
+    """Return the shapes of A and B of every pair that has a tensor among `names`."""
     wanted = set(names)
     result: dict[str, tuple[int, int]] = {}
-    for place in pair_places(config):
-        if not wanted.isdisjoint((place.a, place.b)):
-            result |= place.shapes(rank)
+    for target in pair_targets(config):
+        if not wanted.isdisjoint((target.a, target.b)):
+            result |= target.shapes(rank)
     return result
 
 
 def check_names(tensors: Iterable[str], source: object) -> None:
-    """Raise `CheckpointError` when a tensor is not named like one of an AFM model's adapter."""
+    """Raise `CheckpointError` unless all names are of an AFM model's LoRA tensors."""
     for name in tensors:
         if _NAME.fullmatch(name) is None:
             raise CheckpointError(
@@ -134,17 +141,17 @@ def check_names(tensors: Iterable[str], source: object) -> None:
             )
 
 
-def misfits(tensors: Mapping[str, Any], config: ModelConfig) -> list[str]:
-    """What keeps an adapter from fitting a model: names that it has no layer for, and wrong shapes."""
-    places = {name: place for place in pair_places(config) for name in (place.a, place.b)}
+def misfits(tensors: Mapping[str, Shaped], config: ModelConfig) -> list[str]:
+    """Return why an adapter does not fit a model: names without a layer, and wrong shapes; empty if it fits."""
+    targets = {name: target for target in pair_targets(config) for name in (target.a, target.b)}
     found = []
     for name, tensor in tensors.items():
-        place = places.get(name)
-        if place is None:
+        target = targets.get(name)
+        if target is None:
             found.append(f"the model has no layer for {named(name)}")
             continue
-        is_a = name == place.a
-        wanted = place.inputs if is_a else place.outputs
+        is_a = name == target.a
+        wanted = target.inputs if is_a else target.outputs
         if len(tensor.shape) != 2 or tensor.shape[0 if is_a else 1] != wanted:
             shape = f"[{wanted}, rank]" if is_a else f"[rank, {wanted}]"
             found.append(
@@ -153,8 +160,8 @@ def misfits(tensors: Mapping[str, Any], config: ModelConfig) -> list[str]:
     return found
 
 
-def check_fits(tensors: Mapping[str, Any], config: ModelConfig, source: object) -> None:
-    """Raise `CheckpointError` with the `misfits`."""
+def check_fits(tensors: Mapping[str, Shaped], config: ModelConfig, source: object) -> None:
+    """Raise `CheckpointError` with the `misfits`, if there are any."""
     if wrong := misfits(tensors, config):
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(
@@ -163,9 +170,9 @@ def check_fits(tensors: Mapping[str, Any], config: ModelConfig, source: object) 
 
 
 def config_for(
-    tensors: Mapping[str, Any], config: ModelConfig | None, source: object
+    tensors: Mapping[str, Shaped], config: ModelConfig | None, source: object
 ) -> ModelConfig:
-    """The given architecture, or that of Apple's 3B model when the tensors fit it.
+    """Return the given architecture; without one, Apple's 3B model's, if the tensors fit it.
 
     Raises:
         CheckpointError: when the tensors do not fit, or the architecture is unknown.
@@ -182,28 +189,25 @@ def config_for(
     return config
 
 
-def complete(tensors: Mapping[str, mx.array], places: Sequence[PairPlace], rank: int) -> Tensors:
-    """The tensors in the places' order, with zero pairs where the adapter leaves one out."""
+def complete(tensors: Mapping[str, mx.array], targets: Sequence[PairTarget], rank: int) -> Tensors:
+    """Return the tensors in the order of the targets, with zeros for pairs that the adapter leaves out."""
     dtype = next(iter(tensors.values())).dtype
     result = {}
-    for place in places:
-        for name, shape in place.shapes(rank).items():
+    for target in targets:
+        for name, shape in target.shapes(rank).items():
             result[name] = tensors[name] if name in tensors else mx.zeros(shape, dtype)
     return result
 
 
 def without_empty(tensors: Mapping[str, mx.array]) -> Tensors:
-    """The tensors without layers whose every number is zero: what `complete` has put there."""
+    """Return the tensors without the layers that are all zeros, which `complete` adds."""
     used = mx.stack([mx.any(tensor) for tensor in tensors.values()]).tolist()
     layers = {layer_of(name) for name, any_number in zip(tensors, used, strict=True) if any_number}
     return {name: t for name, t in tensors.items() if not layers or layer_of(name) in layers}
 
 
 def complete_fused(tensors: Mapping[str, mx.array], config: ModelConfig, rank: int) -> Tensors:
-    """The tensors, with zero pairs where an adapter leaves out queries, keys or values of a fused layer.
-
-    MLX's fused layer has all three.
-    """
+    """Return the tensors, with zeros for missing queries, keys or values: MLX's fused layer has all three."""
     fused = {layer_of(name) for name in tensors if name.endswith((".0", ".1", ".2"))}
-    places = [place for place in pair_places(config) if place.part and place.layer in fused]
-    return {**tensors, **complete(tensors, places, rank)}
+    targets = [t for t in pair_targets(config) if t.part and t.layer in fused]
+    return {**tensors, **complete(tensors, targets, rank)}

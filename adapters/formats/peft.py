@@ -1,14 +1,16 @@
 """Folders of Hugging Face's PEFT: `adapter_model.safetensors` and `adapter_config.json`.
 
 `base_model.model.<layer>.lora_A.weight` is (rank, inputs) and `lora_B.weight` (outputs, rank): both transposed.
-The layer computes `y = W x + scale * B A x`; ranks and scales are those of `peft_config.py`. Where they differ,
-pairs are filled up with zeros to the highest rank, and B takes what its scale differs by, in float32.
+The layer computes `y = W x + scale * B A x`, with `scale = lora_alpha / r`, or `lora_alpha / sqrt(r)` with
+rsLoRA; patterns give single layers other ranks and alphas. Pairs of lower rank are filled up with zeros to the
+highest, and B is multiplied, in float32, where scales differ. Options that change nothing that is computed are
+ignored, and all others refused by name, unknown ones too.
 
 Queries, keys and values may be one layer, `qkv_proj`, or three, `q_proj`, `k_proj` and `v_proj`. PEFT has one A
 for the fused layer. Three different A become one of three times the rank, and B is zero where an A is not its
 own; a B of that form is taken apart again when it is read.
 
-Source: `peft` 0.21, `peft/utils/save_and_load.py`.
+Source: `peft` 0.21, `peft/utils/save_and_load.py`, `peft/tuners/lora/config.py`, `get_pattern_key`.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def _fingerprint(path: Path) -> str | None:
 
 
 def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, str]]:
-    """Names of A and B in the file, by layer."""
+    """Return the names of each layer's A and B in the file."""
     found: dict[str, dict[str, str]] = {}
     for name, tensor in stored.items():
         match = _NAME.fullmatch(name)
@@ -143,14 +145,14 @@ def _check_pair(path: Path, layer: str, a: mx.array, b: mx.array, rank: int) -> 
 
 
 def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
-    """A layer's tensors by our names; a fused layer has three pairs."""
+    """Return a layer's tensors by their names in an adapter folder; a fused layer has three pairs."""
     if match := _SPLIT.fullmatch(layer):
         part = _PARTS[match["which"]]
         fused = f"{match['attention']}.qkv_proj"
         return {f"{fused}.lora_a.{part}": a.T, f"{fused}.lora_b.{part}": b.T}
     if not layer.endswith(".qkv_proj"):
         return {f"{layer}.lora_a": a.T, f"{layer}.lora_b": b.T}
-    # Queries are as wide as the model, and the others share what is left.
+    # Queries are as wide as the model; keys and values share the other rows.
     width, rows = a.shape[1], b.shape[0] - a.shape[1]
     if rows <= 0 or rows % 2:
         raise CheckpointError(
@@ -178,7 +180,7 @@ def _is_block_diagonal(sections: list[mx.array]) -> bool:
 
 
 def _common(tensors: Tensors, scales: Mapping[str, float], path: Path) -> tuple[int, float]:
-    """Give all pairs the highest rank and the largest scale, in place; returns the two."""
+    """Give all pairs the highest rank and the largest scale, in place; return rank and scale."""
     ranks = {name: tensors[name].shape[1 if is_a(name) else 0] for name in tensors}
     rank, scale = max(ranks.values()), max(scales.values(), key=abs)
     stored = sum(tensor.size for tensor in tensors.values())
@@ -241,7 +243,7 @@ def write(
 
 
 def _fused(path: Path, layer: str, parts: Mapping[int, Matrices]) -> Matrices:
-    """One pair for queries, keys and values, of their rank when they share one A, else of three times that."""
+    """Join the pairs of queries, keys and values: at their rank if they share one A, else at three times it."""
     if len(parts) != 3:
         raise CheckpointError(
             f"{path}: {named(layer)} has pairs for {len(parts)} of queries, keys and values. One fused "
@@ -259,7 +261,7 @@ def _fused(path: Path, layer: str, parts: Mapping[int, Matrices]) -> Matrices:
 # -- the config
 
 
-# Options that change what an adapter computes, and what each is called.
+# Options that change what an adapter computes, and their names in errors.
 _MUST_BE_OFF = {
     "use_dora": "DoRA",
     "lora_bias": "a bias of B",
@@ -276,7 +278,7 @@ _MUST_BE_OFF = {
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
 }
-# Options that say how an adapter was made or which layers it has, which its tensors show.
+# Options about how an adapter was made, or which layers it has: its tensors show that.
 _WITHOUT_EFFECT = set(
     """
     task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
@@ -297,12 +299,12 @@ _INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True)
 class LoRASettings:
-    """The options of a config that say what the adapter computes.
+    """The options of a config that decide what the adapter computes.
 
     Args:
-        rank, alpha: rank and alpha of layers that no pattern names.
-        rs: whether scales are those of rsLoRA.
-        ranks, alphas: ranks and alphas of single layers, by patterns of their names, see `get_pattern_key`.
+        rank, alpha: rank and alpha of layers that no pattern matches.
+        rs: True for rsLoRA's scales.
+        ranks, alphas: ranks and alphas of single layers, by patterns of layer names.
         dropout: share of a layer's inputs that training dropped.
     """
 
@@ -314,17 +316,17 @@ class LoRASettings:
     dropout: float
 
     def of(self, layer: str) -> tuple[int, float]:
-        """Rank and scale of a layer."""
+        """Return the rank and scale of a layer."""
         rank = self.ranks.get(_pattern(self.ranks, layer), self.rank)
         alpha = self.alphas.get(_pattern(self.alphas, layer), self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.rs else rank)
 
 
 def read_settings(path: Path) -> LoRASettings:
-    """Read a config.
+    """Read a PEFT config.
 
     Raises:
-        ConfigError: names the option that can't be converted, or its value that can't be used.
+        ConfigError: names the option that can't be converted, or the value that can't be used.
     """
     values = read_config_json(path)
     _check_options(values, path)
@@ -354,8 +356,8 @@ def read_settings(path: Path) -> LoRASettings:
     return LoRASettings(rank, float(alpha), rs, ranks, alphas, float(dropout))
 
 
-def _check_options(values: Mapping[str, Any], path: Path) -> None:
-    """Raise `ConfigError` on options that would make an adapter compute something else."""
+def _check_options(values: Mapping[str, object], path: Path) -> None:
+    """Raise `ConfigError` for options that change what the adapter computes."""
     kind = values.get("peft_type")
     if kind != "LORA":
         raise ConfigError(
@@ -375,7 +377,7 @@ def _check_options(values: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _is_pattern(value: Any, allowed: Callable[[Any], bool]) -> bool:
+def _is_pattern(value: object, allowed: Callable[[object], bool]) -> bool:
     return (
         isinstance(value, dict)
         and len(value) <= _MAX_PATTERNS
@@ -384,7 +386,7 @@ def _is_pattern(value: Any, allowed: Callable[[Any], bool]) -> bool:
 
 
 def _is_safe(pattern: str) -> bool:
-    """True if an untrusted regular expression compiles, and can't take forever to match."""
+    """Return True if an untrusted regular expression compiles and can't take forever to match."""
     # Each group and each repetition multiplies the ways to try; a name has some 40 characters.
     bare = re.sub(r"\\.", "", pattern).replace("(?:", "(")
     if len(pattern) > 200 or re.search(r"\)[*+?{]", bare) or len(re.findall(r"[*+?{(]", bare)) > 3:
@@ -396,17 +398,17 @@ def _is_safe(pattern: str) -> bool:
     return True
 
 
-def _pattern(patterns: Mapping[str, Any], layer: str) -> str:
-    """The first pattern that is the layer's name, or its end."""
+def _pattern(patterns: Mapping[str, object], layer: str) -> str:
+    """Return the first pattern that matches the layer's name or its end; the name if there is none."""
     return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", layer)), layer)
 
 
-def config_json(config: AdapterConfig, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """The config that PEFT writes for a LoRA.
+def config_json(config: AdapterConfig, ranks: Mapping[str, int]) -> dict[str, object]:
+    """Return the config that PEFT would write for a LoRA.
 
     Args:
         config: the adapter's rank, scale and layers.
-        ranks: rank of each layer, by its path; they all have the same scale.
+        ranks: rank of each layer, by its path; all layers have the config's scale.
     """
     others = {layer: rank for layer, rank in ranks.items() if rank != config.rank}
     fused = [layer for layer in ranks if layer.endswith("qkv_proj")]

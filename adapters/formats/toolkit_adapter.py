@@ -1,8 +1,8 @@
-"""Adapters of Apple's training toolkit: a `.pt` file of the LoRA pairs' part of a state dict.
+"""Adapters of Apple's training toolkit: a `.pt` file with the LoRA pairs of a state dict.
 
-The toolkit's trainer saves them without rank and alpha, which stand in the base model's config. So a config
-of tamm's kind is looked for beside the file (`<stem>-config.json`, `<stem>.json`, `config.json`,
-`base-model-config.json`), and written there. Without one, rank 32 means the toolkit's alpha of 16.
+The toolkit's trainer saves no rank and alpha, which are in the base model's config. So reading looks for a
+config of tamm's kind next to the file (`<stem>-config.json`, `<stem>.json`, `config.json`,
+`base-model-config.json`), and writing adds one. Without a config, rank 32 means the toolkit's alpha of 16.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,7 @@ from afm_mlx.adapters.formats.pair_order import (
     exact_alpha,
     keys_of,
     num_layers_of,
-    pair_places,
+    pair_targets,
     without_empty,
 )
 from afm_mlx.checkpoint.safetensors_file import array_bytes
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 RANK, ALPHA = 32, 16
 ADAPTER_ID = "base_adapter"
-# tamm's config has a field for whatever its user wants to note.
+# A key in the `metadata` of tamm's config, which is free for users' notes.
 FINGERPRINT = "base_model_fingerprint"
 
 _CONFIGS = ("{}-config.json", "{}.json", "config.json", "base-model-config.json")
-_MAX_SHARED = 4  # times the size of the file: what tensors that share numbers may claim
+_MAX_SHARED = 4  # most bytes that tensors may claim, in file sizes: tensors may share numbers
 
 
 def read_pairs(
@@ -63,12 +63,12 @@ def read_pairs(
     dtype: mx.Dtype | None,
     source: str | Path,
 ) -> Tensors:
-    """Tensors of a state dict as arrays.
+    """Convert tensors of a state dict to arrays.
 
     Args:
         state: what `open_state_dict` returned.
-        keys: names to give -> keys of the state.
-        dtype: type of the arrays; as stored when None.
+        keys: keys of the state, by the arrays' names.
+        dtype: type of the arrays; None for the stored type.
         source: where the tensors come from, for errors.
 
     Raises:
@@ -132,13 +132,13 @@ def read(
 
 
 def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
-    """A config's entry for the adapter; the base model's own may have another id than the trained one."""
+    """Return a config's entry for the adapter; if it has only one, under whatever id."""
     if not adapters:
         return None
     entry = adapters.get(adapter) or next(iter(adapters.values()))
     if adapter not in adapters and len(adapters) > 1:
         raise ConfigError(
-            f"{config} has the adapters {named(', '.join(adapters))}, and none is {shown(adapter)}, that of "
+            f"{config} has the adapters {named(', '.join(adapters))}, and none is {shown(adapter)}, as in "
             "the .pt file. Put the config of its training run there."
         )
     if not isinstance(entry, LoRASpec):
@@ -178,14 +178,14 @@ def _scale(rank: int, alpha: float | None, spec: LoRASpec | None, path: Path) ->
     if spec is not None:
         if spec.rank != rank:
             raise CheckpointError(
-                f"{path} holds pairs of rank {rank}, and the config beside it says {spec.rank}. They are of "
+                f"{path} holds pairs of rank {rank}, and the config next to it says {spec.rank}. They are of "
                 "different training runs."
             )
         return spec.scale
     if rank != RANK:
         raise CheckpointError(
             f"{path} holds pairs of rank {rank} and no alpha: only with rank {RANK} is it known, {ALPHA}. Put "
-            "the config of the training run beside it, or give the alpha (--alpha)."
+            "the config of the training run next to it, or give the alpha (--alpha)."
         )
     return ALPHA / RANK
 
@@ -202,18 +202,18 @@ def write(
             f"The toolkit's adapters are .pt files; {path.name} is no name of one."
         )
     torch = import_torch()
-    beside = path.with_name(f"{path.stem}-config.json")
+    config_path = path.with_name(f"{path.stem}-config.json")
     refuse_existing(path)
-    refuse_existing(beside)
+    refuse_existing(config_path)
     model_config = config_for(tensors, model_config, path)
     state = {}
-    for name, array in complete(tensors, pair_places(model_config), config.rank).items():
+    for name, array in complete(tensors, pair_targets(model_config), config.rank).items():
         data = array_bytes(array.astype(mx.float32)).copy()
         key = adapter_key(name, ADAPTER_ID, model_config.num_kv_reuse_layers > 0)
         state[key] = torch.from_numpy(data.view(np.float32).reshape(array.shape))
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_config_json(config, model_config), indent=4)
-    with atomic_write(beside) as config_file, atomic_write(path) as weights_file:
+    with atomic_write(config_path) as config_file, atomic_write(path) as weights_file:
         config_file.write_text(text, encoding="utf-8")
         try:
             torch.save(state, weights_file)
@@ -224,9 +224,9 @@ def write(
             ) from None
 
 
-def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, Any]:
-    """The config that tamm writes of a model with this adapter."""
-    values: dict[str, Any] = {"__tamm_type__": "module_configs:AFMTextV7Config"}
+def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, object]:
+    """Return the config that tamm writes for a model with this adapter."""
+    values: dict[str, object] = {"__tamm_type__": "module_configs:AFMTextV7Config"}
     left_out = ("rms_norm_eps", "kv_bits", "context_length")
     values |= {k: v for k, v in dataclasses.asdict(model).items() if k not in left_out}
     values["adapters"] = {

@@ -164,7 +164,7 @@ def test_too_many_adapters_and_too_few_rows(rng, make_model):
     everyone = BatchAdapters.of([*residents[:MAX_ADAPTERS], None, residents[0]])
     assert len(everyone.residents) == MAX_ADAPTERS
     with (
-        pytest.raises(RequestError, match="are those of 10 rows, and the batch has 2"),
+        pytest.raises(RequestError, match="given for 10 rows, and the batch has 2"),
         bind(model).using(everyone),
     ):
         model(some_tokens(rng, rows=2))

@@ -1,4 +1,4 @@
-"""Adapter folders: written whole, read back, and told apart when they can't be used."""
+"""Adapter folders: written whole, read back, and refused with the reason when they can't be used."""
 
 import json
 

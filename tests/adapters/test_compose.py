@@ -106,5 +106,5 @@ def test_what_can_not_be_added_up(two):
     narrow = tensors | {name: tensors[name][:, :-1]}
     with pytest.raises(CheckpointError, match="made for different models"):
         compose([one, (narrow, config)], [1, 1])
-    with pytest.raises(CheckpointError, match=r"Adapter 2: .* is there without"):
+    with pytest.raises(CheckpointError, match=r"Adapter 2: .* has no"):
         compose([one, ({n: t for n, t in tensors.items() if n != name}, config)], [1, 1])

@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter
-from afm_mlx.adapters.formats.pair_order import pair_places
+from afm_mlx.adapters.formats.pair_order import pair_targets
 from afm_mlx.adapters.lora import (
     LoRALinear,
     add_lora,
@@ -84,7 +84,7 @@ def test_only_lora_is_trainable_and_named_as_in_files(make_model, kind):
     before, logits = base_model_fingerprint(model), model(tokens)
     assert before == model_fingerprint(model.args, dict(tree_flatten(model.parameters())))
     add_lora(model, 3, 0.5)
-    wanted = [place.shapes(3) for place in pair_places(model.args)]
+    wanted = [place.shapes(3) for place in pair_targets(model.args)]
     tensors = lora_tensors(model)
     assert {n: t.shape for n, t in tensors.items()} == {n: s for p in wanted for n, s in p.items()}
     assert set(dict(tree_flatten(model.trainable_parameters()))) == set(tensors)
@@ -129,7 +129,7 @@ def test_settings_that_can_not_be_honoured(make_model, settings, says):
 
 @pytest.mark.parametrize(("kv_bits", "kind"), [(8, "packed"), (None, "float")])
 def test_gradients_reach_every_pair(rng, make_model, kind, kv_bits):
-    """Through packed layers and int8 keys, too; those of A wait for a B that is not zero."""
+    """Through packed layers and int8 keys, too; the gradients of A wait for a B that is not zero."""
     model = add_lora(make_model(kind, kv_bits), 2, 1.0).train()
     tokens = some_tokens(rng)
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from afm_mlx.adapters.formats.pair_order import pair_places
+from afm_mlx.adapters.formats.pair_order import pair_targets
 from afm_mlx.config import ModelConfig, block_kinds
 from afm_mlx.errors import TrainingError
 from afm_mlx.measure.process import machine_memory
@@ -154,7 +154,7 @@ def check_fits(nbytes: int | None) -> None:
 
 def lora_parameters(config: ModelConfig, rank: int) -> int:
     """Parameters of pairs on all linear layers; queries, keys and values have a pair each."""
-    return rank * sum(place.inputs + place.outputs for place in pair_places(config))
+    return rank * sum(place.inputs + place.outputs for place in pair_targets(config))
 
 
 def _body(config: ModelConfig) -> int:

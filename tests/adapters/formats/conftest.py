@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig
-from afm_mlx.adapters.formats.pair_order import keys_of, num_layers_of, pair_places
+from afm_mlx.adapters.formats.pair_order import keys_of, num_layers_of, pair_targets
 from tests.converters.conftest import (  # noqa: F401 (fixtures)
     edit_state,
     make_checkpoint,
@@ -52,7 +52,7 @@ def draw_adapter(rng):
 
     def draw(model_config, rank=4, scale=0.5, dtype=mx.float16, keep=None, fingerprint="ab" * 32):
         tensors = {}
-        for place in pair_places(model_config):
+        for place in pair_targets(model_config):
             if keep is None or keep(place):
                 for name, shape in place.shapes(rank).items():
                     tensors[name] = (draw_array(rng, shape) * shape[0] ** -0.5).astype(dtype)

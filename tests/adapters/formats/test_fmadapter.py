@@ -9,7 +9,7 @@ import pytest
 
 from afm_mlx.adapters.formats import PackageMetadata, read_adapter, write_adapter
 from afm_mlx.adapters.formats.fmadapter import BASE_SIGNATURE, DRAFT_NAMES, read_metadata
-from afm_mlx.adapters.formats.pair_order import pair_places
+from afm_mlx.adapters.formats.pair_order import pair_targets
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import CheckpointError, ConfigError
 from tests.adapters.formats.conftest import assert_same_numbers, core_ml_bytes
@@ -66,7 +66,7 @@ def test_a_package_is_byte_for_byte_the_exporter_s(
     core_ml, write_package, model_config, tmp_path, rank, scale
 ):
     path, tensors = write_package("poet", rank, scale, package=PackageMetadata("poet"))
-    arrays = exported(tensors, pair_places(model_config), 32, scale)
+    arrays = exported(tensors, pair_targets(model_config), 32, scale)
     wanted, _ = core_ml_bytes(core_ml, tmp_path / "theirs.bin", arrays)
     assert (path / "adapter_weights.bin").read_bytes() == wanted
     assert sorted(p.name for p in path.iterdir()) == ["adapter_weights.bin", "metadata.json"]
@@ -165,7 +165,7 @@ def test_ranks_above_the_runtime_s(write_package, model_config):
 
 def test_numbers_beyond_float16(draw_adapter, model_config, tmp_path):
     tensors, config = draw_adapter(model_config, scale=1.0, dtype=mx.float32)
-    name = pair_places(model_config)[-1].b
+    name = pair_targets(model_config)[-1].b
     tensors[name] = tensors[name] + 40000  # times 1.0 / 0.5
     path = tmp_path / "a.fmadapter"
     with pytest.raises(CheckpointError, match=r"down_proj\.lora_b holds .* float16's 65504"):
@@ -212,7 +212,7 @@ def test_the_real_shape(core_ml, draw_adapter, tmp_path):
     tensors, config = draw_adapter(PRESETS["afm-3b"], 32, fingerprint=None)
     write_adapter(path, tensors, config, "fmadapter")
     assert (path / "adapter_weights.bin").stat().st_size == 133_312_320
-    arrays = exported(tensors, pair_places(PRESETS["afm-3b"]))
+    arrays = exported(tensors, pair_targets(PRESETS["afm-3b"]))
     wanted, offsets = core_ml_bytes(core_ml, tmp_path / "theirs.bin", arrays)
     assert len(offsets) == 700
     assert (path / "adapter_weights.bin").read_bytes() == wanted

@@ -1,4 +1,4 @@
-"""Every format is told apart, and gives back what was written, bit for bit, through every other."""
+"""Every format is detected, and returns what was written, bit for bit, through every other."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from afm_mlx.adapters.formats import FORMATS, detect_format, read_adapter, write_adapter
-from afm_mlx.adapters.formats.pair_order import num_layers_of, pair_places
+from afm_mlx.adapters.formats.pair_order import num_layers_of, pair_targets
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import AFMError, CheckpointError
 from tests.adapters.formats.conftest import assert_same_numbers, delta
@@ -65,7 +65,7 @@ def test_layers_left_out(kind, draw_adapter, model_config, tmp_path):
     path = path_for(tmp_path, "a", kind)
     write_adapter(path, tensors, config, kind, model_config=model_config)
     found, found_config = read_adapter(path, model_config)
-    for place in pair_places(model_config):
+    for place in pair_targets(model_config):
         if place.a in tensors:
             wanted = delta(tensors, config, place)
             assert (delta(found, found_config, place) == wanted).all()
@@ -127,7 +127,7 @@ def test_an_archive_over_several_disks_is_refused(name, tmp_path):
 
 
 def test_what_mlx_lm_trains_is_read(rng, tmp_path):
-    """As its trainer saves an adapter of all layers; mlx-lm itself can't load those of fused layers."""
+    """As its trainer saves an adapter of all layers; mlx-lm itself can't load one of fused layers."""
     # A factor whose width is whole: mlx-lm rounds others down.
     model_config = random_config(rng, hidden_dim_scale_factor=3.0)
     parameters = {"rank": 5, "scale": 3.0, "dropout": 0.0}
@@ -141,7 +141,7 @@ def test_what_mlx_lm_trains_is_read(rng, tmp_path):
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), dict(drawn))
 
     tensors, adapter_config = read_adapter(tmp_path, model_config)
-    places, modules = pair_places(model_config), dict(stock.named_modules())
+    places, modules = pair_targets(model_config), dict(stock.named_modules())
     assert len(tensors) == 2 * len(places)
     for place in places:
         layer = modules[place.layer]
@@ -151,7 +151,7 @@ def test_what_mlx_lm_trains_is_read(rng, tmp_path):
         wanted = layer.scale * exact(pair[0]) @ exact(pair[1])
         assert_same(delta(tensors, adapter_config, place), wanted, place)
 
-    # When this fails, mlx-lm has mended its loader, and the docs should say so.
+    # When this fails, mlx-lm has fixed its loader, and the docs should say so.
     with pytest.raises(ValueError, match="not an adapter parameter"):
         load_adapters(mlx_lm_twin(random_model(model_config, rng)), str(tmp_path))
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from afm_mlx.adapters.formats import read_adapter, write_adapter
-from afm_mlx.adapters.formats.pair_order import layer_of, pair_places
+from afm_mlx.adapters.formats.pair_order import layer_of, pair_targets
 from afm_mlx.errors import CheckpointError, ConfigError
 from tests.adapters.formats.conftest import assert_same_numbers, delta
 from tests.tools.cases import all_pairs, each
@@ -34,7 +34,7 @@ def layer_name(place, qkv):
 def torch_model(config, qkv):
     """A module with AFM's linear layers, and nothing that runs."""
     model, outputs = torch.nn.Module(), Counter()
-    for place in pair_places(config):
+    for place in pair_targets(config):
         name = layer_name(place, qkv)
         outputs[name] += place.outputs
         owner, (*parents, leaf) = model, name.split(".")
@@ -77,9 +77,9 @@ def test_peft_loads_what_is_written(peft, qkv, partial, draw_adapter, model_conf
         # PEFT only warns of tensors without a layer, and of layers without tensors.
         warnings.simplefilter("error", UserWarning)
         model = peft.PeftModel.from_pretrained(torch_model(model_config, qkv), str(tmp_path / "a"))
-    theirs = peft_deltas(model, pair_places(model_config), qkv)
+    theirs = peft_deltas(model, pair_targets(model_config), qkv)
     adapted = {place for place in theirs if np.abs(theirs[place]).max() > 0}
-    assert adapted == {p for p in pair_places(model_config) if keep is None or keep(p)}
+    assert adapted == {p for p in pair_targets(model_config) if keep is None or keep(p)}
     check(tensors, config, {p: theirs[p] for p in adapted})
 
 
@@ -124,7 +124,7 @@ def test_what_peft_writes_is_read(peft, qkv, rs, patterns, model_config, rng, tm
     if not patterns:
         assert config.rank == rank
         assert config.scale == alpha / (rank**0.5 if rs else rank)
-    theirs = peft_deltas(model, pair_places(model_config), qkv)
+    theirs = peft_deltas(model, pair_targets(model_config), qkv)
     check(tensors, config, theirs)
     assert {n for p in theirs for n in (p.a, p.b)} == set(tensors)
 

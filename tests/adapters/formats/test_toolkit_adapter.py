@@ -10,7 +10,7 @@ from tamm.utils import json as tamm_json
 
 from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.adapters.formats import read_adapter, write_adapter
-from afm_mlx.adapters.formats.pair_order import pair_places
+from afm_mlx.adapters.formats.pair_order import pair_targets
 from afm_mlx.checkpoint.toolkit_checkpoint import adapter_key
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.converters.adapter_conversion import verify_adapter
@@ -62,7 +62,7 @@ def test_keys_are_tamms_in_order():
     wanted = {key: tuple(tensor.shape) for key, tensor in state.items() if "adapters" in key}
     found = {
         adapter_key(name, "base_adapter", True): shape
-        for place in pair_places(PRESETS["afm-3b"])
+        for place in pair_targets(PRESETS["afm-3b"])
         for name, shape in place.shapes(32).items()
     }
     assert len(wanted) == 700
@@ -101,7 +101,7 @@ def test_without_a_config(make_checkpoint, tmp_path):
 
 @pytest.fixture
 def pt(make_checkpoint, tmp_path):
-    """A trainer's file of an adapter of rank 4, with no config beside it."""
+    """A trainer's file of an adapter of rank 4, with no config next to it."""
     return trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
 
 
@@ -121,7 +121,7 @@ def refused(path, words, kind=CheckpointError, **options):
         (lambda s, key: s | {key: s[key][:, :2].clone()}, r"ranks \[2, 4\]"),
         (
             lambda s, key: s | {key.replace("layer_0", "layer_7"): s[key]},
-            r"lora_a.* is there without .*lora_b",
+            r"lora_a.* has no .*lora_b",
         ),
         (lambda s, key: s | {"x": torch.zeros(2)}, "unknown tensors: x"),
         (lambda s, key: s | {5: s[key]}, "the name 5 is no text"),
@@ -190,7 +190,7 @@ def test_verify_finds_a_flipped_bit(pt, rng):
     assert any("checksums do not fit" in problem for problem in problems)
 
 
-def test_configs_beside_a_file(make_checkpoint):
+def test_configs_next_to_a_file(make_checkpoint):
     """Which of two other adapters it is, nobody can know; and only LoRA is read."""
     checkpoint = make_checkpoint(adapters={"a": {"rank": 4, "alpha": 2}})
     path = trained(checkpoint, checkpoint.folder / "x.pt")

@@ -141,8 +141,8 @@ def set_blob(spec, **values):
         (edited(lambda s: functions(s).pop(2)), "has no function prefill_tone"),
         (edited(lambda s: functions(s).append(functions(s)[0])), "two of its functions"),
         (edited(lambda s: set_metadata(s, arrangement="x" * 5000)), "its arrangement is 'xxx"),
-        (edited(lambda s: set_blob(s, offset=2**63)), "9,223,372,036,854,775,808 lies behind"),
-        (edited(lambda s: set_blob(s, offset=2**64 - 1)), "lies behind"),
+        (edited(lambda s: set_blob(s, offset=2**63)), "9,223,372,036,854,775,808 is beyond"),
+        (edited(lambda s: set_blob(s, offset=2**64 - 1)), "is beyond"),
         (edited(lambda s: set_blob(s, offset=65)), "The file is damaged"),
         (
             edited(lambda s: set_blob(s, fileName="@model_path/../model.mlmodel")),
