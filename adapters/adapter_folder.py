@@ -88,7 +88,8 @@ class AdapterConfig:
         parameters = values.get("lora_parameters")
         if not isinstance(parameters, dict):
             raise ConfigError(f"{source}: lora_parameters is missing; it holds rank and scale.")
-        rank, scale = parameters.get("rank"), parameters.get("scale")
+        rank: Any = parameters.get("rank")
+        scale: Any = parameters.get("scale")
         dropout, num_layers = parameters.get("dropout", 0.0), values.get("num_layers", -1)
         keys, fingerprint = parameters.get("keys") or (), values.get("base_model_fingerprint")
         is_fingerprint = fingerprint is None or is_text(fingerprint)

@@ -301,7 +301,8 @@ def pairs_by_layer(
             if a is None and b is None:
                 pairs.append(None)
                 continue
-            assert a is not None and b is not None
+            assert a is not None  # pairs are whole
+            assert b is not None
             if (a.shape[0], b.shape[1]) != (inputs, outputs) or a.shape[1] != b.shape[0]:
                 got = f"{shown(list(a.shape))} and {shown(list(b.shape))}"
                 raise CheckpointError(
