@@ -15,11 +15,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
-    from afm_mlx.engine.async_generation import stream_generate_async
-    from afm_mlx.engine.generation import batch_generate, generate, stream_generate
-    from afm_mlx.engine.logits_processors import make_logits_processors
-    from afm_mlx.engine.samplers import make_sampler
-    from afm_mlx.engine.typed_generation import generate_as, stream_generate_as
+    from afm_mlx.engine.generation import (
+        batch_generate,
+        generate,
+        generate_as,
+        stream_generate,
+        stream_generate_as,
+        stream_generate_async,
+    )
+    from afm_mlx.engine.samplers import make_logits_processors, make_sampler
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.guidance.types import answer_type
     from afm_mlx.loading.load import load
@@ -46,13 +50,13 @@ _HOME = {
     "answer_type": "guidance.types",
     "batch_generate": "engine.generation",
     "generate": "engine.generation",
-    "generate_as": "engine.typed_generation",
+    "generate_as": "engine.generation",
     "load": "loading.load",
-    "make_logits_processors": "engine.logits_processors",
+    "make_logits_processors": "engine.samplers",
     "make_sampler": "engine.samplers",
     "stream_generate": "engine.generation",
-    "stream_generate_as": "engine.typed_generation",
-    "stream_generate_async": "engine.async_generation",
+    "stream_generate_as": "engine.generation",
+    "stream_generate_async": "engine.generation",
 }
 
 # In a source checkout the subpackages lie beside this folder instead of in it. Python started at the

@@ -166,8 +166,10 @@ def _generate(
         asked.check(text)
     if args.json:
         facts = {name: getattr(response, name) for name in _FACTS}
-        if response.guesses is not None:
-            facts |= {name: getattr(response.guesses, name) for name in ("proposed", "accepted")}
+        if response.draft_counts is not None:
+            facts |= {
+                name: getattr(response.draft_counts, name) for name in ("proposed", "accepted")
+            }
         facts["peak_memory_gb"] = response.peak_memory
         parsed = {} if args.json_schema is None else {"value": json.loads(text)}
         print_json({"text": text, **parsed, "tokens": tokens, **facts})
@@ -187,8 +189,7 @@ def _generate_with_file(
     asked: Asked | None,
     **arguments: Any,
 ) -> None:
-    from afm_mlx.engine.prompt_cache import save_prompt_cache
-    from afm_mlx.engine.prompt_reuse import PromptCaches
+    from afm_mlx.engine.prompt_cache import PromptCaches, save_prompt_cache
 
     path = _checked_cache_path(args, model)
     caches = PromptCaches(partial(options.new_cache, args, model, tokenizer))
@@ -223,8 +224,7 @@ def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:
 
 
 def _read_cache(path: Path, model: Any) -> tuple[list[Any], list[int]]:
-    from afm_mlx.engine.prompt_cache import load_prompt_cache
-    from afm_mlx.engine.prompt_reuse import tokens_in
+    from afm_mlx.engine.prompt_cache import load_prompt_cache, tokens_in
 
     cache, metadata = load_prompt_cache(path, model)
     try:

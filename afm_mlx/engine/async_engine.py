@@ -4,9 +4,9 @@
     async for response in engine.stream(Request(prompt)):
         print(response.text, end="")
 
-The event loop hands requests over and is woken with responses; it never waits for a computation. Each step of
-the engine is a job of its own in MLX's thread, so that rows join and leave between any two, and other work in
-that thread has its turn. There are no jobs while there are no rows.
+The event loop submits requests and is woken with responses; it never waits for a computation. Each step of the
+engine is its own job in MLX's thread, so that rows join and leave between any two, and other work in that
+thread has its turn. There are no jobs while there are no rows.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import Any
 import mlx.nn as nn
 
 from afm_mlx import threads
-from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.request import Request, Response
-from afm_mlx.engine.row import Prepared
+from afm_mlx.engine.engine import Engine, Prepared
+from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.errors import RequestError
 from afm_mlx.model.wired_memory import wired_memory
 
 
 class StepError(RuntimeError):
-    """A step of the engine failed, and the rows that took part in it with it; the cause says why."""
+    """A step of the engine failed, and with it the rows that took part in it; `__cause__` says why."""
 
 
 class AsyncEngine:
@@ -38,12 +37,12 @@ class AsyncEngine:
 
     Args:
         model, tokenizer: what `load` returns.
-        options: those of `Engine`. What it can't honour is raised by the first request.
+        options: the keyword arguments of `Engine`. If it can't honour one, the first request raises.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, **options: Any):
         self._model, self._tokenizer, self._options = model, tokenizer, options
-        # All below is MLX's thread's own.
+        # The following is used in MLX's thread only.
         self._engine: Engine | None = None
         self._streams: dict[int, _Stream] = {}  # by row
         self._turn_is_queued = False
@@ -55,28 +54,28 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, for its figures; None before the first request. It is stepped by none but this object."""
+        """The engine, for its figures; None before the first request. Only this object may step it."""
         return self._engine
 
-    async def stream(self, request: Request) -> AsyncGenerator[Response, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenResponse, None]:
         """Yield the responses of one request, as they come.
 
-        The row is cancelled when the iterator is closed, or the task that runs it is cancelled: it is gone
-        before the next step. An iterator that was left by `break` is closed once nobody holds it;
-        `contextlib.aclosing` closes it at once.
+        The row is cancelled, before the next step, if the iterator is closed or the task that runs it is
+        cancelled. After a `break`, the iterator is closed once nothing refers to it; `contextlib.aclosing`
+        closes it at once.
 
         Args:
             request: the request.
 
         Raises:
-            AFMError: when the request can't be honoured, or the row can't go on; that comes after the response
-                that has the text so far.
-            StepError: when a whole step failed.
+            AFMError: if the request can't be honoured; and if the row can't go on, after the response that has
+                the text so far.
+            StepError: if a whole step failed.
         """
         engine = self._engine
         if engine is None:
             engine = await asyncio.wrap_future(threads.submit(self._made))
-        # A constraint takes a while to be compiled, and neither the loop nor the other rows wait for that.
+        # Compiling a constraint takes a while, and neither the loop nor the other rows wait for that.
         is_slow = isinstance(request, Request) and (request.constraint is not None or request.heal)
         prepared = (
             await asyncio.to_thread(engine.prepare, request) if is_slow else engine.prepare(request)
@@ -98,7 +97,7 @@ class AsyncEngine:
     # -- in MLX's thread
 
     def _made(self) -> Engine:
-        """The engine, which belongs to the thread that makes it."""
+        """Return the engine; it is made by the first call and belongs to this thread."""
         if self._engine is None:
             with wired_memory(self._model):
                 self._engine = Engine(self._model, self._tokenizer, **self._options)
@@ -109,7 +108,7 @@ class AsyncEngine:
             stream.row = self._made().submit_prepared(prepared)
             self._streams[stream.row] = stream
             self._queue_turn()
-        except BaseException as error:  # whatever it is, its caller waits for it
+        except BaseException as error:  # of any kind, because the caller waits for it
             self._streams.pop(stream.row, None)
             stream.fail(error)
 
@@ -126,22 +125,20 @@ class AsyncEngine:
             threads.submit(self._turn)
 
     def _turn(self) -> None:
-        """Take one step, hand out what came of it, and queue the next one behind whatever waits."""
+        """Take one step, deliver its responses, and queue the next step after the jobs that wait."""
         self._turn_is_queued = False
         engine = self._made()
         try:
-            self._hand_out(engine.step())
-        except BaseException as error:  # whatever it is, rows wait for it
+            self._deliver(engine.step())
+        except BaseException as error:  # of any kind, because rows wait for it
             self._fail_started(error)
         if self._engine is engine and engine.busy:
             self._queue_turn()
 
-    def _hand_out(self, responses: Iterable[Response]) -> None:
+    def _deliver(self, responses: Iterable[TokenResponse]) -> None:
         for response in responses:
             stream = self._streams.get(response.row)
-            if (
-                stream is None
-            ):  # its loop was closed while responses before this one were handed over
+            if stream is None:  # its loop was closed during this delivery
                 continue
             if response.finish_reason is not None:
                 del self._streams[response.row]
@@ -150,28 +147,25 @@ class AsyncEngine:
                 self._cancel(stream)
 
     def _fail_started(self, cause: BaseException) -> None:
-        """Fail the rows that took part in a step, or all rows and the engine where they can't be told apart."""
+        """Fail the rows that took part in a step; or all rows, if the engine can't say which ones did."""
         waiting: list[int] = []
         try:
             waiting = self._made().drop_started()
         except BaseException:
             self._engine = None  # the next request makes another one
-        self._fail(self._streams.keys() - waiting, cause)
-
-    def _fail(self, rows: Iterable[int], cause: BaseException) -> None:
-        for row in rows:
+        for row in self._streams.keys() - waiting:
             error = StepError(f"A step of the engine failed ({type(cause).__name__}: {cause}).")
             error.__cause__ = cause
             self._streams.pop(row).fail(error)
 
 
 class _Stream:
-    """One request on its way: what MLX's thread puts in, an event loop takes out.
+    """A queue of one request's responses, from MLX's thread to an event loop.
 
     Attributes:
         row: id of the row; -1 until there is one.
-        arrived: set when there is something to take.
-        ended: whether all was taken.
+        arrived: set when there are responses to take.
+        ended: True once the last response was taken.
     """
 
     def __init__(self) -> None:
@@ -179,12 +173,12 @@ class _Stream:
         self.arrived = asyncio.Event()
         self.ended = False
         self._loop = asyncio.get_running_loop()
-        self._items: deque[Response] = deque()
+        self._items: deque[TokenResponse] = deque()
 
     # -- in MLX's thread
 
-    def put(self, response: Response) -> bool:
-        """Hand a response over; returns whether there is still a loop to take it."""
+    def put(self, response: TokenResponse) -> bool:
+        """Append a response; return False if the event loop was closed."""
         self._items.append(response)
         try:
             self._loop.call_soon_threadsafe(self.arrived.set)
@@ -193,22 +187,20 @@ class _Stream:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End with an error that no response of the engine's carries."""
-        if not isinstance(error, Exception):  # a caller's loop is not to end with SystemExit
-            cause, error = (
-                error,
-                StepError(f"The request failed ({type(error).__name__}: {error})."),
-            )
+        """End the queue with an error."""
+        if not isinstance(error, Exception):  # SystemExit must not end the caller's loop
+            cause = error
+            error = StepError(f"The request failed ({type(cause).__name__}: {cause}).")
             error.__cause__ = cause
-        self.put(Response(self.row, -1, "", None, "error", error))
+        self.put(TokenResponse(self.row, -1, "", None, "error", error))
 
     # -- in the event loop
 
-    def taken(self) -> Iterable[Response]:
-        """What has arrived since.
+    def taken(self) -> Iterable[TokenResponse]:
+        """Remove and yield the responses that have arrived.
 
         Raises:
-            Exception: the row's error, behind its last response.
+            Exception: the row's error, after its last response.
         """
         while self._items:
             response = self._items.popleft()

@@ -1,25 +1,42 @@
-"""Rows that run together: their prompts, their decode steps, and the tokens that are not yet read back."""
+"""Rows that run together, and their KV caches: made, joined, taken apart, and returned to callers.
+
+A batch has one cache entry for each of the model's blocks, and each entry holds all rows. A prompt cache may
+have another bound than the engine: its row then ends at the smaller one. Storage (int8 codes or floats) and
+sliding window have to be the engine's, because rows of a batch share one buffer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from afm_mlx.adapters.active import BatchAdapters
-from afm_mlx.engine.row import Row
-from afm_mlx.engine.row_adapters import batch_adapters
-from afm_mlx.engine.row_caches import change_blocks, filter_rows, let_go
+from afm_mlx.engine.row import Row, batch_adapters
+from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.kv_cache import STEP, KVCache, NoKVCache, ZooKVCache
+from afm_mlx.model.model import Model, is_afm
+
+Entry = Any
+"""One block's cache: ours, or one of mlx-lm's, whose methods ours have too."""
+Cache = list[Entry]
+"""The caches of one row or of a batch, one entry per block."""
+
+
+# -- batches
 
 
 @dataclass
 class RowBatch:
-    """Rows that decode together.
+    """Rows that share one cache.
 
     Args:
-        rows: B of them.
+        rows: the B rows.
         cache: one entry per block, of B rows.
         inputs: (B,) tokens to feed next.
         adapters: adapters of the rows; None when no row has one.
@@ -27,7 +44,7 @@ class RowBatch:
     """
 
     rows: list[Row] = field(default_factory=list)
-    cache: list[Any] = field(default_factory=list)
+    cache: Cache = field(default_factory=list)
     inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
     adapters: BatchAdapters | None = None
     by_block: bool = False
@@ -40,41 +57,32 @@ class RowBatch:
             self.rows, self.cache, self.inputs = other.rows, other.cache, other.inputs
             self.adapters = other.adapters
             return
-        theirs = iter(other.cache)
-
-        def extend(mine: Any) -> None:
-            entry = next(theirs)
-            mine.extend(entry)
-            let_go(entry)
-
-        change_blocks(self.cache, extend, self.by_block)
+        extend_cache(self.cache, other.cache, self.by_block)
         self.rows = self.rows + other.rows
         self.inputs = mx.concatenate([self.inputs, other.inputs])
         self.adapters = batch_adapters(self.rows)
 
     def drop(self, ids: set[int]) -> None:
-        """Take rows out, by their ids, and release their adapters."""
+        """Remove rows, by their ids, and release their adapters."""
         self.keep([i for i, row in enumerate(self.rows) if row.id not in ids])
 
     def keep(self, indices: list[int]) -> None:
-        """Take out all rows but these, and release their adapters."""
+        """Remove all rows except these, and release their adapters."""
         if len(indices) == len(self.rows):
             return
         for i in set(range(len(self.rows))) - set(indices):
             self.rows[i].release()
-        self.rows = [self.rows[i] for i in indices]
-        self.adapters = batch_adapters(self.rows)
-        self.inputs = self.inputs[mx.array(indices, dtype=mx.int32)]
+        self._select(indices)
         if not self.rows:
             self.cache = []
-        change_blocks(self.cache, lambda entry: filter_rows(entry, indices), self.by_block)
+        change_entries(self.cache, lambda entry: filter_rows(entry, indices), self.by_block)
 
-    def take_out(self, index: int) -> tuple[Row, list[Any]]:
-        """Take a row out that is to come back: it keeps its adapter.
+    def take_out(self, index: int) -> tuple[Row, Cache]:
+        """Remove a row that will come back: it keeps its adapter.
 
         Returns:
-            The row; and its cache, which is the batch's own where there are no other rows, else as callers know
-            caches (`RowCaches.merged` makes a batch of it).
+            The row; and its cache, which is the batch's own if there are no other rows, else one of the kind
+            that callers have (`RowCaches.merged` makes a batch of it).
         """
         row = self.rows[index]
         if len(self.rows) == 1:
@@ -82,31 +90,36 @@ class RowBatch:
             self.inputs, self.adapters = self.inputs[:0], None
             return row, cache
         others = [i for i in range(len(self.rows)) if i != index]
-        mine: list[Any] = []
+        taken: Cache = []
 
-        def take(entry: Any) -> None:
-            mine.append(entry.extract(index))
-            if self.by_block and not mine[-1].empty():
-                mx.eval(mine[-1].state)
+        def take(entry: Entry) -> None:
+            taken.append(entry.extract(index))
+            if self.by_block and not taken[-1].empty():
+                mx.eval(taken[-1].state)
             filter_rows(entry, others)
 
-        change_blocks(self.cache, take, self.by_block)
-        self.rows = [self.rows[i] for i in others]
+        change_entries(self.cache, take, self.by_block)
+        self._select(others)
+        return row, taken
+
+    def _select(self, indices: list[int]) -> None:
+        self.rows = [self.rows[i] for i in indices]
         self.adapters = batch_adapters(self.rows)
-        self.inputs = self.inputs[mx.array(others, dtype=mx.int32)]
-        return row, mine
+        self.inputs = self.inputs[mx.array(indices, dtype=mx.int32)]
 
 
 @dataclass
 class Prefill:
-    """Known tokens on their way into the cache, padded on the right to the longest: prompts, and forced tokens.
+    """Pending tokens of some rows, on their way into the cache, padded on the right to the longest.
+
+    They are prompts, or tokens that a constraint forces.
 
     Args:
-        batch: the rows of the tokens.
-        tokens: (B, most known tokens - 1); the last known token is its row's next decode step.
+        batch: the B rows.
+        tokens: (B, most pending tokens - 1); a row's last pending token is its next decode step.
         lengths: for each row, how many of its tokens there are.
         done: columns of `tokens` that are in the cache.
-        cancelled: ids of rows that nobody waits for any more.
+        cancelled: ids of cancelled rows.
     """
 
     batch: RowBatch
@@ -115,100 +128,311 @@ class Prefill:
     done: int = 0
     cancelled: set[int] = field(default_factory=set)
 
+    @classmethod
+    def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool = False) -> Prefill:
+        """Make the prefill of rows with this cache, one entry per block, of all rows."""
+        pending = [row.pending for row in rows]
+        lengths = [len(tokens) - 1 for tokens in pending]
+        longest = max(lengths)
+        padding = [longest - length for length in lengths]
+        if any(padding):
+            for entry in cache:
+                entry.prepare(lengths=lengths, right_padding=padding)
+        tokens = mx.array(
+            [ids[:-1] + [0] * pad for ids, pad in zip(pending, padding, strict=True)], mx.int32
+        ).reshape(len(rows), longest)
+        last = mx.array([ids[-1] for ids in pending], dtype=mx.int32)
+        for row, length in zip(rows, lengths, strict=True):
+            row.position += length
+            row.pending = []
+        return cls(
+            RowBatch(list(rows), cache, last, batch_adapters(rows), by_block), tokens, lengths
+        )
+
     @property
     def left(self) -> int:
         """Columns that are not yet in the cache."""
         return self.tokens.shape[1] - self.done
 
     def report(self) -> None:
-        """Tell those who asked for it how much of their prompts is done."""
-        for index, row in enumerate(self.batch.rows):
+        """Call the rows' `on_prefill` with how much of their prompts is done."""
+        for row, length in zip(self.batch.rows, self.lengths, strict=True):
             if not row.is_prompt_fed and row.id not in self.cancelled:
-                row.report(row.position - row.start - self.left_of(index))
+                row.report(row.position - row.start - max(0, length - self.done))
 
-    def left_of(self, index: int) -> int:
-        """Tokens of a row that are not yet in the cache."""
-        return max(0, self.lengths[index] - self.done)
 
-    @classmethod
-    def of(cls, rows: Sequence[Row], cache: list[Any], by_block: bool = False) -> Prefill:
-        """Make the prefill of B rows.
+# -- caches
 
-        Args:
-            rows: the rows.
-            cache: one entry per block, of all rows.
-            by_block: see `RowCaches`.
+
+class RowCaches:
+    """Makes, checks, merges and measures the caches of an engine's rows.
+
+    Args:
+        model: the model that the engine runs.
+        kv, max_kv_size, sliding_window: see `Engine`.
+        by_block: True to grow, join and split caches one block after the other, each evaluated before the
+            next, so that old and new arrays exist at the same time for one block only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kv: str,
+        max_kv_size: int | None,
+        sliding_window: bool = False,
+        by_block: bool = False,
+    ):
+        self._model, self._kv, self._max_kv_size = model, kv, max_kv_size
+        self.sliding, self.by_block = sliding_window, by_block
+        self._is_afm = is_afm(model)
+        self.limit = max_kv_size or model.args.context_length if self._is_afm else max_kv_size
+        marks = [
+            getattr(block, "takes_zoo_kv_cache", False) for block in getattr(model, "layers", [])
+        ]
+        self._takes_zoo_kv_cache = bool(marks) and all(marks)
+
+    def make(self) -> Cache:
+        """Make an empty cache for one row."""
+        if isinstance(self._model, Model):
+            return list(self._model.make_cache(self._kv, self.limit, self.sliding))
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return list(make_prompt_cache(self._model, max_kv_size=self.limit))
+
+    def checked(self, cache: object) -> Cache:
+        """Return a caller's prompt cache under new handles, for the engine to go on with.
+
+        Raises:
+            RequestError: says how the cache differs from the engine's own.
         """
-        known = [row.known for row in rows]
-        lengths = [len(tokens) - 1 for tokens in known]
-        longest = max(lengths)
-        padding = [longest - length for length in lengths]
-        if any(padding):
-            for layer in cache:
-                layer.prepare(lengths=lengths, right_padding=padding)
-        tokens = mx.array(
-            [ids[:-1] + [0] * pad for ids, pad in zip(known, padding, strict=True)], dtype=mx.int32
-        ).reshape(len(rows), longest)
-        last = mx.array([ids[-1] for ids in known], dtype=mx.int32)
-        for row, length in zip(rows, lengths, strict=True):
-            row.position += length
-            row.known = []
-        batch = RowBatch(list(rows), cache, last, batch_adapters(rows), by_block)
-        return cls(batch, tokens, lengths)
+        template = self.make()
+        if not isinstance(cache, list | tuple) or len(cache) != len(template):
+            got = f"{len(cache)} entries" if isinstance(cache, list | tuple) else shown(cache)
+            raise RequestError(
+                f"The prompt cache has {got}, and this model's has {len(template)}. Make it with "
+                "Engine.make_cache or Model.make_cache."
+            )
+        for ours, theirs in zip(template, cache, strict=True):
+            if (wanted := _described(ours)) != (got := _described(theirs)):
+                raise RequestError(
+                    f"The prompt cache holds {got}, and this engine {wanted}. Give the engine the cache's "
+                    "kv, max_kv_size and sliding_window, or make the cache with Engine.make_cache."
+                )
+        if not cache[0].empty() and len(getattr(cache[0], "lengths", [0])) != 1:
+            raise RequestError("A prompt cache holds one row; extract one from the batch.")
+        self._check_arrays(cache)
+        # With handles of the engine's own, the engine can drop the arrays.
+        return [entry.copy() if isinstance(entry, KVCache) else copy(entry) for entry in cache]
+
+    def _check_arrays(self, cache: Sequence[Entry]) -> None:
+        """Raise `RequestError` for another model's arrays, and for blocks that hold different tokens."""
+        filled = [entry for entry in cache if isinstance(entry, KVCache) and not entry.empty()]
+        if not filled:
+            return
+        heads, dim = 2 * self._model.args.num_kv_heads, self._model.args.head_dim
+        for index, entry in enumerate(filled):
+            entry.settle()
+            shape, dtype = entry.buffer.shape, entry.buffer.dtype
+            is_ours = len(shape) == 4 and (shape[0], shape[1], shape[3]) == (1, heads, dim)
+            if not is_ours or (dtype == mx.int8) != entry.int8:
+                raise RequestError(
+                    f"Block {index} of the prompt cache holds {dtype} of shape {list(shape)}; this model's is "
+                    f"[1, {heads}, columns, {dim}]. Was it filled by another model?"
+                )
+        counts = sorted({entry.lengths[0] for entry in filled})
+        blocks = sum(isinstance(entry, KVCache) for entry in cache)
+        if len(counts) > 1 or len(filled) < blocks or filled[0].size() > filled[0].buffer.shape[2]:
+            raise RequestError(
+                f"The blocks of the prompt cache hold different tokens ({shown(counts)}), as after an "
+                "interrupt. Begin a new cache."
+            )
+
+    def merged(self, caches: Sequence[Cache]) -> Cache:
+        """Join the caches of rows to the cache of one batch.
+
+        Raises:
+            RequestError: for caches that can't be batched.
+        """
+        if not all(hasattr(entry, "merge") for entry in caches[0]):
+            raise RequestError(
+                f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
+            )
+        blocks = list(zip(*caches, strict=True))
+        is_zoo = False
+        if self._takes_zoo_kv_cache:
+            from mlx_lm.models.cache import KVCache as MlxKVCache
+
+            is_zoo = all(type(entry) is MlxKVCache for entries in blocks for entry in entries)
+        merged: Cache = []
+        for entries in blocks:
+            merged.append(
+                ZooKVCache.of_rows(entries) if is_zoo else entries[0].merge(list(entries))
+            )
+            if self.by_block:
+                for entry in entries:
+                    _drop_arrays(entry)
+                _evaluate(merged[-1])
+        return merged
+
+    def bound(self, cache: Cache) -> int | None:
+        """Return the tokens after which a row has to end; None with a sliding window, and for zoo models.
+
+        An engine that was given no limit of its own takes the cache's, however large.
+        """
+        if not self._is_afm or self.sliding:
+            return None
+        bounds = [size for size in (cache[0].max_size, self._max_kv_size) if size is not None]
+        return min(bounds, default=self.limit)
+
+    def bytes_per_token(self) -> list[int]:
+        """Return the bytes of one token's keys and values, for each block that has any.
+
+        Raises:
+            RequestError: if the model's caches don't say.
+        """
+        cache = self.make()
+        run_shapes(self._model, cache)
+        blocks: list[list[mx.array]] = []
+        for entry in cache:
+            if isinstance(entry, KVCache):
+                blocks.append([entry.buffer])
+            elif not isinstance(entry, NoKVCache):
+                if not hasattr(entry, "keys") or hasattr(entry, "max_size"):
+                    raise RequestError(
+                        f"kv_memory can't be honoured: a {type(entry).__name__} of this model doesn't say what "
+                        "a token takes."
+                    )
+                blocks.append([entry.keys, entry.values])
+        return [sum(a.nbytes // a.shape[2] for a in arrays) for arrays in blocks]
+
+    def tokens_left(self, cache: Cache) -> int:
+        """Return how many tokens every row of an AFM model's batch can still be fed."""
+        first = cache[0]
+        return sys.maxsize if first.max_size is None else first.max_size - max(first.lengths)
+
+    def position(self, cache: Cache) -> int:
+        """Return how many tokens a row's cache holds."""
+        return int(max(cache[0].lengths) if self._is_afm else cache[0].size())
 
 
-@dataclass
-class Feed:
-    """Rows that were fed, and whose next tokens are not yet chosen.
+def run_shapes(model: nn.Module, cache: Cache) -> None:
+    """Feed an empty cache one token that is never computed, so that its arrays have their shapes and types."""
+    (model.prefill if is_afm(model) else model)(mx.zeros((1, 1), mx.int32), cache=cache)
+
+
+def _described(entry: Entry) -> str:
+    """Describe the kind of a cache's entry; rows of one batch must have the same."""
+    if isinstance(entry, KVCache):
+        stored = "int8 codes" if entry.int8 else "floats"
+        window = f" in a sliding window of {entry.max_size}" if entry.sliding_window else ""
+        return stored + window
+    size = getattr(entry, "max_size", None)  # of mlx-lm's rotating caches
+    return f"a {type(entry).__name__}" + (f" of {size}" if size is not None else "")
+
+
+def kind_of(cache: Cache) -> tuple[str | None, int | None, bool]:
+    """Return a prompt cache's `KVCache.kind`; its storage is None if the cache is mlx-lm's, or has no entry."""
+    first = cache[0] if cache else None
+    if isinstance(first, KVCache):
+        return first.kind
+    return None, getattr(first, "max_size", None), False
+
+
+def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
+    """Replace an empty cache's entries by ones of the storage and window that the engine needs.
+
+    A cache that holds tokens, or has a window, stays as it is.
 
     Args:
-        rows: the B rows.
-        logits: (B, vocab_size).
+        cache: the cache, changed in place.
+        kv: see `Model.make_cache`; None for no change.
+        window: tokens of a sliding window, if the bound is not smaller; None for no change.
     """
-
-    rows: list[Row]
-    logits: mx.array
-
-    @property
-    def waits(self) -> bool:
-        """True if the tokens before have to be read back first, because constraints depend on them."""
-        return any(row.matcher is not None for row in self.rows)
-
-    def keep(self, indices: list[int]) -> Feed | None:
-        """Those of these rows only; None when there are none."""
-        if not indices:
-            return None
-        return Feed([self.rows[i] for i in indices], self.logits[mx.array(indices, mx.int32)])
+    for i, entry in enumerate(cache):
+        if isinstance(entry, KVCache) and entry.empty() and not entry.sliding_window:
+            int8 = entry.int8 if kv is None else kv == "int8"
+            bounds = [size for size in (window, entry.max_size) if size is not None]
+            cache[i] = KVCache(int8, min(bounds, default=None), window is not None)
 
 
-@dataclass
-class Flight:
-    """Tokens that were submitted and not yet read back.
+def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: str) -> None:
+    """Fill a caller's cache with what a batch's row has computed, evaluated for any thread.
 
     Args:
-        rows: the B rows that the tokens belong to.
-        tokens: (B,) token ids.
-        peaks: (B,) largest logits.
-        logprobs: (B, vocab_size), None when no row asked for them.
-        told: ids of the rows whose token was known before, and told to the caller.
+        batch: the batch's cache.
+        row: the row's index there.
+        theirs: the caller's cache, which is changed.
+        surplus: tokens at the row's end that the caller's cache must not hold.
+        adapter: fingerprint of the row's adapter.
     """
+    for source, target in zip(batch, theirs, strict=True):
+        ours = source.extract(row)
+        if surplus and ours.is_trimmable():
+            ours.trim(surplus)
+        if not ours.empty():
+            target.state = ours.state
+        mx.eval(target.state)  # one block after the other: there is one copy at a time
+    theirs[0].adapter = adapter
 
-    rows: list[Row]
-    tokens: mx.array
-    peaks: mx.array
-    logprobs: mx.array | None
-    told: frozenset[int] = frozenset()
 
-    def logprobs_of(self, index: int) -> mx.array | None:
-        if self.logprobs is None or not self.rows[index].request.logprobs:
-            return None
-        return self.logprobs[index]
+def extend_cache(cache: Cache, other: Cache, by_block: bool) -> None:
+    """Append the rows of another batch's cache, which loses its arrays."""
+    others = iter(other)
 
-    def keep(self, indices: list[int]) -> Flight | None:
-        """The tokens of these rows only; None when there are none."""
-        if not indices:
-            return None
-        index = mx.array(indices, dtype=mx.int32)
-        logprobs = None if self.logprobs is None else self.logprobs[index]
-        rows, peaks = [self.rows[i] for i in indices], self.peaks[index]
-        return Flight(rows, self.tokens[index], peaks, logprobs, self.told)
+    def extend(entry: Entry) -> None:
+        source = next(others)
+        entry.extend(source)
+        _drop_arrays(source)
+
+    change_entries(cache, extend, by_block)
+
+
+def change_entries(
+    cache: Iterable[Entry], change: Callable[[Entry], object], by_block: bool
+) -> None:
+    """Change each entry of a cache; with `by_block`, evaluate it before the next one is changed."""
+    for entry in cache:
+        change(entry)
+        if by_block:
+            _evaluate(entry)
+
+
+def filter_rows(entry: Entry, rows: Sequence[int]) -> None:
+    """Keep only these rows of a batch's entry, and the columns that they use."""
+    entry.filter(rows)
+    # mlx-lm's keeps all columns.
+    if type(entry).__name__ == "BatchKVCache" and entry.keys is not None:
+        columns = -(-entry._idx // STEP) * STEP
+        entry.keys = mx.contiguous(entry.keys[:, :, :columns])
+        entry.values = mx.contiguous(entry.values[:, :, :columns])
+
+
+def reserve_columns(cache: Cache, inputs: mx.array | None, count: int) -> None:
+    """Move and grow a cache's arrays, block by block, so that the next step copies none of them.
+
+    MLX writes in place only if nothing else holds an array, so the step before has to have ended.
+
+    Args:
+        cache: one entry per block.
+        inputs: tokens that the step before has made; None without one.
+        count: tokens of every row that the next step writes.
+    """
+    ours = [entry for entry in cache if isinstance(entry, KVCache)]
+    if all(entry.has_room_in_tail(count) for entry in ours):
+        return
+    if inputs is not None:
+        mx.eval(inputs)
+    change_entries(ours, lambda entry: entry.reserve(count), by_block=True)
+
+
+def _evaluate(entry: Entry) -> None:
+    if not entry.empty():
+        mx.eval(entry.buffer if isinstance(entry, KVCache) else entry.state)
+
+
+def _drop_arrays(entry: Entry) -> None:
+    """Drop the arrays of an entry whose rows are in another one now."""
+    if isinstance(entry, KVCache):
+        entry.buffer = entry.tail = None
+    elif hasattr(entry, "keys"):  # of mlx-lm's
+        entry.keys = entry.values = None

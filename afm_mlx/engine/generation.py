@@ -1,27 +1,47 @@
-"""`generate`, `stream_generate` and `batch_generate`, with mlx-lm's signatures, on the engine's loop."""
+"""`generate`, `stream_generate` and `batch_generate`, with mlx-lm's signatures, on the engine's loop.
+
+`stream_generate_async` is `stream_generate` for asyncio; `generate_as` and `stream_generate_as` answer chats
+with instances of Python types.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice
+from afm_mlx.engine.batch import Cache, fit_empty, kind_of
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.request import Request, Response, token_ids
-from afm_mlx.engine.row_caches import fit_empty, kind_of
-from afm_mlx.engine.speculation.draft_length import RowGuesses
+from afm_mlx.engine.request import LogitsProcessor, Request, Sampler, token_ids
+from afm_mlx.engine.speculation.draft_length import DraftCounts
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, shown
-from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
+
+if TYPE_CHECKING:
+    from afm_mlx.guidance.constraint import Constraint
+    from afm_mlx.guidance.types import AnswerType
+
+T = TypeVar("T")
+Messages = str | Sequence[Mapping[str, Any]]
 
 
 @dataclass
@@ -31,15 +51,15 @@ class GenerationResponse:
     Args:
         text: the next segment of the answer; may be empty.
         token: id of the new token.
-        logprobs: (vocab_size,) log-probabilities that it was drawn from; None when none were asked for.
-        from_draft: whether a draft model proposed it.
+        logprobs: (vocab_size,) log-probabilities that it was drawn from; None without `logprobs=True`.
+        from_draft: True if it was a draft token that the model accepted.
         prompt_tokens: tokens of the prompt.
         prompt_tps: prompt tokens per second.
         generation_tokens: new tokens so far.
         generation_tps: new tokens per second, counted from the first one on.
         peak_memory: most that MLX has allocated, GB.
         finish_reason: "stop", "length", or None while it goes on.
-        guesses: at the end, how many tokens were guessed, and how many of them were right; None without
+        draft_counts: at the end, how many draft tokens there were, and how many were accepted; None without
             speculation.
     """
 
@@ -53,7 +73,7 @@ class GenerationResponse:
     generation_tps: float
     peak_memory: float
     finish_reason: str | None = None
-    guesses: RowGuesses | None = None
+    draft_counts: DraftCounts | None = None
 
 
 @dataclass
@@ -76,15 +96,17 @@ class BatchResponse:
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    """Return the token ids of a prompt, whatever form it comes in.
+    """Return the token ids of a prompt, from a text, or a sequence or an array of integers.
 
     Raises:
-        RequestError: for anything but a text, and a sequence or an array of integers.
+        RequestError: for anything else.
     """
     if not isinstance(prompt, str):
         return token_ids(prompt)
     bos = tokenizer.bos_token
-    return tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+    adds_bos = bos is None or not prompt.startswith(bos)
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=adds_bos)
+    return ids
 
 
 def stream_generate(
@@ -94,14 +116,14 @@ def stream_generate(
     max_tokens: int = 256,
     draft_model: nn.Module | None = None,
     *,
-    sampler: Any = None,
-    logits_processors: Sequence[Any] | None = None,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
     max_kv_size: int | None = None,
     sliding_window: bool = False,
-    prompt_cache: list[Any] | None = None,
+    prompt_cache: Cache | None = None,
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
-    prompt_progress_callback: Any = None,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
     logprobs: bool = True,
@@ -119,32 +141,32 @@ def stream_generate(
         model: a model of `load`.
         tokenizer: the model's tokenizer, of `load`.
         prompt: text, or token ids.
-        max_tokens: new tokens at most; -1 for no limit but the context's.
-        draft_model: a smaller AFM model with the same vocabulary, of `load_draft`, whose guesses the model
-            checks, several in one step; the answer is the same.
+        max_tokens: new tokens at most; -1 for no limit except the context's.
+        draft_model: a smaller AFM model with the same vocabulary, of `load_draft`. It proposes tokens, and the
+            model verifies several in one step; the answer is the same.
         sampler: log-probabilities to token, as mlx-lm's `make_sampler` builds; None is greedy.
         logits_processors: as mlx-lm's `make_logits_processors` builds.
         max_kv_size: tokens that the cache may hold; None takes the model's context length.
         sliding_window: past `max_kv_size`, forget the oldest tokens; without it the run ends with an error.
-        prompt_cache: keys and values of tokens that come before the prompt; updated in place, at the end and
-            when the iterator is left before.
+        prompt_cache: keys and values of tokens that come before the prompt; updated in place, at the end or
+            when the iterator is closed before.
         prefill_step_size: prompt tokens that are processed at a time, at most.
         kv_bits: storage of an AFM model's keys and values: None takes int8 when the model has scales
             for it, 8 insists on that, and 16 stores floats.
         prompt_progress_callback: called with (tokens done, tokens in all), at last with equal numbers.
         seed: seed of this run's own random stream.
         stop: strings that end the answer; they are not part of it.
-        logprobs: whether responses carry log-probabilities; without them, greedy decoding skips the logits.
-        adapter: name of an adapter in the pool, or weights of several by their names; None for none of them.
+        logprobs: True if responses carry log-probabilities; without them, greedy decoding skips the logits.
+        adapter: name of an adapter in the pool, or weights of several by their names; None for none.
         adapters: the pool that `adapter` is in.
         constraint: what the answer must look like, such as `Constraint.json_schema(schema)`.
         at_limit: "error", or "complete" for the shortest end of an answer that is cut off; see `Request`.
-        heal: whether a prompt may end within a word; None for yes if it is text and there is a constraint.
-        num_draft_tokens: guesses of `draft_model` at a time, 1 to 7; None for as many as pay.
-        speculation: other ways to guess, in place of the two arguments before.
+        heal: True if a prompt may end within a word; None for True if it is text and there is a constraint.
+        num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; None for as many as pay.
+        speculation: other ways to draft, in place of the two arguments before.
 
     Raises:
-        AFMError: what the request or the prompt has that can't be honoured.
+        AFMError: for what can't be honoured in the arguments or the prompt.
     """
     if draft_model is not None:
         if speculation is not None:
@@ -181,7 +203,7 @@ def stream_generate(
     with wired_memory(model):
         try:
             yield from _timed(engine, len(request.prompt))
-        except GeneratorExit:  # it was left
+        except GeneratorExit:  # the caller has closed it
             with suppress(RequestError):  # Python is ending, and its threads run no more
                 engine.cancel(row)
             raise
@@ -189,14 +211,14 @@ def stream_generate(
 
 def _cache_options(
     model: nn.Module,
-    caches: Sequence[list[Any] | None],
+    caches: Sequence[Cache | None],
     kv_bits: int | None,
     max_kv_size: int | None,
     sliding_window: bool,
 ) -> dict[str, Any]:
-    """An engine's options for these prompt caches: what the caller doesn't ask for is as the caches have it.
+    """Return an engine's cache options: the caller's, and otherwise the prompt caches' own.
 
-    Empty caches are changed to what the caller asks for, as mlx-lm does.
+    Empty caches are changed to the caller's options, as mlx-lm does.
     """
     kv = None if kv_bits is None else kv_storage(model, kv_bits)
     context = model.args.context_length if is_afm(model) else None
@@ -215,10 +237,10 @@ def _cache_options(
 
 
 def kv_storage(model: nn.Module, kv_bits: int) -> str:
-    """The kind of cache with so many bits, "int8" or "float".
+    """Return the kind of cache that stores `kv_bits` bits: "int8" or "float".
 
     Raises:
-        RequestError: when the model has none of that kind.
+        RequestError: if the model has no cache of that kind.
     """
     config_bits = model.args.kv_bits if is_afm(model) else None
     if kv_bits == 16:
@@ -230,12 +252,12 @@ def kv_storage(model: nn.Module, kv_bits: int) -> str:
 
 
 def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
-    """Yield the engine's responses with mlx-lm's figures."""
+    """Yield the engine's responses with mlx-lm's figures; raise a row's error after its last response."""
     start = time.perf_counter()
     prompt_tps = 0.0
     for count, response in enumerate(engine.run(), start=1):
-        if response.token < 0 and not response.text:  # there is nothing to show
-            _raise_if_failed(response)
+        if response.error is not None and response.token < 0 and not response.text:
+            raise response.error  # there is nothing to show
         if count == 1:
             prompt_tps = prompt_tokens / (time.perf_counter() - start)
             start = time.perf_counter()
@@ -251,14 +273,10 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
             generation_tps=(count - 1) / (time.perf_counter() - start) if count > 1 else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=None if response.error else response.finish_reason,
-            guesses=response.guesses,
+            draft_counts=response.draft_counts,
         )
-        _raise_if_failed(response)
-
-
-def _raise_if_failed(response: Response) -> None:
-    if response.error is not None:
-        raise response.error
+        if response.error is not None:
+            raise response.error
 
 
 def generate(
@@ -290,15 +308,15 @@ def generate(
 
 
 def summary(response: GenerationResponse) -> str:
-    """mlx-lm's three closing lines, and one about guesses where there were any."""
+    """Return mlx-lm's three closing lines, and one about draft tokens if there were any."""
     lines = (
         f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
         f"Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )
-    if response.guesses is not None:
-        lines += f"\nDrafts: {response.guesses}"
+    if response.draft_counts is not None:
+        lines += f"\nDrafts: {response.draft_counts}"
     return lines
 
 
@@ -326,10 +344,10 @@ def batch_generate(
         model, tokenizer: what `load` returns.
         prompts: texts or token ids.
         max_tokens: new tokens at most, for all or for each.
-        max_batch: prompts that run side by side; the others follow as rows fall free.
+        max_batch: prompts that run at the same time; the others follow as rows end.
         prefill_step_size, max_kv_size, sliding_window, kv_bits: as for `stream_generate`.
         cache: the prompt cache of the only prompt, or one or None for each; updated in place.
-        adapter: as for `stream_generate`, for all or for each; different ones run side by side.
+        adapter: as for `stream_generate`, for all or for each; rows of one batch may have different ones.
         adapters: the pool that `adapter` is in.
         constraint: as for `stream_generate`, for all or for each.
         speculation: as for `stream_generate`.
@@ -370,7 +388,7 @@ def batch_generate(
 
 
 def _for_each(name: str, value: Any, count: int) -> list[Any]:
-    """The values of `count` prompts, from one for all or one for each."""
+    """Return one value for each prompt, from one for all or one for each."""
     one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
     values = [value] * count if one else list(value)
     if len(values) != count:
@@ -378,11 +396,11 @@ def _for_each(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def _caches(cache: Sequence[Any] | None, count: int) -> list[list[Any] | None]:
-    """The prompt caches of `count` prompts, from that of the only one, or one or None for each.
+def _caches(cache: Sequence[Any] | None, count: int) -> list[Cache | None]:
+    """Return one prompt cache or None for each prompt, from the only prompt's cache or a list of them.
 
     Raises:
-        RequestError: when there are more or fewer of them, or something else than lists.
+        RequestError: for another number of caches, and for anything except lists.
     """
     if cache is None:
         return [None] * count
@@ -410,7 +428,7 @@ def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> Bat
     for response in engine.run():
         if response.error is not None:
             for row in rows:
-                engine.cancel(row)  # their caches hold what they have come to
+                engine.cancel(row)  # returns the prompt caches, as far as they are filled
             raise response.error
         index = rows[response.row]
         if not any(tokens) and not any(reasons):
@@ -426,3 +444,117 @@ def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> Bat
         prompt_tps=prompt_tokens / max(first - start, 1e-9),
         generation_tps=sum(map(len, tokens)) / max(time.perf_counter() - first, 1e-9),
     )
+
+
+# -- asyncio
+
+
+async def stream_generate_async(*args: Any, **options: Any) -> AsyncIterator[GenerationResponse]:
+    """Yield what `stream_generate` yields, without blocking the event loop.
+
+        async for response in stream_generate_async(model, tokenizer, prompt, max_tokens=100):
+            print(response.text, end="")
+
+    Several of them take turns, token by token. Samplers, logits processors and callbacks run in MLX's thread.
+    If a task is cancelled, its answer ends after the current token.
+
+    Args:
+        args, options: the arguments of `stream_generate`.
+
+    Raises:
+        AFMError: as `stream_generate` does.
+    """
+    stream = stream_generate(*args, **options)
+    try:
+        while True:
+            response = await asyncio.wrap_future(threads.submit(next, stream, None))
+            if response is None:
+                return
+            yield response
+    finally:
+        # Once Python has begun to end, the generator can't be closed, and need not be.
+        with suppress(RequestError):
+            threads.submit(stream.close)  # type: ignore[attr-defined]
+
+
+# -- Python types
+
+
+@overload
+def generate_as(
+    kind: type[T], model: nn.Module, tokenizer: Any, messages: Messages, **options: Any
+) -> T: ...
+@overload
+def generate_as(
+    kind: Any, model: nn.Module, tokenizer: Any, messages: Messages, **options: Any
+) -> Any: ...
+def generate_as(
+    kind: Any, model: nn.Module, tokenizer: Any, messages: Messages, **options: Any
+) -> Any:
+    """Answer a chat with an instance of a type.
+
+        person = generate_as(Person, model, tokenizer, "Who wrote Emma?", max_tokens=100)
+
+    Args:
+        kind: what `answer_type` takes (a dataclass, `TypedDict`, class of msgspec or pydantic, function, ...),
+            or what it returns. A function's answer is a dict of its arguments.
+        model, tokenizer: what `load` returns.
+        messages: the chat, or a user's only message. The last message of the user gets the type's schema,
+            unless it has a `response_format`. Without a chat template a text is continued as it is.
+        options: the keyword arguments of `stream_generate`.
+
+    Raises:
+        AFMError: as `stream_generate` does; `ConstraintError` for a type that can't be generated, and for a
+            value that its code refuses; `IncompleteError` for an answer that is cut off.
+    """
+    *_, answer = stream_generate_as(kind, model, tokenizer, messages, **options)
+    return answer
+
+
+def stream_generate_as(
+    kind: Any, model: nn.Module, tokenizer: Any, messages: Messages, **options: Any
+) -> Iterator[Any]:
+    """Answer a chat with an instance of a type, and yield snapshots of it as it grows.
+
+    Yields a snapshot whenever the answer has more (`AnswerType.partial`), and the instance as the last item.
+
+    Args:
+        kind, model, tokenizer, messages, options: as for `generate_as`.
+
+    Raises:
+        AFMError: as `generate_as` does.
+    """
+    from afm_mlx.guidance.types import AnswerType, answer_type
+
+    answers = kind if isinstance(kind, AnswerType) else answer_type(kind)
+    prompt = _prompt(answers, tokenizer, messages)
+    options = {"logprobs": False, **options, "constraint": answers.constraint}
+    text, seen = "", None
+    for response in stream_generate(model, tokenizer, prompt, **options):
+        text += response.text
+        snapshot = answers.partial(text)
+        if snapshot is not None and snapshot != seen:
+            yield snapshot
+            seen = snapshot
+    yield answers.instance(text)
+
+
+def _prompt(answers: AnswerType, tokenizer: Any, messages: Messages) -> str | list[int]:
+    """Render a chat, with the type's schema in the last message of the user."""
+    if not tokenizer.has_chat_template:
+        if not isinstance(messages, str):
+            raise RequestError("The model has no chat template; give a text instead of messages.")
+        return messages
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, Iterable):
+        raise RequestError(
+            f"messages is {shown(messages)}; a text or a list of messages is needed."
+        )
+    chat = list(messages)
+    for i, message in reversed(list(enumerate(chat))):
+        if isinstance(message, Mapping) and message.get("role") == "user":
+            chat[i] = {"response_format": answers.response_format, **message}
+            break
+    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    return ids

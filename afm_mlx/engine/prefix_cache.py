@@ -1,20 +1,24 @@
 """Keys and values of prompts and answers, kept for later prompts that begin with the same tokens.
 
-They are kept in blocks of `BLOCK` tokens, each below the block of the tokens before it: a tree, in which
-prompts share what they begin with. The last block of a prompt may have fewer tokens. What two prompts have in
-common is found to the token, in the middle of a block too.
+They are kept in pages of `PAGE` tokens, in a tree: each page is below the page of the tokens before it, and
+prompts share the pages of a common beginning. The last page of a prompt may have fewer tokens. What two prompts
+have in common is found to the token, within a page too.
 
-A block's arrays are copies that nobody writes to. What is found is joined into new arrays, so a row never holds
-a block, and a block never keeps a row from writing in place.
+A page's arrays are copies that are never written to. What is found is joined into new arrays, so a row never
+holds a page's memory, and a page never keeps a row from writing in place.
+
+`PrefixCache` is the tree; `RowPrefixes` looks the rows of one engine up in it.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,24 +28,27 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint, base_model_fingerprint
-from afm_mlx.engine.prefix_cache_folder import PrefixFolder, StoredBlock, block_name
+from afm_mlx.engine.batch import Cache, run_shapes
+from afm_mlx.engine.prefix_cache_folder import PageLayout, PrefixFolder, StoredPage, page_name
+from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError
+from afm_mlx.model.kv_cache import KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import is_afm
 
-BLOCK = 64  # tokens of a block: 1.1 MB of the 3B's codes
+PAGE = 64  # tokens of a page: 1.1 MB of the 3B's codes
 FOLDER_BUDGET = 8 << 30  # bytes
 _VERSION = 1  # of files
-_OVERHEAD = 1024  # bytes that Python takes for a block, about
+_OVERHEAD = 1024  # bytes that Python takes for a page, about
 _ID = 4  # bytes of a token's id
 
 
 @dataclass
 class Columns:
-    """Keys and values of some tokens, of all blocks of a model.
+    """Keys and values of some tokens, for all of a model's blocks.
 
     Args:
         groups: arrays (arrays of one shape and type, heads, tokens, head_dim).
-        places: for each array of the cache, its group and its index there.
+        places: for each array of the cache, its group and its index in the group.
     """
 
     groups: list[mx.array]
@@ -65,7 +72,7 @@ class Columns:
 
     @staticmethod
     def joined(parts: Sequence[Columns], tokens: int, apart: bool = False) -> list[mx.array]:
-        """The arrays (1, heads, tokens, head_dim) of consecutive parts, up to a number of tokens.
+        """Return the arrays (1, heads, tokens, head_dim) of consecutive parts, up to a number of tokens.
 
         With `apart`, each array owns its memory; else the arrays of a group are views of one, which is faster.
         """
@@ -82,20 +89,20 @@ class Columns:
 
 
 @dataclass(eq=False)
-class _Block:
-    """Some tokens behind those of the blocks above.
+class _Page:
+    """Tokens that follow the tokens of the pages above.
 
     Args:
-        above: the block before, which holds this one; None for a root, which has no tokens.
+        above: the page before, which holds this one; None for a root, which has no tokens.
         name: the tokens, four bytes each.
         columns: their keys and values.
-        stored_as: the name of its file, if it has as many tokens as a block can have.
+        stored_as: the name of its file, if the page is full.
     """
 
-    above: weakref.ref[_Block] | None = None
+    above: weakref.ref[_Page] | None = None
     name: bytes = b""
     columns: Columns | None = None
-    below: dict[bytes, _Block] = field(default_factory=dict)
+    below: dict[bytes, _Page] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)  # of `below`, sorted
     stored_as: str = ""
 
@@ -108,9 +115,9 @@ class _Block:
         columns = 0 if self.columns is None else self.columns.nbytes
         return columns + len(self.name) + _OVERHEAD
 
-    def nearest(self, name: bytes) -> tuple[_Block | None, int]:
-        """The block below that begins with most of these tokens, and with how many."""
-        # In order, it is one of the two that these tokens lie between.
+    def nearest(self, name: bytes) -> tuple[_Page | None, int]:
+        """Return the page below that shares the most of these tokens from the first on, and how many."""
+        # In the order of names, it is one of the two neighbours.
         at = bisect_left(self.names, name)
         best, most = None, 0
         for neighbour in self.names[max(0, at - 1) : at + 1]:
@@ -119,41 +126,41 @@ class _Block:
                 best, most = self.below[neighbour], common
         return best, most
 
-    def add(self, block: _Block) -> None:
-        self.below[block.name] = block
-        self.names.insert(bisect_left(self.names, block.name), block.name)
+    def add(self, page: _Page) -> None:
+        self.below[page.name] = page
+        self.names.insert(bisect_left(self.names, page.name), page.name)
 
-    def remove(self, block: _Block) -> None:
-        del self.below[block.name]
-        del self.names[bisect_left(self.names, block.name)]
+    def remove(self, page: _Page) -> None:
+        del self.below[page.name]
+        del self.names[bisect_left(self.names, page.name)]
 
 
 class PrefixCache:
-    """Keys and values of prompts and answers under a budget; what was not used for longest makes room.
+    """Keys and values of prompts and answers under a budget; the least recently used pages are evicted.
 
-    It is for one model, and for the engines of one thread. What one owner's rows have left is found by that
-    owner's rows only, and under the same adapter and storage. The model's weights must not change meanwhile.
+    It is for one model, and for the engines of one thread. A client's rows find only what the same client's
+    rows have left, under the same adapter and storage. The model's weights must not change meanwhile.
 
-    Rows of AFM models use it, int8 and float, with a sliding window as long as nothing was forgotten; and those
-    of mlx-lm's zoo whose caches are all mlx-lm's `KVCache`. Rows of other models, and rows that come with a
-    cache of their own, don't.
+    Rows of AFM models use it, int8 and float, with a sliding window as long as nothing was forgotten. So do
+    rows of mlx-lm's models whose caches are all mlx-lm's `KVCache`. Rows of other models, and rows that come
+    with a prompt cache, don't.
 
-    With a folder, whole blocks are written there too, and found by later processes that run the same model.
-    They hold what was asked and answered: whoever can read the folder can find that out.
+    With a folder, full pages are written there too, and found by later processes that run the same model.
+    They hold prompts and answers: whoever can read the folder can find these out.
 
     All figures may be read in any thread.
 
     Args:
         budget: bytes of memory at most.
-        folder: path of a folder for blocks; None for none.
+        folder: path of a folder for pages; None for none.
         folder_budget: bytes of its files at most.
 
     Attributes:
         nbytes: bytes in use.
         tokens: tokens that are kept.
         queries: tokens that were looked for.
-        hits: those of them that were found.
-        evictions: blocks that had to make room.
+        hits: tokens that were found.
+        evictions: pages that were evicted.
 
     Raises:
         RequestError: for a budget below 1, and a folder that can't be used.
@@ -169,25 +176,25 @@ class PrefixCache:
         self.budget = budget
         self.nbytes = self.tokens = self.queries = self.hits = self.evictions = 0
         self._model: weakref.ref[nn.Module] | None = None
-        self._roots: dict[Hashable, _Block] = {}
-        self._blocks: OrderedDict[_Block, Hashable] = OrderedDict()  # by last use, with their keys
-        # Blocks of this step and of the one before: their arrays may still be computed.
-        self._newest: list[_Block] = []
-        self._newer: list[_Block] = []
+        self._roots: dict[Hashable, _Page] = {}
+        self._pages: OrderedDict[_Page, Hashable] = OrderedDict()  # by last use, with their keys
+        # Pages of this step and of the one before: their arrays may still be computed.
+        self._newest: list[_Page] = []
+        self._newer: list[_Page] = []
         self.folder = None if folder is None else PrefixFolder(folder, folder_budget)
         self._model_name = ""  # in names of files
 
     def close(self) -> None:
-        """Write to the folder what is still to be written; nothing more is read or written there."""
+        """Finish writing to the folder, and stop using it."""
         folder, self.folder = self.folder, None
         if folder is not None:
             folder.close()
 
     def serve(self, model: nn.Module) -> None:
-        """Take a model as the one whose keys and values are kept.
+        """Bind the cache to a model.
 
         Raises:
-            RequestError: when it is another one already.
+            RequestError: if the cache serves another model.
         """
         if self._model is None:
             self._model = weakref.ref(model)
@@ -201,10 +208,10 @@ class PrefixCache:
     def find(
         self, key: Hashable, tokens: Sequence[int], apart: bool = False
     ) -> tuple[list[mx.array], int]:
-        """Find what is kept of some tokens.
+        """Find the longest kept beginning of some tokens.
 
         Args:
-            key: whatever keys and values depend on beside the tokens, and who may see them.
+            key: what keys and values depend on besides the tokens, and who may see them.
             tokens: ids of the tokens.
             apart: see `Columns.joined`.
 
@@ -215,16 +222,16 @@ class PrefixCache:
         path, found = self._path(key, _named(tokens))
         self._touch(path)
         self.hits += found
-        parts = [block.columns for block in path if block.columns is not None]
+        parts = [page.columns for page in path if page.columns is not None]
         return (Columns.joined(parts, found, apart) if found else []), found
 
     def keep(self, key: Hashable, tokens: Sequence[int], arrays: Sequence[mx.array]) -> None:
-        """Keep what is not kept yet of some tokens, as far as the budget allows.
+        """Keep the keys and values of some tokens that are not kept yet, as far as the budget allows.
 
         Args:
             key: see `find`.
             tokens: ids of the tokens, from the first on.
-            arrays: (1, heads, at least as many tokens, head_dim) each.
+            arrays: (1, heads, number of tokens or more, head_dim) each.
         """
         if tokens and arrays:
             per_token = sum(array.nbytes // array.shape[2] for array in arrays)
@@ -237,151 +244,154 @@ class PrefixCache:
         per_token: int,
         columns_of: Callable[[int, int], Columns | None],
     ) -> None:
-        """Keep tokens of which `columns_of` gives the columns from one to another, if it has them."""
+        """Keep tokens; `columns_of(start, stop)` returns their columns, or None to end there."""
         name = _named(tokens)
         path, _ = self._path(key, name)
         self._touch(path)
-        block = root = self._roots.get(key) or _Block(stored_as=self._root_name(key))
+        page = root = self._roots.get(key) or _Page(stored_as=self._root_name(key))
         path = []
-        new: list[_Block] = []
-        for start in range(0, len(tokens), BLOCK):
-            part = name[start * _ID : (start + BLOCK) * _ID]
-            near, common = block.nearest(part)
+        new: list[_Page] = []
+        for start in range(0, len(tokens), PAGE):
+            part = name[start * _ID : (start + PAGE) * _ID]
+            near, common = page.nearest(part)
             if near is None or common < len(part) // _ID:
                 count = len(part) // _ID
-                if near is not None and common == near.tokens:  # the same, and more
+                if (
+                    near is not None and common == near.tokens
+                ):  # the new page has the same tokens, and more
                     self._remove(near)
                 if not self._make_room(count * per_token + len(part) + _OVERHEAD, path):
                     break
                 columns = columns_of(start, start + count)
                 if columns is None:
                     break
-                near = _Block(weakref.ref(block), part, columns)
-                if count == BLOCK and self.folder is not None:
-                    near.stored_as = block_name(block.stored_as, part)
-                block.add(near)
-                self._blocks[near] = key
+                near = _Page(weakref.ref(page), part, columns)
+                if count == PAGE and self.folder is not None:
+                    near.stored_as = page_name(page.stored_as, part)
+                page.add(near)
+                self._pages[near] = key
                 self.nbytes += near.nbytes
                 self.tokens += near.tokens
                 new.append(near)
             path.append(near)
-            block = near
+            page = near
         self._touch(path)
         if root.below:  # eviction may have taken it out
             self._roots[key] = root
         self._newest += new
-        # In one go with the step that is under way, which it may depend on.
+        # Together with the running step, which the pages may depend on.
         mx.async_eval([near.columns.groups for near in new if near.columns is not None])
 
     def advance(self) -> None:
-        """A step has ended: what was kept in the one before it is now known to be computed."""
+        """End a step: what was kept in the step before it is now known to be computed, and may be written."""
         if self._newer:
-            mx.eval([block.columns.groups for block in self._newer if block.columns is not None])
-            for block in self._newer:
-                if self.folder is not None and block.stored_as and block.columns is not None:
-                    self.folder.write(block.stored_as, block.columns.places, block.columns.groups)
+            mx.eval([page.columns.groups for page in self._newer if page.columns is not None])
+            for page in self._newer:
+                if self.folder is not None and page.stored_as and page.columns is not None:
+                    self.folder.write(page.stored_as, page.columns.places, page.columns.groups)
         self._newer, self._newest = self._newest, []
 
     def drop_newest(self) -> None:
-        """Forget what was kept by a step that raised, and the one before: it may be part of what went wrong."""
-        for block in [*self._newer, *self._newest]:
-            self._remove_with_all_below(block)
+        """Forget what was kept by a step that raised and by the step before, whose arrays may be wrong."""
+        for page in [*self._newer, *self._newest]:
+            self._remove_with_all_below(page)
         self._newer, self._newest = [], []
 
     # -- the folder
 
     def stored(self, key: Hashable, tokens: Sequence[int]) -> tuple[int, list[str]]:
-        """What the folder has beyond memory: the number of the first block, and the names of all."""
+        """Return the pages of some tokens that only the folder has: the first one's number, and all names."""
         if self.folder is None:
             return 0, []
         name = _named(tokens)
         path, found = self._path(key, name)
-        above = path[found // BLOCK - 1].stored_as if found >= BLOCK else self._root_name(key)
-        first, names = found // BLOCK, []
-        for start in range(first * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
-            above = block_name(above, name[start * _ID : (start + BLOCK) * _ID])
+        above = path[found // PAGE - 1].stored_as if found >= PAGE else self._root_name(key)
+        first, names = found // PAGE, []
+        for start in range(first * PAGE, len(tokens) - PAGE + 1, PAGE):
+            above = page_name(above, name[start * _ID : (start + PAGE) * _ID])
             if above not in self.folder:
                 break
             names.append(above)
         return first, names
 
     def take_in(
-        self, key: Hashable, tokens: Sequence[int], first: int, stored: Sequence[StoredBlock]
+        self, key: Hashable, tokens: Sequence[int], first: int, stored: Sequence[StoredPage]
     ) -> None:
-        """Keep blocks that were read in the folder.
+        """Keep pages that were read from the folder.
 
         Args:
-            key, tokens, first: as `stored` was asked and has told.
-            stored: the blocks.
+            key, tokens: the arguments of `stored`.
+            first: the number of the first page, which `stored` returned.
+            stored: the pages.
         """
         parts = [Columns([array.array() for array in arrays], places) for places, arrays in stored]
 
         def columns_of(start: int, stop: int) -> Columns | None:
-            index = start // BLOCK - first  # below 0 when memory has forgotten those before
+            index = start // PAGE - first  # below 0 when memory has forgotten those before
             return parts[index] if index >= 0 else None
 
         if parts:
-            known = tokens[: (first + len(parts)) * BLOCK]
-            self._insert(key, known, parts[0].nbytes // BLOCK, columns_of)
+            known = tokens[: (first + len(parts)) * PAGE]
+            self._insert(key, known, parts[0].nbytes // PAGE, columns_of)
 
     def _root_name(self, key: Hashable) -> str:
         return "" if self.folder is None else json.dumps([_VERSION, self._model_name, key])
 
     # -- the tree
 
-    def _path(self, key: Hashable, name: bytes) -> tuple[list[_Block], int]:
-        """Blocks that begin with these tokens, the last one perhaps in part; and how many tokens they share."""
-        path: list[_Block] = []
-        block, found = self._roots.get(key), 0
-        while block is not None and found * _ID < len(name):
-            near, common = block.nearest(name[found * _ID : (found + BLOCK) * _ID])
+    def _path(self, key: Hashable, name: bytes) -> tuple[list[_Page], int]:
+        """Return the pages that share these tokens, the last one perhaps in part; and how many they share."""
+        path: list[_Page] = []
+        page, found = self._roots.get(key), 0
+        while page is not None and found * _ID < len(name):
+            near, common = page.nearest(name[found * _ID : (found + PAGE) * _ID])
             if near is not None:
                 path.append(near)
                 found += common
-            block = near if common == BLOCK else None
+            page = near if common == PAGE else None
         return path, found
 
-    def _touch(self, path: Sequence[_Block]) -> None:
-        """Note a use. A block is always used later than those below it, so that the oldest one has none."""
-        for block in reversed(path):
-            self._blocks.move_to_end(block)
+    def _touch(self, path: Sequence[_Page]) -> None:
+        """Record a use. A page counts as used after the pages below it, so that the oldest one has none."""
+        for page in reversed(path):
+            self._pages.move_to_end(page)
 
-    def _make_room(self, nbytes: int, path: Sequence[_Block]) -> bool:
-        """Remove old blocks, but none of a path that was just used; returns whether that was enough."""
+    def _make_room(self, nbytes: int, path: Sequence[_Page]) -> bool:
+        """Evict old pages, except a path that was just used; return True if that was enough."""
         while self.nbytes + nbytes > self.budget:
-            oldest = next(iter(self._blocks), None)
+            oldest = next(iter(self._pages), None)
             if oldest is None or oldest in path:
                 return False
             self._remove(oldest)
             self.evictions += 1
         return True
 
-    def _remove(self, block: _Block) -> None:
-        """Remove a block that has none below it."""
-        key = self._blocks.pop(block)
-        assert block.above is not None
-        above = block.above()
+    def _remove(self, page: _Page) -> None:
+        """Remove a page that has no pages below it."""
+        key = self._pages.pop(page)
+        assert page.above is not None
+        above = page.above()
         assert above is not None
-        above.remove(block)
-        self.nbytes -= block.nbytes
-        self.tokens -= block.tokens
+        above.remove(page)
+        self.nbytes -= page.nbytes
+        self.tokens -= page.tokens
         if above.above is None and not above.below:
             self._roots.pop(key, None)
 
-    def _remove_with_all_below(self, block: _Block) -> None:
-        for other in list(block.below.values()):
+    def _remove_with_all_below(self, page: _Page) -> None:
+        for other in list(page.below.values()):
             self._remove_with_all_below(other)
-        if block in self._blocks:
-            self._remove(block)
+        if page in self._pages:
+            self._remove(page)
 
 
 def _named(tokens: Sequence[int]) -> bytes:
-    """Ids of tokens in bytes, in whose order those with a common beginning are neighbours."""
+    """Return ids of tokens as bytes, in whose order texts with a common beginning are neighbours."""
     return np.array(tokens, ">u4").tobytes()
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Number of tokens that two names begin with."""
+    """Return the number of tokens that two names have in common from the first on."""
     count = min(len(one), len(other))
     if one[:count] == other[:count]:
         return count // _ID
@@ -390,7 +400,7 @@ def _common(one: bytes, other: bytes) -> int:
 
 
 def _model_name(model: nn.Module) -> str:
-    """What tells a model's keys and values from another's, the type that they are computed in included."""
+    """Return text that is equal for models with equal keys and values, including their type."""
     parameters = dict(tree_flatten(model.parameters()))
     kinds = {str(p.dtype) for p in parameters.values() if mx.issubdtype(p.dtype, mx.floating)}
     if is_afm(model):
@@ -398,3 +408,165 @@ def _model_name(model: nn.Module) -> str:
     else:
         name = arrays_fingerprint(str(model.args), parameters)
     return f"{name} {sorted(kinds)}"
+
+
+# -- rows
+
+
+@dataclass
+class _Read:
+    """Pages that are being read for a row.
+
+    Args:
+        key, tokens, first: see `PrefixCache.take_in`.
+        pages: the pages, once they are read.
+        is_in_memory: True once the prefix cache has them.
+    """
+
+    key: Hashable
+    tokens: Sequence[int]
+    first: int
+    pages: Future[list[StoredPage]]
+    is_in_memory: bool = False
+
+
+class RowPrefixes:
+    """Fills the caches of an engine's rows from its prefix cache, and keeps there what rows have computed.
+
+    Args:
+        model: the model that the engine runs.
+        prefixes: the engine's prefix cache.
+        adapters: the adapters of the engine's rows.
+        by_block: see `RowCaches`.
+
+    Raises:
+        RequestError: if the prefix cache is another model's.
+    """
+
+    def __init__(
+        self, model: nn.Module, prefixes: PrefixCache, adapters: RowAdapters, by_block: bool
+    ):
+        self._model, self._prefixes, self._adapters = model, prefixes, adapters
+        self._by_block = by_block
+        self._reads: dict[int, _Read] = {}  # for rows that wait, by their ids
+        self._layouts: dict[Hashable, PageLayout] = {}  # by kind of cache
+        prefixes.serve(model)
+
+    def is_ready(self, row: Row, cache: Cache) -> bool:
+        """True once the prompt's stored pages are in memory; else starts reading them."""
+        folder = self._prefixes.folder
+        if folder is None or row.request.cache is not None or not _can_be_cut(cache):
+            return True
+        if (read := self._reads.get(row.id)) is None:
+            key, tokens = self._key(row, cache), row.pending[:-1]
+            first, names = self._prefixes.stored(key, tokens)
+            if not names:
+                return True
+            read = _Read(key, tokens, first, folder.read(names, self._layout(cache)))
+            self._reads[row.id] = read
+        if not read.pages.done():
+            return False
+        if not read.is_in_memory:  # once, even if memory is too small for all pages
+            self._prefixes.take_in(read.key, read.tokens, read.first, read.pages.result())
+            read.is_in_memory = True
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait until one of the files that are being read is there; at once if none is."""
+        reads = [read.pages for read in self._reads.values() if not read.is_in_memory]
+        if reads:
+            wait(reads, seconds, FIRST_COMPLETED)
+
+    def begin(self, row: Row, cache: Cache) -> None:
+        """Fill a row's empty cache with the kept beginning of its prompt; the last token remains to be fed."""
+        if row.request.cache is not None or not _can_be_cut(cache):
+            return
+        self._reads.pop(row.id, None)
+        row.prefix_key = self._key(row, cache)
+        arrays, found = self._prefixes.find(row.prefix_key, row.pending[:-1], self._by_block)
+        row.cached_tokens = min(found, len(row.request.prompt))
+        if found:
+            _fill(cache, arrays)
+            row.position += found
+            row.pending = row.pending[found:]
+
+    def keep(self, row: Row, cache: Cache, index: int, fed: int | None = None) -> None:
+        """Keep what a row has computed.
+
+        Args:
+            row: the row.
+            cache: the cache of its batch, one entry per block.
+            index: the row's index there.
+            fed: tokens of the row that are in the cache; None for its prompt and answer.
+        """
+        if row.prefix_key is not None and (arrays := _arrays(cache, index)) is not None:
+            count = row.position - row.surplus if fed is None else fed
+            tokens = [*row.request.prompt, *row.tokens][:count]
+            self._prefixes.keep(row.prefix_key, tokens, arrays)
+
+    def forget(self, row_id: int) -> None:
+        """Drop what is being read for a row; unknown ids are ignored."""
+        self._reads.pop(row_id, None)
+
+    def advance(self, until_all_is_computed: bool = False) -> None:
+        """End a step; see `PrefixCache.advance`."""
+        self._prefixes.advance()
+        if until_all_is_computed:
+            self._prefixes.advance()
+
+    def drop_newest(self) -> None:
+        """Forget all rows, and what a step that raised may have kept."""
+        self._reads.clear()
+        self._prefixes.drop_newest()
+
+    def _key(self, row: Row, cache: Cache) -> Hashable:
+        first = cache[0]
+        kind = first.kind if isinstance(first, KVCache) else ("float", None, False)
+        window = kind[1] if kind[2] else None
+        return (row.request.client, self._adapters.fingerprint(row), kind[0], window)
+
+    def _layout(self, cache: Cache) -> PageLayout:
+        """Return the layout of the stored pages of rows with such an empty cache."""
+        kind = cache[0].kind if isinstance(cache[0], KVCache) else None
+        if kind not in self._layouts:
+            probe = copy.deepcopy(cache)
+            run_shapes(self._model, probe)
+            token = Columns.of(_arrays(probe, 0) or [], 0, 1)
+            self._layouts[kind] = PageLayout.of(token.places, token.groups, PAGE)
+        return self._layouts[kind]
+
+
+def _can_be_cut(cache: Cache) -> bool:
+    """True if the tokens of a row's cache can be taken apart and put together."""
+    others = [entry for entry in cache if not isinstance(entry, KVCache | NoKVCache)]
+    if not others:
+        return True
+    from mlx_lm.models.cache import KVCache as MlxKVCache
+
+    return all(type(entry) is MlxKVCache for entry in others)
+
+
+def _arrays(cache: Cache, index: int) -> list[mx.array] | None:
+    """Return the arrays (1, heads, columns, head_dim) of a batch's row; None if a window has forgotten some."""
+    arrays: list[mx.array] = []
+    for entry in cache:
+        if isinstance(entry, KVCache) and not isinstance(entry, ZooKVCache):
+            if entry.empty() or not entry.is_trimmable():
+                return None
+            entry.settle()
+            arrays.append(entry.buffer[index : index + 1])
+        elif not isinstance(entry, NoKVCache):
+            row = entry.extract(index) if hasattr(entry, "extract") else entry
+            arrays += [row.keys, row.values]
+    return arrays
+
+
+def _fill(cache: Cache, arrays: Iterable[mx.array]) -> None:
+    """Fill a row's empty cache with arrays of `_arrays`."""
+    left = iter(arrays)
+    for entry in cache:
+        if isinstance(entry, KVCache):
+            entry.begin_with(next(left))
+        elif not isinstance(entry, NoKVCache):
+            entry.keys, entry.values = next(left), next(left)
+            entry.offset = entry.keys.shape[2]

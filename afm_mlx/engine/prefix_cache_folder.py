@@ -1,14 +1,14 @@
-"""Blocks of a prefix cache in a folder, one file each, for processes to come.
+"""Pages of a prefix cache in a folder, one file each, for later processes.
 
 A file is a digest, a head and the arrays' bytes. Its name is the digest of all that keys and values depend on:
 the model, the key of the prefix cache, and all tokens from the first on. A file whose own digest is wrong is
-removed, and so a file that was cut off, changed or never finished is none. A file whose head is not, byte for
-byte, the one that this model's blocks have is removed as well: nothing that a file says of itself is believed.
+removed: it was cut off, changed or never finished. A file whose head differs from the head of this model's
+pages in any byte is removed as well: nothing that a file says of itself is believed.
 
-Files are read and written in threads of their own. These never touch MLX: they hand over and are handed bytes.
+Two threads read and write files. They never touch MLX: bytes go in and come out.
 
-Processes may share a folder. Each one writes alone: it locks the folder, looks which files there are by then,
-and makes room for its own.
+Processes may share a folder. Only one writes at a time: it locks the folder, rescans it, and evicts old files
+before it writes its own.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class StoredArray:
 
 
 Places = tuple[tuple[int, int], ...]
-StoredBlock = tuple[Places, list[StoredArray]]
+StoredPage = tuple[Places, list[StoredArray]]
 """`Columns.places`, and `Columns.groups`."""
 
 
 @dataclass(frozen=True)
-class BlockLayout:
-    """What a model's blocks look like: `Columns.places`, and type and shape of each of `Columns.groups`."""
+class PageLayout:
+    """The form of a model's pages: `Columns.places`, and type and shape of each of `Columns.groups`."""
 
     places: Places
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
@@ -81,32 +81,32 @@ class BlockLayout:
     @classmethod
     def of(
         cls, places: Places, groups: Sequence[mx.array | StoredArray], tokens: int
-    ) -> BlockLayout:
-        """The layout of blocks of `tokens` tokens that are like these groups otherwise."""
+    ) -> PageLayout:
+        """Return the layout of pages of `tokens` tokens that are otherwise like these groups."""
         shapes = [(*array.shape[:2], tokens, array.shape[3]) for array in groups]
         return cls(places, tuple((str(a.dtype), s) for a, s in zip(groups, shapes, strict=True)))
 
     def nbytes(self, index: int) -> int:
-        """Bytes of an array."""
+        """Return the bytes of an array."""
         dtype, shape = self.arrays[index]
-        return _DTYPES[dtype].size * math.prod(shape)
+        return int(_DTYPES[dtype].size * math.prod(shape))
 
     def head(self, name: str) -> bytes:
-        """What stands between the digest and the arrays in the file of a block of that name."""
+        """Return the bytes between digest and arrays in the file of a page of that name."""
         written = json.dumps({"name": name, "places": self.places, "arrays": self.arrays}).encode()
         return len(written).to_bytes(8, "little") + written
 
 
 @dataclass
 class _File:
-    """Size and last use of a block's file: bytes, and nanoseconds since 1970, as the file system has them."""
+    """Size and last use of a page's file: bytes, and nanoseconds since 1970, as the file system has them."""
 
     nbytes: int
     used: int
 
 
 class PrefixFolder:
-    """A folder of blocks under a budget; what was not used for longest makes room.
+    """A folder of pages under a budget; the least recently used files are evicted.
 
     Files with other names are left alone, and not counted. When a file can't be written, one
     warning is issued and writing stops. A read-only folder is read, and one warning says that it isn't written.
@@ -148,7 +148,7 @@ class PrefixFolder:
         """Lock out writers of other processes, and rescan the files that they wrote and removed.
 
         Raises:
-            OSError: when another process does not let go, or the folder can't be read.
+            OSError: if another process keeps its lock, or the folder can't be read.
         """
         descriptor = os.open(self.path, os.O_RDONLY)  # the lock ends with it
         try:
@@ -170,7 +170,7 @@ class PrefixFolder:
             os.close(descriptor)
 
     def _scan(self) -> None:
-        """Take in files that are new here, and forget those that are gone."""
+        """Add files that are new, and forget files that are gone."""
         files = os.listdir(self.path)
         there = {name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX)}
         with self._lock:
@@ -193,29 +193,29 @@ class PrefixFolder:
         return name in self._files
 
     def close(self) -> None:
-        """Write what waits to be written; there is no reading or writing after that."""
+        """Finish all reads and writes; there are none after that."""
         self._reader.shutdown()
         self._writer.shutdown()
 
     # -- called by the thread of the prefix cache
 
-    def read(self, names: Sequence[str], layout: BlockLayout) -> Future[list[StoredBlock]]:
-        """Begin to read consecutive blocks.
+    def read(self, names: Sequence[str], layout: PageLayout) -> Future[list[StoredPage]]:
+        """Begin to read consecutive pages.
 
         Args:
-            names: see `block_name`.
-            layout: what all of them must look like.
+            names: see `page_name`.
+            layout: the layout that all of them must have.
 
         Returns:
-            The blocks up to the first one that can't be read.
+            The pages up to the first one that can't be read.
         """
         return self._reader.submit(self._read_all, list(names), layout)
 
     def write(self, name: str, places: Places, arrays: Sequence[mx.array]) -> None:
-        """Begin to write a block, unless it is there.
+        """Begin to write a page, unless its file exists.
 
         Args:
-            name: see `block_name`.
+            name: see `page_name`.
             places, arrays: `Columns.places` and `Columns.groups`, computed.
         """
         nbytes = sum(array.nbytes for array in arrays)
@@ -227,14 +227,14 @@ class PrefixFolder:
         stored = [StoredArray.of(array) for array in arrays]
         self._writer.submit(self._write, name, (places, stored), nbytes)
 
-    # -- in threads of its own
+    # -- in the reader's and the writer's thread
 
-    def _read_all(self, names: Sequence[str], layout: BlockLayout) -> list[StoredBlock]:
+    def _read_all(self, names: Sequence[str], layout: PageLayout) -> list[StoredPage]:
         found = []
         for name in names:
             path, used = self._path(name), time.time_ns()
             try:
-                block = _decoded(name, layout, path)
+                page = _decoded(name, layout, path)
             except OSError:  # it is gone, or not for this user to read
                 with self._lock:
                     self._forget(name)
@@ -248,13 +248,13 @@ class PrefixFolder:
                 if name in self._files:
                     self._files[name].used = used
                     self._files.move_to_end(name)
-            found.append(block)
+            found.append(page)
         return found
 
-    def _write(self, name: str, block: StoredBlock, pending: int) -> None:
+    def _write(self, name: str, page: StoredPage, pending: int) -> None:
         try:
             if self._is_writing:
-                data = _encoded(name, block)
+                data = _encoded(name, page)
                 with self._alone():
                     self._evict(len(data))
                     with atomic_write(self._path(name)) as place:
@@ -284,7 +284,7 @@ class PrefixFolder:
             while self._files and self.nbytes + nbytes > self.budget:
                 name, file = next(iter(self._files.items()))
                 used = self._last_use(name)
-                if used > file.used:  # by another process
+                if used > file.used:  # another process used it
                     file.used = used
                     self._files.move_to_end(name)
                 else:
@@ -312,34 +312,34 @@ class PrefixFolder:
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:
-            self._stop_writing(error)  # nothing could make room
+            self._stop_writing(error)  # nothing can be evicted
 
     def _path(self, name: str) -> Path:
         return self.path / (name + SUFFIX)
 
 
-def block_name(above: str, tokens: bytes) -> str:
-    """The name of a block: 64 hex digits.
+def page_name(above: str, tokens: bytes) -> str:
+    """Return the name of a page: 64 hex digits.
 
     Args:
-        above: name of the block above; for the first one, all else that keys and values depend on.
+        above: name of the page above; for the first page, all else that keys and values depend on.
         tokens: ids of its tokens, as bytes.
     """
     return hashlib.sha256(above.encode() + b"\0" + tokens).hexdigest()
 
 
-def _encoded(name: str, block: StoredBlock) -> bytes:
-    places, arrays = block
-    head = BlockLayout.of(places, arrays, arrays[0].shape[2]).head(name)
+def _encoded(name: str, page: StoredPage) -> bytes:
+    places, arrays = page
+    head = PageLayout.of(places, arrays, arrays[0].shape[2]).head(name)
     body = b"".join([head, *(array.data.tobytes() for array in arrays)])
     return hashlib.sha256(body).digest() + body
 
 
-def _decoded(name: str, layout: BlockLayout, path: Path) -> StoredBlock:
-    """Read a block of that name and layout.
+def _decoded(name: str, layout: PageLayout, path: Path) -> StoredPage:
+    """Read a page of that name and layout.
 
     Raises:
-        OSError, ValueError: when the file is not there, or holds anything else.
+        OSError, ValueError: if the file does not exist, or holds anything else.
     """
     head, sizes = layout.head(name), [layout.nbytes(i) for i in range(len(layout.arrays))]
     try:
@@ -352,7 +352,7 @@ def _decoded(name: str, layout: BlockLayout, path: Path) -> StoredBlock:
     if hashlib.sha256(body).digest() != digest:
         raise ValueError("The digest is another one.")
     if body[: len(head)] != head or len(body) != len(head) + sum(sizes):
-        raise ValueError("It is no block of this name and this model.")
+        raise ValueError("This is not a page of this name and this model.")
     arrays, at = [], len(head)
     for (dtype, shape), size in zip(layout.arrays, sizes, strict=True):
         arrays.append(StoredArray(dtype, shape, np.frombuffer(body, np.uint8, size, at)))

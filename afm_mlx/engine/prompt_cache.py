@@ -1,9 +1,19 @@
-"""Prompt caches in files: one safetensors file that only the model it was made with will take back."""
+"""A caller's KV cache: in a file, and kept from one prompt to the next.
+
+A file is one safetensors file, which only the model that made it accepts.
+
+`PromptCaches` compares a prompt with the tokens that a cache holds, token by token. The common beginning stays
+in the cache; the rest is removed and computed again. So a run that reuses a cache is fed the same tokens as a
+run without one, even if an answer is not tokenized as it was generated.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +32,13 @@ from afm_mlx.checkpoint.safetensors_file import (
 )
 from afm_mlx.errors import CacheFileError, CheckpointError, named, shown
 from afm_mlx.files import atomic_write
-from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, KVCache
+from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, KVCache, NoKVCache
 from afm_mlx.model.model import Model
 from afm_mlx.threads import in_mlx_thread
 
 FORMAT = "afm-mlx prompt cache"
 VERSION = "1"
-_PARTIALS = ("keys", "values", "rows")
+_PARTS = ("keys", "values", "rows")
 """Names of a block's tensors, in the order of `KVCache.state`."""
 
 
@@ -41,14 +51,14 @@ def save_prompt_cache(
     adapter: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a cache to one file; an interrupt leaves an older file as it was.
+    """Write a cache to one file; an interrupt leaves an older file unchanged.
 
     Args:
         path: path of the file, ending in `.safetensors`.
         cache: a cache of `Model.make_cache`, with at least one token in it.
         model: the model that filled it.
-        adapter: fingerprint of the adapter that it was filled under, "" for none; None for the one that the
-            cache says, or else the one that the model has, if any.
+        adapter: fingerprint of the adapter that it was filled under, "" for none; None for the adapter that
+            the cache records, or else the model's attached one, if any.
         metadata: the caller's own strings.
 
     Raises:
@@ -68,11 +78,11 @@ def save_prompt_cache(
     elif known not in (None, adapter):
         raise CacheFileError(
             f"The cache was filled under the adapter {known or 'none'}, and is to be saved as one of "
-            f"{adapter or 'none'}. Keys and values don't carry over; make the cache anew."
+            f"{adapter or 'none'}. Keys and values don't carry over; compute the cache again."
         )
     tensors: dict[str, mx.array] = {}
     for index, layer in enumerate(layers):
-        parts = zip(_PARTIALS, layer.state, strict=True)
+        parts = zip(_PARTS, layer.state, strict=True)
         tensors |= {f"{index}.{part}": array for part, array in parts}
     header = {
         "format": FORMAT,
@@ -90,13 +100,13 @@ def save_prompt_cache(
 def load_prompt_cache(
     path: str | Path, model: Model, *, adapter: str | None = None
 ) -> tuple[list[Any], dict[str, str]]:
-    """Read a cache back.
+    """Read a cache from its file.
 
     Args:
         path: path of the file.
-        model: the model that will go on with it.
+        model: the model that will continue from it.
         adapter: fingerprint of the adapter that will be in use, such as `pool.load(name).fingerprint`; "" for
-            none, and None for the one that the model has, if any.
+            none, and None for the model's attached one, if any.
 
     Returns:
         The cache, and the metadata that `save_prompt_cache` was given.
@@ -123,7 +133,7 @@ def load_prompt_cache(
     except CheckpointError as error:
         raise CacheFileError(str(error)) from None
     for index, layer in enumerate(layers):
-        state = [tensors[f"{index}.{part}"] for part in _PARTIALS]
+        state = [tensors[f"{index}.{part}"] for part in _PARTS]
         if not mx.array_equal(state[2], tensors["0.rows"]).item():
             raise CacheFileError(
                 f"{path}: blocks 0 and {index} hold different rows; it is damaged."
@@ -146,7 +156,7 @@ def _check_origin(header: Mapping[str, str], path: Path, model: Model, adapter: 
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise CacheFileError(
             f"{path} is {shown(header.get('format', 'of an unknown format'))} in version "
-            f"{shown(header.get('version'))}; version {VERSION} of {FORMAT!r} is read here. Make it anew."
+            f"{shown(header.get('version'))}; version {VERSION} of {FORMAT!r} is read. Compute the cache again."
         )
     if adapter is None:
         adapter = adapter_fingerprint(model) or ""
@@ -155,7 +165,7 @@ def _check_origin(header: Mapping[str, str], path: Path, model: Model, adapter: 
             raise CacheFileError(
                 f"{path} was made with another {part}: its fingerprint is "
                 f"{named(header.get(part) or 'none')}, and the one in use has {wanted or 'none'}. Keys and "
-                "values don't carry over; make the cache anew."
+                "values don't carry over; compute the cache again."
             )
 
 
@@ -163,7 +173,7 @@ def _parsed(header: Mapping[str, str], key: str, path: Path) -> Any:
     try:
         return json.loads(header[key])
     except KeyError:
-        raise CacheFileError(f"{path} says nothing of its {key}; it is damaged.") from None
+        raise CacheFileError(f"{path} has no {key}; it is damaged.") from None
     except (ValueError, RecursionError):
         raise CacheFileError(
             f"{path}: {key} is {shown(header[key])}, which is no JSON; it is damaged."
@@ -199,13 +209,16 @@ def _metadata_of(header: Mapping[str, str], path: Path) -> dict[str, str]:
 def _check_tensors(
     stored: Mapping[str, StoredTensor], blocks: int, model: Model, path: Path
 ) -> None:
-    """Compare names, and what the model says of shapes, with the header; `KVCache` checks what is left."""
-    wanted = {f"{index}.{part}" for index in range(blocks) for part in _PARTIALS}
+    """Compare the header's names and shapes with the model's; `KVCache` checks the rest."""
+    wanted = {f"{index}.{part}" for index in range(blocks) for part in _PARTS}
     if differing := sorted(wanted ^ set(stored)):
-        what = "lacks" if differing[0] in wanted else "holds, beside those of a cache,"
-        raise CacheFileError(
-            f"{path} {what} the tensor {named(differing[0])} ({len(differing)} such). It is damaged."
+        name = named(differing[0])
+        fault = (
+            f"no tensor {name}"
+            if differing[0] in wanted
+            else f"the tensor {name}, which no cache has"
         )
+        raise CacheFileError(f"{path} has {fault} ({len(differing)} such). It is damaged.")
     heads, dim = model.args.num_kv_heads, model.args.head_dim
     for name, tensor in stored.items():
         shape = tensor.shape
@@ -214,3 +227,96 @@ def _check_tensors(
                 f"{path}: {name} is {shown(list(shape))}; the model needs [rows, {heads}, columns, {dim}]. "
                 "It is damaged."
             )
+
+
+# -- from one prompt to the next
+
+
+@dataclass
+class Continuation:
+    """A prompt whose beginning is in a cache.
+
+    Args:
+        cache: keys and values of that beginning, for `stream_generate` or a `Request`.
+        rest: tokens of the prompt that are still to be fed, at least one.
+        answer: tokens that were generated after the prompt; the generating code appends them.
+    """
+
+    cache: list[Any]
+    rest: list[int]
+    answer: list[int] = field(default_factory=list)
+
+
+class PromptCaches:
+    """The cache of the last prompt of each adapter, for the next prompt to continue from.
+
+    Each adapter has its own cache: the keys and values of one are wrong for another.
+
+    Args:
+        new_cache: makes an empty cache of one row.
+    """
+
+    def __init__(self, new_cache: Callable[[], list[Any]]):
+        self._new_cache = new_cache
+        self._kept: dict[Hashable, tuple[list[Any], list[int]]] = {}  # caches, and tokens in them
+
+    def keep(self, cache: list[Any], tokens: Sequence[int], adapter: Hashable = None) -> None:
+        """Keep a cache for the adapter's next prompt, if it holds these tokens and no others."""
+        if tokens_in(cache) == len(tokens):
+            self._kept[adapter] = cache, list(tokens)
+
+    @contextmanager
+    def continuing(self, prompt: Sequence[int], adapter: Hashable = None) -> Iterator[Continuation]:
+        """Lend the cache that holds most of a prompt, and keep it with what was fed to it.
+
+        It is an empty cache if the adapter has none, or has one that can't be trimmed: a sliding window that
+        has forgotten tokens.
+
+        A cache is lent to one caller at a time. After an error it is kept with the tokens that it holds by
+        then. After Ctrl-C, which may have interrupted a write, it is kept only if it has the same tokens as
+        before.
+
+        Args:
+            prompt: all tokens, including the ones that the cache may hold; at least one.
+            adapter: name of the adapter that the prompt runs with, or another value that identifies it; None
+                for none.
+        """
+        cache, reused = self._take(prompt, adapter)
+        run = Continuation(cache, list(prompt[reused:]))
+        try:
+            yield run
+        except BaseException as error:
+            if isinstance(error, Exception) or tokens_in(cache) == reused:
+                self._keep_fed(prompt, run, adapter)
+            raise
+        self._keep_fed(prompt, run, adapter)
+
+    def _take(self, prompt: Sequence[int], adapter: Hashable) -> tuple[list[Any], int]:
+        """Return a cache, and how many tokens of the prompt it holds; the last one always remains to be fed."""
+        cache, held = self._kept.pop(adapter, ([], []))
+        pairs = zip(held, prompt[:-1], strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        surplus = len(held) - common
+        if not cache or (surplus and not all(entry.is_trimmable() for entry in cache)):
+            return self._new_cache(), 0
+        for entry in cache if surplus else ():
+            entry.trim(surplus)
+        return cache, common
+
+    def _keep_fed(self, prompt: Sequence[int], run: Continuation, adapter: Hashable) -> None:
+        # The last token of an answer was usually not fed.
+        self.keep(run.cache, [*prompt, *run.answer][: tokens_in(run.cache)], adapter)
+
+
+def tokens_in(cache: Sequence[Any]) -> int | None:
+    """Return how many tokens a cache of one row has seen; None if its entries don't say, or differ.
+
+    Recurrent layers of mlx-lm's models don't say, and can't be trimmed.
+    """
+    counts = {_tokens_in(entry) for entry in cache if not isinstance(entry, NoKVCache)}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _tokens_in(entry: Any) -> int | None:
+    lengths = getattr(entry, "lengths", None)
+    return lengths[0] if isinstance(lengths, list) else getattr(entry, "offset", None)

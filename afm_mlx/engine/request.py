@@ -1,4 +1,4 @@
-"""What a caller asks the engine for, and what comes back."""
+"""What a caller submits to the engine (`Request`), and what comes back (`TokenResponse`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.engine.speculation.draft_length import RowGuesses
+from afm_mlx.engine.speculation.draft_length import DraftCounts
 from afm_mlx.errors import RequestError, shown
-from afm_mlx.guidance.constraint import Constraint
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.registry import AdapterChoice
+    from afm_mlx.guidance.constraint import Constraint
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -25,13 +25,13 @@ MOST_TOKENS = 2**31  # that a vocabulary can have
 AT_LIMIT = ("error", "complete")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
     """One prompt to continue.
 
     Args:
         prompt: token ids, at least one: a sequence, or an array (L,), of integers.
-        max_tokens: new tokens at most; -1 for no limit but the context's.
+        max_tokens: new tokens at most; -1 for no limit except the context's.
         sampler: maps log-probabilities (1, vocab_size) to a token (1,), as mlx-lm's `make_sampler`
             builds; None takes the most likely token.
         seed: seed of this row's own random stream, which depends on nothing else in the batch; None
@@ -39,22 +39,24 @@ class Request:
         logits_processors: each maps (tokens so far, logits (1, vocab_size)) to logits, as mlx-lm's do.
         stop: strings that end the text; they are not part of it.
         cache: keys and values of tokens that come before the prompt, from `Model.make_cache` or mlx-lm's
-            `make_prompt_cache`; at the end it holds prompt and answer, the last token excepted. Its bound is
-            the row's bound, too.
+            `make_prompt_cache`. At the end it holds prompt and answer, except the last token. If the cache
+            has a bound, the row has it, too.
         on_prefill: called with (prompt tokens done, prompt tokens in all), with equal numbers once the first
             new token is there.
-        logprobs: whether responses carry log-probabilities. Without them, a batch of rows that take the
+        logprobs: True if responses carry log-probabilities. Without them, a batch of rows that take the
             most likely token needs no logits.
         adapter: name of an adapter in the engine's pool, or weights of several by their names, which are
             added up; None for the model alone, or with the adapter that is attached to it.
         constraint: what the answer must look like; None for any text.
-        at_limit: what becomes of an answer that max_tokens or a full context ends before its constraint is met:
-            "error" makes that an `IncompleteError`, as it is after a stop string; "complete" appends the
-            shortest text that meets the constraint, however many tokens that has.
-        heal: whether the prompt may end within a word: its last token is then generated again, see `healing`.
-        draft: whether tokens may be guessed, where the engine has `Speculation`. Sampler and logits processors
-            are then called for tokens that may be refused, and must depend on nothing but their arguments.
-        client: who asks, any name. Waiting requests have their turns by client.
+        at_limit: what happens if max_tokens or a full context ends an answer before its constraint is met:
+            "error" raises an `IncompleteError`, as a stop string does; "complete" appends the shortest text
+            that meets the constraint, however many tokens that has.
+        heal: True if the prompt may end within a word: its last token is then generated again, together with
+            what follows (`heal_prompt`).
+        draft: True if draft tokens may be proposed for the row where the engine has `Speculation`. Sampler and
+            logits processors are then called for tokens that may be rejected, and must depend on nothing
+            except their arguments.
+        client: name of the caller. Waiting requests have their turns by client, and clients share no prefixes.
     """
 
     prompt: Sequence[int]
@@ -77,7 +79,7 @@ class Request:
         """Return the request with plain Python values; raise `RequestError` if no model could answer it.
 
         Args:
-            vocab_size: number of the model's tokens; None where it doesn't say.
+            vocab_size: number of the model's tokens; None if the model doesn't say.
         """
         prompt = token_ids(self.prompt)
         if not prompt:
@@ -106,11 +108,14 @@ class Request:
                 raise RequestError(
                     f"{name} is {shown(getattr(self, name))}; True or False is needed."
                 )
-        if self.constraint is not None and not isinstance(self.constraint, Constraint):
-            raise RequestError(
-                f"constraint is {shown(self.constraint)}; a Constraint is needed, such as "
-                "Constraint.json_schema(schema)."
-            )
+        if self.constraint is not None:
+            from afm_mlx.guidance.constraint import Constraint
+
+            if not isinstance(self.constraint, Constraint):
+                raise RequestError(
+                    f"constraint is {shown(self.constraint)}; a Constraint is needed, such as "
+                    "Constraint.json_schema(schema)."
+                )
         if not isinstance(self.client, str):
             raise RequestError(f"client is {shown(self.client)}; a text is needed, any.")
         if self.at_limit not in AT_LIMIT:
@@ -127,7 +132,7 @@ class Request:
         )
 
 
-def token_ids(prompt: Any) -> list[int]:
+def token_ids(prompt: object) -> list[int]:
     """Return a prompt's token ids as Python integers, from a sequence or an array of integers.
 
     Raises:
@@ -157,12 +162,15 @@ def token_ids(prompt: Any) -> list[int]:
     return ids
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
+    """True if a value is an integer, of any type except bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _each(name: str, values: Any, what: str, is_right: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """A list that a caller gave as a tuple, if all values are right."""
+def _each(
+    name: str, values: object, what: str, is_right: Callable[[Any], object]
+) -> tuple[Any, ...]:
+    """Return a caller's list as a tuple; raise `RequestError` if a value is wrong."""
     if not isinstance(values, str) and isinstance(values, Iterable):
         given = tuple(values)
         if all(is_right(value) for value in given):
@@ -171,7 +179,7 @@ def _each(name: str, values: Any, what: str, is_right: Callable[[Any], Any]) -> 
 
 
 @dataclass
-class Response:
+class TokenResponse:
     """One new token of one row.
 
     Args:
@@ -179,15 +187,15 @@ class Response:
         token: id of the token; -1 when the row ended with an error before there was one.
         text: what can be shown since the last response; may be empty.
         logprobs: (vocab_size,) float32, log-probabilities that the token was drawn from, computed when
-            they are looked at; None when the request asked for none.
+            they are looked at; None when the request needs none.
         finish_reason: "stop" at an end token or stop string, "length" at max_tokens, "error" when the
             row could not go on, None while it does.
         error: why, when finish_reason is "error".
-        from_draft: whether the token was guessed before the model was asked.
-        guesses: at the row's end, how many guesses there were for it, and how many were right; None where the
-            engine has no `Speculation`.
+        from_draft: True if the token was a draft token that the model accepted.
+        draft_counts: at the row's end, how many draft tokens were proposed for it, and how many were accepted;
+            None if the engine has no `Speculation`.
         cached_tokens: tokens of the prompt that were not computed, because the prefix cache had them.
-        is_forced: whether the constraint allowed no other token: it was not drawn, and may come before the
+        is_forced: True if the constraint allowed no other token: it was not drawn, and may come before the
             prompt is computed.
     """
 
@@ -198,6 +206,6 @@ class Response:
     finish_reason: str | None = None
     error: Exception | None = None
     from_draft: bool = False
-    guesses: RowGuesses | None = None
+    draft_counts: DraftCounts | None = None
     cached_tokens: int = 0
     is_forced: bool = False

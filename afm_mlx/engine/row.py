@@ -1,88 +1,111 @@
-"""The state of one request under way."""
+"""A row: one request that runs, from its lease on an adapter to its last response.
+
+A row knows its tokens and its text. It takes the tokens that were drawn for it (`Row.take`) and those that its
+constraint forces (`Row.take_forced`), and makes the responses. Whatever its caller's code raises (sampler,
+logits processors, callbacks, detokenizer) is kept in `Row.error` and ends this row alone.
+
+While a row waits, the scheduler holds its cache; while it runs, its cache is a row of a batch's (`batch.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from afm_mlx.engine.request import MASK64, Request
-from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, shown
-from afm_mlx.guidance.matcher import Matcher, shortest_completion
+from afm_mlx.adapters.active import BatchAdapters, adapter_fingerprint, bind
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.registry import AdapterChoice, Lease
+from afm_mlx.adapters.resident import ResidentAdapter
+from afm_mlx.engine.request import MASK64, Request, TokenResponse
+from afm_mlx.engine.speculation.draft_length import DraftCounts
+from afm_mlx.errors import (
+    ConstraintError,
+    ContextLengthError,
+    IncompleteError,
+    LogitsError,
+    RequestError,
+    shown,
+)
 
 if TYPE_CHECKING:
-    from afm_mlx.adapters.registry import Lease
-    from afm_mlx.adapters.resident import ResidentAdapter
+    from afm_mlx.guidance.matcher import Matcher
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A request that was checked, see `Engine.prepare`.
-
-    Args:
-        request: the request, without what is to be generated again of its prompt.
-        matcher: the state of the answer under its constraint; None without one.
-        hidden: characters at the answer's beginning that repeat the prompt's end.
-    """
-
-    request: Request
-    matcher: Matcher | None
-    hidden: int
-
-
-@dataclass
+@dataclass(eq=False)
 class Row:
-    """A request under way.
+    """A request that runs, and its place in a batch.
 
     Args:
         id: the id that `Engine.submit` returned.
-        request: the request as it was submitted.
-        detokenizer: turns tokens into text.
+        request: the request, checked.
+        text: the answer's text.
+        end_tokens: ids that end an answer.
         start: tokens in the cache before the prompt.
-        matcher: the state of the answer under the request's constraint; None without one.
-        position: tokens in the cache.
+        bound: tokens that the cache may hold; None if only the request ends the row.
         seed: seed of the row's random stream.
-        known: tokens that are known and not yet fed to the model: the prompt, and what a constraint forces.
-        tokens: the answer so far, as far as it was read back.
+        matcher: the answer's state under the request's constraint; None without one.
+        lease: the row's hold on its adapter; None without one.
+        vocab_size: number of the model's logits; None if its config doesn't say.
+        columns: columns that the row's cache can grow to; 0 if the engine has no memory budget.
+        draft_counts: how many draft tokens the row had; None without speculation.
+
+    Attributes:
+        position: tokens in the cache.
+        pending: known tokens that the model has not been fed: the prompt's rest, and forced tokens.
+        tokens: the answer, as far as it was read back.
         sampled: number of the answer's tokens, read back or not.
-        error: raised by what the caller gave for the row (sampler, logits processors, callbacks, detokenizer),
-            or for what that returned.
-        lease: lease of the row's adapter; None without an adapter.
-        overtaken: number of later rows with adapters that started while this one could not.
-        is_prompt_fed: whether all of the prompt is in the cache.
-        bound: tokens that the cache may hold; None where nothing but the request ends the row.
-        hidden: characters at the beginning of the answer that repeat the end of the prompt.
-        columns: columns that the row's cache may come to have, where memory has a budget.
-        vocab_size: number of ids that the row's sampler may return; None where it has none.
+        error: what ended the row, or will with its next response.
+        is_prompt_fed: True once all of the prompt is in the cache.
+        cached_tokens: tokens of the prompt that the prefix cache had.
+        prefix_key: the row's key in the prefix cache; None if the row does not use it.
+        needs_logits: True if the next token, or its response, depends on more than the largest logit.
+        sampler_vocab_size: number of ids that the row's sampler may return; None until one was called.
     """
 
     id: int
     request: Request
-    detokenizer: Any
-    start: int
+    text: AnswerText
+    end_tokens: Collection[int] = ()
+    start: int = 0
+    bound: int | None = None
     seed: int = 0
     matcher: Matcher | None = None
-    known: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    sampled: int = 0
-    error: Exception | None = None
     lease: Lease | None = None
-    overtaken: int = 0
-    is_prompt_fed: bool = False
-    bound: int | None = None
-    hidden: int = 0
-    columns: int = 0
     vocab_size: int | None = None
+    columns: int = 0
+    draft_counts: DraftCounts | None = None
+
+    position: int = field(init=False)
+    pending: list[int] = field(init=False)
+    tokens: list[int] = field(init=False, default_factory=list)
+    sampled: int = field(init=False, default=0)
+    error: Exception | None = field(init=False, default=None)
+    is_prompt_fed: bool = field(init=False, default=False)
+    cached_tokens: int = field(init=False, default=0)
+    prefix_key: Hashable = field(init=False, default=None)
+    needs_logits: bool = field(init=False)
+    sampler_vocab_size: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        request = self.request
         self.position = self.start
-        self.known = list(self.request.prompt)
-        self._unseen = self.hidden
-        self._stop = StopStrings(self.request.stop)
-        self._context: mx.array | None = None
-        self._reported = -1
+        self.pending = list(request.prompt)
+        self.needs_logits = bool(
+            self.matcher is not None
+            or request.sampler
+            or request.logits_processors
+            or request.logprobs
+        )
+        self._context: mx.array | None = None  # for logits processors
+        self._reported = -1 if request.on_prefill else len(request.prompt)
+
+    # -- the adapter
 
     @property
     def adapter(self) -> ResidentAdapter | None:
@@ -90,28 +113,11 @@ class Row:
         return None if self.lease is None else self.lease.resident
 
     def release(self) -> None:
-        """Give the adapter back."""
+        """Release the lease on the adapter."""
         if self.lease is not None:
             self.lease.release()
 
-    def report(self, done: int) -> None:
-        """Call `on_prefill` if more of the prompt is done than it knows. Its error is the row's."""
-        whole = len(self.request.prompt)
-        done = min(done, whole)
-        if self.request.on_prefill is None or done <= self._reported:
-            return
-        self._reported = done
-        try:
-            self.request.on_prefill(done, whole)
-        except Exception as error:
-            self.error = self.error or error
-
-    @property
-    def needs_logits(self) -> bool:
-        """True if the next token, or its response, depends on more than which logit is the largest."""
-        request = self.request
-        is_plain = not (request.sampler or request.logits_processors or request.logprobs)
-        return self.matcher is not None or not is_plain
+    # -- tokens in the cache
 
     @property
     def is_full(self) -> bool:
@@ -121,16 +127,39 @@ class Row:
     @property
     def surplus(self) -> int:
         """Tokens in the cache past prompt and answer, whose last token is not fed."""
-        return max(0, self.position - self._needed)
-
-    @property
-    def _needed(self) -> int:
-        return self.start + len(self.request.prompt) + len(self.tokens) - 1
+        needed = self.start + len(self.request.prompt) + len(self.tokens) - 1
+        return max(0, self.position - needed)
 
     @property
     def ends(self) -> bool:
         """True if the row can't be fed the token that was drawn last."""
         return self.sampled == self.request.max_tokens or self.error is not None or self.is_full
+
+    @property
+    def last_token(self) -> int:
+        """The last token of prompt and answer that was read back and is not pending."""
+        known = len(self.tokens) - len(self.pending)
+        return self.tokens[known - 1] if known else int(self.request.prompt[-1])
+
+    def settle(self, fed: int) -> None:
+        """Record that the cache holds `fed` more tokens, and that all of the answer was read back."""
+        self.position += fed
+        self.sampled, self._context = len(self.tokens), None
+
+    def report(self, done: int) -> None:
+        """Call `on_prefill` if more prompt tokens are done than it knows. Its error is the row's."""
+        whole = len(self.request.prompt)
+        done = min(done, whole)
+        if done <= self._reported:
+            return
+        self._reported = done
+        try:
+            assert self.request.on_prefill is not None
+            self.request.on_prefill(done, whole)
+        except Exception as error:
+            self.error = self.error or error
+
+    # -- drawing
 
     def seed_at(self, index: int) -> int:
         """Seed of the draw of answer token `index`, counted from the row's own: nothing has to be read back."""
@@ -147,140 +176,220 @@ class Row:
         self._context = mx.concatenate([self._context, token.astype(mx.int32)])
         return self._context
 
-    @property
-    def last_token(self) -> int:
-        """The last token of prompt and answer, as far as it was read back; forced tokens are behind it."""
-        told = len(self.tokens) - len(self.known)
-        return self.tokens[told - 1] if told else int(self.request.prompt[-1])
+    # -- the answer
 
-    def settle(self, fed: int) -> None:
-        """Take note that the cache holds `fed` more tokens, and that all of the answer was read back."""
-        self.position += fed
-        self.sampled, self._context = len(self.tokens), None
-
-    def accept(self, token: int, end_tokens: set[int]) -> tuple[str, str | None]:
-        """Take the answer's next token.
+    def take(self, token: int, max_logit: float, logprobs: mx.array | None) -> list[TokenResponse]:
+        """Append a drawn token, and the tokens that the constraint forces after it; return their responses.
 
         Args:
             token: id of the token.
-            end_tokens: ids that end an answer.
-
-        Returns:
-            The text to show, and the finish reason.
+            max_logit: the largest logit that it was drawn from; NaN or infinite if no token could be drawn.
+            logprobs: (vocab_size,) log-probabilities; None if the request needs none.
         """
+        if self._reported < len(self.request.prompt):
+            self.report(len(self.request.prompt))
+        if self.error is None:
+            if not math.isfinite(max_logit):
+                self.error = _no_token_error(max_logit, self.request)
+            elif self.sampler_vocab_size is not None and not 0 <= token < self.sampler_vocab_size:
+                self.error = RequestError(
+                    f"The sampler returned the token {token}; this model's tokens go from 0 to "
+                    f"{self.sampler_vocab_size - 1}."
+                )
+            if self.error is not None:
+                return [self.failure()]
+        text, reason = self._accept(token)
+        error = self.error if reason == "error" else None
+        cached = self.cached_tokens
+        responses = [
+            TokenResponse(self.id, token, text, logprobs, reason, error, cached_tokens=cached)
+        ]
+        if reason is None and self.matcher is not None:
+            responses += self.take_forced()
+        if responses[-1].finish_reason is not None:
+            responses[-1].draft_counts = self.draft_counts
+        return responses
+
+    def take_forced(self) -> list[TokenResponse]:
+        """Append the tokens that the constraint forces next, as pending tokens; return their responses."""
+        responses: list[TokenResponse] = []
+        if self.matcher is None:
+            return responses
         try:
-            return self._accept(token, end_tokens)
+            forced = self.matcher.forced()
+        except Exception as problem:
+            self.error = problem  # the next token ends the row
+            return responses
+        for token in forced:
+            text, reason = self._accept(token)
+            logprobs = None
+            if self.request.logprobs:  # there was no alternative
+                assert self.vocab_size is not None
+                logprobs = mx.where(mx.arange(self.vocab_size) == token, 0.0, -math.inf)
+            error = self.error if reason == "error" else None
+            response = TokenResponse(self.id, token, text, logprobs, reason, error, is_forced=True)
+            response.cached_tokens = self.cached_tokens
+            responses.append(response)
+            self.pending.append(token)
+            if reason is not None:
+                break
+        self.sampled = len(self.tokens)
+        return responses
+
+    def failure(self) -> TokenResponse:
+        """Make the last response of a row that ends with its error before another token."""
+        try:
+            text, _ = self.text.show(ended=True)
+        except Exception:  # the detokenizer's; the row has an error already
+            text = ""
+        cached = self.cached_tokens
+        return TokenResponse(self.id, -1, text, None, "error", self.error, cached_tokens=cached)
+
+    def _accept(self, token: int) -> tuple[str, str | None]:
+        """Append the answer's next token; return the text to show and the finish reason."""
+        try:
+            self.tokens.append(token)
+            is_end = token in self.end_tokens
+            if not is_end:
+                try:
+                    self.text.add(token)
+                except Exception as error:
+                    # For example, if the model has more logits than the tokenizer has tokens.
+                    self.error = self.error or error
+            matcher = self.matcher
+            if matcher is not None and self.error is None:
+                try:
+                    matcher.accept(token)
+                    is_end = is_end or matcher.is_stopped
+                except ConstraintError as error:
+                    self.error = error
+            reason: str | None = "stop"
+            if not is_end:
+                reason = "length" if len(self.tokens) == self.request.max_tokens else None
+                held = self.start + len(self.request.prompt) + len(self.tokens) - 1
+                is_full = self.bound is not None and held >= self.bound
+                if reason is None and self.error is None and is_full:
+                    self.error = ContextLengthError(
+                        f"The context of {self.bound} tokens is full after {len(self.tokens)} new ones. Ask "
+                        "for fewer, raise max_kv_size, or ask for a sliding window."
+                    )
+            if self.error is not None:
+                reason = "error"
+            is_cut_off = reason is not None and matcher is not None and not matcher.is_complete
+            if is_cut_off and self._complete():
+                self.error, reason, is_cut_off = None, "length", False
+            text, stopped = self.text.show(ended=reason is not None)
+            reason = "stop" if stopped else reason
+            if is_cut_off or (stopped and matcher is not None and not matcher.is_complete):
+                self._fail_incomplete(reason or "")
+                reason = "error"
+            return text, reason
         except Exception as error:
             self.error = self.error or error
             return "", "error"
 
-    def _accept(self, token: int, end_tokens: set[int]) -> tuple[str, str | None]:
-        self.tokens.append(token)
-        is_end = token in end_tokens
-        if not is_end:
-            try:
-                self.detokenizer.add_token(token)
-            except Exception as error:
-                # As where the model has more logits than the tokenizer has tokens.
-                self.error = self.error or error
-        if self.matcher is not None and self.error is None:
-            try:
-                self.matcher.accept(token)
-                is_end = is_end or self.matcher.is_stopped
-            except ConstraintError as error:
-                self.error = error
-        reason: str | None = "stop"
-        if not is_end:
-            reason = "length" if len(self.tokens) == self.request.max_tokens else None
-            if reason is None and self.error is None and self._has_no_room:
-                self.error = ContextLengthError(
-                    f"The context of {self.bound} tokens is full after {len(self.tokens)} new ones. Ask for "
-                    "fewer, raise max_kv_size, or ask for a sliding window."
-                )
-        if self.error is not None:
-            reason = "error"
-        is_cut = reason is not None and self.matcher is not None and not self.matcher.is_complete
-        if is_cut and self._completed():
-            self.error, reason, is_cut = None, "length", False
-        text, stopped = self.show(ended=reason is not None)
-        reason = "stop" if stopped else reason
-        if is_cut or (stopped and self.matcher is not None and not self.matcher.is_complete):
-            self._cut_off(reason or "")
-            reason = "error"
-        return text, reason
-
-    def force(self, end_tokens: set[int]) -> list[tuple[int, str, str | None]]:
-        """Take the tokens that the constraint forces next; the model is to be fed them.
-
-        Returns:
-            For each token its id, and what `accept` returns; often none.
-        """
-        taken: list[tuple[int, str, str | None]] = []
-        if self.matcher is None:
-            return taken
-        try:
-            forced = self.matcher.forced()
-        except Exception as error:
-            self.error = error  # the next token ends the row
-            return taken
-        for token in forced:
-            taken.append((token, *self.accept(token, end_tokens)))
-            if taken[-1][2] is not None:
-                break
-        self.known += [token for token, _, _ in taken]
-        self.sampled = len(self.tokens)
-        return taken
-
     @property
-    def _has_no_room(self) -> bool:
-        return self.bound is not None and self._needed >= self.bound
+    def _is_at_limit(self) -> bool:
+        """True if nothing ends the row except a limit: of tokens, or of the context."""
+        return self.error is None or isinstance(self.error, ContextLengthError)
 
-    def _completed(self) -> bool:
-        """Append the shortest text that meets the constraint, if the request wants that and there is one."""
+    def _complete(self) -> bool:
+        """Append the shortest text that meets the constraint; False if none is wanted or found."""
         if self.request.at_limit != "complete" or not self._is_at_limit:
             return False
+        from afm_mlx.guidance.matcher import shortest_completion
+
         assert self.matcher is not None
         completion = shortest_completion(self.matcher)
         for token in completion or ():
-            self.detokenizer.add_token(token)
+            self.text.add(token)
         return completion is not None
 
-    @property
-    def _is_at_limit(self) -> bool:
-        """True if nothing ends the row but a limit: of tokens, or of the context."""
-        return self.error is None or isinstance(self.error, ContextLengthError)
-
-    def _cut_off(self, reason: str) -> None:
-        """Make the error of an answer that ends before its constraint is met."""
+    def _fail_incomplete(self, reason: str) -> None:
+        """Set the error of an answer that ends before its constraint is met."""
+        if not self._is_at_limit:
+            return
         assert self.matcher is not None
         causes = {
             "length": f"it had {len(self.tokens)} tokens",
             "stop": "a stop string came",
             "error": "the context was full",
         }
-        if self._is_at_limit:
-            answer = self.detokenizer.text[self.hidden :]
-            self.error = IncompleteError(
-                f"The answer ended when {causes[reason]}, before its constraint ({self.matcher.what}) was met. "
-                'Raise max_tokens, or ask for the shortest completion with at_limit="complete". So far it is: '
-                f"{shown(answer)}",
-                answer,
-            )
+        answer = self.text.whole
+        self.error = IncompleteError(
+            f"The answer ended when {causes[reason]}, before its constraint ({self.matcher.what}) was met. "
+            'Raise max_tokens, or ask for the shortest completion with at_limit="complete". The answer so '
+            f"far is: {shown(answer)}",
+            answer,
+        )
 
-    def rest(self) -> str:
-        """Return the text that is left to show, for a row that ends with an error."""
-        try:
-            return self.show(ended=True)[0]
-        except Exception:  # the detokenizer's; the row has an error already
-            return ""
+
+def _no_token_error(max_logit: float, request: Request) -> LogitsError:
+    """Return the error of a row for which no token could be drawn: its largest logit is NaN or infinite."""
+    if max_logit == -math.inf and request.constraint is not None:
+        return LogitsError(
+            f"The {request.constraint.what} allows no token here whose logit is above -infinity. Leave out "
+            "logits processors that ban tokens."
+        )
+    if max_logit == -math.inf:
+        return LogitsError(
+            "Every token is banned: all logits are -infinity. The logits processors of a request have to leave "
+            "one token at least."
+        )
+    source = "The model's logits"
+    if request.logits_processors:
+        source += ", or what the logits processors made of them,"
+    return LogitsError(
+        f"{source} hold {max_logit}: no token can be chosen. Weights, adapters or scales that hold NaN or "
+        "overflow lead to that; load them in another type (bfloat16, float32), or take other ones."
+    )
+
+
+# -- text
+
+
+class Detokenizer(Protocol):
+    """What a tokenizer's detokenizer does, ours and mlx-lm's."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def last_segment(self) -> str: ...
+    def add_token(self, token: int) -> None: ...
+    def finalize(self) -> None: ...
+
+
+class AnswerText:
+    """The text of an answer, without its stop strings and its hidden beginning.
+
+    Args:
+        detokenizer: turns tokens into text.
+        stop: strings that end the text.
+        hidden: characters at the answer's beginning that repeat the prompt's end, and are not shown.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), hidden: int = 0):
+        self._detokenizer = detokenizer
+        self._stop = StopStrings(stop) if stop else None
+        self._hidden = self._left_to_hide = hidden
+        self.add: Callable[[int], None] = detokenizer.add_token
+
+    @property
+    def whole(self) -> str:
+        """All text so far, shown or withheld."""
+        return self._detokenizer.text[self._hidden :]
 
     def show(self, ended: bool) -> tuple[str, bool]:
-        """Returns the text to show next, all of it once the answer has ended; and whether it stops there."""
+        """Return the text to show next, all of it if `ended`; and True if a stop string ends it."""
         if ended:
-            self.detokenizer.finalize()
-        segment = self.detokenizer.last_segment
-        more, self._unseen = segment[self._unseen :], max(0, self._unseen - len(segment))
-        text, stopped = self._stop.feed(more)
+            self._detokenizer.finalize()
+        segment = self._detokenizer.last_segment
+        if self._left_to_hide:
+            hidden = self._left_to_hide
+            segment, self._left_to_hide = segment[hidden:], max(0, hidden - len(segment))
+        if self._stop is None:
+            return segment, False
+        text, stopped = self._stop.feed(segment)
         return text + self._stop.flush() if ended and not stopped else text, stopped
 
 
@@ -303,9 +412,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Return the text that is safe to show, and whether a stop string was completed."""
-        if not self._stop:
-            return text, False
+        """Return the text that is safe to show, and True if a stop string was completed."""
         held = self._held + text
         for at, character in enumerate(text, start=len(self._held) + 1):
             for i, (string, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
@@ -316,12 +423,12 @@ class StopStrings:
                 if matched == len(string):
                     self._held = ""
                     return held[: at - matched], True
-        safe = len(held) - max(self._matched)
+        safe = len(held) - max(self._matched, default=0)
         self._held = held[safe:]
         return held[:safe], False
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return the withheld text, once no more text comes."""
         held, self._held = self._held, ""
         return held
 
@@ -336,3 +443,99 @@ def _borders(string: str) -> list[int]:
         length += string[i] == string[length]
         borders[i] = length
     return borders
+
+
+# -- adapters
+
+
+class RowAdapters:
+    """Leases the adapters of an engine's rows from its pool, and activates them in its model.
+
+    Args:
+        model: the model that the engine runs.
+        pool: the engine's adapters; None if rows have no adapter except one that is attached to the model.
+
+    Raises:
+        RequestError: if the pool is another model's, or the model has an attached adapter as well.
+    """
+
+    def __init__(self, model: nn.Module, pool: AdapterPool | None):
+        self._model, self._pool = model, pool
+        if pool is None:
+            return
+        if not isinstance(pool, AdapterPool):
+            raise RequestError(
+                f"adapters is {pool!r}; a pool is needed: AdapterPool(model), with adapters registered by name."
+            )
+        if not pool.serves(model):
+            raise RequestError(
+                "The adapter pool was made for another model; make one for this model."
+            )
+        if bind(model).batch is not None:
+            raise RequestError(
+                "The model has an attached adapter that all rows use, and an adapter pool too. Detach the "
+                "adapter (detach_adapter)."
+            )
+
+    def lease(self, adapter: AdapterChoice | None) -> Lease | None:
+        """Lease the adapter that a request names, and start loading it; None for none.
+
+        Raises:
+            RequestError: see `AdapterPool.request`; and if there is no pool.
+        """
+        if adapter is None:
+            return None
+        if self._pool is None:
+            raise RequestError(
+                f"The request names the adapter {adapter!r}, and there is no adapter pool: give the engine, or "
+                "the function that generates, adapters=AdapterPool(model)."
+            )
+        return self._pool.request(adapter)
+
+    def wait(self, rows: Iterable[Row], seconds: float) -> None:
+        """Wait until the first of the rows' adapters is loaded or has failed; at once if no row has one."""
+        leases = [row.lease for row in rows if row.lease is not None]
+        if self._pool is not None and leases:
+            self._pool.wait(leases, seconds)
+
+    def using(self, batch: BatchAdapters | None) -> AbstractContextManager[None]:
+        """Have the model add these adapters to what is computed inside the context."""
+        # Bound each time, because `detach_adapter` unbinds the model and may have been called since.
+        return nullcontext() if self._pool is None else bind(self._model).using(batch)
+
+    def fingerprint(self, row: Row) -> str:
+        """Return the fingerprint of the adapter that a row's keys and values depend on; "" without one."""
+        if self._pool is None:
+            return adapter_fingerprint(self._model) or ""
+        return "" if row.adapter is None else row.adapter.fingerprint
+
+    def refusal(self, row: Row, cache: Sequence[Any]) -> Exception | None:
+        """Return why a row can't start: its adapter has failed to load, or its cache was filled under another.
+
+        None if the row can start, and while its adapter loads.
+        """
+        if row.lease is not None and not row.lease.ready:
+            failure: Exception | None = row.lease.error
+            return failure
+        filled_under: str | None = getattr(cache[0], "adapter", None)
+        if filled_under is None or cache[0].empty():
+            return None
+        if filled_under == (wanted := self.fingerprint(row)):
+            return None
+        return RequestError(
+            f"The prompt cache was filled under {self._described(filled_under)}, and the request runs with "
+            f"{self._described(wanted)}. Keys and values don't carry over: begin a new cache, or name "
+            "the other adapter."
+        )
+
+    def _described(self, fingerprint: str) -> str:
+        if not fingerprint:
+            return "no adapter"
+        name = None if self._pool is None else self._pool.name_of(fingerprint)
+        return f"the adapter {name or 'with fingerprint'} ({fingerprint})"
+
+
+def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:
+    """Return the adapters that a batch's rows use; None if no row has one."""
+    residents = [row.adapter for row in rows]
+    return BatchAdapters.of(residents) if any(residents) else None

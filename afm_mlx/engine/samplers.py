@@ -1,20 +1,20 @@
-"""From log-probabilities to a token: `make_sampler`, with mlx-lm's arguments and meaning.
+"""`make_sampler` and `make_logits_processors`, with mlx-lm's arguments and meaning.
 
-mlx-lm's own lies beside its models, and importing those takes seconds. Tokens are filtered in mlx-lm's order:
-top-p, min-p, XTC, top-k.
+mlx-lm's own are defined next to its models, and importing those takes seconds. Tokens are filtered in mlx-lm's
+order: top-p, min-p, XTC, top-k.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.engine.request import Sampler
+from afm_mlx.engine.request import LogitsProcessor, Sampler
 from afm_mlx.errors import RequestError, shown
 
 REAL = (int, float, np.integer, np.floating)
@@ -33,20 +33,20 @@ def make_sampler(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] | None = None,
 ) -> Sampler:
-    """A function from log-probabilities (..., vocab_size) to tokens (...), drawn from `mx.random`'s stream.
+    """Make a function that draws tokens (...) from log-probabilities (..., vocab_size), by `mx.random`.
 
     Args:
-        temp: temperature; 0 takes the most likely token, and nothing else matters.
+        temp: temperature; 0 takes the most likely token, whatever the other arguments are.
         top_p: keep the most likely tokens until their probabilities sum to this; 0 and 1 keep all.
         min_p: drop tokens below this share of the highest probability.
         min_tokens_to_keep: most likely tokens that `min_p` never drops.
         top_k: keep this many tokens; 0 keeps all.
-        xtc_probability: how often XTC drops the tokens above its threshold, all but the least likely of them.
+        xtc_probability: how often XTC drops the tokens above its threshold, except the least likely of them.
         xtc_threshold: probability above which XTC drops tokens, up to 0.5.
         xtc_special_tokens: ids that XTC never drops.
 
     Raises:
-        RequestError: for a value outside of these.
+        RequestError: for a value that is not allowed.
     """
     sampler = FilteredSampler(
         temp=_number("temp", temp),
@@ -63,20 +63,20 @@ def make_sampler(
     return sampler if sampler.temp else greedy
 
 
-def _number(name: str, value: Any, high: float = HOTTEST) -> float:
+def _number(name: str, value: object, high: float = HOTTEST) -> float:
     if not isinstance(value, REAL) or not 0 <= value <= high:
         raise RequestError(f"{name} is {shown(value)}; allowed is a number of 0 to {high:g}.")
     return float(value)
 
 
-def _integer(name: str, value: Any, low: int = 0) -> int:
+def _integer(name: str, value: object, low: int = 0) -> int:
     if not isinstance(value, INTEGER) or value < low:
         raise RequestError(f"{name} is {shown(value)}; allowed is an integer of {low} or more.")
     return int(value)
 
 
 def greedy(logprobs: mx.array) -> mx.array:
-    """The most likely tokens."""
+    """Return the most likely tokens."""
     return mx.argmax(logprobs, axis=-1)
 
 
@@ -101,19 +101,19 @@ class FilteredSampler:
         return mx.take_along_axis(tokens, drawn[..., None], axis=-1)[..., 0]
 
     def candidates(self, logprobs: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Return the logits and the tokens that one is drawn from.
+        """Return the tokens that are left after filtering, with their logits.
 
         Args:
             logprobs: (..., vocab_size).
 
         Returns:
-            Logits over the temperature, -inf for what was filtered out; and the tokens that they are of, both
-            (..., top_k). Without top-k (..., vocab_size), and None for all tokens in their order.
+            Logits over the temperature, -inf for filtered tokens; and the ids of their tokens, both (...,
+            top_k). Without top-k, (..., vocab_size) and None for all tokens in their order.
         """
         tokens, total = None, None
         if self.top_k and not self.xtc_probability:
-            # Top-p and min-p look at nothing but more likely tokens: they find the same ones among the k most
-            # likely, which a partition gives, where top-p of all tokens has to sort them.
+            # Top-p and min-p look at more likely tokens only: they find the same ones among the k most likely,
+            # which a partition gives, while top-p of all tokens has to sort them.
             if 0 < self.top_p < 1:
                 total = mx.exp(mx.logsumexp(logprobs, axis=-1, keepdims=True))
             logprobs, tokens = most_likely(logprobs, self.top_k)
@@ -133,10 +133,10 @@ class FilteredSampler:
 
 
 def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The `count` highest of `logprobs` (..., vocab_size), and their tokens, which rise, both (..., count).
+    """Return the `count` highest of `logprobs` (..., vocab_size), and their rising tokens, both (..., count).
 
-    The order does not depend on the last bit of a log-probability, and so a seed draws the same in company,
-    where products are rounded otherwise than alone.
+    The order does not depend on the last bit of a log-probability. So a seed draws the same token in a batch,
+    where products are rounded differently, as alone.
     """
     count = min(count, logprobs.shape[-1])
     tokens = mx.sort(mx.argpartition(logprobs, kth=-count, axis=-1)[..., -count:], axis=-1)
@@ -144,12 +144,12 @@ def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 
 def keep_top_p(logprobs: mx.array, top_p: float, total: mx.array | None) -> mx.array:
-    """Drop each token (as -inf) whose more likely ones have `top_p` of all probability between them.
+    """Drop each token (to -inf) whose more likely tokens have a probability of `top_p` together.
 
     Args:
         logprobs: (..., candidates).
         top_p: more than 0.
-        total: (..., 1) probability of all tokens, where there are others than the candidates.
+        total: (..., 1) probability of all tokens, if there are others than the candidates; else None.
     """
     rising = mx.sort(logprobs, axis=-1)
     probabilities = mx.exp(rising.astype(mx.float32))
@@ -157,13 +157,13 @@ def keep_top_p(logprobs: mx.array, top_p: float, total: mx.array | None) -> mx.a
     if total is None:
         total = above[..., :1] + probabilities[..., :1]
     dropped = (above >= top_p * total).sum(axis=-1, keepdims=True)
-    # Where rounding drops all, the most likely token stays.
+    # If rounding drops all, the most likely token stays.
     first = mx.minimum(dropped, logprobs.shape[-1] - 1)
     return mx.where(logprobs < mx.take_along_axis(rising, first, axis=-1), -mx.inf, logprobs)
 
 
 def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:
-    """Drop tokens (as -inf) below `min_p` times the highest probability, but for the most likely ones."""
+    """Drop tokens (to -inf) below `min_p` times the highest probability, except the most likely ones."""
     lowest = logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     if min_tokens_to_keep > 1:
         count = min(min_tokens_to_keep, logprobs.shape[-1])
@@ -177,7 +177,7 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.
 def drop_top_choices(
     logprobs: mx.array, threshold: float, special_tokens: Sequence[int]
 ) -> mx.array:
-    """XTC: drop all tokens (as -inf) above the threshold but the least likely of them.
+    """Drop all tokens (to -inf) above the threshold except the least likely of them (XTC).
 
     Raises:
         RequestError: for a special token that is not in the vocabulary.
@@ -194,3 +194,110 @@ def drop_top_choices(
     if special_tokens:
         dropped[..., mx.array(special_tokens)] = False
     return mx.where(dropped, -mx.inf, logprobs)
+
+
+# -- logits processors
+
+CONTEXT_SIZE = 20
+"""mlx-lm's default: the newest tokens that a penalty looks at."""
+LIMIT = 1e30
+"""Largest bias and penalty: with more, logits would leave float32."""
+
+
+def make_logits_processors(
+    logit_bias: Mapping[int, float] | None = None,
+    repetition_penalty: float | None = None,
+    repetition_context_size: int | None = CONTEXT_SIZE,
+    presence_penalty: float | None = None,
+    presence_context_size: int | None = CONTEXT_SIZE,
+    frequency_penalty: float | None = None,
+    frequency_context_size: int | None = CONTEXT_SIZE,
+) -> list[LogitsProcessor]:
+    """Return the processors that the arguments ask for; none for None, and for a penalty of 0.
+
+    A processor maps the tokens so far, prompt and answer, and logits (rows, vocab_size) to other logits.
+
+
+    Args:
+        logit_bias: numbers that are added to the logits of tokens, by their ids; -inf forbids a token.
+        repetition_penalty: logits of tokens in the context are divided by it where they are positive, else
+            multiplied (arXiv 1909.05858); above 1 makes them less likely.
+        presence_penalty: number that is subtracted from the logits of tokens in the context.
+        frequency_penalty: number that is subtracted for each time that a token is in the context.
+        repetition_context_size, presence_context_size, frequency_context_size: newest tokens that are the
+            context; None or 0 for all.
+
+    Raises:
+        RequestError: for a value that can't be used.
+    """
+    processors: list[LogitsProcessor] = []
+    if logit_bias:
+        processors.append(_bias(logit_bias))
+    for name, weaken, penalty, size in (
+        ("repetition", _repetition, repetition_penalty, repetition_context_size),
+        ("presence", _presence, presence_penalty, presence_context_size),
+        ("frequency", _frequency, frequency_penalty, frequency_context_size),
+    ):
+        _check(name, penalty, size)
+        if penalty:
+            processors.append(partial(weaken, float(penalty), int(size or 0)))
+    return processors
+
+
+def _check(name: str, penalty: object, size: object) -> None:
+    if not (penalty is None or (isinstance(penalty, REAL) and -LIMIT <= penalty <= LIMIT)):
+        raise RequestError(
+            f"{name}_penalty is {shown(penalty)}; allowed is a number of {-LIMIT:g} to {LIMIT:g}."
+        )
+    if name == "repetition" and penalty and penalty < 1 / LIMIT:
+        raise RequestError(
+            f"repetition_penalty is {shown(penalty)}; allowed are {1 / LIMIT:g} and more, and 0 for none."
+        )
+    if not (size is None or (isinstance(size, INTEGER) and size >= 0)):
+        raise RequestError(
+            f"{name}_context_size is {shown(size)}; allowed is an integer of 0 or more."
+        )
+
+
+def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:
+    for token, bias in logit_bias.items():
+        is_bias = isinstance(bias, REAL) and (bias == -math.inf or -LIMIT <= bias <= LIMIT)
+        if not (isinstance(token, INTEGER) and token >= 0 and is_bias):
+            raise RequestError(
+                f"logit_bias has {shown(bias)} for the token {shown(token)}; needed are ids of tokens, and "
+                f"numbers of {-LIMIT:g} to {LIMIT:g} or -inf."
+            )
+    highest = max(logit_bias)
+    values = mx.array([float(bias) for bias in logit_bias.values()])
+
+    def add(_: mx.array, logits: mx.array) -> mx.array:
+        if highest >= logits.shape[-1]:
+            raise RequestError(
+                f"logit_bias has the token {shown(highest)}; this model's go from 0 to "
+                f"{logits.shape[-1] - 1}."
+            )
+        return logits.at[:, mx.array(list(logit_bias))].add(values)
+
+    return add
+
+
+def _repetition(penalty: float, size: int, tokens: mx.array, logits: mx.array) -> mx.array:
+    recent = tokens[-size:]
+    found = logits[:, recent]
+    return _with(logits, recent, mx.where(found < 0, found * penalty, found / penalty))
+
+
+def _presence(penalty: float, size: int, tokens: mx.array, logits: mx.array) -> mx.array:
+    recent = tokens[-size:]
+    return _with(logits, recent, logits[:, recent] - penalty)
+
+
+def _frequency(penalty: float, size: int, tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits.at[:, tokens[-size:]].subtract(penalty)
+
+
+def _with(logits: mx.array, tokens: mx.array, values: mx.array) -> mx.array:
+    """Return logits with new values for some tokens; a token that occurs twice has its value twice."""
+    changed = mx.array(logits)
+    changed[:, tokens] = values
+    return changed

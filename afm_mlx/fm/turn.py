@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.engine.request import MASK64, Request, Response
+from afm_mlx.engine.request import MASK64, Request
 from afm_mlx.engine.samplers import make_sampler
 from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, shown
 from afm_mlx.fm.answer_form import AnswerForm
@@ -78,7 +78,7 @@ class Answer:
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    def take(self, response: Response, tokenizer: Tokenizer, top: int | None) -> None:
+    def take(self, response: TokenResponse, tokenizer: Tokenizer, top: int | None) -> None:
         """Add the engine's next response.
 
         Args:

@@ -16,8 +16,8 @@ import numpy as np
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
-from afm_mlx.engine.speculation.draft import Draft
 from afm_mlx.engine.speculation.draft_model import DraftModel
+from afm_mlx.engine.speculation.draft_tokens import Draft
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.measure.benchmark import NO_TEXT, Spread
 from afm_mlx.model.model import Model
@@ -68,8 +68,8 @@ class SetAcceptance(DraftModel):
         self.answers: Answers = {}
         self._rate, self._rng = rate, rng
 
-    def guess(self, guessing: dict[int, Draft]) -> list[int]:
-        super().guess(guessing)
+    def next_tokens(self, guessing: dict[int, Draft]) -> list[int]:
+        super().next_tokens(guessing)
         return [self._given(draft) for draft in guessing.values()]
 
     def _given(self, draft: Draft) -> int:
@@ -153,10 +153,10 @@ def _timed(
             if response.error is not None:
                 raise response.error
             answers[rows[response.row]].append(response.token)
-            if response.guesses is not None:
-                proposed += response.guesses.proposed
-                accepted += response.guesses.accepted
-                rounds += response.guesses.rounds
+            if response.draft_counts is not None:
+                proposed += response.draft_counts.proposed
+                accepted += response.draft_counts.accepted
+                rounds += response.draft_counts.rounds
         if not start and all(answers.values()):
             start, before = time.perf_counter(), sum(map(len, answers.values()))
     seconds = time.perf_counter() - start

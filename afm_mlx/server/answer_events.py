@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 
 from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.engine.logits_processors import make_logits_processors
-from afm_mlx.engine.request import MASK64, LogitsProcessor, Request, Response, Sampler
-from afm_mlx.engine.samplers import make_sampler
+from afm_mlx.engine.request import MASK64, LogitsProcessor, Request, Sampler
+from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.errors import AFMError, CheckpointError, IncompleteError
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
@@ -458,9 +457,9 @@ class _ChoiceTask:
         self._put(Ended(self._index, reason, stop_string, self.tokens))
         return reason
 
-    def _take(self, response: Response) -> None:
+    def _take(self, response: TokenResponse) -> None:
         """Make events of a response of the engine."""
-        if (guesses := response.guesses) is not None:
+        if (guesses := response.draft_counts) is not None:
             self.drafted, self.accepted = guesses.proposed, guesses.accepted
             self._served.metrics.drafts(guesses)
         token = response.token

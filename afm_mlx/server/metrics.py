@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from afm_mlx.engine.speculation.draft_length import RowGuesses
+from afm_mlx.engine.speculation.draft_length import DraftCounts
 
 PREFIX = "afm_mlx:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -163,7 +163,7 @@ class Metrics:
         if clock.first is not None and clock.last is not None and clock.sampled > 1:
             self._per_token.observe((clock.last - clock.first) / (clock.sampled - 1))
 
-    def drafts(self, drafts: RowGuesses) -> None:
+    def drafts(self, drafts: DraftCounts) -> None:
         """Count the draft tokens of an answer that has ended."""
         self._drafted.inc(drafts.proposed)
         self._accepted.inc(drafts.accepted)

@@ -5,7 +5,7 @@ import hashlib
 import json
 
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.prefix_cache import BLOCK, PrefixCache
+from afm_mlx.engine.prefix_cache import PAGE, PrefixCache
 from afm_mlx.engine.request import Request
 from tests.hostile.file_mutations import change_inside, changed_bytes, changed_json, pick
 from tests.hostile.harness import Case, run_cases
@@ -18,7 +18,7 @@ AXES = [0, 1, 2, 8, 63, 64, 65, 128, -1, 2**31, 2**62, 2**64, 10**400, 1.5, None
 
 def test_forged_files_change_no_answer(rng, tmp_path):
     tokenizer = WordTokenizer(SIZES["vocab_size"], ends=())
-    model, prompt = tiny(rng, kv_bits=8), some_prompt(rng, 2 * BLOCK + 5)
+    model, prompt = tiny(rng, kv_bits=8), some_prompt(rng, 2 * PAGE + 5)
 
     def ask():
         prefixes = PrefixCache(1 << 30, tmp_path / "kept")

@@ -32,11 +32,11 @@ class KnownAnswers:
 
 
 def outcome(model, tokenizer, requests, **options):
-    """The tokens, text, reason, type of error, and log-probabilities of each request; and the engine."""
+    """The tokens, text, finish reason, type of error, log-probabilities and draft counts of each request."""
     engine = Engine(model, tokenizer, **options)
     rows = [engine.submit(request) for request in requests]
     found = run(engine)
-    return [described(found[row]) for row in rows], engine
+    return [described(found[row]) for row in rows]
 
 
 def described(responses):
@@ -47,4 +47,5 @@ def described(responses):
         last.finish_reason,
         type(last.error),
         [None if r.logprobs is None else r.logprobs[max(r.token, 0)].item() for r in responses],
+        last.draft_counts,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.generation import GenerationResponse, stream_generate
-from afm_mlx.engine.prompt_reuse import PromptCaches
+from afm_mlx.engine.prompt_cache import PromptCaches
 from afm_mlx.errors import AFMError, RequestError, TokenizerError
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
 

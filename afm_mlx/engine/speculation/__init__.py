@@ -1,16 +1,15 @@
-"""Speculative decoding: tokens are guessed cheaply, and the model checks several of them in one step.
+"""Speculative decoding: draft tokens are cheap, and the model verifies several of them in one step (`step.py`).
 
 | file | what it holds |
 | --- | --- |
-| `drafting.py` | what an engine drafts with, and for which rows; how often it was right |
-| `draft.py` | the tokens that one row is fed in one step |
-| `draft_model.py`, `prompt_lookup.py` | the two ways to guess |
-| `draft_length.py` | how many tokens to guess: what steps cost, how many guesses are right |
-| `speculative_decoding.py`, `verification.py` | a step with guesses; which of them stand |
+| `drafting.py` | what an engine drafts with, for which rows |
+| `draft_tokens.py` | the draft tokens of one row in one step; look-up in the prompt |
+| `draft_model.py` | draft tokens of a smaller model |
+| `draft_length.py` | how many draft tokens pay: what steps cost, how many tokens are accepted |
 
-The token at a place is drawn from the model's logits there, by the row's own sampler with the seed of that
-place, as it is without a draft. A guess stands if it is that token. So an answer has the tokens that it has
-without speculation, whatever was guessed, and its distribution is untouched. Drafts are drawn with the same
+A token is drawn from the model's logits by the row's own sampler, with the seed of its place in the answer, as
+it is without a draft. A draft token is accepted if it is that token. So an answer has the same tokens as
+without speculation, whatever was drafted, and its distribution is unchanged. Drafts are drawn with the same
 seeds: where model and draft model agree on the probabilities, they agree on the token.
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192). Its

@@ -230,13 +230,13 @@ def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(rng, model, to
         await anext(decoding)
         waits = asyncio.create_task(answer(engine, prompts[1]))
         await idle(engine)
-        real = engine.engine._decoding.step
+        real = engine.engine.step
 
         def fails():
-            engine.engine._decoding.step = real
+            engine.engine.step = real
             raise kind("of the step")
 
-        engine.engine._decoding.step = fails
+        engine.engine.step = fails
         with pytest.raises(StepError, match=f"{kind.__name__}: .*of the step"):
             [r async for r in decoding]
         assert await waits == wanted
@@ -260,7 +260,7 @@ def test_an_engine_that_can_not_recover_fails_all_rows_and_another_one_is_made(
         def fails():
             raise KeyError("broken")
 
-        engine.engine._decoding.step = engine.engine._drop_started = fails
+        engine.engine.step = engine.engine.drop_started = fails
         with pytest.raises(StepError, match="broken"):
             [r async for r in running]
         with pytest.raises(StepError, match="broken"):
@@ -322,7 +322,7 @@ def test_guesses_that_are_no_tokens_end_their_row_alone(rng, model, tokenizer, t
     bad, good = (engine.submit(Request(p, 12, logprobs=False)) for p in prompts)
     found = run(engine)
     assert found[bad][-1].finish_reason == "error"
-    with pytest.raises(RequestError, match="was guessed"):
+    with pytest.raises(RequestError, match="A drafter proposed"):
         raise found[bad][-1].error
     assert "".join(response.text for response in found[good]) == wanted
 
@@ -338,10 +338,10 @@ def test_guesses_that_are_no_tokens_end_their_row_alone(rng, model, tokenizer, t
         lambda drafts: [d.masks.clear() for d in drafts],
         *(
             lambda drafts, name=name: [setattr(d, name, None) for d in drafts]
-            for name in ("fed", "masks", "proposed", "known", "row")
+            for name in ("fed", "masks", "proposed", "n_pending", "row")
         ),
     ],
-    ids="raises appends bypasses clears rewrites unmasks fed masks proposed known row".split(),
+    ids="raises appends bypasses clears rewrites unmasks fed masks proposed n_pending row".split(),
 )
 def test_a_drafter_that_fails_ends_the_rows_that_it_was_asked_for(rng, model, tokenizer, propose):
     prompts = [some_prompt(rng, 4) for _ in range(2)]

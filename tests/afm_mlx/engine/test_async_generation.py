@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from afm_mlx import threads
-from afm_mlx.engine.async_generation import stream_generate_async
-from afm_mlx.engine.generation import generate
+from afm_mlx.engine.generation import generate, stream_generate_async
 from afm_mlx.errors import RequestError
 from tests.tools.engines import some_prompt
 

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import attach_random_adapters
-from afm_mlx.engine import sampling
-from afm_mlx.engine.decoding import FORCED_ALONE, FORCED_IN_BATCH
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate
-from afm_mlx.engine.logits_processors import make_logits_processors
-from afm_mlx.engine.prompt_reuse import PromptCaches, tokens_in
+from afm_mlx.engine.prompt_cache import PromptCaches, tokens_in
 from afm_mlx.engine.request import Request
-from afm_mlx.engine.samplers import make_sampler
-from afm_mlx.engine.speculation import draft
+from afm_mlx.engine.row import Row
+from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.engine.speculation.drafting import Speculation
+from afm_mlx.engine.step import FORCED_ALONE, FORCED_IN_BATCH
 from afm_mlx.errors import ContextLengthError, IncompleteError, LogitsError, RequestError
+from afm_mlx.guidance import matcher
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.matcher import Matcher, fill_masks
 from tests.tools.cases import each
@@ -171,12 +170,12 @@ def test_rows_join_leave_and_are_cancelled_under_constraints(rng, model, tokeniz
 
 def test_the_masks_are_made_while_the_logits_are_computed(rng, model, tokenizer, monkeypatch):
     events = []
-    submit, fill = mx.async_eval, sampling.fill_masks
+    submit, fill = mx.async_eval, matcher.fill_masks
     monkeypatch.setattr(mx, "async_eval", lambda *a: (events.append("submit"), submit(*a)))
-    monkeypatch.setattr(sampling, "fill_masks", lambda m: (events.append("masks"), fill(m))[1])
+    monkeypatch.setattr(matcher, "fill_masks", lambda m: (events.append("masks"), fill(m))[1])
     engine = Engine(model, tokenizer)
-    read = engine._decoding._read
-    monkeypatch.setattr(engine._decoding, "_read", lambda f: (events.append("read"), read(f))[1])
+    take = Row.take
+    monkeypatch.setattr(Row, "take", lambda *a: (events.append("read"), take(*a))[1])
     engine.submit(
         Request(a_prompt(rng), 4, constraint=Constraint.regex("[a-z]+"), at_limit="complete")
     )
@@ -383,20 +382,19 @@ def test_a_full_context_is_still_an_error_of_rows_without_constraints(rng, model
 @pytest.mark.parametrize("speculation", [None, Speculation(prompt_lookup=True, num_draft_tokens=2)])
 def test_a_matcher_that_fails_ends_its_row_alone(rng, monkeypatch, speculation):
     engine = Engine(wide_model(rng), nano_tokenizer(), speculation=speculation)
-    bad, good = (
-        engine.submit(Request([5, 6, 7], 6, constraint=Constraint.regex(f"[{letters}]{{200}}")))
+    failing, other = (
+        engine.prepare(Request([5, 6, 7], 6, constraint=Constraint.regex(f"[{letters}]{{200}}")))
         for letters in ("a-f", "u-z")
     )
-    what = {row.id: row.matcher for row in engine._waiting}
-    what[bad].what = "failing"
+    failing.matcher.what = "failing"
+    bad, good = engine.submit_prepared(failing), engine.submit_prepared(other)
 
     def fails(given):
-        if any(matcher.what == "failing" for matcher in given):
+        if any(state.what == "failing" for state in given):
             raise KeyError("of the matcher")
         return fill_masks(given)
 
-    for module in (sampling, draft):
-        monkeypatch.setattr(module, "fill_masks", fails)
+    monkeypatch.setattr(matcher, "fill_masks", fails)
     found = run(engine)
     assert isinstance(found[bad][-1].error, KeyError)
     assert isinstance(found[good][-1].error, IncompleteError)

@@ -92,8 +92,9 @@ def test_the_longest_rows_columns_go_with_it(rng, tokenizer, kind):
     long = engine.submit(Request(some_prompt(rng, 400), 100, logprobs=False))
     for _ in range(2):
         engine.submit(Request(some_prompt(rng, 5), 200, logprobs=False))
-    while len(engine._decoding.batch.rows) < 3:
-        engine.step()
+    decoding = set()
+    while len(decoding) < 3:
+        decoding |= {response.row for response in engine.step()}
     with_long = engine.kv_bytes
     engine.cancel(long)
     engine.step()

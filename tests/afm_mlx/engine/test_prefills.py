@@ -2,7 +2,7 @@
 
 import pytest
 
-from afm_mlx.engine.engine import CPU_STEP, CPU_STEP_BESIDE, Engine
+from afm_mlx.engine.engine import CPU_STEP, CPU_STEP_WHILE_DECODING, Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.kernels import dispatch
 from tests.tools.engines import naive_greedy, some_prompt, tokens_of
@@ -66,8 +66,8 @@ def test_chunks_are_small_on_a_cpu_while_rows_decode(rng, model, tokenizer, chun
 
     alone, beside, rest = columns_of(None)
     assert alone == [CPU_STEP, CPU_STEP, 300 - 2 * CPU_STEP]
-    assert beside == [CPU_STEP_BESIDE] * 9 + [300 - 9 * CPU_STEP_BESIDE]
-    assert rest[0] == CPU_STEP_BESIDE
+    assert beside == [CPU_STEP_WHILE_DECODING] * 9 + [300 - 9 * CPU_STEP_WHILE_DECODING]
+    assert rest[0] == CPU_STEP_WHILE_DECODING
     assert CPU_STEP in rest
     assert sum(rest) == 300
     for asked in (50, 1000):

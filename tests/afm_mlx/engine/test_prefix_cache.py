@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.prefix_cache import BLOCK, PrefixCache
+from afm_mlx.engine.prefix_cache import PAGE, PrefixCache
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
@@ -48,20 +48,20 @@ def test_what_two_prompts_begin_with_is_computed_once(rng, tokenizer, kind):
     options = {"max_kv_size": 260, "sliding_window": True} if kind == "window" else {}
     prefixes = PrefixCache(LARGE)
     engine = Engine(model, tokenizer, prefix_cache=prefixes, prefill_step_size=50, **options)
-    first = some_prompt(rng, 2 * BLOCK + 9)
+    first = some_prompt(rng, 2 * PAGE + 9)
     said, _ = answer(engine, first)
     for prompt, found in (
         (first, len(first) - 1),  # the last token is always fed
         ([*first, *said, 3], len(first) + len(said) - 1),  # an answer's last token was not fed
-        ([*first[:BLOCK], *some_prompt(rng, 5)], None),
-        (first[: BLOCK + 7], BLOCK + 6),
-        ([*first[: BLOCK + 20], (first[BLOCK + 20] + 1) % VOCAB, 1, 2], BLOCK + 20),
+        ([*first[:PAGE], *some_prompt(rng, 5)], None),
+        (first[: PAGE + 7], PAGE + 6),
+        ([*first[: PAGE + 20], (first[PAGE + 20] + 1) % VOCAB, 1, 2], PAGE + 20),
         ([(first[0] + 1) % VOCAB, *first], 0),
     ):
         tokens, cached = answer(engine, prompt)
         assert tokens == scratch(model, tokenizer, prompt, **options)
         assert found is None or cached == found
-    assert prefixes.hits >= 4 * BLOCK
+    assert prefixes.hits >= 4 * PAGE
     assert prefixes.queries > prefixes.hits
     if kind == "window":
         long = some_prompt(rng, 700)
@@ -74,7 +74,7 @@ def test_what_two_prompts_begin_with_is_computed_once(rng, tokenizer, kind):
 def test_nobody_finds_what_another_owner_or_adapter_has_left(rng, model, tokenizer, tmp_path):
     from afm_mlx.adapters.pool import AdapterPool
 
-    prompt = some_prompt(rng, BLOCK + 10)
+    prompt = some_prompt(rng, PAGE + 10)
     whole = len(prompt) - 1
     with AdapterPool(model) as pool:
         adapters = Adapters(model, rng, tmp_path)
@@ -103,25 +103,25 @@ def test_nobody_finds_what_another_owner_or_adapter_has_left(rng, model, tokeniz
 
 def test_a_tiny_budget_keeps_what_was_used_last_and_is_never_exceeded(rng, model, tokenizer):
     probe = PrefixCache(LARGE)
-    answer(Engine(model, tokenizer, prefix_cache=probe), some_prompt(rng, BLOCK), 1)
+    answer(Engine(model, tokenizer, prefix_cache=probe), some_prompt(rng, PAGE), 1)
     block = probe.nbytes
     prefixes = PrefixCache(4 * block)
     engine = Engine(model, tokenizer, prefix_cache=prefixes)
-    prompts = [some_prompt(rng, 2 * BLOCK) for _ in range(3)]
+    prompts = [some_prompt(rng, 2 * PAGE) for _ in range(3)]
     answer(engine, prompts[0], 1)
     answer(engine, prompts[1], 1)
-    assert answer(engine, prompts[0], 1)[1] == 2 * BLOCK - 1
+    assert answer(engine, prompts[0], 1)[1] == 2 * PAGE - 1
     answer(engine, prompts[2], 1)  # makes room by the other one, from its end
     assert prefixes.evictions == 2
     assert [answer(engine, p, 1)[1] for p in (prompts[0], prompts[2], prompts[1])] == [
-        *[2 * BLOCK - 1] * 2,
+        *[2 * PAGE - 1] * 2,
         0,
     ]
-    long = some_prompt(rng, 7 * BLOCK)
+    long = some_prompt(rng, 7 * PAGE)
     answer(engine, long, 1)
-    assert answer(engine, long, 1)[1] == 4 * BLOCK  # as much of it as there is room for
+    assert answer(engine, long, 1)[1] == 4 * PAGE  # as much of it as there is room for
     assert prefixes.nbytes <= prefixes.budget
-    assert prefixes.tokens == 4 * BLOCK
+    assert prefixes.tokens == 4 * PAGE
     small = PrefixCache(100)
     assert answer(Engine(model, tokenizer, prefix_cache=small), long, 1)[1] == small.nbytes == 0
 
@@ -161,28 +161,27 @@ def test_cancelled_and_failed_rows_leave_what_they_have_computed(rng, model, tok
 def test_a_step_that_raises_leaves_nothing_of_its_own(rng, model, tokenizer, monkeypatch):
     prefixes = PrefixCache(LARGE)
     engine = Engine(model, tokenizer, prefix_cache=prefixes)
-    kept = some_prompt(rng, BLOCK + 5)
-    lost = [kept[0] ^ 1, *some_prompt(rng, BLOCK + 4)]  # which begins otherwise
+    kept = some_prompt(rng, PAGE + 5)
+    lost = [kept[0] ^ 1, *some_prompt(rng, PAGE + 4)]  # which begins otherwise
     answer(engine, kept)
     tokens = prefixes.tokens
     engine.submit(Request([*kept, 1], 9))
     engine.submit(Request(lost, 9))
     engine.step()
     assert prefixes.tokens > tokens
-    monkeypatch.setattr(engine._decoding, "_forward", lambda: 1 / 0)
+    monkeypatch.setattr(type(model), "__call__", lambda *inputs, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     engine.drop_started()
     monkeypatch.undo()
     assert answer(engine, lost)[1] == 0
-    assert answer(engine, kept)[1] == BLOCK + 4
-    assert not engine._prefixes._keys
+    assert answer(engine, kept)[1] == PAGE + 4
 
 
 def test_a_hundred_interleavings_have_the_answers_without_the_cache(rng, tokenizer):
     """Rows join, leave and are cancelled at random; prompts share what they begin with; the budget is short."""
     model = tiny(rng, kv_bits=8)
-    stems = [some_prompt(rng, n) for n in (3, BLOCK, BLOCK + 30, 2 * BLOCK + 9)]
+    stems = [some_prompt(rng, n) for n in (3, PAGE, PAGE + 30, 2 * PAGE + 9)]
     prompts = [
         [*stem[: rng.integers(1, len(stem) + 1)], *some_prompt(rng, 2)] for stem in stems * 4
     ]
@@ -215,7 +214,7 @@ def test_a_hundred_interleavings_have_the_answers_without_the_cache(rng, tokeniz
             told[row] += tokens
         assert told == asked
         assert prefixes.nbytes <= prefixes.budget
-        blocks = list(prefixes._blocks)
+        blocks = list(prefixes._pages)
         assert prefixes.nbytes == sum(block.nbytes for block in blocks)
         assert prefixes.tokens == sum(block.tokens for block in blocks)
     assert prefixes.evictions > 10

@@ -16,8 +16,8 @@ import pytest
 
 from afm_mlx.engine import prefix_cache_folder
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.prefix_cache import BLOCK, PrefixCache
-from afm_mlx.engine.prefix_cache_folder import SUFFIX, BlockLayout, PrefixFolder, block_name
+from afm_mlx.engine.prefix_cache import PAGE, PrefixCache
+from afm_mlx.engine.prefix_cache_folder import SUFFIX, PageLayout, PrefixFolder, page_name
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import RequestError
 from tests.tools.engines import SIZES, run, some_prompt, tiny
@@ -54,14 +54,14 @@ def test_a_later_process_finds_whole_blocks(rng, ask, tmp_path, kind):
     if kind == "zoo":
         model = zoo_model("llama", SIZES["vocab_size"], 3)
     kv = "int8" if kind == "int8" else "float"
-    prompt = some_prompt(rng, 3 * BLOCK + 10)
+    prompt = some_prompt(rng, 3 * PAGE + 10)
     answer, found = ask(model, prompt, kv=kv)
     assert (found, len(files(tmp_path))) == (0, 3)
-    assert ask(model, prompt, kv=kv) == (answer, 3 * BLOCK)
+    assert ask(model, prompt, kv=kv) == (answer, 3 * PAGE)
     assert ask(model, prompt, kv=kv, client="other")[1] == 0
-    other = [*prompt[: 2 * BLOCK + 3], *some_prompt(rng, 9)]
+    other = [*prompt[: 2 * PAGE + 3], *some_prompt(rng, 9)]
     answer, found = ask(model, other, kv=kv)
-    assert found == 2 * BLOCK
+    assert found == 2 * PAGE
     assert answer == ask(model, other, kv=kv, client="third")[0]
     assert ask(tiny(rng, kv_bits=8), prompt, kv=kv if kind != "zoo" else "int8")[1] == 0
     assert tmp_path.joinpath("kept").stat().st_mode & 0o077 == 0
@@ -69,7 +69,7 @@ def test_a_later_process_finds_whole_blocks(rng, ask, tmp_path, kind):
 
 def test_files_that_are_not_as_they_were_written_are_removed(rng, ask, tmp_path):
     model = tiny(rng, kv_bits=8)
-    prompt = some_prompt(rng, 2 * BLOCK + 5)
+    prompt = some_prompt(rng, 2 * PAGE + 5)
     answer, _ = ask(model, prompt)
     whole = {path: path.read_bytes() for path in files(tmp_path)}
     assert len(whole) == 2
@@ -110,7 +110,7 @@ def forged(data, change):
 
 def test_a_right_digest_makes_no_head_right(rng, ask, tmp_path):
     model = tiny(rng, kv_bits=8)
-    prompt = some_prompt(rng, 2 * BLOCK + 5)
+    prompt = some_prompt(rng, 2 * PAGE + 5)
     answer, _ = ask(model, prompt)
     whole = {path: path.read_bytes() for path in files(tmp_path)}
 
@@ -149,10 +149,10 @@ def test_a_right_digest_makes_no_head_right(rng, ask, tmp_path):
 
 
 def test_processes_that_share_a_folder_keep_to_its_budget_together(tmp_path):
-    arrays = [mx.zeros((1, 1, BLOCK, 16))]
+    arrays = [mx.zeros((1, 1, PAGE, 16))]
     mx.eval(arrays)
-    layout = BlockLayout.of(((0, 0),), arrays, BLOCK)
-    names = [block_name("", bytes([number])) for number in range(12)]
+    layout = PageLayout.of(((0, 0),), arrays, PAGE)
+    names = [page_name("", bytes([number])) for number in range(12)]
     size = 32 + len(layout.head(names[0])) + arrays[0].nbytes
     # A lock of the folder keeps two objects apart as it does two processes.
     one, other = (PrefixFolder(tmp_path, 4 * size + 1) for _ in range(2))
@@ -186,22 +186,22 @@ def test_processes_that_share_a_folder_keep_to_its_budget_together(tmp_path):
 
 def test_the_folder_keeps_to_its_budget(rng, ask, tmp_path):
     model = tiny(rng, kv_bits=8)
-    prompts = [some_prompt(rng, BLOCK + 1) for _ in range(4)]
+    prompts = [some_prompt(rng, PAGE + 1) for _ in range(4)]
     ask(model, prompts[0])
     (file,) = files(tmp_path)
     budget = int(2.5 * file.stat().st_size)
     for prompt in prompts[1:3]:
         ask(model, prompt, folder_budget=budget)
-    assert ask(model, prompts[1], folder_budget=budget)[1] == BLOCK  # it was used
+    assert ask(model, prompts[1], folder_budget=budget)[1] == PAGE  # it was used
     ask(model, prompts[3], folder_budget=budget)
     assert ask(model, prompts[1], budget=1, folder_budget=budget)[1] == 0  # no room in memory
     found = [ask(model, prompts[i], folder_budget=budget)[1] for i in (1, 3, 0)]
-    assert found == [BLOCK, BLOCK, 0]
+    assert found == [PAGE, PAGE, 0]
 
 
 def test_a_full_disk_ends_writing_with_one_warning(rng, ask, tmp_path, monkeypatch):
     model = tiny(rng, kv_bits=8)
-    prompt = some_prompt(rng, 4 * BLOCK)
+    prompt = some_prompt(rng, 4 * PAGE)
     write = Path.write_bytes
 
     def full(path, data):
@@ -223,7 +223,7 @@ def test_a_full_disk_ends_writing_with_one_warning(rng, ask, tmp_path, monkeypat
 
 def test_rows_go_on_while_files_are_read(rng, ask, tokenizer, tmp_path, monkeypatch):
     model = tiny(rng, kv_bits=8)
-    prompt, gate = some_prompt(rng, 2 * BLOCK + 5), threading.Event()
+    prompt, gate = some_prompt(rng, 2 * PAGE + 5), threading.Event()
     answer, _ = ask(model, prompt)
     decoded = prefix_cache_folder._decoded
     monkeypatch.setattr(
@@ -241,8 +241,7 @@ def test_rows_go_on_while_files_are_read(rng, ask, tokenizer, tmp_path, monkeypa
     gate.set()
     responses = run(engine)[row]
     assert [r.token for r in responses] == answer
-    assert responses[-1].cached_tokens == 2 * BLOCK
-    assert not engine._prefixes._reads
+    assert responses[-1].cached_tokens == 2 * PAGE
     prefixes.close()
 
 
@@ -260,7 +259,7 @@ def no_superuser():
 
 
 def test_a_folder_that_may_only_be_read_is_read(rng, tokenizer):
-    model, prompt = tiny(rng, kv_bits=8), some_prompt(rng, 2 * BLOCK + 10)
+    model, prompt = tiny(rng, kv_bits=8), some_prompt(rng, 2 * PAGE + 10)
 
     def ask(prefixes, prompt):
         engine = Engine(model, tokenizer, prefix_cache=prefixes)
@@ -281,7 +280,7 @@ def test_a_folder_that_may_only_be_read_is_read(rng, tokenizer):
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 prefixes = PrefixCache(LARGE, kept, folder_budget=1)  # nor is anything removed
-                assert ask(prefixes, prompt) == (answer, 2 * BLOCK)
+                assert ask(prefixes, prompt) == (answer, 2 * PAGE)
             (warning,) = told
             assert "may only be read. It goes on in memory, and reads" in str(warning.message)
         assert sorted(kept.iterdir()) == stored

@@ -5,7 +5,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from afm_mlx.engine.generation import stream_generate
-from afm_mlx.engine.prompt_reuse import PromptCaches, tokens_in
+from afm_mlx.engine.prompt_cache import PromptCaches, tokens_in
 from afm_mlx.errors import ContextLengthError
 from tests.tools.engines import SIZES, some_prompt
 from tests.tools.zoo import zoo_model

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 import afm_mlx
-from afm_mlx.engine.generation import generate
+from afm_mlx.engine.generation import generate, generate_as, stream_generate_as
 from afm_mlx.engine.samplers import make_sampler
-from afm_mlx.engine.typed_generation import generate_as, stream_generate_as
 from afm_mlx.errors import ConstraintError, IncompleteError, RequestError, TokenizerError
 from afm_mlx.guidance.types import answer_type
 from afm_mlx.tokenizer.tokenizer import load_tokenizer

@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
 from afm_mlx.adapters.active import adapter_arrays
-from afm_mlx.engine.decoding import Decoding
 from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.step import DecodeBatch
 from afm_mlx.errors import RequestError
 from afm_mlx.measure import benchmark
 from afm_mlx.measure.benchmark import Bench, BenchmarkCase, count_operations, run_case, step_cost
@@ -76,13 +76,13 @@ def test_the_engine_is_asked_for_what_the_case_says(model, rng, monkeypatch):
             assert not request.logprobs, "they would be computed in every step"
             return super().submit(request)
 
-    forward = Decoding._forward
+    forward = DecodeBatch._forward
 
     def watched_forward(self):
         lengths.append(self.batch.cache[0].lengths)
         return forward(self)
 
-    monkeypatch.setattr(Decoding, "_forward", watched_forward)
+    monkeypatch.setattr(DecodeBatch, "_forward", watched_forward)
     monkeypatch.setattr(benchmark, "Engine", Watched)
     Bench(model, case, "int8", None, rng).run(case.generated_tokens)
     assert asked == [(case.prompt_tokens, case.generated_tokens, [case.depth])] * case.batch

@@ -99,8 +99,8 @@ def test_rows_of_different_lengths_get_the_tokens_of_mlx_lms_blocks(rng):
         ids.append(engine.submit(Request(prompt, max_tokens=count, cache=cache)))
     for response in engine.run():
         assert response.error is None
-        if engine._decoding.batch.cache:
-            assert {type(entry) for entry in engine._decoding.batch.cache} == {ZooKVCache}
+        if engine._decode.batch.cache:
+            assert {type(entry) for entry in engine._decode.batch.cache} == {ZooKVCache}
         tokens.setdefault(response.row, []).append(response.token)
     for id, prompt, count in zip(ids, prompts, counts, strict=True):
         assert tokens[id] == naive_greedy(theirs, prompt, count)
@@ -124,12 +124,12 @@ def test_other_models_keep_their_caches(rng):
     engine = Engine(model, WordTokenizer(VOCAB, ends=()))
     engine.submit(Request([1, 2, 3], max_tokens=3))
     engine.step()
-    assert type(engine._decoding.batch.cache[0]).__name__ == "BatchKVCache"
+    assert type(engine._decode.batch.cache[0]).__name__ == "BatchKVCache"
     _, ours = both("qwen3", rng)
     bounded = Engine(ours, WordTokenizer(VOCAB, ends=()), max_kv_size=16)
     bounded.submit(Request([1, 2, 3], max_tokens=3))
     bounded.step()
-    assert type(bounded._decoding.batch.cache[0]).__name__ == "BatchRotatingKVCache"
+    assert type(bounded._decode.batch.cache[0]).__name__ == "BatchRotatingKVCache"
     for options in ({"return_array": True}, {"window_size": 4}):
         with pytest.raises(ValueError, match="allowed are False and None"):
             ZooKVCache().make_mask(3, **options)

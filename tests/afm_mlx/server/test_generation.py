@@ -137,7 +137,7 @@ def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch, cap
     step, failures = Engine.step, []
 
     def failing(self):
-        if failures and self._decoding.batch.rows:
+        if failures and self._decode.batch.rows:
             raise RuntimeError(failures.pop())
         return step(self)
 

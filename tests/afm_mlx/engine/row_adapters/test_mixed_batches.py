@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters
-from afm_mlx.engine import row_adapters
 from afm_mlx.engine.request import Request
-from afm_mlx.engine.row_adapters import PATIENCE
+from afm_mlx.engine.scheduler import PATIENCE
 from afm_mlx.kernels import MAX_ADAPTERS
 from tests.tools.compare import assert_close
 from tests.tools.engines import (
@@ -95,9 +94,7 @@ def many(pool, adapters):
 
 def test_more_adapters_than_run_side_by_side(rng, make_engine, many, monkeypatch):
     most, of = [], BatchAdapters.of
-    monkeypatch.setattr(
-        row_adapters.BatchAdapters, "of", lambda rows: (most.append(len(rows)), of(rows))[1]
-    )
+    monkeypatch.setattr(BatchAdapters, "of", lambda rows: (most.append(len(rows)), of(rows))[1])
     engine, prompt = make_engine(max_batch=16), some_prompt(rng, 4)
     names = [*many, None, many[0]]
     ids = [engine.submit(Request(prompt, 3, adapter=name)) for name in names]

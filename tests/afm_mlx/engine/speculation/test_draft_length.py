@@ -5,7 +5,7 @@ import pytest
 from afm_mlx.engine.speculation.draft_length import (
     MOST,
     Acceptance,
-    RowGuesses,
+    DraftCounts,
     StepCosts,
     best_count,
 )
@@ -61,7 +61,7 @@ def test_acceptance_looks_back_a_while_and_new_rows_begin_with_the_others():
 
 
 def test_pauses_grow():
-    guesses = RowGuesses()
+    guesses = DraftCounts()
     guesses.pause(10)
     first = guesses.paused_until - 10
     guesses.pause(100)

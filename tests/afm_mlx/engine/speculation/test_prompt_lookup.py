@@ -2,8 +2,7 @@
 
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.row import Row
-from afm_mlx.engine.speculation.draft import Draft
-from afm_mlx.engine.speculation.prompt_lookup import LENGTHS, PromptLookup
+from afm_mlx.engine.speculation.draft_tokens import LENGTHS, Draft, PromptLookup
 
 
 def by_search(tokens, count):
@@ -21,8 +20,8 @@ def test_guesses_are_what_followed_before(rng):
     for _ in range(30):
         vocab = int(rng.integers(2, 12))
         prompt = rng.integers(0, vocab, int(rng.integers(1, 30))).tolist()
-        row, lookup = Row(0, Request(prompt), None, 0), PromptLookup()
-        row.known = []
+        row, lookup = Row(0, Request(prompt), None), PromptLookup()
+        row.pending = []
         for _ in range(12):
             draft = Draft(row, 6, end_tokens=set())
             lookup.propose([draft], 4)
@@ -33,13 +32,12 @@ def test_guesses_are_what_followed_before(rng):
             found += bool(draft.proposed)
             row.tokens += rng.integers(0, vocab, int(rng.integers(1, 4))).tolist()
         lookup.forget([0])
-        assert not lookup._places
     assert found > 50
 
 
 def test_nothing_is_guessed_behind_an_end_or_past_the_limit(rng):
-    row = Row(0, Request([1, 2, 3, 9, 5, 1, 2]), None, 0)
-    row.known = []
+    row = Row(0, Request([1, 2, 3, 9, 5, 1, 2]), None)
+    row.pending = []
     for limit, ends, fed in ((6, {9}, [2, 3, 9]), (2, set(), [2, 3]), (1, set(), [2])):
         draft = Draft(row, limit, ends)
         PromptLookup().propose([draft], 4)

@@ -1,0 +1,433 @@
+"""Which rows wait, which ones prefill, and when they join the rows that decode.
+
+    add -> waiting -> (admitted) -> prefill, a chunk per step -> the decode batch
+
+A row is admitted when the batch has a place for it, its adapter is loaded, the memory budget allows it, its
+stored pages are in memory, and it is its client's turn. A step computes one chunk of one prefill, so that rows
+which decode never wait for more. Short prompts share a chunk; a long one takes many, and others have their
+turns in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.engine.batch import Cache, Prefill, RowBatch, RowCaches, reserve_columns, return_cache
+from afm_mlx.engine.prefix_cache import RowPrefixes
+from afm_mlx.engine.request import Request, TokenResponse
+from afm_mlx.engine.row import Row, RowAdapters
+from afm_mlx.errors import RequestError, shown
+from afm_mlx.kernels import MAX_ADAPTERS
+from afm_mlx.model.kv_cache import STEP, TAIL
+from afm_mlx.model.model import is_afm
+
+PATIENCE = 64
+"""Rows that may overtake a row which waits until one of a batch's adapters is free."""
+
+
+@dataclass(eq=False)
+class WaitingRow:
+    """A row that has not begun.
+
+    Args:
+        row: the row.
+        cache: its cache.
+        overtaken: number of later rows with adapters that started while this one could not.
+    """
+
+    row: Row
+    cache: Cache
+    overtaken: int = 0
+
+
+class Scheduler:
+    """Admits an engine's rows and computes their prompts.
+
+    Rows have their turns by client: first the client with the fewest rows before the row, counting those that
+    run. A client's rows keep their order. Among clients with equally many, the one that has waited longest
+    comes first: since its last row began, or else its first one came.
+
+    Prefills have their turns, too: by turns, the oldest and the one with the fewest columns left. So a short
+    prompt waits for one chunk of a longer one, and a long one has at least every other chunk once it is the
+    oldest.
+
+    Args:
+        model: the model that the engine runs.
+        caches: makes batches of the rows' caches.
+        adapters: the rows' adapters.
+        prefixes: what rows find in the prefix cache; None without one.
+        memory: the budget of the rows' keys and values.
+        max_batch: rows that run at the same time, at most.
+        chunk: prompt tokens of a step at most, of all rows together.
+        chunk_while_decoding: the same while other rows decode, which wait for them.
+
+    Attributes:
+        early: responses, with their rows, that the next step returns: of rows that can't start, or that begin
+            with forced tokens.
+        waiting: the rows that wait, in the order in which they came.
+        prefills: the active prefills, in the order in which they began.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        caches: RowCaches,
+        adapters: RowAdapters,
+        prefixes: RowPrefixes | None,
+        memory: KVMemory,
+        max_batch: int,
+        chunk: int,
+        chunk_while_decoding: int,
+    ):
+        # A zoo model's logits are never evaluated, and MLX computes only what is.
+        self._prefill_model = model.prefill if is_afm(model) else model
+        self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
+        self._memory, self._max_batch = memory, max_batch
+        self._chunk, self._chunk_while_decoding = chunk, chunk_while_decoding
+        self.early: list[tuple[Row, TokenResponse]] = []
+        self.waiting: list[WaitingRow] = []
+        self.prefills: list[Prefill] = []
+        self._is_oldests_turn = False
+        self._clock = itertools.count()
+        # By client, when its last row began, or its first one came.
+        self._since: dict[str, int] = {}
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all prefills."""
+        return [row for prefill in self.prefills for row in prefill.batch.rows]
+
+    def add(self, row: Row, cache: Cache) -> None:
+        """Queue a row with its cache."""
+        self._since.setdefault(row.request.client, next(self._clock))
+        self.waiting.append(WaitingRow(row, cache))
+
+    def take_early(self) -> list[TokenResponse]:
+        """Remove and return the responses of `early`."""
+        early, self.early = self.early, []
+        for row, response in early:
+            response.cached_tokens = row.cached_tokens
+        return [response for _, response in early]
+
+    def advance(self, decoding: RowBatch) -> None:
+        """Admit rows, compute a chunk of one prefill, and join rows with whole prompts to `decoding`."""
+        for prefill in self._begin(self._admitted(decoding.rows)):
+            if not prefill.left:  # prompts of one token
+                prefill.report()
+                self._end_failed(prefill)
+        unfinished = [prefill for prefill in self.prefills if prefill.left]
+        if unfinished:
+            shortest = min(unfinished, key=lambda prefill: prefill.left)
+            prefill = unfinished[0] if self._is_oldests_turn else shortest
+            self._is_oldests_turn = not self._is_oldests_turn
+            chunk = self._chunk_while_decoding if decoding.rows else self._chunk
+            self._compute(prefill, max(1, chunk // len(prefill.batch.rows)))
+        whole = [prefill for prefill in self.prefills if not prefill.left]
+        self.prefills = [prefill for prefill in self.prefills if prefill.left]
+        for prefill in whole:
+            for entry in prefill.batch.cache:
+                entry.finalize()
+            for i, row in enumerate(prefill.batch.rows):
+                if not row.is_prompt_fed and self._prefixes is not None:
+                    self._prefixes.keep(row, prefill.batch.cache, i)
+                row.is_prompt_fed = True
+            prefill.batch.drop(prefill.cancelled)
+            decoding.join(prefill.batch)
+
+    def _compute(self, prefill: Prefill, columns: int) -> None:
+        """Compute the keys and values of a prefill's next columns."""
+        batch = prefill.batch
+        tokens = prefill.tokens[:, prefill.done : prefill.done + columns]
+        if self._caches.by_block:
+            reserve_columns(batch.cache, None, tokens.shape[1])
+        with self._adapters.using(batch.adapters):
+            self._prefill_model(tokens, cache=batch.cache)
+        prefill.done += tokens.shape[1]
+        if len(batch.rows) == 1 and self._prefixes is not None:
+            # Prompts that share a chunk are whole after it.
+            row = batch.rows[0]
+            self._prefixes.keep(row, batch.cache, 0, row.position - prefill.left)
+        mx.eval([entry.state for entry in batch.cache])
+        mx.clear_cache()
+        prefill.report()
+        self._end_failed(prefill)
+
+    def _end_failed(self, prefill: Prefill) -> None:
+        """End the rows of a prefill whose callbacks have raised."""
+        for row in list(prefill.batch.rows):
+            if row.error is not None and row.id not in prefill.cancelled:
+                self.early.append((row, row.failure()))
+                self.cancel_prefill(row.id)
+
+    # -- admission
+
+    def _admitted(self, decoding: Sequence[Row]) -> list[WaitingRow]:
+        """Remove the waiting rows that can start, and fill their caches with what is known of their prompts.
+
+        A row whose adapter or stored pages are not loaded lets others pass, up to `PATIENCE` of them. A row
+        that waits for memory doesn't: small ones might pass it forever. A row that can never start is released,
+        and its error becomes an early response.
+        """
+        if not self.waiting:
+            return []
+        running = [*decoding, *self.rows]
+        places = self._max_batch - len(running)
+        if places <= 0:
+            return []
+        admitted: list[WaitingRow] = []
+        left: list[WaitingRow] = []
+        overtaken: list[WaitingRow] = []
+        waits_for_memory = False
+        for waiting in self._in_turn(running):
+            row, cache = waiting.row, waiting.cache
+            if len(admitted) == places or waits_for_memory:
+                left.append(waiting)
+            elif not _can_start(row, running) or _must_not_overtake(row, overtaken):
+                left.append(waiting)
+                overtaken.append(waiting)
+            elif (error := self._adapters.refusal(row, cache)) is not None:
+                row.release()
+                self.early.append((row, TokenResponse(row.id, -1, "", None, "error", error)))
+            elif not self._memory.fits(row, running):
+                left.append(waiting)
+                waits_for_memory = True
+            elif self._prefixes is not None and not self._prefixes.is_ready(row, cache):
+                left.append(waiting)
+            else:
+                admitted.append(waiting)
+                self._since[row.request.client] = next(self._clock)
+                running.append(row)
+                for other in overtaken:
+                    other.overtaken += row.lease is not None
+        self._keep(left)
+        if self._prefixes is not None:
+            for waiting in admitted:
+                self._prefixes.begin(waiting.row, waiting.cache)
+        return admitted
+
+    def _in_turn(self, running: Sequence[Row]) -> list[WaitingRow]:
+        """Return the waiting rows, sorted by whose turn it is."""
+        before = Counter(row.request.client for row in running)
+        turns = []
+        for waiting in self.waiting:
+            client = waiting.row.request.client
+            turns.append(((before[client], self._since[client], waiting.row.id), waiting))
+            before[client] += 1
+        return [waiting for _, waiting in sorted(turns, key=lambda turn: turn[0])]
+
+    def _keep(self, rows: Iterable[WaitingRow]) -> None:
+        self.waiting = sorted(rows, key=lambda waiting: waiting.row.id)
+        clients = {waiting.row.request.client for waiting in self.waiting}
+        self._since = {client: at for client, at in self._since.items() if client in clients}
+
+    def _begin(self, admitted: Sequence[WaitingRow]) -> list[Prefill]:
+        """Begin the prefills of admitted rows and return them: short prompts share one."""
+        before = len(self.prefills)
+        group: list[WaitingRow] = []
+
+        def begin() -> None:
+            cache = self._caches.merged([waiting.cache for waiting in group])
+            rows = [waiting.row for waiting in group]
+            self.prefills.append(Prefill.of(rows, cache, self._caches.by_block))
+
+        # Rows are padded to the longest, and rows of about one length have little padding.
+        for waiting in sorted(admitted, key=lambda waiting: len(waiting.row.pending)):
+            fits = (len(group) + 1) * (len(waiting.row.pending) - 1) <= self._chunk
+            if group and (self._caches.sliding or not fits):  # a window takes no padding
+                begin()
+                group = []
+            group.append(waiting)
+        if group:
+            begin()
+        return self.prefills[before:]
+
+    # -- removal
+
+    def cancel(self, row_id: int) -> None:
+        """Drop a row that waits or prefills, and its early responses; unknown ids are ignored."""
+        self.drop_waiting({row_id})
+        self.early = [(row, response) for row, response in self.early if row.id != row_id]
+        self.cancel_prefill(row_id)
+
+    def drop_waiting(self, ids: set[int]) -> None:
+        """Remove waiting rows, by their ids, and release their adapters."""
+        for waiting in self.waiting:
+            if waiting.row.id in ids:
+                waiting.row.release()
+        self._keep([waiting for waiting in self.waiting if waiting.row.id not in ids])
+
+    def cancel_prefill(self, row_id: int) -> None:
+        """Drop a row that prefills, and return its cache to the caller; unknown ids are ignored.
+
+        Padded rows can't be taken apart before they are whole; so a row that shares a prefill stays until then.
+        """
+        for prefill in list(self.prefills):
+            rows = prefill.batch.rows
+            index = next((i for i, row in enumerate(rows) if row.id == row_id), None)
+            if index is None or row_id in prefill.cancelled:
+                continue
+            prefill.cancelled.add(row_id)
+            row = rows[index]
+            row.prefix_key = None
+            if row.request.cache is not None and not prefill.batch.cache[0].empty():
+                padding = max(0, prefill.done - prefill.lengths[index])
+                adapter = self._adapters.fingerprint(row)
+                return_cache(prefill.batch.cache, index, row.request.cache, padding, adapter)
+            if {row.id for row in rows} == prefill.cancelled:
+                prefill.batch.drop(prefill.cancelled)
+                self.prefills.remove(prefill)
+
+    def drop_started(self) -> list[Row]:
+        """Remove rows that have begun or have responses, and release their adapters; caches are not returned.
+
+        Returns:
+            The rows that were in prefills.
+        """
+        begun = {w.row.id for w in self.waiting if w.row.sampled or w.row.error is not None}
+        self.drop_waiting(begun)
+        rows, self.prefills, self.early = self.rows, [], []
+        for row in rows:
+            row.release()
+        return rows
+
+
+def _can_start(row: Row, running: Iterable[Row]) -> bool:
+    """True if a row's adapter is loaded, and the batch with it has at most `MAX_ADAPTERS` adapters.
+
+    A row without an adapter can start. So can a row whose adapter has failed to load: it is refused next.
+    """
+    lease = row.lease
+    if lease is None or lease.error is not None:
+        return True
+    if not lease.ready:
+        return False
+    others = {id(other.adapter) for other in running if other.adapter is not None}
+    return len(others | {id(lease.resident)}) <= MAX_ADAPTERS
+
+
+def _must_not_overtake(row: Row, earlier: Iterable[WaitingRow]) -> bool:
+    """True if a row must wait for earlier rows, because `PATIENCE` rows with adapters have overtaken one.
+
+    Args:
+        row: a row that could start.
+        earlier: rows that could not. Only rows with loaded adapters count: they wait for rows to end. The pool
+            keeps rows with other adapters from being overtaken forever.
+    """
+    if row.lease is None or not row.lease.ready:
+        return False
+    return any(
+        waiting.overtaken >= PATIENCE and waiting.row.lease is not None and waiting.row.lease.ready
+        for waiting in earlier
+    )
+
+
+# -- memory
+
+
+class KVMemory:
+    """A budget in bytes for the keys and values of an engine's rows, reserved for what they can grow to.
+
+    A batch has one rectangular cache for each of the model's blocks, with as many columns for each row as the
+    longest one has. When that row leaves, its columns go with it. So rows can take
+
+        (number of rows) x (most columns that one of them can need) x (bytes of a column)
+
+    and temporarily more: when rows join or leave or the cache grows, which happens block by block, one block
+    has its old and its new array; and while a step copies the tail, there are two tails. The budget counts
+    these copies, and counts a draft model's cache like the model's. A prefix cache has a budget of its own. A
+    cache that a caller passes in is counted while its row runs, not before or after.
+
+    Args:
+        caches: makes the rows' caches.
+        budget: bytes at most; None for no budget.
+        chunk: tokens of a prompt that are written at once, at most.
+        surplus: tokens that a row can be fed in vain, at most: rejected draft tokens.
+        drafts: caches of draft models; a row has one of them at most.
+
+    Raises:
+        RequestError: if the budget is too small for one token, or the model's caches don't say what they take.
+    """
+
+    def __init__(
+        self,
+        caches: RowCaches,
+        budget: int | None,
+        chunk: int,
+        surplus: int = 0,
+        drafts: Sequence[RowCaches] = (),
+    ):
+        self.budget, self._caches, self._chunk, self._surplus = budget, caches, chunk, surplus
+        self._column = self._copies = 0  # bytes: of a column, and of one block's
+        if budget is None:
+            return
+        if isinstance(budget, bool) or not isinstance(budget, Integral):
+            raise RequestError(
+                f"kv_memory is {shown(budget)}; a number of bytes or None is needed."
+            )
+        blocks, others = caches.bytes_per_token(), [draft.bytes_per_token() for draft in drafts]
+        self._column = sum(blocks) + max(map(sum, others), default=0)
+        # A window that forgets takes rows apart and puts them together again.
+        self._copies = max(map(max, [blocks, *others])) * (2 if caches.sliding else 1)
+        if budget < (least := self._bytes(1, _columns(1))):
+            raise RequestError(
+                f"kv_memory is {budget} bytes; the smallest cache of a row takes {least}. Give more, or None "
+                "for no budget."
+            )
+
+    def _bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes that rows with this many columns each, one tail included, take at most."""
+        return rows * (columns * (self._column + self._copies) + TAIL * self._column)
+
+    def columns(self, request: Request, cache: Cache) -> int:
+        """Return the columns that a row's cache can grow to; 0 without a budget.
+
+        Args:
+            request: the row's request.
+            cache: its cache as it is now.
+
+        Raises:
+            RequestError: if the row could never run, or nothing limits its tokens.
+        """
+        if self.budget is None:
+            return 0
+        held, bound = self._caches.position(cache), self._caches.bound(cache)
+        if request.max_tokens < 0 and bound is None and not self._caches.sliding:
+            raise RequestError(
+                "max_tokens is -1, and with a budget of memory (kv_memory) a row needs a limit: give "
+                "max_tokens, or max_kv_size to the engine."
+            )
+        wanted = bound
+        if request.max_tokens > 0:
+            wanted = held + len(request.prompt) + request.max_tokens
+        if self._caches.sliding and self._caches.limit is not None:
+            kept = self._caches.limit + max(STEP, self._chunk)
+            wanted = kept if wanted is None else min(kept, wanted)
+        assert wanted is not None
+        wanted += self._surplus
+        columns = _columns(wanted if bound is None else min(wanted, bound))
+        if (needed := self._bytes(1, columns)) > self.budget:
+            raise RequestError(
+                f"The request may need {needed} bytes for keys and values: {held} tokens are "
+                f"there, the prompt has {len(request.prompt)}, and max_tokens is {request.max_tokens}. The "
+                f"engine has {self.budget} (kv_memory). Ask for fewer tokens, or give the engine more."
+            )
+        return columns
+
+    def fits(self, row: Row, running: Sequence[Row]) -> bool:
+        """True if the budget allows a row next to the running rows, however long all of them become."""
+        if self.budget is None:
+            return True
+        columns = max([row.columns, *(other.columns for other in running)])
+        return self._bytes(len(running) + 1, columns) <= self.budget
+
+
+def _columns(tokens: int) -> int:
+    """Return the columns of a cache that has grown to this many tokens."""
+    return -(-tokens // STEP) * STEP + TAIL

@@ -1,0 +1,388 @@
+"""A decode step: feed every row its last token, submit, and read back the step before.
+
+    inputs -> model -> logits -> draw -> submitted step -> (next step is submitted) -> read back -> responses
+
+The next step is submitted before the tokens of the one before are read back, so the device never waits for
+Python. A row under a constraint needs its token before the next one can be drawn: the token is read back while
+the device computes the logits. A row whose constraint forces many tokens leaves for a prefill, and comes back.
+
+With `Speculation`, where draft tokens pay, a step feeds each row its last token and draft tokens after it, and
+keeps the draft tokens that the model draws, too. Draft tokens need the last tokens, so these are read back
+first, and no step stays submitted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.engine.batch import Cache, Prefill, RowBatch, RowCaches, reserve_columns, return_cache
+from afm_mlx.engine.prefix_cache import RowPrefixes
+from afm_mlx.engine.request import TokenResponse
+from afm_mlx.engine.row import Row, RowAdapters
+from afm_mlx.engine.sampling import Draw, draw, sample
+from afm_mlx.engine.scheduler import Scheduler
+from afm_mlx.engine.speculation.draft_tokens import Draft
+from afm_mlx.engine.speculation.drafting import Drafting
+from afm_mlx.model.model import Model, is_afm
+
+# This many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch,
+# where the other rows wait for them, and the row's cache is taken out and put back.
+FORCED_ALONE, FORCED_IN_BATCH = 2, 8
+
+
+@dataclass
+class StepLogits:
+    """The logits of a step whose tokens can't be drawn before the step before is read back.
+
+    Args:
+        rows: the B rows that were fed.
+        logits: (B, vocab_size).
+    """
+
+    rows: list[Row]
+    logits: mx.array
+
+    def keep(self, indices: list[int]) -> StepLogits | None:
+        """Return the logits of these rows only; None if there are none."""
+        if not indices:
+            return None
+        return StepLogits([self.rows[i] for i in indices], self.logits[mx.array(indices, mx.int32)])
+
+
+@dataclass
+class SubmittedStep:
+    """A step whose tokens have not been read back.
+
+    Args:
+        rows: the B rows that the tokens belong to.
+        tokens: (B,) token ids.
+        max_logits: (B,) largest logits.
+        logprobs: (B, vocab_size), None if no row asked for them.
+        forced: ids of the rows whose token a constraint has forced, which have had its response.
+    """
+
+    rows: list[Row]
+    tokens: mx.array
+    max_logits: mx.array
+    logprobs: mx.array | None
+    forced: frozenset[int] = frozenset()
+
+    def keep(self, indices: list[int]) -> SubmittedStep | None:
+        """Return the tokens of these rows only; None if there are none."""
+        if not indices:
+            return None
+        index = mx.array(indices, dtype=mx.int32)
+        logprobs = None if self.logprobs is None else self.logprobs[index]
+        rows, max_logits = [self.rows[i] for i in indices], self.max_logits[index]
+        return SubmittedStep(rows, self.tokens[index], max_logits, logprobs, self.forced)
+
+
+class DecodeBatch:
+    """The rows that decode together.
+
+    Args:
+        model: the model that they run through.
+        caches: makes batches of the rows' caches.
+        adapters: the rows' adapters.
+        prefixes: keeps what rows that end have computed; None without a prefix cache.
+        scheduler: prefills rows that have many forced tokens.
+        drafting: proposes draft tokens; None without speculation.
+
+    Attributes:
+        batch: the rows; the scheduler joins rows to it between steps.
+        submitted: the step that was submitted and not read back; None without one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        caches: RowCaches,
+        adapters: RowAdapters,
+        prefixes: RowPrefixes | None,
+        scheduler: Scheduler,
+        drafting: Drafting | None,
+    ):
+        self._model, self._is_afm = model, is_afm(model)
+        self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
+        self._scheduler, self._drafting = scheduler, drafting
+        self.batch = RowBatch(by_block=caches.by_block)
+        self.submitted: SubmittedStep | None = None
+        self._logits: StepLogits | None = None
+
+    def step(self) -> list[TokenResponse]:
+        """Feed every row its last token, and draft tokens where they pay; return what was read back."""
+        drafting, rows = self._drafting, self.batch.rows
+        if drafting is not None and (count := drafting.plan(rows)):
+            return self._speculative_step(drafting, count)
+        start = time.perf_counter()
+        responses: list[TokenResponse] = []
+        # 1) If a row ends with its submitted token, read back first: it must not be fed again.
+        before, self.submitted = self.submitted, None
+        unread = before
+        if unread is not None and any(row.ends for row in unread.rows):
+            responses += self._read(unread)
+            unread = None
+        # 2) Feed every row its last token; nothing waits for the result.
+        if self.batch.rows:
+            self._forward()
+        # 3) Read back the step before, while the device computes the next tokens.
+        if unread is not None:
+            responses += self._read(unread)
+        # 4) Rows under a constraint had to wait for that.
+        if self._logits is not None:
+            self._draw(self._logits)
+        ran_ahead = before is not None and self.submitted is not None
+        if drafting is not None and ran_ahead and len(rows) == len(before.rows):
+            # What a plain step takes decides how many draft tokens pay.
+            drafting.costs.observe(len(rows), 1, time.perf_counter() - start)
+        return responses
+
+    def _forward(self) -> None:
+        """Feed every row its last token, and submit the draw of the next, or leave the logits for later."""
+        batch = self.batch
+        if self._caches.by_block:
+            reserve_columns(batch.cache, batch.inputs, 1)
+        rows = list(batch.rows)
+        has_constraints = needs_logits = False
+        for row in rows:
+            row.position += 1
+            needs_logits |= row.needs_logits
+            has_constraints |= row.matcher is not None
+        with self._adapters.using(batch.adapters):
+            if self._is_afm and not needs_logits:
+                tokens, max_logits = self._model.greedy(batch.inputs[:, None], batch.cache)
+                for row in rows:
+                    row.sampled += 1
+                self._submit(SubmittedStep(rows, tokens.astype(mx.int32), max_logits, None))
+                return
+            logits = self._model(batch.inputs[:, None], cache=batch.cache)[:, -1]
+        step = StepLogits(rows, logits)
+        if has_constraints:
+            mx.async_eval(logits)
+            self._logits = step
+        else:
+            self._draw(step)
+
+    def _draw(self, step: StepLogits) -> None:
+        """Submit the draw of the next token of every row that was fed."""
+        self._logits = None
+        forced = {i: row.pending.pop(0) for i, row in enumerate(step.rows) if row.pending}
+        tokens, max_logits, logprobs = sample(step.rows, step.logits, self.batch.inputs, forced)
+        ids = frozenset(step.rows[i].id for i in forced)
+        for row in step.rows:
+            row.sampled += row.id not in ids
+        self._submit(SubmittedStep(step.rows, tokens, max_logits, logprobs, ids))
+
+    def _submit(self, step: SubmittedStep) -> None:
+        """Submit a step; its tokens are the next inputs."""
+        inputs = step.tokens
+        sizes = [r.sampler_vocab_size for r in step.rows if r.sampler_vocab_size is not None]
+        if sizes:  # what a sampler has returned may be no token
+            inputs = mx.where((inputs < 0) | (inputs >= min(sizes)), 0, inputs)
+        mx.async_eval(step.tokens, step.max_logits, inputs)
+        self.batch.inputs = inputs
+        self.submitted = step
+
+    def _read(self, step: SubmittedStep) -> list[TokenResponse]:
+        """Wait for the tokens of a submitted step, and remove the rows that end with them."""
+        rows = self.batch.rows
+        alive = None if rows == step.rows else {row.id for row in rows}
+        responses: list[TokenResponse] = []
+        finished: set[int] = set()
+        logprobs = step.logprobs
+        read_back = zip(step.rows, step.tokens.tolist(), step.max_logits.tolist(), strict=True)
+        for i, (row, token, max_logit) in enumerate(read_back):
+            if (alive is not None and row.id not in alive) or row.id in step.forced:
+                continue  # cancelled, or its response was returned before
+            wanted = None if logprobs is None or not row.request.logprobs else logprobs[i]
+            new = row.take(token, max_logit, wanted)
+            responses += new
+            if new[-1].finish_reason is not None:
+                finished.add(row.id)
+        if finished:
+            self.leave(finished, responses)
+        self._fast_forward()
+        return responses
+
+    def leave(self, finished: set[int], responses: Sequence[TokenResponse] = ()) -> None:
+        """Remove finished or cancelled rows, and return their caches to the callers.
+
+        Args:
+            finished: ids of the rows.
+            responses: hold the last ones of finished rows. If a caller's cache can't be filled, for example
+                because it was changed meanwhile, the error goes into its row's last response.
+        """
+        if self._drafting is not None:
+            self._drafting.forget(finished)
+        failed: list[Exception] = []
+        for i, row in enumerate(self.batch.rows):
+            if row.id not in finished:
+                continue
+            if row.request.cache is None:
+                if self._prefixes is not None:
+                    self._prefixes.keep(row, self.batch.cache, i)
+                continue
+            adapter = self._adapters.fingerprint(row)
+            try:
+                return_cache(self.batch.cache, i, row.request.cache, row.surplus, adapter)
+            except Exception as error:
+                last = [r for r in responses if r.row == row.id and r.finish_reason is not None]
+                failed += [] if last else [error]
+                for response in last:
+                    response.finish_reason, response.error = "error", response.error or error
+        keep = [i for i, row in enumerate(self.batch.rows) if row.id not in finished]
+        self.submitted = self.submitted and self.submitted.keep(keep)
+        self._logits = self._logits and self._logits.keep(keep)
+        self.batch.keep(keep)
+        if failed:  # of a row that was cancelled
+            raise failed[0]
+
+    def _fast_forward(self) -> None:
+        """Move a row with many forced tokens to a prefill."""
+        rows = self.batch.rows
+        least = FORCED_ALONE if len(rows) == 1 else FORCED_IN_BATCH
+        index = next((i for i, row in enumerate(rows) if len(row.pending) >= least), None)
+        if index is None or self._caches.sliding:
+            return
+        if self._logits is None:  # the row's last token is not yet fed
+            rows[index].pending.insert(0, rows[index].tokens[-1 - len(rows[index].pending)])
+        others = [i for i in range(len(rows)) if i != index]
+        self._logits = self._logits and self._logits.keep(others)
+        row, cache = self.batch.take_out(index)
+        merged = self._caches.merged([cache]) if others else cache
+        self._scheduler.prefills.append(Prefill.of([row], merged, self._caches.by_block))
+
+    def drop_all(self) -> list[Row]:
+        """Remove all rows, and release their adapters; their caches are not returned."""
+        rows = self.batch.rows
+        for row in rows:
+            row.release()
+        self.batch = RowBatch(by_block=self._caches.by_block)
+        self.submitted = self._logits = None
+        return rows
+
+    # -- speculation
+
+    def _speculative_step(self, drafting: Drafting, count: int) -> list[TokenResponse]:
+        """Feed every row its last token and up to `count` draft tokens; keep the ones that the model draws."""
+        responses: list[TokenResponse] = []
+        if self.submitted is not None:
+            submitted, self.submitted = self.submitted, None
+            responses += self._read(submitted)
+        batch = self.batch
+        if not batch.rows:
+            return responses
+        drafts = drafting.drafts(batch.rows, count, self._caches.tokens_left(batch.cache))
+        start = time.perf_counter()
+        width = max(len(draft.fed) for draft in drafts)
+        if self._caches.by_block:
+            reserve_columns(batch.cache, batch.inputs, width)
+        assert isinstance(self._model, Model)
+        with self._adapters.using(batch.adapters):
+            drawn = _verify(self._model, batch.cache, drafts, width)
+        kept: list[int] = []
+        finished: set[int] = set()
+        for draft, tokens in zip(drafts, drawn, strict=True):
+            new, n_kept = _take_drawn(draft, tokens, drafting)
+            responses += new
+            kept.append(n_kept)
+            if new and new[-1].finish_reason is not None:
+                finished.add(draft.row.id)
+        for entry in batch.cache:
+            entry.trim_rows([width - n for n in kept])
+        drafting.costs.observe(len(drafts), width, time.perf_counter() - start)
+        batch.inputs = mx.array([row.last_token for row in batch.rows], mx.int32)
+        if finished:
+            self.leave(finished, responses)
+        self._fast_forward()
+        return responses
+
+
+@dataclass
+class DrawnToken:
+    """A token that was drawn after one token of a draft.
+
+    Args:
+        token: its id.
+        max_logit: the largest logit there.
+        logprobs: (vocab_size,), None if the row asked for none.
+    """
+
+    token: int
+    max_logit: float
+    logprobs: mx.array | None = None
+
+
+def _verify(
+    model: Model, cache: Cache, drafts: Sequence[Draft], width: int
+) -> list[dict[int, DrawnToken]]:
+    """Run the model on B drafts, padded to `width`, and draw the tokens that follow their tokens.
+
+    Args:
+        model: the model.
+        cache: one entry per block, of B rows; it grows by `width` in every row.
+        drafts: what the rows are fed.
+        width: length of the longest draft.
+
+    Returns:
+        For each draft the drawn tokens, by the index into `fed` that they follow. All is evaluated.
+    """
+    inputs = mx.array([[*d.fed] + [0] * (width - len(d.fed)) for d in drafts], mx.int32)
+    if not any(draft.row.needs_logits for draft in drafts):
+        tokens, max_logits = model.verify_greedy(inputs, cache)
+        mx.eval(tokens, max_logits)
+        pairs = zip(drafts, tokens.tolist(), max_logits.tolist(), strict=True)
+        return [{i: DrawnToken(t[i], m[i]) for i in draft.drawn} for draft, t, m in pairs]
+    places = [(b, i) for b, draft in enumerate(drafts) for i in draft.drawn]
+    logits = model.verify(inputs, cache)
+    found: list[dict[int, DrawnToken]] = [{} for _ in drafts]
+    if not places:
+        mx.eval(logits)
+        return found
+    rows, columns = (mx.array(indices) for indices in zip(*places, strict=True))
+    draws = [
+        Draw(drafts[b].row, drafts[b].masks.get(i), drafts[b].fed[1 + drafts[b].n_pending : 1 + i])
+        for b, i in places
+    ]
+    tokens, max_logits, logprobs = draw(draws, logits[rows, columns])
+    mx.eval(tokens, max_logits)
+    values = zip(places, tokens.tolist(), max_logits.tolist(), strict=True)
+    for n, ((b, i), token, max_logit) in enumerate(values):
+        wanted = logprobs[n] if drafts[b].row.request.logprobs else None
+        found[b][i] = DrawnToken(token, max_logit, wanted)
+    return found
+
+
+def _take_drawn(
+    draft: Draft, drawn: Mapping[int, DrawnToken], drafting: Drafting
+) -> tuple[list[TokenResponse], int]:
+    """Have a row take its drawn tokens, up to the first that differs from what the row was fed.
+
+    Returns:
+        The responses; and how many of the fed tokens stay in the cache.
+    """
+    row, kept, accepted = draft.row, 1, 0
+    responses: list[TokenResponse] = []
+    while True:
+        if row.pending:
+            following = row.pending.pop(0)
+        else:
+            at = drawn[kept - 1]
+            new = row.take(at.token, at.max_logit, at.logprobs)
+            new[0].from_draft = kept in draft.proposed and draft.fed[kept] == new[0].token
+            accepted += new[0].from_draft
+            responses += new
+            if new[-1].finish_reason is not None:
+                break
+            following = at.token
+        if kept == len(draft.fed) or draft.fed[kept] != following:
+            break
+        kept += 1
+    row.settle(kept)
+    drafting.count(draft, accepted)
+    return responses, kept
