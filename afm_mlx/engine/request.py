@@ -25,7 +25,7 @@ MOST_TOKENS = 2**31  # that a vocabulary can have
 AT_LIMIT = ("error", "complete")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """One prompt to continue.
 
