@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.engine.request import MASK64, Request
+from afm_mlx.engine.request import MASK64, Request, TokenResponse
 from afm_mlx.engine.samplers import make_sampler
 from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, shown
 from afm_mlx.fm.answer_form import AnswerForm

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 
 from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.engine.request import MASK64, LogitsProcessor, Request, Sampler
+from afm_mlx.engine.request import MASK64, LogitsProcessor, Request, Sampler, TokenResponse
 from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.errors import AFMError, CheckpointError, IncompleteError
 from afm_mlx.guidance.constraint import Constraint
