@@ -189,13 +189,14 @@ def test_reuse_blocks_run_for_one_token_per_row_and_step(
 ):
     """Single, batched, chunked: prompts of any length never pass through the reuse blocks."""
     lengths = []
-    read = type(model.model).read
+    block = type(model.model.kv_reuse_layers[0])
+    run_block = block.__call__
 
-    def spy(self, h, *rest):
-        lengths.append(h.shape[1])
-        return read(self, h, *rest)
+    def spy(self, x, *rest):
+        lengths.append(x.shape[1])
+        return run_block(self, x, *rest)
 
-    monkeypatch.setattr(type(model.model), "read", spy)
+    monkeypatch.setattr(block, "__call__", spy)
     options = {"prefill_step_size": 4, "max_kv_size": 64, "sliding_window": sliding}
     for prompts in ([9], [3, 17, 8]):
         engine = Engine(model, tokenizer, **options)
