@@ -169,11 +169,11 @@ def _checked_token(token: object) -> mx.array:
         raise RequestError(
             f"The sampler returned {_described(token)}; needed: the id of a token, one integer in an mx.array."
         )
-    token = token.reshape(1)
-    if token.dtype.size < 4 or token.dtype == mx.int32:
-        return token.astype(mx.int32)
-    is_small = (token >= 0) & (token < mx.array(2**31, token.dtype))
-    return mx.where(is_small, token.astype(mx.int32), mx.array([-1], mx.int32))
+    found: mx.array = token.reshape(1)
+    if found.dtype.size < 4 or found.dtype == mx.int32:
+        return found.astype(mx.int32)
+    is_small = (found >= 0) & (found < mx.array(2**31, found.dtype))
+    return mx.where(is_small, found.astype(mx.int32), mx.array([-1], mx.int32))
 
 
 def _described(value: object) -> str:

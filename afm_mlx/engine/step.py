@@ -136,8 +136,8 @@ class DecodeBatch:
         # 4) Rows under a constraint had to wait for that.
         if self._logits is not None:
             self._draw(self._logits)
-        ran_ahead = before is not None and self.submitted is not None
-        if drafting is not None and ran_ahead and len(rows) == len(before.rows):
+        is_comparable = before is not None and len(before.rows) == len(rows)
+        if drafting is not None and is_comparable and self.submitted is not None:
             # What a plain step takes decides how many draft tokens pay.
             drafting.costs.observe(len(rows), 1, time.perf_counter() - start)
         return responses

@@ -111,8 +111,9 @@ class Draft:
         self._limit = len(self._fed)
 
     def _is_token(self, token: object) -> bool:
-        is_whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
-        return is_whole and 0 <= token < self._vocab_size
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            return False
+        return bool(0 <= token < self._vocab_size)
 
     def _add(self, token: int) -> bool:
         mask = self.mask
