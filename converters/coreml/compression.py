@@ -1,8 +1,25 @@
-"""Constants of a program, whose data is read when the program is written."""
+"""Matrices as constants of a Core ML program; packed matrices stay packed.
+
+| the folder's matrix | operations |
+| --- | --- |
+| float | a constant |
+| balanced or affine, one scale; palette | `constexpr_lut_to_dense`: codes, and a table of the numbers |
+| balanced, a scale per row | the same with a table of levels; products are multiplied by the scales |
+| 4 or 8 bits, a scale per group or an affine row | `constexpr_blockwise_shift_scale` of codes |
+| 2 bits, the same | a table of levels, then `constexpr_blockwise_shift_scale`; not for the Neural Engine |
+
+A level is `code - (2**bits - 1) / 2`, which float16 holds exactly.
+
+Scales of rows are multiplied outside of the constant, because a program in which
+`constexpr_blockwise_shift_scale` takes the result of a table aborts when the Neural Engine of macOS 26 loads it
+(https://github.com/apple/coremltools/pull/2688).
+
+The data of a constant is read when the program is written. Until then, large constants are arrays of one
+repeated number, which take no memory.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -12,31 +29,31 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from coremltools.converters.mil import Builder as mb
+from coremltools.converters.mil.mil import Var
 from coremltools.converters.mil.mil.types.type_int import np_uint2_dtype, np_uint4_dtype
 
-from afm_mlx.converters.coreml.source import StoredMatrix, check_held
-from afm_mlx.kernels import PackedWeight
-from afm_mlx.kernels.operands import unpack_codes
+from afm_mlx.converters.coreml.source import Float, StoredMatrix, check_held
+from afm_mlx.kernels import PackedWeight, unpack_codes
 
-CODE_TYPES: dict[int, np.dtype[Any]] = {
+_CODE_TYPES: dict[int, np.dtype[Any]] = {
     2: np_uint2_dtype,
     4: np_uint4_dtype,
     8: np.dtype(np.uint8),
 }
-"""numpy's types of codes by their bits: coremltools has a byte for each code, with the bits beside the type."""
+"""NumPy types of codes by their bits: coremltools has a byte for each code, and notes the bits in the type."""
 
 _SMALL = 1 << 10
 
 
 @dataclass(frozen=True)
 class Constant:
-    """An array of a program.
+    """An array of a program, read when the program is written.
 
     Args:
         key: its name, the same in all functions that use it.
         shape: its shape.
-        dtype: its type, one of `CODE_TYPES` for codes.
-        read: gives the array, in `shape` or another one with as many elements.
+        dtype: its type, one of `_CODE_TYPES` for codes.
+        read: returns the array, in `shape` or another shape of as many elements.
     """
 
     key: str
@@ -44,14 +61,10 @@ class Constant:
     dtype: np.dtype[Any]
     read: Callable[[], np.ndarray]
 
-    def reshaped(self, *shape: int) -> Constant:
-        """The same data in another shape, written once."""
-        return dataclasses.replace(self, shape=shape)
-
     @property
     def nbytes(self) -> int:
         """Bytes of the data in the file of weights."""
-        bits = next((b for b, dtype in CODE_TYPES.items() if dtype is self.dtype), None)
+        bits = next((b for b, dtype in _CODE_TYPES.items() if dtype is self.dtype), None)
         return math.prod(self.shape) * (bits or 8 * self.dtype.itemsize) // 8
 
 
@@ -66,8 +79,8 @@ class Constants:
         """Bytes of all constants' data."""
         return sum(constant.nbytes for constant in self.by_key.values())
 
-    def add(self, constant: Constant) -> Any:
-        """The constant's variable in the function that is being built."""
+    def add(self, constant: Constant) -> Var:
+        """Return the constant's variable in the function that is being built."""
         self.by_key.setdefault(constant.key, constant)
         if math.prod(constant.shape) < _SMALL:
             value = constant.read().reshape(constant.shape).astype(constant.dtype, copy=False)
@@ -77,12 +90,9 @@ class Constants:
         variable.op.weight_id = constant.key
         return variable
 
-    def array(self, key: str, array: np.ndarray) -> Any:
-        """The variable of an array that is in memory."""
+    def array(self, key: str, array: np.ndarray) -> Var:
+        """Return the variable of an array in memory."""
         return self.add(Constant(key, array.shape, array.dtype, lambda: array))
-
-
-# -- compression
 
 
 @dataclass(frozen=True)
@@ -96,18 +106,18 @@ class Weight:
     """
 
     key: str
-    numbers: Any
+    numbers: Var
     row_scales: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """What turns codes of some rows into numbers: `(table[code] - offset) * scale * row_scales`.
+class CodeMapping:
+    """How codes of some rows become numbers: `(table[code] - offset) * scale * row_scales`.
 
-    Each is None where there is none; without a table, a code stands for itself.
+    Factors that are None are left out; without a table, the code is its own entry.
 
     Args:
-        table: (tables, 2**bits), whose number divides that of the rows.
+        table: (tables, 2**bits); the number of tables divides the number of rows.
         scale: (rows, 1) or (rows, groups).
         offset: in the shape of `scale`.
         row_scales: (rows,).
@@ -123,23 +133,23 @@ class MatrixConstants:
     """The matrices of a program.
 
     Args:
-        constants: takes the arrays.
-        dtype: float16 or float32, the type that the program computes in.
+        constants: collects the arrays.
+        dtype: the type that the program computes in.
     """
 
-    def __init__(self, constants: Constants, dtype: np.dtype[Any]) -> None:
+    def __init__(self, constants: Constants, dtype: Float) -> None:
         self._constants, self._dtype = constants, dtype
-        self._decodings: dict[str, Decoding] = {}
+        self._mappings: dict[str, CodeMapping] = {}
 
     def matrix(
         self, matrix: StoredMatrix, rows: slice | None = None, axes: tuple[int, ...] = ()
     ) -> Weight:
-        """A matrix in the function that is being built.
+        """Add a matrix to the function that is being built.
 
         Args:
             matrix: the matrix.
-            rows: those of its rows, in the program's order, that are wanted; None for all.
-            axes: further axes of length 1, as a convolution's weight has them.
+            rows: a range of its rows, in the program's order; None for all.
+            axes: further axes of length 1, for the weight of a convolution.
 
         Raises:
             AFMError: for scales that `dtype` can't hold.
@@ -151,42 +161,34 @@ class MatrixConstants:
         if matrix.rule is None:
             read = functools.partial(matrix.floats, rows, self._dtype)
             return Weight(key, self._constants.add(Constant(key, shape, self._dtype, read)))
-        read = functools.partial(_codes, matrix, rows)
-        numbers = self._constants.add(Constant(key, shape, CODE_TYPES[matrix.rule.bits], read))
-        decoding = self._decoding(matrix, rows, key)
-        if (table := decoding.table) is not None:
+        read = functools.partial(_read_codes, matrix, rows)
+        numbers = self._constants.add(Constant(key, shape, _CODE_TYPES[matrix.rule.bits], read))
+        if key not in self._mappings:  # functions with adapters use the same matrices
+            order = np.arange(height) if matrix.order is None else matrix.order
+            self._mappings[key] = _code_mapping(matrix.packed(), order[rows], self._dtype)
+            for part in vars(self._mappings[key]).values():
+                if part is not None:
+                    check_held(part, matrix.path)
+        mapping = self._mappings[key]
+        if (table := mapping.table) is not None:
             table = table.reshape(table.shape[0], 1, *axes, table.shape[1], 1)
             numbers = mb.constexpr_lut_to_dense(
                 indices=numbers, lut=self._constants.array(f"{key}.table", table)
             )
-        if decoding.scale is not None:
+        if mapping.scale is not None:
             scale, offset = (
                 None
                 if part is None
                 else self._constants.array(f"{key}.{name}", part.reshape(*part.shape, *axes))
-                for name, part in (("scale", decoding.scale), ("offset", decoding.offset))
+                for name, part in (("scale", mapping.scale), ("offset", mapping.offset))
             )
             numbers = mb.constexpr_blockwise_shift_scale(data=numbers, scale=scale, offset=offset)
-        return Weight(key, numbers, decoding.row_scales)
-
-    def _decoding(self, matrix: StoredMatrix, rows: slice, key: str) -> Decoding:
-        if key in self._decodings:
-            return self._decodings[key]
-        packed = matrix.packed()
-        assert packed is not None
-        order = np.arange(matrix.shape[0]) if matrix.order is None else matrix.order
-        found = _decoding(packed, order[rows], self._dtype)
-        for part in vars(found).values():
-            if part is not None:
-                check_held(part, matrix.path)
-        self._decodings[key] = found
-        return found
+        return Weight(key, numbers, mapping.row_scales)
 
 
-def _codes(matrix: StoredMatrix, rows: slice) -> np.ndarray:
-    """The codes of some rows in the program's order, one byte each."""
+def _read_codes(matrix: StoredMatrix, rows: slice) -> np.ndarray:
+    """Read the codes of some rows in the program's order, one byte each."""
     packed = matrix.packed()
-    assert packed is not None
     words = np.array(packed.codes)
     words = words[rows] if matrix.order is None else words[matrix.order[rows]]
     found = np.empty((words.shape[0], packed.in_dims), np.uint8)
@@ -197,38 +199,32 @@ def _codes(matrix: StoredMatrix, rows: slice) -> np.ndarray:
     return found
 
 
-def _decoding(packed: PackedWeight, rows: np.ndarray, dtype: np.dtype[Any]) -> Decoding:
-    """What turns codes of some rows into numbers.
-
-    Args:
-        packed: the matrix.
-        rows: its rows in the program's order.
-        dtype: type of the numbers.
-    """
+def _code_mapping(packed: PackedWeight, rows: np.ndarray, dtype: Float) -> CodeMapping:
+    """Return how codes become numbers of `dtype`; `rows` are rows of the matrix in the program's order."""
     codes = np.arange(2**packed.bits, dtype=np.float32)
     if packed.table is not None:
-        return Decoding(_tables(np.array(packed.table), packed.out_dims, rows).astype(dtype))
+        tables = _shared_tables(np.array(packed.table), packed.out_dims, rows)
+        return CodeMapping(tables.astype(dtype))
     scale, middle = _per_row(packed.scales, rows), codes[-1] / 2
     levels = (codes - middle)[None]
-    few = packed.bits == 2  # blockwise_shift_scale has no type of 2 bits
+    two_bits = packed.bits == 2  # blockwise_shift_scale has no type of 2 bits
     if packed.mode == "balanced":
         if packed.granularity == "tensor":
-            return Decoding((scale * levels).astype(dtype))
+            return CodeMapping((scale * levels).astype(dtype))
         if packed.granularity == "row":
             # The table takes the scales' size, so that products are as large as the model's own.
             size = np.exp2(np.round(np.log2(np.median(scale))))
-            return Decoding(
-                (size * levels).astype(dtype), row_scales=(scale[:, 0] / size).astype(dtype)
-            )
-        if few:
-            return Decoding(levels.astype(dtype), scale.astype(dtype))
-        return Decoding(None, scale.astype(dtype), np.full(scale.shape, middle, dtype))
+            row_scales = (scale[:, 0] / size).astype(dtype)
+            return CodeMapping((size * levels).astype(dtype), row_scales=row_scales)
+        if two_bits:
+            return CodeMapping(levels.astype(dtype), scale.astype(dtype))
+        return CodeMapping(None, scale.astype(dtype), np.full(scale.shape, middle, dtype))
     bias = _per_row(packed.biases, rows)
     if packed.granularity == "tensor":
-        return Decoding((scale * codes + bias).astype(dtype))
+        return CodeMapping((scale * codes + bias).astype(dtype))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         offset = np.where(bias == 0, 0, -bias / scale).astype(dtype)
-    return Decoding(codes[None].astype(dtype) if few else None, scale.astype(dtype), offset)
+    return CodeMapping(codes[None].astype(dtype) if two_bits else None, scale.astype(dtype), offset)
 
 
 def _per_row(array: mx.array | None, rows: np.ndarray) -> np.ndarray:
@@ -239,8 +235,8 @@ def _per_row(array: mx.array | None, rows: np.ndarray) -> np.ndarray:
     return values.reshape(values.shape[0], -1)[rows]
 
 
-def _tables(tables: np.ndarray, height: int, rows: np.ndarray) -> np.ndarray:
-    """As few tables as rows of equal number share, for rows in another order than the palette's."""
+def _shared_tables(tables: np.ndarray, height: int, rows: np.ndarray) -> np.ndarray:
+    """Return a palette's tables for rows in another order: as few as equal runs of rows share."""
     of_row = rows * tables.shape[0] // height
     shared = height // tables.shape[0]
     while shared > 1 and (

@@ -1,63 +1,76 @@
-"""What the two arrangements of operators share: a block's formula, parameters, and the states.
+"""The functions of a Core ML package, in two arrangements of operators.
 
-A layout has activations in a shape of its own; `x` below is one such. `Positions` are the same in both.
+| function | inputs | does | output |
+| --- | --- | --- | --- |
+| `prefill` | `tokens` (1, L), `position` (1,) | writes keys and values of the tokens | `next_position` (1,) |
+| `decode` | `tokens` (1, 1), `position` (1,) | the same, and runs all blocks | `logits` (1, vocab_size) |
+
+and `prefill_NAME`, `decode_NAME` with an adapter. L is one of the plan's lengths. Inputs are int32. All
+functions have the same two states, keys and values. `prefill` ends once the keys and values of the last writing
+block are known: nothing after them is ever read.
+
+`LinearLayout` is for GPU and CPU. `ChannelLayout` has channels first and convolutions of 1 x 1, as Apple's
+guide for the Neural Engine asks. Source: Apple, "Deploying Transformers on the Apple Neural Engine" (2022), and
+`ml-ane-transformers`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import coremltools as ct
 import numpy as np
 from coremltools.converters.mil import Builder as mb
-from coremltools.converters.mil.mil import Function, Program, get_new_symbol, types
+from coremltools.converters.mil.mil import Function, Program, Var, get_new_symbol, types
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.coreml.compression import Constants, MatrixConstants, Weight
-from afm_mlx.converters.coreml.source import AdapterConstants, Source, check_held, half_split
+from afm_mlx.converters.coreml.source import AdapterSource, Float, Source, check_held, half_split
 
 TARGET = ct.target.iOS18
+STATES = ("keys", "values")
 
-HIDDEN = -1e4
+_HIDDEN = -1e4
 """Added to the score of a column that a token must not see: its weight is 0 in float16, too."""
 
 _STRIDE = 64
+_MAX_ROWS = 1 << 14
+"""Output channels of a convolution on the Neural Engine; the head has several."""
 
 
-class Positions(NamedTuple):
-    """Where the tokens of a call stand.
+class TokenPositions(NamedTuple):
+    """Columns of a call's tokens, and what attention computes from them.
 
     Args:
-        first: (1,) int32, column of the first one.
-        after: (1,) int32, column behind the last one.
-        cos: cosines of RoPE's angles, in the shape that the layout wants.
+        first: (1,) int32, column of the first token.
+        after: (1,) int32, column after the last token.
+        cos: cosines of RoPE's angles, in the layout's shape.
         sin: their sines.
-        mask: what is added to scores, in the shape that the layout wants.
+        mask: added to scores, in the layout's shape.
     """
 
-    first: Any
-    after: Any
-    cos: Any
-    sin: Any
-    mask: Any
+    first: Var
+    after: Var
+    cos: Var
+    sin: Var
+    mask: Var
 
 
 class Caches:
     """The states of a function: keys and values of all writing blocks.
 
     Args:
-        keys: the state of keys, (writing blocks, num_kv_heads, columns, head_dim) float16.
-        values: that of values, in the same shape.
+        keys, values: states, (writing blocks, num_kv_heads, columns, head_dim) float16.
     """
 
-    def __init__(self, keys: Any, values: Any) -> None:
+    def __init__(self, keys: Var, values: Var) -> None:
         self._states = {"keys": keys, "values": values}
         self._now = {name: mb.read_state(input=state) for name, state in self._states.items()}
 
-    def write(self, name: str, block: int, new: Any, positions: Positions) -> None:
-        """Write (1, num_kv_heads, L, head_dim) of a block from `positions.first` on."""
+    def write(self, name: str, block: int, new: Var, positions: TokenPositions) -> None:
+        """Write (1, num_kv_heads, L, head_dim) of a block into the columns of a call's tokens."""
         now = self._now[name]
         _, heads, _, width = now.shape
         corner = [np.array([block, 0], np.int32), positions.first, np.array([0], np.int32)]
@@ -70,165 +83,120 @@ class Caches:
         )
         self._now[name] = mb.coreml_update_state(state=self._states[name], value=updated)
 
-    def read(self, name: str, block: int, dtype: str) -> Any:
-        """All columns of a block, (1, num_kv_heads, columns, head_dim)."""
+    def read(self, name: str, block: int, dtype: str) -> Var:
+        """Return all columns of a block, (1, num_kv_heads, columns, head_dim)."""
         now = self._now[name]
         part = mb.slice_by_index(x=now, begin=[block, 0, 0, 0], end=[block + 1, *now.shape[1:]])
         return part if dtype == "fp16" else mb.cast(x=part, dtype=dtype)
 
 
 class Layout(ABC):
-    """An arrangement of operators; one object builds one function.
+    """An arrangement of operators; one object builds one function. `x` are activations in the layout's shape.
 
     Args:
         source: the model.
-        constants: takes vectors.
-        matrices: takes matrices.
-        dtype: float16 or float32, the type that is computed in.
-        adapter: what the function adds to matrices; None for nothing.
+        constants: collects vectors.
+        matrices: collects matrices.
+        dtype: the type to compute in.
+        adapter: added to the matrices; None for no adapter.
     """
+
+    weight_axes: tuple[int, ...]
+    """Axes of length 1 after the two of a matrix."""
+    feature_shape: tuple[int, ...]
+    """Shape of one number for each feature of x."""
+    feature_axis: int
 
     def __init__(
         self,
         source: Source,
         constants: Constants,
         matrices: MatrixConstants,
-        dtype: np.dtype[Any],
-        adapter: AdapterConstants | None,
+        dtype: Float,
+        adapter: AdapterSource | None,
     ) -> None:
         self.config: ModelConfig = source.config
         self._source, self._constants, self._matrices = source, constants, matrices
         self._np_dtype, self._adapter = dtype, adapter
         self._dtype = "fp16" if dtype == np.float16 else "fp32"
 
-    # -- what a layout has of its own
+    # -- what the layouts differ in
 
     @abstractmethod
-    def embed(self, tokens: Any) -> Any:
-        """x of tokens (1, L) int32."""
+    def embed(self, tokens: Var) -> Var:
+        """Return x of tokens (1, L) int32."""
 
     @abstractmethod
-    def positions(self, columns: Any, first: Any, after: Any) -> Positions:
-        """`columns` (1, L) int32 are those of the tokens."""
+    def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
+        """Return the positions of tokens in `columns` (1, L) int32."""
 
     @abstractmethod
-    def norm(self, x: Any, name: str) -> Any:
-        """RMSNorm with the weight of that name."""
+    def norm(self, x: Var, name: str) -> Var:
+        """Return RMSNorm with the weight of that name."""
 
     @abstractmethod
-    def product(self, x: Any, weight: Any) -> Any:
-        """x times a matrix, whose variable has `weight_axes` behind its own two."""
+    def product(self, x: Var, weight: Var) -> Var:
+        """Return x times a matrix, which has `weight_axes`."""
 
     @abstractmethod
-    def split(self, x: Any, widths: list[int]) -> list[Any]:
-        """x in parts along its features."""
+    def queries(self, x: Var, weight: np.ndarray, positions: TokenPositions) -> Var | list[Var]:
+        """Return RoPE and norm of projected queries, as an argument of `attend`."""
 
     @abstractmethod
-    def join(self, parts: list[Any]) -> Any:
-        """Undoes `split`."""
+    def keys(self, x: Var, weight: np.ndarray, positions: TokenPositions, codes: bool) -> Var:
+        """Return RoPE and norm of projected keys, (1, num_kv_heads, L, head_dim)."""
 
     @abstractmethod
-    def queries(self, x: Any, weight: np.ndarray, positions: Positions) -> Any:
-        """RoPE and norm of projected queries; what `attend` takes."""
+    def values(self, x: Var, factor: float, codes: bool) -> Var:
+        """Return projected values, as codes times `factor` and rounded, (1, num_kv_heads, L, head_dim)."""
 
     @abstractmethod
-    def keys(self, x: Any, weight: np.ndarray, positions: Positions, codes: bool) -> Any:
-        """RoPE and norm of projected keys; (1, num_kv_heads, L, head_dim) for the state."""
+    def attend(
+        self, queries: Var | list[Var], keys: Var, values: Var, positions: TokenPositions
+    ) -> Var:
+        """Return x of the heads' outputs; `keys` and `values` are results of `Caches.read`."""
 
     @abstractmethod
-    def values(self, x: Any, factor: float, codes: bool) -> Any:
-        """Projected values times a factor; (1, num_kv_heads, L, head_dim) for the state."""
+    def logits(self, x: Var) -> Var:
+        """Return (1, vocab_size) of one token's x after the final norm."""
 
-    @abstractmethod
-    def attend(self, queries: Any, keys: Any, values: Any, positions: Positions) -> Any:
-        """x of the heads' outputs; `keys` and `values` as `Caches.read` gives them."""
+    # -- what they share
 
-    @abstractmethod
-    def logits(self, x: Any) -> Any:
-        """(1, vocab_size) of one token's x after the final norm."""
-
-    weight_axes: tuple[int, ...] = ()
-    feature_axes: tuple[int, ...] = (-1,)
-    """The shape of one number for each feature of x."""
-
-    # -- what both share
-
-    def linear(self, x: Any, path: str) -> Any:
-        """The matrix at a path, and what the adapter adds to it."""
-        y = self.scaled_product(
-            x, self._matrices.matrix(self._source.matrix(path), None, self.weight_axes)
-        )
-        low = None if self._adapter is None else self._adapter.of(path)
-        if low is None:
-            return y
-        rank = low.b[0].shape[1]
-        inner = self.product(x, self._weight(f"{low.key}.a", low.a))
-        inners = [inner] if len(low.b) == 1 else self.split(inner, [rank] * len(low.b))
-        parts = [
-            self.product(part, self._weight(f"{low.key}.b.{i}", b))
-            for i, (part, b) in enumerate(zip(inners, low.b, strict=True))
-        ]
-        return mb.add(x=y, y=parts[0] if len(parts) == 1 else self.join(parts))
-
-    def scaled_product(self, x: Any, weight: Weight) -> Any:
-        """x times a matrix of the model."""
-        y = self.product(x, weight.numbers)
-        if weight.row_scales is None:
-            return y
-        return mb.mul(x=y, y=self._row_scales(weight, self.feature_axes))
-
-    def rows(self, weight: Weight, indices: Any) -> Any:
-        """Rows (1, L, K) of a matrix of the model; `indices` (1, L) int32."""
-        found = mb.gather(x=weight.numbers, indices=indices, axis=0, validate_indices=False)
-        if weight.row_scales is None:
-            return found
-        scales = self._row_scales(weight, (-1, 1))
-        return mb.mul(
-            x=found, y=mb.gather(x=scales, indices=indices, axis=0, validate_indices=False)
-        )
-
-    def _row_scales(self, weight: Weight, shape: tuple[int, ...]) -> Any:
-        assert weight.row_scales is not None
-        return self._constants.array(f"{weight.key}.rows", weight.row_scales.reshape(shape))
-
-    def _weight(self, key: str, array: np.ndarray) -> Any:
-        return self._constants.array(key, array.reshape(*array.shape, *self.weight_axes))
-
-    def write(self, x: Any, block: int, positions: Positions, caches: Caches) -> tuple[Any, Any]:
-        """A writing block's keys and values into the states; returns its queries and its normed input."""
+    def write(self, x: Var, block: int, positions: TokenPositions, caches: Caches) -> Var:
+        """Write a writing block's keys and values into the states; returns its projected queries."""
         config, path = self.config, f"model.layers.{block}"
         qkv = self.linear(
             self.norm(x, f"{path}.input_layernorm.weight"), f"{path}.self_attn.qkv_proj"
         )
         q, k, v = self.split(qkv, [config.hidden_dim, config.kv_dim, config.kv_dim])
-        key_scale, value_scale = self._scales(block)
+        key_scale, value_scale = self._kv_scales(block)
         codes = config.kv_bits is not None
         k_weight = self._head_weight(f"{path}.self_attn.k_norm.weight") / key_scale
         caches.write("keys", block, self.keys(k, k_weight, positions, codes), positions)
         caches.write("values", block, self.values(v, 1 / value_scale, codes), positions)
         return q
 
-    def writing_block(self, x: Any, block: int, positions: Positions, caches: Caches) -> Any:
-        """x after a block that writes its keys and values."""
+    def writing_block(self, x: Var, block: int, positions: TokenPositions, caches: Caches) -> Var:
+        """Return x after a block that writes its keys and values."""
         q = self.write(x, block, positions, caches)
-        return self._rest(x, q, f"model.layers.{block}", block, positions, caches)
+        return self._attend_and_feed(x, q, f"model.layers.{block}", block, positions, caches)
 
-    def reuse_block(self, x: Any, block: int, positions: Positions, caches: Caches) -> Any:
-        """x after a block that reads the keys and values of the last one that writes."""
+    def reuse_block(self, x: Var, block: int, positions: TokenPositions, caches: Caches) -> Var:
+        """Return x after a block that reads the keys and values of the last writing block."""
         path = f"model.kv_reuse_layers.{block}"
         normed = self.norm(x, f"{path}.input_layernorm.weight")
         q = self.linear(normed, f"{path}.self_attn.q_proj")
-        return self._rest(x, q, path, self.config.num_kv_layers - 1, positions, caches)
+        return self._attend_and_feed(x, q, path, self.config.num_kv_layers - 1, positions, caches)
 
-    def _rest(
-        self, x: Any, q: Any, path: str, block: int, positions: Positions, caches: Caches
-    ) -> Any:
-        """Attention of projected queries to the columns of a writing block, and the feed-forward."""
-        key_scale, value_scale = self._scales(block)
+    def _attend_and_feed(
+        self, x: Var, q: Var, path: str, block: int, positions: TokenPositions, caches: Caches
+    ) -> Var:
+        """Return x after attention of projected queries to a writing block, and after the feed-forward."""
+        key_scale, value_scale = self._kv_scales(block)
         weight = self._head_weight(f"{path}.self_attn.q_norm.weight") * key_scale
-        q = self.queries(q, weight, positions)
-        k, v = (caches.read(name, block, self._dtype) for name in ("keys", "values"))
-        y = self.attend(q, k, v, positions)
+        queries = self.queries(q, weight, positions)
+        k, v = (caches.read(name, block, self._dtype) for name in STATES)
+        y = self.attend(queries, k, v, positions)
         if value_scale != 1:
             y = mb.mul(x=y, y=self._np_dtype.type(value_scale))
         x = mb.add(x=x, y=self.linear(y, f"{path}.self_attn.out_proj"))
@@ -237,21 +205,69 @@ class Layout(ABC):
         up = self.linear(normed, f"{path}.mlp.up_proj")
         return mb.add(x=x, y=self.linear(mb.mul(x=gate, y=up), f"{path}.mlp.down_proj"))
 
+    def linear(self, x: Var, path: str) -> Var:
+        """Return x times the matrix at a path, plus the adapter's product."""
+        y = self.scaled_product(
+            x, self._matrices.matrix(self._source.matrix(path), None, self.weight_axes)
+        )
+        added = None if self._adapter is None else self._adapter.matrices(path)
+        if added is None:
+            return y
+        rank = added.b[0].shape[1]
+        inner = self.product(x, self._weight(f"{added.key}.a", added.a))
+        inners = [inner] if len(added.b) == 1 else self.split(inner, [rank] * len(added.b))
+        parts = [
+            self.product(part, self._weight(f"{added.key}.b.{i}", b))
+            for i, (part, b) in enumerate(zip(inners, added.b, strict=True))
+        ]
+        return mb.add(x=y, y=parts[0] if len(parts) == 1 else self.join(parts))
+
+    def scaled_product(self, x: Var, weight: Weight) -> Var:
+        """Return x times a matrix of the model."""
+        y = self.product(x, weight.numbers)
+        if weight.row_scales is None:
+            return y
+        return mb.mul(x=y, y=self._row_scales(weight, self.feature_shape))
+
+    def rows(self, weight: Weight, indices: Var) -> Var:
+        """Return rows (1, L, K) of a matrix of the model; `indices` are (1, L) int32."""
+        found = mb.gather(x=weight.numbers, indices=indices, axis=0, validate_indices=False)
+        if weight.row_scales is None:
+            return found
+        scales = self._row_scales(weight, (-1, 1))
+        return mb.mul(
+            x=found, y=mb.gather(x=scales, indices=indices, axis=0, validate_indices=False)
+        )
+
+    def split(self, x: Var, widths: list[int]) -> list[Var]:
+        """Split x along its features."""
+        return list(mb.split(x=x, split_sizes=widths, axis=self.feature_axis))
+
+    def join(self, parts: list[Var]) -> Var:
+        """Concatenate along features."""
+        return mb.concat(values=parts, axis=self.feature_axis)
+
+    def _row_scales(self, weight: Weight, shape: tuple[int, ...]) -> Var:
+        assert weight.row_scales is not None
+        return self._constants.array(f"{weight.key}.rows", weight.row_scales.reshape(shape))
+
+    def _weight(self, key: str, array: np.ndarray) -> Var:
+        return self._constants.array(key, array.reshape(*array.shape, *self.weight_axes))
+
     def _head_weight(self, name: str) -> np.ndarray:
-        """The weight of a norm over a head, float32, in the order of `half_split`."""
+        """Return the weight of a norm over a head, float32, in the order of `half_split`."""
         return self._source.vector(name)[half_split(self.config.head_dim)]
 
-    def _scales(self, block: int) -> tuple[float, float]:
-        """Scales of a writing block's keys and values; 1 where the states hold floats."""
+    def _kv_scales(self, block: int) -> tuple[float, float]:
+        """Return the scales of a writing block's keys and values; 1 where the states hold floats."""
         if self.config.kv_bits is None:
             return 1.0, 1.0
         path = f"model.layers.{block}.self_attn.quant"
-        return tuple(
-            float(self._source.vector(f"{path}_{kind}_scale")) for kind in ("key", "value")
-        )  # type: ignore[return-value]
+        key = float(self._source.vector(f"{path}_key_scale"))
+        return key, float(self._source.vector(f"{path}_value_scale"))
 
-    def _turns(self, columns: Any) -> tuple[Any, Any]:
-        """Cosines and sines (L, head_dim / 2) of RoPE's angles, float32.
+    def _rope(self, columns: Var) -> tuple[Var, Var]:
+        """Return cosines and sines (L, head_dim / 2) of RoPE's angles, float32.
 
         The angle of column 64 a + b is the sum of two from tables: a GPU's own cosine is inexact for large
         angles.
@@ -275,92 +291,97 @@ class Layout(ABC):
         sin = mb.add(x=mb.mul(x=sin_high, y=cos_low), y=mb.mul(x=cos_high, y=sin_low))
         return cos, sin
 
-    def _zeros(self, count: int) -> Any:
-        """The bias of a linear layer, which Core ML has one for; written once for each length."""
-        return self._constants.array(f"zeros.{count}", np.zeros(count, self._np_dtype))
+    def _rotated(self, heads: Var, positions: TokenPositions, axis: int) -> Var:
+        """Rotate the first half of each head against the second; `axis` has the dimensions of a head."""
+        one, two = mb.split(x=heads, num_splits=2, axis=axis)
+        cos, sin = positions.cos, positions.sin
+        return mb.concat(
+            values=[
+                mb.sub(x=mb.mul(x=one, y=cos), y=mb.mul(x=two, y=sin)),
+                mb.add(x=mb.mul(x=two, y=cos), y=mb.mul(x=one, y=sin)),
+            ],
+            axis=axis,
+        )
 
-
-def rounded(x: Any) -> Any:
-    """Numbers to the nearest code of int8."""
-    kind = np.float16 if x.dtype.__name__ == "fp16" else np.float32
-    return mb.minimum(x=mb.maximum(x=mb.round(x=x), y=kind(-128)), y=kind(127))
-
-
-# -- linear_layout
+    @staticmethod
+    def _int8_codes(x: Var) -> Var:
+        """Round numbers to the nearest code of int8."""
+        kind = np.float16 if x.dtype.__name__ == "fp16" else np.float32
+        return mb.minimum(x=mb.maximum(x=mb.round(x=x), y=kind(-128)), y=kind(127))
 
 
 class LinearLayout(Layout):
-    """x is (1, L, features). Queries of the heads that share keys lie one below the other."""
+    """Plain linear layers on x (1, L, features). Queries of the heads that share keys are one below the other.
 
-    def embed(self, tokens: Any) -> Any:
+    Norms, RoPE and rounding to codes are computed in float32, as the MLX model computes them.
+    """
+
+    weight_axes = ()
+    feature_shape = (-1,)
+    feature_axis = -1
+
+    def embed(self, tokens: Var) -> Var:
         return self.rows(self._matrices.matrix(self._source.matrix("model.embedding")), tokens)
 
-    def positions(self, columns: Any, first: Any, after: Any) -> Positions:
+    def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
         config = self.config
-        cos, sin = self._turns(columns)
+        cos, sin = self._rope(columns)
         every = self._constants.array(
             "columns", np.arange(config.context_length, dtype=np.int32)[None]
         )
         seen = mb.less_equal(x=every, y=mb.transpose(x=columns, perm=[1, 0]))
         hidden = mb.sub(x=np.float32(1), y=mb.cast(x=seen, dtype="fp32"))
-        mask = mb.expand_dims(x=mb.mul(x=hidden, y=np.float32(HIDDEN)), axes=[0, 1])
+        mask = mb.expand_dims(x=mb.mul(x=hidden, y=np.float32(_HIDDEN)), axes=[0, 1])
         share = config.num_heads // config.num_kv_heads
         mask = mb.tile(x=mb.cast(x=mask, dtype=self._dtype), reps=[1, 1, share, 1])
-        return Positions(first, after, cos, sin, mask)
+        return TokenPositions(first, after, cos, sin, mask)
 
-    def norm(self, x: Any, name: str) -> Any:
+    def norm(self, x: Var, name: str) -> Var:
         weight = self._constants.array(name, self._source.vector(name))
         return mb.cast(x=self._norm(mb.cast(x=x, dtype="fp32"), weight), dtype=self._dtype)
 
-    def _norm(self, x: Any, weight: Any) -> Any:
+    def _norm(self, x: Var, weight: Var | np.ndarray) -> Var:
         square = mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[-1], keep_dims=True)
         return mb.mul(
             x=mb.mul(x=x, y=mb.rsqrt(x=square, epsilon=np.float32(self.config.rms_norm_eps))),
             y=weight,
         )
 
-    def product(self, x: Any, weight: Any) -> Any:
-        return mb.linear(x=x, weight=weight, bias=self._zeros(weight.shape[0]))
+    def product(self, x: Var, weight: Var) -> Var:
+        # Core ML's linear layer needs a bias; zeros are written once for each length.
+        rows = weight.shape[0]
+        zeros = self._constants.array(f"zeros.{rows}", np.zeros(rows, self._np_dtype))
+        return mb.linear(x=x, weight=weight, bias=zeros)
 
-    def split(self, x: Any, widths: list[int]) -> list[Any]:
-        return list(mb.split(x=x, split_sizes=widths, axis=-1))
-
-    def join(self, parts: list[Any]) -> Any:
-        return mb.concat(values=parts, axis=-1)
-
-    def queries(self, x: Any, weight: np.ndarray, positions: Positions) -> Any:
+    def queries(self, x: Var, weight: np.ndarray, positions: TokenPositions) -> Var:
         config = self.config
-        q = mb.cast(x=self._turned(x, config.num_heads, weight, positions), dtype=self._dtype)
+        q = self._rotated_and_normed(x, config.num_heads, weight, positions)
+        q = mb.cast(x=q, dtype=self._dtype)
         return mb.reshape(x=q, shape=[1, config.num_kv_heads, -1, config.head_dim])
 
-    def keys(self, x: Any, weight: np.ndarray, positions: Positions, codes: bool) -> Any:
-        k = self._turned(x, self.config.num_kv_heads, weight, positions)
-        return rounded(k) if codes else k
+    def keys(self, x: Var, weight: np.ndarray, positions: TokenPositions, codes: bool) -> Var:
+        k = self._rotated_and_normed(x, self.config.num_kv_heads, weight, positions)
+        return self._int8_codes(k) if codes else k
 
-    def values(self, x: Any, factor: float, codes: bool) -> Any:
+    def values(self, x: Var, factor: float, codes: bool) -> Var:
         v = self._heads(mb.cast(x=x, dtype="fp32"), self.config.num_kv_heads)
-        return rounded(mb.mul(x=v, y=np.float32(factor))) if codes else v
+        return self._int8_codes(mb.mul(x=v, y=np.float32(factor))) if codes else v
 
-    def _heads(self, x: Any, heads: int) -> Any:
-        """(1, L, heads * head_dim) to (1, heads, L, head_dim)."""
+    def _heads(self, x: Var, heads: int) -> Var:
+        """Reshape (1, L, heads * head_dim) to (1, heads, L, head_dim)."""
         x = mb.reshape(x=x, shape=[1, -1, heads, self.config.head_dim])
         return mb.transpose(x=x, perm=[0, 2, 1, 3])
 
-    def _turned(self, x: Any, heads: int, weight: np.ndarray, positions: Positions) -> Any:
-        """RoPE and norm of heads, (1, heads, L, head_dim) float32."""
+    def _rotated_and_normed(
+        self, x: Var, heads: int, weight: np.ndarray, positions: TokenPositions
+    ) -> Var:
+        """Return RoPE and norm of heads, (1, heads, L, head_dim) float32."""
         x = self._heads(mb.cast(x=x, dtype="fp32"), heads)
-        one, two = mb.split(x=x, num_splits=2, axis=-1)
-        cos, sin = positions.cos, positions.sin
-        turned = mb.concat(
-            values=[
-                mb.sub(x=mb.mul(x=one, y=cos), y=mb.mul(x=two, y=sin)),
-                mb.add(x=mb.mul(x=two, y=cos), y=mb.mul(x=one, y=sin)),
-            ],
-            axis=-1,
-        )
-        return self._norm(turned, weight.astype(np.float32))
+        return self._norm(self._rotated(x, positions, -1), weight.astype(np.float32))
 
-    def attend(self, queries: Any, keys: Any, values: Any, positions: Positions) -> Any:
+    def attend(
+        self, queries: Var | list[Var], keys: Var, values: Var, positions: TokenPositions
+    ) -> Var:
         config = self.config
         y = mb.scaled_dot_product_attention(
             query=queries, key=keys, value=values, attn_mask=positions.mask
@@ -369,29 +390,29 @@ class LinearLayout(Layout):
         y = mb.transpose(x=y, perm=[0, 2, 1, 3])
         return mb.reshape(x=y, shape=[1, -1, config.hidden_dim])
 
-    def logits(self, x: Any) -> Any:
+    def logits(self, x: Var) -> Var:
         weight = self._matrices.matrix(self._source.matrix("model.embedding"))
         logits = self.scaled_product(x, weight)
         return mb.reshape(x=logits, shape=[1, self.config.vocab_size], name="logits")
 
 
-# -- channel_layout
-
-_MAX_ROWS = 1 << 14
-"""Output channels of a convolution on the Neural Engine; the head has several."""
-
-
 class ChannelLayout(Layout):
-    """x is (1, features, 1, L). The queries of the heads that share keys lie side by side along L."""
+    """Convolutions on x (1, features, 1, L). Queries of the heads that share keys are side by side along L.
+
+    Everything is computed in the program's type, norms too, because the Neural Engine has float16 only. A norm
+    divides by the largest number first: squares of numbers in a residual stream exceed float16.
+    """
 
     weight_axes = (1, 1)
-    feature_axes = (1, -1, 1, 1)
+    feature_shape = (1, -1, 1, 1)
+    feature_axis = 1
 
     def _pieces(self) -> list[slice]:
+        """Return the ranges of rows that the head is cut into."""
         vocab = self.config.vocab_size
         return [slice(start, min(start + _MAX_ROWS, vocab)) for start in range(0, vocab, _MAX_ROWS)]
 
-    def embed(self, tokens: Any) -> Any:
+    def embed(self, tokens: Var) -> Var:
         matrix, pieces = self._source.matrix("model.embedding"), self._pieces()
         total = None
         for rows in pieces:
@@ -399,70 +420,68 @@ class ChannelLayout(Layout):
             if len(pieces) == 1:
                 total = self.rows(weight, tokens)
                 break
+            # A token's row comes from one piece; the others add zeros.
             local = mb.sub(x=tokens, y=np.int32(rows.start))
             count = rows.stop - rows.start
             inside = mb.logical_and(
                 x=mb.greater_equal(x=local, y=np.int32(0)), y=mb.less(x=local, y=np.int32(count))
             )
             index = mb.mul(x=local, y=mb.cast(x=inside, dtype="int32"))
-            few = self.rows(weight, index)
-            few = mb.mul(x=few, y=mb.expand_dims(x=mb.cast(x=inside, dtype=self._dtype), axes=[2]))
-            total = few if total is None else mb.add(x=total, y=few)
+            part = self.rows(weight, index)
+            part = mb.mul(
+                x=part, y=mb.expand_dims(x=mb.cast(x=inside, dtype=self._dtype), axes=[2])
+            )
+            total = part if total is None else mb.add(x=total, y=part)
         return mb.expand_dims(x=mb.transpose(x=total, perm=[0, 2, 1]), axes=[2])
 
-    def positions(self, columns: Any, first: Any, after: Any) -> Positions:
+    def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
         config = self.config
         cos, sin = (
             mb.cast(x=mb.transpose(x=part, perm=[1, 0]), dtype=self._dtype)
-            for part in self._turns(columns)
+            for part in self._rope(columns)
         )
         every = self._constants.array(
             "columns.first", np.arange(config.context_length, dtype=np.int32)[:, None]
         )
         seen = mb.cast(x=mb.less_equal(x=every, y=columns), dtype=self._dtype)
         kind = self._np_dtype.type
-        mask = mb.mul(x=mb.sub(x=kind(1), y=seen), y=kind(HIDDEN))
+        mask = mb.mul(x=mb.sub(x=kind(1), y=seen), y=kind(_HIDDEN))
         mask = mb.expand_dims(x=mask, axes=[0, 2])  # (1, columns, 1, L)
         share = config.num_heads // config.num_kv_heads
-        return Positions(first, after, cos, sin, mb.tile(x=mask, reps=[1, 1, 1, share]))
+        return TokenPositions(first, after, cos, sin, mb.tile(x=mask, reps=[1, 1, 1, share]))
 
-    def norm(self, x: Any, name: str) -> Any:
+    def norm(self, x: Var, name: str) -> Var:
         weight = self._held(self._source.vector(name), name).reshape(1, -1, 1, 1)
         return self._norm(x, self._constants.array(f"{name}.channels", weight), 1)
 
     def _held(self, array: np.ndarray, name: str) -> np.ndarray:
-        """Numbers in the program's type, which must be able to hold them."""
+        """Return numbers in the program's type; raise `AFMError` if it can't hold them."""
         with np.errstate(over="ignore"):
             found = array.astype(self._np_dtype)
         check_held(found, name)
         return found
 
-    def _norm(self, x: Any, weight: Any, axis: int) -> Any:
+    def _norm(self, x: Var, weight: Var | np.ndarray, axis: int) -> Var:
         kind = self._np_dtype.type
-        peak = mb.reduce_max(x=mb.abs(x=x), axes=[axis], keep_dims=True)
-        peak = mb.maximum(x=peak, y=kind(1e-3))
-        small = mb.real_div(x=x, y=peak)
+        largest = mb.reduce_max(x=mb.abs(x=x), axes=[axis], keep_dims=True)
+        largest = mb.maximum(x=largest, y=kind(1e-3))
+        small = mb.real_div(x=x, y=largest)
         square = mb.reduce_mean(x=mb.mul(x=small, y=small), axes=[axis], keep_dims=True)
-        root = mb.real_div(x=kind(np.sqrt(self.config.rms_norm_eps)), y=peak)
+        root = mb.real_div(x=kind(np.sqrt(self.config.rms_norm_eps)), y=largest)
         total = mb.add(x=square, y=mb.mul(x=root, y=root))
         # Above 0 already: of numbers that the largest divides, one is 1. Core ML wants an epsilon all the same.
         inverse = mb.rsqrt(x=total, epsilon=np.finfo(kind).smallest_subnormal)
         return mb.mul(x=mb.mul(x=small, y=inverse), y=weight)
 
-    def product(self, x: Any, weight: Any) -> Any:
+    def product(self, x: Var, weight: Var) -> Var:
         return mb.conv(x=x, weight=weight)
 
-    def split(self, x: Any, widths: list[int]) -> list[Any]:
-        return list(mb.split(x=x, split_sizes=widths, axis=1))
-
-    def join(self, parts: list[Any]) -> Any:
-        return mb.concat(values=parts, axis=1)
-
-    def queries(self, x: Any, weight: np.ndarray, positions: Positions) -> Any:
-        """One array (1, head_dim, 1, heads of a group * L) for each head of keys."""
+    def queries(self, x: Var, weight: np.ndarray, positions: TokenPositions) -> list[Var]:
+        """Return an array (1, head_dim, 1, heads of a group * L) for each head of keys."""
         config = self.config
         share = config.num_heads // config.num_kv_heads
-        q = self._turned(x, config.num_heads, weight / np.sqrt(config.head_dim), positions)
+        weight = weight / np.sqrt(config.head_dim)
+        q = self._rotated_and_normed(x, config.num_heads, weight, positions)
         alone = config.num_kv_heads == 1
         groups = [q] if alone else mb.split(x=q, num_splits=config.num_kv_heads, axis=1)
         found = []
@@ -471,36 +490,32 @@ class ChannelLayout(Layout):
             found.append(mb.reshape(x=turned, shape=[1, config.head_dim, 1, -1]))
         return found
 
-    def keys(self, x: Any, weight: np.ndarray, positions: Positions, codes: bool) -> Any:
-        k = self._turned(x, self.config.num_kv_heads, weight, positions)
-        return mb.transpose(x=rounded(k) if codes else k, perm=[0, 1, 3, 2])
+    def keys(self, x: Var, weight: np.ndarray, positions: TokenPositions, codes: bool) -> Var:
+        k = self._rotated_and_normed(x, self.config.num_kv_heads, weight, positions)
+        return mb.transpose(x=self._int8_codes(k) if codes else k, perm=[0, 1, 3, 2])
 
-    def values(self, x: Any, factor: float, codes: bool) -> Any:
+    def values(self, x: Var, factor: float, codes: bool) -> Var:
         v = self._heads(x, self.config.num_kv_heads)
         if codes:
             scale = self._held(np.array(factor, np.float32), "the inverse scale of int8 values")
-            v = rounded(mb.mul(x=v, y=scale[()]))
+            v = self._int8_codes(mb.mul(x=v, y=scale[()]))
         return mb.transpose(x=v, perm=[0, 1, 3, 2])
 
-    def _heads(self, x: Any, heads: int) -> Any:
-        """(1, heads * head_dim, 1, L) to (1, heads, head_dim, L)."""
+    def _heads(self, x: Var, heads: int) -> Var:
+        """Reshape (1, heads * head_dim, 1, L) to (1, heads, head_dim, L)."""
         return mb.reshape(x=x, shape=[1, heads, self.config.head_dim, -1])
 
-    def _turned(self, x: Any, heads: int, weight: np.ndarray, positions: Positions) -> Any:
-        """RoPE and norm of heads, (1, heads, head_dim, L)."""
-        one, two = mb.split(x=self._heads(x, heads), num_splits=2, axis=2)
-        cos, sin = positions.cos, positions.sin
-        turned = mb.concat(
-            values=[
-                mb.sub(x=mb.mul(x=one, y=cos), y=mb.mul(x=two, y=sin)),
-                mb.add(x=mb.mul(x=two, y=cos), y=mb.mul(x=one, y=sin)),
-            ],
-            axis=2,
-        )
+    def _rotated_and_normed(
+        self, x: Var, heads: int, weight: np.ndarray, positions: TokenPositions
+    ) -> Var:
+        """Return RoPE and norm of heads, (1, heads, head_dim, L)."""
+        rotated = self._rotated(self._heads(x, heads), positions, 2)
         held = self._held(weight, "a norm's weight with the scale of int8 keys")
-        return self._norm(turned, held[None, None, :, None], 2)
+        return self._norm(rotated, held[None, None, :, None], 2)
 
-    def attend(self, queries: Any, keys: Any, values: Any, positions: Positions) -> Any:
+    def attend(
+        self, queries: Var | list[Var], keys: Var, values: Var, positions: TokenPositions
+    ) -> Var:
         config = self.config
         share = config.num_heads // config.num_kv_heads
         outputs = []
@@ -523,7 +538,7 @@ class ChannelLayout(Layout):
         y = outputs[0] if len(outputs) == 1 else mb.concat(values=outputs, axis=1)
         return mb.reshape(x=y, shape=[1, config.hidden_dim, 1, -1])
 
-    def logits(self, x: Any) -> Any:
+    def logits(self, x: Var) -> Var:
         matrix = self._source.matrix("model.embedding")
         parts = [
             self.scaled_product(x, self._matrices.matrix(matrix, rows, self.weight_axes))
@@ -535,8 +550,6 @@ class ChannelLayout(Layout):
 
 # -- functions
 
-STATES = ("keys", "values")
-
 
 def add_functions(
     program: Program, prefill: Layout, decode: Layout, lengths: Sequence[int], suffix: str = ""
@@ -544,11 +557,10 @@ def add_functions(
     """Add a pair of functions to a program.
 
     Args:
-        program: takes them.
-        prefill: builds the first.
-        decode: builds the second.
-        lengths: numbers of tokens that the first takes.
-        suffix: what is added to their names.
+        program: the program.
+        prefill, decode: the layouts that build the two functions.
+        lengths: numbers of tokens that `prefill` takes.
+        suffix: appended to the functions' names.
     """
     program.add_function(f"prefill{suffix}", _prefill(prefill, lengths))
     program.add_function(f"decode{suffix}", _decode(decode))
@@ -556,11 +568,12 @@ def add_functions(
 
 def _prefill(layout: Layout, lengths: Sequence[int]) -> Function:
     config = layout.config
-    length: Any = lengths[0] if len(lengths) == 1 else get_new_symbol()
-    function = _function(config, length)
+    function = _function(config, lengths[0] if len(lengths) == 1 else get_new_symbol())
     with function:
         tokens, first, caches = _inputs(function)
-        columns = _columns(tokens, first)
+        # Columns (1, L) of the tokens: a running sum of ones, whose length follows from the tokens' type.
+        ones = mb.add(x=mb.mul(x=tokens, y=np.int32(0)), y=np.int32(1))
+        columns = mb.add(x=mb.cumsum(x=ones, axis=1), y=mb.sub(x=first, y=np.array([1], np.int32)))
         after = mb.add(
             x=mb.reduce_max(x=columns, axes=[1], keep_dims=False),
             y=np.array([1], np.int32),
@@ -597,7 +610,8 @@ def _decode(layout: Layout) -> Function:
     return function
 
 
-def _function(config: ModelConfig, length: Any) -> Function:
+def _function(config: ModelConfig, length: object) -> Function:
+    """Return an empty function; `length` is a number of tokens, or a symbol for several."""
     shape = (config.num_kv_layers, config.num_kv_heads, config.context_length, config.head_dim)
     inputs = {
         "tokens": mb.placeholder((1, length), dtype=types.int32),
@@ -607,14 +621,8 @@ def _function(config: ModelConfig, length: Any) -> Function:
     return Function(inputs, opset_version=TARGET)
 
 
-def _inputs(function: Function) -> tuple[Any, Any, Caches]:
+def _inputs(function: Function) -> tuple[Var, Var, Caches]:
     tokens, first, keys, values = (
         function.inputs[name] for name in ("tokens", "position", *STATES)
     )
     return tokens, first, Caches(keys, values)
-
-
-def _columns(tokens: Any, first: Any) -> Any:
-    """(1, L) columns of the tokens: a running sum of ones, which has the length of the tokens by its type."""
-    ones = mb.add(x=mb.mul(x=tokens, y=np.int32(0)), y=np.int32(1))
-    return mb.add(x=mb.cumsum(x=ones, axis=1), y=mb.sub(x=first, y=np.array([1], np.int32)))

@@ -1,11 +1,17 @@
-"""The matrices of a model folder: where they lie, and which of their rows a program takes in what order."""
+"""The matrices and adapters of a model folder as a Core ML package takes them, without importing coremltools.
+
+`plan_package` checks a folder first: importing coremltools takes seconds.
+
+Core ML has no operation that rotates neighbouring dimensions, so rows of the query and key projections are
+reordered: RoPE rotates the first half of a head against the second (`half_split`). Scores stay the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +19,7 @@ import numpy as np
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.config import Matrix, ModelConfig, blocks, read_config_json
+from afm_mlx.config import Matrix, ModelConfig, Projection, blocks, read_config_json
 from afm_mlx.converters.conversion_options import prompt_lengths
 from afm_mlx.converters.folder_writer import StoredLayer, StoredParameter
 from afm_mlx.converters.mlx_lm import read_config, stored_parameters
@@ -21,18 +27,49 @@ from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.kernels import PackedWeight
 from afm_mlx.quantization.rule import QuantizationRule
 
+Float: TypeAlias = "np.dtype[np.floating]"
+"""float16 or float32, the type that a package computes in."""
+
 _ROWS_BYTES = 32 << 20
+
+
+def check_held(array: np.ndarray, name: str) -> None:
+    """Raise `AFMError` if an array holds NaN or infinity: its type may be too narrow for its numbers."""
+    if not np.isfinite(array).all():
+        raise AFMError(
+            f"{named(name)} holds NaN, infinity, or numbers that {array.dtype} can't hold. Check the "
+            "source; a package of float32 holds greater numbers (--to coreml --dtype float32)."
+        )
+
+
+def half_split(head_dim: int) -> np.ndarray:
+    """Return the order of a head's dimensions for RoPE of halves: the first of each pair, then the second."""
+    return np.arange(head_dim).reshape(-1, 2).T.reshape(-1)
+
+
+def half_split_rows(matrix: Matrix, head_dim: int) -> np.ndarray | None:
+    """Return the order of a matrix' rows, `half_split` in the heads that RoPE rotates; None without any."""
+    if not any(projection.rotary_heads for projection in matrix.projections):
+        return None
+    order, start = [], 0
+    for projection in matrix.projections:
+        rows = np.arange(start, start + projection.outputs)
+        if projection.rotary_heads:
+            rows = rows.reshape(projection.rotary_heads, head_dim)[:, half_split(head_dim)]
+        order.append(rows.reshape(-1))
+        start += projection.outputs
+    return np.concatenate(order)
 
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix of the folder, and the order in which a program has its rows.
+    """A matrix of the folder, and the order of its rows in a program.
 
     Args:
         path: its path in the model.
         shape: (N, K).
-        stored: where it lies.
-        order: (N,) the folder's row of each of the program's; None for the same order.
+        stored: the folder's tensors.
+        order: (N,) the folder's row of each of the program's rows; None for the same order.
     """
 
     path: str
@@ -42,15 +79,16 @@ class StoredMatrix:
 
     @property
     def rule(self) -> QuantizationRule | None:
-        """How it is packed; None for a float one."""
+        """The rule of a packed matrix; None for a float one."""
         return self.stored.rule if isinstance(self.stored, StoredLayer) else None
 
-    def packed(self) -> PackedWeight | None:
-        """The packed matrix, in the folder's order; None for a float one."""
-        return self.stored.packed() if isinstance(self.stored, StoredLayer) else None
+    def packed(self) -> PackedWeight:
+        """Read a packed matrix, in the folder's order of rows."""
+        assert isinstance(self.stored, StoredLayer)
+        return self.stored.packed()
 
-    def floats(self, rows: slice, dtype: np.dtype[Any]) -> np.ndarray:
-        """Some rows of a float matrix, in the program's order.
+    def floats(self, rows: slice, dtype: Float) -> np.ndarray:
+        """Read some rows of a float matrix, in the program's order.
 
         Raises:
             AFMError: for numbers that the type can't hold.
@@ -76,7 +114,8 @@ class Source:
         parameters: every parameter, by name.
         folder: the folder, for errors.
 
-    `matrices` has what the rows of each block's matrix compute, by the matrix' path.
+    Attributes:
+        matrices: the matrices of all blocks, by path.
     """
 
     def __init__(
@@ -85,7 +124,7 @@ class Source:
         parameters: Mapping[str, StoredParameter | StoredLayer],
         folder: Path,
     ) -> None:
-        self.config, self.folder, self._parameters = config, folder, parameters
+        self.config, self._parameters = config, parameters
         self.matrices = {
             f"{path}.{matrix.name}": matrix
             for path, kind in blocks(config)
@@ -99,7 +138,7 @@ class Source:
                 )
 
     def matrix(self, path: str) -> StoredMatrix:
-        """The matrix at a path, with each head's rows in the order of `half_split`."""
+        """Return the matrix at a path, with the rows of heads in the order of `half_split`."""
         stored = self._parameters[f"{path}.weight"]
         if path not in self.matrices:
             shape = (self.config.vocab_size, self.config.hidden_dim)
@@ -109,50 +148,22 @@ class Source:
         return StoredMatrix(path, (matrix.outputs, matrix.inputs), stored, order)
 
     def vector(self, name: str) -> np.ndarray:
-        """A parameter of one axis or none, float32."""
+        """Read a parameter of one axis or none, as float32."""
         stored = self._parameters[name]
         assert isinstance(stored, StoredParameter)
         return np.array(stored.array().astype(mx.float32))
 
 
-def half_split(head_dim: int) -> np.ndarray:
-    """A head's dimensions as RoPE of halves has them: the first of each pair, then the second of each."""
-    return np.arange(head_dim).reshape(-1, 2).T.reshape(-1)
-
-
-def half_split_rows(matrix: Matrix, head_dim: int) -> np.ndarray | None:
-    """The order of a matrix' rows by `half_split`, in each head that RoPE turns; None where there is none."""
-    if not any(projection.rotary_heads for projection in matrix.projections):
-        return None
-    order, start = [], 0
-    for projection in matrix.projections:
-        rows = np.arange(start, start + projection.outputs)
-        if projection.rotary_heads:
-            rows = rows.reshape(projection.rotary_heads, head_dim)[:, half_split(head_dim)]
-        order.append(rows.reshape(-1))
-        start += projection.outputs
-    return np.concatenate(order)
-
-
-def check_held(array: np.ndarray, name: str) -> None:
-    """Raise `AFMError` when an array holds NaN or infinity: its type may be too narrow for its numbers."""
-    if not np.isfinite(array).all():
-        raise AFMError(
-            f"{named(name)} holds NaN, infinity, or numbers that {array.dtype} can't hold. Check the "
-            "source; a package of float32 holds greater numbers (--to coreml --dtype float32)."
-        )
-
-
-# -- low_rank
+# -- adapters
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """What an adapter adds to one matrix: each projection's rows get `B (A x)`.
+class AdapterMatrices:
+    """The matrices that an adapter adds to one matrix: each projection's rows get `B (A x)`.
 
     Args:
         key: name of its constants.
-        a: (projections * rank, K), the A of each projection below the one before.
+        a: (projections * rank, K), the A of all projections, one below the other.
         b: (N_i, rank) of each projection, times the adapter's scale; rows in the program's order.
     """
 
@@ -161,27 +172,27 @@ class LowRank:
     b: tuple[np.ndarray, ...]
 
 
-class AdapterConstants:
-    """An adapter of a folder.
+class AdapterSource:
+    """An adapter in the model's folder.
 
     Args:
-        folder: the adapter's folder, of mlx-lm's format.
-        source: the model that it is for.
+        folder: the adapter's folder, in mlx-lm's format.
+        source: the model that the adapter was made for.
         dtype: type of its numbers in the program.
 
     Raises:
-        CheckpointError: when it has a pair that no matrix of the model has.
-        AFMError: when it can't be read, or has numbers that `dtype` can't hold.
+        CheckpointError: if a pair fits no matrix of the model.
+        AFMError: if it can't be read, or has numbers that `dtype` can't hold.
     """
 
-    def __init__(self, folder: Path, source: Source, dtype: np.dtype[Any]) -> None:
+    def __init__(self, folder: Path, source: Source, dtype: Float) -> None:
         self.name = folder.name
         self._tensors, self._config = load_adapter(folder)
         self._source, self._dtype = source, dtype
         known = {
-            f"{path}.lora_a{end}": (matrix.inputs, outputs)
+            f"{path}.lora_a{suffix}": (matrix.inputs, projection.outputs)
             for path, matrix in source.matrices.items()
-            for end, outputs in _ends(matrix.projections)
+            for suffix, projection in _pairs(matrix)
         }
         for name, tensor in self._tensors.items():
             if ".lora_a" not in name:
@@ -194,40 +205,37 @@ class AdapterConstants:
                     "The adapter was made for another model."
                 )
 
-    def of(self, path: str) -> LowRank | None:
-        """What the adapter adds to the matrix at a path; None for nothing."""
-        matrix, head = self._source.matrices[path], self._source.config.head_dim
+    def matrices(self, path: str) -> AdapterMatrices | None:
+        """Return what the adapter adds to the matrix at a path; None if nothing."""
+        matrix, head_dim = self._source.matrices[path], self._source.config.head_dim
         rank = self._config.rank
-        a, b, found = [], [], False
-        for projection, (end, outputs) in zip(
-            matrix.projections, _ends(matrix.projections), strict=True
-        ):
-            left = self._tensors.get(f"{path}.lora_a{end}")
-            if left is None:
-                a.append(np.zeros((rank, matrix.inputs), self._dtype))
-                b.append(np.zeros((outputs, rank), self._dtype))
-                continue
-            found = True
-            right = self._floats(f"{path}.lora_b{end}").T * np.float32(self._config.scale)
-            if projection.rotary_heads:
-                right = right.reshape(projection.rotary_heads, head, rank)[:, half_split(head)]
-            a.append(self._floats(f"{path}.lora_a{end}").T.astype(self._dtype))
-            b.append(right.reshape(outputs, rank).astype(self._dtype))
-        if not found:
+        if not any(f"{path}.lora_a{suffix}" in self._tensors for suffix, _ in _pairs(matrix)):
             return None
+        a, b = [], []
+        for suffix, projection in _pairs(matrix):
+            if f"{path}.lora_a{suffix}" not in self._tensors:
+                a.append(np.zeros((rank, matrix.inputs), self._dtype))
+                b.append(np.zeros((projection.outputs, rank), self._dtype))
+                continue
+            right = self._floats(f"{path}.lora_b{suffix}").T * np.float32(self._config.scale)
+            if projection.rotary_heads:
+                right = right.reshape(projection.rotary_heads, head_dim, rank)
+                right = right[:, half_split(head_dim)]
+            a.append(self._floats(f"{path}.lora_a{suffix}").T.astype(self._dtype))
+            b.append(right.reshape(projection.outputs, rank).astype(self._dtype))
         for array in (*a, *b):
             check_held(array, f"{self.name}: {path}")
-        return LowRank(f"{self.name}:{path}", np.concatenate(a), tuple(b))
+        return AdapterMatrices(f"{self.name}:{path}", np.concatenate(a), tuple(b))
 
     def _floats(self, name: str) -> np.ndarray:
         return np.array(self._tensors[name].astype(mx.float32))
 
 
-def _ends(projections: tuple[Any, ...]) -> list[tuple[str, int]]:
-    """The ends of the names of each projection's tensors, and its rows."""
-    if len(projections) == 1:
-        return [("", projections[0].outputs)]
-    return [(f".{i}", projection.outputs) for i, projection in enumerate(projections)]
+def _pairs(matrix: Matrix) -> list[tuple[str, Projection]]:
+    """Return each projection of a matrix with the suffix of its tensors' names."""
+    if len(matrix.projections) == 1:
+        return [("", matrix.projections[0])]
+    return [(f".{i}", projection) for i, projection in enumerate(matrix.projections)]
 
 
 # -- plan
@@ -240,14 +248,14 @@ class PackagePlan:
     Args:
         source: the model's parameters.
         adapters: the folder's adapters.
-        dtype: float16 or float32, the type that the package computes in.
+        dtype: the type that the package computes in.
         neural_engine: True for operators in the Neural Engine's arrangement.
         lengths: numbers of tokens that `prefill` takes, ascending, each at most the context's.
     """
 
     source: Source
-    adapters: tuple[AdapterConstants, ...]
-    dtype: np.dtype[Any]
+    adapters: tuple[AdapterSource, ...]
+    dtype: Float
     neural_engine: bool
     lengths: tuple[int, ...]
 
@@ -259,16 +267,16 @@ def plan_package(
     neural_engine: bool = False,
     lengths: Sequence[int] | None = None,
 ) -> PackagePlan:
-    """Check a model folder and the adapters inside it against what a Core ML package can hold.
+    """Check that a Core ML package can hold a model folder and the adapters inside it.
 
     Args:
         folder: a model folder of an AFM model, float or packed.
         dtype: "float16" or "float32", the type that the package computes in.
-        neural_engine: arrange operators as the Neural Engine asks.
+        neural_engine: arrange operators as the Neural Engine needs them.
         lengths: numbers of tokens that `prefill` takes; None for the default of `prompt_lengths`.
 
     Raises:
-        AFMError: when the folder is damaged, holds what Core ML has no operation for, or has a shorter
+        AFMError: if the folder is damaged, holds a format that Core ML has no operation for, or has a shorter
             context than one of the lengths.
     """
     tensors, path = stored_tensors(folder), folder / "config.json"
@@ -276,25 +284,20 @@ def plan_package(
     quantization = quantization_of(read_config_json(path), path)
     rules = check_folder_tensors(config, quantization, tensors, path)
     parameters = stored_parameters(config, tensors, rules, quantization)
-    source, number = Source(config, parameters, folder), np.dtype(dtype)
-    if neural_engine:
-        for name, rule in rules.items():
-            if rule is not None:  # MLX's own formats are refused by `Source`
-                _refuse_scales_behind_tables(name, rule)
+    source, kind = Source(config, parameters, folder), np.dtype(dtype)
+    for name, rule in rules.items() if neural_engine else ():
+        # Scales of 2-bit codes that can be neither in the table nor after the product; see `compression.py`.
+        if rule is None or rule.bits != 2 or rule.mode == "palette":
+            continue
+        if rule.granularity == "group" or (rule.granularity, rule.mode) == ("row", "affine"):
+            raise AFMError(
+                f"{named(name)} is packed to 2 bits with a scale per group or affine rows, in a form "
+                "that the Neural Engine can't load. Pack the float model as balanced rows, which is the "
+                "default (-q). A package that is not for the Neural Engine can hold this form."
+            )
     adapters = tuple(
-        AdapterConstants(file.parent, source, number)
+        AdapterSource(file.parent, source, kind)
         for file in sorted(folder.glob("adapters/*/adapter_config.json"))
     )
     chosen = prompt_lengths(lengths, config.context_length, neural_engine)
-    return PackagePlan(source, adapters, number, neural_engine, chosen)
-
-
-def _refuse_scales_behind_tables(path: str, rule: QuantizationRule) -> None:
-    """Raise `AFMError` for 2-bit codes whose scales can be neither in the table nor behind the product."""
-    by_row = rule.granularity == "row" and rule.mode == "affine"
-    if rule.bits == 2 and rule.mode != "palette" and (by_row or rule.granularity == "group"):
-        raise AFMError(
-            f"{named(path)} is packed to 2 bits with a scale per group or affine rows, in a form "
-            "that the Neural Engine can't load. Pack the float model as balanced rows, which is the "
-            "default (-q). A package that is not for the Neural Engine can hold this form."
-        )
+    return PackagePlan(source, adapters, kind, neural_engine, chosen)
