@@ -1,7 +1,7 @@
-"""Apple's own tests of its SDK, on this package.
+"""Apple's own tests of its SDK, run on this package.
 
-The sdist is fetched from the package index when the test runs, and kept in pytest's cache. It has the tests,
-but not the tools, schemas and fixtures that they import: `apple_sdk/` has ours, with the same names.
+The sdist is downloaded when the test runs, and kept in pytest's cache. It has the tests, but not the tools,
+schemas and fixtures that they import; `apple_sdk/` has replacements with the same names.
 """
 
 import shutil
@@ -34,7 +34,7 @@ LEFT_OUT = {
         test_error_handling::test_guardrail_violation_error
         test_error_handling::test_unsupported_language_or_locale_error
     """,
-    "needs a model that does as it is told (three children, the word error), or a larger context": """
+    "needs a model that follows instructions (three children, the word error), or a larger context": """
         test_guided_generation::test_person_generable test_json_guided_generation::test_person_schema
         test_guided_generation::test_pet_club_generable test_json_guided_generation::test_pet_club_schema
         test_guided_generation::test_newsletter_generable test_json_guided_generation::test_newsletter_schema

@@ -1,4 +1,4 @@
-"""Models: which one, whether it is there, what it is shared by, and how many tokens something takes."""
+"""Models: which one is used, if it is there, who shares it, and how many tokens a value takes."""
 
 import asyncio
 import gc
@@ -179,39 +179,31 @@ def a_tool(name: str) -> str:
     return name
 
 
-def test_tokens_are_counted(model):
-    async def main():
-        count = model.token_count
-        tool, other = fm.Tool.from_function(a_tool), fm.Tool.from_function(a_tool)
-        rising = [
-            [
-                await count(""),
-                await count("Hi"),
-                await count("Hi there"),
-                await count(["Hi", "there you"]),
-            ],
-            [await count(instructions=text) for text in ("", "Be brief", "Be brief and kind")],
-            [await count(tools) for tools in ([], [tool], [tool, other])],
-            [await count(each.generation_schema()) for each in (Small, Large)],
-        ]
-        session = fm.LanguageModelSession(model=model)
-        sizes = [await count(session.transcript)]
-        for text in ("Hi", "Hi there"):
-            await session.respond(text, options=fm.GenerationOptions(maximum_response_tokens=3))
-            sizes.append(await count(session.transcript))
-            assert sizes[-1] == await session.token_count()
-        for counts in [*rising, sizes]:
-            assert sorted(set(counts)) == counts
-        assert [counts[0] for counts in rising[:3]] == [0, 0, 0]
-        assert sizes[0] == 0
-        assert await count("Hi 👋 世界") == await count("Hi 👋 世界") > 0
-        for arguments in ({}, {"value": "Hi", "instructions": "Hi"}):
-            with pytest.raises(ValueError, match="either"):
-                await count(**arguments)
-        with pytest.raises(fm.PromptError):
-            await count(3)
-
-    asyncio.run(main())
+async def test_tokens_are_counted(model):
+    count = model.token_count
+    tool, other = fm.Tool.from_function(a_tool), fm.Tool.from_function(a_tool)
+    rising = [
+        [await count(text) for text in ("", "Hi", "Hi there", ["Hi", "there you"])],
+        [await count(instructions=text) for text in ("", "Be brief", "Be brief and kind")],
+        [await count(tools) for tools in ([], [tool], [tool, other])],
+        [await count(each.generation_schema()) for each in (Small, Large)],
+    ]
+    session = fm.LanguageModelSession(model=model)
+    sizes = [await count(session.transcript)]
+    for text in ("Hi", "Hi there"):
+        await session.respond(text, options=fm.GenerationOptions(maximum_response_tokens=3))
+        sizes.append(await count(session.transcript))
+        assert sizes[-1] == await session.token_count()
+    for counts in [*rising, sizes]:
+        assert sorted(set(counts)) == counts
+    assert [counts[0] for counts in rising[:3]] == [0, 0, 0]
+    assert sizes[0] == 0
+    assert await count("Hi 👋 世界") == await count("Hi 👋 世界") > 0
+    for arguments in ({}, {"value": "Hi", "instructions": "Hi"}):
+        with pytest.raises(ValueError, match="either"):
+            await count(**arguments)
+    with pytest.raises(fm.PromptError):
+        await count(3)
 
 
 @each("context, wanted", [(64, 64), (None, 2**63 - 1)])

@@ -1,4 +1,4 @@
-"""The package: its names, its cost, and how it stands in for Apple's."""
+"""The package: its names, its import, and the hierarchy of its errors."""
 
 import subprocess
 import sys
@@ -35,14 +35,6 @@ def test_names_that_there_are_not_are_refused():
         _ = fm.Nothing
 
 
-def test_another_package_of_that_name_is_not_replaced(monkeypatch):
-    from afm_mlx.fm.__main__ import stand_in
-
-    monkeypatch.setitem(sys.modules, "apple_fm_sdk", object())
-    with pytest.raises(RuntimeError, match=r"Call stand_in\(\) first"):
-        stand_in()
-
-
 def test_errors_have_the_hierarchy_of_the_sdk():
     generation = {
         e for e in vars(fm).values() if isinstance(e, type) and issubclass(e, fm.GenerationError)
@@ -55,11 +47,8 @@ def test_errors_have_the_hierarchy_of_the_sdk():
     for error in (fm.GenerationError, fm.InvalidGenerationSchemaError, fm.ToolCallError):
         assert error.__bases__ == (fm.FoundationModelsError,)
     refusal = fm.RefusalError("no", "why", [1])
-    assert (str(refusal), refusal.debug_description, refusal.explanation_entries) == (
-        "no",
-        "why",
-        [1],
-    )
+    found = str(refusal), refusal.debug_description, refusal.explanation_entries
+    assert found == ("no", "why", [1])
     assert fm.RefusalError("no").explanation_entries == []
     cause = KeyError("x")
     failed = fm.ToolCallError("search", cause)

@@ -17,9 +17,7 @@ def test_options_become_json_with_numbers():
     assert fm.SamplingMode.random(top=1).top == 1
     threshold = fm.SamplingMode.random(probability_threshold=1)
     assert fm.GenerationOptions(threshold).to_dict() == {"sampling": {"mode": "random", "top_p": 1}}
-    assert fm.GenerationOptions(fm.SamplingMode("greedy")) == fm.GenerationOptions(
-        fm.SamplingMode.greedy()
-    )
+    assert fm.SamplingMode("greedy") == fm.SamplingMode.greedy()
     assert fm.GenerationOptions().to_dict() == {}
     assert fm.SamplingMode.greedy().mode_type == "greedy"
 
@@ -45,24 +43,12 @@ def test_options_of_other_values_are_refused(options, message):
 @each(
     "options, message",
     [
-        (
-            {"top": 1, "probability_threshold": 0.5},
-            "Cannot specify both 'top' and 'probability_threshold'",
-        ),
+        ({"top": 1, "probability_threshold": 0.5}, "both 'top' and 'probability_threshold'"),
         ({"top": 0}, "'top' must be a positive integer"),
         ({"top": 1.0}, "'top' must be a positive integer"),
-        (
-            {"probability_threshold": 1.1},
-            "'probability_threshold' must be between 0.0 and 1.0",
-        ),
-        (
-            {"probability_threshold": "1"},
-            "'probability_threshold' must be between 0.0 and 1.0",
-        ),
-        (
-            {"probability_threshold": 10**400},
-            "'probability_threshold' must be between 0.0 and 1.0",
-        ),
+        ({"probability_threshold": 1.1}, "'probability_threshold' must be between 0.0 and 1.0"),
+        ({"probability_threshold": "1"}, "'probability_threshold' must be between 0.0 and 1.0"),
+        ({"probability_threshold": 10**400}, "'probability_threshold' must be between 0.0 and 1.0"),
         ({"seed": 1.5}, "'seed' must be an integer"),
     ],
 )

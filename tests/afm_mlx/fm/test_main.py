@@ -1,4 +1,4 @@
-"""Scripts for Apple's SDK run by `python -m afm_mlx.fm`, and sessions that go on in another process."""
+"""`python -m afm_mlx.fm` runs scripts for Apple's SDK; sessions continue in another process."""
 
 import json
 import os
@@ -7,13 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from afm_mlx.fm.__main__ import stand_in
+
 ROOT = Path(__file__).parents[3]
 
 SCRIPT = """
 import asyncio, json, os, signal, sys
 import apple_fm_sdk as fm
 from apple_fm_sdk.generation_guide import guide
-import beside
+import neighbour
 
 PROMPTS = ["Make this formal:\\nhey Hana, can't make it to the Film Lecture", "Hi", "What can you do?"]
 
@@ -40,22 +44,15 @@ asyncio.run(main(sys.argv[1], len(sys.argv) > 2))
 def run(*words, cwd, input=""):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "afm_mlx.fm", *map(str, words)]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment,
-        input=input,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    how = {"cwd": cwd, "env": environment, "input": input, "timeout": 240}
+    return subprocess.run(command, **how, capture_output=True, text=True)
 
 
 def test_a_killed_process_goes_on_from_its_transcript_with_the_same_answer(tmp_path):
     script = tmp_path / "scripts" / "talk.py"
     script.parent.mkdir()
     script.write_text(SCRIPT)
-    (script.parent / "beside.py").write_text("")
+    (script.parent / "neighbour.py").write_text("")
     whole = run(script, "whole.json", cwd=tmp_path)
     assert (whole.returncode, whole.stderr) == (0, "")
     killed = run(script, "cut.json", "kill", cwd=tmp_path)
@@ -84,3 +81,9 @@ def test_scripts_end_as_they_say_and_what_is_none_is_a_usage_error(tmp_path):
         assert message in done.stderr
     helped = run("--help", cwd=tmp_path)
     assert (helped.returncode, helped.stdout[:6]) == (0, "usage:")
+
+
+def test_another_package_of_that_name_is_not_replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apple_fm_sdk", object())
+    with pytest.raises(RuntimeError, match=r"Call stand_in\(\) first"):
+        stand_in()

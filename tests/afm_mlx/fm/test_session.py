@@ -11,20 +11,12 @@ import pytest
 from afm_mlx import fm
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.generation import generate
-from tests.afm_mlx.fm.conftest import nano_adapters
+from tests.afm_mlx.fm.conftest import entries, nano_adapters, roles, texts
 from tests.tools.cases import each
 
 FORMAL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 TOPICS = "List the topics of this text: Taxes are due on June 13. We fly to Broburg on April 13."
 GREEDY = fm.GenerationOptions(sampling=fm.SamplingMode.greedy())
-
-
-def entries(session):
-    return asyncio.run(session.transcript.to_dict())["transcript"]["entries"]
-
-
-def roles(session):
-    return [entry["role"] for entry in entries(session)]
 
 
 def expected(nano, *texts, instructions=None, adapters=None, adapter=None):
@@ -46,40 +38,31 @@ def test_turns_are_answered_as_the_whole_chat_would_be(nano, model):
     second = asyncio.run(session.respond(TOPICS, options=GREEDY))
     assert second == expected(nano, FORMAL, first, TOPICS, instructions="Be brief.")
     assert roles(session) == ["instructions", "user", "response", "user", "response"]
-    assert entries(session)[-1]["contents"][0]["text"] == second
+    assert texts(session, "response")[-1] == second
     assert entries(session)[-1]["assets"] == ["afm-nano"]
 
 
-def test_a_turn_computes_new_tokens_only(nano, model):
+async def test_a_turn_computes_new_tokens_only(nano, model):
     session = fm.LanguageModelSession("Briefly, please.", model)
-
-    async def main():
-        await session.respond(FORMAL)
-        before, known = session.last_answer, await session.token_count()
-        assert before.computed_tokens > before.prompt_tokens - 10  # others have begun chats, too
-        assert known == before.prompt_tokens + len(before.tokens)
-        await session.respond(TOPICS)
-        new = session.last_answer.prompt_tokens - known
-        assert session.last_answer.computed_tokens == new + 1  # an answer's last token is not fed
-        other = fm.LanguageModelSession("Briefly, please.", model)
-        await other.respond(FORMAL)
-        assert other.last_answer.computed_tokens == 1
-
-    asyncio.run(main())
+    await session.respond(FORMAL)
+    before, known = session.last_answer, await session.token_count()
+    assert before.computed_tokens > before.prompt_tokens - 10  # others have begun chats, too
+    assert known == before.prompt_tokens + len(before.tokens)
+    await session.respond(TOPICS)
+    new = session.last_answer.prompt_tokens - known
+    assert session.last_answer.computed_tokens == new + 1  # an answer's last token is not fed
+    other = fm.LanguageModelSession("Briefly, please.", model)
+    await other.respond(FORMAL)
+    assert other.last_answer.computed_tokens == 1
 
 
-def test_a_stream_gives_the_whole_text_so_far(nano, model):
+async def test_a_stream_gives_the_whole_text_so_far(nano, model):
     session = fm.LanguageModelSession(model=model)
-
-    async def main():
-        seen = []
-        async for text in session.stream_response(FORMAL, GREEDY):
-            seen.append(text)
-            assert session.is_responding
-            assert not (await session.transcript.to_dict())["transcript"]["entries"]
-        return seen
-
-    seen = asyncio.run(main())
+    seen = []
+    async for text in session.stream_response(FORMAL, GREEDY):
+        seen.append(text)
+        assert session.is_responding
+        assert not entries(session)
     assert seen[-1] == expected(nano, FORMAL)
     assert len(seen) > 5
     assert all(b.startswith(a) and b != a for a, b in itertools.pairwise(seen))
@@ -87,36 +70,32 @@ def test_a_stream_gives_the_whole_text_so_far(nano, model):
     assert not session.is_responding
 
 
-def test_requests_of_a_session_wait_in_their_order_and_those_of_others_do_not(nano, model):
+async def test_requests_of_a_session_wait_in_their_order_and_those_of_others_do_not(nano, model):
     one, other = fm.LanguageModelSession(model=model), fm.LanguageModelSession(model=model)
     ended = []
 
     async def ask(session, prompt, **how):
         ended.append((session is one, await session.respond(prompt, **how)))
 
-    async def main():
-        prompts = [FORMAL, TOPICS, "Hi"]
-        # A schema that takes a while to be compiled, before and after prompts that need none.
-        fields = {f"f{i}": {"type": "integer"} for i in range(100)}
-        either = {"anyOf": [{"const": 1}, {"type": "object", "properties": fields}]}
-        slow = {"json_schema": either, "include_schema_in_prompt": False}
-        tasks = [asyncio.create_task(ask(one, "1", **slow))]
-        tasks += [asyncio.create_task(ask(one, prompt)) for prompt in prompts]
-        tasks.append(asyncio.create_task(ask(other, TOPICS)))
-        while not one.is_responding:
-            await asyncio.sleep(0)
-        await asyncio.gather(*tasks)
-
-    asyncio.run(main())
-    mine = [entry["contents"][0].get("text") for entry in entries(one)]
-    assert mine[::2] == ["1", FORMAL, TOPICS, "Hi"]
-    assert mine[3::2] == [text for is_one, text in ended if is_one][1:]
+    prompts = [FORMAL, TOPICS, "Hi"]
+    # A schema that takes a while to be compiled, before and after prompts that need none.
+    fields = {f"f{i}": {"type": "integer"} for i in range(100)}
+    either = {"anyOf": [{"const": 1}, {"type": "object", "properties": fields}]}
+    slow = {"json_schema": either, "include_schema_in_prompt": False}
+    tasks = [asyncio.create_task(ask(one, "1", **slow))]
+    tasks += [asyncio.create_task(ask(one, prompt)) for prompt in prompts]
+    tasks.append(asyncio.create_task(ask(other, TOPICS)))
+    while not one.is_responding:
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    assert texts(one, "user") == ["1", FORMAL, TOPICS, "Hi"]
+    assert texts(one, "response") == [text for is_one, text in ended if is_one][1:]
     assert (False, expected(nano, TOPICS)) in ended
     assert ended[-1][0]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "broken off", "failed", "timed out"])
-def test_a_request_that_is_left_changes_nothing_and_frees_its_row(nano, model, how):
+async def test_a_request_that_is_left_changes_nothing_and_frees_its_row(nano, model, how):
     session = fm.LanguageModelSession(model=model)
     endless = fm.GenerationOptions(fm.SamplingMode.random(seed=2), temperature=5.0)
 
@@ -130,25 +109,22 @@ def test_a_request_that_is_left_changes_nothing_and_frees_its_row(nano, model, h
                 raise KeyError
             await asyncio.sleep(0)
 
-    async def main():
-        await session.respond("Hi")
-        before = await session.transcript.to_dict()
-        task = asyncio.create_task(leave())
-        if how == "cancelled":
-            while not session.is_responding:
-                await asyncio.sleep(0)
-            task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        del task
-        deadline = time.monotonic() + 10
-        while session.is_responding or model._shared.engine.rows:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(1e-3)
-        assert await session.transcript.to_dict() == before
-        return await session.respond(TOPICS)
-
-    answer = asyncio.run(main())
-    assert answer == expected(nano, "Hi", entries(session)[1]["contents"][0]["text"], TOPICS)
+    await session.respond("Hi")
+    before = await session.transcript.to_dict()
+    task = asyncio.create_task(leave())
+    if how == "cancelled":
+        while not session.is_responding:
+            await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    del task
+    deadline = time.monotonic() + 10
+    while session.is_responding or model._shared.engine.rows:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(1e-3)
+    assert await session.transcript.to_dict() == before
+    answer = await session.respond(TOPICS)
+    assert answer == expected(nano, "Hi", texts(session, "response")[0], TOPICS)
 
 
 def test_the_event_loop_goes_on_and_loops_come_and_go(model):
@@ -197,7 +173,7 @@ async def in_a_group(request):
         lambda request: asyncio.create_task(asyncio.wait_for(request, 60)),
     ],
 )
-def test_who_would_wait_for_himself_is_told(model, asked):
+def test_a_request_that_would_wait_for_itself_is_refused(model, asked):
     session = fm.LanguageModelSession(model=model)
 
     async def main():
@@ -212,112 +188,91 @@ def test_who_would_wait_for_himself_is_told(model, asked):
     assert roles(session) == ["user", "response"] * 2
 
 
-def test_a_task_from_before_a_loop_over_a_stream_waits_for_its_end(model):
+async def test_a_task_from_before_a_loop_over_a_stream_waits_for_its_end(model):
     session, asks = fm.LanguageModelSession(model=model), asyncio.Event()
 
-    async def main():
-        async def other():
-            await asks.wait()
-            return await session.respond("Hi")
+    async def other():
+        await asks.wait()
+        return await session.respond("Hi")
 
-        task = asyncio.create_task(other())
-        async for _ in session.stream_response(FORMAL):
-            asks.set()
-        await task
-
-    asyncio.run(main())
-    assert [e["contents"][0]["text"] for e in entries(session)][::2] == [FORMAL, "Hi"]
+    task = asyncio.create_task(other())
+    async for _ in session.stream_response(FORMAL):
+        asks.set()
+    await task
+    assert texts(session, "user") == [FORMAL, "Hi"]
 
 
-def test_sessions_of_one_transcript_lose_no_turn(model):
+async def test_sessions_of_one_transcript_lose_no_turn(model):
     """Requests of two sessions at the same time, and one after the other."""
     transcript = fm.Transcript()
     one, other = (fm.LanguageModelSession.from_transcript(transcript, model) for _ in range(2))
-
-    async def main():
-        await asyncio.gather(one.respond("Hi"), other.respond(TOPICS))
-        await other.respond(FORMAL)
-        await one.respond("Hi")
-
-    asyncio.run(main())
-    found = [e["contents"][0]["text"] for e in entries(one)][::2]
+    await asyncio.gather(one.respond("Hi"), other.respond(TOPICS))
+    await other.respond(FORMAL)
+    await one.respond("Hi")
+    found = texts(one, "user")
     assert sorted(found[:2]) == sorted(["Hi", TOPICS])
     assert found[2:] == [FORMAL, "Hi"]
 
 
-def test_options_are_honoured(nano, model):
+async def test_options_are_honoured(nano, model):
     async def answer(options=None, **more):
         session = fm.LanguageModelSession(model=model)
         return await session.respond(FORMAL, options=options, **more), session.last_answer
 
-    async def main():
-        whole, _ = await answer()
-        for greedy in (
-            GREEDY,
-            fm.GenerationOptions(GREEDY.sampling, temperature=2.0),
-            fm.GenerationOptions(temperature=0),
-            fm.GenerationOptions(fm.SamplingMode.random(top=1), temperature=5.0),
-            fm.GenerationOptions(fm.SamplingMode.random(probability_threshold=0.0), 5.0),
-        ):
-            assert (await answer(greedy))[0] == whole
-        drawn = [fm.GenerationOptions(fm.SamplingMode.random(seed=s), 3.0, 8) for s in (1, 1, -2)]
-        texts = [(await answer(options))[0] for options in drawn]
-        assert texts[0] == texts[1] != texts[2]
-        seeded = fm.SamplingMode.random(seed=8)
-        draws = [(await answer(fm.GenerationOptions(seeded, t)))[0] for t in (None, 1.0, 3.0)]
-        assert draws[0] == draws[1] != draws[2]
-        session = fm.LanguageModelSession(model=model)
-        await session.respond(FORMAL, options=drawn[0])
-        await session.respond("Hi", tool_choice="none")
-        assert session.transcript[0].options == drawn[0]
-        assert session.transcript[2].to_dict()["options"] == {"toolCallingMode": "disallowed"}
-        text, details = await answer(fm.GenerationOptions(maximum_response_tokens=5))
-        assert len(details.tokens) == 5
-        assert details.finish_reason == "length"
-        assert whole.startswith(text)
-        text, details = await answer(stop="Film")
-        assert text == whole.partition("Film")[0]
-        assert details.finish_reason == "stop"
-        text, details = await answer(logprobs=3)
-        assert text == whole
-        assert [item.token for item in details.logprobs] == details.tokens
-        for item in details.logprobs:
-            assert item.top[0] == (item.token, item.text, item.logprob)
-            assert len(item.top) == 3
-            assert item.logprob > item.top[1][2] > item.top[2][2]
-
-    asyncio.run(main())
+    whole, _ = await answer()
+    for greedy in (
+        GREEDY,
+        fm.GenerationOptions(GREEDY.sampling, temperature=2.0),
+        fm.GenerationOptions(temperature=0),
+        fm.GenerationOptions(fm.SamplingMode.random(top=1), temperature=5.0),
+        fm.GenerationOptions(fm.SamplingMode.random(probability_threshold=0.0), 5.0),
+    ):
+        assert (await answer(greedy))[0] == whole
+    drawn = [fm.GenerationOptions(fm.SamplingMode.random(seed=s), 3.0, 8) for s in (1, 1, -2)]
+    answers = [(await answer(options))[0] for options in drawn]
+    assert answers[0] == answers[1] != answers[2]
+    seeded = fm.SamplingMode.random(seed=8)
+    draws = [(await answer(fm.GenerationOptions(seeded, t)))[0] for t in (None, 1.0, 3.0)]
+    assert draws[0] == draws[1] != draws[2]
+    session = fm.LanguageModelSession(model=model)
+    await session.respond(FORMAL, options=drawn[0])
+    await session.respond("Hi", tool_choice="none")
+    assert session.transcript[0].options == drawn[0]
+    assert session.transcript[2].to_dict()["options"] == {"toolCallingMode": "disallowed"}
+    text, details = await answer(fm.GenerationOptions(maximum_response_tokens=5))
+    assert len(details.tokens) == 5
+    assert details.finish_reason == "length"
+    assert whole.startswith(text)
+    text, details = await answer(stop="Film")
+    assert text == whole.partition("Film")[0]
+    assert details.finish_reason == "stop"
+    text, details = await answer(logprobs=3)
+    assert text == whole
+    assert [item.token for item in details.logprobs] == details.tokens
+    for item in details.logprobs:
+        assert item.top[0] == (item.token, item.text, item.logprob)
+        assert len(item.top) == 3
+        assert item.logprob > item.top[1][2] > item.top[2][2]
 
 
-def test_adapters_are_chosen_for_sessions_and_for_requests(nano, model):
+async def test_adapters_are_chosen_for_sessions_and_for_requests(nano, model):
     pool = AdapterPool(nano[0])
     for name, folder in nano_adapters().items():
         pool.register(name, folder)
-
-    async def main():
-        session = fm.LanguageModelSession(model=model, adapter="redact")
-        first = await session.respond(FORMAL)
-        assert first == expected(nano, FORMAL, adapters=pool, adapter="redact")
-        plain = await session.respond("Hi", adapter=None)
-        assert plain == expected(nano, FORMAL, first, "Hi")
-        both = {"redact": 0.5, "todo": 0.5}
-        mixed = await session.respond(TOPICS, adapter=both)
-        assert mixed == expected(
-            nano, FORMAL, first, "Hi", plain, TOPICS, adapters=pool, adapter=both
-        )
-        await session.respond("Hi")
-        assert session.last_answer.computed_tokens < session.last_answer.prompt_tokens
-        assets = [e["assets"] for e in session.transcript._entries if e["role"] == "response"]
-        assert assets == [
-            ["afm-nano", "redact"],
-            ["afm-nano"],
-            ["afm-nano", "redact", "todo"],
-            ["afm-nano", "redact"],
-        ]
-        with pytest.raises(fm.GenerationError, match="unknown"):
-            await session.respond("Hi", adapter="unknown")
-
-    asyncio.run(main())
+    session = fm.LanguageModelSession(model=model, adapter="redact")
+    first = await session.respond(FORMAL)
+    assert first == expected(nano, FORMAL, adapters=pool, adapter="redact")
+    plain = await session.respond("Hi", adapter=None)
+    assert plain == expected(nano, FORMAL, first, "Hi")
+    both = {"redact": 0.5, "todo": 0.5}
+    mixed = await session.respond(TOPICS, adapter=both)
+    assert mixed == expected(nano, FORMAL, first, "Hi", plain, TOPICS, adapters=pool, adapter=both)
+    await session.respond("Hi")
+    assert session.last_answer.computed_tokens < session.last_answer.prompt_tokens
+    assets = [entry.assets[1:] for entry in list(session.transcript)[1::2]]
+    assert assets == [["redact"], [], ["redact", "todo"], ["redact"]]
+    with pytest.raises(fm.GenerationError, match="unknown"):
+        await session.respond("Hi", adapter="unknown")
 
 
 def changed(**values):
@@ -446,23 +401,20 @@ def test_a_text_is_completed_as_it_is(nano, model):
     assert roles(session) == ["instructions"]
 
 
-def test_prewarming_leaves_less_to_compute(nano, model):
-    async def main():
-        session = fm.LanguageModelSession("Be brief.", model)
-        await session.prewarm("Make this formal:\n")
-        answer = await session.respond(FORMAL)
-        assert answer == expected(nano, FORMAL, instructions="Be brief.")
-        start = await session.token_count()
-        assert session.last_answer.computed_tokens < session.last_answer.prompt_tokens - 10
-        other = fm.LanguageModelSession(model=model)
-        assert await other.token_count() == 0
-        await other.prewarm()
-        assert await other.token_count("Hi") > await model.token_count("Hi")
-        await other.respond("Hi")
-        assert other.last_answer.computed_tokens < other.last_answer.prompt_tokens
-        assert start > 40
-
-    asyncio.run(main())
+async def test_prewarming_leaves_less_to_compute(nano, model):
+    session = fm.LanguageModelSession("Be brief.", model)
+    await session.prewarm("Make this formal:\n")
+    answer = await session.respond(FORMAL)
+    assert answer == expected(nano, FORMAL, instructions="Be brief.")
+    start = await session.token_count()
+    assert session.last_answer.computed_tokens < session.last_answer.prompt_tokens - 10
+    other = fm.LanguageModelSession(model=model)
+    assert await other.token_count() == 0
+    await other.prewarm()
+    assert await other.token_count("Hi") > await model.token_count("Hi")
+    await other.respond("Hi")
+    assert other.last_answer.computed_tokens < other.last_answer.prompt_tokens
+    assert start > 40
 
 
 def test_sessions_and_models_are_freed_when_dropped(nano):

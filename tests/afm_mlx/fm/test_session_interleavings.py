@@ -1,4 +1,4 @@
-"""Many sessions over one engine: whatever they do at the same time, each answers as it would alone."""
+"""Concurrent sessions on one engine: each answers as it would alone."""
 
 import asyncio
 import copy
@@ -15,22 +15,15 @@ from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import dequantize_model
 from tests.afm_mlx.fm.conftest import nano_adapters
 
-TASKS = (
-    "summarize_thread",
-    "rewrite_tone",
-    "suggest_reply",
-    "tag_topics",
-    "extract_event",
-    "call_tool",
-)
+TASKS = "summarize_thread rewrite_tone suggest_reply tag_topics extract_event call_tool".split()
 
 
 @pytest.fixture(scope="module")
 def floats(nano):
     """The model in float32, keys and values included.
 
-    Products of a row in company are rounded otherwise than alone. Here that is in the last of 24 bits; codes of
-    8 bits make it a difference that a drawn token may depend on.
+    A row's products are rounded differently in a batch than alone. With floats that is in the last of 24 bits;
+    codes of 8 bits would make it a difference that a drawn token may depend on.
     """
     model, tokenizer = nano
     made = Model(dataclasses.replace(model.args, kv_bits=None))
@@ -65,11 +58,10 @@ class Listed(fm.Tool):
 
 
 def drawn_sessions(rng, chats):
-    """For each session its arguments and turns; for each turn a prompt, arguments, and when it is cancelled."""
+    """Draw each session's arguments and turns: prompts, arguments, and the times at which they are cancelled."""
     sessions = []
     for _ in range(int(rng.integers(2, 4))):
-        tools = []
-        turns = []
+        tools, turns = [], []
         for _ in range(int(rng.integers(1, 4))):
             task = TASKS[rng.integers(len(TASKS))]
             chat = chats[task][rng.integers(len(chats[task]))]
@@ -103,7 +95,7 @@ def drawn_adapter(rng):
 
 
 async def talk(model, session, pauses):
-    """Take a session's turns; returns what became of each (None: cancelled), and the transcript."""
+    """Take a session's turns; return each one's answer (None if cancelled), and the transcript."""
     instructions, definitions, turns = session
     tools = [Listed(definition, next(pauses)) for definition in definitions]
     session = fm.LanguageModelSession(instructions, model, tools, max_tool_rounds=1)
@@ -131,7 +123,7 @@ async def answered(session, prompt, how, streams):
 
 
 def said(value):
-    """A transcript without what is drawn anew each time."""
+    """A transcript's JSON without its random ids."""
     if isinstance(value, dict):
         return {k: said(v) for k, v in value.items() if k not in ("id", "toolCallID")}
     return [said(item) for item in value] if isinstance(value, list) else value
@@ -154,11 +146,8 @@ def check(floats, chats, rng, count):
         for session, (outcomes, transcript) in zip(sessions, found, strict=True):
             # A turn that was cancelled leaves nothing behind.
             instructions, tools, turns = session
-            kept = [
-                (prompt, how, None, streams)
-                for (prompt, how, _, streams), outcome in zip(turns, outcomes, strict=True)
-                if outcome is not None
-            ]
+            pairs = zip(turns, outcomes, strict=True)
+            kept = [(p, how, None, streams) for (p, how, _, streams), o in pairs if o is not None]
             alone = asyncio.run(talk(shared, (instructions, tools, kept), iter([0.0] * 100)))
             assert alone == ([o for o in outcomes if o is not None], transcript)
             cancelled += len(turns) - len(kept)
@@ -169,7 +158,7 @@ def check(floats, chats, rng, count):
     assert answered > cancelled > 0
 
 
-def test_sessions_side_by_side_answer_as_alone(floats, chats, rng):
+def test_concurrent_sessions_answer_as_alone(floats, chats, rng):
     check(floats, chats, rng, 8)
 
 

@@ -74,14 +74,8 @@ async def _call(self, args):
         ({"description": ["a"]}, TypeError),
         ({"arguments_schema": {}}, TypeError),
         ({"call": lambda self, args: ""}, TypeError),
-        (
-            {"arguments_schema": property(lambda self: NoGuide.generation_schema())},
-            fm.UnsupportedGuideError,
-        ),
-        (
-            {"arguments_schema": property(lambda self: NoType.generation_schema())},
-            fm.InvalidGenerationSchemaError,
-        ),
+        ({"arguments_schema": NoGuide.generation_schema()}, fm.UnsupportedGuideError),
+        ({"arguments_schema": NoType.generation_schema()}, fm.InvalidGenerationSchemaError),
     ],
 )
 def test_a_tool_with_something_wrong_is_not_made(attributes, error):
@@ -90,12 +84,8 @@ def test_a_tool_with_something_wrong_is_not_made(attributes, error):
 
 
 def test_a_tool_with_something_missing_is_not_made():
-    whole = {
-        "name": "a",
-        "description": "b",
-        "arguments_schema": Weather.arguments_schema,
-        "call": _call,
-    }
+    schema = Weather.arguments_schema
+    whole = {"name": "a", "description": "b", "arguments_schema": schema, "call": _call}
     assert type("Whole", (fm.Tool,), whole)().name == "a"
     for missing in whole:
         rest = {name: value for name, value in whole.items() if name != missing}
@@ -164,16 +154,13 @@ def test_a_function_becomes_a_tool():
             "Period": {
                 "title": "Period",
                 "type": "object",
-                "properties": {
-                    "days": {"type": "integer"},
-                    "hours": {"type": "integer", "default": 0},
-                },
+                "properties": {"days": {"type": "integer"}, "hours": {"type": "integer", "default": 0}},
                 "required": ["days"],
                 "additionalProperties": False,
                 "x-order": ["days", "hours"],
             }
         },
-    }
+    }  # fmt: skip
     jsonschema.Draft202012Validator.check_schema(definition["parameters"])
 
 
@@ -192,7 +179,7 @@ def test_a_function_is_called_with_its_own_types():
 @fm.generable("A place to sit")
 class Seat:
     row: int = fm.guide("Which row", range=(1, 20))
-    beside: "list[Seat]"
+    neighbours: "list[Seat]"
     note: str | None
 
 
@@ -202,14 +189,13 @@ def test_a_function_may_take_generable_classes():
         return f"{seats} {other}"
 
     tool = fm.Tool.from_function(book)
-
     parameters = tool.tool_definition["function"]["parameters"]
     assert parameters["properties"] == {
         "seats": {"type": "array", "items": {"$ref": "#/$defs/Seat"}},
         "other": {"$ref": "#/$defs/Seat"},
     }
     seat = Seat.generation_schema().to_dict()
-    seat["properties"]["beside"]["items"]["$ref"] = "#/$defs/Seat"
+    seat["properties"]["neighbours"]["items"]["$ref"] = "#/$defs/Seat"
     assert parameters["$defs"] == {"Seat": seat}
     one = Seat(3, [], None)
     assert call(tool, seats=[one.generated_content.value()]) == f"{[one]} None"
@@ -222,7 +208,7 @@ class Guest(pydantic.BaseModel):
     age: int = pydantic.Field(3, ge=0)
 
 
-def test_a_function_may_take_models_of_pydantic_beside_generable_classes():
+def test_a_function_may_take_models_of_pydantic_and_generable_classes():
     def invite(
         guests: list[Guest],
         seat: Annotated[Seat | None, pydantic.Field(description="By the window")] = None,
@@ -237,23 +223,17 @@ def test_a_function_may_take_models_of_pydantic_beside_generable_classes():
         return f"{guests} {seat} {host}"
 
     tool = fm.Tool.from_function(invite)
-
     parameters = tool.tool_definition["function"]["parameters"]
+    guest = {"$ref": "#/$defs/Guest"}
     assert parameters["properties"] == {
-        "guests": {
-            "type": "array",
-            "items": {"$ref": "#/$defs/Guest"},
-            "description": "all of them",
-        },
+        "guests": {"type": "array", "items": guest, "description": "all of them"},
         "seat": {"$ref": "#/$defs/Seat", "description": "By the window"},
-        "host": {"$ref": "#/$defs/Guest"},
+        "host": guest,
     }
     assert parameters["required"] == ["guests"]
     assert parameters["$defs"].keys() == {"Guest", "Seat"}
-    assert parameters["$defs"]["Guest"]["properties"]["name"] == {
-        "type": "string",
-        "minLength": 2,
-    }
+    name = parameters["$defs"]["Guest"]["properties"]["name"]
+    assert name == {"type": "string", "minLength": 2}
     guest = {"name": "Ada", "age": 4}
     seat = Seat(1, [], None)
     found = call(tool, guests=[guest], seat=seat.generated_content.value(), host=None)
@@ -276,7 +256,7 @@ def test_functions_run_where_they_may_block():
         return where_async()
 
     def ends() -> str:
-        """End an iteration, which no future can be told."""
+        """Raise StopIteration, which no future can."""
         return next(iter(()))
 
     here = threading.current_thread().name

@@ -1,4 +1,4 @@
-"""Transcripts: the framework's JSON, what requests add to it, and the chat that a tokenizer gets of it."""
+"""Transcripts: the framework's JSON, what requests add to it, and the chat messages made of it."""
 
 import asyncio
 import copy
@@ -27,6 +27,7 @@ async def _weather(city: str) -> str:
 
 
 TOOL = fm.Tool.from_function(_weather).tool_definition
+CALLS = [{"name": "_weather", "arguments": f'{{"city": "{city}"}}'} for city in ("Århus", "Ulm")]
 UUID = re.compile(r"[0-9A-F]{8}(-[0-9A-F]{4}){3}-[0-9A-F]{12}")
 
 
@@ -49,10 +50,7 @@ def transcript():
     made.add_instructions("Be brief.", [TOOL])
     made.add_prompt("Weather?", Report.generation_schema().response_format())
     first, second = made.add_tool_calls(
-        [
-            {"name": "_weather", "arguments": {"city": "Århus"}},
-            {"name": "_weather", "arguments": '{"city": "Ulm"}'},
-        ]
+        [{"name": "_weather", "arguments": {"city": "Århus"}}, CALLS[1]]
     )
     made.add_tool_output(first, "_weather", "rain")
     made.add_tool_output(second, "_weather", "sun")
@@ -67,12 +65,8 @@ def test_entries_have_the_form_of_the_framework(transcript):
     assert (document["type"], document["version"]) == ("FoundationModels.Transcript", 1)
     found = document["transcript"]["entries"]
     ids = [entry.pop("id") for entry in found]
-    text_ids = [
-        part.pop("id")
-        for entry in found
-        for part in entry.get("contents", [])
-        if entry["role"] != "response"
-    ]
+    parts = [p for e in found if e["role"] != "response" for p in e["contents"]]
+    text_ids = [part.pop("id") for part in parts]
     call_ids = [call.pop("id") for call in found[2]["toolCalls"]]
     assert all(UUID.fullmatch(one) for one in ids + text_ids)
     assert ids[3:5] == call_ids
@@ -86,29 +80,16 @@ def test_entries_have_the_form_of_the_framework(transcript):
     tool = {"role": "tool", "toolName": "_weather"}
     assert found == [
         {"role": "instructions", "contents": text("Be brief."), "tools": [TOOL]},
-        {
-            "role": "user",
-            "contents": text("Weather?"),
-            "options": {},
-            "responseFormat": {"type": "jsonSchema", "jsonSchema": schema},
-        },
-        {
-            "role": "response",
-            "toolCalls": [
-                {"name": "_weather", "arguments": '{"city": "Århus"}'},
-                {"name": "_weather", "arguments": '{"city": "Ulm"}'},
-            ],
-        },
+        {"role": "user", "contents": text("Weather?"), "options": {},
+         "responseFormat": {"type": "jsonSchema", "jsonSchema": schema}},
+        {"role": "response", "toolCalls": CALLS},
         {**tool, "toolCallID": call_ids[0], "contents": text("rain")},
         {**tool, "toolCallID": call_ids[1], "contents": text("sun")},
-        {
-            "role": "response",
-            "contents": [{"type": "structure", "id": "0", "structure": answer}],
-            "assets": ["afm"],
-        },
+        {"role": "response", "contents": [{"type": "structure", "id": "0", "structure": answer}],
+         "assets": ["afm"]},
         {"role": "user", "contents": text("Thanks"), "options": {}},
         {"role": "response", "contents": [{**text("Bye")[0], "id": "0"}], "assets": ["afm"]},
-    ]
+    ]  # fmt: skip
 
 
 def test_what_was_read_is_written_with_all_that_is_unknown():
@@ -119,15 +100,10 @@ def test_what_was_read_is_written_with_all_that_is_unknown():
         "transcript": {
             "kept": None,
             "entries": [
-                {
-                    "role": "user",
-                    "id": "A",
-                    "contents": [{"type": "image", "at": 3}],
-                    "new": {"x": 1},
-                }
+                {"role": "user", "id": "A", "contents": [{"type": "image", "at": 3}], "new": {"x": 1}}
             ],
         },
-    }
+    }  # fmt: skip
     before = copy.deepcopy(document)
     transcript = read(document)
     document["transcript"]["entries"].clear()
@@ -149,26 +125,16 @@ def test_entries_are_typed_and_transcripts_are_made_of_them(transcript):
     document = written(transcript)
     document["transcript"]["entries"][1]["unknown"] = [1]
     again = read(document)
-    kinds = [type(entry) for entry in again]
-    assert kinds[:3] == [Kind.Instructions, Kind.Prompt, Kind.ToolCalls]
-    assert kinds[3:] == [
-        Kind.ToolOutput,
-        Kind.ToolOutput,
-        Kind.Response,
-        Kind.Prompt,
-        Kind.Response,
-    ]
+    names = "Instructions Prompt ToolCalls ToolOutput ToolOutput Response Prompt Response"
+    assert [type(entry) for entry in again] == [getattr(Kind, name) for name in names.split()]
     assert len(again) == 8
     first, prompt, calls, output, *_ = again
     assert first.text == "Be brief."
     assert [tool.name for tool in first.tool_definitions] == ["_weather"]
     assert prompt.response_schema == Report.generation_schema().to_dict()
     assert [call.arguments.value() for call in calls.calls] == [{"city": "Århus"}, {"city": "Ulm"}]
-    assert (output.tool_name, output.call_id, output.text) == (
-        "_weather",
-        calls.calls[0].id,
-        "rain",
-    )
+    found = output.tool_name, output.call_id, output.text
+    assert found == ("_weather", calls.calls[0].id, "rain")
     (structure,) = again[5].segments
     assert (structure.source, structure.content.value()) == ("Report", {"sky": "mixed"})
     assert (again[5].text, again[-1].assets) == ('{"sky": "mixed"}', ["afm"])
@@ -204,7 +170,7 @@ def test_options_are_in_prompts_and_come_back(options, expected):
     assert read(written(fm.Transcript([prompt])))[0].options == options
 
 
-def test_options_that_can_not_be_are_told_when_they_are_looked_at():
+def test_invalid_options_and_arguments_are_errors_when_they_are_read():
     entry = {"role": "user", "id": "A", "contents": [], "options": {"temperature": -1}}
     transcript = read({"transcript": {"entries": [entry]}})
     with pytest.raises(fm.DecodingFailureError, match="prompt A: 'temperature'"):
@@ -241,11 +207,7 @@ def test_deep_values_come_back():
         {"entries": [{"role": "pope", "id": "A", "contents": []}]},
         {"entries": [{"role": "user", "id": "A", "contents": [{"type": "text"}]}]},
         {"entries": [{"role": "user", "id": "A", "contents": [{"type": "structure"}]}]},
-        {
-            "entries": [
-                {"role": "response", "id": "A", "toolCalls": [{"name": "a", "arguments": {}}]}
-            ]
-        },
+        {"entries": [{"role": "response", "id": "A", "toolCalls": [{"name": "a", "arguments": {}}]}]},
         {"entries": [{"role": 3, "id": "A", "contents": []}]},
         {"entries": [], "new": {1}},
         {"entries": [], "new": float("nan")},
@@ -253,7 +215,7 @@ def test_deep_values_come_back():
         {"entries": {}},
         [],
     ],
-)
+)  # fmt: skip
 def test_what_is_no_transcript_is_refused(transcript):
     document = {"type": "FoundationModels.Transcript", "version": 1, "transcript": transcript}
     if transcript == {"entries": []}:
@@ -263,7 +225,7 @@ def test_what_is_no_transcript_is_refused(transcript):
         read(document)
 
 
-def test_a_request_is_seen_when_it_is_complete(transcript):
+def test_a_draft_changes_nothing_until_it_is_merged(transcript):
     before = written(transcript)
     draft = transcript.copy()
     draft.add_prompt("More?")
@@ -302,29 +264,20 @@ def test_requests_that_share_a_transcript_keep_the_turns_of_each_other(transcrip
 
 def test_messages_are_what_chat_templates_take(transcript):
     messages, tools = transcript.messages()
-
     assert tools == [TOOL]
-    calls = [
-        {"function": {"name": "_weather", "arguments": '{"city": "Århus"}'}},
-        {"function": {"name": "_weather", "arguments": '{"city": "Ulm"}'}},
-    ]
+    response_format = Report.generation_schema().response_format()
     assert messages == [
         {"role": "system", "content": "Be brief."},
-        {
-            "role": "user",
-            "content": "Weather?",
-            "response_format": Report.generation_schema().response_format(),
-        },
-        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "user", "content": "Weather?", "response_format": response_format},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": call} for call in CALLS]},
         {"role": "tool", "content": "rain"},
         {"role": "tool", "content": "sun"},
         {"role": "assistant", "content": '{"sky": "mixed"}'},
         {"role": "user", "content": "Thanks"},
         {"role": "assistant", "content": "Bye"},
     ]
-    text = ChatTemplate().render(
-        checked_messages(messages), tools=tools, arguments_are_decoded=True
-    )
+    checked = checked_messages(messages)
+    text = ChatTemplate().render(checked, tools=tools, arguments_are_decoded=True)
     assert '[{"name": "_weather", "arguments": {"city": "Århus"}}, ' in text
     assert "name: Report\ndescription: A report\nschema: {" in text
     assert "system tools: {" in text

@@ -33,7 +33,7 @@ class ListParams:
     action: str = fm.guide("What to do", anyOf=["count", "sum", "join"])
 
 
-@fm.generable("Whether to fail")
+@fm.generable("True to fail")
 class ErrorParams:
     should_fail: bool = fm.guide("True fails")
 
@@ -93,7 +93,7 @@ class ProcessListTool(fm.Tool):
 
 class ErrorRaisingTool(fm.Tool):
     name = "error_raising_tool"
-    description = "Fails when it is told to"
+    description = "Fails if should_fail is true"
 
     @property
     def arguments_schema(self):
