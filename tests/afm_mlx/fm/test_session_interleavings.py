@@ -58,7 +58,7 @@ class Listed(fm.Tool):
 
 
 def drawn_sessions(rng, chats):
-    """Draw each session's arguments and turns: prompts, arguments, and the times at which they are cancelled."""
+    """Draw sessions: arguments and turns, each with a prompt, arguments, and the time of a cancellation."""
     sessions = []
     for _ in range(int(rng.integers(2, 4))):
         tools, turns = [], []
