@@ -1,8 +1,8 @@
 """The operations that decide speed, each under one name.
 
-Every operation has a reference in plain MLX (`kernels.reference`), which is its definition, and backends
-with kernels of their own beside it, one folder each (`metal/`, `cpu/`); `kernels.dispatch` chooses between
-them. This package imports MLX and NumPy, and nothing of `afm_mlx`.
+Every operation is defined in plain MLX (`kernels.reference`), and has variants in faster backends: `metal/`,
+`cpu/` and `mlx.py`. `kernels.dispatch` chooses between them. This package imports MLX and NumPy, and of the
+rest of `afm_mlx` only `installation`.
 """
 
 from afm_mlx.kernels.operands import (

@@ -1,11 +1,12 @@
-"""Which implementation of an operation runs: decided here, by device and shape, and nowhere else.
+"""Choice of the variant of an operation that runs, by device and shape.
 
 Every backend lists its variants (`VARIANTS` of `kernels/metal`, `kernels/cpu` and `kernels/mlx.py`), each
-with a function of the reference's signature and a rule that says why it can't run a case, or nothing. The
-first one whose rule is silent runs: kernels of ours, made for one device, before MLX's own operations (the
-backend "mlx", on any device), before the reference. A variant that failed the self-test on this machine is
-disabled, and the next one runs; `afm-mlx doctor` and `explain` show what was chosen and why the others
-weren't.
+with a function of the reference's signature and a rule that returns why it can't run a case, or None. The
+first variant
+whose rule returns None runs: our kernels for one device come before MLX's own operations (the backend "mlx",
+on any device), and these before the reference. A variant that failed the self-test on this machine is
+disabled, and the next one runs; `afm-mlx doctor` and `explain` show the choice, and why other variants were
+not chosen.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ SWITCH = settings.KERNELS
 
 
 class Case(NamedTuple):
-    """What the choice of a variant depends on.
+    """The properties of a call on which the choice of a variant depends.
 
     Args:
         device: "gpu" or "cpu".
         dtype: type of the activations; of the buffer in `write_tokens`.
-        rows: vectors that are multiplied, B * L; tokens that are looked up, attended from or written.
-        mode, granularity, group_size: format of the matrix (gate in `packed_swiglu`), see `PackedWeight`.
-        head_dim: width of a head, for attention and what stands before it.
-        stored: type of the keys and values there; int8 codes have scales, floats have none.
+        rows: vectors that are multiplied, B * L; tokens that are looked up, attend or are written.
+        mode, granularity, group_size: format of the matrix (gate's in `packed_swiglu`), see `PackedWeight`.
+        head_dim: width of a head, in attention and RoPE.
+        stored: dtype of keys and values there; int8 codes have scales, floats have none.
     """
 
     device: str
@@ -66,9 +67,9 @@ class Variant(NamedTuple):
     Args:
         op: name of the function in `kernels.reference`.
         name: "backend/variant", unique.
-        run: takes that function's arguments.
-        obstacle: why it can't run a case, as a clause for `doctor`; None when it can.
-        merges_partials: whether it takes `AttentionPartials` for its vectors.
+        run: a function with the same arguments.
+        obstacle: returns why the variant can't run a case, as a clause for `doctor`; None if it can.
+        merges_partials: True if it accepts `AttentionPartials` for its vectors.
     """
 
     op: str
@@ -83,7 +84,7 @@ class Variant(NamedTuple):
 
 
 def other_than_floats(case: Case) -> str | None:
-    """Why a variant that computes with floats can't run a case, or None."""
+    """Why a variant for float activations can't run a case, or None."""
     if case.dtype in FLOATS:
         return None
     return f"takes float32, float16 or bfloat16, not {str(case.dtype).removeprefix('mlx.core.')}"
@@ -96,7 +97,7 @@ _generation = 0
 
 @functools.cache
 def variants(op: str) -> tuple[Variant, ...]:
-    """Every implementation of an operation, in order of preference; the reference is the last."""
+    """Return every variant of an operation, in order of preference; the reference is the last."""
     modules = [
         importlib.import_module(f"afm_mlx.kernels.{name}") for name in ("metal", "cpu", "mlx")
     ]
@@ -105,14 +106,14 @@ def variants(op: str) -> tuple[Variant, ...]:
     return (*listed, Variant(op, "reference", getattr(reference, op), lambda case: None))
 
 
-@functools.lru_cache(maxsize=4096)  # a case for every number of rows, that is of prompt tokens, too
+@functools.lru_cache(maxsize=4096)  # every number of prompt tokens is another case
 def select(op: str, case: Case) -> Variant:
-    """The variant that runs this case."""
+    """Return the variant that runs this case."""
     return next(v for v, obstacle in explain(op, case) if obstacle is None)
 
 
 def explain(op: str, case: Case) -> list[tuple[Variant, str | None]]:
-    """Every variant in order of preference, with the reason why it can't run this case, or None."""
+    """Return every variant in order of preference, with the reason why it can't run this case, or None."""
     return [(v, _obstacle(v, case)) for v in variants(op)]
 
 
@@ -124,7 +125,7 @@ def _obstacle(variant: Variant, case: Case) -> str | None:
     wanted = forced()
     if wanted:
         if wanted not in (variant.backend, variant.name):
-            return f"{wanted} was asked for"
+            return f"{wanted} is selected"
     elif variant.backend not in ("mlx", {"gpu": "metal", "cpu": "cpu"}[case.device]):
         return f"runs on {variant.backend} only"
     elif variant.backend == "metal" and not mx.metal.is_available():
@@ -133,19 +134,19 @@ def _obstacle(variant: Variant, case: Case) -> str | None:
 
 
 def invalidate() -> None:
-    """Forget every choice of a variant, because something that choices depend on has changed."""
+    """Forget every choice of a variant; call it when something on which choices depend has changed."""
     global _generation
     _generation += 1
     select.cache_clear()
 
 
 def generation() -> int:
-    """A number that changes whenever something does that choices depend on."""
+    """Return a number that changes with each `invalidate`."""
     return _generation
 
 
 def disable(name: str, reason: str) -> None:
-    """Don't choose this variant in this process any more."""
+    """Stop choosing this variant in this process."""
     _disabled[name] = reason
     invalidate()
 
@@ -157,15 +158,15 @@ def enable(name: str) -> None:
 
 
 def disabled() -> dict[str, str]:
-    """Every variant that is switched off, and why."""
+    """Return every disabled variant with the reason."""
     return dict(_disabled)
 
 
 @contextlib.contextmanager
 def force(name: str) -> Iterator[None]:
-    """Choose only this backend or variant, the reference where it can't run; for tests and `doctor`.
+    """Choose only this backend or variant while the context is open, and the reference where it can't run.
 
-    `AFM_MLX_KERNELS` in the environment does the same for a whole process.
+    For tests and `doctor`. The variable `AFM_MLX_KERNELS` does the same for a whole process.
     """
     _forced.append(name)
     invalidate()
@@ -177,10 +178,10 @@ def force(name: str) -> Iterator[None]:
 
 
 def forced() -> str:
-    """The backend or variant that `force` or `AFM_MLX_KERNELS` asks for; empty when neither does.
+    """Return the backend or variant that `force` or `AFM_MLX_KERNELS` selects; empty if neither does.
 
     Raises:
-        SettingError: when the variable names what doesn't exist, or can't run on this machine.
+        SettingError: if the variable's backend or variant doesn't exist, or can't run on this machine.
     """
     if _forced:
         return _forced[-1]
@@ -192,13 +193,13 @@ def forced() -> str:
 
 @functools.cache
 def _problem(wanted: str) -> str:
-    """Why a backend or variant can't be asked for on this machine; empty when it can."""
+    """Why a backend or variant can't be selected on this machine; empty if it can."""
     from afm_mlx.kernels.cpu import extension
 
     backend, _, variant = wanted.partition("/")
     names = {v.name for op in OPS for v in variants(op)}
     if backend not in BACKENDS or (variant and wanted not in names):
-        return f"; allowed are {', '.join(BACKENDS)}, and names of variants, which `afm-mlx doctor` lists."
+        return f"; allowed are {', '.join(BACKENDS)}, and names of variants (`afm-mlx doctor` lists them)."
     obstacles = {
         "metal": "" if mx.metal.is_available() else "MLX has no Metal here",
         "cpu": extension.unavailable(),

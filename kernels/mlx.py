@@ -1,11 +1,11 @@
-"""Products with packed matrices by MLX's own operations, for machines where no kernel of ours runs.
+"""Products with packed matrices by MLX's own operations, for cases that no kernel of ours runs.
 
     quantized      `mx.quantized_matmul` multiplies with the codes
-    dequantized    the numbers are written down, block by block, for a dense product
+    dequantized    the matrix is dequantized, block by block, for a dense product
 
-MLX's format has a scale and a bias for every 32, 64 or 128 inputs. Coarser ones are repeated, and a balanced
-matrix gets the biases of the affine one that it is; both are made anew by each call, from 1/32 of the matrix's
-elements at most.
+MLX's format has a scale and a bias for every 32, 64 or 128 inputs. Scales of larger groups are repeated, and a
+balanced matrix gets the biases of the equal affine matrix. Each call computes both; they have at most 1/32 of
+the matrix's elements.
 
 Nothing here is compiled (`mx.compile`): on a CPU that would start a C++ compiler, see `replay.py`.
 """
@@ -23,18 +23,20 @@ from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.operands import PackedWeight, ProductOptions, take_rows
 from afm_mlx.kernels.reference import low_rank_product, rms_norm
 
-GROUPS = (128, 64, 32)  # that MLX knows, the cheapest first
+GROUPS = (128, 64, 32)  # group sizes of MLX, the cheapest first
 # On a CPU, MLX multiplies with codes on one thread and without vectors, 0.7 to 1.3 ns per weight and row;
-# dequantizing takes 3 to 10 ns, once. That pays from 4 (256 inputs) to 9 rows (2,048) on where dense products
-# run on OpenBLAS, and from 12 to 28 where they run on the BLAS of MLX's own wheel.
+# dequantizing takes 3 to 10 ns, once. It pays from 4 (256 inputs) to 9 rows (2,048) if dense products run on
+# OpenBLAS, and from 12 to 28 rows if they run on the BLAS of MLX's own wheel.
 CPU_ROWS = 8
-BLOCK = 1 << 21  # numbers that are written down at a time: 8 MB in float32, 24 MB while it is made
+BLOCK = (
+    1 << 21
+)  # numbers that are dequantized at a time: 8 MB in float32, 24 MB during the computation
 
 Multiply = Callable[[mx.array, PackedWeight], mx.array]
 
 
 def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
-    """`x W^T` from the codes."""
+    """`x W^T` by products with the codes."""
     scales, biases, group_size = _affine(weight, x.dtype)
     return mx.quantized_matmul(
         x, weight.codes, scales, biases, transpose=True, group_size=group_size, bits=weight.bits
@@ -42,12 +44,12 @@ def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
 
 
 def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
-    """`x W^T` from the numbers, some rows of the matrix at a time."""
+    """`x W^T` by dense products with dequantized rows, a block of rows at a time."""
     rows = max(1, BLOCK // weight.in_dims)
     parts: list[mx.array] = []
     for start in range(0, weight.out_dims, rows):
         block = take_rows(weight, slice(start, start + rows))
-        if parts:  # or MLX takes memory for many blocks ahead, which is slower, too
+        if parts:  # otherwise MLX allocates many blocks in advance, which is also slower
             (codes,) = mx.depends([block.codes], [parts[-1]])
             block = block._replace(codes=codes)
         parts.append(x @ _dequantize(block, x.dtype).T)
@@ -55,13 +57,13 @@ def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
 
 
 def _dequantize(weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
-    """The numbers of a matrix, (N, K)."""
+    """The matrix as numbers, (N, K)."""
     scales, biases, group_size = _affine(weight, dtype)
     return mx.dequantize(weight.codes, scales, biases, group_size, weight.bits)
 
 
 def _affine(weight: PackedWeight, dtype: mx.Dtype) -> tuple[mx.array, mx.array, int]:
-    """Scales and biases, (N, K / group_size), and the group size, as MLX takes them."""
+    """Scales and biases, (N, K / group_size), and the group size, in MLX's format."""
     assert weight.scales is not None
     scales, biases = weight.scales.astype(mx.float32), weight.biases
     if biases is None:
@@ -84,11 +86,11 @@ def _mlx_group(group_size: int) -> int | None:
 
 
 def _inner_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """What products are computed in: on a CPU, MLX adds up in the operands' type, and slowly in half types."""
+    """Type of a product's operands: on a CPU, MLX sums in that type, and half types are slow."""
     return mx.float32 if dispatch.device() == "cpu" else dtype
 
 
-# -- operations, given what multiplies
+# -- the operations, by a function that multiplies
 
 
 def packed_matmul(
@@ -113,7 +115,7 @@ def packed_swiglu(
     *,
     combine: Callable[[mx.array, mx.array], mx.array] = silu_product,
 ) -> mx.array:
-    """See `reference.packed_swiglu`; `combine` does what `silu_product` does."""
+    """See `reference.packed_swiglu`; `combine` computes `silu_product`."""
     wide = _normed(x.astype(_inner_dtype(x.dtype)), options)
     g = _product(multiply, wide, gate, options.of_matrix(0))
     u = _product(multiply, wide, up, options.of_matrix(1))
@@ -148,7 +150,7 @@ def _product(
     return y
 
 
-# -- which cases they take
+# -- which cases they run
 
 
 def _obstacle(case: Case) -> str | None:
@@ -168,7 +170,7 @@ def _few_rows(case: Case) -> str | None:
 
 
 def _by_both(op: str, run: Callable[..., Any], suffix: str = "") -> tuple[Variant, ...]:
-    """An operation by products with the codes, and by products with the numbers."""
+    """An operation's two variants: by products with codes, and with dequantized numbers."""
     return (
         Variant(op, f"mlx/quantized{suffix}", partial(run, multiply_quantized), _few_rows),
         Variant(op, f"mlx/dequantized{suffix}", partial(run, multiply_dequantized), _obstacle),

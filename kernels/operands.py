@@ -1,14 +1,14 @@
-"""What the operations take: packed matrices, low-rank adapters, keys and values, options.
+"""Arguments of the operations: packed matrices, low-rank adapters, keys and values, options.
 
-A packed matrix is a table of small codes and what turns them into numbers:
+A packed matrix consists of small codes, and of the scales or tables that map them to numbers:
 
     value[n, k] = scale * (code - (2**bits - 1) / 2)    balanced
     value[n, k] = scale * code + bias                   affine, MLX's own format
     value[n, k] = table[n * T // N, code]               palette, T tables
 
-where scale and bias are those of the tensor, of row n, or of row n and the group that k lies in. Codes lie in
-uint32 words along k, the first in the lowest bits: MLX's packing. A balanced matrix is an affine one with
-`bias = -(2**bits - 1) / 2 * scale`.
+where scale and bias belong to the tensor, to row n, or to row n and the group that contains k. Codes are
+packed into uint32 words along k, the first in the lowest bits, as MLX does. A balanced matrix equals an
+affine one with `bias = -(2**bits - 1) / 2 * scale`.
 """
 
 from __future__ import annotations
@@ -50,40 +50,40 @@ class PackedWeight(NamedTuple):
 
     @property
     def granularity(self) -> str:
-        """What has a scale of its own: "tensor", "row" or "group"; "table" for a palette."""
+        """The unit that has one scale: "tensor", "row" or "group"; "table" for a palette."""
         return "table" if self.scales is None else ("tensor", "row", "group")[self.scales.ndim]
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale: all of them unless scales are per group."""
+        """Number of inputs that share a scale: all inputs unless scales are per group."""
         if self.scales is None or self.scales.ndim < 2:
             return self.in_dims
         return self.in_dims // self.scales.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays: what one product with a vector has to read."""
+        """Bytes of all its arrays, which one product with a vector reads."""
         return sum(array.nbytes for array in self if isinstance(array, mx.array))
 
 
 BLOCK = 16
-"""Outputs of a low-rank adapter's B that lie side by side."""
+"""Outputs of a low-rank adapter's B that are stored side by side."""
 
 MAX_ADAPTERS = 8
-"""Adapters that one product takes: as many as Metal has room for among a kernel's buffers."""
+"""Adapters that one product takes, limited by the number of buffers of a Metal kernel."""
 
 
 class Part(NamedTuple):
-    """Where the numbers of an adapter for one matrix lie in its flat array.
+    """Offsets of an adapter's A and B for one matrix in the adapter's flat array.
 
-    A is (sections * rank, K), row by row. B (N, rank) comes in blocks of `BLOCK` outputs, the last one filled
-    up with zeros, as (blocks, rank, BLOCK): `B[n, j]` is at `b + ((n // 16) * rank + j) * 16 + n % 16`. So a
-    CPU multiplies a whole block at once, and a simdgroup's rows are neighbours.
+    A is (sections * rank, K), row by row. B (N, rank) is stored in blocks of `BLOCK` outputs, the last one
+    padded with zeros, as (blocks, rank, BLOCK): `B[n, j]` is at `b + ((n // 16) * rank + j) * 16 + n % 16`.
+    So a CPU multiplies a whole block at once, and a simdgroup's rows are neighbours.
 
     Args:
         a: index of A's first number, a multiple of `BLOCK`.
         b: index of B's first number, a multiple of `BLOCK`.
-        rank: columns of B; 0 for an adapter that leaves the matrix alone, where `a` and `b` mean nothing.
+        rank: columns of B; 0 for an adapter without this matrix, where `a` and `b` have no meaning.
     """
 
     a: int
@@ -97,14 +97,14 @@ class LowRank(NamedTuple):
         y[m] += scales[s] * B_s (A_s x[m]),  s = slots[m]
 
     A matrix whose rows are several projections (fused QKV) has one A per section: rows of section i use
-    `A[i * rank : (i + 1) * rank]`. An adapter is one array for all matrices of a model, so that another one
-    takes its place by a change of that array alone; ranks may differ.
+    `A[i * rank : (i + 1) * rank]`. An adapter is one array for all matrices of a model, so replacing that
+    array replaces the adapter; ranks may differ.
 
     Args:
         numbers: up to `MAX_ADAPTERS` flat arrays, of one floating type.
-        parts: where the numbers of each adapter for this matrix lie.
+        parts: offsets of each adapter's A and B for this matrix.
         scales: (adapters,) float32, alpha / rank.
-        slots: (B,) int32, index of each batch row's adapter; any other number, such as -1, for none.
+        slots: (B,) int32, index of each batch row's adapter; another number, such as -1, for none.
         sections: last row + 1 of every section; (N,) for a plain matrix.
     """
 
@@ -121,14 +121,14 @@ class LowRank(NamedTuple):
 
 
 class ProductOptions(NamedTuple):
-    """What goes along with a packed product: `residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`.
+    """Options of a packed product: `residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`.
 
     Args:
-        norm: weight of an RMSNorm that x goes through first, (K,) float; None for none.
+        norm: weight of an RMSNorm that is applied to x first, (K,) float; None for none.
         eps: added to the mean square by that norm.
-        residual: (..., N) float, added to the product; None for none. Of `packed_matmul` only.
-        adapters: LoRA adapters of each matrix, gate's and up's in `packed_swiglu`; () for none. The first axis
-            of x is then the batch. Not of `packed_argmax`.
+        residual: (..., N) float, added to the product; None for none. `packed_matmul` only.
+        adapters: LoRA adapters of each matrix, gate's and up's in `packed_swiglu`; () for none. With adapters,
+            the first axis of x is the batch. `packed_argmax` takes none.
         activation_bits: 16, or 8 where a backend may round activations to int8.
     """
 
@@ -139,25 +139,25 @@ class ProductOptions(NamedTuple):
     activation_bits: int = 16
 
     def of_matrix(self, index: int) -> ProductOptions:
-        """The options of a product with one of the matrices alone."""
+        """The options of a product with only one of the matrices."""
         return self._replace(adapters=self.adapters[index : index + 1])
 
 
 PLAIN = ProductOptions()
-"""A product and nothing else."""
+"""No norm, residual or adapters."""
 
 
 class KeyValues(NamedTuple):
-    """Keys and values that a block attends to, in one array, so that a cache is written once per token.
+    """Keys and values that a block attends to, in one array: a cache is written once per token.
 
     Args:
         buffer: (B, 2 * n_kv_heads, S, head_dim), heads of keys and then of values, float, or int8 codes.
         key_scale: 0-d float32 that a code is multiplied by, or None for float keys.
         value_scale: 0-d float32 that a value's code is multiplied by, or None.
-        tail: the newest tokens' columns, (B, 2 * n_kv_heads, T, head_dim), of `decode_attention`; None when
-            `buffer` holds all of them. A step that writes a token copies this short array and not the long one,
-            which the step before may still be reading.
-        starts: (B,) int32, columns of each row in `buffer`; the next ones lie in `tail`. None without a tail.
+        tail: the newest tokens' columns, (B, 2 * n_kv_heads, T, head_dim); None if `buffer` has all columns. A
+            step that writes a token copies this short array, and not the buffer, which the previous step may
+            still be reading. `decode_attention` only.
+        starts: (B,) int32, columns of each row in `buffer`; later columns are in `tail`. None without a tail.
     """
 
     buffer: mx.array
@@ -182,14 +182,15 @@ class KeyValues(NamedTuple):
 
 
 class AttentionPartials(NamedTuple):
-    """Attention's output as several ranges of the columns give it, for a product that merges them first.
+    """Split-K partials of attention, one for each range of the columns, for a product that merges them first.
 
-    With part s's sum v_s of weighted codes, largest score t_s in base 2, and sum of weights w_s, the output is
+    With a range's sum v_s of weighted codes, largest score t_s in base 2, and sum of weights w_s, the output
+    is
 
         value_scale * sum_s 2**(t_s - t) v_s / sum_s 2**(t_s - t) w_s,  t = max_s t_s
 
     Args:
-        numbers: (B, n_heads, parts, head_dim + 2) float32: v_s, t_s and w_s of every part.
+        numbers: (B, n_heads, ranges, head_dim + 2) float32: v_s, t_s and w_s of every range.
         value_scale: 0-d float32 that a value's code is multiplied by.
         dtype: type of the output.
     """
@@ -206,7 +207,7 @@ class AttentionPartials(NamedTuple):
 
 
 class QueryRope(NamedTuple):
-    """Arguments of the `rope_norm` that raw queries go through before attention.
+    """Arguments of the `rope_norm` that is applied to raw queries before attention.
 
     Args:
         weight: weight of the norm, (head_dim,) float.
@@ -220,7 +221,7 @@ class QueryRope(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """What turns the heads of a fused QKV projection into queries for attention, and keys and values.
+    """Norms, scales and RoPE that make queries, keys and values of a fused QKV projection.
 
     Args:
         q_weight: weight of the queries' norm, (head_dim,) float.
@@ -245,14 +246,14 @@ class HeadOptions(NamedTuple):
 
 
 def pack_codes(codes: mx.array, bits: int) -> mx.array:
-    """(N, K) integers of [0, 2**bits) into (N, K * bits / 32) uint32, the first code in the lowest bits."""
+    """Pack (N, K) integers below 2**bits into (N, K * bits / 32) uint32, the first code in the lowest bits."""
     per_word = 32 // bits
     words = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, per_word)
     return (words << _shifts(bits)).sum(axis=-1).astype(mx.uint32)
 
 
 def unpack_codes(words: mx.array, bits: int) -> mx.array:
-    """(N, W) uint32 into (N, W * 32 / bits) uint8; undoes `pack_codes`."""
+    """Unpack (N, W) uint32 into (N, W * 32 / bits) uint8; the inverse of `pack_codes`."""
     codes = (words[..., None] >> _shifts(bits)) & (2**bits - 1)
     return codes.astype(mx.uint8).reshape(*words.shape[:-1], -1)
 
@@ -262,7 +263,7 @@ def _shifts(bits: int) -> mx.array:
 
 
 def dequantize(weight: PackedWeight, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The numbers that a packed matrix stands for: (N, K), computed in float32."""
+    """Return the numbers that a packed matrix stands for: (N, K), computed in float32."""
     codes = unpack_codes(weight.codes, weight.bits)
     if weight.mode == "palette":
         assert weight.table is not None
@@ -279,7 +280,7 @@ def dequantize(weight: PackedWeight, dtype: mx.Dtype = mx.float32) -> mx.array:
 
 
 def _per_input(weight: PackedWeight, array: mx.array) -> mx.array:
-    """Scales or biases in a shape that multiplies codes (N, K)."""
+    """Scales or biases in a shape that broadcasts to the codes', (N, K)."""
     array = array.astype(mx.float32)
     if weight.granularity == "group":
         return mx.repeat(array, weight.group_size, axis=-1)
@@ -287,13 +288,13 @@ def _per_input(weight: PackedWeight, array: mx.array) -> mx.array:
 
 
 def dequantize_rows(weight: PackedWeight, rows: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Rows of `dequantize(weight)`: (..., K) for integer indices (...)."""
+    """Return rows of `dequantize(weight)`: (..., K) for integer indices (...)."""
     few = take_rows(weight, rows.reshape(-1))
     return dequantize(few, dtype).reshape(*rows.shape, weight.in_dims)
 
 
 def take_rows(weight: PackedWeight, rows: slice | mx.array) -> PackedWeight:
-    """The matrix that has only these rows; in a palette each one gets a table of its own."""
+    """Return the matrix of only these rows; in a palette, each row gets its own table."""
     scales, biases = (
         part if part is None or part.ndim == 0 else part[rows]
         for part in (weight.scales, weight.biases)

@@ -1,4 +1,4 @@
-"""The operations as callers see them: arguments as in `kernels.reference`, run by the variant chosen."""
+"""The operations that callers use: arguments as in `kernels.reference`, run by the chosen variant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from afm_mlx.kernels.reference import merge_partials
 def packed_matmul(
     x: mx.array | AttentionPartials, weight: PackedWeight, options: ProductOptions = PLAIN
 ) -> mx.array:
-    """See `reference.packed_matmul`; attention's output may come in parts."""
+    """See `reference.packed_matmul`; x can be attention's partials."""
     variant = select("packed_matmul", _product_case(x, weight))
     if isinstance(x, AttentionPartials) and not variant.merges_partials:
         x = merge_partials(x)
@@ -71,7 +71,7 @@ def write_and_attend(
 
 
 def reads_tails(dtype: mx.Dtype, head_dim: int) -> bool:
-    """True if `decode_attention` reads floats where they lie; the reference copies the buffer and its tail."""
+    """True if `decode_attention` reads floats in place; the reference copies the buffer and its tail."""
     case = Case(device(), dtype, 1, head_dim=head_dim, stored=dtype)
     return select("decode_attention", case).backend != "reference"
 

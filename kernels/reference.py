@@ -1,4 +1,4 @@
-"""Plain-MLX definitions of the operations: what every other backend has to match."""
+"""Definitions of the operations in plain MLX, which every other backend must match."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ INT8_MIN, INT8_MAX = -128, 127
 
 
 def quantize_int8(x: mx.array, scale: mx.array) -> mx.array:
-    """Static symmetric quantization: `clamp(round(x / scale), -128, 127)`.
+    """Quantize symmetrically with a static scale: `clamp(round(x / scale), -128, 127)`.
 
-    Rounds half to even, in float32 whatever the dtype of `x`.
+    Rounds half to even, in float32 for any dtype of `x`.
 
     Args:
         x: any shape, float.
@@ -70,7 +70,7 @@ def fake_int8(x: mx.array, scale: mx.array, gradient_scale: float = 1.0) -> mx.a
     steps = x.astype(mx.float32) / scale
     rounded = mx.round(mx.stop_gradient(steps))
     codes = mx.clip(rounded, INT8_MIN, INT8_MAX)
-    # Adds 0, and the gradient of `steps` where nothing was cut off.
+    # Adds 0, and the gradient of `steps` where nothing was clipped.
     codes = codes + mx.where(rounded == codes, steps - mx.stop_gradient(steps), 0)
     return (codes * scale).astype(x.dtype)
 
@@ -104,7 +104,7 @@ def rope_norm(
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """`x * weight / sqrt(mean(x^2) + eps)`; NaN where the mean overflows, of which MLX's own makes zeros.
+    """`x * weight / sqrt(mean(x^2) + eps)`; NaN if the mean overflows, where MLX's own norm returns zeros.
 
     Args:
         x: (..., K).
@@ -122,14 +122,14 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 def attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) -> mx.array:
     """Scaled dot-product attention with grouped heads over float or int8 keys and values.
 
-    A static scale leaves the sums: `softmax(s_k (q . k) / sqrt(d)) v s_v`, so codes are never
-    multiplied out.
+    Static scales are factored out of the sums, `softmax(s_k (q . k) / sqrt(d)) v s_v`, so codes are not
+    dequantized.
 
     Args:
         queries: (B, n_heads, L, head_dim), float.
         kv: keys and values of S >= L tokens; `n_heads` is a multiple of their heads.
         mask: None, "causal" (the L queries are the last of the S tokens), or a boolean array that
-            broadcasts to (B, n_heads, L, S), true where a query may look.
+            broadcasts to (B, n_heads, L, S), True where a query sees a key.
 
     Returns:
         (B, n_heads, L, head_dim) in the dtype of `queries`.
@@ -156,19 +156,19 @@ def decode_attention(
     rope: QueryRope | None = None,
     whole: bool = True,
 ) -> mx.array | AttentionPartials:
-    """Attention of a row's L newest tokens over a cache's whole buffers, each token up to itself.
+    """Attend with a row's L newest tokens over a cache's buffers, each token up to itself.
 
     Args:
         queries: (B, n_heads, L, head_dim), float.
-        kv: buffers of any capacity, with a tail or without; columns after a row's newest token are never
-            looked at.
-        lengths: (B,) int32, columns that the first of a row's tokens sees, its own included: its
+        kv: buffers of any capacity, with a tail or without; columns after a row's newest token are not read.
+        lengths: (B,) int32, columns that the first of a row's L tokens sees, its own included: its
             position + 1. Each token after it sees one more.
-        rope: when given, `queries` are raw, and go through `rope_norm` from position `lengths - 1` on first.
-        whole: if false, a variant may leave the result of L = 1 in parts, for `packed_matmul` to merge.
+        rope: if given, `queries` are raw, and `rope_norm` is applied to them first, from position
+            `lengths - 1` on.
+        whole: if False, a variant may return the result of L = 1 as partials, for `packed_matmul` to merge.
 
     Returns:
-        (B, n_heads, L, head_dim) in the dtype of `queries`; or its parts.
+        (B, n_heads, L, head_dim) in the dtype of `queries`; or its partials.
     """
     if rope is not None:
         queries = rope_norm(queries, rope.weight, lengths - 1, rope.theta, rope.eps)
@@ -186,20 +186,20 @@ def decode_attention(
 
 
 def _first_columns(buffer: mx.array, counts: mx.array) -> mx.array:
-    """Which columns of a buffer are among the first `counts` (B, L) of their row: (B, 1, L, capacity)."""
+    """Mask (B, 1, L, capacity) of the first `counts` (B, L) columns of each row of a buffer."""
     return mx.arange(buffer.shape[2]) < counts[:, None, :, None]
 
 
-def merge_partials(parts: AttentionPartials) -> mx.array:
-    """Attention's output (B, 1, n_heads * head_dim) of its parts, by the formula of `AttentionPartials`."""
-    sums, top, weights = parts.numbers.split([-2, -1], axis=-1)
+def merge_partials(partials: AttentionPartials) -> mx.array:
+    """Merge `AttentionPartials`, by their formula, into attention's output (B, 1, n_heads * head_dim)."""
+    sums, top, weights = partials.numbers.split([-2, -1], axis=-1)
     share = mx.power(2.0, top - top.max(axis=2, keepdims=True))
-    merged = (share * sums).sum(axis=2) / (share * weights).sum(axis=2) * parts.value_scale
-    return merged.reshape(parts.shape).astype(parts.dtype)
+    merged = (share * sums).sum(axis=2) / (share * weights).sum(axis=2) * partials.value_scale
+    return merged.reshape(partials.shape).astype(partials.dtype)
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
-    """`attention` of L queries that are the last of S tokens: a prompt's.
+    """Attend with the L last of S tokens, each up to itself, as in a prompt.
 
     Args:
         queries: (B, n_heads, L, head_dim), float.
@@ -212,7 +212,7 @@ def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
 
 
 def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
-    """A cache's buffer with the newest tokens of every row in its last columns.
+    """Write the newest tokens of every row to the row's last columns of a cache's buffer.
 
     Args:
         buffer: (B, heads, capacity, head_dim); heads of keys and of values.
@@ -220,7 +220,7 @@ def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.ar
         lengths: (B,) int32, columns in use per row, the L new ones included; at most `capacity`.
 
     Returns:
-        The buffer, written in place where nobody else holds it.
+        The buffer, written in place if nothing else holds it.
     """
     row, head, back = _places(*tokens.shape[:3])
     written = buffer[...]
@@ -230,10 +230,9 @@ def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.ar
 
 @functools.lru_cache(maxsize=8)
 def _places(rows: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Rows, heads, and how far before a row's end `count` tokens lie.
+    """Indices of rows and heads, and distances of `count` tokens from a row's end.
 
-    Made on the host they cost a GPU nothing, and the same arrays in every block let a trace share what it
-    computes of them.
+    Arrays made on the host cost a GPU nothing, and a trace computes with the same arrays once for all blocks.
     """
     row, head = np.arange(rows)[:, None, None], np.arange(heads)[:, None]
     row, head, back = (
@@ -245,7 +244,7 @@ def _places(rows: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.a
 def rope_norm_quantize(
     qkv: mx.array, offset: int | mx.array, options: HeadOptions
 ) -> tuple[mx.array, mx.array]:
-    """What stands between a fused QKV projection and attention: RoPE, QK-norm, int8 keys and values.
+    """Apply RoPE and QK-norm to a fused QKV projection, and quantize keys and values to int8.
 
     Args:
         qkv: (B, L, (n_heads + 2 * n_kv_heads) * head_dim): queries, keys, values.
@@ -254,35 +253,34 @@ def rope_norm_quantize(
 
     Returns:
         queries (B, n_heads, L, head_dim) in the dtype of `qkv`; keys and then values,
-        (B, 2 * n_kv_heads, L, head_dim): int8 codes, or of the dtype of `qkv` where there are no scales.
+        (B, 2 * n_kv_heads, L, head_dim): int8 codes, or in the dtype of `qkv` without scales.
     """
-    q_weight, k_weight, key_scale, value_scale, n_kv_heads, theta, eps = options
-    heads = qkv.reshape(*qkv.shape[:2], -1, q_weight.shape[0]).swapaxes(1, 2)
-    n_heads = heads.shape[1] - 2 * n_kv_heads
-    q, k, v = heads.split([n_heads, n_heads + n_kv_heads], axis=1)
-    q = rope_norm(q, q_weight, offset, theta, eps)
-    k = rope_norm(k, k_weight, offset, theta, eps)
-    if key_scale is None or value_scale is None:
+    heads = qkv.reshape(*qkv.shape[:2], -1, options.q_weight.shape[0]).swapaxes(1, 2)
+    n_heads = heads.shape[1] - 2 * options.n_kv_heads
+    q, k, v = heads.split([n_heads, n_heads + options.n_kv_heads], axis=1)
+    q = rope_norm(q, options.q_weight, offset, options.theta, options.eps)
+    k = rope_norm(k, options.k_weight, offset, options.theta, options.eps)
+    if options.key_scale is None or options.value_scale is None:
         return q, mx.concatenate([k, v], axis=1)
-    codes = [quantize_int8(k, key_scale), quantize_int8(v, value_scale)]
+    codes = [quantize_int8(k, options.key_scale), quantize_int8(v, options.value_scale)]
     return q, mx.concatenate(codes, axis=1)
 
 
 def write_and_attend(
     qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
 ) -> tuple[mx.array | AttentionPartials, mx.array]:
-    """Between the projections of a block that writes: `rope_norm_quantize`, `write_tokens`, `decode_attention`.
+    """Run `rope_norm_quantize`, `write_tokens` and `decode_attention` for one new token per row.
 
     Args:
         qkv: queries, keys and values of one new token per row, (B, 1, (n_heads + 2 * n_kv_heads) * head_dim).
-        kv: int8 buffers with a tail that has room for the token, at column `lengths - 1 - starts`.
+        kv: int8 buffers with a tail, to whose column `lengths - 1 - starts` the token is written.
         lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
         options: norms, scales, and what `rope_norm` takes.
         whole: see `decode_attention`.
 
     Returns:
-        attention's output (B, n_heads, 1, head_dim) in the dtype of `qkv`, or its parts; the tail with the new
-        token.
+        attention's output (B, n_heads, 1, head_dim) in the dtype of `qkv`, or its partials; the tail with the
+        new token.
     """
     assert kv.tail is not None
     assert kv.starts is not None
@@ -292,12 +290,12 @@ def write_and_attend(
 
 
 def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> mx.array:
-    """`residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`; each part but the product is optional.
+    """Return `residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`.
 
     Args:
         x: (..., K) float.
         weight: (N, K).
-        options: the optional parts. `activation_bits` is ignored here.
+        options: norm, residual and adapters, each optional. `activation_bits` is ignored here.
 
     Returns:
         (..., N) in the dtype of `x`; sums are float32.
@@ -315,7 +313,7 @@ def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = P
 
 
 def _product(x: mx.array, weight: PackedWeight) -> mx.array:
-    """`x W^T`, whose gradient (of `x` only) multiplies W out again instead of keeping it."""
+    """`x W^T`, whose gradient (of `x` only) dequantizes W again instead of storing it."""
 
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
@@ -323,7 +321,7 @@ def _product(x: mx.array, weight: PackedWeight) -> mx.array:
 
     @product.vjp
     def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-        # Waits for the cotangent: what it does not need, MLX would compute in the forward pass and keep.
+        # Depends on the cotangent; otherwise MLX would dequantize in the forward pass and store the result.
         codes = mx.depends([weight.codes], [cotangent])[0]
         return cotangent @ dequantize(weight._replace(codes=codes))
 
@@ -331,7 +329,7 @@ def _product(x: mx.array, weight: PackedWeight) -> mx.array:
 
 
 def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:
-    """What the adapters add: (B, ..., N) float32 for x (B, ..., K); rows without an adapter get zeros."""
+    """The adapters' product, (B, ..., N) float32 for x (B, ..., K): zeros in rows without an adapter."""
     rows = x.astype(mx.float32).reshape(x.shape[0], -1, x.shape[-1])
     y = mx.zeros((*rows.shape[:2], low_rank.sections[-1]))
     for slot, part in enumerate(low_rank.parts):
@@ -349,12 +347,12 @@ def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:
 
 def low_rank_factors(low_rank: LowRank, slot: int, in_dims: int) -> tuple[mx.array, mx.array]:
     """A (sections * rank, K) and B (N, rank) of one adapter, float32."""
-    numbers, (first_a, first_b, rank) = low_rank.numbers[slot], low_rank.parts[slot]
-    rows, out_dims = len(low_rank.sections) * rank, low_rank.sections[-1]
+    numbers, part = low_rank.numbers[slot], low_rank.parts[slot]
+    rows, out_dims = len(low_rank.sections) * part.rank, low_rank.sections[-1]
     blocks = -(-out_dims // BLOCK)
-    a = numbers[first_a : first_a + rows * in_dims].reshape(rows, in_dims)
-    b = numbers[first_b : first_b + blocks * rank * BLOCK].reshape(blocks, rank, BLOCK)
-    b = b.swapaxes(1, 2).reshape(blocks * BLOCK, rank)[:out_dims]
+    a = numbers[part.a : part.a + rows * in_dims].reshape(rows, in_dims)
+    b = numbers[part.b : part.b + blocks * part.rank * BLOCK].reshape(blocks, part.rank, BLOCK)
+    b = b.swapaxes(1, 2).reshape(blocks * BLOCK, part.rank)[:out_dims]
     return a.astype(mx.float32), b.astype(mx.float32)
 
 
@@ -380,11 +378,11 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
 def packed_argmax(
     x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN
 ) -> tuple[mx.array, mx.array]:
-    """Row with the largest product, the lowest on a tie: the next token of greedy decoding.
+    """Find the row with the largest product, the first on a tie: the next token of greedy decoding.
 
     Returns:
-        indices (...) uint32, and their products (...) float32. A product that is no number is the largest, and
-        is NaN or infinity there.
+        indices (...) uint32, and their products (...) float32: NaN or infinity if any product is NaN or
+        +infinity.
     """
     logits = packed_matmul(x.astype(mx.float32), weight, options)
     return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)

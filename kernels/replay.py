@@ -1,12 +1,12 @@
-"""Graphs that are built once and then replayed with other arrays; and no C++ compiler on a CPU.
+"""Graphs that are built once and replayed with other arrays, without a C++ compiler on a CPU.
 
-A step of a model is some 400 operations, and to call them one by one from Python takes longer than a fast
-device takes to run them. On a GPU, `mx.compile` keeps the graph, and fuses elementwise operations into kernels.
+A step of a model is some 400 operations, and calling them from Python takes longer than a fast device takes to
+run them. On a GPU, `mx.compile` keeps the graph, and fuses elementwise operations into kernels.
 
-On a CPU, `mx.compile` fuses them by means of `g++`, which takes a second or more for each expression; it loads
-what lies under a predictable name in the shared temporary folder, whoever put it there; and where there is no
-compiler it does nothing at all. So there the C++ extension replays graphs, without fusing, and
-`keep_compiler_out` switches `mx.compile` off: functions that MLX and mlx-lm have decorated with it run as they
+On a CPU, `mx.compile` fuses them with `g++`, which takes a second or more for each expression; it loads a
+library of a predictable name from the shared temporary folder, which another user may have put there; and
+without a compiler it does nothing. So on a CPU the C++ extension replays graphs, without fusing, and
+`keep_compiler_out` disables `mx.compile`: functions that MLX and mlx-lm have decorated with it run as they
 are written.
 """
 
@@ -26,7 +26,7 @@ _is_compiler_out = False
 
 
 def keep_compiler_out() -> None:
-    """Switch `mx.compile` off in this process if MLX runs on the CPU, and on again once it runs on a GPU.
+    """Disable `mx.compile` in this process if MLX runs on a CPU; enable it again if MLX runs on a GPU.
 
     Call it before work begins: the default device may have changed.
     """
@@ -40,37 +40,37 @@ def keep_compiler_out() -> None:
 
 
 def is_available() -> bool:
-    """True if `Replay` can run where MLX runs by default."""
+    """True if `Replay` can run on MLX's default device."""
     return dispatch.device() == "gpu" or extension.module() is not None
 
 
 class Replay:
-    """`function(*trees, *constants)`, whose graph is built once for each set of constants, shapes and types.
+    """A function of arrays, whose graph is built once for each set of constants, shapes and types.
 
-    For one thread: MLX's streams belong to threads.
+    Use an instance in one thread only: MLX's streams belong to threads.
 
     Args:
-        function: returns a tree of arrays. It must not evaluate any. Arrays that change
-            from call to call must come from `trees` or `state`.
-        state: dicts and lists, such as `Module.state`, whose arrays `function` uses. They are looked up at each
-            call.
+        function: called as `function(*trees, *constants)`; returns a tree of arrays, and evaluates none.
+            Arrays that change from call to call must come from `trees` or `state`.
+        state: nested dicts and lists, such as `Module.state`, whose arrays `function` uses; each call looks
+            them up.
     """
 
     def __init__(self, function: Callable[..., Any], state: Any):
         self._function = function
         self._state = state
         self._graphs: dict[Hashable, list[tuple[Any, Any]]] = {}
-        # MLX keeps compiled graphs by thread and by the function's address, where another one may have lain
-        # whose graphs another thread still has.
+        # MLX keeps compiled graphs by thread and by the function's address. Another function may have had the
+        # address, whose graphs another thread still keeps.
         self._serial = next(_SERIALS)
         self._compiled: Any = None
 
     def __call__(self, *trees: Any, constants: tuple[Any, ...] = ()) -> Any:
-        """Return what the function returns, not evaluated.
+        """Return the function's result, not evaluated.
 
         Args:
             trees: arrays, or lists and tuples of arrays.
-            constants: hashable arguments behind the trees: strings and ints.
+            constants: strings and ints, passed after the trees.
         """
         if dispatch.device() == "gpu":
             if self._compiled is None:
@@ -87,7 +87,7 @@ class Replay:
         return _filled(like, iter(graph(inputs)))
 
     def _built(self, trees: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Any, Any]:
-        """The graph of a call, and the function's result as a template of its outputs' tree."""
+        """Build a call's graph; also return the function's result as a template of its outputs' tree."""
         native: Any = extension.module()
         held = native.leaves(self._state)
         given, put = native.placeholders(trees), native.placeholders(held)
@@ -108,7 +108,7 @@ def _filled(tree: Any, leaves: Iterator[Any]) -> Any:
 
 
 def _put(tree: Any, arrays: Iterator[mx.array]) -> None:
-    """Replace the arrays in dicts and lists, in the order in which the extension finds them."""
+    """Replace the arrays in dicts and lists, in the extension's order of leaves."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in list(items):
         if isinstance(value, mx.array):

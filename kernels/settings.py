@@ -1,7 +1,7 @@
-"""The variables of the environment that afm-mlx reads: all of them, checked in one way.
+"""All variables of the environment that afm-mlx reads, and its folder of facts about this machine.
 
-`check` runs before a model or a kernel is loaded, so that a misspelt name or value is an error and never
-something else than was meant. The empty string is as good as no variable.
+`check` runs before a model or a kernel is loaded, so that a misspelt name or value is an error. An empty
+variable counts as unset.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_THREADS = 1024
 INSTRUCTION_SETS = ("amx", "avx512", "avx2", "neon", "portable")
 
 _PREFIX = "AFM_MLX_"
-# 0 switches it off, 1 is the default. The last three are for builds and tests.
+# 0 is off, 1 is the default. The last three are for builds and tests.
 _SWITCHES = (
     NATIVE,
     SELFTEST,
@@ -32,7 +32,7 @@ _SWITCHES = (
     "AFM_MLX_REQUIRE_EMULATOR",
 )
 _TEXTS = (KERNELS, "AFM_MLX_MODEL", "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY")
-# Of the system's, in the order in which the C++ library looks for the folder of temporary files.
+# The system's variables for the folder of temporary files, in the C++ library's order.
 _TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 VARIABLES = (*_SWITCHES, *_TEXTS, THREADS, ISA, CACHE)
 
@@ -48,7 +48,7 @@ def is_on(switch: str) -> bool:
     """True unless the variable is 0.
 
     Raises:
-        SettingError: when it is neither 0 nor 1.
+        SettingError: if it is neither 0 nor 1.
     """
     value = os.environ.get(switch, "")
     if value not in ("", "0", "1"):
@@ -57,10 +57,10 @@ def is_on(switch: str) -> bool:
 
 
 def threads() -> int | None:
-    """Threads that are asked for; None without the variable.
+    """Return the number of threads that the variable sets; None without it.
 
     Raises:
-        SettingError: when it is no number from 1 to `MAX_THREADS`.
+        SettingError: if it is no number from 1 to `MAX_THREADS`.
     """
     value = os.environ.get(THREADS, "")
     if not value:
@@ -74,11 +74,11 @@ def threads() -> int | None:
 
 
 def check() -> None:
-    """Check every variable but `AFM_MLX_KERNELS`, whose values `dispatch.forced` knows.
+    """Check every variable except `AFM_MLX_KERNELS`, which `dispatch.forced` checks.
 
     Raises:
-        SettingError: for a name that is not read, and a value that can't be used; says what is allowed. Also
-            for a folder of temporary files that is not there.
+        SettingError: for an unknown name or a value that can't be used; says what is allowed. Also if the
+            folder of temporary files doesn't exist.
     """
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in VARIABLES:
@@ -111,10 +111,10 @@ def check() -> None:
 
 
 def cache_folder() -> Path:
-    """Where the system keeps what can be made again."""
+    """Return the folder for files that can be made again: `AFM_MLX_CACHE`, or one in the user's caches."""
     if given := os.environ.get(CACHE):
         return Path(given)
-    # A user without a home has no such folder, and nothing can be written there.
+    # Without a home there is no such folder, and writing below this path fails.
     home = Path(os.devnull if (known := os.path.expanduser("~")) == "~" else known)
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "afm-mlx"
@@ -122,7 +122,7 @@ def cache_folder() -> Path:
 
 
 def write_json(file: Path, values: dict[str, object]) -> None:
-    """Write JSON, whole or not at all: in a folder that can't be written, nothing is kept."""
+    """Write JSON atomically; do nothing if the folder can't be written."""
     written = file.with_name(f"{file.stem}-{os.getpid()}{TEMPORARY}")
     with contextlib.suppress(OSError):
         written.parent.mkdir(parents=True, exist_ok=True)

@@ -165,7 +165,7 @@ def _print_obstacles(facts: dict[str, Any]) -> None:
     for kernel in facts["kernels"]:
         for reason, count in kernel["not_run"].items():
             backend = kernel["variant"].split("/")[0]
-            general = reason.startswith(_OF_BACKEND) or reason.endswith(" was asked for")
+            general = reason.startswith(_OF_BACKEND) or reason.endswith(" is selected")
             what = f"{backend}/*" if general else f"{kernel['op']}  {kernel['variant']} ({count})"
             lines[f"  {what}: {reason}"] = None
     if lines:

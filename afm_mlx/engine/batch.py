@@ -418,7 +418,7 @@ def reserve_columns(cache: Cache, inputs: mx.array | None, count: int) -> None:
         count: tokens of every row that the next step writes.
     """
     ours = [entry for entry in cache if isinstance(entry, KVCache)]
-    if all(entry.has_room_in_tail(count) for entry in ours):
+    if all(entry.fits_in_tail(count) for entry in ours):
         return
     if inputs is not None:
         mx.eval(inputs)

@@ -34,7 +34,7 @@ from afm_mlx.kernels import (
 from afm_mlx.model.kv_cache import KVCache, TailWriter, causal_mask
 
 Attended: TypeAlias = mx.array | AttentionPartials
-"""Attention's output (B, L, n_heads * head_dim), or the partials of which the next product makes it."""
+"""Attention's output (B, L, n_heads * head_dim), or the partials that the next product merges."""
 
 
 class Positions(NamedTuple):

@@ -4,7 +4,7 @@ A `PackedLinear` does all of it in its own kernel. Any other layer (float, MLX's
 called between norm and addition, and wrapped in an `AdaptedLinear` to add adapters.
 
 A layer has `adapters`, a function from the number of a batch's rows to these rows' adapters for the layer
-(`LayerAdapters`). The functions are those of the model's `afm_mlx.adapters.active.ActiveAdapters`.
+(`LayerAdapters`), which the model's `afm_mlx.adapters.active.ActiveAdapters` provides.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Keys and values of the tokens seen so far.
 
-One `KVCache` holds one block's, for one row or a batch. Column c of a row holds its c-th token, so rows of
-different lengths lie side by side, each with its own offset; a row joins, leaves, or is trimmed without
-moving the others. One buffer holds keys and values. It grows by `STEP` columns, and shrinks when a row leaves.
+A `KVCache` holds one block's keys and values, for one row or a batch. Column c of a row holds its c-th token,
+so rows of different lengths share one buffer, each with its own offset; a row joins, leaves, or is trimmed
+without moving the others. The buffer grows by `STEP` columns, and shrinks when a row leaves.
 
-MLX writes a buffer in place only where nobody else holds it, and the step before, which is still running when
-the next one is submitted, does. So decode steps leave the buffer alone: each writes its token into a copy of a
+MLX writes a buffer in place only if nothing else holds it, and the previous step, which still runs when the
+next one is submitted, does. So a decode step leaves the buffer alone, and writes its token into a copy of a
 short tail. Once the tail has `TAIL` columns, they move to the buffer together.
 
-The methods that loops call are those of mlx-lm's caches (`mlx_lm/models/cache.py`), batch ones included, so
-that both this engine and mlx-lm's own loops can drive either kind of model.
+Methods have the names of mlx-lm's caches (`mlx_lm/models/cache.py`), batch caches included, so this engine and
+mlx-lm's own loops run either kind of model.
 """
 
 from __future__ import annotations
@@ -66,17 +66,18 @@ class KVCache:
     """Keys and values of one block, with one offset per row.
 
     `buffer` is (B, 2 * n_kv_heads, capacity, head_dim), heads of keys and then of values; None before the first
-    token. The newest tokens of a batch that decodes may lie in the tail; `settle` moves them to the buffer.
+    token. While a batch decodes, its newest tokens can be in `tail`; `settle` moves them to the buffer.
 
     Args:
-        int8: whether the block hands over int8 codes; otherwise floats.
-        max_size: tokens that a row may hold, None for no limit.
-        sliding_window: past `max_size`, forget the oldest tokens but the first `KEEP`; without it more
+        int8: True to store int8 codes, False for floats.
+        max_size: tokens that a row can hold, None for no limit.
+        sliding_window: past `max_size`, forget the oldest tokens except the first `KEEP`; without it more
             tokens raise `ContextLengthError`.
         rows: rows of the batch.
 
-    `adapter` is the fingerprint of the adapter under which the keys and values were computed: "" for none, and
-    None when it is not known. Under any other adapter they are wrong.
+    Attributes:
+        adapter: fingerprint of the adapter with which the keys and values were computed: "" for none, None if
+            unknown. With any other adapter they are wrong.
     """
 
     def __init__(
@@ -95,26 +96,25 @@ class KVCache:
         self.sliding_window = sliding_window
         self._window = max_size if sliding_window and max_size else 0
         self.buffer: Any = None  # mx.array once something was written
-        self._lengths = [0] * rows  # tokens seen, per row
-        self._forgotten = [0] * rows  # of them, those that a sliding window dropped
+        self._lengths = [0] * rows  # tokens fed, per row
+        self._forgotten = [0] * rows  # of these, tokens that a sliding window has dropped
         self._padding: list[int] | None = None  # of a ragged prompt, until `finalize`
         self.adapter: str | None = None
         self.tail: Any = None  # (B, 2 * n_kv_heads, TAIL, head_dim) once a decode step began
-        self._in_buffer: list[int] | None = (
-            None  # while a tail is in use: columns before it, per row
-        )
+        # While a tail is in use: columns of the buffer, per row.
+        self._in_buffer: list[int] | None = None
         self._starts: Any = None  # the same as an array, (B,) int32
 
     @property
     def kind(self) -> tuple[str, int | None, bool]:
-        """Storage, bound on tokens, and whether a window slides there: the arguments of `Model.make_cache`."""
+        """Arguments of `Model.make_cache`: storage, limit of tokens, sliding window."""
         return ("int8" if self.int8 else "float", self.max_size, self.sliding_window)
 
     # -- positions
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that each row has seen."""
+        """Tokens that each row has been fed."""
         return list(self._lengths)
 
     @property
@@ -142,10 +142,10 @@ class KVCache:
         return sum(array.nbytes for array in (self.buffer, self.tail) if array is not None)
 
     def make_mask(self, length: int) -> mx.array | str | None:
-        """The mask for the next `length` tokens, to be asked for before they are written.
+        """Return the mask of the next `length` tokens; call it before they are written.
 
         Returns:
-            None or "causal" where that is enough; else boolean, (B, 1, length, columns).
+            None or "causal" if that is enough; else boolean, (B, 1, length, columns).
         """
         drops = self._drops(length)
         columns = [c - d for c, d in zip(self._columns, drops, strict=True)]
@@ -165,13 +165,13 @@ class KVCache:
         return visible
 
     def decode_lengths(self, count: int = 1) -> mx.array | None:
-        """Columns per row that the next token looks at, its own included: (B,) int32.
-
-        To be asked for before the token is written. None when columns and positions differ, which a sliding
-        window brings about; `make_mask` says then what is visible.
+        """Return the columns per row that the next token sees, its own included; call it before it is written.
 
         Args:
-            count: tokens of every row that are about to be written.
+            count: tokens of every row that are going to be written.
+
+        Returns:
+            (B,) int32; None if a sliding window drops tokens, where only `make_mask` says what is visible.
         """
         if self._window and max(self._lengths) + count > self._window:
             return None
@@ -180,7 +180,10 @@ class KVCache:
     # -- writing
 
     def update(self, kv: mx.array) -> None:
-        """Append the next tokens of every row: `kv` is (B, 2 * n_kv_heads, L, head_dim), keys and then values.
+        """Append the next tokens of every row.
+
+        Args:
+            kv: (B, 2 * n_kv_heads, L, head_dim), heads of keys and then of values.
 
         Raises:
             ContextLengthError: past `max_size` without a sliding window.
@@ -189,16 +192,16 @@ class KVCache:
         if self.buffer is None:
             self.buffer = kv[:, :, :0]
         self.settle()
-        self._make_room(length)
+        self._ensure_capacity(length)
         self._write(kv, self._columns)
         self._lengths = [n + length for n in self._lengths]
 
     def begin_with(self, buffer: mx.array) -> None:
-        """Take over the first tokens of an empty cache of one row: (1, 2 * n_kv_heads, tokens, head_dim)."""
+        """Fill an empty cache of one row with a buffer (1, 2 * n_kv_heads, tokens, head_dim); no copy."""
         self.buffer, self._lengths = buffer, [buffer.shape[2]]
 
     def _write(self, kv: mx.array, columns: list[int]) -> None:
-        """Write tokens into the buffer, row r's from `columns[r]` on."""
+        """Write tokens into the buffer, of row r from `columns[r]` on."""
         length = kv.shape[2]
         if len(set(columns)) == 1:
             self.buffer[:, :, columns[0] : columns[0] + length] = kv
@@ -207,34 +210,31 @@ class KVCache:
 
     @property
     def in_tail(self) -> int:
-        """Columns of the tail in use by the row that has most there."""
+        """Columns of the tail that are in use, in the row that uses most."""
         return max(self._tail_columns(), default=0)
 
     def _tail_columns(self) -> list[int]:
-        """Columns of the tail in use, per row; none while there is no tail."""
+        """Columns of the tail in use, per row; empty without a tail."""
         if self._in_buffer is None:
             return []
         return [columns - s for columns, s in zip(self._columns, self._in_buffer, strict=True)]
 
     def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail:
-        """What a decode step reads and writes, with room for `count` more tokens of every row.
+        """Return the arrays of a decode step, with space for `count` more tokens of every row in the tail.
 
-        Not for a sliding window that is about to forget tokens, nor for floats before the first token, which
-        says what type they have.
+        Not for a sliding window that is about to forget tokens, nor for floats before the first token, whose
+        dtype is not known yet.
 
         Args:
-            heads: heads of the keys and of the values together.
+            heads: heads of keys plus heads of values.
             head_dim: their width.
             count: tokens of every row that the step writes, `TAIL` at most.
-
-        Returns:
-            the buffer; the tail; starts (B,) int32, columns of each row in the buffer.
 
         Raises:
             ContextLengthError: past `max_size`.
         """
         self._check_bound(max(self._lengths) + count)
-        if not self.has_room_in_tail(count):
+        if not self.fits_in_tail(count):
             self.settle()
             shape = (len(self._lengths), heads, TAIL, head_dim)
             if self.tail is None:
@@ -242,54 +242,53 @@ class KVCache:
                 self.tail = mx.zeros(shape, dtype)
             if self.buffer is None:
                 self.buffer = self.tail[:, :, :0]
-            # Steps are traced for each capacity: there are few when they are multiples of one number.
+            # Steps are traced for each capacity: multiples of one number are few.
             self._grow(max(1, self.size()))
             self._in_buffer = self._columns
             self._starts = mx.array(self._in_buffer, dtype=mx.int32)
         return OpenTail(self.buffer, self.tail, self._starts)
 
     def take_tail(self, tail: mx.array, count: int = 1) -> None:
-        """Take over the tail of `open_tail` with `count` more tokens of every row."""
+        """Replace the tail of `open_tail` by one with `count` more tokens of every row."""
         self.tail = tail
         self._lengths = [n + count for n in self._lengths]
 
     def settle(self) -> None:
         """Move the tail's tokens to the buffer.
 
-        Rows may have different numbers there. Behind a row's last token the buffer gets what the tail holds,
-        which nobody looks at, and the next tokens are written over it.
+        In rows with fewer tokens than others, unused columns are copied too; later tokens overwrite them.
         """
         if self._in_buffer is not None and (count := self.in_tail):
             self._grow(max(self._in_buffer) + count)
             self._write(self.tail[:, :, :count], self._in_buffer)
         self._in_buffer = None
 
-    def has_room_in_tail(self, count: int) -> bool:
-        """True if a tail is open and `open_tail` can write `count` more tokens there, moving nothing."""
+    def fits_in_tail(self, count: int) -> bool:
+        """True if a tail is open and has space for `count` more tokens of every row."""
         return 0 < self.in_tail <= TAIL - count
 
     def reserve(self, count: int) -> None:
-        """Settle, and let the buffer hold `count` more tokens of every row, so that writing them needs no copy.
+        """Settle, and grow the buffer for `count` more tokens of every row: writing them then copies nothing.
 
         Raises:
             ContextLengthError: past `max_size` without a sliding window.
         """
         if self.buffer is not None:
             self.settle()
-            self._make_room(count)
+            self._ensure_capacity(count)
 
     def in_use(self) -> mx.array:
-        """The buffer's columns in use, all tokens settled; the buffer must be there."""
+        """Settle, and return the buffer's columns in use; the cache must not be empty."""
         self.settle()
         return self.buffer[:, :, : self.size()]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Keys and values of all columns in use; the buffer must be there."""
+        """Settle, and return keys and values of all columns in use; the cache must not be empty."""
         keys, values = self.in_use().split(2, axis=1)
         return keys, values
 
-    def _make_room(self, length: int) -> None:
-        """Let the settled buffer hold `length` more tokens of every row."""
+    def _ensure_capacity(self, length: int) -> None:
+        """Grow the settled buffer for `length` more tokens of every row, if needed."""
         if self.sliding_window:
             self._forget(length)
         elif self._padding is None:
@@ -298,7 +297,7 @@ class KVCache:
             self._grow(self.size() + length)
 
     def _grow(self, needed: int) -> None:
-        """Give the buffer a multiple of `STEP` columns, `needed` at least."""
+        """Grow the buffer to a multiple of `STEP` columns, `needed` at least."""
         columns = _whole_steps(max(needed, self.buffer.shape[2])) - self.buffer.shape[2]
         if columns:
             self.buffer = _padded(self.buffer, columns)
@@ -307,11 +306,11 @@ class KVCache:
         if self.max_size is not None and needed > self.max_size:
             raise ContextLengthError(
                 f"The KV cache is bounded to {self.max_size} tokens and {needed} were needed. "
-                "Raise the bound, shorten the prompt, or ask for a sliding window."
+                "Raise the bound, shorten the prompt, or use a sliding window."
             )
 
     def _drops(self, length: int) -> list[int]:
-        """Columns per row to forget before `length` tokens are written: many every `STEP` tokens, else none."""
+        """Columns per row to forget before `length` tokens are written: many at a time, or none."""
         if not self._window or self.size() + length <= self._window + STEP:
             return [0] * len(self._lengths)
         stay = self._window - 1  # the first KEEP, and what the next query's window reaches
@@ -323,7 +322,7 @@ class KVCache:
             self.buffer = _drop_columns(self.buffer, drops)
             self._forgotten = [f + d for f, d in zip(self._forgotten, drops, strict=True)]
 
-    # -- ragged prompts, in mlx-lm's protocol: right padding is written and then disowned
+    # -- ragged prompts, in mlx-lm's protocol: right padding is written, and no longer counted after `finalize`
 
     def prepare(
         self,
@@ -336,7 +335,7 @@ class KVCache:
 
         Args:
             left_padding: not supported, because column c holds token c.
-            lengths: real tokens per row; not needed beside the padding.
+            lengths: real tokens per row; not needed, for the padding says it.
             right_padding: padding tokens per row.
         """
         if left_padding is not None and any(left_padding):
@@ -344,13 +343,13 @@ class KVCache:
         if right_padding is not None:
             if self.sliding_window and any(right_padding):
                 raise ContextLengthError(
-                    "A sliding window takes no padded prompts, because padding would push tokens out. "
+                    "A sliding window takes no padded prompts, because padding would displace tokens. "
                     "Prefill rows of different lengths one by one."
                 )
             self._padding = list(right_padding)
 
     def finalize(self) -> None:
-        """Stop counting the padding as tokens; the next tokens are written over it."""
+        """Stop counting the padding as tokens; the next tokens overwrite it."""
         if self._padding is not None:
             self._lengths = [n - p for n, p in zip(self._lengths, self._padding, strict=True)]
             self._padding = None
@@ -359,7 +358,7 @@ class KVCache:
     # -- rows
 
     def extract(self, row: int) -> KVCache:
-        """Return a copy of one row, as a cache of its own."""
+        """Return a copy of one row, as a cache of one row."""
         self.settle()
         cache = self._like([row])
         if self.buffer is not None:
@@ -368,9 +367,10 @@ class KVCache:
         return cache
 
     def filter(self, rows: Any) -> None:
-        """Keep only these rows, in this order: a sequence of indices, or an integer array.
+        """Keep only these rows, in this order, and drop columns that none of them uses.
 
-        Columns that only rows which leave have used go with them.
+        Args:
+            rows: a sequence of indices, or an integer array.
         """
         rows = rows.tolist() if isinstance(rows, mx.array) else list(rows)
         self.settle()
@@ -387,12 +387,12 @@ class KVCache:
 
     @staticmethod
     def merge(caches: Sequence[KVCache]) -> KVCache:
-        """One batch of the rows of several caches of the same block.
+        """Make one batch of the rows of several caches of the same block.
 
-        Its bound is the largest of theirs: callers have to end rows that had a smaller one.
+        Its limit is the largest of theirs; callers end rows that had a smaller one.
 
         Raises:
-            ValueError: when they store different things, or have different windows.
+            ValueError: if some store codes and others floats, or if their windows differ.
         """
         if len({(cache.int8, cache._window) for cache in caches}) > 1:
             raise ValueError(
@@ -431,31 +431,31 @@ class KVCache:
         cache.adapter = self.adapter
         return cache
 
-    # -- going back
+    # -- removing tokens
 
     def is_trimmable(self) -> bool:
-        """True if tokens can be taken back: not once a sliding window has forgotten some."""
+        """True unless a sliding window has forgotten tokens."""
         return not any(self._forgotten)
 
     def trim(self, count: int) -> int:
-        """Take back the last `count` tokens of every row, or as many as the shortest has."""
+        """Remove up to `count` tokens from the end of every row; return how many were removed."""
         count = min(count, min(self._lengths))
         self.trim_rows([count] * len(self._lengths))
         return count
 
     def trim_rows(self, counts: Sequence[int]) -> None:
-        """Take back the last tokens of each row: `counts[r]` of row r, which has as many."""
+        """Remove the last `counts[r]` tokens of each row r, which must have that many."""
         if any(n < count for n, count in zip(self._tail_columns(), counts, strict=False)):
             self.settle()
         self._lengths = [n - count for n, count in zip(self._lengths, counts, strict=True)]
 
     def copy(self, length: int | None = None) -> KVCache:
-        """An independent cache of the first `length` tokens of every row; None for all of them.
+        """Return an independent cache of the first `length` tokens of every row; None for all tokens.
 
         The buffer is shared until one of the two is written to.
 
         Raises:
-            ValueError: when a row has fewer tokens, or its first ones were forgotten.
+            ValueError: if a row has fewer tokens, or a window has forgotten some.
         """
         self.settle()
         cache = self._like(range(len(self._lengths)))
@@ -473,7 +473,7 @@ class KVCache:
 
     @property
     def state(self) -> Any:
-        """Keys and values of the columns in use, and what is needed to restore them."""
+        """Keys, values, and tokens fed and forgotten per row, (2, B) int32; [] before the first token."""
         if self.buffer is None:
             return []
         return [*self.keys_and_values(), mx.array([self._lengths, self._forgotten], dtype=mx.int32)]
@@ -492,7 +492,9 @@ class KVCache:
 
 
 class ZooKVCache(KVCache):
-    """A `KVCache` of floats, which is made of mlx-lm's `KVCache`s and gives them back.
+    """Keys and values of one block of a zoo model while its rows run in a batch.
+
+    Rows have mlx-lm's own `KVCache`s before they join a batch and after they leave it.
 
     Args:
         rows: rows of the batch.
@@ -503,7 +505,7 @@ class ZooKVCache(KVCache):
 
     @classmethod
     def of_rows(cls, caches: Sequence[Any]) -> ZooKVCache:
-        """One batch of the rows of mlx-lm's caches, each of which holds one row of the same block."""
+        """Make a batch of mlx-lm's caches, each of which holds one row of the same block."""
         rows = []
         for cache in caches:
             row = KVCache(int8=False)
@@ -529,7 +531,7 @@ class ZooKVCache(KVCache):
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """See `KVCache.make_mask`. Blocks that attend to this cache ask for neither an array nor a window."""
+        """See `KVCache.make_mask`; `return_array` and `window_size` are mlx-lm's, and not supported."""
         if return_array or window_size is not None:
             raise ValueError(
                 f"[ZooKVCache] return_array is {return_array} and window_size is {window_size}; allowed are "
@@ -540,7 +542,7 @@ class ZooKVCache(KVCache):
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None
     ) -> mx.array:
-        """Append the next tokens of every row, and attend to all tokens so far.
+        """Append the next tokens of every row, and attend with them to all tokens so far.
 
         Args:
             queries: (B, n_heads, L, head_dim).
@@ -556,9 +558,9 @@ class ZooKVCache(KVCache):
             buffer, tail, starts = self.open_tail(kv.shape[1], kv.shape[3])
             tail = write_tokens(tail, kv.astype(tail.dtype), lengths - starts)
             self.take_tail(tail)
-            whole = decode_attention(queries, KeyValues(buffer, tail=tail, starts=starts), lengths)
-            assert isinstance(whole, mx.array)
-            return whole
+            y = decode_attention(queries, KeyValues(buffer, tail=tail, starts=starts), lengths)
+            assert isinstance(y, mx.array)
+            return y
         self.update(kv)
         stored = KeyValues(self.in_use())
         if isinstance(mask, str):
@@ -567,10 +569,9 @@ class ZooKVCache(KVCache):
 
 
 class NoKVCache:
-    """The cache entry of a block that stores nothing.
+    """The cache entry of a block that writes no keys and values.
 
-    mlx-lm counts cache entries by `len(model.layers)`, for instance to split those of a draft model off;
-    one entry per block keeps that count right.
+    mlx-lm takes a cache to have `len(model.layers)` entries, for instance where it splits off a draft model's.
     """
 
     offset = 0
@@ -619,10 +620,7 @@ def causal_mask(length: int) -> str | None:
 def _ragged_index(
     columns: tuple[int, ...], heads: int, length: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Indices of `length` columns per row and head, from `columns[row]` on.
-
-    Every block of a step asks for the same ones; made on the host, they cost the device nothing.
-    """
+    """Indices of `length` columns per row and head, from `columns[row]` on; all blocks of a step share them."""
     row = np.arange(len(columns))[:, None, None]
     head = np.arange(heads)[:, None]
     column = np.array(columns)[:, None, None] + np.arange(length)
@@ -630,22 +628,22 @@ def _ragged_index(
 
 
 def _handle(x: mx.array | None) -> mx.array | None:
-    """The same array under a second handle, since assigning to columns changes what a handle holds."""
+    """The same array in another Python object: assigning to columns changes the object's array."""
     return None if x is None else x[...]
 
 
 def _whole_steps(columns: int) -> int:
-    """The least multiple of `STEP` that is `columns` at least."""
+    """Round up to a multiple of `STEP`."""
     return -(-columns // STEP) * STEP
 
 
 def _padded(buffer: mx.array, columns: int) -> mx.array:
-    """The buffer with `columns` more columns of zeros at the end."""
+    """Append `columns` columns of zeros."""
     return mx.pad(buffer, [(0, 0), (0, 0), (0, columns), (0, 0)])
 
 
 def _drop_columns(buffer: mx.array, drops: Sequence[int]) -> mx.array:
-    """Per row, remove `drops[row]` columns after the first KEEP; zeros fill the end."""
+    """Remove `drops[row]` columns of each row after its first KEEP; zeros fill the end."""
     rows = []
     for row, drop in enumerate(drops):
         own = buffer[row : row + 1]

@@ -13,8 +13,8 @@
 - RoPE rotates adjacent pairs, and comes before the norm of queries and keys.
 - Keys and values are rounded to static int8 scales on their way into the cache, as in training.
 - Decode steps are traced once and replayed (`decode_step.py`).
-- Parameter names and the protocol (`model(tokens, cache)`, `make_cache`, `layers`) are those of mlx-lm's
-  `afm7`, so folders are exchanged without renaming.
+- Parameter names and the protocol (`model(tokens, cache)`, `make_cache`, `layers`) equal mlx-lm's `afm7`, so
+  folders are exchanged without renaming.
 
 Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`.
 """

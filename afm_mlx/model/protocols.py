@@ -1,4 +1,4 @@
-"""What the engine needs of a language model and of its caches: this package's, and those of mlx-lm.
+"""What the engine needs of a language model and of its caches: this package's, and mlx-lm's.
 
 `is_afm(model)` (`model.py`) narrows a `LanguageModel` to this package's `Model`, which also has `greedy`,
 `verify` and `prefill`. `isinstance(entry, KVCache)` (`kv_cache.py`) narrows a cache entry.

@@ -13,14 +13,15 @@ from mlx.utils import tree_flatten
 from afm_mlx.threads import call, in_main_thread
 
 CLOSE = 0.9
-"""Share of the recommended size from which on a model may be slow."""
+"""Share of the recommended size above which a model can be slow."""
 
 
 @contextmanager
 def wired_memory(model: nn.Module) -> Iterator[None]:
-    """On Metal, keep as much memory resident as the device recommends while a model runs; elsewhere do nothing.
+    """On Metal, raise the limit of wired memory to the device's recommendation while a model runs.
 
-    In other threads than the main one it stays resident, for nobody knows which of them is the last to run it.
+    In threads other than the main one the limit stays raised, for it is unknown which thread is the last to run
+    the model. Without Metal, do nothing.
     """
     info = mx.device_info() if mx.metal.is_available() else {}
     recommended = info.get("max_recommended_working_set_size")

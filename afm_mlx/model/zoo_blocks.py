@@ -1,14 +1,9 @@
-"""Blocks of mlx-lm's Llama and Qwen3 that run through this package's operations, on the CPU.
+"""Blocks of mlx-lm's Llama and Qwen3 that run through this package's operations, on a CPU.
 
-There MLX has no kernels for norms, RoPE and attention, but computes each by some ten operations in a single
-thread: a step of Qwen3-4B was 5,067 operations, and attention to 4,096 tokens four fifths of its time. These
-blocks compute
-
-    x = x + self_attn(input_layernorm(x))
-    x = x + mlp(post_attention_layernorm(x))
-
-with norms and additions inside the products of packed layers, SwiGLU in one operation, and attention in
-one over a `ZooKVCache`. Parameters, and what any other cache is asked for, are mlx-lm's.
+On a CPU, MLX has no kernels for norms, RoPE and attention, and computes each by some ten operations in a single
+thread: a step of Qwen3-4B was 5,067 operations, and attention to 4,096 tokens four fifths of its time. In these
+blocks, packed layers compute the norms and additions, SwiGLU is one operation, and so is attention over a
+`ZooKVCache`. Parameters are mlx-lm's, and so are the calls of any other cache.
 """
 
 from __future__ import annotations
@@ -26,12 +21,12 @@ from afm_mlx.model.kv_cache import ZooKVCache
 
 
 class _ZooBlock:
-    """What takes the place of a block's `__call__`."""
+    """The `__call__` that replaces a block's."""
 
     takes_zoo_kv_cache = True
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """(B, L, D) to the same."""
+        """Return hidden states (B, L, D) for hidden states of that shape."""
         block: Any = self
         y = _attention(block.self_attn, Normed(x, block.input_layernorm), mask, cache)
         x = project(block.self_attn.o_proj, y, residual=x)
@@ -49,7 +44,7 @@ class Qwen3Block(_ZooBlock, qwen3.TransformerBlock):
 
 
 def _attention(layer: Any, x: Normed, mask: Any, cache: Any) -> mx.array:
-    """Attention's output before its last product, (B, L, n_heads * head_dim)."""
+    """Attention's output before the output projection, (B, L, n_heads * head_dim)."""
     q, k, v = project_each((layer.q_proj, layer.k_proj, layer.v_proj), x)
     q, k, v = _heads(q, layer.n_heads), _heads(k, layer.n_kv_heads), _heads(v, layer.n_kv_heads)
     if "q_norm" in layer:
@@ -77,7 +72,7 @@ _BLOCKS = {llama.TransformerBlock: LlamaBlock, qwen3.TransformerBlock: Qwen3Bloc
 
 
 def take_blocks(model: nn.Module) -> None:
-    """Have the blocks of a model that are known here run through this package's operations, on the CPU."""
+    """Make a model's Llama and Qwen3 blocks run through this package's operations, if MLX runs on a CPU."""
     if device() != "cpu":
         return
     for module in model.modules():

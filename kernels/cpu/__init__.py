@@ -1,8 +1,8 @@
 """The operations as C++ primitives for MLX's CPU backend.
 
 `extension.py` finds and loads the library. In C++, `matmul.h` and `attention.h` are the kernels on plain
-pointers, with one source file per instruction set; `pool.h` is their threads; `primitives.h` makes nodes of
-MLX's graph of them, and `bindings.cpp` the Python module.
+pointers, with one source file per instruction set; `pool.h` is the thread pool; `primitives.h` makes them
+nodes of MLX's graph, and `bindings.cpp` is the Python module.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.dispatch import FLOATS, Case, Variant, other_than_floats
 from afm_mlx.kernels.operands import HeadOptions, KeyValues, PackedWeight, QueryRope
 
-_extension: Any = extension.module()  # None where the rules below let nobody call it
+_extension: Any = extension.module()  # None if the rules below refuse every case
 
 
 def _packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
@@ -30,7 +30,11 @@ def _decode_attention(
     rope: QueryRope | None = None,
     whole: bool = True,
 ) -> mx.array:
-    return _extension.decode_attention(queries, *kv[:3], lengths, *kv[3:], *(rope or ()))
+    tail = {"tail": kv.tail, "starts": kv.starts}
+    of_rope = {} if rope is None else {"weight": rope.weight, "theta": rope.theta, "eps": rope.eps}
+    return _extension.decode_attention(
+        queries, kv.buffer, kv.key_scale, kv.value_scale, lengths, **tail, **of_rope
+    )
 
 
 def _write_and_attend(
@@ -42,7 +46,7 @@ def _write_and_attend(
 
 
 def _causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
-    return _extension.causal_attention(queries, *kv[:3])
+    return _extension.causal_attention(queries, kv.buffer, kv.key_scale, kv.value_scale)
 
 
 # -- which cases they take
@@ -77,7 +81,7 @@ def _writing_obstacle(case: Case) -> str | None:
 
 
 def _variant(op: str, obstacle: Callable[[Case], str | None], run: Any = None) -> Variant:
-    """An operation by the extension's function of its name, or by `run` where the arguments differ."""
+    """An operation by the extension's function of that name, or by `run` if the arguments differ."""
     own: Any = getattr(_extension, op, None)
     return Variant(op, f"cpu/{op}", run or own, obstacle)
 

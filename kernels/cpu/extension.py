@@ -1,15 +1,15 @@
-"""The C++ extension `_afm_cpu`: where it is, whether it can be used here, and with which settings.
+"""The C++ extension `_afm_cpu`: its file, why it can't be used, and its settings.
 
-It is built when afm-mlx is installed, against the MLX of that moment. Without it, everything runs on plain
-MLX, and `status` says why. Read from the environment when it is first asked for:
+It is built when afm-mlx is installed, against the installed MLX. Without it, everything runs on plain MLX, and
+`status` says why. Variables of the environment, read when the extension is first used:
 
-- `AFM_MLX_NATIVE=0` switches it off,
-- `AFM_MLX_THREADS` is the number of threads it uses, by default one per core that the process may run on; dense
-  products, whose BLAS is `afm_mlx.blas`, run on the same ones,
-- `AFM_MLX_ISA` is the instruction set it uses, by default the best that the processor has.
+- `AFM_MLX_NATIVE=0` disables it,
+- `AFM_MLX_THREADS` is the number of its threads, by default one per core that the process may run on; dense
+  products, whose BLAS is `afm_mlx.blas`, run on the same threads,
+- `AFM_MLX_ISA` is the instruction set, by default the best of the processor.
 
-A library that this machine has not run before is first tried in a child process (`trial.py`), which takes a
-fraction of a second. What became of it is kept in the user's cache folder, so later starts cost nothing.
+A library that is new on this machine is first tried in a child process (`trial.py`), which takes a fraction of
+a second. The result is kept in the user's cache folder, so later starts cost nothing.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _NAME = "_afm_cpu"
 
 
 class Status(NamedTuple):
-    """What `afm-mlx doctor` shows of the extension.
+    """State of the extension in this process.
 
     Args:
-        reason: why it isn't used, as a clause; empty when it is.
-        path: path of the library, also of one that isn't used; None when there is none.
+        reason: why it isn't used, as a clause; empty if it is used.
+        path: path of the library, used or not; None if there is none.
         mlx: version of MLX that it was built against.
-        nanobind: version that it was built with.
-        compiler: name and version of the one that built it.
+        nanobind: version of nanobind that it was built with.
+        compiler: name and version of the compiler.
         instruction_set: the one in use, of `instruction_sets`.
         instruction_sets: instruction sets that this processor runs, best first.
-        threads: number of threads that take part in an operation.
+        threads: number of threads that share an operation.
     """
 
     reason: str = ""
@@ -76,12 +76,12 @@ def module() -> ModuleType | None:
 
 
 def unavailable() -> str:
-    """Why `module` is None, as a clause; empty when it isn't."""
+    """Why `module()` is None, as a clause; empty if it isn't None."""
     return _loaded()[1]
 
 
 def status() -> Status:
-    """The extension as it is in this process."""
+    """Return the state of the extension in this process."""
     native, reason = _loaded()
     if native is None:
         return Status(reason, _find(_file_name()))
@@ -101,7 +101,7 @@ def status() -> Status:
 def _loaded() -> tuple[ModuleType | None, str]:
     settings.check()
     if not settings.is_on(SWITCH):
-        return None, f"switched off by {SWITCH}=0; unset it to have it back"
+        return None, f"switched off by {SWITCH}=0; unset it to use the extension"
     path = _find(_file_name())
     if path is None:
         return None, _why_not_built()
@@ -134,7 +134,7 @@ def _rebuild() -> str:
 
 
 def _death_in_trial(path: Path) -> str:
-    """What ended the process that tried this library on this machine, now or before; empty when nothing did."""
+    """What killed the process that tried this library on this machine, now or before; empty if nothing did."""
     key = _trial_key(path)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     file = settings.cache_folder() / f"extension-{digest}.json"
@@ -144,21 +144,21 @@ def _death_in_trial(path: Path) -> str:
             return str(values["died"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # not tried yet, or a damaged file
-    # In a program that embeds Python, a child would be that program.
+    # In a program that embeds Python, `sys.executable` is that program.
     if not Path(sys.executable or "").name.lower().startswith("python"):
         return ""
     try:
         died, _ = trial.tried(str(path))
     except OSError:
         return ""
-    # Else the machine was busy, or short of memory.
+    # Other deaths have other causes: the machine was busy, or short of memory.
     if not died or died.endswith(trial.FAULTS):
         settings.write_json(file, {"key": key, "died": died})
     return died
 
 
 def _trial_key(path: Path) -> dict[str, str]:
-    """What the outcome of a trial depends on; a home folder may be shared by machines."""
+    """Properties on which a trial's result depends; several machines can share a home folder."""
     file = path.stat()
     processor = platform.machine()
     try:
@@ -181,7 +181,7 @@ def _file_name() -> str:
 
 
 def _find(name: str) -> Path | None:
-    """A built file in this folder, or in the installed package's when this is a source checkout."""
+    """A built file in this folder, or in the installed package's if this is a source checkout."""
     installed = Path(sysconfig.get_path("platlib")) / "afm_mlx" / "kernels" / "cpu"
     for folder in (Path(__file__).parent, installed):
         if (path := folder / name).is_file():
@@ -193,8 +193,8 @@ def _why_not_built() -> str:
     note = _find("native_reason.txt")
     reason = note.read_text(encoding="utf-8").strip() if note is not None else ""
     if not reason:
-        return f"{_file_name()} is not there; {_rebuild()}"
-    return f"{reason}; {_rebuild()} once that is mended"
+        return f"{_file_name()} is missing; {_rebuild()}"
+    return f"{reason}; {_rebuild()} once that is fixed"
 
 
 def _configure(native: ModuleType) -> None:

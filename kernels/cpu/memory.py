@@ -1,7 +1,7 @@
-"""Huge pages under weights and adapters, which a decoded token reads from end to end.
+"""Memory on a CPU: huge pages for weights and adapters, and heaps that release freed memory.
 
-Measured on a virtual machine with two cores: single products with 2-bit matrices gain 6 to 16 %, decoding the
-3B 1 to 15 %, with noise of that size.
+Every decoded token reads all weights. With huge pages, on a virtual machine with two cores, single products
+with 2-bit matrices gain 6 to 16 %, and decoding the 3B gains 1 to 15 %, with noise of that size.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from afm_mlx.kernels import settings
 from afm_mlx.kernels.cpu import extension
 
 SWITCH = settings.HUGE_PAGES
-WORTH_IT = 16 << 20  # bytes in all; what is less lies in caches, or is read fast enough
+WORTH_IT = 16 << 20  # bytes in all: fewer fit into caches, or are read fast enough
 
 
 def prefer_huge_pages(arrays: Iterable[mx.array]) -> threading.Thread | None:
-    """Move evaluated arrays into huge pages, in the background: some 2 seconds for a gigabyte.
+    """Move evaluated arrays into huge pages, in a background thread: some 2 seconds for a gigabyte.
 
-    The system moves the pages, and nobody who reads them notices. `AFM_MLX_HUGE_PAGES=0` leaves it out.
+    The system moves the pages; readers don't have to wait. `AFM_MLX_HUGE_PAGES=0` prevents it.
 
     Returns:
-        The thread that does it; None when there is nothing to gain: on a GPU, for small models, and where
-        the C++ extension isn't there.
+        The thread; None on a GPU, for small models, and without the C++ extension.
     """
     arrays = list(arrays)
     native = extension.module()
@@ -43,12 +42,12 @@ def prefer_huge_pages(arrays: Iterable[mx.array]) -> threading.Thread | None:
 
 
 def unfilled(size: int) -> mx.array:
-    """An array for the caller to fill, through NumPy's view of it, before anybody else sees it.
+    """Make an array for the caller to fill through a NumPy view, before anything else uses it.
 
-    On a CPU its memory is taken when it is written to, in huge pages where those gain something.
+    On a CPU, its memory is allocated when it is written to, in huge pages if the array is large.
 
     Returns:
-        (size,) float16 with any numbers in it.
+        (size,) float16, not initialized.
     """
     native = extension.module()
     if native is None or _on_gpu():
@@ -69,7 +68,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _end() -> None:
-    """Stop the threads: one that came back to Python after its end would end the process with an error."""
+    """Stop the threads: one that returned to Python after the interpreter's end would crash the process."""
     running = [thread for thread in _threads if thread.is_alive()]
     if running and (native := extension.module()) is not None:
         native.stop_huge_pages()
@@ -78,20 +77,25 @@ def _end() -> None:
 
 
 # -- heaps
+#
+# glibc allocates a large block of memory with mmap, and unmaps it when it is freed. But with each freed block
+# it raises the size from which it does so, up to 32 MB, and keeps twice that size of free memory at its
+# heaps' ends. So the memory of a process that runs requests grows for a long time. A fixed threshold prevents
+# both ("Memory over time" in docs/benchmarks.md).
 
 HEAP_BYTES = 4 << 20
-"""Size from which a piece of memory is the system's own: at glibc's own 128 KB, prompts of a small model take a
-fifth longer, because the pages of each piece are new."""
+"""Size from which a block is mapped: at glibc's default, 128 KB, prompts of a small model take a fifth longer,
+because the pages of each block are new."""
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @functools.cache
 def hold_heaps_down() -> bool:
-    """Have this process take pieces of `HEAP_BYTES` and more from the system, now and later.
+    """Make this process map blocks of `HEAP_BYTES` and more, so that freed memory returns to the system.
 
     Returns:
-        Whether it does: not where there is no glibc, and not where the environment has a size of its own
+        True if it does; False without glibc, and if the environment sets a threshold
         (`MALLOC_MMAP_THRESHOLD_`, or `glibc.malloc.mmap_threshold` in `GLIBC_TUNABLES`).
     """
     if os.environ.get("MALLOC_MMAP_THRESHOLD_"):

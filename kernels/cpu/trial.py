@@ -1,13 +1,13 @@
-"""Try the extension in a process of its own, so that what ends it has a name and ends no other process.
+"""Try the extension in a child process, so that a crash is reported and ends no other process.
 
     python trial.py LIBRARY
 
-prints nothing and exits with 0, or prints in one line why the library can't be used. The build tries what it
-has compiled (`extension.cmake`), and `extension.py` a library that is new on a machine. This file imports
-nothing of ours.
+prints nothing and exits with 0, or prints in one line why the library can't be used. The build tries the
+library that it has compiled (`extension.cmake`), and `extension.py` a library that is new on a machine. This
+file imports nothing of ours.
 
-MLX's types are only seen by a module whose nanobind has the same internal version as MLX's own: with another
-one it builds, imports, and then refuses every array.
+A module shares MLX's types only if its nanobind has the same internal version as MLX's: with another version
+it builds, imports, and then refuses every array.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import sys
 from typing import Any
 
 SECONDS = 60
-"""More than a trial takes on a machine that is busy with other things; otherwise it is a fraction of one."""
+"""Limit of a trial, which takes a fraction of a second on an idle machine."""
 
 FAULTS = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
-"""What a process brings upon itself, every time; others send it the rest, once."""
+"""Signals that a defect raises, every time; others come from outside, once."""
 
 
 def tried(library: str) -> tuple[str, str]:
     """Try a library in a child process.
 
     Returns:
-        What ended the child in place of itself ("killed by SIGILL"), and what it found wrong; empty
-        strings where there was nothing.
+        What killed the child ("killed by SIGILL"), and the problem that it found; each empty if there was
+        none.
 
     Raises:
         OSError: no child process can be started.
@@ -95,7 +95,7 @@ def problem(library: str) -> str | None:
 
 
 def _exercise(module: Any, mx: Any) -> None:
-    """Run kernels of every instruction set that the extension takes this machine to have."""
+    """Run kernels of every instruction set that the extension finds on this machine."""
     mx.set_default_device(mx.cpu)
     plain = (None, 0.0, None, (), 16)  # ProductOptions
     queries, lengths, scale = mx.ones((1, 4, 1, 64)), mx.array([40]), mx.array(0.1)
@@ -118,12 +118,12 @@ def _exercise(module: Any, mx: Any) -> None:
 
 
 def _nanobind_internals() -> list[str]:
-    """Versions of nanobind's internals that modules of this process have brought for MLX's types."""
+    """Versions of nanobind's internals that modules of this process have registered for MLX's types."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]
     api.PyInterpreterState_GetDict.restype = ctypes.c_void_p
-    # A borrowed reference, which `py_object` as the result's type would count as its own.
+    # A borrowed reference; `py_object` as the result's type would release it.
     address = ctypes.c_void_p(api.PyInterpreterState_GetDict(api.PyInterpreterState_Get()))
     keys = ctypes.cast(address, ctypes.py_object).value
     return [k for k in map(str, keys) if k.startswith("__nb_internals_") and k.endswith("mlx__")]
@@ -138,9 +138,7 @@ def main() -> int:
     else:
         try:
             died, found = tried(sys.argv[1])
-        except (
-            OSError
-        ):  # the Python of another machine, in an emulator: its children are this one's
+        except OSError:  # Python in an emulator, whose children would run on the host's processor
             died, found = "", problem(sys.argv[1])
         found = f"{died} while it was tried" if died else found
     if found:

@@ -1,8 +1,8 @@
 """The operations around the matrix products on Metal: embedding, RoPE with QK-norm, decode attention.
 
-Attention of a new token is a stream over int8 keys and values, which threadgroups share: each has some query
-heads and one range of the columns. The product behind attention merges the ranges where it can. Where it can't,
-a second dispatch does, which is worth it from `SINGLE_PASS` columns on.
+Attention of a new token streams over int8 keys and values. Each threadgroup has some query heads and one
+range of the columns (split-K). The product that follows merges the ranges' partials if it can; if it can't, a
+second dispatch does, which pays from `SINGLE_PASS` columns on.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are 
 SINGLE_PASS = 1024  # columns that one dispatch reads where another one would have to merge
 SPLIT = 128  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
-MERGED_ROWS = 2  # rows whose parts a product may merge
-MAX_PARTIALS = 8  # of those that a product merges: each of its threadgroups reads them all
-# GPU cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX tells them
-# apart: phones, base and Pro, Max, Ultra.
+MERGED_ROWS = 2  # rows whose partials a product can merge
+MAX_PARTIALS = 8  # that a product merges: each of its threadgroups reads all of them
+# GPU cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX distinguishes
+# them: phones, base and Pro, Max, Ultra.
 CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
 
 _EMBEDDING = Kernel("embedding", ("tokens", "codes", "scales", "biases", "table"), ("out",))
@@ -62,7 +62,7 @@ _WRITE = Kernel(
 def _constants(head_dim: int, theta: float, eps: float) -> mx.array:
     """(head_dim / 2 + 1,) float32: the frequency of each pair of a head, `theta ** (-2i / head_dim)`, then eps.
 
-    A kernel's own powers may be off by 4 ulps, which the position multiplies.
+    Powers that a kernel computes are off by up to 4 ulps, and the position multiplies that error.
     """
     frequencies = (theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
     return mx.array([*frequencies, eps], dtype=mx.float32)
@@ -86,13 +86,14 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
     """See `reference.packed_embedding`. One dispatch."""
     words = weight.codes.shape[1]
     threads = min(256, -(-words // 32) * 32)
-    # Arrays that a mode lacks are bound to one that it has, and never read.
+    # Optional arrays that a mode has not are bound to one that it has, and never read.
     given = weight.scales if weight.scales is not None else weight.table
     assert given is not None
-    parts = (given if part is None else part for part in weight[3:])
+    optional = (weight.scales, weight.biases, weight.table)
+    arrays = [given if array is None else array for array in optional]
     (out,) = runtime.launch(
         _EMBEDDING,
-        [tokens.reshape(-1), weight.codes, *(part.reshape(-1) for part in parts)],
+        [tokens.reshape(-1), weight.codes, *(array.reshape(-1) for array in arrays)],
         template=(
             ("O", dtype),
             ("bits", weight.bits),
@@ -115,18 +116,17 @@ def rope_norm_quantize(
 ) -> tuple[mx.array, mx.array]:
     """See `reference.rope_norm_quantize`. One dispatch.
 
-    Nothing is rounded between the projection and the codes, so a key that lies between two of them may
-    get the other one than by way of `rope_norm` in a narrow dtype.
+    Nothing is rounded between projection and codes, so a key near the boundary of two codes can get another
+    code than by `rope_norm` in a narrow dtype.
     """
-    *arrays, n_kv_heads, theta, eps = options
     batch, length, width = qkv.shape
-    head_dim = options.q_weight.shape[0]
+    head_dim, n_kv_heads = options.q_weight.shape[0], options.n_kv_heads
     heads = width // head_dim
     n_heads = heads - 2 * n_kv_heads
     offsets = _position(offset) if isinstance(offset, int) else offset.reshape(-1)
     queries, codes = runtime.launch(
         _ROPE,
-        [qkv, offsets, *arrays, _constants(head_dim, theta, eps)],
+        [qkv, offsets, *_head_arrays(options)],
         template=(
             ("T", qkv.dtype),
             ("head_dim", head_dim),
@@ -142,6 +142,12 @@ def rope_norm_quantize(
         output_dtypes=[qkv.dtype, mx.int8],
     )
     return queries, codes
+
+
+def _head_arrays(options: HeadOptions) -> list[Any]:
+    """The arrays of `q_weight`, `k_weight`, `key_scale`, `value_scale` and `constants`."""
+    constants = _constants(options.q_weight.shape[0], options.theta, options.eps)
+    return [options.q_weight, options.k_weight, options.key_scale, options.value_scale, constants]
 
 
 def _heads_obstacle(case: Case) -> str | None:
@@ -160,13 +166,13 @@ def _rope_obstacle(case: Case) -> str | None:
 
 
 class AttentionPlan(NamedTuple):
-    """How `attention_decode` divides its work.
+    """Division of attention's work among threadgroups and lanes.
 
     Args:
         heads: query heads of one simdgroup; divides the heads that share a KV head.
         lanes: lanes that share a key, a power of two.
         units: runs of four dimensions per lane.
-        splits: ranges that a row's columns are divided into; a second pass merges more than one.
+        splits: ranges that a row's columns are divided into; partials are merged if there are several.
     """
 
     heads: int
@@ -177,7 +183,7 @@ class AttentionPlan(NamedTuple):
 
 @functools.cache
 def gpu_cores() -> int:
-    """Cores of this machine's GPU, at most; those of a Max where it has another name."""
+    """Cores of this machine's GPU, at most; a Max's if the name is unknown."""
     architecture = str(mx.device_info().get("architecture", ""))
     return CORES.get(architecture[-1:], CORES["s"])
 
@@ -192,16 +198,17 @@ def plan(
     whole: bool = True,
     cores: int = CORES["s"],
 ) -> AttentionPlan:
-    """The division of work for a cache's shape.
+    """Divide the work for a cache's shape.
 
     Args:
-        batch, n_heads, n_kv_heads, capacity, head_dim: of the queries, and of the keys and values.
-        whole: whether a dispatch of its own has to merge what is split.
-        cores: cores of the GPU. Two threadgroups each hide one another's waiting; that is worth no dispatch.
+        batch, n_heads, n_kv_heads, capacity, head_dim: shape of queries, keys and values.
+        whole: True if another dispatch has to merge the partials.
+        cores: cores of the GPU. With two threadgroups per core, one computes while the other waits; that gains
+            less than a dispatch costs.
     """
     group = n_heads // n_kv_heads
-    # Two query heads share the conversions of a key's codes. Four would take twice the registers, and leave the
-    # largest chips idle.
+    # Two query heads share the conversions of a key's codes. Four would take twice the registers, and leave
+    # the largest chips idle.
     heads = max(h for h in (1, 2) if group % h == 0)
     threadgroups = batch * n_heads // heads
     most = MAX_SPLITS if whole else MAX_PARTIALS
@@ -227,8 +234,8 @@ def decode_attention(
 ) -> mx.array | AttentionPartials:
     """See `reference.decode_attention`.
 
-    One dispatch for each of a row's tokens; a second one merges what must be whole, beyond `SINGLE_PASS`
-    columns of batches that don't fill the GPU by themselves.
+    One dispatch for each of a row's tokens. With `whole`, a second one merges the partials, beyond
+    `SINGLE_PASS` columns of batches that don't fill the GPU.
     """
     count = queries.shape[2]
     if count > 1:
@@ -236,13 +243,13 @@ def decode_attention(
             decode_attention(queries[:, :, t : t + 1], kv, lengths + t, rope) for t in range(count)
         ]
         return mx.concatenate(each, axis=2)
-    # Without a norm its weight is bound to the queries, and never read.
-    norm_weight, theta, eps = rope or (queries, 1.0, 0.0)
-    scales = (kv.key_scale, kv.value_scale)
-    constants = _constants(queries.shape[-1], theta, eps)
-    inputs = [queries, *_columns(kv, lengths), *scales, norm_weight, constants]
-    form = (queries.shape, queries.dtype)
-    (out,) = _attend(_DECODE, inputs, kv, *form, whole, rope=rope is not None)
+    # Without RoPE, the norm's weight is bound to the queries, and never read.
+    of_rope = QueryRope(queries, 1.0, 0.0) if rope is None else rope
+    constants = _constants(queries.shape[-1], of_rope.theta, of_rope.eps)
+    columns = _columns(kv, lengths)
+    inputs = [queries, *columns, kv.key_scale, kv.value_scale, of_rope.weight, constants]
+    shape, dtype = queries.shape, queries.dtype
+    (out,) = _attend(_DECODE, inputs, kv, shape, dtype, whole, rope=rope is not None)
     return out
 
 
@@ -250,17 +257,16 @@ def write_and_attend(
     qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
 ) -> tuple[mx.array | AttentionPartials, mx.array]:
     """See `reference.write_and_attend`. As many dispatches as `decode_attention` takes."""
-    *arrays, n_kv_heads, theta, eps = options
     batch, _, width = qkv.shape
     head_dim = kv.buffer.shape[3]
-    shape = (batch, width // head_dim - 2 * n_kv_heads, 1, head_dim)
-    inputs = [qkv, *_columns(kv, lengths), *arrays, _constants(head_dim, theta, eps)]
+    shape = (batch, width // head_dim - 2 * options.n_kv_heads, 1, head_dim)
+    inputs = [qkv, *_columns(kv, lengths), *_head_arrays(options)]
     out, tail = _attend(_WRITE, inputs, kv, shape, qkv.dtype, whole)
     return out, tail
 
 
 def _columns(kv: KeyValues, lengths: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Inputs that tell where columns lie; where there is no tail, it begins behind all that are in use."""
+    """The inputs `_COLUMNS`; without a tail, `starts` is past all columns in use, so none is read from it."""
     if kv.tail is None or kv.starts is None:
         return kv.buffer, kv.buffer, lengths, lengths
     return kv.buffer, kv.tail, kv.starts, lengths
@@ -275,7 +281,7 @@ def _attend(
     whole: bool,
     **flags: bool,
 ) -> list[Any]:
-    """Launch a kernel over the columns; returns its outputs, attention's first.
+    """Launch a kernel over the columns; return its outputs, attention's first.
 
     Args:
         kernel: the kernel, whose first output is attention's.
@@ -283,8 +289,8 @@ def _attend(
         kv: keys and values.
         shape: (B, n_heads, 1, head_dim), of attention's output.
         dtype: type of attention's output.
-        whole: whether to merge what was split.
-        flags: template arguments of this kernel alone.
+        whole: True to merge the partials.
+        flags: template arguments that only this kernel has.
     """
     batch, n_heads, _, head_dim = shape
     # Two rows keep a GPU busy by themselves. A product merges its inputs in its threadgroups' memory.

@@ -1,9 +1,10 @@
-"""`packed_matmul` and `packed_swiglu` on Metal, by how many vectors they multiply.
+"""`packed_matmul`, `packed_swiglu` and `packed_argmax` on Metal, by the number of vectors.
 
 vector      up to 4 rows: a stream over the codes; all fusions in one dispatch
 matrix      up to 32 rows: 8x8 matrices, each code unpacked once for all rows; the same fusions
-many rows   the matrix is unpacked block by block for `mx.matmul`, or left to `mx.quantized_matmul`
-            where MLX knows the format: only MLX's own products reach the M5's neural accelerators
+many rows   the matrix is unpacked block by block for `mx.matmul`, or passed to `mx.quantized_matmul` if MLX
+has
+            the format: only MLX's own products use the M5's neural accelerators
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOpt
 Fused = Callable[[Product, mx.Dtype], mx.array]
 
 BLOCK = 1 << 25  # numbers that are unpacked at a time: 64 MB at 16 bits
-CHUNK = 4096  # numbers that one threadgroup selects from, as in packed_select.metal
+CHUNK = 4096  # numbers of which one threadgroup selects the largest, as in packed_select.metal
 
 _ARGMAX = Kernel(
     "packed_argmax",
@@ -50,14 +51,14 @@ _SELECT = Kernel(
 def packed_matmul(
     multiply: Fused, x: mx.array | AttentionPartials, weight: PackedWeight, options: ProductOptions
 ) -> mx.array:
-    """See `reference.packed_matmul`: all of it by one kernel."""
+    """See `reference.packed_matmul`; one kernel computes all of it."""
     return multiply(Product(x, (weight,), options), x.dtype)
 
 
 def packed_swiglu(
     multiply: Fused, x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions
 ) -> mx.array:
-    """See `reference.packed_swiglu`: all of it by one kernel if the two matrices are alike."""
+    """See `reference.packed_swiglu`; one kernel computes all of it if the two matrices have one format."""
     if _is_pair(gate, up) and have_one_table(options.adapters):
         return multiply(Product(x, (gate, up), options), x.dtype)
     g = multiply(Product(x, (gate,), options.of_matrix(0)), mx.float32)
@@ -66,7 +67,7 @@ def packed_swiglu(
 
 
 def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
-    """True if one kernel can take both matrices: it has one set of inputs and one format."""
+    """True if two matrices have the same format, shapes and dtypes, so that one kernel takes both."""
 
     def format_of(weight: PackedWeight) -> list[object]:
         arrays = products.matrix_arrays(weight)
@@ -79,7 +80,7 @@ def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
 
 
 def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mx.array:
-    """`x W^T`, (..., N), a block of rows of W at a time."""
+    """`x W^T`, (..., N), by unpacking a block of rows of W at a time."""
     rows = max(1, BLOCK // weight.in_dims)
     starts = range(0, weight.out_dims, rows)
     ends = [min(start + rows, weight.out_dims) for start in starts]
@@ -103,10 +104,12 @@ mlx_swiglu = partial(mlx.packed_swiglu, mlx.multiply_quantized, combine=silu_pro
 
 
 def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`. Two dispatches: winners of neighbouring rows, and the best."""
+    """See `reference.packed_argmax`. Two dispatches: largest of neighbouring rows, and the largest of these."""
     rows = math.prod(x.shape[:-1])
     code_rows = products.most_code_rows(rows)
-    tiles = -(-weight.out_dims // (code_rows * CHUNK))  # so that one chunk holds all winners
+    tiles = -(
+        -weight.out_dims // (code_rows * CHUNK)
+    )  # so that the first dispatch's results fit one chunk
     per_simdgroup = code_rows * tiles
     groups = -(-weight.out_dims // (per_simdgroup * products.SIMDGROUPS))
     values, indices = runtime.launch(
@@ -130,7 +133,7 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
 def argmax_of_products(
     x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`: the products are written down, for rows that are too many."""
+    """See `reference.packed_argmax`; the products are written to memory, for more than `VECTOR_ROWS` rows."""
     return _largest(_products(x, weight, options), None, x.shape[:-1])
 
 
@@ -147,11 +150,11 @@ def _products(x: mx.array, weight: PackedWeight, options: ProductOptions) -> mx.
 def _largest(
     values: mx.array, indices: mx.array | None, shape: tuple[int, ...]
 ) -> tuple[mx.array, mx.array]:
-    """The largest of each row of values (rows, n), the first on a tie: its index, uint32, and itself.
+    """Find the largest value of each row, the first on a tie; return its index, uint32, and the value.
 
     Args:
         values: (rows, n) float32.
-        indices: (rows, n) uint32 that name the values; None for their places in the row.
+        indices: (rows, n) uint32, indices that the values belong to; None for their positions in the row.
         shape: shape of both results.
     """
     rows, length = values.shape
@@ -171,7 +174,7 @@ def _largest(
         length = chunks
 
 
-# -- which cases they take
+# -- which cases they run
 
 
 def _up_to(rows: int) -> Callable[[Case], str | None]:

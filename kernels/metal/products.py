@@ -1,9 +1,9 @@
-"""Launches of the kernels that multiply with packed matrices, and of the one that unpacks them.
+"""Launches of the kernels that multiply with packed matrices, unpack them, or merge attention's partials.
 
-A product of up to 4 vectors is a stream over the codes (`vector`), one of up to 32 takes 8x8 matrices and
-unpacks each code once for all of them (`matrix`). Both have an RMSNorm, a residual, low-rank adapters and
-the SwiGLU of a pair of matrices in the same dispatch. Only the multiplication with the adapters' A is one of
-its own, and not even that where A is so small that every threadgroup can read it.
+A product of up to 4 vectors streams over the codes (`vector`); a product of up to 32 uses 8x8 matrices, and
+unpacks each code once for all vectors (`matrix`). Both compute an RMSNorm, a residual, low-rank adapters and
+the SwiGLU of a pair of matrices in the same dispatch. The product with the adapters' A needs another dispatch,
+unless A is so small that every threadgroup can read it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ STEP = 32 * VALUES  # inputs of a simdgroup's step
 SIMDGROUPS = 2  # simdgroups of a threadgroup
 # Simdgroups of a threadgroup that share the inputs of the same rows, at most.
 MAX_SPLIT = 8
-# Simdgroups of a threadgroup that multiplies with A as well, or merges its inputs: the fewer do so, the better.
+# Simdgroups of a threadgroup that also multiplies with A, or merges its inputs: fewer threadgroups repeat
+# that.
 SHRINK_SIMDGROUPS = 8
 MAX_MERGED = 16 << 10  # bytes of a threadgroup's memory for inputs that it merges
 MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
-# Bytes of A that all threadgroups together may read, from the chip's caches, to save a dispatch of 2-5 us.
+# Bytes of A that all threadgroups together can read from the chip's caches in the time of a dispatch, 2-5 us.
 MAX_SHRINK_BYTES = 8 << 20
-MANY_SIMDGROUPS = 1024  # that keep the largest chips busy
-FEW_SIMDGROUPS = 256  # with fewer, rows are given to more of them, though each prepares its inputs
+MANY_SIMDGROUPS = 1024  # keep the largest chips busy
+FEW_SIMDGROUPS = 256  # below, each simdgroup gets fewer rows, though each one prepares its inputs
 
 _MODES = {"balanced": 0, "affine": 1, "palette": 2}
 _GRANULARITIES = {"tensor": 0, "row": 1, "group": 2, "table": 0}
@@ -57,7 +58,7 @@ _INPUTS = (
     "residual",
 )
 ADAPTER_INPUTS = (*(f"adapter{i}" for i in range(MAX_ADAPTERS)), "parts", "adapter_scales", "slots")
-# What only some calls have, by the macro that tells the kernel of it.
+# Inputs that only some calls have, by the macro that the kernel's text tests.
 _PARTIALS = {"PARTIALS": ("value_scale",)}
 _LOW_RANK = {"LOW_RANK": ("hidden", *ADAPTER_INPUTS)}
 
@@ -74,12 +75,12 @@ _UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "start"), ("out",), HEADERS)
 
 
 class Product(NamedTuple):
-    """What a kernel computes in one dispatch: a product, or the SwiGLU of a pair.
+    """A product, or the SwiGLU of a pair of matrices, that a kernel computes in one dispatch.
 
     Args:
-        x: (..., K) activations, or attention's output in parts.
+        x: (..., K) activations, or attention's partials.
         matrices: one matrix, or gate and up of the same format: `silu(x' G^T) * (x' U^T)`.
-        options: see `ProductOptions`; a pair's two matrices have the same adapters, see `have_one_table`.
+        options: see `ProductOptions`; for a pair, `have_one_table` holds of the adapters.
     """
 
     x: mx.array | AttentionPartials
@@ -88,13 +89,13 @@ class Product(NamedTuple):
 
     @property
     def adapters(self) -> tuple[LowRank, ...]:
-        """What a kernel has to add: the adapters of every matrix, none when all their ranks are 0."""
+        """The adapters of every matrix; () if all their ranks are 0."""
         adapters = self.options.adapters
         return adapters if any(each.rank for each in adapters) else ()
 
     @property
     def rows(self) -> int:
-        """Vectors that are multiplied."""
+        """Number of vectors."""
         return math.prod(self.x.shape[:-1])
 
     @property
@@ -108,7 +109,7 @@ class Product(NamedTuple):
 
 
 def _or_nothing(array: mx.array | None) -> mx.array:
-    """An input, or, for a call without it, an array that is never read."""
+    """The array, or one that is never read if it is None."""
     return floats(0.0) if array is None else array
 
 
@@ -139,12 +140,12 @@ def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
 
 
 class Threadgroups(NamedTuple):
-    """Threadgroups of a launch.
+    """Sizes of a launch's threadgroups.
 
     Args:
         simdgroups: simdgroups of a threadgroup.
         code_rows: rows of codes of each simdgroup.
-        split: whether all simdgroups of a threadgroup have the same rows, and share their inputs.
+        split: True if the simdgroups of a threadgroup have the same rows, each with a part of the inputs.
     """
 
     simdgroups: int
@@ -152,20 +153,20 @@ class Threadgroups(NamedTuple):
     split: bool
 
     def groups(self, code_rows: int) -> int:
-        """Threadgroups for so many rows of codes."""
+        """Number of threadgroups for `code_rows` rows of codes in all."""
         return -(-code_rows // (self.code_rows * (1 if self.split else self.simdgroups)))
 
 
 def most_code_rows(rows: int) -> int:
-    """Rows of codes for which a simdgroup has registers: the more, the less it costs to prepare inputs."""
+    """Rows of codes for which a simdgroup has registers; more rows share the preparation of inputs."""
     return 8 if rows <= 2 else 4
 
 
 def vector_threadgroups(rows: int, code_rows: int, in_dims: int) -> Threadgroups:
-    """Threadgroups that stream `code_rows` rows of `in_dims` codes for `rows` vectors.
+    """Sizes of threadgroups that stream `code_rows` rows of `in_dims` codes for `rows` vectors.
 
-    The inputs of a small matrix are split among the simdgroups of a threadgroup, each with a step at least, so
-    that the whole chip is busy. Where that isn't enough, simdgroups have fewer rows.
+    The inputs of a small matrix are split among the simdgroups of a threadgroup, with at least one step each,
+    so that the whole chip is busy. If that isn't enough, simdgroups have fewer rows.
     """
     most, steps = most_code_rows(rows), -(-in_dims // STEP)
     split = 1
@@ -180,7 +181,7 @@ def vector_threadgroups(rows: int, code_rows: int, in_dims: int) -> Threadgroups
 
 
 def _shrinks_inside(product: Product) -> bool:
-    """True if each threadgroup of a product may multiply with A for itself."""
+    """True if each threadgroup of a product multiplies with A itself."""
     if not product.adapters:
         return False
     code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows)
@@ -204,7 +205,7 @@ def _launch(
     template: Template,
     shape: Threadgroups,
 ) -> mx.array:
-    """Run `kernel` with threadgroups of a `shape`."""
+    """Run `kernel` with threadgroups of these sizes."""
     given = _LOW_RANK if product.adapters else {}
     if isinstance(product.x, AttentionPartials):
         given = _PARTIALS | given
@@ -233,7 +234,7 @@ def _launch(
 
 
 def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | str]:
-    """The arrays of a kernel's inputs, and which of them stand for those that a product lacks."""
+    """A kernel's inputs: an array, or the name of the input that replaces one which the product hasn't."""
     x, options = product.x, product.options
     vectors: dict[str, mx.array | str] = {}
     if isinstance(x, AttentionPartials):
@@ -241,7 +242,7 @@ def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | s
     else:
         vectors = {"x": x.reshape(product.rows, -1)}
     first, *second = map(matrix_inputs, product.matrices)
-    # A single matrix stands for the second one, too.
+    # A single matrix replaces the second one.
     of_second = second[0] if second else {name: name for name in MATRIX_INPUTS}
     return {
         **vectors,
@@ -258,7 +259,7 @@ def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | s
 
 
 def has_whole_groups(format_: PackedWeight | Case) -> bool:
-    """True if all inputs of a lane's step share a scale."""
+    """True if all inputs of a lane's step have one scale."""
     return format_.granularity != "group" or format_.group_size % VALUES == 0
 
 
@@ -277,7 +278,7 @@ def _adapter_inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.a
 
 
 def matrix_inputs(weight: PackedWeight) -> dict[str, mx.array | str]:
-    """`matrix_arrays` by their names; scales stand for biases that a mode lacks."""
+    """`matrix_arrays` by their names; scales replace the biases of a mode without them."""
     codes, scales, biases = matrix_arrays(weight)
     return {"codes": codes, "scales": scales, "biases": "scales" if biases is scales else biases}
 
@@ -299,7 +300,7 @@ def format_template(weight: PackedWeight) -> Template:
 
 
 def _shrink(product: Product) -> mx.array | None:
-    """The products with A, if there are adapters."""
+    """The products with A; None without adapters."""
     if not product.adapters:
         return None
     assert isinstance(product.x, mx.array)
@@ -308,7 +309,7 @@ def _shrink(product: Product) -> mx.array | None:
 
 
 def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
-    """Rows `start` to `stop` of a packed matrix: (stop - start, K) of `dtype`. One dispatch."""
+    """Unpack rows `start` to `stop` of a packed matrix: (stop - start, K) of `dtype`. One dispatch."""
     words = weight.codes.shape[1]
     threads = min(256, -(-words // 32) * 32)
     (out,) = runtime.launch(
@@ -330,18 +331,18 @@ _MERGE = Kernel(
 )
 
 
-def merged(parts: AttentionPartials) -> mx.array:
+def merged(partials: AttentionPartials) -> mx.array:
     """See `reference.merge_partials`. One dispatch."""
-    batch, n_heads, _, width = parts.numbers.shape
+    batch, n_heads, _, width = partials.numbers.shape
     threads = -(-(width - 2) // 32) * 32
     (out,) = runtime.launch(
         _MERGE,
-        [parts.numbers, parts.value_scale],
-        template=(("O", parts.dtype), ("head_dim", width - 2)),
+        [partials.numbers, partials.value_scale],
+        template=(("O", partials.dtype), ("head_dim", width - 2)),
         grid=(threads, n_heads, batch),
         threadgroup=(threads, 1, 1),
-        output_shapes=[parts.shape],
-        output_dtypes=[parts.dtype],
+        output_shapes=[partials.shape],
+        output_dtypes=[partials.dtype],
     )
     return out
 
@@ -354,12 +355,12 @@ _SHRINK = Kernel(
     ("hidden",),
     ("common", "packed_codes", "low_rank"),
 )
-# Tables that are kept: those of every matrix of a model, with a few sets of adapters.
+# Tables that are kept: one for every matrix of a model, with a few sets of adapters.
 _TABLES = 4096
 
 
 def have_one_table(adapters: tuple[LowRank, ...]) -> bool:
-    """True if one kernel can add the adapters of gate and up: it takes one set, on plain matrices only."""
+    """True if one kernel can add the adapters of gate and up: the same arrays, on plain matrices."""
     if not adapters:
         return True
     gate, up = adapters
@@ -372,25 +373,26 @@ def have_one_table(adapters: tuple[LowRank, ...]) -> bool:
 
 
 def adapters_width(adapters: tuple[LowRank, ...], sections: int | None = None) -> int:
-    """Most products with A of one vector, in `sections` of the first matrix (default all) and in the second."""
+    """Largest number of products with A for one vector, in `sections` of the first matrix (default all)
+    and in the second."""
     return max(_widths(adapters, len(adapters[0].sections) if sections is None else sections))
 
 
 def most_rows(adapters: tuple[LowRank, ...]) -> int:
-    """Most rows of all A that a batch uses in one section: those of as many adapters as it has rows."""
+    """Largest number of rows of A that a batch uses in one section; each of its rows has one adapter."""
     return sum(sorted(_widths(adapters, 1))[-adapters[0].slots.size :])
 
 
 def _widths(adapters: tuple[LowRank, ...], sections: int) -> list[int]:
-    """The sum of each adapter's ranks: for so many sections of the first matrix, and for the second one."""
+    """Sum of each adapter's ranks in `sections` sections of the first matrix and in the second matrix."""
     first, *second = ([part.rank for part in low_rank.parts] for low_rank in adapters)
     return [sections * rank + sum(others) for rank, *others in zip(first, *second, strict=True)]
 
 
 def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
-    """The arrays that `ADAPTER_INPUTS` names, or what stands for them.
+    """The inputs `ADAPTER_INPUTS`: arrays, or names of inputs that replace them.
 
-    One adapter takes one buffer of numbers, and more take eight, so that not every count makes its own kernel.
+    One adapter takes one buffer of numbers, and several take eight, so that not every count compiles a kernel.
 
     Raises:
         ValueError: for more adapters than `MAX_ADAPTERS`, or numbers of different types.
@@ -402,7 +404,8 @@ def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
             f"Metal adds up to {MAX_ADAPTERS} adapters of one type at a time; got {len(first.numbers)} of "
             f"{', '.join(sorted(map(str, dtypes)))}."
         )
-    # Adapters without a part here, which may be of any size, are never read: one that is stands for them.
+    # Adapters without this matrix are never read, and can be of any size: an adapter that is read replaces
+    # them.
     used = _widths(adapters, 1)
     stand_in = next(n for n, rows in zip(first.numbers, used, strict=True) if rows)
     numbers = [n if rows else stand_in for n, rows in zip(first.numbers, used, strict=True)]
@@ -419,7 +422,7 @@ def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
 def _table(
     sections: tuple[int, ...], columns: int, parts: tuple[tuple[Part, ...], ...]
 ) -> mx.array:
-    """The table `parts` of low_rank.metal; `parts` has those of every adapter, for one matrix or two."""
+    """The table `parts` of low_rank.metal; the argument has every adapter's parts, for one or two matrices."""
     of_matrices = [number for of_matrix in parts for part in of_matrix for number in part]
     table = [len(parts[0]), len(sections), columns, *sections, *of_matrices]
     return mx.array(table, dtype=mx.int32)

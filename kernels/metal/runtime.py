@@ -1,7 +1,7 @@
 """Metal kernels from `.metal` files: source, signature and launch in one place.
 
-A kernel's file holds the body that `mx.fast.metal_kernel` wraps into a function; what it calls lies in
-header files. Launches go through `launch`, so that the emulator of the tests can take its place.
+A kernel's file holds the body that `mx.fast.metal_kernel` wraps into a function; the functions that it calls
+are in header files. The tests' emulator replaces `launch`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Kernel:
         name: name of the kernel, and of its file without suffix.
         inputs: names of the input buffers, in the order in which `launch` takes them.
         outputs: names of the output buffers.
-        headers: files that the body's functions lie in, without suffix, in order.
+        headers: files of the functions that the body calls, without suffix, in order.
         macros: names and their meanings, for the body alone.
     """
 
@@ -41,7 +41,7 @@ class Kernel:
 
     @property
     def function(self) -> str:
-        """The name for MLX, which keeps one text for each name."""
+        """The kernel's name in MLX, unique for each text."""
         kind = f"__{zlib.crc32(repr(self.macros).encode()):08x}"
         return f"afm_{self.name}{kind if self.macros else ''}"
 
@@ -55,7 +55,7 @@ class Kernel:
 
     @property
     def definitions(self) -> str:
-        """The macros, which come behind the headers, as lines."""
+        """The macros as lines, which follow the headers."""
         return "".join(f"#define {name} {meaning}\n" for name, meaning in self.macros)
 
 
@@ -66,12 +66,12 @@ def _reduced(kernel: Kernel, stand_ins: tuple[tuple[str, str], ...]) -> Kernel:
 
 
 def reduced(kernel: Kernel, inputs: Mapping[str, mx.array | str]) -> tuple[Kernel, list[mx.array]]:
-    """A kernel that takes only the inputs that a call has: each one costs MLX time at every launch.
+    """Make a kernel that takes only the inputs that a call has: each input costs MLX time at every launch.
 
     Args:
         kernel: the kernel.
-        inputs: an array for each of its inputs, or the name of the one that stands for it where its body names
-            it but never reads it.
+        inputs: an array for each of its inputs, or, if its body never reads the input, the name of another
+            input, which a macro makes an alias.
 
     Returns:
         the kernel, and the arrays of its inputs.
@@ -84,20 +84,20 @@ def reduced(kernel: Kernel, inputs: Mapping[str, mx.array | str]) -> tuple[Kerne
 
 @functools.cache
 def _read(name: str) -> str:
-    """A file without comments and indentation: MLX goes through all of it at each launch."""
+    """A file's text without comments and indentation: MLX reads all of it at each launch."""
     text = (FOLDER / f"{name}.metal").read_text(encoding="utf-8")
     return "\n".join(line.partition("//")[0].strip() for line in text.splitlines())
 
 
 @functools.cache
 def floats(*values: float) -> mx.array:
-    """A float32 array, made once."""
+    """A float32 array, cached."""
     return mx.array(values, dtype=mx.float32)
 
 
 @functools.cache
 def ints(*values: int) -> mx.array:
-    """An int32 array, made once."""
+    """An int32 array, cached."""
     return mx.array(values, dtype=mx.int32)
 
 

@@ -1,1 +1,1 @@
-"""Every variant of every operation, held to an oracle in float64 on the user's own machine."""
+"""Self-test: every variant of every operation against a float64 oracle, on the user's machine."""

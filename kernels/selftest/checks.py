@@ -1,7 +1,10 @@
-"""Run every variant of every operation on this machine, and switch off those that give wrong results.
+"""Run every variant of every operation on this machine, and disable variants whose results are wrong.
 
 `afm-mlx doctor` runs the whole test. `ensure_checked` runs a short one when a model is loaded for the first
-time on a machine, and remembers the verdict.
+time on a machine, and stores the verdict in a file, so that later starts don't repeat it. There is one file
+for each combination of package version, MLX version, device, operating system and text of the kernels, in the
+user's cache folder (or `AFM_MLX_CACHE`). It also names the variant that is being tested: one that kills the
+process is recognized, and not run, the next time.
 """
 
 from __future__ import annotations
@@ -30,36 +33,36 @@ from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Problem, make
 from afm_mlx.kernels.selftest.specs import Spec, quick_specs
 
-# The reference unpacks a matrix into float32, several times over while it does.
+# The reference dequantizes a matrix to float32, and makes several arrays of that size.
 _LARGEST_OF_REFERENCE = 1 << 26
 _BYTES_IN_TURN = 192 << 20  # more than the last-level cache of any Apple chip
 _MOST_COPIES = 64
 _CHAIN_SECONDS, _CHAINS = 0.02, 5
-_MESSAGE = 600  # characters of an exception's text that are kept
+_MESSAGE = 600  # characters of an exception's text in a report
 
 SWITCH = settings.SELFTEST
 
 ENDED = "ended the process in the self-test"
 TESTING_SECONDS = 600
-"""More than the test of a variant takes, or the writing of a verdict."""
+"""Limit of the time in which a variant is tested, or a verdict is written."""
 
 _SOURCES = (".py", ".metal", ".h", ".cpp")
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one variant did with one problem.
+    """Result of one variant on one problem.
 
     Args:
         spec: the problem.
         variant: name of the variant.
-        chosen: whether this is the one that runs such a call now.
-        obstacle: why the variant was not run; None when it was.
-        error: relative to the answer's root mean square, see `Problem.error`; None when there is no result.
+        chosen: True if dispatch chooses this variant for such a call.
+        obstacle: why the variant was not run; None if it was.
+        error: relative to the answer's root mean square, see `Problem.error`; None without a result.
         bound: the largest error that rounding explains.
-        failure: what is wrong with the variant; None when nothing is.
-        seconds: time of a call in a chain of calls that wait for each other; None when it was not timed.
-        nbytes: bytes that one call has to read and write.
+        failure: what is wrong with the variant; None if nothing is.
+        seconds: time of a call in a chain of calls that wait for each other; None if it was not timed.
+        nbytes: bytes that one call reads and writes.
     """
 
     spec: Spec
@@ -78,7 +81,7 @@ class CheckResult:
 
     @property
     def summary(self) -> str:
-        """The problem and the failure, in one clause."""
+        """Problem and failure, in one clause."""
         return f"{self.spec.op}, {self.spec.label}: {self.failure}"
 
 
@@ -90,17 +93,17 @@ def check(
     only_what_runs: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[CheckResult]:
-    """Run every variant that can run here on every problem, and disable those that fail.
+    """Run every variant that can run here on every problem, and disable variants that fail.
 
-    A variant fails when it raises, returns another shape or dtype, or is off by more than rounding
-    explains. The reference can fail, too, but is never disabled: nothing stands behind it.
+    A variant fails if it raises, returns another shape or dtype, or is off by more than rounding explains. The
+    reference can fail, too, but is never disabled: there is no other variant after it.
 
     Args:
         specs: the problems.
         rng: draws their numbers.
-        timed: also time every variant.
-        only_what_runs: leave out variants that others come before, as long as those pass.
-        progress: called before a variant runs, with specs done, specs in all, and the name of the variant.
+        timed: True to time every variant.
+        only_what_runs: True to stop at the first variant of each problem that passes.
+        progress: called before a variant runs, with specs done, specs in all, and the variant's name.
     """
     results, cases = [], []
     for done, spec in enumerate(specs):
@@ -125,7 +128,7 @@ def check(
 
 
 def _too_large(variant: dispatch.Variant, spec: Spec) -> str | None:
-    """Why the reference isn't tested on a problem, or None; a lookup unpacks single rows only."""
+    """Why the reference isn't tested on a problem, or None; a lookup dequantizes single rows only."""
     if variant.name != "reference" or spec.op == "packed_embedding":
         return None
     size = spec.in_dims * spec.out_dims
@@ -144,14 +147,14 @@ def _run(variant: dispatch.Variant, problem: Problem, timed: bool) -> CheckResul
             return replace(result, failure=failure)
         if timed:
             return replace(result, seconds=seconds_per_call(variant.run, problem))
-    except Exception as error:  # whatever a kernel's compiler, MLX or our code may raise
+    except Exception as error:  # a kernel's compiler, MLX or our code can raise anything
         words = " ".join(str(error).split())[:_MESSAGE]
         return replace(result, failure=f"{type(error).__name__}: {words}")
     return result
 
 
 def failures(results: Sequence[CheckResult]) -> dict[str, str]:
-    """The first failure of each variant that failed: what, and what runs there instead."""
+    """Return the first failure of each variant that failed, and the variant that runs instead."""
     chosen = {r.spec: r.variant for r in results if r.chosen}
     found: dict[str, str] = {}
     for result in results:
@@ -170,7 +173,7 @@ def record(
     progress: Callable[[int, int, str], None] | None = None,
     **options: bool,
 ) -> list[CheckResult]:
-    """`check`, with what is found added to the verdict, also when a variant ends the process."""
+    """Run `check`, and add its failures to the verdict, also if a variant kills the process."""
 
     def begin(done: int, total: int, variant: str) -> None:
         if variant != "reference":
@@ -180,7 +183,7 @@ def record(
 
     try:
         results = check(specs, rng, progress=begin, **options)
-    except BaseException:  # Ctrl-C, or a defect of ours: no variant's fault
+    except BaseException:  # Ctrl-C, or a defect of this module: no failure of a variant
         verdict.forget(keep_ended=True)
         raise
     verdict.end({**failures(results), **verdict.failures})
@@ -189,12 +192,12 @@ def record(
 
 @functools.cache
 def ensure_checked() -> None:
-    """Test the kernels of this machine once; switch off, with a warning, what fails or has failed before.
+    """Test this machine's kernels once; disable, with a warning, variants that fail or have failed before.
 
-    The first time takes well under a second plus what compiling the kernels takes. Later starts read the
-    verdict from a file (`selftest/checks.py`), and a process asks once. `AFM_MLX_SELFTEST=0` leaves it out.
+    The first time takes well under a second, plus the compiling of the kernels. Later starts read the verdict
+    from its file, once in a process. `AFM_MLX_SELFTEST=0` disables the test.
     """
-    # What somebody asked for by name is neither tested nor a verdict on the rest.
+    # A variant that the user selected by name runs untested.
     settings.check()
     if dispatch.forced() or not settings.is_on(SWITCH):
         return
@@ -202,7 +205,7 @@ def ensure_checked() -> None:
     switch_off(verdict)
     if not verdict.done:
         dtype = mx.float32 if dispatch.device() == "cpu" else mx.bfloat16
-        # Each kernel has to be compiled: those that a model would compile anyway cost nothing.
+        # Each tested kernel is compiled; kernels that the model compiles anyway cost nothing.
         record(verdict, quick_specs(dtype), np.random.default_rng(), only_what_runs=True)
     for name, reason in verdict.failures.items():
         fault = (
@@ -215,7 +218,7 @@ def ensure_checked() -> None:
 
 
 def switch_off(verdict: Verdict) -> None:
-    """Disable what is known to fail."""
+    """Disable the variants that the verdict lists."""
     for name, reason in verdict.failures.items():
         if name != "reference":
             dispatch.disable(name, f"failed the self-test ({reason})")
@@ -225,11 +228,11 @@ def switch_off(verdict: Verdict) -> None:
 
 
 class Verdict:
-    """The failures known on this machine, by variant.
+    """The failures known on this machine, in a file.
 
     Attributes:
-        done: whether a self-test ended.
-        failures: reason by name of the variant.
+        done: True if a self-test has ended.
+        failures: reasons, by the variants' names.
     """
 
     def __init__(self) -> None:
@@ -248,24 +251,24 @@ class Verdict:
                 return
             self.failures = {str(name): str(reason) for name, reason in failures.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return  # none yet, or a damaged one: the test runs again
+            return  # no file yet, or a damaged one: the test runs again
         self.done = running is None
-        # Another process may be testing at this moment; but after a restart its number may be anyone's.
+        # Another process may be testing now; after a restart, its id may belong to any process.
         if running is not None and (_age(self._path) > TESTING_SECONDS or not _is_alive(pid)):
             self.failures[running] = ENDED
 
     def begin(self, variant: str) -> None:
-        """Note that a variant is about to be tested."""
+        """Record that a variant is about to be tested."""
         self._write(variant)
 
     def end(self, failures: dict[str, str]) -> None:
-        """Note that the test is over."""
+        """Record that the test has ended."""
         self.failures, self.done = dict(failures), True
         self._write(None)
         self._remove_leftovers()
 
     def forget(self, *, keep_ended: bool = False) -> None:
-        """Start from nothing, or from the variants alone that ended a process."""
+        """Drop the failures, with `keep_ended` except variants that killed a process."""
         kept = self.failures.items() if keep_ended else ()
         self.failures = {name: reason for name, reason in kept if reason == ENDED}
         self.done = False
@@ -278,7 +281,7 @@ class Verdict:
         settings.write_json(self._path, values)
 
     def _remove_leftovers(self) -> None:
-        """Remove files of processes that were killed while they wrote, which takes a moment."""
+        """Remove files of processes that were killed while they wrote."""
         for path in self._path.parent.glob(f"selftest-*{settings.TEMPORARY}"):
             if _age(path) > TESTING_SECONDS:
                 with contextlib.suppress(OSError):
@@ -286,7 +289,7 @@ class Verdict:
 
 
 def machine_key() -> dict[str, str]:
-    """What a verdict depends on."""
+    """Properties of machine and installation on which a verdict depends."""
     return {
         "afm-mlx": _version("afm-mlx"),
         "mlx": _version("mlx"),
@@ -324,7 +327,7 @@ def _sources_digest() -> str:
 
 
 def _age(path: Path) -> float:
-    """Seconds since a file was written; 0 for one that is gone."""
+    """Seconds since a file was written; 0 if it doesn't exist."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -337,7 +340,7 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        pass  # somebody else's, or a number that no process has here
+        pass  # another user's process, or an impossible id
     return True
 
 
@@ -345,10 +348,10 @@ def _is_alive(pid: int) -> bool:
 
 
 def seconds_per_call(run: Callable[..., Any], problem: Problem) -> float:
-    """Median time of one call, in chains whose calls wait for each other's result.
+    """Measure the median time of a call, in chains whose calls wait for each other's result.
 
-    A call's first argument is the one of the call before plus 0 times its result. What that addition
-    takes is measured and subtracted. Weights and caches take turns, so that they come from memory.
+    A call's first argument is the previous call's plus 0 times its result. The time of that addition is
+    measured and subtracted. Calls use different weights and caches in turn, so that these come from memory.
     """
     copies = max(1, min(_MOST_COPIES, math.ceil(_BYTES_IN_TURN / problem.nbytes)))
     once = _chain_seconds(run, problem, [problem.args], 1)
@@ -364,7 +367,7 @@ def seconds_per_call(run: Callable[..., Any], problem: Problem) -> float:
 
 
 def launch_seconds() -> float:
-    """Time of one small operation that waits for the one before: what every launch costs."""
+    """Measure the time of a small operation that waits for the one before: the cost of every launch."""
     length, times = 200, []
     for _ in range(_CHAINS):
         x = mx.zeros((2048,))
@@ -377,7 +380,7 @@ def launch_seconds() -> float:
 def _chain_seconds(
     run: Callable[..., Any] | None, problem: Problem, args: Sequence[tuple[Any, ...]], length: int
 ) -> float:
-    """Seconds of one chain, or of its additions alone when there is nothing to run."""
+    """Seconds of one chain; of its additions alone if `run` is None."""
     x = problem.args[0]
     for arguments in itertools.islice(itertools.cycle(args), length):
         y = x
@@ -390,7 +393,7 @@ def _chain_seconds(
 
 
 def _seconds_of(x: mx.array) -> float:
-    """Seconds that an array takes to be computed."""
+    """Seconds of an array's evaluation."""
     start = time.perf_counter()
     mx.eval(x)
     return time.perf_counter() - start

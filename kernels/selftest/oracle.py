@@ -1,7 +1,7 @@
-"""The operations in float64 NumPy: what the self-test and the tests hold every backend to.
+"""The operations in float64 NumPy, with which the self-test and the tests compare every backend.
 
-Written from the formulas, not from `kernels.reference`, so that a mistake there shows. The functions take
-the arguments of the operations and return float64 arrays. They are slow.
+Written from the formulas, not from `kernels.reference`, so that its mistakes show. The functions take the
+operations' arguments and return float64 arrays. They are slow.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _blocks(weight: PackedWeight) -> Iterator[np.ndarray]:
 def _rows(weight: PackedWeight, rows: np.ndarray) -> np.ndarray:
     """These rows of the matrix, (rows, K)."""
     words = np.array(weight.codes, copy=False)[rows]
-    scales, biases, table = (None if part is None else float64(part) for part in weight[3:])
+    optional = (weight.scales, weight.biases, weight.table)
+    scales, biases, table = (None if array is None else float64(array) for array in optional)
     shifts = np.arange(0, 32, weight.bits, dtype=np.uint32)
     codes = words[:, :, None] >> shifts & np.uint32(2**weight.bits - 1)
     codes = codes.reshape(len(rows), -1)
@@ -89,13 +90,13 @@ def _low_rank(x: np.ndarray, low_rank: LowRank) -> np.ndarray:
     for row, slot in enumerate(np.array(low_rank.slots).tolist()):
         if not 0 <= slot < len(low_rank.parts):
             continue
-        numbers, (first_a, first_b, rank) = float64(low_rank.numbers[slot]), low_rank.parts[slot]
-        start = 0
+        numbers, part = float64(low_rank.numbers[slot]), low_rank.parts[slot]
+        start, rank = 0, part.rank
         for section, end in enumerate(low_rank.sections if rank else ()):
-            first = first_a + section * rank * x.shape[-1]
+            first = part.a + section * rank * x.shape[-1]
             a = numbers[first : first + rank * x.shape[-1]].reshape(rank, -1)
             n, j = np.arange(start, end)[:, None], np.arange(rank)
-            b = numbers[first_b + (n // BLOCK * rank + j) * BLOCK + n % BLOCK]
+            b = numbers[part.b + (n // BLOCK * rank + j) * BLOCK + n % BLOCK]
             y[row, ..., start:end] = scales[slot] * (x[row] @ a.T @ b.T)
             start = end
     return y
@@ -131,15 +132,15 @@ def rope_norm_quantize(
     qkv: mx.array, offset: int | mx.array, options: HeadOptions
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `reference.rope_norm_quantize`; codes are clamped but not rounded."""
-    q_weight, k_weight, *scales, n_kv_heads, theta, eps = options
-    heads = float64(qkv).reshape(*qkv.shape[:2], -1, q_weight.shape[0]).swapaxes(1, 2)
-    n_heads = heads.shape[1] - 2 * n_kv_heads
-    q, k, v = np.split(heads, [n_heads, n_heads + n_kv_heads], axis=1)
-    q = rms_norm(rope(q, offset, theta), float64(q_weight), eps)
-    k = rms_norm(rope(k, offset, theta), float64(k_weight), eps)
-    if options.key_scale is None:
+    q_weight, k_weight = float64(options.q_weight), float64(options.k_weight)
+    heads = float64(qkv).reshape(*qkv.shape[:2], -1, len(q_weight)).swapaxes(1, 2)
+    n_heads = heads.shape[1] - 2 * options.n_kv_heads
+    q, k, v = np.split(heads, [n_heads, n_heads + options.n_kv_heads], axis=1)
+    q = rms_norm(rope(q, offset, options.theta), q_weight, options.eps)
+    k = rms_norm(rope(k, offset, options.theta), k_weight, options.eps)
+    if options.key_scale is None or options.value_scale is None:
         return q, np.concatenate([k, v], axis=1)
-    codes = [part / float64(scale) for part, scale in zip((k, v), scales, strict=True)]
+    codes = [k / float64(options.key_scale), v / float64(options.value_scale)]
     return q, np.clip(np.concatenate(codes, axis=1), -128, 127)
 
 
@@ -149,8 +150,8 @@ def decode_attention(
     """See `reference.decode_attention`."""
     q = float64(queries)
     if query_rope is not None:
-        weight, theta, eps = query_rope
-        q = rms_norm(rope(q, lengths - 1, theta), float64(weight), eps)
+        q = rope(q, lengths - 1, query_rope.theta)
+        q = rms_norm(q, float64(query_rope.weight), query_rope.eps)
     seen = np.array(lengths)[:, None] + np.arange(q.shape[2])
     return _attend(q, _joined(kv, seen[:, -1]), seen)
 
@@ -166,7 +167,7 @@ def write_and_attend(
 
     Args:
         qkv, kv, lengths, options: its arguments.
-        written: the tail whose codes are attended to; by default the one that is returned, rounded.
+        written: the tail to attend to; by default the returned one, rounded to codes.
     """
     q, codes = rope_norm_quantize(qkv, lengths - 1, options)
     assert kv.tail is not None
@@ -222,4 +223,4 @@ def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> np.nd
 
 
 packed_argmax = packed_matmul
-"""Every product, from which the self-test tells whether the right one was found."""
+"""Every product; the self-test looks up whether the right one was found."""

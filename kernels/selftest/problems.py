@@ -1,7 +1,7 @@
-"""Random problems for every operation, with the answer and how far from it a result may lie.
+"""Random problems for every operation, with the answer and the error that rounding explains.
 
-A `Spec` says what a problem looks like, `make` draws one, and `Problem.error` compares what a variant returned
-with float64 NumPy (`oracle.py`). The self-test runs them, and so can tests.
+A `Spec` describes a problem, `make` draws one, and `Problem.error` compares a variant's results with float64
+NumPy (`oracle.py`). The self-test and the tests run them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.specs import Spec
 
-# Relative distance of neighbouring numbers, halved: what rounding to a type can cost.
+# Half the relative distance of neighbouring numbers: the largest relative error of rounding to a type.
 UNIT_ROUNDOFF = {mx.float32: 2.0**-24, mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}
 _TF32 = 2.0**-11
-# How far Metal's functions of float may be off, in ulps, of which one is up to 2**-23 of a number: Metal
+# Largest errors of Metal's functions of float, in ulps, of which one is up to 2**-23 of a number: Metal
 # Shading Language Specification 4.1, section 8.4.
 _ULP = 2.0**-23
 _PRECISE = 4  # table 8.1, `metal::precise`: exp, exp2, sin and cos; rsqrt is correctly rounded
 _FAST_EXP2 = (3, 2)  # table 8.2, `metal::fast`: exp2(x) by 3 + 2 |x|
 _THETA, _EPS = 500000.0, 1e-5
 _ADAPTERS = 3
-_OUTLIER = 1000.0  # how much larger than the others
-# The largest element of a vector whose outliers are multiplied apart, in units of the root mean square: at
-# least 5/8 of the elements are 1/128 of it or more, or of int8 activations a quarter 1/32.
+_OUTLIER = 1000.0  # factor to the other elements
+# The largest element of a vector whose outliers are multiplied separately, in units of the root mean square:
+# at least 5/8 of the elements are 1/128 of it or more; with int8 activations, at least a quarter are 1/32.
 _CREST = {16: 128 / (5 / 8) ** 0.5, 8: 32 / (1 / 4) ** 0.5}
 
 
@@ -64,12 +64,12 @@ class Problem:
 
     @property
     def case(self) -> Case:
-        """What the choice of a variant depends on."""
+        """The case that dispatch chooses a variant for."""
         return case_of(self.spec.op, *self.args)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one call has to read and write: each array once, of a cache the columns in use."""
+        """Bytes that one call reads and writes: each array once; only a cache's columns in use."""
         match self.spec.op, *self.args:
             case "decode_attention" | "write_and_attend", x, kv, lengths, _:
                 column = kv.buffer.nbytes // (kv.buffer.shape[0] * kv.buffer.shape[2])
@@ -84,33 +84,33 @@ class Problem:
                 return tokens.size * (
                     weight.nbytes // weight.out_dims + weight.in_dims * dtype.size
                 )
-        # Of the products of `packed_argmax`, next to nothing is written.
+        # `packed_argmax` writes almost nothing.
         written = self.wanted[0].size * self.spec.dtype.size * (self.spec.op != "packed_argmax")
         return sum(array.nbytes for array in _arrays(self.args)) + written
 
     def error(self, results: Any) -> float:
-        """How far results lie from the answer, relative to its size.
+        """Return the error of results, relative to the answer's size.
 
-        The answer's size is its root mean square, at least `_LEAST_SIZE`: a few products may all be next to
-        nothing by chance. The error is the larger one of the root mean square of the n differences, over
-        `1 + 3 / sqrt(n)`, and an eighth of the largest. A few random errors may all be large ones, and the
-        largest of many is some four times their root mean square; defects are much more.
+        The answer's size is its root mean square, at least `_LEAST_SIZE`: a few products can all be near 0 by
+        chance. The error is the larger of the root mean square of the n differences, over `1 + 3 / sqrt(n)`,
+        and an eighth of the largest difference. A few random errors can all be large, and the largest of many
+        is some four times their root mean square; a defect makes much more.
 
         Raises:
-            ValueError: when a result has another shape or dtype than the operation's, or can't be right.
+            ValueError: if a result has another shape or dtype than the operation's, or can't be right.
         """
         results = results if isinstance(results, (tuple, list)) else (results,)
         return _CHECKS.get(self.spec.op, _check_floats)(self, results)
 
     def fresh(self, count: int) -> list[tuple[Any, ...]]:
-        """The arguments with other codes, keys and values, `count` times: the same work on other bytes."""
+        """Return `count` sets of arguments with other codes, keys and values: the same work on other bytes."""
         first = [tuple(_with_codes(arg, i) for arg in self.args) for i in range(1, count)]
         mx.eval([_arrays(args) for args in first])
         return [self.args, *first]
 
 
 def _arrays(values: Sequence[Any]) -> list[mx.array]:
-    """Every array in nested tuples."""
+    """All arrays in nested tuples."""
     found: list[mx.array] = []
     for value in values:
         if isinstance(value, mx.array):
@@ -121,7 +121,7 @@ def _arrays(values: Sequence[Any]) -> list[mx.array]:
 
 
 def _used(low_rank: LowRank) -> LowRank:
-    """The adapters that some row uses."""
+    """The adapters that at least one row uses."""
     slots = {slot for slot in np.array(low_rank.slots).tolist() if slot >= 0}
     return low_rank._replace(numbers=tuple(low_rank.numbers[slot] for slot in sorted(slots)))
 
@@ -140,7 +140,7 @@ def _with_codes(arg: Any, salt: int) -> Any:
 
 
 def make(spec: Spec, rng: np.random.Generator) -> Problem:
-    """A problem with random numbers of the sizes that occur in a model."""
+    """Draw a problem, with numbers of the sizes that occur in a model."""
     args = _DRAWS[spec.op](spec, rng)
     wanted = getattr(oracle, spec.op)(*args)
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
@@ -148,7 +148,7 @@ def make(spec: Spec, rng: np.random.Generator) -> Problem:
 
 
 def packed_weight(spec: Spec, rng: np.random.Generator) -> PackedWeight:
-    """A random matrix whose products with random vectors have about their size."""
+    """Draw a matrix whose products with random vectors have about the vectors' size."""
     n, k, bits = spec.out_dims, spec.in_dims, spec.bits
     codes = mx.array(rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32))
     if spec.outliers:
@@ -163,14 +163,14 @@ def packed_weight(spec: Spec, rng: np.random.Generator) -> PackedWeight:
     scales = ((4**bits - 1) / 12 * k) ** -0.5 * np.exp(rng.normal(0, 0.3, size))
     if spec.mode == "balanced":
         return PackedWeight(codes, bits, "balanced", _draw(scales))
-    scales = scales * rng.choice([-1, 1], size)  # `mx.quantize` makes scales of either sign
+    scales = scales * rng.choice([-1, 1], size)  # `mx.quantize` makes scales of both signs
     biases = -(2**bits - 1) / 2 * scales * (1 + rng.normal(0, 0.1, size))
     # MLX's own folders store both in the activations' type.
     return PackedWeight(codes, bits, "affine", _draw(scales, spec.dtype), _draw(biases, spec.dtype))
 
 
 def _weight_without_outliers(spec: Spec, codes: mx.array, rng: np.random.Generator) -> PackedWeight:
-    """An affine matrix on whose grid 0 is a code, and that code in the columns of outliers."""
+    """An affine matrix whose weights in the columns of outliers are 0, which its grid contains."""
     if spec.mode != "affine":
         raise ValueError(
             f"outliers need a matrix with weights of 0, which is affine, not {spec.mode}"
@@ -186,7 +186,7 @@ def _weight_without_outliers(spec: Spec, codes: mx.array, rng: np.random.Generat
 
 
 def _outlier_columns(spec: Spec) -> np.ndarray:
-    """Spread over the whole vector, one of them last."""
+    """Columns of outliers: spread over the whole vector, one of them last."""
     return np.arange(1, spec.outliers + 1) * spec.in_dims // spec.outliers - 1
 
 
@@ -203,11 +203,11 @@ def _activations(spec: Spec, rng: np.random.Generator, *last: int) -> mx.array:
 
 
 def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = None) -> LowRank:
-    """Adapters of different ranks; `shared` ones lie in the same arrays, as those of gate and up do."""
+    """Draw adapters of different ranks, with `shared` in the arrays of `shared`, as gate's and up's are."""
     ends = [spec.out_dims * (i + 1) // spec.sections for i in range(spec.sections)]
     ranks = [max(1, spec.rank - 3 * i) for i in range(_ADAPTERS)]
     if spec.batch > _ADAPTERS:
-        ranks[0] = 0  # an adapter that leaves this matrix alone
+        ranks[0] = 0  # an adapter without this matrix
     k, blocks = spec.in_dims, -(-spec.out_dims // BLOCK)
     numbers, parts = [], []
     for slot, rank in enumerate(ranks):
@@ -225,13 +225,13 @@ def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = Non
         scales, slots = shared.scales, shared.slots
     else:
         of_rows = rng.integers(-1, _ADAPTERS, spec.batch)
-        of_rows[0] = _ADAPTERS - 1  # one row at least has an adapter
+        of_rows[0] = _ADAPTERS - 1  # at least one row has an adapter
         scales, slots = _draw(rng.uniform(0.5, 2, _ADAPTERS)), _int32(of_rows)
     return LowRank(tuple(numbers), tuple(parts), scales, slots, tuple(ends))
 
 
 def _product_options(spec: Spec, rng: np.random.Generator) -> ProductOptions:
-    # Outliers make a norm divide by more: the others are to have their size again.
+    # Outliers increase the norm's divisor; a larger weight restores the other elements' size.
     size = (1 + spec.outliers * _OUTLIER**2 / max(1, spec.in_dims)) ** 0.5
     return ProductOptions(
         norm=_draw(size * rng.uniform(0.5, 1.5, spec.in_dims), spec.dtype) if spec.norm else None,
@@ -283,7 +283,7 @@ def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
 
 
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
-    """Keys and values: codes, or floats of about 1."""
+    """Draw keys and values: codes, or floats of about 1."""
     shape = (spec.batch, 2 * spec.kv_heads, columns, spec.head_dim)
     if spec.stored != mx.int8:
         return _draw(rng.standard_normal(shape), spec.stored)
@@ -309,14 +309,14 @@ def _draw_decode(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
 def _draw_lengths(
     spec: Spec, rng: np.random.Generator, kv: KeyValues
 ) -> tuple[KeyValues, mx.array]:
-    """Keys and values with their tail, and how many columns of them the first token sees."""
+    """Add a tail to keys and values; also return the columns that the first token sees, per row."""
     more = spec.tokens - 1  # columns that the last token sees beyond the first one's
     most = spec.capacity if spec.tail else spec.capacity - more
     lengths = rng.integers(1, most + 1, spec.batch)
     lengths[:3] = [max(1, most - 3), 1, most][: spec.batch]
     if not spec.tail:
         return kv, _int32(lengths)
-    # Rows begin their tails together: all have as many tokens there.
+    # Rows begin their tails together: all have equal numbers of tokens there.
     starts, used = lengths - (lengths == 1), int(rng.integers(1, spec.tail + 1 - more))
     kv = kv._replace(tail=_codes(spec, rng, spec.tail), starts=_int32(starts))
     return kv, _int32(starts + used)
@@ -358,7 +358,8 @@ def _bound(spec: Spec, args: tuple[Any, ...]) -> float:
         case "packed_embedding", *_:
             return 2 * u + 2.0**-23
         case "rope_norm_quantize", _, offset, _:
-            # Two operations round in turn, and sine and cosine are off, each by as much as its factor.
+            # Two operations round one after the other, and sine and cosine are off, in proportion to their
+            # factors.
             position = int(offset.max().item()) + spec.tokens
             return 3 * u + 2 * _PRECISE * _ULP + _angle_error(position)
         case "decode_attention", queries, kv, lengths, rope:
@@ -370,21 +371,22 @@ def _bound(spec: Spec, args: tuple[Any, ...]) -> float:
             rope = QueryRope(options.q_weight, options.theta, options.eps)
             return _attention_bound(spec, qkv, kv, int(lengths.max().item()), rope)
     bound = _product_bound(spec, args[0], args[-1])
-    # Both factors are off, the slope of silu is up to 1.1, and the exponential in it is off as well.
+    # Both factors are off, the slope of silu is up to 1.1, and its exponential is off, too.
     return 3 * bound + _PRECISE * _ULP if spec.op == "packed_swiglu" else bound
 
 
 def _angle_error(position: int) -> float:
-    """How far an angle may be off: a frequency of at most 1, and its product with the position, are rounded."""
+    """Largest error of an angle: a frequency of at most 1, and its product with the position, are rounded."""
     return 2 * UNIT_ROUNDOFF[mx.float32] * position
 
 
 def _weight_error(score: float, length: int) -> float:
-    """How far a weight of a softmax that is computed online may be off, relative to itself.
+    """Largest relative error of a weight of a softmax that is computed online.
 
-    It is multiplied by `exp2` of its distance from the largest score so far; again whenever a larger one comes,
-    which in a random order is some `ln(length)` times; and in up to 7 merges: of lanes (5), simdgroups, ranges.
-    The distances add up to the one from the largest score of all, which is twice `score` at most, in base 2.
+    The weight is multiplied by `exp2` of its score's distance from the largest score so far; again whenever a
+    larger score follows, which in a random order happens some `ln(length)` times; and in up to 7 merges: of
+    lanes (5), simdgroups, ranges. The distances add up to the distance from the largest score of all, at most
+    twice `score`, in base 2.
     """
     constant, slope = _FAST_EXP2
     exponentials = 1 + np.log(length + 1) + 7
@@ -392,14 +394,14 @@ def _weight_error(score: float, length: int) -> float:
 
 
 def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
-    """Operands, partial sums and the result rounded to the dtype, float32 sums, activations as integers.
+    """Error of a product: operands, partial sums and result rounded to the dtype, sums in float32, and
+    activations rounded to integers.
 
-    An integer activation of b bits is off by up to half of `max|x| / (2**(b-1) - 1)`, evenly spread, which
-    makes an error of `crest / sqrt(12) / (2**(b-1) - 1)` of a product's size, where `crest` is the ratio
-    of the vector's largest element to its root mean square. What is far larger than the others has to be
-    multiplied apart, so that `crest` has a limit, and an outlier adds no more than it does to float32 sums.
-    Codes that are multiplied without their offset (`sum(x c) s + sum(x) b`) double both kinds of error, and a
-    factor of 2 is left for chance.
+    An integer activation of b bits is off by up to half of `max|x| / (2**(b-1) - 1)`, evenly distributed,
+    which makes an error of `crest / sqrt(12) / (2**(b-1) - 1)` of a product's size, where `crest` is the
+    ratio of the vector's largest element to its root mean square. Outliers must be multiplied separately, so
+    `crest` has a limit, and an outlier adds only the error of float32 sums. Codes that are multiplied without
+    their offset (`sum(x c) s + sum(x) b`) double both kinds of error, and a factor of 2 is left for chance.
     """
     u = UNIT_ROUNDOFF[spec.dtype]
     if spec.dtype == mx.float32 and device() == "gpu" and spec.batch * spec.tokens > 1:
@@ -422,12 +424,12 @@ def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
 def _attention_bound(
     spec: Spec, queries: mx.array, kv: KeyValues, length: int, rope: QueryRope | None
 ) -> float:
-    """Softmax turns an error of a score into a relative one, and scores may be rounded to the dtype.
+    """Error of attention: softmax makes a score's error a relative one, and scores can be rounded to the dtype.
 
-    Queries and weights may be rounded to integers, as activations are. S weights that are off by half a step,
-    `1 / 65534` of the largest one for 16 bits, make an error of up to `sqrt(S / 12) / 32767` of an output.
+    Queries and weights can be rounded to integers, as activations are. S weights that are off by half a step,
+    `1 / 65534` of the largest weight for 16 bits, make an error of up to `sqrt(S / 12) / 32767` of an output.
     """
-    # Queries that went through a norm are as large as its weight, all others as they were drawn.
+    # Normalized queries have their norm's weight as size.
     size = oracle.float64(rope.weight if rope else queries)
     norm = float(np.abs(size).max() if rope else np.sqrt((size**2).mean(-1)).max())
     size_of_keys = 1.0 if kv.key_scale is None else float(oracle.float64(kv.key_scale)) * 74
@@ -442,7 +444,7 @@ def _attention_bound(
 
 # -- comparing
 
-# The least size of an operation's results, about a third of what the numbers drawn here make on average.
+# The least size of an operation's results, about a third of the average with the numbers drawn here.
 _LEAST_SIZE = {"packed_matmul": 0.3, "packed_argmax": 0.3, "packed_swiglu": 0.15}
 
 
@@ -477,12 +479,12 @@ def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
     keys, values = np.split(_float64(results[1], wanted.shape, problem.spec.stored), 2, axis=1)
     wanted_keys, wanted_values = np.split(wanted, 2, axis=1)
     if (values != wanted_values).any():
-        raise ValueError("float values are not those that were given")
+        raise ValueError("float values differ from the given ones")
     return max(error, _relative(keys, wanted_keys, _rms(wanted_keys)))
 
 
 def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
-    """The output is that of the codes that were written."""
+    """The output must belong to the codes that were written."""
     (output, tail), (qkv, kv, lengths, options) = results, problem.args
     error = _check_codes(problem.wanted[1], tail)
     wanted, _ = oracle.write_and_attend(qkv, kv, lengths, options, tail)
@@ -491,10 +493,10 @@ def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
 
 
 def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
-    """Codes may be off by half a code, and by what the error of the number before rounding adds."""
+    """Codes can be off by half a code, plus the error of the number before rounding."""
     wanted_k, wanted_v = np.split(wanted, 2, axis=1)
     k, v = np.split(_float64(codes, wanted.shape, mx.int8), 2, axis=1)
-    # Values are not computed but divided, in float32.
+    # Values are only divided, in float32.
     if (off := np.abs(v - wanted_v).max()) > 0.5 + 2.0**-14:
         raise ValueError(f"a value's code is off by {off:.3f}; rounding explains 0.5")
     excess = np.maximum(np.abs(k - wanted_k) - 0.5, 0)
@@ -502,7 +504,7 @@ def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
 
 
 def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
-    """Products must be the largest ones, and those of the rows that were named; ties are free."""
+    """Products must be the largest, and belong to the returned rows; ties are free."""
     products = problem.wanted[0]
     index = _float64(results[0], products.shape[:-1], mx.uint32).astype(np.int64)
     values = _float64(results[1], products.shape[:-1], mx.float32)

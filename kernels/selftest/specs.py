@@ -1,4 +1,4 @@
-"""What the self-test runs: calls of the operations, without their numbers."""
+"""The self-test's problems: calls of the operations, without their numbers."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Spec(NamedTuple):
         batch, tokens: the activations' leading axes.
         in_dims, out_dims: K and N of the matrix.
         bits, mode, granularity, group_size: the matrix's format; the last two as in `PackedWeight`.
-        norm, residual: whether the product has a norm before it, and a residual added.
+        norm, residual: True for a product with a norm before it, and with a residual.
         rank: the largest rank of the adapters, 0 for no adapters.
-        adapter_dtype: type of the adapters' numbers; None for that of the activations.
-        sections: projections that share the matrix, as far as adapters are concerned.
+        adapter_dtype: type of the adapters' numbers; None for the activations' type.
+        sections: projections that share the matrix, each with its own A in an adapter.
         activation_bits: 16 or 8.
-        outliers: columns of the activations that are 1,000 times the others, and whose weights are 0, so that
-            the others' share of the result is what is seen; not of a balanced matrix, whose grid has no 0.
-        heads, kv_heads, head_dim: heads and their width, for attention and what stands before it.
+        outliers: columns of the activations that are 1,000 times the others, with weights of 0, so that
+            errors of the other columns are seen; not with a balanced matrix, whose grid has no 0.
+        heads, kv_heads, head_dim: heads and their width, for attention and RoPE.
         capacity: columns of the KV buffers.
         tail: columns of the buffers' tail, 0 for none.
-        rope: whether queries are raw.
+        rope: True for raw queries, to which attention applies RoPE and norm.
         stored: type of the keys and values: int8 codes, or floats.
     """
 
@@ -97,9 +97,9 @@ class Spec(NamedTuple):
 
 
 def full_specs() -> list[Spec]:
-    """Every operation, format and bit width, on aligned and ragged shapes, with one row to many.
+    """List problems of every operation, format and width, on aligned and ragged shapes, of one row to many.
 
-    Dtypes and fusions are spread over the problems instead of multiplying their number.
+    Dtypes and fusions are distributed over the problems, and don't multiply their number.
     """
     return [*_products(), *_outliers(), *_swiglus(), *_heads(), *_lookups(), *_attentions()]
 
@@ -207,7 +207,7 @@ _MLX: _Fields = {"bits": 4, "mode": "affine", "granularity": "group", "group_siz
 
 
 def model_specs(dtype: mx.Dtype) -> list[Spec]:
-    """What decoding and prefill of the 3B model call: the shapes that are worth timing."""
+    """List the calls of the 3B model's decoding and prefill: the shapes that are worth timing."""
     up: _Fields = {"in_dims": 2048, "out_dims": 6656}
     down: _Fields = {"in_dims": 6656, "out_dims": 2048}
 
@@ -240,7 +240,7 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
 
 
 def quick_specs(dtype: mx.Dtype) -> list[Spec]:
-    """One small problem for each kind of call that a model makes: well under a second."""
+    """List one small problem for each kind of call that a model makes: well under a second in all."""
     small: _Fields = {"in_dims": 512, "out_dims": 136}
     nano, embedding = {**_MLX, **small}, {**_EMBEDDING, **small}
     adapters: _Fields = {"rank": 16, "adapter_dtype": mx.float16}

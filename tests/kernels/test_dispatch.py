@@ -78,7 +78,7 @@ def test_asking_for_a_backend_or_a_variant(variants, monkeypatch):
     monkeypatch.setenv(dispatch.SWITCH, "reference")
     dispatch.invalidate()
     assert chosen() == "reference"
-    assert reasons() == [*["reference was asked for"] * 3, None]
+    assert reasons() == [*["reference is selected"] * 3, None]
     monkeypatch.setenv(dispatch.SWITCH, "mettal")
     dispatch.invalidate()
     with pytest.raises(ValueError, match=r"AFM_MLX_KERNELS is 'mettal'; allowed are metal, cpu"):

@@ -50,7 +50,7 @@ def test_status_says_what_runs_with_which_settings(monkeypatch):
 def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.setenv(extension.SWITCH, "0")
     status = probe()
-    assert status["reason"] == "switched off by AFM_MLX_NATIVE=0; unset it to have it back"
+    assert status["reason"] == "switched off by AFM_MLX_NATIVE=0; unset it to use the extension"
     assert status["chosen"] == "mlx/quantized"
 
 
@@ -81,7 +81,7 @@ def test_another_mlx_than_it_was_built_against_is_refused():
     ("file", "content", "reason"),
     [
         ("native_reason.txt", b"there was no C++ compiler", "no C++ compiler; reinstall afm-mlx"),
-        ("nothing", b"", "is not there; reinstall afm-mlx"),
+        ("nothing", b"", "is missing; reinstall afm-mlx"),
         (extension._file_name(), b"\x7fELF, but no more than that", "can't be loaded"),
     ],
 )
