@@ -15,6 +15,7 @@ from afm_mlx.fm.errors import DecodingFailureError, GenerationError, InvalidGene
 from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
 from afm_mlx.fm.generation_schema import (
     GenerationSchema,
+    Schema,
     choices_of,
     with_whole_patterns,
     without_none,
@@ -34,8 +35,8 @@ class AnswerForm:
         constraint: the constraint on the answer's tokens; None for text, and until `compiled`.
     """
 
-    response_format: Mapping[str, Any] | None = None
-    followed: Mapping[str, Any] | None = None
+    response_format: Schema | None = None
+    followed: Schema | None = None
     generating: Any = None
     constraint: Constraint | None = None
 
@@ -89,7 +90,7 @@ class AnswerForm:
                 value = _without_open_choices(self.generating, value, closed)
             return None if value is MISSING else value
 
-    def snapshot(self, value: Any, id: GenerationID, is_complete: bool) -> Any:
+    def snapshot(self, value: object, id: GenerationID, is_complete: bool) -> Any:
         """Make a snapshot of an answer, or of the beginning of one.
 
         Args:
@@ -104,7 +105,7 @@ class AnswerForm:
         return self.generating.PartiallyGenerated._from_generated_content(content)
 
 
-def _without_open_choices(type_class: Any, value: Any, closed: Any) -> Any:
+def _without_open_choices(type_class: Any, value: object, closed: Any) -> object:
     """Remove words of a `Literal` or an `Enum` that may be incomplete from a value.
 
     Args:
@@ -146,7 +147,7 @@ def _decoding(what: object) -> Iterator[None]:
 def answer_form(
     generating: Any = None,
     schema: GenerationSchema | None = None,
-    json_schema: Mapping[str, Any] | None = None,
+    json_schema: Mapping[str, object] | None = None,
 ) -> AnswerForm:
     """Check the arguments that give an answer's form, and make the form; text if there are none.
 
@@ -186,7 +187,7 @@ def answer_form(
     return AnswerForm(response_format, followed, generating)
 
 
-def _json_response_format(schema: Any) -> dict[str, Any]:
+def _json_response_format(schema: object) -> Schema:
     try:
         copied = json.loads(json.dumps(schema))
     except (TypeError, ValueError, RecursionError) as error:

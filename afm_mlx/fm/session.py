@@ -18,7 +18,7 @@ from afm_mlx.fm.answer_form import AnswerForm, answer_form
 from afm_mlx.fm.core import SystemLanguageModel
 from afm_mlx.fm.errors import AssetsUnavailableError, ConcurrentRequestsError, translated
 from afm_mlx.fm.feedback import Issue, Sentiment, feedback_attachment
-from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
+from afm_mlx.fm.generable import Generable, GenerationID
 from afm_mlx.fm.generation_options import GenerationOptions
 from afm_mlx.fm.generation_schema import GenerationSchema
 from afm_mlx.fm.prompt import Prompt, prompt_text
@@ -68,7 +68,7 @@ class LanguageModelSession:
         self,
         instructions: str | None = None,
         model: SystemLanguageModel | None = None,
-        tools: Sequence[Tool | Callable[..., Any]] | None = None,
+        tools: Sequence[Tool | Callable[..., object]] | None = None,
         *,
         adapter: AdapterChoice | EllipsisType | None = ...,
         context_policy: str = "error",
@@ -104,7 +104,7 @@ class LanguageModelSession:
         cls,
         transcript: Transcript,
         model: SystemLanguageModel | None = None,
-        tools: Sequence[Tool | Callable[..., Any]] | None = None,
+        tools: Sequence[Tool | Callable[..., object]] | None = None,
         **options: Any,
     ) -> LanguageModelSession:
         """Make a session that continues a transcript, and adds its turns to it.
@@ -132,10 +132,10 @@ class LanguageModelSession:
     async def respond(
         self,
         prompt: Prompt,
-        generating: type[Any] | Generable | None = None,
+        generating: type | Generable | None = None,
         *,
         schema: GenerationSchema | None = None,
-        json_schema: Mapping[str, Any] | None = None,
+        json_schema: Mapping[str, object] | None = None,
         options: GenerationOptions | None = None,
         **more: Any,
     ) -> Any:
@@ -158,7 +158,7 @@ class LanguageModelSession:
             FoundationModelsError: if there can't be an answer. The session doesn't change.
         """
         form = answer_form(generating, schema, json_schema)
-        last: tuple[str, Any] = ("", None)
+        last: tuple[str, object] = ("", None)
         async with aclosing(self._answered(prompt, form, options, **more)) as texts:
             async for last in texts:  # noqa: B007
                 pass
@@ -169,9 +169,9 @@ class LanguageModelSession:
         prompt: Prompt,
         options: GenerationOptions | None = None,
         *,
-        generating: type[Any] | Generable | None = None,
+        generating: type | Generable | None = None,
         schema: GenerationSchema | None = None,
-        json_schema: Mapping[str, Any] | None = None,
+        json_schema: Mapping[str, object] | None = None,
         include_schema_in_prompt: bool = True,
         adapter: AdapterChoice | EllipsisType | None = ...,
         stop: str | Sequence[str] = (),
@@ -239,7 +239,7 @@ class LanguageModelSession:
         logprobs: int | None = None,
         tool_choice: str = "auto",
         at_limit: str = "complete",
-    ) -> AsyncGenerator[tuple[str, Any], None]:
+    ) -> AsyncGenerator[tuple[str, object], None]:
         """Yield the answer's text so far and None; once it is in the transcript, its text and value."""
         text = prompt_text(prompt)
         self._check_tool_choice(tool_choice)
@@ -345,7 +345,7 @@ class LanguageModelSession:
         self,
         sentiment: Sentiment | str | None = None,
         issues: Iterable[Issue] = (),
-        desired_output: str | GeneratedContent | Entry | Any = None,
+        desired_output: object = None,
     ) -> bytes:
         """Write feedback about the last answer, or about the error in its place.
 
@@ -416,7 +416,7 @@ def _check_type(name: str, value: object, allowed: type) -> None:
         )
 
 
-def _by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
+def _by_name(tools: Sequence[Tool | Callable[..., object]]) -> dict[str, Tool]:
     found: dict[str, Tool] = {}
     for given in tools:
         tool = given if isinstance(given, Tool) else Tool.from_function(given)

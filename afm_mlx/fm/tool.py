@@ -49,7 +49,7 @@ class Tool(ABC):
         _ = self.tool_definition
 
     @staticmethod
-    def from_function(function: Callable[..., Any]) -> Tool:
+    def from_function(function: Callable[..., object]) -> Tool:
         """Make a tool that calls a function, see `FunctionTool`."""
         return FunctionTool(function)
 
@@ -63,7 +63,7 @@ class Tool(ABC):
         """Return the tool's result for arguments that the model chose."""
 
     @cached_property
-    def tool_definition(self) -> dict[str, Any]:
+    def tool_definition(self) -> Schema:
         """The tool's definition as in the OpenAI API; checked, and made once."""
         for attribute in ("name", "description"):
             if not hasattr(self, attribute):
@@ -87,7 +87,7 @@ class Tool(ABC):
         }
         return {"type": "function", "function": function}
 
-    def _check_type(self, attribute: str, value: Any, allowed: type) -> None:
+    def _check_type(self, attribute: str, value: object, allowed: type) -> None:
         if not isinstance(value, allowed):
             raise TypeError(
                 f"{type(self).__name__}.{attribute} must be a {allowed.__name__}, got {shown(value)}."
@@ -112,7 +112,7 @@ class FunctionTool(Tool):
         UnsupportedGuideError, InvalidGenerationSchemaError: for generable classes that no arguments can follow.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         if not inspect.isroutine(function):
             raise TypeError(f"A tool is made of a function, got {shown(function)}.")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -120,7 +120,7 @@ class FunctionTool(Tool):
                 f"The function {function.__name__} yields; a tool returns one result. Return a list."
             )
         self._function = function
-        self._generable: dict[str, Any] = {}  # generable types by parameter
+        self._generable: dict[str, object] = {}  # generable types by parameter
         self._answers = self._answer_type()
         self._signature = inspect.signature(function)
         self.name = self._answers.name
@@ -135,7 +135,7 @@ class FunctionTool(Tool):
     def _answer_type(self) -> AnswerType:
         """Make the type of the function's arguments; collect those that are generable classes."""
 
-        def read_as(parameter: inspect.Parameter) -> Any:
+        def read_as(parameter: inspect.Parameter) -> object:
             hint = parameter.annotation
             # A default of None means absent: the model leaves the argument out.
             if parameter.default is None:
@@ -181,13 +181,13 @@ class FunctionTool(Tool):
         except TypeError:  # an object of some class
             return str(result)
 
-    def _called(self, given: Mapping[str, Any]) -> Any:
+    def _called(self, given: Mapping[str, object]) -> object:
         try:
             return self._function(**given)
         except StopIteration as error:  # no future can raise it: the call would never end
             raise RuntimeError(f"{self.name} raised StopIteration") from error
 
-    def _converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _converted(self, arguments: Mapping[str, object]) -> dict[str, object]:
         """Convert arguments to the function's annotations; Python reports missing and unknown ones."""
         parameters = self._signature.bind(**arguments).signature.parameters
         given = {
@@ -196,7 +196,7 @@ class FunctionTool(Tool):
             if value is not None or parameters[name].default is not None
         }
         try:
-            converted: dict[str, Any] = self._answers.instance(given)
+            converted: dict[str, object] = self._answers.instance(given)
         except ConstraintError as error:
             raise ValueError(str(error)) from None
         for name in self._generable.keys() & converted.keys():
@@ -207,7 +207,7 @@ class FunctionTool(Tool):
 class _FunctionSchema(GenerationSchema):
     """The schema of a function's parameters, in the dialect of generable classes' schemas."""
 
-    def __init__(self, answers: AnswerType, generable: Mapping[str, Any]) -> None:
+    def __init__(self, answers: AnswerType, generable: Mapping[str, object]) -> None:
         properties = [Property(name, hint) for name, hint in generable.items()]
         classes = {inner_types(hint)[-1] for hint in generable.values()}
         nested = [generation_schema(c) for c in classes if isinstance(c, Generable)]
@@ -230,6 +230,6 @@ class _FunctionSchema(GenerationSchema):
         return schema
 
 
-def _has_generable(hint: Any) -> bool:
+def _has_generable(hint: object) -> bool:
     is_class = isinstance(hint, type) and isinstance(hint, Generable)
     return is_class or any(map(_has_generable, get_args(hint)))

@@ -81,7 +81,7 @@ class Transcript(Sequence[kinds.Entry]):
         return entries
 
     @classmethod
-    async def from_dict(cls, dict: Mapping[str, Any]) -> Transcript:
+    async def from_dict(cls, dict: Mapping[str, object]) -> Transcript:
         """Read a transcript that `to_dict`, or an app, wrote.
 
         Raises:
@@ -91,7 +91,7 @@ class Transcript(Sequence[kinds.Entry]):
         transcript._document = _checked_document(dict)
         return transcript
 
-    async def to_dict(self) -> dict[str, Any]:
+    async def to_dict(self) -> JSON:
         """Return the transcript as JSON: `type`, `version`, and `transcript` with its `entries`."""
         copied: JSON = json_copy(self._document)
         return copied
@@ -138,14 +138,14 @@ class Transcript(Sequence[kinds.Entry]):
         """Return the last prompt and all entries after it."""
         return [kinds.Entry.of(entry) for entry in _parts(self._entries)[-1]]
 
-    def add_instructions(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def add_instructions(self, text: str, tools: Sequence[JSON] = ()) -> None:
         """Add the session's instructions, see `Instructions`."""
         self._entries.append(kinds.Instructions(text, tools)._json)
 
     def add_prompt(
         self,
         text: str,
-        response_format: Mapping[str, Any] | None = None,
+        response_format: JSON | None = None,
         options: GenerationOptions | None = None,
         tool_choice: str = "auto",
     ) -> None:
@@ -158,7 +158,7 @@ class Transcript(Sequence[kinds.Entry]):
         """Add the answer, see `Response`."""
         self._entries.append(kinds.Response(content, assets, source)._json)
 
-    def add_tool_calls(self, calls: Sequence[Mapping[str, Any]], text: str = "") -> list[str]:
+    def add_tool_calls(self, calls: Sequence[JSON], text: str = "") -> list[str]:
         """Add the model's tool calls, see `ToolCalls`; return the calls' ids, for `add_tool_output`."""
         entry = kinds.ToolCalls(calls, text)
         self._entries.append(entry._json)
@@ -242,7 +242,7 @@ class _Content(msgspec.Struct):
 
 class _JSONSchema(msgspec.Struct):
     name: str
-    schema: dict[str, Any]
+    schema: JSON
 
 
 class _ResponseFormat(msgspec.Struct):
@@ -259,10 +259,10 @@ class _Entry(msgspec.Struct):
     role: Literal["instructions", "user", "response", "tool"]
     id: str
     contents: list[_Content] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JSON] | None = None
     responseFormat: _ResponseFormat | None = None
     toolCalls: list[_Call] | None = None
-    options: dict[str, Any] | None = None
+    options: JSON | None = None
     assets: list[str] | None = None
     toolName: str | None = None
     toolCallID: str | None = None
@@ -276,7 +276,7 @@ class _Document(msgspec.Struct):
     transcript: _Entries
 
 
-def _checked_document(document: Mapping[str, Any]) -> JSON:
+def _checked_document(document: Mapping[str, object]) -> JSON:
     """Check that a transcript's JSON has all that `Transcript` reads; return a copy."""
     try:
         found = msgspec.convert(document, _Document)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -46,7 +46,7 @@ class OtherSegment:
     """A part of an entry of another type, such as an image, with the fields of its JSON."""
 
     type: str
-    fields: Mapping[str, Any]
+    fields: JSON
 
     def __str__(self) -> str:
         return ""
@@ -61,7 +61,7 @@ class ToolDefinition:
 
     name: str
     description: str
-    parameters: Mapping[str, Any]
+    parameters: JSON
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Instructions(Entry):
 
     role = "instructions"
 
-    def __init__(self, text: str = "", tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, text: str = "", tools: Sequence[JSON] = ()) -> None:
         super().__init__(contents=[_text_part(text)] if text else [])
         if tools:
             self._json["tools"] = json_copy(list(tools))
@@ -164,7 +164,7 @@ class Prompt(Entry):
         self,
         text: str,
         options: GenerationOptions | None = None,
-        response_format: Mapping[str, Any] | None = None,
+        response_format: JSON | None = None,
         tool_choice: str = "auto",
     ) -> None:
         super().__init__(contents=[_text_part(text)], options=_options_json(options, tool_choice))
@@ -236,7 +236,7 @@ class ToolCalls(Entry):
 
     role = "response"
 
-    def __init__(self, calls: Sequence[Mapping[str, Any]], text: str = "") -> None:
+    def __init__(self, calls: Sequence[JSON], text: str = "") -> None:
         made = [
             {"id": _new_id(), "name": c["name"], "arguments": json_text(c["arguments"])}
             for c in calls

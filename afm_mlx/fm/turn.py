@@ -335,7 +335,7 @@ class Turn:
 
 
 async def _run_calls(
-    calls: Sequence[Mapping[str, Any]],
+    calls: Sequence[JSON],
     tools: Mapping[str, Tool],
     context: contextvars.Context,
     raises: bool,
@@ -366,7 +366,7 @@ async def _run_calls(
         raise
 
 
-async def _run_call(call: Mapping[str, Any], tools: Mapping[str, Tool], raises: bool) -> str:
+async def _run_call(call: JSON, tools: Mapping[str, Tool], raises: bool) -> str:
     name, task = call["name"], asyncio.current_task()
     try:
         if name not in tools:

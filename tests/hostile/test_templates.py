@@ -1,4 +1,4 @@
-"""Hostile chats and chat templates: control tokens are the template's alone, and nothing takes for ever."""
+"""Hostile chats and chat templates: only the template writes control tokens, and every rendering ends."""
 
 import json
 from functools import cache
