@@ -310,7 +310,7 @@ class Turn:
                     # Completed, the call would have arguments that the model has not chosen.
                     raise IncompleteError(
                         f"The answer ended after {len(answer.tokens)} tokens, in the middle of a tool call, "
-                        "which was not made. Raise maximum_response_tokens. So far it is: "
+                        "which was not made. Raise maximum_response_tokens. The answer so far is: "
                         f"{shown(answer.text)}",
                         answer.text,
                     )

@@ -180,7 +180,7 @@ async def test_an_answer_that_is_cut_off_is_an_error_or_completed(model):
     short = fm.GenerationOptions(maximum_response_tokens=8)
     session = fm.LanguageModelSession(model=model)
     error = {"options": short, "at_limit": "error"}
-    with pytest.raises(fm.DecodingFailureError, match="So far it is") as caught:
+    with pytest.raises(fm.DecodingFailureError, match="so far") as caught:
         await session.respond(PROMPT, Event, **error)
     assert caught.value.__cause__.text.startswith('{"title": ')
     with pytest.raises(fm.DecodingFailureError):
