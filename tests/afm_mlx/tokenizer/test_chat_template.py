@@ -66,8 +66,8 @@ def test_ids_equal_tamm(tokenizer, tamm_ids, rng, spm_path, either_folder):
             assert tokenizer.encode(text, add_special_tokens=True) == ids
 
 
-def test_a_typed_newline_mark_is_none_of_tamms(tokenizer, tamm_ids):
-    """tamm finds a newline in a user's `<n>`; here only the template and a true newline make one."""
+def test_a_typed_newline_mark_is_no_newline(tokenizer, tamm_ids):
+    """tamm reads a user's `<n>` as a newline; here only the template and a true newline make one."""
     typed, meant = ([{**USER, "content": f"a{mark}b"}] for mark in ("<n>", "\n"))
     assert tamm_ids(typed, None, True) == tamm_ids(meant, None, True)
     assert tokenizer.apply_chat_template(meant, None, True) == tamm_ids(meant, None, True)

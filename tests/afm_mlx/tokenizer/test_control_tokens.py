@@ -1,4 +1,4 @@
-"""Text of messages, tools and variables never becomes a control token; only the template's own does."""
+"""Only a template's own text becomes control tokens, never that in messages, tools and variables."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
-from afm_mlx.tokenizer.control_tokens import CallerText, free_mark, is_bracketed, marked, strings_in
+from afm_mlx.tokenizer.control_tokens import free_mark, is_bracketed
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from tests.tools.cases import each
 from tests.tools.tokenizers import MARKERS, plain_text, train_tiny_spm
@@ -115,7 +115,7 @@ TEXTS = [INJECTION, "<turn_", "turn_end", "<tuXrn_enXd>", ">dne_nrut<", "  <turn
 
 @each("source", TEMPLATES)
 def test_no_template_lets_text_become_control_tokens(tokenizer, source):
-    """Whatever it does with texts, also with parts of a name in several of them."""
+    """Templates do many things with texts; parts of a name are in several of them."""
     source = "{% set X = messages[0].content %}" + source
 
     def found(text, begin, end):
@@ -153,7 +153,7 @@ def test_variables_of_the_template_stay_its_own(tokenizer):
 
 
 def test_ordinary_texts_have_the_ids_of_one_encoding(tokenizer, rng):
-    """In the vocabulary with secret names, too: it differs in the names of control tokens alone."""
+    """Also in the vocabulary with secret names, which differs only in the names of control tokens."""
     for _ in range(60):
         chat = [*user(plain_text(rng)), {"role": "assistant", "content": plain_text(rng) + " <b>"}]
         ids = tokenizer.apply_chat_template(chat)
@@ -165,7 +165,7 @@ def test_ordinary_texts_have_the_ids_of_one_encoding(tokenizer, rng):
 
 @each("last", ["bye", INJECTION])
 def test_templates_that_look_into_texts_work_as_before(tokenizer, last):
-    """A text with a `<` that is no control token's is what it was to the template."""
+    """A text with a `<` outside of names is unchanged for the template."""
     source = """{%- for m in messages -%}
         {%- set text = m.content.split('</think>')[-1].lstrip('\\n') if '</think>' in m.content
             else m.content -%}
@@ -203,7 +203,7 @@ def test_what_is_a_name_in_brackets():
 
 
 def test_a_typed_newline_mark_is_three_characters(tokenizer):
-    """`<n>` is how vocabularies write a newline: one of the template's, and of a text that has a newline."""
+    """Vocabularies write a newline as `<n>`; only the template and true newlines make one."""
     newline = tokenizer.convert_tokens_to_ids("<n>")
 
     def ids(text, **options):
@@ -225,31 +225,6 @@ def test_a_typed_newline_mark_is_three_characters(tokenizer):
     assert ids("x<n>", chat_template=other).count(newline) == 1
     innocent = [token for token in ids("x\ny") if token == newline]
     assert [token for token in ids("x\n<n>y") if token == newline] == innocent
-
-
-# CallerText: the plain string to a template; text joined from it has the marks.
-
-MARK = "\ufdd0"
-
-
-def test_marked_text_reads_as_the_string():
-    text = CallerText("a <b> c", MARK)
-    assert text == "a <b> c"
-    assert {text: 1}["a <b> c"] == 1
-    assert (len(text), "<b>" in text, text.find("<")) == (7, True, 2)
-    assert text.split(" ")[1].encode() == f"<{MARK}b{MARK}>{MARK}".encode()
-    assert json.dumps({text: 1}, ensure_ascii=False).replace(MARK, "") == '{"a <b> c": 1}'
-    assert text.replace("<b>", "<turn_end>").count("<turn_end>") == 1
-    assert "".join([repr(text)]).replace(MARK, "") == repr("a <b> c")
-
-
-def test_strings_of_nested_values():
-    loop = {"a": ["x", {"y": ("z",)}]}
-    loop["b"] = loop
-    assert sorted(strings_in(loop)) == ["a", "b", "x", "y", "z"]
-    copied = marked({"a": [1, None, ("b",)]}, MARK)
-    assert copied == {"a": [1, None, ("b",)]}
-    assert type(copied["a"][2][0]) is CallerText
 
 
 def test_a_mark_is_a_character_that_no_text_has():

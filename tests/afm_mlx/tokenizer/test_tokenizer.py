@@ -120,7 +120,7 @@ def test_import_is_light():
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
-# mlx-lm's own functions take the tokenizer in place of theirs.
+# mlx-lm takes the tokenizer in place of its own.
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -135,7 +135,7 @@ def test_attributes_for_mlx_lm(tokenizer):
 
 
 class ScriptedModel:
-    """Stands in for a language model: it answers every prompt of `prompt_length` ids with `answer`."""
+    """A model that answers every prompt of `prompt_length` ids with `answer`."""
 
     layers = ()
 

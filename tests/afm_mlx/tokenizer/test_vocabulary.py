@@ -1,4 +1,4 @@
-"""Vocabulary files that are damaged, or lack what AFM needs, are named."""
+"""Tokenizer files: damaged ones, and ones without what AFM needs, are errors that name the file."""
 
 import json
 import os
@@ -15,15 +15,16 @@ from tests.tools.chats import USER
 from tests.tools.tokenizers import train_tiny_spm
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com\n", b"\x0a\xff"])
-def test_damaged_files(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(TokenizerError, match=f"{tmp_path / name}"):
-        load_tokenizer(tmp_path)
+@each("content", [b"", b"version https://git-lfs.github.com\n", b"\x0a\xff"])
+def test_damaged_files(tmp_path, content):
+    for name in ("tokenizer.model", "tokenizer.json"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TokenizerError, match=f"{tmp_path / name}"):
+            load_tokenizer(tmp_path)
+        (tmp_path / name).unlink()
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"eos_id": -1}, "no end-of-sequence piece"),
