@@ -1,7 +1,7 @@
 """Adapters converted from one format to another, described, and verified.
 
-An adapter may carry the fingerprint of its base model. Where a model folder is named, the two are compared,
-and an adapter without a fingerprint gets that of the folder.
+An adapter may hold the fingerprint of its base model. If a model folder is named, the two fingerprints must be
+equal, and an adapter without one gets the folder's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 @dataclasses.dataclass(frozen=True)
 class BaseFolder:
-    """The folder of a model that adapters are for.
+    """Architecture and fingerprint of a base model.
 
     Args:
         config: its architecture.
@@ -55,11 +55,11 @@ class BaseFolder:
 
 
 def base_of(adapter: Path) -> BaseFolder | None:
-    """The base model of an mlx-lm or PEFT adapter, if it is on this machine.
+    """Return the base model of an mlx-lm or PEFT adapter if it is on this machine, else None.
 
-    That is the model that the adapter's config names, an AFM model's folder or the embedded model, or else the
-    embedded model when the fingerprint is its own. The config may have been made elsewhere: a name that leads
-    nowhere is passed over, and nothing is fetched.
+    It is the model that the adapter's config names, an AFM model's folder or the embedded model; or else the
+    embedded model if the fingerprint is its own. The config may have been made elsewhere: an unknown name is
+    ignored, and nothing is downloaded.
     """
     path = adapter / CONFIG_NAME
     if not path.is_file():
@@ -87,13 +87,13 @@ def _folder_here(name: str) -> Path | None:
 def read_for(
     source: str | Path, base: BaseFolder | None, *, alpha: float | None = None, force: bool = False
 ) -> tuple[Tensors, AdapterConfig]:
-    """Read an adapter that must be one for the base, where that is given; see `read_adapter`.
+    """Read an adapter, and check that it was made for the base model if there is one; see `read_adapter`.
 
     Args:
         source: an adapter of any format.
-        base: gives its fingerprint to an adapter that has none.
+        base: the base model; an adapter without a fingerprint gets its fingerprint.
         alpha: see `read_adapter`.
-        force: take an adapter with another base's fingerprint if its shapes fit; it keeps that fingerprint.
+        force: accept another fingerprint if the shapes fit; the adapter keeps it.
 
     Raises:
         CheckpointError: for an adapter of another model; shows both fingerprints.
@@ -127,10 +127,10 @@ def convert_adapter(
         package: fields of `PackageMetadata` to set, see `package_metadata`.
 
     Returns:
-        the adapter's config.
+        The adapter's config.
 
     Raises:
-        AFMError: when the source can't be read or can't become what was asked for.
+        AFMError: if the source can't be read or can't be converted with these options.
     """
     output = Path(output)
     if package and to != "fmadapter":
@@ -172,7 +172,7 @@ def package_metadata(
 
 
 def stored_bytes(path: str | Path) -> int:
-    """Bytes of an adapter's files."""
+    """Return the bytes of an adapter's files."""
     path = Path(path)
     files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
     return sum(file.stat().st_size for file in files)
@@ -181,10 +181,10 @@ def stored_bytes(path: str | Path) -> int:
 def describe_adapter(
     path: str | Path, base: BaseFolder | None = None, alpha: float | None = None
 ) -> dict[str, Any]:
-    """The properties of an adapter, as values that JSON can hold; its numbers are not looked at.
+    """Return the properties of an adapter, as JSON values; its numbers are not checked.
 
     Raises:
-        AFMError: when it can't be read.
+        AFMError: if it can't be read.
     """
     tensors, config = read_adapter(path, base.config if base else None, alpha=alpha, finite=False)
     return _facts(path, tensors, config)
@@ -219,12 +219,12 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
 
 @dataclasses.dataclass
 class AdapterReport:
-    """The problems of an adapter, and what it is.
+    """Problems and properties of an adapter.
 
     Attributes:
-        problems: a sentence for each problem; empty when the adapter can be used.
-        notes: what is odd but harmless, and what was not looked at.
-        facts: what `describe_adapter` returns; None when it can't be read.
+        problems: a sentence for each problem; empty if the adapter can be used.
+        notes: oddities that do no harm, and checks that were left out.
+        facts: what `describe_adapter` returns; None if the adapter can't be read.
     """
 
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -239,17 +239,17 @@ def verify_adapter(
     alpha: float | None = None,
     base_signature: str | None = None,
 ) -> AdapterReport:
-    """Look for all that keeps an adapter from being used.
+    """Find every problem that keeps an adapter from being used.
 
     Args:
         path: an adapter of any format.
-        base: the model that it must fit by names and shapes of all tensors, and by its fingerprint.
+        base: the model that names and shapes of all tensors, and the fingerprint, must fit.
         alpha: see `read_adapter`.
         base_signature: the signature that an `.fmadapter` package must have.
     """
     report = AdapterReport()
     try:
-        # An unnamed blob has a place only in a model that fits.
+        # The blobs of a package have no names: their order follows the model's layers.
         in_order = base.config if base and detect_format(path) == "fmadapter" else None
         tensors, config = read_adapter(path, in_order, alpha=alpha, finite=False)
         report.facts = _facts(path, tensors, config)
@@ -275,7 +275,7 @@ def verify_adapter(
 
 
 def _check_sums(report: AdapterReport, path: Path) -> None:
-    """Compare a zip archive's checksums, which no reader of `.pt` files does."""
+    """Compare a zip archive's checksums, which readers of `.pt` files don't."""
     with zipfile.ZipFile(path) as archive:
         try:
             bad = archive.testzip()

@@ -1,4 +1,4 @@
-"""The options of `convert`, and the rules by which they have layers packed."""
+"""The options of `convert`, and the packing rules that follow from them."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 TARGETS = ("afm-mlx", "mlx-lm", "coreml")
 PROMPT_LENGTHS = (64, 512)
 NEURAL_ENGINE_PROMPT_LENGTHS = (32,)
-"""One fixed length: others report that the Neural Engine runs no longer write to a state."""
+"""One fixed length: others report that the Neural Engine runs no longer write to a state (Anemll#27)."""
 RECIPES = {"mixed_2_4": (2, 4), "mixed_2_8": (2, 8), "mixed_4_8": (4, 8)}
-"""Bits of most layers, and of those that suffer most; see `recipe`."""
+"""Bits of most layers, and of the layers that suffer most; see `recipe`."""
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """How a checkpoint is to be converted. Names are those of the flags, and mlx-lm's.
+    """How a checkpoint is converted. Names are the flags' and mlx-lm's.
 
     Args:
-        dtype: "float16", "bfloat16" or "float32" for weights and adapters; None keeps the source's. Of a Core
-            ML package, what it computes in, which is float16 by default and can't be bfloat16.
-        to: "afm-mlx", or "mlx-lm" for a folder that mlx-lm itself reads and that holds nothing else, or
-            "coreml" for a Core ML package of a model folder.
-        quantize: pack linear layers and embeddings. The options below say how, and are refused without it.
+        dtype: "float16", "bfloat16" or "float32" for weights and adapters; None keeps the source's. For a Core
+            ML package the type that it computes in: float16 by default, or float32.
+        to: "afm-mlx"; "mlx-lm" for a folder that mlx-lm itself reads, without our additions; or "coreml" for
+            a Core ML package of a model folder.
+        quantize: pack linear layers and embeddings. The options `q_...`, `quant_predicate`, `target_bpw` and
+            `data` say how, and are refused without it.
         q_bits: 2, 4 or 8; 2 for balanced weights by default, else 4.
-        q_mode: "balanced", "affine" or "palette"; balanced for AFM models by default, affine for others,
+        q_mode: "balanced", "affine" or "palette"; by default balanced for AFM models and affine for others,
             which take mlx-lm's own modes too.
         q_group_size: inputs that share a scale, or rows that share a palette's table.
         q_granularity: "tensor", "row" or "group"; see `QuantizationRule`.
-        q_embedding_bits: bits of embeddings and heads; by default `q_bits`, and 4 at least.
-        q_embedding_mode, q_embedding_granularity: those of embeddings and heads; other layers' by default.
+        q_embedding_bits: bits of embeddings and heads; by default `q_bits`, and at least 4.
+        q_embedding_mode, q_embedding_granularity: mode and granularity of embeddings and heads; by default as
+            in other layers.
         quant_predicate: a recipe's name (`RECIPES`; mlx-lm's for other architectures), or a function of path
             and module, see `quantize_model`.
-        target_bpw: bits that a weight of the folder takes on average, at most, scales and tables included.
-            Layers get 2 or 4 bits, or what the recipe's name says, by what they suffer on text; see
-            `sensitivity`. The model is read into memory for that, and the folder gets a `sensitivity.json`.
+        target_bpw: the most bits that a weight of the folder takes on average, scales and tables included.
+            Layers get 2 or 4 bits, or the bits in the recipe's name, by their sensitivity on text; see
+            `mixed_bits`. The model is read into memory for that, and the folder gets a `sensitivity.json`.
         data: the text for `target_bpw`: a `.jsonl` or `.txt` file, or a folder with `train.jsonl`; by default
             the model folder's `heldout.jsonl`.
-        dequantize: write packed layers as the numbers that they stand for.
-        ane: arrange the operators of a Core ML package as the Neural Engine asks.
-        prompt_lengths: numbers of tokens that the `prefill` of a Core ML package takes; 64 and 512 by
-            default, and 32 with `ane`.
+        dequantize: write packed layers as floats.
+        ane: arrange the operators of a Core ML package for the Neural Engine.
+        prompt_lengths: numbers of tokens that the `prefill` of a Core ML package takes; by default 64 and 512,
+            with `ane` 32.
     """
 
     dtype: str | None = None
@@ -73,7 +75,7 @@ class ConversionOptions:
     prompt_lengths: Sequence[int] | None = None
 
     def check(self) -> None:
-        """Raise `AFMError` on options that contradict each other or would do nothing."""
+        """Raise `AFMError` if options contradict each other or have no effect."""
         if self.dtype is not None and self.dtype not in DTYPES:
             raise AFMError(f"dtype is {shown(self.dtype)}; allowed are {', '.join(DTYPES)}.")
         if self.to not in TARGETS:
@@ -82,7 +84,7 @@ class ConversionOptions:
             )
         self._check_core_ml()
         if self.quantize and self.dequantize:
-            raise AFMError("Quantizing and dequantizing are both asked for; choose one.")
+            raise AFMError("quantize and dequantize (-q and -d) exclude each other; choose one.")
         given = [name for name in _OF_QUANTIZATION if getattr(self, name) is not None]
         if given and not self.quantize:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -130,7 +132,7 @@ class ConversionOptions:
         return None if self.dtype is None else DTYPES[self.dtype]
 
     def check_source(self, source: Path, quantized: bool) -> None:
-        """Raise `AFMError` when a folder, quantized or not, can't become what is asked for."""
+        """Raise `AFMError` unless a folder, quantized or not, can be converted with these options."""
         if quantized and self.quantize:
             raise AFMError(
                 f"{source} is quantized already; rounding it again would add one error to the other. Convert "
@@ -148,20 +150,20 @@ class ConversionOptions:
 
     @property
     def for_mlx_lm(self) -> bool:
-        """True if the folder is for mlx-lm itself, and holds nothing that only this package reads."""
+        """True if the folder is for mlx-lm itself, without anything that only this package reads."""
         return self.to == "mlx-lm"
 
     @property
     def for_core_ml(self) -> bool:
-        """True if a Core ML package is asked for."""
+        """True if the result is a Core ML package."""
         return self.to == "coreml"
 
     @property
     def bits_to_mix(self) -> tuple[int, int]:
-        """Fewer and more bits, between which `target_bpw` chooses.
+        """The fewer and the more bits between which `target_bpw` chooses.
 
         Raises:
-            ConfigError: for a recipe of mlx-lm's own, which has other bits.
+            ConfigError: for a recipe of mlx-lm, which has other bits.
         """
         if not isinstance(self.quant_predicate, str):
             return 2, 4
@@ -173,7 +175,7 @@ class ConversionOptions:
         return RECIPES[self.quant_predicate]
 
     def rule(self, mode: str) -> QuantizationRule:
-        """The rule of most layers; in a mix, of those with more bits.
+        """Return the rule of most layers, in a mix of the layers with more bits.
 
         Args:
             mode: the default of `q_mode`.
@@ -185,7 +187,7 @@ class ConversionOptions:
         return QuantizationRule(bits, mode, self.q_granularity, self.q_group_size)
 
     def embedding_rule(self, rule: QuantizationRule) -> QuantizationRule:
-        """The rule of embeddings and heads, which is `rule` but for what the options say."""
+        """Return the rule of embeddings and heads: `rule` with the changes that the options name."""
         bits = self.q_embedding_bits or max(rule.bits, 4)
         if self.q_embedding_mode is None and self.q_embedding_granularity is None:
             return dataclasses.replace(rule, bits=bits)
@@ -193,16 +195,16 @@ class ConversionOptions:
         return QuantizationRule(bits, mode, self.q_embedding_granularity)
 
     def afm_rules(self, config: ModelConfig) -> dict[str, QuantizationRule]:
-        """The rule of every layer of an AFM model that is packed, by its path.
+        """Return the rule of every packed layer of an AFM model, by its path.
 
         Raises:
-            ConfigError, CheckpointError: name the layer that can't be packed so.
+            ConfigError, CheckpointError: name the layer that can't be packed by its rule.
         """
         rule = self.rule("balanced")
         predicate = self.quant_predicate
         if isinstance(predicate, str):
             predicate = recipe(predicate, config, rule)
-        # The model's arrays are lazy, and stay unmade.
+        # The model's arrays are lazy, and are never computed.
         return layer_rules(Model(config), rule, self.embedding_rule(rule), predicate)
 
 
@@ -212,8 +214,8 @@ def prompt_lengths(
     """Return the numbers of tokens that `prefill` of a Core ML package takes, ascending.
 
     Args:
-        wanted: numbers that were asked for; None for `PROMPT_LENGTHS` or `NEURAL_ENGINE_PROMPT_LENGTHS`, as far
-            as the context allows.
+        wanted: requested numbers; None for the default ones (`PROMPT_LENGTHS`, `NEURAL_ENGINE_PROMPT_LENGTHS`)
+            that fit into the context.
         context: tokens of the model's context.
         neural_engine: True for a package in the Neural Engine's arrangement.
 
@@ -237,15 +239,15 @@ _OF_QUANTIZATION = (
 
 
 def recipe(name: str, config: ModelConfig, rule: QuantizationRule) -> Predicate:
-    """mlx-lm's choice of layers that get more bits, in bits that packed layers have.
+    """Return a predicate that gives more bits to the layers that mlx-lm's recipes choose.
 
-    These are the values (here all of the fused QKV) and the down projection in the first and the last
-    eighth of the blocks, and in every third block between.
+    These are the values (here the whole fused QKV) and the down projection in the first and the last eighth of
+    the blocks, and in every third block between.
 
     Source: mlx-lm 0.32.2, `mixed_quant_predicate_builder` of `mlx_lm/convert.py`, after llama.cpp.
 
     Raises:
-        ConfigError: for mlx-lm's own recipes, which have 3 and 6 bits.
+        ConfigError: for recipes of mlx-lm, which have 3 and 6 bits.
     """
     if name not in RECIPES:
         raise ConfigError(

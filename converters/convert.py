@@ -1,13 +1,12 @@
-"""`convert` finds out what a source is and writes a model folder, or a Core ML package.
+"""`convert` detects the format of a source, and writes a model folder or a Core ML package.
 
-| source | file |
+| source | written by |
 | --- | --- |
 | a toolkit checkpoint: a folder with `base-model.pt`, or a `.pt` file with its config | `toolkit.py` |
-| a model folder of mlx-lm's `afm7`, or one of ours | `mlx_lm.py` |
-| any other model that mlx-lm knows, as a folder or a hub id | `other_models.py`, by mlx-lm |
+| a folder of an AFM model, ours or mlx-lm's | `mlx_lm.py`; a Core ML package by `coreml/` |
+| any other model that mlx-lm knows, as a folder or a hub id | `other_models.py`, through mlx-lm |
 
-The first two say where a model's parameters lie; `folder_writer.py` writes them. A Core ML package is made of
-the second (`coreml/`).
+The first two locate a model's parameters, and `folder_writer.py` writes them.
 """
 
 from __future__ import annotations
@@ -19,9 +18,14 @@ from typing import Any
 
 from afm_mlx.checkpoint.toolkit_checkpoint import check_archive, is_toolkit_config
 from afm_mlx.config import MODEL_TYPE, read_config_json
-from afm_mlx.converters import mixed_bits
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.coreml.source import plan_package
+from afm_mlx.converters.mixed_bits import (
+    Mix,
+    calibration_file,
+    check_mlx_format,
+    mix_of_folder,
+)
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model
 from afm_mlx.converters.toolkit import write_toolkit
@@ -44,22 +48,22 @@ def convert(
 ) -> Path:
     """Convert a checkpoint to a model folder, or a model folder to a Core ML package.
 
-    The folder is built beside its place and renamed when it is whole: a failure or an interrupt leaves
+    The folder is built next to its path and renamed once it is complete: a failure or an interrupt leaves
     nothing behind. The source is never written to.
 
     Args:
         model: a toolkit checkpoint, a model folder, or a hub id.
-        mlx_path: the folder to make; it must not exist. A package's name ends with `.mlpackage`.
+        mlx_path: path of the folder, which must not exist. A package's name ends with `.mlpackage`.
         progress: called with bytes written and bytes in all.
-        measuring: called with passes over the text that are done, and passes in all.
-        options: type, target and packing, see `ConversionOptions`; all as in the source by default.
+        measuring: called with passes over the calibration text that are done, and passes in all.
+        options: type, target and packing, see `ConversionOptions`; by default all as in the source.
 
     Returns:
         `mlx_path`.
 
     Raises:
-        AFMError: when the source can't be read or can't become what was asked for; the message says why.
-        TypeError: for an option that there is not.
+        AFMError: if the source can't be read or can't be converted with these options.
+        TypeError: for an unknown option.
     """
     unknown = options.keys() - {field.name for field in fields(ConversionOptions)}
     if unknown:
@@ -76,7 +80,15 @@ def convert(
         if chosen.for_core_ml:
             _convert_to_core_ml(source, kind, mlx_path, chosen, progress)
         elif kind in ("toolkit", MODEL_TYPE):
-            _convert_afm(source, kind, mlx_path, chosen, progress, measuring)
+            mix = None
+            if chosen.target_bpw is not None:
+                mix = _mix_of_afm(source, kind, mlx_path, chosen, measuring)
+                chosen = mix.options
+            write = write_toolkit if kind == "toolkit" else write_mlx_lm
+            with atomic_folder(mlx_path) as folder:
+                write(source, folder, mlx_path.name, chosen, progress)
+                if mix is not None:
+                    mix.write(folder)
         else:
             with atomic_folder(mlx_path) as folder:
                 write_other_model(source, folder, kind, chosen, measuring)
@@ -86,25 +98,6 @@ def convert(
             "there is room and permission to write."
         ) from None
     return mlx_path
-
-
-def _convert_afm(
-    source: Path,
-    kind: str,
-    mlx_path: Path,
-    options: ConversionOptions,
-    progress: Progress | None,
-    measuring: Progress | None,
-) -> None:
-    mix = None
-    if options.target_bpw is not None:
-        mix = _mix_of(source, kind, mlx_path, options, measuring)
-        options = mix.options
-    write = write_toolkit if kind == "toolkit" else write_mlx_lm
-    with atomic_folder(mlx_path) as folder:
-        write(source, folder, mlx_path.name, options, progress)
-        if mix is not None:
-            mix.write(folder)
 
 
 def _convert_to_core_ml(
@@ -143,12 +136,31 @@ def _convert_to_core_ml(
         write_package(plan, folder, progress)
 
 
+def _mix_of_afm(
+    source: Path,
+    kind: str,
+    mlx_path: Path,
+    options: ConversionOptions,
+    progress: Progress | None,
+) -> Mix:
+    data = calibration_file(options, source)
+    if options.for_mlx_lm:
+        check_mlx_format(options, "balanced")
+    if kind != "toolkit":
+        return mix_of_folder(source, options, data, progress)
+    mlx_path.parent.mkdir(parents=True, exist_ok=True)
+    # Only a folder can be read into a model: float weights are written to the output's disk for a while.
+    with place_beside(mlx_path) as place:
+        folder = convert(source, place / "float")
+        return mix_of_folder(folder, options, data, progress)
+
+
 def detect(source: Path) -> str:
-    """The kind of a source, by its content: "toolkit", or the `model_type` of a model folder.
+    """Return "toolkit" for a toolkit checkpoint, or the `model_type` of a model folder.
 
     Raises:
-        CheckpointError: when it is nothing that can be converted; says what was found.
-        ConfigError: when its config.json can't be read, or names no model type.
+        CheckpointError: if it is neither; says what was found.
+        ConfigError: if its config.json can't be read, or names no model type.
     """
     if not source.is_dir():
         check_archive(source)
@@ -166,7 +178,7 @@ def detect(source: Path) -> str:
     values = read_config_json(config)
     if is_toolkit_config(values):
         raise CheckpointError(
-            f"{config} is a config of a toolkit checkpoint, whose .pt file is not beside it."
+            f"{config} is a config of a toolkit checkpoint, without its .pt file in the same folder."
         )
     kind = values.get("model_type")
     if not kind or not isinstance(kind, str):
@@ -175,22 +187,3 @@ def detect(source: Path) -> str:
             f"{MODEL_TYPE!r} for an AFM model."
         )
     return kind
-
-
-def _mix_of(
-    source: Path,
-    kind: str,
-    mlx_path: Path,
-    options: ConversionOptions,
-    progress: Progress | None,
-) -> mixed_bits.Mix:
-    data = mixed_bits.calibration_file(options, source)
-    if options.for_mlx_lm:
-        mixed_bits.check_mlx_format(options, "balanced")
-    if kind != "toolkit":
-        return mixed_bits.mix_of_folder(source, options, data, progress)
-    mlx_path.parent.mkdir(parents=True, exist_ok=True)
-    # Float weights lie beside the output for a while: only a folder can be read into a model.
-    with place_beside(mlx_path) as place:
-        folder = convert(source, place / "float")
-        return mixed_bits.mix_of_folder(folder, options, data, progress)

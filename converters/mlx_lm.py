@@ -1,8 +1,7 @@
-"""Model folders of mlx-lm's `afm7`, to ours and back.
+"""Folders of AFM models, ours and mlx-lm's `afm7`, one to the other.
 
 The layouts are the same. Ours has two more keys in `config.json`, `kv_bits` and `context_length`, which
-mlx-lm ignores. A model that mlx-lm would load, but compute differently, is refused when a folder for mlx-lm is
-asked for.
+mlx-lm ignores. A folder for mlx-lm is refused if mlx-lm would load the model, but compute it differently.
 
 Source: mlx-lm 0.32.2, `mlx_lm/models/afm7.py` and `mlx_lm/utils.py`.
 """
@@ -37,10 +36,10 @@ from afm_mlx.quantization.packed_layers import PARTS
 
 
 def read_config(folder: Path, tensors: Mapping[str, Any]) -> ModelConfig:
-    """The config of an afm7 folder, ours or mlx-lm's; `kv_bits` comes from the tensors where it is absent.
+    """Read the config of an afm7 folder, ours or mlx-lm's; a missing `kv_bits` follows from the tensors.
 
     Raises:
-        ConfigError: on a missing `rope_theta`, which mlx-lm fills with a value that no AFM model has.
+        ConfigError: if `rope_theta` is missing, for which mlx-lm has a default that no AFM model uses.
     """
     path = folder / "config.json"
     values = read_config_json(path)
@@ -57,7 +56,7 @@ def read_config(folder: Path, tensors: Mapping[str, Any]) -> ModelConfig:
 
 
 def check_mlx_lm_computes(config: ModelConfig, source: str | Path) -> None:
-    """Raise `AFMError` when mlx-lm itself would compute something else than this model; says what."""
+    """Raise `AFMError`, which says why, if mlx-lm itself would compute this model differently."""
     if config.kv_bits is None:
         reason = "its afm7 always rounds keys and values to 8 bits, and this model has no scales for that"
     elif int(config.hidden_dim * config.hidden_dim_scale_factor) != config.ffn_dim:
@@ -76,14 +75,14 @@ def write_mlx_lm(
     options: ConversionOptions,
     progress: Progress | None = None,
 ) -> None:
-    """Check an afm7 folder and write it into an empty one.
+    """Check an afm7 folder and convert it into an empty folder.
 
     Args:
         source: a model folder, ours or mlx-lm's.
         folder, name, options, progress: see `write_toolkit`.
 
     Raises:
-        AFMError: when the folder is damaged, contradicts its config, or can't be what is asked for.
+        AFMError: if the folder is damaged, contradicts its config, or can't be converted with these options.
     """
     tensors, path = stored_tensors(source), source / "config.json"
     config = read_config(source, tensors)
@@ -110,7 +109,7 @@ def stored_parameters(
     rules: StoredRules,
     quantization: Mapping[str, Any],
 ) -> dict[str, StoredParameter | StoredLayer]:
-    """Where the folder holds each parameter."""
+    """Return where the folder stores each parameter, by name."""
     found: dict[str, StoredParameter | StoredLayer] = {}
     stored = {name: StoredParameter(tensor) for name, tensor in tensors.items()}
     dtype = tensors["model.output_norm.weight"].dtype
@@ -128,7 +127,7 @@ def stored_parameters(
 def _copy_adapters(
     source: Path, folder: Path, config: ModelConfig, dtype: mx.Dtype | None
 ) -> list[str]:
-    """Copy the adapters inside a folder of ours; those made for its base now belong to the new one."""
+    """Copy the adapters in a folder, with the new folder's fingerprint for the old one; returns their names."""
     paths = sorted(path.parent for path in source.glob("adapters/*/adapter_config.json"))
     if not paths:
         return []
@@ -145,7 +144,7 @@ def _copy_adapters(
 
 
 def _copy_tokenizer(source: Path, folder: Path, vocab_size: int) -> None:
-    """Copy a folder's tokenizer files, which must be there and have no more tokens than the embedding rows."""
+    """Copy a folder's tokenizer, which must be there and have no more tokens than the embedding has rows."""
     names = copy_tokenizer_files(source, folder)
     if not {"tokenizer.json", "tokenizer.model"} & set(names):
         raise CheckpointError(f"{source} has no tokenizer.json and no tokenizer.model.")

@@ -1,8 +1,4 @@
-"""Models of other architectures, which mlx-lm converts.
-
-`afm-mlx convert` stands in for `mlx_lm.convert`, which is installed anyway: mlx-lm writes the formats that it
-has, and this package writes balanced and palette weights, which mlx-lm does not have.
-"""
+"""Models of other architectures: mlx-lm writes its own formats, this package balanced and palette weights."""
 
 from __future__ import annotations
 
@@ -53,11 +49,11 @@ def write_other_model(
         measuring: see `convert`.
 
     Raises:
-        AFMError: when neither mlx-lm nor this package can convert it so.
+        AFMError: if neither mlx-lm nor this package can convert it with these options.
     """
     inner = folder / "converted"
     packed = has_packed_layers(quantization_of(read_config_json(source / "config.json"), source))
-    ours = options.quantize and not _is_mlx_lms(options)
+    ours = options.quantize and not _is_mlx_lm_format(options)
     try:
         # mlx-lm reports on stdout, which belongs to the caller.
         with contextlib.redirect_stdout(sys.stderr):
@@ -69,9 +65,9 @@ def write_other_model(
         raise
     except ImportError as error:
         raise AFMError(package_problem(error) or str(error)) from error
-    except Exception as error:  # whatever a damaged folder makes mlx-lm raise
+    except Exception as error:  # a damaged folder may make mlx-lm raise anything
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            raise  # the disk's: `convert` says what it lacks
+            raise  # of the disk: `convert` handles it
         reason = named(" ".join(str(error).split()) or type(error).__name__)
         raise AFMError(
             f"{source} is a model of the architecture {shown(kind)}, which mlx-lm can't convert: {reason}"
@@ -81,8 +77,8 @@ def write_other_model(
     inner.rmdir()
 
 
-def _is_mlx_lms(options: ConversionOptions) -> bool:
-    """True if mlx-lm has the format and the choice of layers that are asked for."""
+def _is_mlx_lm_format(options: ConversionOptions) -> bool:
+    """True if mlx-lm has the requested format and choice of layers."""
     ours = ("q_embedding_bits", "q_embedding_mode", "q_embedding_granularity", "target_bpw")
     return (
         (options.q_mode or "affine") in _MLX_LM_MODES
@@ -164,10 +160,10 @@ def _write_packed(
 
 
 def _to_mlx_layers(model: nn.Module, quantization: dict[str, Any]) -> dict[str, Any]:
-    """Give packed layers the format of MLX's own that holds the same numbers.
+    """Convert packed layers to MLX's own format, with the same numbers.
 
     Returns:
-        `quantization` of config.json; MLX's own layers in the model keep their settings.
+        `quantization` for config.json; MLX's own layers in the model keep their settings.
 
     Raises:
         AFMError: names the layer that MLX has no format for.

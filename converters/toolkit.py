@@ -1,11 +1,11 @@
 """Training checkpoints of Apple's adapter toolkit, as `tamm` writes them, to a model folder.
 
 The source is a folder with `base-model.pt`, `base-model-config.json`, `tokenizer.model` and
-`tokenizer-config.json` (the toolkit's `assets`), or the path of one `.pt` file with its config and
-the tokenizer beside it. Adapters inside the checkpoint become folders of their own, `adapters/<id>`.
+`tokenizer-config.json` (the toolkit's `assets`), or the path of one `.pt` file in a folder with its config and
+the tokenizer. Adapters inside the checkpoint become folders of their own, `adapters/<id>`.
 
-The static ranges that quantize keys and values become scales: `max(low / -128, high / 127)`, which is how
-tamm's observer computes them (`tamm/ao/layers/fake_quantize.py`).
+The static ranges that quantize keys and values become scales, `max(low / -128, high / 127)`, as tamm's observer
+computes them (`tamm/ao/layers/fake_quantize.py`).
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ if TYPE_CHECKING:
 
 
 def find_files(path: Path) -> tuple[Path, Path, Path]:
-    """The weights, the config and the tokenizer of a checkpoint: a `.pt` file, or a folder with all three.
+    """Find the weights, the config and the tokenizer of a checkpoint: a `.pt` file, or a folder with all three.
 
     Raises:
-        CheckpointError: names the file that is missing, or the several between which to choose.
+        CheckpointError: names the missing file, or the `.pt` files to choose from.
     """
     weights = _choose_weights(path) if path.is_dir() else path
     folder, stem = weights.parent, weights.stem
@@ -79,8 +79,8 @@ def find_files(path: Path) -> tuple[Path, Path, Path]:
     tokenizer = folder / "tokenizer.model"
     if not tokenizer.is_file():
         raise CheckpointError(
-            f"{tokenizer} is missing: the tokenizer that the model was trained with belongs beside "
-            f"{weights.name}. Copy it from the toolkit's assets."
+            f"{tokenizer} is missing: the tokenizer that the model was trained with belongs into "
+            f"the folder of {weights.name}. Copy it from the toolkit's assets."
         )
     return weights, config, tokenizer
 
@@ -97,12 +97,12 @@ def write_toolkit(
     Args:
         source: see `find_files`.
         folder: where to write.
-        name: what the card calls the folder.
-        options: what the folder is to be; one for mlx-lm itself gets no adapters.
+        name: the folder's name in the card.
+        options: how to convert; a folder for mlx-lm itself gets no adapters.
         progress: see `write_weights`.
 
     Raises:
-        AFMError: when the checkpoint is damaged, is not what its config says, or can't be what is asked for.
+        AFMError: if the checkpoint is damaged, contradicts its config, or can't be converted with the options.
     """
     weights, config_path, spm = find_files(source)
     config = read_toolkit_config(config_path)
@@ -129,7 +129,7 @@ def write_toolkit(
         folder,
         name=name,
         source=weights.name,
-        # mlx-lm itself would otherwise stop at the end of a turn only.
+        # Without this, mlx-lm itself would stop at the end of a turn only.
         values={"eos_token_id": [tokenizer.eos_token_id, tokenizer.separator_id]},
         adapters=sorted(adapters),
     )
@@ -147,7 +147,7 @@ class _TorchParameter:
     @property
     def dtype(self) -> mx.Dtype:
         stored = mlx_dtype(self.tensor)
-        assert stored is not None  # _check_state saw to it
+        assert stored is not None  # _check_state has checked it
         return stored
 
     def rows(self) -> Rows:
@@ -162,7 +162,7 @@ class _TorchParameter:
 
 
 def _parameters(keys: KeyMap, state: State, source: str) -> dict[str, _TorchParameter]:
-    """The base model's parameters by our names."""
+    """Return the base model's parameters by our names."""
     tensors = {name: (state[key], key) for name, key in keys.weights.items()}
     for name, pair in keys.kv_ranges.items():
         tensors[name] = _kv_scale(pair, state, source), pair["range"]
@@ -183,7 +183,7 @@ def _choose_weights(folder: Path) -> Path:
 
 
 def _check_vocabulary(folder: Path, source: Path, vocab_size: int) -> None:
-    # The written model, which may have more pieces than the source: tokenizer-config.json adds some.
+    # Of the written model, which may have more pieces than the source: tokenizer-config.json adds some.
     written = folder / source.name
     pieces = SentencePieceVocabulary(written.read_bytes(), source).size
     if pieces > vocab_size:
@@ -194,7 +194,7 @@ def _check_vocabulary(folder: Path, source: Path, vocab_size: int) -> None:
 
 
 def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -> None:
-    """Raise unless names, shapes and types are those of the config, and the head is the embedding."""
+    """Raise unless names, shapes and types fit the config, and the head is the embedding."""
     if keys.adapters and not keys.weights:
         raise CheckpointError(
             f"{source} holds the adapters {named(', '.join(sorted(keys.adapters)))} and no base model. "
@@ -223,7 +223,7 @@ def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -
 
 
 def _kv_scale(keys: dict[str, str], state: State, source: str) -> torch.Tensor:
-    """The scale that a quantizer's range stands for, float32."""
+    """Compute the scale, float32, from a quantizer's range."""
     if set(keys) != {"range", "num_samples"}:
         raise CheckpointError(
             f"{source}: {named(next(iter(keys.values())))} stands alone; a KV quantizer has a range and "
@@ -234,7 +234,7 @@ def _kv_scale(keys: dict[str, str], state: State, source: str) -> torch.Tensor:
         raise CheckpointError(
             f"{source}: {keys['range']} is {list(observed.shape)} and must be [2], lowest and highest."
         )
-    # In float32, as tamm computes it: the model was trained with just this number.
+    # In float32, as tamm computes it: the model was trained with exactly this number.
     low, high = (np.float32(value) for value in observed.float().tolist())
     with np.errstate(invalid="ignore"):
         scale = max(low * np.float32(1 / -128), high * np.float32(1 / 127))
@@ -250,7 +250,7 @@ def _kv_scale(keys: dict[str, str], state: State, source: str) -> torch.Tensor:
 def _plan_adapters(
     config: ToolkitConfig, keys: KeyMap, state: State, source: str
 ) -> dict[str, AdapterConfig]:
-    """Check each adapter's tensors against the config and the base; return the configs to write, by id."""
+    """Check each adapter's tensors against the config and the base; returns the configs to write, by id."""
     plans = {}
     for adapter, tensors in keys.adapters.items():
         where = f"{source}: adapter {shown(adapter)}"
