@@ -23,11 +23,11 @@ from msgspec import Meta, Struct
 from afm_mlx.server.field_rules import EMPTY, Honoured, Ignored, Kinds, Refused, rules_of
 
 MAX_STOPS, MAX_STOP = 16, 1000
-"""Stop strings of a request, and characters of one, at most."""
-MAX_MESSAGES, MAX_PARTIALS, MAX_TOOLS = 1 << 14, 1 << 12, 1 << 10
-"""Messages or items of a request; parts, blocks or calls of a message; and tools, at most."""
+"""Limits on the number of stop strings, and on the characters of one."""
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 1 << 14, 1 << 12, 1 << 10
+"""Limits on the messages or items of a request, on a message's parts, blocks or calls, and on tools."""
 MAX_CHOICES, MAX_BIASES, MAX_TOKENS = 1 << 12, 1 << 14, 1 << 20
-"""Texts that an answer may be one of, biases of tokens, and prompts or token ids of one prompt, at most."""
+"""Limits on choices of an answer, on biased tokens, and on prompts or the token ids of one."""
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -47,31 +47,29 @@ Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None
 MODEL = Honoured("one of `/v1/models`; any other is a 404, `model_not_found`")
 STREAM = Honoured("the answer comes as events while it is generated")
 LIMIT = Honoured(
-    "new tokens at most; -1 for as many as the context holds. A full context ends an answer in any case"
+    "maximum number of new tokens; -1 for as many as the context holds. A full context always ends an answer"
 )
-SAMPLING = Honoured("sampling; by default what the server was started with (`--temp` and so on)")
-TOP_K = Honoured("draws from this many most likely tokens; 0 and -1 are all", off=(-1,))
-SEED = Honoured("the same seed repeats an answer; -1 draws a new seed", off=(-1,))
-PARALLEL = Honoured("whether an answer may have several calls", shapes_answers=False)
-WHO = Ignored("says who asks, for the provider's own use", if_strict=True)
-WHO_ELSE = Ignored("for the provider's own use")
-CACHE = Ignored("the prefix cache finds what prompts share by itself")
+SAMPLING = Honoured("sampling; the defaults are the server's (`--temp` and so on)")
+TOP_K = Honoured("samples from this many most likely tokens; 0 and -1 mean all", off=(-1,))
+SEED = Honoured("the same seed repeats an answer; -1 is a random seed", off=(-1,))
+PARALLEL = Honoured("allows several calls in one answer", shapes_answers=False)
+WHO = Ignored("identifies the user to the provider", if_strict=True)
+WHO_ELSE = Ignored("for the provider")
+CACHE = Ignored("the prefix cache finds shared prefixes by itself")
 CACHE_MARK = Ignored(CACHE.text, if_strict=True)
 NO_THOUGHTS = Ignored("the model answers without reasoning first", ("none", *EMPTY))
 LENGTH = Ignored("answers are as long as the prompt asks for", ("medium", *EMPTY))
-ALIKE = Ignored("all requests are served alike", ("auto", "default", "standard", *EMPTY))
+ALIKE = Ignored("all requests have one priority", ("auto", "default", "standard", *EMPTY))
 NOT_PADDED = Ignored("events are never padded")
 ALL_SHOWN = Ignored("all tools are shown at once")
 NEVER_SHORTENED = Ignored("a conversation is never shortened", ("disabled", {"edits": []}, *EMPTY))
-NO_NAMES = Ignored("the model is not shown the names of speakers")
-ECHO = Ignored("echoed from an earlier answer; of no use here", is_named=False)
+NO_NAMES = Ignored("the model is not shown names of speakers")
+ECHO = Ignored("repeated from an earlier answer; not used here", is_named=False)
 OF_USE_TO_CLIENTS = Ignored(ECHO.text, is_named=False, if_strict=True)
-KEPT_TO = Ignored(
-    "calls and answers keep to their schema, strict or not", is_named=False, if_strict=True
-)
+KEPT_TO = Ignored("calls and answers always follow their schema", is_named=False, if_strict=True)
 TEXT_ONLY = "this model reads and writes text only"
 CALLERS = Refused("the model calls tools itself", (["direct"], *EMPTY))
-OTHERS_TOOL = "a tool that this server doesn't run: the model is never offered it"
+OTHERS_TOOL = "a tool of another provider, which the model is not offered"
 
 
 class Fields(Struct, kw_only=True):
@@ -95,7 +93,7 @@ PART = Kinds("this model reads text only")
 ANSWER_PART = Kinds(
     PART.text, ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}), why=ECHO.text
 )
-Texts = str | Annotated[list[Annotated[TextPart, PART]], Meta(max_length=MAX_PARTIALS)]
+Texts = str | Annotated[list[Annotated[TextPart, PART]], Meta(max_length=MAX_PARTS)]
 
 
 class CalledFunction(Fields):
@@ -128,14 +126,14 @@ class AssistantMessage(Fields, tag_field="role", tag="assistant"):
     content: (
         str
         | Annotated[
-            list[Annotated[TextPart | RefusalPart, ANSWER_PART]], Meta(max_length=MAX_PARTIALS)
+            list[Annotated[TextPart | RefusalPart, ANSWER_PART]], Meta(max_length=MAX_PARTS)
         ]
         | None
     ) = None
     tool_calls: (
         Annotated[
             list[Annotated[ChatCall, Kinds("calls are of functions", default="function")]],
-            Meta(max_length=MAX_PARTIALS),
+            Meta(max_length=MAX_PARTS),
         ]
         | None
     ) = None
@@ -235,7 +233,7 @@ Choices = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 
 
 class StructuredOutputs(Fields):
-    """What an answer must look like, under vLLM's names; exactly one of them."""
+    """A constraint under one of vLLM's names."""
 
     json: dict[str, Any] | bool | str | None = None
     regex: str | None = None
@@ -246,7 +244,7 @@ class StructuredOutputs(Fields):
 
 
 OLDER = Honoured("the older names of `structured_outputs`", off=("", []))
-PENALTY = Honoured("-2 to 2, for tokens that the answer has already")
+PENALTY = Honoured("-2 to 2, for tokens that are in the answer")
 
 
 class SampledRequest(Fields):
@@ -258,14 +256,14 @@ class SampledRequest(Fields):
         ChatStreamOptions | None,
         Honoured(
             "`include_usage` adds a last event with the counts, in chats also with `timings`: milliseconds "
-            "until the model chose its first token, and tokens per second from there",
+            "until the first sampled token, and tokens per second after it",
             shapes_answers=False,
         ),
     ] = None
     n: Annotated[
         Count | None,
         Honoured(
-            "answers for each prompt; the first has `seed`, and the others' seeds are derived from it"
+            "number of answers for each prompt; the first has `seed`, from which the other seeds are derived"
         ),
     ] = None
     max_tokens: Annotated[Limit | None, LIMIT] = None
@@ -277,7 +275,7 @@ class SampledRequest(Fields):
     stop: Annotated[
         Stop,
         Honoured(
-            "up to 16 texts that end the answer, found across tokens, too; they are not part of it",
+            "up to 16 strings that end the answer and are not part of it; found across tokens, too",
             off=("",),
         ),
     ] = None
@@ -285,7 +283,7 @@ class SampledRequest(Fields):
     presence_penalty: Annotated[Penalty | None, PENALTY] = None
     repetition_penalty: Annotated[
         RepetitionPenalty | None,
-        Honoured("above 0 to 10, for tokens that prompt and answer have already"),
+        Honoured("above 0 to 10, for tokens that are in the prompt or the answer"),
     ] = None
     logit_bias: Annotated[
         Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None,
@@ -317,7 +315,7 @@ class ChatRequest(SampledRequest, kw_only=True):
         Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)],
         Honoured(
             "roles `system`, `developer`, `user`, `assistant`, `tool`; content as text or parts of type "
-            "`text`. Instructions behind other messages are read as a part of the user's turn there. An answer "
+            "`text`. Instructions after other messages become a part of the user's turn there. An answer "
             "at the end is continued"
         ),
     ]
@@ -333,7 +331,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     response_format: Annotated[
         ChatFormat | None,
         Honoured(
-            "`text`, `json_object`, `json_schema`: answers follow the schema, `strict` or not; one that "
+            "`text`, `json_object`, `json_schema`: answers always follow the schema; one that "
             "can't be enforced is refused",
             off=({},),
         ),
@@ -341,7 +339,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     tools: Annotated[
         Annotated[list[ChatTool], Meta(max_length=MAX_TOOLS)] | None,
         Honoured(
-            "functions; arguments follow their schema, and are streamed while they are generated"
+            "functions; arguments always follow their schema, and are streamed while they are generated"
         ),
     ] = None
     tool_choice: Annotated[
@@ -413,7 +411,7 @@ ItemTexts = (
     str
     | Annotated[
         list[Annotated[InputTextPart | OutputTextPart | RefusalPart, PART]],
-        Meta(max_length=MAX_PARTIALS),
+        Meta(max_length=MAX_PARTS),
     ]
 )
 
@@ -429,7 +427,7 @@ class MessageItem(Fields, tag_field="type", tag="message"):
 
 
 class CallItem(Fields, tag_field="type", tag="function_call"):
-    """A call that the model has made."""
+    """A tool call of the model."""
 
     call_id: str
     name: str
@@ -441,7 +439,7 @@ class CallItem(Fields, tag_field="type", tag="function_call"):
 
 
 class ResultItem(Fields, tag_field="type", tag="function_call_output"):
-    """What a call has returned."""
+    """The result of a tool call."""
 
     call_id: str
     output: ItemTexts | None = None
@@ -453,7 +451,7 @@ class ResultItem(Fields, tag_field="type", tag="function_call_output"):
 
 
 class ReferenceItem(Fields, tag_field="type", tag="item_reference"):
-    """An item of a response that is kept, by its id."""
+    """A reference to an item of a kept response."""
 
     id: str
 
@@ -470,7 +468,7 @@ InputItem = Annotated[
 
 
 class ResponseFunctionTool(Fields, tag_field="type", tag="function"):
-    """A tool that the client runs. Its arguments are held to the schema, `strict` or not."""
+    """A tool that the client runs."""
 
     name: ToolName
     parameters: dict[str, Any] | None = None
@@ -485,13 +483,13 @@ ResponseTool = Annotated[ResponseFunctionTool, OTHERS_TOOLS]
 
 
 class ChosenTool(Fields, tag_field="type", tag="function"):
-    """`tool_choice`: exactly one call of this tool; or one of the tools that `allowed_tools` names."""
+    """`tool_choice`: exactly one call of this tool. Also an element of `allowed_tools`."""
 
     name: str
 
 
 class ResponseAllowedTools(Fields, tag_field="type", tag="allowed_tools"):
-    """`tool_choice`: only some of the tools, as if there were no others."""
+    """`tool_choice`: only these tools can be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[Annotated[ChosenTool, OTHERS_TOOLS]], Meta(max_length=MAX_TOOLS)]
@@ -514,7 +512,7 @@ class ResponseStreamOptions(Fields):
 
 
 class ResponseSchemaFormat(Fields, tag_field="type", tag="json_schema"):
-    """`text.format`: JSON under a schema. Every answer is held to it, `strict` or not."""
+    """`text.format`: JSON under a schema."""
 
     name: FormatName
     schema: dict[str, Any]
@@ -533,15 +531,15 @@ class TextOptions(Fields):
 
 
 class InputRequest(Fields):
-    """What a prompt is made of: fields of a response, and of a count of its prompt's tokens."""
+    """The fields that make a prompt, also the body of `/v1/responses/input_tokens`."""
 
     model: Annotated[str, MODEL]
     input: Annotated[
         str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None,
         Honoured(
             "a text, or items: messages (`input_text`, `output_text`, `refusal`), `function_call`, "
-            "`function_call_output`, `item_reference` to an item of a response that is kept. Messages of the "
-            "roles `system` and `developer` that come first are instructions; later ones are read as a part of "
+            "`function_call_output`, `item_reference` to an item of a kept response. Messages of the "
+            "roles `system` and `developer` that come first are instructions; later ones become a part of "
             "the user's turn there"
         ),
     ] = None
@@ -554,13 +552,11 @@ class InputRequest(Fields):
     ] = None
     text: Annotated[
         TextOptions | None,
-        Honoured(
-            "`format`: `text`, `json_object`, `json_schema`; answers follow it, `strict` or not"
-        ),
+        Honoured("`format`: `text`, `json_object`, `json_schema`; answers always follow it"),
     ] = None
     tools: Annotated[
         Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None,
-        Honoured("functions; arguments follow their schema, `strict` or not"),
+        Honoured("functions; arguments always follow their schema"),
     ] = None
     tool_choice: Annotated[
         ResponseToolChoice | None,
@@ -588,26 +584,29 @@ class ResponseRequest(InputRequest, kw_only=True):
     max_output_tokens: Annotated[
         Limit | None,
         Honoured(
-            "new tokens at most, -1 for as many as the context holds; an answer that is cut off is `incomplete`"
+            "maximum number of new tokens; -1 for as many as the context holds. An answer that is cut off is "
+            "`incomplete`"
         ),
     ] = None
     include: Annotated[
-        Annotated[list[str], Meta(max_length=MAX_PARTIALS)] | None,
+        Annotated[list[str], Meta(max_length=MAX_PARTS)] | None,
         Honoured(
-            "`message.output_text.logprobs` asks for log-probabilities, of up to 20 most likely tokens. "
-            "Other names are accepted, and mean items that no answer here has",
+            "`message.output_text.logprobs` requests log-probabilities, of up to 20 most likely tokens. "
+            "Other names are accepted, for items that no answer here has",
             shapes_answers=False,
         ),
     ] = None
     top_logprobs: Annotated[
         TopLogprobs | None,
-        Honoured("most likely tokens in the log-probabilities that `include` asks for, up to 20"),
+        Honoured(
+            "number of most likely tokens in the log-probabilities that `include` requests, up to 20"
+        ),
     ] = None
     store: Annotated[
         bool | None,
         Honoured(
-            "whether the response is kept; true by default. Kept responses are in memory until the server "
-            "stops, and only the client (key) that asked for one can read it",
+            "keeps the response; true by default. Kept responses are in memory until the server "
+            "stops, and only the client (key) that made one can read it",
             shapes_answers=False,
         ),
     ] = None
@@ -642,7 +641,7 @@ class ClaudeText(Fields, tag_field="type", tag="text"):
 
 
 class ToolUseBlock(Fields, tag_field="type", tag="tool_use"):
-    """A call that the model has made."""
+    """A tool call of the model."""
 
     id: str
     name: str
@@ -656,12 +655,12 @@ RESULT_PART = Kinds(PART.text, ignored=frozenset({"tool_reference"}), why=ALL_SH
 
 
 class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
-    """What a call has returned."""
+    """The result of a tool call."""
 
     tool_use_id: str
     content: (
         str
-        | Annotated[list[Annotated[ClaudeText, RESULT_PART]], Meta(max_length=MAX_PARTIALS)]
+        | Annotated[list[Annotated[ClaudeText, RESULT_PART]], Meta(max_length=MAX_PARTS)]
         | None
     ) = None
     is_error: bool | None = None
@@ -677,7 +676,7 @@ class ClaudeUser(Fields, tag_field="role", tag="user"):
         str
         | Annotated[
             list[Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]],
-            Meta(max_length=MAX_PARTIALS),
+            Meta(max_length=MAX_PARTS),
         ]
     )
 
@@ -690,7 +689,7 @@ CLAUDE_ECHOES = frozenset(
         *("text_editor_code_execution_tool_result", "advisor_tool_result"),
     }
 )
-"""Blocks of answers by other models: thoughts, calls of the provider's own tools, and their results."""
+"""Blocks of other models' answers: thoughts, calls of the provider's tools, and their results."""
 
 
 class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
@@ -707,13 +706,13 @@ class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
                     ),
                 ]
             ],
-            Meta(max_length=MAX_PARTIALS),
+            Meta(max_length=MAX_PARTS),
         ]
     )
 
 
 class ClaudeSystem(Fields, tag_field="role", tag="system"):
-    content: str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTIALS)]
+    content: str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTS)]
 
 
 ClaudeMessage = Annotated[
@@ -721,11 +720,11 @@ ClaudeMessage = Annotated[
 ]
 
 
-EAGER = Ignored("calls are streamed as they come", is_named=False, if_strict=True)
+EAGER = Ignored("calls are always streamed as they come", is_named=False, if_strict=True)
 
 
 class ClaudeTool(Fields, tag_field="type", tag="custom"):
-    """A tool that the client runs. The input of a call is held to its schema, `strict` or not."""
+    """A tool that the client runs."""
 
     name: ClaudeToolName
     input_schema: dict[str, Any]
@@ -781,20 +780,20 @@ FORMAT = Honoured(
 
 
 class PromptRequest(Fields):
-    """What a prompt is made of: a body for `/v1/messages/count_tokens`."""
+    """The fields that make a prompt, also the body of `/v1/messages/count_tokens`."""
 
     model: Annotated[str, MODEL]
     messages: Annotated[
         Annotated[list[ClaudeMessage], Meta(min_length=1, max_length=MAX_MESSAGES)],
         Honoured(
-            "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; texts beside "
-            "results are read behind them. A failed tool's result (`is_error`) is shown as JSON, "
+            "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; texts next to "
+            "results follow them. A failed tool's result (`is_error`) is shown as JSON, "
             '`{"error": ...}`. Messages of the role `system` that come first are instructions; later ones are '
             "read as a part of the user's turn there. An answer at the end is continued"
         ),
     ]
     system: Annotated[
-        str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTIALS)] | None,
+        str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTS)] | None,
         Honoured("instructions; blocks are paragraphs"),
     ] = None
     tools: Annotated[
@@ -839,7 +838,7 @@ CLAUDE_SAMPLING = Honoured(
 
 
 class MessageRequest(PromptRequest, kw_only=True):
-    max_tokens: Annotated[Count, Honoured("new tokens at most; required")]
+    max_tokens: Annotated[Count, Honoured("maximum number of new tokens; required")]
     stream: Annotated[bool | None, STREAM] = None
     stop_sequences: Annotated[
         Annotated[
@@ -870,7 +869,7 @@ REQUESTS: tuple[type[Fields], ...] = (
     ResponseRequest,
     MessageRequest,
 )
-"""What the four APIs read."""
+"""The bodies of the four APIs."""
 
 OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -901,7 +900,7 @@ OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": EMPTY,
     "xtc_probability": (0, 0.0),
 }
-"""Fields by which vLLM, llama.cpp and others change answers, and the values that ask for nothing."""
+"""Fields of vLLM, llama.cpp and others that change answers, and the values that mean the same as null."""
 OFF: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0, 0.0),
@@ -914,12 +913,12 @@ OFF: Mapping[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
     "top_logprobs": (0,),
 }
-"""Fields of one API here that another doesn't have, and their values that ask for nothing."""
+"""Fields that not all APIs here have, and the values that mean the same as null."""
 
 
 @cache
 def known_elsewhere() -> Mapping[str, tuple[Any, ...]]:
-    """Fields that change answers of another API here or of another server, with values that ask for nothing."""
+    """Return fields that change answers elsewhere, and the values that mean the same as null."""
     shaping = {
         name: OFF.get(name, EMPTY)
         for kind in REQUESTS
@@ -930,9 +929,9 @@ def known_elsewhere() -> Mapping[str, tuple[Any, ...]]:
 
 
 def all_fields(kind: type[Fields]) -> Iterator[tuple[str, Any]]:
-    """Each field of a request at each level, with its rule, by paths such as `messages[].content[].text`.
+    """Yield the fields of a request at all levels: paths such as `messages[].content[].text`, and rules.
 
-    A kind of a union's objects that is left out stands at the union's path, with the `Kinds` that says so.
+    Ignored objects of a union are yielded with the union's path and its `Kinds`.
     """
     seen: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Every setting of the server, in one place: the command line and tests fill it, the rest reads it."""
+"""All settings of the server."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ class ServerOptions:
 
     Args:
         host, port: address to listen at; port 0 takes a free one.
-        unix_socket: path of a Unix socket to listen at, in place of an address.
-        api_keys: keys of clients, each a client of its own; none for a server that asks for no key.
-        admin_keys: keys of those who may change adapters and read the metrics, too. With no key of either kind,
-            everybody may who reaches the server.
-        allowed_hosts: names that requests may have as their Host, besides those of this machine.
+        unix_socket: path of a Unix socket to listen at, instead of an address.
+        api_keys: keys of clients, each key a client; empty for a server without keys.
+        admin_keys: keys that also allow changing adapters and reading metrics. A server without keys of either
+            kind allows them to everybody.
+        allowed_hosts: allowed values of the Host header, besides this machine's names.
         cors_origins: origins of web pages that may use the server.
-        adapter_folders: folders below which adapters may be loaded by a request.
-        max_tokens: new tokens of a request that does not say.
-        temperature, top_p, top_k, min_p: sampling of a request that does not say.
+        adapter_folders: folders from which requests may load adapters.
+        max_tokens: default maximum number of new tokens.
+        temperature, top_p, top_k, min_p: default sampling.
         chat_template_args: variables for the chat template.
-        max_batch: rows that decode together.
-        prefill_step_size: prompt tokens per step at most; None for what `Engine` takes.
-        max_kv_size: tokens that prompt and answer may have together; None for the model's context.
+        max_batch: maximum number of rows that decode together.
+        prefill_step_size: maximum number of prompt tokens per step; None for `Engine`'s default.
+        max_kv_size: maximum number of tokens of prompt and answer; None for the model's context.
         kv: "int8" or "float" storage of keys and values.
-        draft_model: folder or hub id of a draft model, whose guesses the model checks; "auto" for the one that
-            comes with the model, None for none.
-        num_draft_tokens: guesses at a time; None for as many as pay.
-        prompt_lookup: whether to guess what followed the last tokens where they stood before.
-        kv_memory: bytes that keys and values of running answers may take; None for no limit.
-        prompt_cache_bytes: bytes of keys and values that are kept of earlier prompts and answers; 0 for none.
-        prompt_cache_folder: folder in which they are kept for later processes, too; None for none.
-        prompt_cache_folder_bytes: bytes of its files at most.
-        max_queue: answers that may wait for the batch; more are refused.
-        max_share: answers that one client may have waiting and running, as a share of all; only with keys.
-        max_choices: answers of one request at most: its prompts, times `n`.
-        max_body: bytes of a request's body at most.
-        body_timeout: seconds in which a body has to come.
-        timeout: seconds in which an answer has to be given; it is ended with an error then.
-        send_timeout: seconds that a client may leave what it was sent unread.
-        ping_interval: seconds without an event after which a stream has a ping.
-        idle_timeout: seconds that a connection may stay open without a request.
-        max_connections: open connections at most; the one that was idle for longest makes room.
-        kept_responses: responses of /v1/responses that are kept in memory for each client at most.
-        kept_bytes: bytes of all responses that are kept, with their conversations, at most.
-        grace: seconds that running answers have when the server is told to stop.
-        strict: refuse what would be taken and have no effect, see `field_rules.py`.
-        log_prompts: whether the log shows prompts and answers.
+        draft_model: folder or hub id of a draft model; "auto" for the one that comes with the model, None for
+            none.
+        num_draft_tokens: draft tokens per step; None to adapt to their acceptance.
+        prompt_lookup: True to draft the tokens that followed an earlier occurrence of the last tokens.
+        kv_memory: maximum bytes of the KV caches of running answers; None for no limit.
+        prompt_cache_bytes: maximum bytes of the prefix cache in memory; 0 for no prefix cache.
+        prompt_cache_folder: folder that keeps the prefix cache for later processes; None for none.
+        prompt_cache_folder_bytes: maximum bytes of the folder's files.
+        max_queue: maximum number of answers that wait for the batch; more are refused.
+        max_share: maximum share of the waiting and running answers for one key.
+        max_choices: maximum number of answers of one request: its prompts times `n`.
+        max_body: maximum bytes of a request's body.
+        body_timeout: maximum seconds in which a body must arrive.
+        timeout: maximum seconds of an answer; longer ones end with an error.
+        send_timeout: maximum seconds for which a client may leave an event unread.
+        ping_interval: seconds without an event after which a stream sends a ping.
+        idle_timeout: maximum seconds of a connection without a request.
+        max_connections: maximum number of open connections; beyond it, the longest idle one is closed.
+        kept_responses: maximum number of responses of /v1/responses kept in memory for each client.
+        kept_bytes: maximum bytes of all kept responses with their conversations.
+        grace: maximum seconds for running answers to finish when the server stops.
+        strict: True to refuse fields that would have no effect, see `field_rules.py`.
+        log_prompts: True to log prompts and answers.
     """
 
     host: str = "127.0.0.1"
