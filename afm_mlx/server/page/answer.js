@@ -1,13 +1,12 @@
-/** One answer: who answered, text or a tree of JSON, calls, how it ended, and what can be done with it. */
+/** One answer: its model, text or JSON tree, tool calls, end, and buttons. */
 import { CallCard, resultsForm } from "./calls.js";
 import { element, icon, iconButton } from "./dom.js";
-import { JsonTree } from "./json_tree.js";
+import { JsonTree, readPartialJson } from "./json_tree.js";
 import { showMarkdown } from "./markdown.js";
 import { statsLine } from "./meter.js";
-import { PartialJson } from "./partial_json.js";
 
 const NOTES = {
-  length: "The answer was cut off: it reached the limit of tokens or the end of the context.",
+  length: "The answer was cut off at the token limit or the end of the context.",
   stopped: "You stopped this answer.",
   lost: "This answer was interrupted.",
 };
@@ -19,7 +18,7 @@ export class AnswerView {
   #schema;
   #form = null;
 
-  /** `schema` is what its JSON will look like, for an answer that is about to be written. */
+  /** `schema` is the JSON schema of an answer in progress, or null. */
   constructor(turn, actions, schema = null) {
     this.#actions = actions;
     this.#schema = schema;
@@ -32,10 +31,7 @@ export class AnswerView {
     this.element.append(this.who, this.text, this.calls, this.end, this.tools);
   }
 
-  /**
-   * `place` is { index, count, isLast }: which of its siblings it is, and whether the conversation ends with
-   * it.
-   */
+  /** `place` is { index, count, isLast }: its index among its siblings, and true if it is the last turn. */
   update(turn, place) {
     const writing = turn.end === null;
     this.element.classList.toggle("writing", writing);
@@ -46,7 +42,7 @@ export class AnswerView {
     this.tools.replaceChildren(...(writing ? [] : this.#actions.forAnswer(turn, place)));
   }
 
-  /** The text and the calls, as far as they came. */
+  /** Show the text and the calls so far. */
   updateText(turn) {
     this.element.classList.toggle("waiting", turn.end === null && !turn.text && !turn.calls.length);
     if (turn.format === "json") this.#updateJson(turn);
@@ -98,18 +94,18 @@ export class AnswerView {
     if (param && this.#actions.hasSetting(param)) {
       const show = () => this.#actions.showSetting(param, message);
       buttons.append(
-        element("button", { type: "button", class: "button", onclick: show }, "Show the setting"),
+        element("button", { type: "button", class: "button", onclick: show }, "Go to setting"),
       );
     }
     const hint = wait
-      ? element("p", { class: "hint" }, `The server asks to wait ${wait} s first.`)
+      ? element("p", { class: "hint" }, `Retry after ${wait} s.`)
       : null;
     const said = element("p", {}, icon("warning"), element("span", {}, message));
     return element("div", { class: "card error" }, said, hint, buttons);
   }
 }
 
-/** The name of a model, with its adapter set apart. */
+/** Elements for a model's name and its adapter's. */
 function modelName(id) {
   const [base, ...adapter] = id.split(":");
   if (!adapter.length) return [element("span", { class: "model-name" }, id)];
@@ -117,12 +113,11 @@ function modelName(id) {
   return [element("span", { class: "model-name" }, `${base}:`), name];
 }
 
-/** JSON as a tree that fills in, and as it was written. */
+/** JSON as a tree that fills in, or as raw text. */
 class JsonView {
-  #parser = new PartialJson();
   #tree;
-  #fed = 0;
   #showsRaw = false;
+  #isJson = true;
 
   constructor(schema) {
     this.#tree = new JsonTree(schema);
@@ -130,7 +125,7 @@ class JsonView {
       class: "raw",
       tabindex: 0,
       role: "region",
-      "aria-label": "The answer as it was written",
+      "aria-label": "Raw JSON",
     });
     this.problem = element("p", { class: "note", hidden: true });
     const show = (raw) => () => {
@@ -143,7 +138,7 @@ class JsonView {
     ];
     const choice = element(
       "div",
-      { class: "segments", role: "group", "aria-label": "Show the answer as" },
+      { class: "segments", role: "group", "aria-label": "View as" },
       ...this.buttons,
     );
     this.element = element(
@@ -158,24 +153,22 @@ class JsonView {
   }
 
   update(text, ended) {
-    this.#parser.feed(text.slice(this.#fed));
-    this.#fed = text.length;
-    if (ended) this.#parser.finish();
-    this.#tree.update(this.#parser.root, ended);
+    let isWhole = false;
+    try {
+      const read = readPartialJson(text);
+      this.#tree.update(read.value, !ended);
+      [isWhole, this.#isJson] = [read.isWhole, true];
+    } catch {
+      this.#isJson = false;
+    }
     this.raw.textContent = text;
-    const cut = ended && !this.#parser.done;
-    const { error } = this.#parser;
-    this.problem.hidden = !error && !cut;
-    this.problem.textContent = error
-      ? `This is not JSON: ${error}.`
-      : cut
-        ? "This JSON is not complete."
-        : "";
+    this.problem.hidden = this.#isJson && (isWhole || !ended);
+    this.problem.textContent = this.#isJson ? "The JSON is incomplete." : "This is not valid JSON.";
     this.#showChoice();
   }
 
   #showChoice() {
-    const raw = this.#showsRaw || this.#parser.error !== null;
+    const raw = this.#showsRaw || !this.#isJson;
     this.#tree.element.hidden = raw;
     this.raw.hidden = !raw;
     this.buttons.forEach((button, i) => button.setAttribute("aria-pressed", raw === (i === 1)));

@@ -1,7 +1,7 @@
-/** Answers that are being written, at most one in each conversation. They go on while another one is shown. */
+/** Answers in progress, at most one per conversation. They continue while another conversation is shown. */
+import { streamChat } from "./api.js";
 import { addTurn, messagesOf, newAnswer, path } from "./conversation.js";
 import { announce } from "./dom.js";
-import { generate } from "./generation.js";
 import { Speedometer } from "./meter.js";
 import { requestFields } from "./settings.js";
 
@@ -29,7 +29,7 @@ export class Answers {
     this.#running.get(conversation.id)?.abort();
   }
 
-  /** Begin to answer the turn with the id `parent`; returns the answer's turn, which has no text yet. */
+  /** Start to answer the turn with the id `parent`; returns the answer's turn, which is empty. */
   begin(conversation, parent) {
     const { settings } = conversation;
     const { fields } = requestFields(settings);
@@ -73,7 +73,53 @@ function announcement(turn) {
   if (turn.error) return `The answer failed: ${turn.error.message}`;
   if (turn.end === "stopped") return "The answer was stopped.";
   if (turn.calls.length)
-    return `The answer calls ${turn.calls.map((call) => call.name).join(", ")}. Type the result.`;
-  const rest = turn.text.length > LONGEST_ANNOUNCED ? "… The rest is in the page." : "";
+    return `Tool call: ${turn.calls.map((call) => call.name).join(", ")}. Enter the result.`;
+  const rest = turn.text.length > LONGEST_ANNOUNCED ? "… Continued on the page." : "";
   return `${turn.model} answered: ${turn.text.slice(0, LONGEST_ANNOUNCED)}${rest}`;
+}
+
+/**
+ * Fill `turn`, an empty answer, from the stream; `onpiece()` is called when it has grown.
+ *
+ * Errors are kept in the turn's `error`. Aborting `signal` ends the stream.
+ */
+export async function generate(turn, body, speedometer, signal, onpiece) {
+  let usage = null;
+  let timings = null;
+  try {
+    for await (const chunk of streamChat(body, signal)) {
+      usage = chunk.usage ?? usage;
+      timings = chunk.timings ?? timings;
+      const choice = chunk.choices?.[0];
+      if (!choice) continue;
+      if (takeDelta(turn, choice.delta ?? {})) {
+        speedometer.piece();
+        onpiece();
+      }
+      if (choice.finish_reason) turn.ending = choice.finish_reason;
+    }
+    turn.end = turn.ending ?? "stop";
+  } catch (error) {
+    turn.end = error.name === "AbortError" || signal.aborted ? "stopped" : "error";
+    if (turn.end === "error") turn.error = described(error);
+  }
+  delete turn.ending;
+  turn.stats = speedometer.stats(usage, timings);
+}
+
+/** Add a chunk's delta; false if it has nothing to show. */
+function takeDelta(turn, delta) {
+  if (delta.content) turn.text += delta.content;
+  for (const part of delta.tool_calls ?? []) {
+    const call = (turn.calls[part.index] ??= { id: "", name: "", arguments: "" });
+    if (part.id) call.id = part.id;
+    call.name += part.function?.name ?? "";
+    call.arguments += part.function?.arguments ?? "";
+  }
+  return Boolean(delta.content || delta.tool_calls?.length);
+}
+
+function described(error) {
+  const { message, param = null, status = 0, retryAfter = null } = error;
+  return { message, param, status, wait: retryAfter };
 }

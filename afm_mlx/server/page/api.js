@@ -1,9 +1,6 @@
-/** The server's routes, its errors, and the stream of events. */
+/** Requests to the server, its errors, and its event stream. */
 
-/**
- * What the server refused, or could not finish: OpenAI's error, with the status that it came with (0 in a
- * stream).
- */
+/** An error of the server in OpenAI's form, with its HTTP status (0 in a stream). */
 class ServerError extends Error {
   constructor(status, { message, type = null, param = null, code = null }, retryAfter = null) {
     super(message);
@@ -11,17 +8,14 @@ class ServerError extends Error {
   }
 }
 
-/** The server can't be reached, or was lost before it had finished. */
+/** The server can't be reached, or the connection broke. */
 class ConnectionLost extends Error {}
 
 const KEY = "afm-mlx key";
 let askForKey = async () => null;
-let asking = null; // the question that is open, which all requests wait for
+let asking = null; // the open dialog, which all requests wait for
 
-/**
- * `ask(refused)` shows a dialog and returns the key, or null; `refused` says that there was a key, and it was
- * wrong.
- */
+/** Set the function that asks for a key: `ask(rejected)` returns { key, remember } or null. */
 export function onKeyNeeded(ask) {
   askForKey = ask;
 }
@@ -30,7 +24,7 @@ const storages = () => {
   try {
     return [sessionStorage, localStorage];
   } catch {
-    return []; // the browser keeps nothing for this page
+    return []; // the browser allows no storage
   }
 };
 
@@ -78,27 +72,27 @@ async function errorOf(response) {
   try {
     ({ error } = await response.json());
   } catch {
-    // not the server's own answer, but a proxy's for instance
+    // not the server's own error, but a proxy's for instance
   }
-  const told =
+  const fields =
     typeof error?.message === "string"
       ? error
-      : { message: `The server answered ${response.status}.` };
-  return new ServerError(response.status, told, response.headers.get("Retry-After"));
+      : { message: `The server returned status ${response.status}.` };
+  return new ServerError(response.status, fields, response.headers.get("Retry-After"));
 }
 
-/** The models and adapters that answer: objects with `id`, and what else the server says of them. */
+/** The available models and adapters: objects with `id` and `max_model_len`. */
 export async function listModels() {
   return (await (await request("v1/models")).json()).data;
 }
 
-/** How many tokens a chat has as a prompt. */
+/** The number of tokens that a chat has as a prompt. */
 export async function countTokens(model, messages, tools = null) {
   const body = { model, messages, ...(tools ? { tools } : {}) };
   return (await (await request("tokenize", { body })).json()).count;
 }
 
-/** The chunks of a streamed chat completion. Aborting `signal` ends the request, and the server stops. */
+/** The chunks of a streamed chat completion. Aborting `signal` stops the server, too. */
 export async function* streamChat(body, signal) {
   const options = { stream: true, stream_options: { include_usage: true } };
   const response = await request("v1/chat/completions", { body: { ...body, ...options }, signal });
@@ -108,7 +102,7 @@ export async function* streamChat(body, signal) {
     if (chunk.error) throw new ServerError(0, chunk.error);
     yield chunk;
   }
-  throw new ConnectionLost("The connection was lost before the answer had ended.");
+  throw new ConnectionLost("The connection was lost before the answer was complete.");
 }
 
 /** The data of server-sent events. */
@@ -135,6 +129,6 @@ async function readFrom(reader) {
     return await reader.read();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ConnectionLost("The connection was lost before the answer had ended.");
+    throw new ConnectionLost("The connection was lost before the answer was complete.");
   }
 }

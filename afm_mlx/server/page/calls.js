@@ -1,33 +1,34 @@
-/** Calls of tools: their arguments while they stream, and the form in which the reader types their results. */
+/** Tool calls: their arguments while they stream, and the form for their results. */
 import { element, icon } from "./dom.js";
-import { JsonTree } from "./json_tree.js";
-import { PartialJson } from "./partial_json.js";
+import { JsonTree, readPartialJson } from "./json_tree.js";
 
-/** One call: its name, and its arguments as a tree. */
+/** A tool call: its name, and its arguments as a tree. */
 export class CallCard {
-  #parser = new PartialJson();
   #tree = new JsonTree();
-  #fed = 0;
 
   constructor(call) {
     this.name = element("span", { class: "call-name" }, call.name);
-    const head = element("p", { class: "card-head" }, icon("tool"), "Calls ", this.name);
+    const head = element("p", { class: "card-head" }, icon("tool"), "Tool call ", this.name);
     this.raw = element("pre", { class: "raw", tabindex: 0, hidden: true });
     this.element = element("div", { class: "card call" }, head, this.#tree.element, this.raw);
   }
 
   update(call) {
     this.name.textContent = call.name;
-    this.#parser.feed(call.arguments.slice(this.#fed));
-    this.#fed = call.arguments.length;
-    this.#tree.update(this.#parser.root);
-    this.#tree.element.hidden = this.#parser.error !== null;
-    this.raw.hidden = this.#parser.error === null;
+    let isJson = true;
+    try {
+      const { value, isWhole } = readPartialJson(call.arguments);
+      this.#tree.update(value, !isWhole);
+    } catch {
+      isJson = false;
+    }
+    this.#tree.element.hidden = !isJson;
+    this.raw.hidden = isJson;
     this.raw.textContent = call.arguments;
   }
 }
 
-/** A field for each call's result; `onresults([{ call, name, text }])` when they are sent. */
+/** A form with a field for each call's result; calls `onresults([{ call, name, text }])`. */
 export function resultsForm(calls, onresults, { texts = [], oncancel = null } = {}) {
   const fields = calls.map((call, i) => resultField(call, i, calls.length, texts[i] ?? ""));
   const submit = (event) => {
@@ -70,7 +71,7 @@ function resultField(call, i, count, text) {
   };
 }
 
-/** A result that was sent. */
+/** A sent result. */
 export function resultCard({ name, text }) {
   const head = element(
     "p",

@@ -1,4 +1,4 @@
-/** The message field, with what applies to the next answer: model, format, tools, instructions. */
+/** The message field, and the settings of the next answer: model, format, tools, system prompt. */
 import { byId, element, fitHeight, icon, iconButton } from "./dom.js";
 import { toolNames } from "./settings.js";
 
@@ -9,7 +9,7 @@ export class Composer {
   #running = false;
 
   /**
-   * `actions`: send(text) -> whether it was sent, stop(), editLast(), changed(), set(settings),
+   * `actions`: send(text) -> true if it was sent, stop(), editLast(), changed(), set(settings),
    * showSettings(field).
    */
   constructor(actions) {
@@ -28,7 +28,7 @@ export class Composer {
     this.field.focus();
   }
 
-  /** Put a text into the field, to be sent or changed. */
+  /** Put a text into the field. */
   write(text) {
     this.field.value = text;
     this.#changed();
@@ -62,10 +62,10 @@ export class Composer {
     this.#running = running;
     this.select.value = settings.model;
     this.button.replaceChildren(icon(running ? "stop" : "send"));
-    const label = running ? "Stop the answer" : "Send the message";
+    const label = running ? "Stop" : "Send message";
     this.button.setAttribute("aria-label", label);
     this.button.title = running ? `${label} (Esc)` : `${label} (Enter)`;
-    this.field.placeholder = openCalls ? "Type the result above" : "Write a message";
+    this.field.placeholder = openCalls ? "Enter the tool result above" : "Type a message";
     this.#showChips();
     this.#enable();
   }
@@ -84,11 +84,11 @@ export class Composer {
         this.focus();
       };
       chips.push(
-        element("span", { class: "chip" }, show, iconButton("close", `Remove: ${label}`, remove)),
+        element("span", { class: "chip" }, show, iconButton("close", `Remove ${label}`, remove)),
       );
     };
     const { system, format, tools } = this.#settings;
-    if (system.trim()) chip("edit", "Instructions", "system", { system: "" });
+    if (system.trim()) chip("edit", "System prompt", "system", { system: "" });
     if (format === "json_object") chip("format", "JSON", "format", { format: "text" });
     if (format === "json_schema") chip("format", "JSON schema", "schema", { format: "text" });
     const count = tools.trim() ? toolNames(this.#settings).length : 0;
@@ -102,7 +102,7 @@ export class Composer {
   }
 
   #enable() {
-    // Not `disabled`: a button that is takes no focus, and would lose it whenever a message is sent.
+    // Not `disabled`, because disabled buttons lose the focus.
     this.button.setAttribute("aria-disabled", !this.#running && !this.field.value.trim());
   }
 

@@ -1,6 +1,6 @@
 /**
- * A conversation is a tree of turns: to edit a message or to try again adds a branch, and nothing that was
- * written is lost. `head` is the last turn of the branch that is shown.
+ * A conversation is a tree of turns: editing a message or regenerating an answer adds a branch, so that nothing
+ * is lost. `head` is the last turn of the shown branch.
  *
  *     { id, title, renamed, created, updated, head, settings, turns: { id: turn } }
  *
@@ -8,10 +8,10 @@
  *
  *     user       text
  *     assistant  model, text, calls: [{ id, name, arguments }], format, stats, end, error
- *     results    results: [{ call, name, text }], what the calls of the answer before gave
+ *     results    results: [{ call, name, text }] of the calls of the answer before
  *
- * `end` says how an answer ended: null while it is written, or stop, length, tool_calls, stopped (by the
- * reader), lost (the page was closed), error.
+ * `end` says how an answer ended: null while in progress, or stop, length, tool_calls, stopped (by the
+ * user), lost (the page was closed), error.
  */
 import { newId } from "./dom.js";
 import { defaultSettings } from "./settings.js";
@@ -68,14 +68,14 @@ export function path(conversation, last = conversation.head) {
   return turns.reverse();
 }
 
-/** The turns that stand in the same place, in the order in which they were made. */
+/** The versions of a turn, oldest first. */
 export function siblings(conversation, turn) {
   return Object.values(conversation.turns)
     .filter((other) => other.parent === turn.parent)
     .sort((a, b) => a.created - b.created);
 }
 
-/** Show the branch that this turn lies in, up to its newest end. */
+/** Show the newest branch through a turn. */
 export function showBranch(conversation, turn) {
   let last = turn;
   for (;;) {
@@ -86,13 +86,13 @@ export function showBranch(conversation, turn) {
   conversation.head = last.id;
 }
 
-/** Calls of the last answer that have no result yet. */
+/** Calls of the last answer without results. */
 export function openCalls(conversation) {
   const last = conversation.turns[conversation.head];
   return last?.role === "assistant" && last.end === "tool_calls" ? last.calls : [];
 }
 
-/** Turns as the messages of a request. Answers that failed before they said anything are left out. */
+/** Turns as the messages of a request. Empty answers are left out. */
 export function messagesOf(turns, system) {
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
   turns.forEach((turn, i) => {
@@ -106,7 +106,7 @@ export function messagesOf(turns, system) {
 const toolMessage = ({ call, text }) => ({ role: "tool", tool_call_id: call, content: text });
 
 function answerMessages(turn, hasResults) {
-  const calls = hasResults ? turn.calls : []; // a call without its result is no part of a conversation
+  const calls = hasResults ? turn.calls : []; // calls without results are left out
   if (!turn.text && !calls.length) return [];
   const message = { role: "assistant", content: turn.text || null };
   if (calls.length) {
@@ -119,7 +119,7 @@ function answerMessages(turn, hasResults) {
   return [message];
 }
 
-/** The part of a title or message around what is searched for; null if it is nowhere. */
+/** The part of a message around a match; "" for a match in the title, null for none. */
 export function excerpt(conversation, query) {
   const wanted = query.toLowerCase();
   if (conversation.title.toLowerCase().includes(wanted)) return "";

@@ -1,14 +1,11 @@
-/**
- * The dialogs: the server's key, and the list of shortcuts. Menus, and panels that cover the page when it is
- * narrow.
- */
+/** The API key dialog, menus, side panels, and keyboard shortcuts. */
 import { byId } from "./dom.js";
 
-/** Ask for the server's key: { key, remember }, or null if the reader gives none. */
-export function askForKey(refused) {
+/** Ask for an API key: { key, remember }, or null if the dialog is cancelled. */
+export function askForKey(rejected) {
   const dialog = byId("key-dialog");
   const form = dialog.querySelector("form");
-  byId("key-problem").textContent = refused ? "The server has refused this key." : "";
+  byId("key-problem").textContent = rejected ? "The server rejected this key." : "";
   dialog.returnValue = "";
   dialog.showModal();
   form.elements.key.select();
@@ -25,7 +22,7 @@ export function askForKey(refused) {
   });
 }
 
-/** Place each menu under its button, and put the focus in it. */
+/** Place each menu under its button, and focus its first item. */
 export function bindMenus() {
   for (const menu of document.querySelectorAll("[popover]")) {
     const button = document.querySelector(`[popovertarget="${menu.id}"]`);
@@ -56,15 +53,13 @@ function walk(menu, event) {
   items[(at + step + items.length) % items.length].focus();
 }
 
-/**
- * A side panel: beside the page where there is room, over it elsewhere. Only what lies on top takes the focus.
- */
+/** A side panel, next to the page on wide screens and over it on narrow ones. Only the top layer takes focus. */
 export class SidePanel {
   #name;
   #wide;
-  #before = null; // what had the focus
+  #before = null; // the element that had the focus
 
-  /** `wide` is the media query under which the panel lies beside the page; there its state is remembered. */
+  /** `wide` is the media query for wide screens, on which the panel's state is remembered. */
   constructor(name, wide, openAtFirst) {
     this.#name = name;
     this.#wide = matchMedia(wide);
@@ -119,7 +114,41 @@ export class SidePanel {
     try {
       localStorage.setItem(`afm-mlx ${this.#name}`, open);
     } catch {
-      // it opens as it does at first, next time
+      // no storage: the default holds next time
     }
   }
+}
+
+export function bindShortcuts(app) {
+  const shortcuts = {
+    "ctrl+shift+o": () => app.startNew(),
+    "ctrl+k": () => {
+      app.sidebar.toggle(true);
+      byId("search").focus();
+    },
+    "ctrl+.": () => app.panel.toggle(),
+    "ctrl+/": () => byId("shortcuts-dialog").showModal(),
+    "shift+escape": () => app.composer.focus(),
+  };
+  document.addEventListener("keydown", (event) => {
+    if (document.querySelector("dialog[open]")) return;
+    if (event.key === "Escape" && !event.shiftKey && !event.defaultPrevented) {
+      // A menu or a panel over the page closes first.
+      if (!document.querySelector(":popover-open, aside.over") && app.isRunning()) app.stop();
+      return;
+    }
+    const run = shortcuts[combination(event)];
+    if (!run) return;
+    event.preventDefault();
+    run();
+  });
+  byId("show-shortcuts").addEventListener("click", () => byId("shortcuts-dialog").showModal());
+  const mac = /Mac|iPhone|iPad/.test(navigator.platform);
+  for (const key of document.querySelectorAll("kbd[data-mac]"))
+    if (mac) key.textContent = key.dataset.mac;
+}
+
+function combination(event) {
+  const control = event.ctrlKey || event.metaKey;
+  return `${control ? "ctrl+" : ""}${event.shiftKey ? "shift+" : ""}${event.key.toLowerCase()}`;
 }

@@ -1,4 +1,4 @@
-/** Making elements. Text is always inserted as text: nothing in this page parses HTML. */
+/** Makes elements. Text is always inserted as text; nothing in this page parses HTML. */
 
 /**
  * An element with attributes and children.
@@ -18,10 +18,10 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** The element with this id, which index.html has. */
+/** The element of index.html with this id. */
 export const byId = (id) => document.getElementById(id);
 
-/** A button with an icon and, unless `visible`, a label that only assistive technology and the tooltip have. */
+/** A button with an icon; unless `visible`, its label is only a tooltip and for assistive technology. */
 export function iconButton(name, label, onclick, { visible = false, ...attributes } = {}) {
   const hidden = visible ? {} : { "aria-label": label, title: label };
   const kind = visible ? "button" : "button icon-only";
@@ -55,7 +55,7 @@ const PATHS = {
   warning: "M12 4 2.8 20h18.4zM12 10v4.5M12 17v.5",
 };
 
-/** A decoration: assistive technology doesn't see it. */
+/** An icon, hidden from assistive technology. */
 export function icon(name) {
   const svg = svgElement("svg", {
     viewBox: "0 0 24 24",
@@ -74,7 +74,7 @@ export function svgElement(tag, attributes = {}) {
 
 const TALLEST_PX = 240; // of a field that grows with its text
 
-/** As high as its text, up to a limit. */
+/** Fit the height of a field to its text, up to a limit. */
 export function fitHeight(field) {
   field.style.blockSize = "auto";
   const edges = field.offsetHeight - field.clientHeight;
@@ -116,7 +116,7 @@ export function toast(text, action = null) {
       element("button", { type: "button", class: "button", onclick: act }, action.label),
     );
   }
-  shown.append(iconButton("close", "Close this notice", remove));
+  shown.append(iconButton("close", "Dismiss", remove));
   byId("toasts").append(shown);
   announce(action ? `${text} ${action.label} is available for some seconds.` : text);
 }

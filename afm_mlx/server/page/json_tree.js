@@ -1,10 +1,51 @@
 /**
- * A value of JSON as a tree of rows that fills in while it is written.
+ * JSON as a tree of rows that fills in while it is streamed.
  *
  * Rows are kept from one update to the next, so that what the reader has folded stays folded. Properties that
- * the schema has and the text has not reached yet are shown as rows to come.
+ * the schema has and the text has not reached yet are shown as pending rows.
  */
 import { element } from "./dom.js";
+
+const PENDING = Symbol("a value that has not begun");
+const LAST_TOKENS = /,?\s*("(?:[^"\\]|\\.)*"\s*:?\s*)?[^\s",:{}[\]]*$/s;
+
+/**
+ * Read JSON that may be cut off: { value, isWhole }. What is open is closed, and an unfinished key or value at
+ * the end is left out, except a string. `value` is undefined before the first value.
+ *
+ * Raises a SyntaxError for text that is not JSON, however it continues.
+ */
+export function readPartialJson(text) {
+  if (!text.trim()) return { value: undefined, isWhole: false };
+  try {
+    return { value: JSON.parse(text), isWhole: true };
+  } catch {
+    // cut off, or not JSON
+  }
+  const closers = [];
+  let inString = false;
+  for (let i = 0; i < text.length; i += 1) {
+    const char = text[i];
+    if (inString && char === "\\") i += 1;
+    else if (char === '"') inString = !inString;
+    else if (inString) continue;
+    else if (char === "{") closers.unshift("}");
+    else if (char === "[") closers.unshift("]");
+    else if (char === "}" || char === "]") closers.shift();
+  }
+  const end = closers.join("");
+  const head = inString ? `${text.replace(/\\(u[\da-fA-F]{0,3})?$/, "")}"` : text;
+  for (const candidate of [head + end, head.replace(LAST_TOKENS, "") + end]) {
+    try {
+      if (candidate.trim()) return { value: JSON.parse(candidate), isWhole: false };
+    } catch {
+      // the next candidate
+    }
+  }
+  if (/^(t|tru?|f|fal?|fals|nu?|nul|-|-?\d[\d.eE+-]*)$/.test(text.trim()))
+    return { value: undefined, isWhole: false }; // a literal or number that goes on
+  throw new SyntaxError("The text is not JSON.");
+}
 
 export class JsonTree {
   #schema;
@@ -15,14 +56,12 @@ export class JsonTree {
     this.element = element("ul", { class: "tree" });
   }
 
-  /**
-   * Show `root` of a PartialJson; null is a value of which nothing is there yet. What has `ended` awaits
-   * nothing.
-   */
-  update(root, ended = false) {
-    const schema = ended ? null : this.#schema;
+  /** Show a value; undefined is a value that has not begun. Without `isOpen` nothing is pending. */
+  update(value, isOpen) {
+    const schema = isOpen ? this.#schema : null;
     this.#row ??= new Row(null, this.#schema);
-    this.#row.update(root ?? beginning(schema, this.#schema), schema);
+    if (value === undefined) value = resolve(schema, this.#schema)?.type === "object" ? {} : PENDING;
+    this.#row.update(value, schema, isOpen);
     if (!this.#row.element.isConnected) this.element.replaceChildren(this.#row.element);
   }
 }
@@ -39,13 +78,12 @@ class Row {
     this.element = element("li");
   }
 
-  update(node, schema) {
-    const branch = node.kind === "object" || node.kind === "array";
-    const kind = branch ? "branch" : "leaf";
+  update(value, schema, isOpen) {
+    const kind = typeof value === "object" && value !== null ? "branch" : "leaf";
     if (kind !== this.#kind) this.#build(kind);
-    this.element.classList.toggle("unfinished", !node.done);
-    if (branch) this.#updateBranch(node, schema);
-    else this.#updateLeaf(node);
+    this.element.classList.toggle("unfinished", isOpen);
+    if (kind === "branch") this.#updateBranch(value, schema, isOpen);
+    else this.#updateLeaf(value, schema);
   }
 
   #build(kind) {
@@ -62,63 +100,41 @@ class Row {
     this.element.replaceChildren(element("details", { open: true }, summary, this.list));
   }
 
-  #updateLeaf(node) {
-    const shown = node.kind === "pending" ? node.text : node.text || (node.done ? "(empty)" : "");
-    this.value.className = `value ${node.kind}${node.done && !node.text ? " empty" : ""}`;
+  #updateLeaf(value, schema) {
+    let kind = typeof value === "boolean" || value === null ? "literal" : typeof value;
+    let shown = String(value);
+    if (value === PENDING) {
+      const type = resolve(schema, this.#root)?.type;
+      [kind, shown] = ["pending", typeof type === "string" ? type : "…"];
+    } else if (value === "") [kind, shown] = ["string empty", "(empty)"];
+    this.value.className = `value ${kind}`;
     if (this.value.textContent !== shown) this.value.textContent = shown;
   }
 
-  #updateBranch(node, schema) {
-    const children = childrenOf(node, resolve(schema, this.#root), this.#root);
-    const word = node.kind === "object" ? "field" : "item";
-    const there = (node.entries ?? node.items).length;
-    this.count.textContent = `${there} ${word}${there === 1 ? "" : "s"}`;
-    children.forEach((child, i) => {
-      const row = (this.#rows[i] ??= new Row(child.key, this.#root));
-      if (row.key.textContent !== child.key) row.key.textContent = child.key;
-      row.update(child.node, child.schema);
-      if (!row.element.isConnected || row.element.parentNode !== this.list)
-        this.list.append(row.element);
+  #updateBranch(value, schema, isOpen) {
+    const entries = childrenOf(value, resolve(schema, this.#root), isOpen);
+    const count = Object.keys(value).length;
+    const word = Array.isArray(value) ? "item" : "field";
+    this.count.textContent = `${count} ${word}${count === 1 ? "" : "s"}`;
+    entries.forEach(([key, child, below], i) => {
+      const row = (this.#rows[i] ??= new Row(key, this.#root));
+      if (row.key.textContent !== key) row.key.textContent = key;
+      row.update(child, below, isOpen && i === count - 1);
+      if (row.element.parentNode !== this.list) this.list.append(row.element);
     });
-    for (const row of this.#rows.splice(children.length)) row.element.remove();
+    for (const row of this.#rows.splice(entries.length)) row.element.remove();
   }
 }
 
-/** What is below a node: what was written, then the properties that are still to come. */
-function childrenOf(node, schema, root) {
-  if (node.kind === "array") {
-    return node.items.map((item, i) => ({ key: String(i + 1), node: item, schema: schema?.items }));
-  }
+/** [key, value, schema] of what is below a value: what it has, then pending properties. */
+function childrenOf(value, schema, isOpen) {
+  if (Array.isArray(value)) return value.map((item, i) => [String(i + 1), item, schema?.items]);
   const properties = isObject(schema?.properties) ? schema.properties : {};
-  const children = node.entries.map(({ key, value }) => {
-    const below = Object.hasOwn(properties, key) ? properties[key] : null;
-    return { key, node: value ?? waiting(below, root), schema: below };
-  });
-  if (node.done) return children;
-  const written = node.entries.map((entry) => entry.key);
-  // A key that is only half written is the property that begins so, which must not be listed twice.
-  const half = node.entries.length && !node.entries.at(-1).keyDone ? written.at(-1) : null;
-  const toCome = Object.keys(properties).filter((key) => !written.includes(key));
-  const beginning = half === null ? -1 : toCome.findIndex((key) => key.startsWith(half));
-  if (beginning >= 0) {
-    children.at(-1).key = toCome[beginning];
-    toCome.splice(beginning, 1);
-  }
-  return children.concat(
-    toCome.map((key) => ({ key, node: waiting(properties[key], root), schema: properties[key] })),
-  );
-}
-
-/** What is shown before the first character: an object's properties, where the schema says that it is one. */
-function beginning(schema, root) {
-  if (resolve(schema, root)?.type !== "object") return waiting(schema, root);
-  return { kind: "object", done: false, entries: [] };
-}
-
-/** Stands for a value that has not begun: its type in the schema, where that is one word. */
-function waiting(schema, root) {
-  const type = resolve(schema, root)?.type;
-  return { kind: "pending", done: false, text: typeof type === "string" ? type : "…" };
+  const own = (key) => (Object.hasOwn(properties, key) ? properties[key] : null);
+  const children = Object.entries(value).map(([key, item]) => [key, item, own(key)]);
+  if (!isOpen) return children;
+  const pending = Object.keys(properties).filter((key) => !Object.hasOwn(value, key));
+  return [...children, ...pending.map((key) => [key, PENDING, properties[key]])];
 }
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);

@@ -1,19 +1,16 @@
-/** The page: it holds the conversations, and keeps all parts in step. */
+/** The page: holds the conversations, and connects all parts. */
 import { listModels, onKeyNeeded } from "./api.js";
 import { Answers } from "./answers.js";
 import { Composer } from "./composer.js";
-import { Context } from "./context.js";
 import { addTurn, newConversation, openCalls, path, showBranch } from "./conversation.js";
-import { SidePanel, askForKey, bindMenus } from "./dialogs.js";
+import { SidePanel, askForKey, bindMenus, bindShortcuts } from "./dialogs.js";
 import { byId, toast } from "./dom.js";
-import { MeterView } from "./meter.js";
+import { Context, MeterView } from "./meter.js";
 import { SAMPLING, SettingsForm, answerSchema, defaultSettings } from "./settings.js";
-import { bindShortcuts } from "./shortcuts.js";
-import { Sidebar } from "./sidebar.js";
+import { Sidebar, bindThemeSwitch } from "./sidebar.js";
 import { Store } from "./store.js";
-import { bindThemeSwitch } from "./theme_switch.js";
 import { Thread } from "./thread.js";
-import { bindTransfer } from "./transfer_menu.js";
+import { bindTransfer } from "./transfer.js";
 import { showExamples } from "./welcome.js";
 
 const FIRST_WAIT_MS = 2000; // between attempts to reach the server
@@ -80,9 +77,9 @@ class App {
     await this.#loadModels();
   }
 
-  // --- the conversation that is shown ---
+  // --- the current conversation ---
 
-  /** Show everything of the current conversation anew. */
+  /** Show the current conversation. */
   show() {
     const { current } = this;
     this.thread.show(current, answerSchema(current.settings));
@@ -122,7 +119,7 @@ class App {
     this.#go(id);
   }
 
-  /** The id goes into the address: a reload and the browser's arrows find it; "" is a new one. */
+  /** Put the id into the address, for reloads and the browser's history; "" is a new chat. */
   #go(id) {
     if (location.hash.slice(1) !== id)
       history.pushState(null, "", id ? `#${id}` : location.pathname);
@@ -142,7 +139,7 @@ class App {
     const id = location.hash.slice(1);
     const known = this.conversations.get(id);
     if (known) this.#set(known);
-    // An empty chat goes on with the model and the sampling of the chat before.
+    // A new chat keeps the model and the sampling of the chat before.
     else if (this.current.head !== null) {
       const kept = ["model", ...SAMPLING].map((name) => [name, this.current.settings[name]]);
       this.#set(newConversation({ ...defaultSettings(), ...Object.fromEntries(kept) }));
@@ -162,7 +159,7 @@ class App {
     return true;
   }
 
-  /** Answer the turn with this id, as the settings are now. */
+  /** Answer the turn with this id under the current settings. */
   answer(parent) {
     const { current } = this;
     const turn = this.answers.begin(current, parent);
@@ -174,7 +171,7 @@ class App {
     if (before) this.#focusAfter(turn);
   }
 
-  /** What had the focus is gone. On a touch screen the message field would bring the keyboard up. */
+  /** Focus the message field, or on touch screens, where that would open the keyboard, the turn. */
   #focusAfter(turn) {
     if (matchMedia("(pointer: coarse)").matches) this.thread.focus(turn);
     else this.composer.focus();
@@ -198,9 +195,9 @@ class App {
     if (follows) this.thread.toEnd();
   }
 
-  /** Whether turns may change; the reader is told if they may not. */
+  /** True if turns may change; otherwise a notice is shown. */
   #isFree() {
-    if (this.isRunning()) toast("An answer is being written. Stop it first.");
+    if (this.isRunning()) toast("Stop the current answer first.");
     return !this.isRunning();
   }
 
@@ -250,11 +247,11 @@ class App {
     try {
       for (const conversation of await this.store.open()) this.add(conversation);
     } catch {
-      toast("This browser keeps nothing for this page: chats are lost when it is closed.");
+      toast("This browser doesn't allow storage. Chats are lost when the page is closed.");
     }
   }
 
-  /** Take a conversation in; answers that nobody writes any more are marked as interrupted. */
+  /** Add a stored conversation; its unfinished answers are marked as interrupted. */
   add(conversation) {
     for (const turn of Object.values(conversation.turns)) {
       if (turn.role === "assistant" && turn.end === null) turn.end = "lost";
@@ -267,7 +264,7 @@ class App {
     try {
       await this.store.put(conversation);
     } catch (error) {
-      toast(`The chat could not be kept in this browser: ${error.message}`);
+      toast(`The chat couldn't be saved: ${error.message}`);
     }
   }
 
@@ -307,7 +304,7 @@ class App {
       this.open(id);
       this.#list();
     };
-    toast(`“${conversation.title}” was deleted.`, { label: "Undo", run: undo });
+    toast(`Deleted “${conversation.title}”.`, { label: "Undo", run: undo });
   }
 
   // --- models ---
@@ -334,7 +331,7 @@ class App {
     this.show();
   }
 
-  /** A conversation of another server may name a model that this one doesn't have. */
+  /** Replace a model that this server doesn't have. */
   #useKnownModel() {
     const { settings } = this.current;
     if (!this.models.length || this.models.some(({ id }) => id === settings.model)) return;
@@ -351,7 +348,7 @@ class App {
     return this.models.find(({ id }) => id === this.current.settings.model) ?? null;
   }
 
-  /** The turns that are shown. */
+  /** The shown turns. */
   path() {
     return path(this.current);
   }

@@ -1,5 +1,8 @@
-/** How fast an answer comes, and how full the context is: measured from the stream, and drawn. */
+/** Speed and context usage: measured from the stream, counted for typed text, and drawn. */
+import { countTokens } from "./api.js";
+import { messagesOf } from "./conversation.js";
 import { byId, element, number, svgElement } from "./dom.js";
+import { requestFields } from "./settings.js";
 
 const WINDOW = 12; // pieces over which a rate is taken, at least
 const WINDOW_SHARE = 0.2; // of the time so far, at least: pieces that come in one read share a time
@@ -11,7 +14,7 @@ export class Speedometer {
   #begun = performance.now();
   #arrivals = []; // of pieces
 
-  /** A piece of the answer has come: a token or a few. */
+  /** Record a piece of the answer: a token or a few. */
   piece() {
     this.#arrivals.push(performance.now());
   }
@@ -36,8 +39,8 @@ export class Speedometer {
   }
 
   /**
-   * What is known of the answer: of its own clock, and of the server's usage and timings, once they are there.
-   * The server knows which tokens the model chose: those that a format forces come at once, and early.
+   * The answer's figures, measured here, and from the server's usage and timings once they are known.
+   * Only the server can tell sampled tokens from forced ones, which come at once.
    */
   stats(usage = null, timings = null) {
     const pieces = this.#arrivals.length;
@@ -64,10 +67,10 @@ export class Speedometer {
 /** The numbers of an answer in one line. */
 export function statsLine(stats) {
   const parts = [`${number(stats.tokens)} token${stats.tokens === 1 ? "" : "s"}`];
-  if (stats.speed) parts.push(`${number(stats.speed)} per second`);
-  if (stats.firstMs !== undefined) parts.push(`first after ${number(stats.firstMs / 1000, 2)} s`);
+  if (stats.speed) parts.push(`${number(stats.speed)} tok/s`);
+  if (stats.firstMs !== undefined) parts.push(`first token after ${number(stats.firstMs / 1000, 2)} s`);
   if (stats.acceptance !== undefined)
-    parts.push(`${number(100 * stats.acceptance)} % of drafts taken`);
+    parts.push(`${number(100 * stats.acceptance)} % of drafts accepted`);
   return parts.join(" · ");
 }
 
@@ -77,8 +80,8 @@ export class MeterView {
   #large = new Curve(byId("chart"), 280, 88);
 
   /**
-   * Show an answer's stats (null before the first), and the context: `used` tokens of `limit` (null where the
-   * server tells none), an estimate unless `exact`.
+   * Show an answer's stats (null before the first), and the context: `used` tokens of `limit` (null if
+   * unknown), an estimate unless `exact`.
    */
   show({ stats, used, limit, exact }) {
     const rates = stats?.rates;
@@ -107,22 +110,22 @@ export class MeterView {
 }
 
 function chartLabel(rates, speed) {
-  if (!rates?.length) return "Tokens per second along the answer: nothing measured yet";
+  if (!rates?.length) return "Tokens per second over the answer: no data yet";
   const [least, most] = [Math.min(...rates), Math.max(...rates)];
-  const mean = speed === null ? "" : `, ${number(speed)} on the whole`;
-  return `Tokens per second along the answer: from ${number(least)} to ${number(most)}${mean}`;
+  const mean = speed === null ? "" : `, ${number(speed)} on average`;
+  return `Tokens per second over the answer: from ${number(least)} to ${number(most)}${mean}`;
 }
 
 function figures(stats) {
   if (!stats) return [];
   const rows = [
     ["Tokens per second", stats.speed && number(stats.speed, 1)],
-    ["First token after", stats.firstMs !== undefined && `${number(stats.firstMs / 1000, 2)} s`],
-    ["Tokens of the answer", number(stats.tokens)],
-    ["Tokens of the prompt", stats.promptTokens !== undefined && number(stats.promptTokens)],
-    ["Prompt from the cache", stats.cachedTokens !== undefined && number(stats.cachedTokens)],
+    ["Time to first token", stats.firstMs !== undefined && `${number(stats.firstMs / 1000, 2)} s`],
+    ["Answer tokens", number(stats.tokens)],
+    ["Prompt tokens", stats.promptTokens !== undefined && number(stats.promptTokens)],
+    ["Cached prompt tokens", stats.cachedTokens !== undefined && number(stats.cachedTokens)],
     [
-      "Drafted tokens taken",
+      "Draft tokens accepted",
       stats.acceptance !== undefined && `${number(100 * stats.acceptance)} %`,
     ],
   ];
@@ -157,5 +160,84 @@ class Curve {
     const line = `M${rates.map((rate, i) => `${x(i)} ${y(rate)}`).join("L")}`;
     this.#line.setAttribute("d", line);
     this.#area.setAttribute("d", `${line}V${this.#height}H0Z`);
+  }
+}
+
+const COUNT_AFTER_MS = 300; // without a key press
+const CHARACTERS_PER_TOKEN = 4; // until the server has counted
+
+export class Context {
+  #app;
+  #timer = null;
+  #counted = { of: null, tokens: 0 }; // the chat that the server counted last
+  #measured = null; // the last answer, and its speedometer
+
+  constructor(app) {
+    this.#app = app;
+  }
+
+  /** The text in the message field has changed. */
+  typed() {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.#count(), COUNT_AFTER_MS);
+    this.show();
+  }
+
+  /** An answer has grown or ended. */
+  measured(turn, speedometer) {
+    this.#measured = { turn, speedometer };
+    this.show();
+  }
+
+  show() {
+    const turns = this.#app.path();
+    const last = turns.at(-1);
+    const writing = last?.end === null;
+    const live = writing && this.#measured?.turn === last ? this.#measured.speedometer : null;
+    const answer = turns.findLast((turn) => turn.role === "assistant" && turn.stats?.tokens);
+    const stats = writing ? (live?.stats() ?? null) : (answer?.stats ?? null);
+    const { tokens, exact } = this.#used(turns, last, writing);
+    this.#app.meter.show({
+      stats,
+      used: tokens + (live?.pieces ?? 0),
+      limit: this.#app.model()?.max_model_len ?? null,
+      exact: exact && !writing,
+    });
+  }
+
+  /** Tokens of the next answer's prompt, or of the current answer's. */
+  #used(turns, last, writing) {
+    const typed = writing ? "" : byId("message").value;
+    if (!typed && last?.stats?.promptTokens !== undefined) {
+      return { tokens: last.stats.promptTokens + last.stats.tokens, exact: true };
+    }
+    if (!typed && !turns.length) return { tokens: 0, exact: true };
+    const messages = this.#messages(writing ? turns.slice(0, -1) : turns, typed);
+    const chat = JSON.stringify(messages);
+    if (this.#counted.of === chat) return { tokens: this.#counted.tokens, exact: true };
+    return { tokens: Math.ceil(chat.length / CHARACTERS_PER_TOKEN), exact: false };
+  }
+
+  #messages(turns, typed) {
+    const messages = messagesOf(turns, this.#app.current.settings.system);
+    return typed ? [...messages, { role: "user", content: typed }] : messages;
+  }
+
+  async #count() {
+    const model = this.#app.model();
+    const typed = byId("message").value;
+    if (!typed || !model || this.#app.isRunning()) return;
+    const messages = this.#messages(this.#app.path(), typed);
+    try {
+      const tokens = await countTokens(
+        model.id,
+        messages,
+        requestFields(this.#app.current.settings).fields.tools,
+      );
+      this.#counted = { of: JSON.stringify(messages), tokens };
+      this.show();
+    } catch {
+      // the estimate stays
+    }
   }
 }

@@ -1,7 +1,7 @@
 /**
- * The settings of a conversation: what its form holds, as typed, and the fields of a request that they make.
+ * The settings of a conversation, as typed, and the fields of a request that they make.
  *
- * A setting that is left empty is not sent, so that the server's own default holds.
+ * Empty settings are not sent, so that the server's defaults apply.
  */
 import { byId, element } from "./dom.js";
 
@@ -27,10 +27,10 @@ const NUMBERS = {
   top_k: { label: "Top-k", from: 0, whole: true },
   min_p: { label: "Min-p", from: 0, to: 1 },
   seed: { label: "Seed", from: 0, whole: true },
-  max_tokens: { label: "Most tokens", from: 1, whole: true },
+  max_tokens: { label: "Max tokens", from: 1, whole: true },
 };
 
-/** The settings of sampling, which a new chat takes over. */
+/** The sampling settings, which a new chat keeps. */
 export const SAMPLING = [...Object.keys(NUMBERS), "stop"];
 
 export const EXAMPLE_SCHEMA = {
@@ -57,9 +57,7 @@ export const EXAMPLE_TOOLS = [
 
 export const pretty = (value) => JSON.stringify(value, null, 2);
 
-/**
- * The fields of a request, and what is wrong with the settings: { fields, problems: [{ setting, message }] }.
- */
+/** The fields of a request, and errors: { fields, problems: [{ setting, message }] }. */
 export function requestFields(settings) {
   const fields = {};
   const problems = [];
@@ -87,12 +85,10 @@ function readNumber(typed, { from, to = Infinity, whole = false }) {
   const fits = value >= from && value <= to && (!whole || Number.isSafeInteger(value));
   if (fits) return value;
   const range = to === Infinity ? `of ${from} or more` : `from ${from} to ${to}`;
-  throw new Error(`This has to be a ${whole ? "whole " : ""}number ${range}.`);
+  throw new Error(`Enter a ${whole ? "whole " : ""}number ${range}.`);
 }
 
-/**
- * What `\n`, `\t` and `\\` stand for in a stop string: each line is one, so they can't be typed as they are.
- */
+/** Resolve `\n`, `\t` and `\\` in a stop string; each line of the field is one stop string. */
 function unescapeStop(line) {
   return line.replace(/\\([nt\\])/g, (_, char) => ({ n: "\n", t: "\t", "\\": "\\" })[char]);
 }
@@ -101,14 +97,14 @@ function readJson(typed) {
   try {
     return JSON.parse(typed);
   } catch (error) {
-    throw new Error(`This is not JSON: ${error.message}.`);
+    throw new Error(`Invalid JSON: ${error.message}.`);
   }
 }
 
 function readSchema(typed) {
-  if (!typed) throw new Error("A JSON schema is needed, or another answer format.");
+  if (!typed) throw new Error("Enter a JSON schema, or choose another format.");
   const schema = readJson(typed);
-  if (!isObject(schema)) throw new Error("A JSON schema is an object, in braces.");
+  if (!isObject(schema)) throw new Error("A JSON schema must be an object.");
   const title =
     typeof schema.title === "string" ? schema.title.replace(/[^\w-]/g, "_").slice(0, 64) : "";
   const described =
@@ -128,12 +124,12 @@ function toolFields(typed, choice) {
   return { tools, tool_choice: named ?? (["none", "required"].includes(choice) ? choice : "auto") };
 }
 
-/** A tool in OpenAI's form, of that form or of what lies in its `function`. */
+/** A tool in OpenAI's form, from that form or its `function` alone. */
 function readTool(tool) {
   const definition = isObject(tool?.function) ? tool.function : tool;
   if (!isObject(definition) || typeof definition.name !== "string" || !definition.name) {
     throw new Error(
-      'Each tool is an object with a "name", and mostly a "description" and "parameters".',
+      'Each tool must be an object with a "name", and usually a "description" and "parameters".',
     );
   }
   const { type: _, ...fields } = definition;
@@ -148,18 +144,18 @@ function settingOf(field) {
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-/** Names of the tools that are defined; none while the definitions can't be read. */
+/** Names of the defined tools; none while the definitions are invalid. */
 export function toolNames(settings) {
   const { fields } = requestFields({ ...defaultSettings(), tools: settings.tools });
   return (fields.tools ?? []).map((tool) => tool.function.name);
 }
 
-/** The schema of answers, or null. */
+/** The JSON schema of answers, or null. */
 export function answerSchema(settings) {
   return requestFields(settings).fields.response_format?.json_schema?.schema ?? null;
 }
 
-/** The field of a number, and the place of what is wrong with it. */
+/** A number field with its error message. */
 function numberField(name) {
   const { label, whole } = NUMBERS[name];
   const problem = `problem-${name}`;
@@ -173,12 +169,12 @@ function numberField(name) {
   );
 }
 
-/** The form: it writes what is typed to `settings`, and shows what is wrong beside it. */
+/** The form: writes typed values to the settings, and shows errors at their fields. */
 export class SettingsForm {
   #settings = defaultSettings();
   #onchange;
 
-  /** `onchange()` is called when a setting has been changed. */
+  /** `onchange()` is called when a setting has changed. */
   constructor(onchange) {
     this.#onchange = onchange;
     this.element = byId("settings");
@@ -220,11 +216,11 @@ export class SettingsForm {
     let field = this.#field(name) ?? byId(name);
     const section = field.closest("details");
     if (section) section.open = true;
-    if (!field.checkVisibility()) field = this.#field("format"); // the schema, of an answer that has none
+    if (!field.checkVisibility()) field = this.#field("format"); // the schema field is hidden
     field.focus();
   }
 
-  /** Show a problem that the server found with one of its fields, which the form `has`. */
+  /** Show a server's error at its field, which the form must have. */
   point(field, message) {
     this.#showProblems([{ setting: settingOf(field), message }]);
     this.focusProblem();
@@ -262,12 +258,12 @@ export class SettingsForm {
   }
 
   #showToolChoices() {
-    const choices = { auto: "When it likes", none: "Never", required: "Always" };
+    const choices = { auto: "Auto", none: "None", required: "Required" };
     const options = Object.entries(choices).map(([value, label]) =>
       element("option", { value }, label),
     );
     const names = toolNames(this.#settings).map((name) =>
-      element("option", { value: name }, `Always ${name}`),
+      element("option", { value: name }, name),
     );
     const field = this.#field("tool_choice");
     field.replaceChildren(...options, ...names);

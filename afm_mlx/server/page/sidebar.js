@@ -1,4 +1,4 @@
-/** The list of conversations: opened, searched, renamed and deleted. */
+/** The chat history (open, search, rename and delete), and the theme switch below it. */
 import { excerpt } from "./conversation.js";
 import { byId, element, iconButton } from "./dom.js";
 
@@ -23,7 +23,7 @@ export class Sidebar {
     });
   }
 
-  /** `running` holds the ids of conversations in which an answer is being written. */
+  /** `running` has the ids of conversations with an answer in progress. */
   show(conversations, current, running) {
     this.#shown = { conversations, current, running };
     if (this.#renaming === null) this.#draw();
@@ -43,8 +43,8 @@ export class Sidebar {
     if (focused)
       this.list.querySelector(`[data-act="${focused.act}"][data-id="${focused.id}"]`)?.focus();
     const none = query
-      ? "Nothing found."
-      : "Your chats will be listed here. They stay in this browser.";
+      ? "No results."
+      : "No chats yet. Chats stay in this browser.";
     byId("no-conversations").textContent = found.length ? "" : none;
   }
 
@@ -72,7 +72,7 @@ export class Sidebar {
       },
       element("span", { class: "title" }, title),
       part ? element("span", { class: "excerpt" }, part) : null,
-      this.#shown.running.has(id) ? element("span", { class: "running" }, "answering") : null,
+      this.#shown.running.has(id) ? element("span", { class: "running" }, "answering…") : null,
     );
     const rename = iconButton("edit", `Rename ${title}`, () => this.rename(id), {
       "data-act": "rename",
@@ -108,7 +108,7 @@ export class Sidebar {
   }
 
   #renameRow({ id, title }) {
-    const field = element("input", { "aria-label": "Title", maxlength: 200 });
+    const field = element("input", { "aria-label": "Chat title", maxlength: 200 });
     field.value = title;
     const finish = (keep) => {
       if (this.#renaming !== id) return;
@@ -133,5 +133,33 @@ function age(time) {
   const midnight = new Date().setHours(0, 0, 0, 0);
   if (time >= midnight) return "Today";
   if (time >= midnight - DAY) return "Yesterday";
-  return time >= midnight - 7 * DAY ? "The last seven days" : "Earlier";
+  return time >= midnight - 7 * DAY ? "Previous 7 days" : "Older";
+}
+
+const KEY = "afm-mlx theme";
+
+export function bindThemeSwitch() {
+  const buttons = [...document.querySelectorAll("[data-set-theme]")];
+  const show = () => {
+    const theme = document.documentElement.dataset.theme ?? "system";
+    for (const button of buttons)
+      button.setAttribute("aria-pressed", button.dataset.setTheme === theme);
+  };
+  for (const button of buttons) {
+    button.addEventListener("click", () => {
+      setTheme(button.dataset.setTheme);
+      show();
+    });
+  }
+  show();
+}
+
+function setTheme(theme) {
+  if (theme === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  try {
+    localStorage.setItem(KEY, theme);
+  } catch {
+    // no storage: the choice lasts until the page is closed
+  }
 }

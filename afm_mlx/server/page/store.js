@@ -1,6 +1,6 @@
 /**
- * Conversations in this browser's IndexedDB, whole, by their id. Other tabs of this page are told what has
- * changed.
+ * Conversations in this browser's IndexedDB, whole, by their id. Other tabs of the page are notified
+ * of changes.
  *
  * Where the browser keeps nothing (some private windows), they live as long as the page.
  */

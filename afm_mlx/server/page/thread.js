@@ -1,7 +1,4 @@
-/**
- * The turns of the branch that is shown. Views are kept while their turns stay, so that focus and folding do
- * too.
- */
+/** The turns of the shown branch. Views are kept from one update to the next, and with them focus and folding. */
 import { AnswerView } from "./answer.js";
 import { resultCard, resultsForm } from "./calls.js";
 import { path, siblings } from "./conversation.js";
@@ -13,7 +10,7 @@ export class Thread {
   #conversation = null;
 
   /**
-   * `actions` is what a reader can do: retry(turn), edit(turn, text), answerCalls(turn, results, place),
+   * `actions`: retry(turn), edit(turn, text), answerCalls(turn, results, place),
    * show(turn), hasSetting(name), showSetting(name, message), isFree().
    */
   constructor(actions) {
@@ -27,7 +24,7 @@ export class Thread {
     byId("jump").addEventListener("click", () => this.toEnd());
   }
 
-  /** Show this conversation's branch; `schema` is that of an answer that is being written. */
+  /** Show a conversation's branch; `schema` is the JSON schema of an answer in progress. */
   show(conversation, schema = null) {
     if (conversation !== this.#conversation) this.#views.clear();
     this.#conversation = conversation;
@@ -41,7 +38,7 @@ export class Thread {
       view.update(turn, this.#place(turn, i === turns.length - 1));
       return view.element;
     });
-    // Only what differs is touched: an element that is moved loses its focus.
+    // Only elements out of place are moved, because a moved element loses its focus.
     elements.forEach((made, i) => {
       if (this.element.children[i] !== made)
         this.element.insertBefore(made, this.element.children[i] ?? null);
@@ -51,7 +48,7 @@ export class Thread {
     refocus();
   }
 
-  /** Buttons are made anew when their turn is shown again: what had the focus is found by its label. */
+  /** Turns are shown with new buttons: the focused one is found again by its label. */
   #rememberFocus() {
     const at = document.activeElement;
     const turn = this.element.contains(at) ? at.closest(".turn") : null;
@@ -62,7 +59,7 @@ export class Thread {
     };
   }
 
-  /** The text of an answer that is being written has grown. */
+  /** Show more of an answer in progress. */
   grow(turn) {
     const view = this.#views.get(turn.id);
     if (!view) return;
@@ -85,7 +82,7 @@ export class Thread {
     return this.element.contains(document.activeElement);
   }
 
-  /** Begin to edit the last message. */
+  /** Start to edit the last message. */
   editLast() {
     const last = path(this.#conversation).findLast((turn) => turn.role === "user");
     if (last) this.#views.get(last.id).edit();
@@ -106,11 +103,11 @@ export class Thread {
     const tools = this.#pager(turn, place);
     if (turn.text && navigator.clipboard) tools.push(copyButton(turn.text));
     if (!turn.error)
-      tools.push(iconButton("retry", "Answer again", () => this.#actions.retry(turn)));
+      tools.push(iconButton("retry", "Regenerate", () => this.#actions.retry(turn)));
     return tools;
   }
 
-  /** Buttons that go from one version of a turn to another. */
+  /** Buttons to switch between the versions of a turn. */
   #pager(turn, { index, count }) {
     if (count < 2) return [];
     const all = siblings(this.#conversation, turn);
@@ -142,9 +139,9 @@ export class Thread {
 function copyButton(text) {
   const copy = async () => {
     await navigator.clipboard.writeText(text);
-    toast("The text was copied.");
+    toast("Copied.");
   };
-  return iconButton("copy", "Copy the text", copy);
+  return iconButton("copy", "Copy", copy);
 }
 
 /** A view that can be turned into a form and back. */
@@ -196,14 +193,14 @@ class EditableView {
   }
 }
 
-/** What the reader has written. */
+/** A message of the user. */
 class MessageView extends EditableView {
   get heading() {
     return "You";
   }
 
   get editLabel() {
-    return "Edit this message";
+    return "Edit message";
   }
 
   content() {
@@ -229,7 +226,7 @@ class MessageView extends EditableView {
     const hint = element(
       "p",
       { class: "hint" },
-      "Answers to the message as it was are kept: go back to them with the arrows.",
+      "The earlier version is kept. Use the arrows to go back to it.",
     );
     const save = element("button", { type: "submit", class: "button primary" }, "Send");
     const cancel = element("button", { type: "button", class: "button", onclick: done }, "Cancel");
@@ -243,14 +240,14 @@ class MessageView extends EditableView {
   }
 }
 
-/** What the calls of an answer gave, as the reader typed it. */
+/** Tool results, as the user entered them. */
 class ResultsView extends EditableView {
   get heading() {
-    return "Results of calls";
+    return "Tool results";
   }
 
   get editLabel() {
-    return "Edit the results";
+    return "Edit results";
   }
 
   content() {

@@ -1,6 +1,6 @@
-/** Conversations as files: JSON, which can be imported again, and Markdown, for people. */
+/** Export and import of conversations, as JSON or (export only) Markdown. */
 import { path } from "./conversation.js";
-import { newId } from "./dom.js";
+import { byId, newId, toast } from "./dom.js";
 import { defaultSettings } from "./settings.js";
 
 const FORMAT = "afm-mlx conversations";
@@ -11,11 +11,11 @@ export function toJson(conversations) {
   return `${JSON.stringify({ format: FORMAT, version: VERSION, conversations }, null, 2)}\n`;
 }
 
-/** The branch that is shown. */
+/** The shown branch as Markdown. */
 export function toMarkdown(conversation) {
   const parts = [`# ${conversation.title}`];
   if (conversation.settings.system.trim())
-    parts.push(`**Instructions**\n\n${conversation.settings.system.trim()}`);
+    parts.push(`**System prompt**\n\n${conversation.settings.system.trim()}`);
   for (const turn of path(conversation)) parts.push(turnMarkdown(turn));
   return `${parts.join("\n\n")}\n`;
 }
@@ -29,20 +29,20 @@ function turnMarkdown(turn) {
   }
   const said = turn.format === "text" || !turn.text ? turn.text : fenced(turn.text, "json");
   const calls = turn.calls.map(
-    (call) => `Calls \`${call.name}\`:\n\n${fenced(call.arguments, "json")}`,
+    (call) => `Tool call \`${call.name}\`:\n\n${fenced(call.arguments, "json")}`,
   );
   const error = turn.error ? `Error: ${turn.error.message}` : "";
   return [`**${turn.model}**`, said, ...calls, error].filter(Boolean).join("\n\n");
 }
 
-/** A block of code whose fence is longer than any in the text. */
+/** A code block whose fence is longer than any in the text. */
 function fenced(text, language = "") {
   const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
   const fence = "`".repeat(longest + 1);
   return `${fence}${language}\n${text}\n${fence}`;
 }
 
-/** The conversations of a file, with new ids. Raises an Error that says what is wrong with the file. */
+/** Read the conversations of a file, with new ids. Raises an Error for other files. */
 export function fromJson(text) {
   let data;
   try {
@@ -56,7 +56,7 @@ export function fromJson(text) {
   );
   check(
     data.version === VERSION,
-    `The file has version ${data.version}; this page reads version ${VERSION}.`,
+    `The file has version ${data.version}; version ${VERSION} is supported.`,
   );
   check(Array.isArray(data.conversations), "The file has no list of conversations.");
   return data.conversations.map(readConversation);
@@ -71,12 +71,12 @@ function readConversation(found, i) {
   for (const turn of Object.values(known)) {
     check(
       turn.parent === null || Object.hasOwn(known, turn.parent),
-      `${where}: a turn follows one that isn't there.`,
+      `${where}: the parent of a turn is missing.`,
     );
   }
   checkNoCycle(known, where);
   const head = found.head ?? null;
-  check(head === null || Object.hasOwn(known, head), `${where}: its last turn isn't there.`);
+  check(head === null || Object.hasOwn(known, head), `${where}: its last turn is missing.`);
   const now = Date.now();
   return {
     id: newId("c"),
@@ -102,7 +102,7 @@ function readTurn(id, turn, where) {
     return { ...shared, text: turn.text };
   }
   if (turn.role === "results") {
-    const results = list(turn.results, `${where}: results of calls are no list.`);
+    const results = list(turn.results, `${where}: tool results must be a list.`);
     const read = ({ call, name, text: said }) => ({
       call: text(call, ""),
       name: text(name, ""),
@@ -110,7 +110,7 @@ function readTurn(id, turn, where) {
     });
     return { ...shared, results: results.map(read) };
   }
-  const calls = list(turn.calls ?? [], `${where}: the calls of an answer are no list.`);
+  const calls = list(turn.calls ?? [], `${where}: tool calls must be a list.`);
   return {
     ...shared,
     model: text(turn.model, "unknown model"),
@@ -151,7 +151,7 @@ function checkNoCycle(turns, where) {
   for (const turn of Object.values(turns)) {
     const way = new Set();
     for (let id = turn.id; id !== null && !checked.has(id); id = turns[id].parent) {
-      check(!way.has(id), `${where}: its turns follow each other in a circle.`);
+      check(!way.has(id), `${where}: its turns form a circle.`);
       way.add(id);
     }
     for (const id of way) checked.add(id);
@@ -171,7 +171,7 @@ const isObject = (value) => typeof value === "object" && value !== null && !Arra
 const text = (value, otherwise) => (typeof value === "string" ? value : otherwise);
 const time = (value, otherwise) => (Number.isFinite(value) ? value : otherwise);
 
-/** Hand a text to the browser as a file to keep. */
+/** Download a text as a file. */
 export function download(name, type, content) {
   const address = URL.createObjectURL(new Blob([content], { type }));
   const link = document.createElement("a");
@@ -189,4 +189,43 @@ export function fileName(title, ending) {
     .replace(/^-+|-+$/g, "")
     .slice(0, 60);
   return `${plain || "chat"}.${ending}`;
+}
+
+const LARGEST_FILE = 64 * 1024 * 1024; // bytes
+
+export function bindTransfer(app) {
+  byId("export-markdown").addEventListener("click", () => {
+    download(fileName(app.current.title, "md"), "text/markdown", toMarkdown(app.current));
+  });
+  byId("export-json").addEventListener("click", () => {
+    download(fileName(app.current.title, "json"), "application/json", toJson([app.current]));
+  });
+  byId("export-all").addEventListener("click", () => {
+    download("afm-mlx-chats.json", "application/json", toJson([...app.conversations.values()]));
+  });
+  const field = byId("import-file");
+  byId("import").addEventListener("click", () => field.click());
+  field.addEventListener("change", async () => {
+    const [file] = field.files;
+    field.value = "";
+    if (file) await importFile(app, file);
+  });
+}
+
+async function importFile(app, file) {
+  let found;
+  try {
+    if (file.size > LARGEST_FILE) throw new Error("The file is larger than 64 MB.");
+    found = fromJson(await file.text());
+  } catch (error) {
+    toast(`Couldn't import ${file.name}. ${error.message}`);
+    return;
+  }
+  for (const conversation of found) {
+    app.add(conversation);
+    await app.save(conversation);
+  }
+  if (!found.length) return toast(`${file.name} has no chats.`);
+  app.open(found[0].id);
+  toast(found.length === 1 ? "Imported 1 chat." : `Imported ${found.length} chats.`);
 }

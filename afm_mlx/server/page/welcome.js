@@ -1,4 +1,4 @@
-/** What an empty chat offers: one example of each thing that this page can do. */
+/** Examples for an empty chat, one for each feature. */
 import { byId, element, icon } from "./dom.js";
 import { EXAMPLE_SCHEMA, EXAMPLE_TOOLS, pretty } from "./settings.js";
 
@@ -9,16 +9,16 @@ const MESSAGE =
 
 const EXAMPLES = [
   {
-    kind: "Answer",
+    kind: "Chat",
     icon: "send",
     title: "Make a message formal",
     text: "Make this formal:\nhey Hana, can't make it to the Film Lecture",
     settings: {},
   },
   {
-    kind: "Structured answer",
+    kind: "Structured output",
     icon: "format",
-    title: "Pull out an event as JSON",
+    title: "Extract an event as JSON",
     text: EVENT,
     settings: { format: "json_schema", schema: pretty(EXAMPLE_SCHEMA) },
   },
@@ -39,10 +39,7 @@ const EXAMPLES = [
   },
 ];
 
-/**
- * `choose({ text, settings })` puts an example into the message field. Examples of absent adapters are left
- * out.
- */
+/** Show the examples, except for missing adapters; `choose({ text, settings })` is called with the chosen one. */
 export function showExamples(models, choose) {
   const offered = EXAMPLES.flatMap((example) => {
     if (!example.adapter) return [example];

@@ -93,7 +93,7 @@ def send(page, text):
 
 
 def reload(page):
-    """Load the page anew, once what it has begun to keep is kept: a browser may drop what is not written."""
+    """Reload the page once its pending writes are done, which a browser may drop."""
     page.evaluate(
         """() => new Promise((done) => {
             const opening = indexedDB.open("afm-mlx");
@@ -110,7 +110,7 @@ def reload(page):
 def ended(page, index):
     """The text of the answer with this index, once it has ended."""
     page.wait_for_selector(f".answer >> nth={index}")
-    page.wait_for_selector("#send[aria-label='Send the message']")
+    page.wait_for_selector("#send[aria-label='Send message']")
     return page.locator(".answer").nth(index).locator(".text").inner_text()
 
 
@@ -177,58 +177,66 @@ def test_files_are_served_as_what_they_are_and_nothing_else(server):
             again = http.get(found.url, headers={"If-None-Match": found.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")
         assert http.head("/").status_code == 200
-        for path in ("/page/", "/page/page.py", "/page/..%2fpage.py", "/page/%2e%2e/page.py"):
+        for path in ("/page/", "/page/app.py", "/page/..%2fapp.py", "/page/vendor/LICENSE-marked"):
             assert http.get(path).status_code == 404
     html = page_files()["index.html"].decode()
-    asked_for = set(re.findall(r'"page/([\w.]+)"', html))
+    imported = set(re.findall(r'"page/([\w.]+)"', html))
     for name, content in page_files().items():
+        if name.startswith("vendor/"):
+            continue
         if name.endswith(".js"):
-            asked_for |= set(re.findall(r'from "\./(\w+\.js)"', content.decode()))
+            imported |= set(re.findall(r'from "\./([\w./]+\.js)"', content.decode()))
         if name != "icon.svg":  # which names its namespace
             assert not re.search(rb"https?://(?!www\.w3\.org/2000/svg)", content), name
-    assert asked_for == page_files().keys() - {"index.html"}
+    assert imported == page_files().keys() - {"index.html"}
     assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|\sstyle=|<style", html)
 
 
-def unfinished_json_is_read_as_far_as_it_goes(page):
-    texts = [
-        '{"a": [1, -2.5e3, true, null, "\\u00e9\\ud83d\\ude00\\n\\"x"], "b": {}, "": {"c": []}}',
-        ' [ [ ] , { } , "" , 0 ] ',
-        "12",
-        '"x"',
+def partial_json_is_read_as_far_as_it_goes(page):
+    text = '{"a": [1, -2.5e3, true, null, "\\u00e9\\ud83d\\ude00\\n\\"x"], "b": {}, "": {"c": []}}'
+    cut = {
+        "": None,
+        '{"a": "x\\u00': {"a": "x"},
+        '{"a": 1, "b': {"a": 1},
+        '{"a": 1, "b": tr': {"a": 1},
+        '["x", {"y": [1,': ["x", {"y": [1]}],
+        "12": 12,
+    }
+    wrong = [
+        "[1,]",
+        "01 ",
+        "[1 2,",
+        '{"a" 1,',
+        '"\\x',
+        "nul ",
+        "]",
+        "{} {",
+        '{"a":1,}',
+        '"\n',
+        "Hello",
     ]
-    wrong = ["{a", "[1,]", "01 ", "[1 2", '{"a" 1', '"\\x', "nul ", "]", "{} {", '{"a":1,}', '"\n']
-    told = page.evaluate(
-        """async ([texts, wrong]) => {
-          const { PartialJson } = await import("/page/partial_json.js");
-          const parsed = (text) => {
-            const parser = new PartialJson();
-            parser.feed(text);
-            parser.finish();
-            return parser;
+    read = page.evaluate(
+        """async ([text, cut, wrong]) => {
+          const { readPartialJson } = await import("/page/json_tree.js");
+          const fails = (text) => {
+            try { readPartialJson(text); return false; } catch { return true; }
           };
-          const value = (node) => ({
-            object: () => Object.fromEntries(node.entries.map((e) => [e.key, value(e.value)])),
-            array: () => node.items.map(value),
-            string: () => node.text,
-          })[node.kind]?.() ?? JSON.parse(node.text);
+          const prefixes = [...text].map((_, n) => text.slice(0, n));
           return {
-            values: texts.map((text) => JSON.stringify(value(parsed(text).root))),
-            whole: texts.map((text) => parsed(text).done),
-            cut: texts.map((text) => [...text.trim()].keys().map((n) => parsed(text.trim().slice(0, n)))
-              .filter((p, n) => p.done || (p.error && !/no value/.test(p.error))).toArray().length),
-            errors: wrong.map((text) => parsed(text).error),
+            whole: [readPartialJson(text), readPartialJson(cut[0]).isWhole],
+            prefixes: prefixes.filter((prefix) => fails(prefix) || readPartialJson(prefix).isWhole),
+            cut: cut.map((text) => readPartialJson(text).value ?? null),
+            wrong: wrong.filter((text) => !fails(text)),
           };
         }""",
-        [texts, wrong],
+        [text, list(cut), wrong],
     )
-    assert [json.loads(value) for value in told["values"]] == [json.loads(text) for text in texts]
-    assert all(told["whole"])
-    assert told["cut"] == [0, 0, 1, 0]  # "1" is a whole value, too
-    assert all(told["errors"])
+    assert read["whole"] == [{"value": json.loads(text), "isWhole": True}, False]
+    assert read["cut"] == list(cut.values())
+    assert read["prefixes"] == read["wrong"] == []
 
 
-def only_a_little_markdown_is_more_than_text(page):
+def markdown_is_shown_and_html_stays_text(page):
     blocks = page.evaluate(
         """async (texts) => {
           const { showMarkdown } = await import("/page/markdown.js");
@@ -240,21 +248,28 @@ def only_a_little_markdown_is_more_than_text(page):
         }""",
         [
             HOSTILE,
+            f"<div>\n{HOSTILE}\n</div>",
             "a **b** *c* `<i>`\nd",
             "- [ ] x\n- [x] y",
             "1. x\n   - y\n2. z",
-            "[a](javascript:alert(1)) [b](https://b.c)",
+            "[a](javascript:alert(1)) [b](https://b.c) ![c](https://d.e/f.png)",
             "```js\n<b>\n```",
             "2 * 3 * 4 and snake_case_name",
+            f"| a | b |\n| --- | ---: |\n| {HOSTILE.replace('|', '')} | 2 |",
         ],
     )
-    assert blocks[0] == f"<p>{HOSTILE.replace('<', '&lt;').replace('>', '&gt;')}</p>"
-    assert blocks[1] == "<p>a <strong>b</strong> <em>c</em> <code>&lt;i&gt;</code><br>d</p>"
-    assert re.sub(r"<[^>]*>", "", blocks[2]) == "To do: xDone: y"
-    assert blocks[3] == '<ol start="1"><li>x<ul><li>y</li></ul></li><li>z</li></ol>'
-    assert blocks[4].startswith('<p>[a](javascript:alert(1)) <a href="https://b.c"')
-    assert "<code>&lt;b&gt;</code>" in blocks[5]
-    assert blocks[6] == "<p>2 * 3 * 4 and snake_case_name</p>"
+    escaped = HOSTILE.replace("<", "&lt;").replace(">", "&gt;")
+    assert blocks[0] == f"<p>{escaped}</p>"
+    assert escaped in blocks[1]
+    assert blocks[2] == "<p>a <strong>b</strong> <em>c</em> <code>&lt;i&gt;</code><br>d</p>"
+    assert re.sub(r"<[^>]*>", "", blocks[3]) == "To do: xDone: y"
+    assert blocks[4] == '<ol start="1"><li>x<ul><li>y</li></ul></li><li>z</li></ol>'
+    assert blocks[5].startswith('<p>[a](javascript:alert(1)) <a href="https://b.c"')
+    assert blocks[5].endswith("![c](https://d.e/f.png)</p>")
+    assert "<code>&lt;b&gt;</code>" in blocks[6]
+    assert blocks[7] == "<p>2 * 3 * 4 and snake_case_name</p>"
+    assert f"<td>{escaped}</td>" in blocks[8]
+    assert not re.search(r"<(?:img|script)", "".join(blocks))
 
 
 def a_tree_fills_in_and_html_in_it_stays_text(page):
@@ -268,7 +283,7 @@ def a_tree_fills_in_and_html_in_it_stays_text(page):
           }).observe(document.getElementById("thread"), { subtree: true, childList: true });
         }"""
     )
-    example(page, "Pull out an event")
+    example(page, "Extract an event")
     keys = page.locator(".tree li li .key").all_inner_texts()
     values = page.locator(".tree .value").all_inner_texts()
     assert keys == ["title", "person", "day", "time", "place"]
@@ -304,7 +319,7 @@ def a_tool_is_called_and_its_result_answered(page):
     assert ended(page, 1) == "Order L5526 is in Hitton and arrives on March 14."
     assert [m["role"] for m in sent[-1]["messages"]] == ["user", "assistant", "tool"]
     assert sent[-1]["messages"][1]["tool_calls"][0]["id"] == sent[-1]["messages"][2]["tool_call_id"]
-    page.get_by_role("button", name="Edit the results").click()
+    page.get_by_role("button", name="Edit results").click()
     page.get_by_label("Result of track_order").fill('{"city": "Broburg", "arrives": "April 2"}')
     page.get_by_role("button", name="Send result").click()
     assert "Broburg" in ended(page, 1)
@@ -315,23 +330,27 @@ def settings_are_what_is_asked_for(page):
     sent = asked_by(page)
     show_settings(page)
     typed = {"Temperature": "0.5", "Top-p": "0.9", "Top-k": "20", "Min-p": "0.1", "Seed": "3"}
-    for label, value in {**typed, "Most tokens": "5", "Stop at, one per line": "\\n\n# "}.items():
+    for label, value in {
+        **typed,
+        "Max tokens": "5",
+        "Stop strings, one per line": "\\n\n# ",
+    }.items():
         page.get_by_label(label, exact=True).fill(value)
-    page.get_by_label("Instructions", exact=True).fill("Be brief.")
+    page.get_by_label("System prompt", exact=True).fill("Be brief.")
     send(page, FORMAL)
     asked = sent[-1]
     assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop")
     assert [asked[name] for name in names] == [0.5, 0.9, 20, 0.1, 3, 5, ["\n", "# "]]
-    assert "limit of tokens" in page.locator(".answer .note").inner_text()
+    assert "token limit" in page.locator(".answer .note").inner_text()
 
     # What can't be sent is told beside its field, which takes the focus.
     page.get_by_label("Top-p", exact=True).fill("7")
     message(page).fill("x")
     message(page).press("Enter")
     assert page.evaluate("document.activeElement.name") == "top_p"
-    assert page.locator("#problem-top_p").inner_text() == "This has to be a number from 0 to 1."
-    page.get_by_role("button", name="Back to the defaults").click()
+    assert page.locator("#problem-top_p").inner_text() == "Enter a number from 0 to 1."
+    page.get_by_role("button", name="Reset to defaults").click()
     message(page).press("Enter")
     ended(page, 1)
     assert not any(name in sent[-1] for name in names)
@@ -344,7 +363,7 @@ REFUSED = [
     ({"conversations": [{"turns": {"a": {"role": "user"}}}]}, "has no text"),
     (
         {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "b"}}}]},
-        "isn't there",
+        "missing",
     ),
     (
         {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "a"}}}]},
@@ -364,21 +383,21 @@ def a_file_that_is_no_export_changes_nothing(page):
             {"name": "x.json", "mimeType": "application/json", "buffer": content.encode()},
         )
         assert said in page.locator(".toast").last.inner_text()
-        page.get_by_role("button", name="Close this notice").click()
+        page.get_by_role("button", name="Dismiss").click()
         assert page.locator(".conversation").count() == 0
 
 
 def errors_are_shown_with_a_way_on(page):
     show_settings(page)
-    page.get_by_label("Answers are").select_option("json_schema")
+    page.get_by_label("Format", exact=True).select_option("json_schema")
     page.get_by_label("JSON schema", exact=True).fill('{"type": "no type"}')
     send(page, FORMAL)
     told = page.locator(".card.error p").inner_text()
     assert "no type" in told
-    page.get_by_role("button", name="Show the setting").click()
+    page.get_by_role("button", name="Go to setting").click()
     assert page.evaluate("document.activeElement.name") == "schema"
     assert page.locator("#problem-schema").inner_text() == told
-    page.get_by_label("Answers are").select_option("text")
+    page.get_by_label("Format", exact=True).select_option("text")
 
     page.context.set_offline(True)
     page.get_by_role("button", name="Try again").click()
@@ -392,7 +411,7 @@ def errors_are_shown_with_a_way_on(page):
     half = 'data: {"choices": [{"delta": {"content": "Half an"}}]}\n\n'
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half))
     assert send(page, "x") == "Half an"
-    assert "lost before the answer had ended" in page.locator(".card.error").inner_text()
+    assert "lost before the answer was complete" in page.locator(".card.error").inner_text()
     failed = 'data: {"error": {"message": "The step failed."}}\n\n'
     page.unroute("**/v1/chat/completions")
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half + failed))
@@ -418,10 +437,10 @@ def the_servers_counts_are_shown(page):
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
     assert send(page, "x") == "Hello"
     said = page.locator(".stats").inner_text()
-    assert said == "12 tokens · 8 per second · first after 1.23 s · 75 % of drafts taken"
+    assert said == "12 tokens · 8 tok/s · first token after 1.23 s · 75 % of drafts accepted"
     page.get_by_role("button", name=re.compile("^Context: 312 of 1,024 tokens")).click()
     told = page.locator("#figures div").all_inner_texts()
-    assert told[-2:] == ["Prompt from the cache\n256", "Drafted tokens taken\n75 %"]
+    assert told[-2:] == ["Cached prompt tokens\n256", "Draft tokens accepted\n75 %"]
     page.unroute("**/v1/chat/completions")
 
 
@@ -429,8 +448,8 @@ def the_servers_counts_are_shown(page):
     "story",
     [
         a_file_that_is_no_export_changes_nothing,
-        unfinished_json_is_read_as_far_as_it_goes,
-        only_a_little_markdown_is_more_than_text,
+        partial_json_is_read_as_far_as_it_goes,
+        markdown_is_shown_and_html_stays_text,
         a_tree_fills_in_and_html_in_it_stays_text,
         a_tool_is_called_and_its_result_answered,
         settings_are_what_is_asked_for,
@@ -470,18 +489,18 @@ def test_a_chat_with_edits_versions_adapters_and_a_reload(open_page, size):
     ids = live.evaluate_all("(all) => all.map((each) => each.id)")
     assert ids == ["connection", "announcements"]
 
-    page.get_by_label("Model and adapter").select_option("afm-nano:todo")
+    page.get_by_label("Model", exact=True).select_option("afm-nano:todo")
     todos = send(page, TODOS)
     assert "Lock the account" in todos
     assert page.locator(".who").all_inner_texts() == ["afm-nano", "afm-nano:todo"]
 
     # An edited message is another version: what came after the old one is kept with it.
-    page.get_by_role("button", name="Edit this message").first.click()
+    page.get_by_role("button", name="Edit message").first.click()
     page.locator(".edit-form textarea").fill("List the to-dos: call Hana at 9:15.")
     page.get_by_role("button", name="Send", exact=True).click()
     ended(page, 0)
     assert page.locator(".turn").count() == 2
-    page.get_by_role("button", name="Answer again").click()
+    page.get_by_role("button", name="Regenerate").click()
     ended(page, 0)
     assert "2 / 2" in page.locator(".answer .pager").inner_text()
     page.locator(".user").get_by_role("button", name="Previous version").click()
@@ -507,7 +526,7 @@ def test_stopping_frees_the_row(open_page, server, monkeypatch):
 
     monkeypatch.setattr(server.served.engine, "stream", slow)
     page = open_page()
-    page.locator("#examples button", has_text="Pull out an event").click()
+    page.locator("#examples button", has_text="Extract an event").click()
     page.get_by_role("button", name="JSON schema", exact=True).click()
     page.get_by_label("JSON schema", exact=True).fill(json.dumps(ENDLESS))
     for stop in ("Escape", "click"):
@@ -516,13 +535,13 @@ def test_stopping_frees_the_row(open_page, server, monkeypatch):
         until(page, "document.querySelector('.writing .value')?.textContent.length > 40")
         assert server.served.admission.active == 1
         if stop == "click":
-            page.get_by_role("button", name="Stop the answer").click()
+            page.get_by_role("button", name="Stop", exact=True).click()
         else:
             message(page).press("Escape")
         page.wait_for_selector(".note:has-text('You stopped this answer') >> nth=-1")
         until(page, "document.querySelector('.writing') === null")
         until(page, lambda: server.served.admission.active == 0)
-        assert "not complete" in page.locator(".json .note").last.inner_text()
+        assert "incomplete" in page.locator(".json .note").last.inner_text()
 
 
 def test_export_import_rename_search_and_delete(open_page):
@@ -533,10 +552,10 @@ def test_export_import_rename_search_and_delete(open_page):
     page.keyboard.press("Enter")
     assert page.get_by_role("heading", level=1).inner_text() == "My chat"
     kept = {}
-    for name in ("Markdown, to read", "JSON, to import again"):
+    for name in ("Markdown", "JSON"):
         page.get_by_role("button", name="Export", exact=True).click()
         with page.expect_download() as download:
-            page.get_by_role("button", name=name).click()
+            page.get_by_role("button", name=name, exact=True).click()
         kept[download.value.suggested_filename] = download.value.path().read_text()
     assert kept["my-chat.md"] == f"# My chat\n\n**You**\n\n{FORMAL}\n\n**afm-nano**\n\n{answer}\n"
     page.get_by_role("button", name="New chat").click()
@@ -581,10 +600,10 @@ def test_a_key_is_asked_for_and_kept_as_the_theme_is(open_page, server):
     with running_server(server.served, api_keys=("open sesame",)) as guarded:
         page = open_page(url=guarded.url, scheme="dark")
         dialog = page.get_by_role("dialog")
-        dialog.get_by_label("Key", exact=True).fill("wrong")
+        dialog.get_by_label("API key", exact=True).fill("wrong")
         page.keyboard.press("Enter")
-        page.wait_for_selector("#key-problem:has-text('refused')")
-        dialog.get_by_label("Key", exact=True).fill("open sesame")
+        page.wait_for_selector("#key-problem:has-text('rejected')")
+        dialog.get_by_label("API key", exact=True).fill("open sesame")
         page.keyboard.press("Enter")
         page.wait_for_selector("#examples li")
         assert "Film Lecture" in send(page, FORMAL)
@@ -626,7 +645,7 @@ def test_by_keyboard_alone(open_page):
         raise AssertionError(f"Tab never comes to {name!r}")
 
     page.evaluate("document.activeElement.blur()")
-    tab_to("Skip to the message field")
+    tab_to("Skip to message field")
     press("Enter")
     assert page.evaluate("document.activeElement.id") == "message"
     page.keyboard.type("Make this formal:")
@@ -638,8 +657,8 @@ def test_by_keyboard_alone(open_page):
     press("ArrowUp")
     assert page.evaluate("document.activeElement.value") == FORMAL
     press("Escape")
-    assert page.evaluate("document.activeElement.ariaLabel") == "Edit this message"
-    tab_to("Answer again")
+    assert page.evaluate("document.activeElement.ariaLabel") == "Edit message"
+    tab_to("Regenerate")
     press("Enter")
     ended(page, 0)
     assert "2 / 2" in page.locator(".answer .pager").inner_text()
@@ -652,7 +671,7 @@ def test_by_keyboard_alone(open_page):
     press("Control+.")
     assert page.evaluate("document.activeElement.id") == "message"
     press("Control+/")
-    assert page.get_by_role("dialog", name="Shortcuts").is_visible()
+    assert page.get_by_role("dialog", name="Keyboard shortcuts").is_visible()
     press("Escape")
     press("Control+Shift+o")
     assert page.get_by_role("heading", level=1).inner_text() == "New chat"
@@ -746,9 +765,9 @@ def test_names_sizes_and_contrast_in_every_state(open_page, size):
     page.get_by_label("Result of track_order").fill("{}")
     page.get_by_role("button", name="Send result").click()
     ended(page, 1)
-    page.get_by_role("button", name="Edit the results").click()
+    page.get_by_role("button", name="Edit results").click()
     page.keyboard.press("Control+Shift+o")
-    example(page, "Pull out an event")
+    example(page, "Extract an event")
     page.get_by_role("button", name="Settings", exact=True).click()
     page.get_by_label("JSON schema", exact=True).fill("{")
     check()
@@ -758,7 +777,7 @@ def test_names_sizes_and_contrast_in_every_state(open_page, size):
     send(page, "x")
     page.keyboard.press("Control+k")
     page.get_by_role("button", name=re.compile("^Rename")).first.click()
-    page.get_by_role("button", name="Import, export").click()
+    page.get_by_role("button", name="Import and export").click()
     check()
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Shortcuts").click()
@@ -784,5 +803,5 @@ def test_long_chats_and_long_words_fit(open_page):
         page.set_viewport_size({"width": width, "height": height})
         # The reader who has gone up stays there while an answer comes; a button leads back to the end.
         page.evaluate("document.getElementById('scroller').scrollTop = 0")
-        page.get_by_role("button", name="To the end").click()
+        page.get_by_role("button", name="Scroll to bottom").click()
         assert page.evaluate(outside) == [0, 0, True]
