@@ -59,6 +59,7 @@ PAGES: dict[str, dict[str, str]] = {
         "pip install": "installs the package",
         "afm-mlx server": SERVES,
     },
+    "operations.md": {"afm-mlx server": SERVES},
     "sessions.md": {
         "git clone": "fetches Apple's tests",
         "pip install pytest": "installs packages",
@@ -115,8 +116,11 @@ def test_every_page_is_in_the_table():
         assert not re.search(r"^(    |\t)(\$ )?(afm-mlx|python|pip|make) ", text, re.M), path
 
 
+SERVED = ("server.md", "operations.md")
+
+
 def readable():
-    return [name for name in PAGES if name != "server.md" and "```" in (DOCS / name).read_text()]
+    return [name for name in PAGES if name not in SERVED and "```" in (DOCS / name).read_text()]
 
 
 @pytest.mark.parametrize("page", readable())
@@ -127,7 +131,7 @@ def test_the_blocks_of(page, folder, capsys):
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
-def test_the_blocks_of_the_server_page(folder, capsys):
+def test_the_blocks_of_the_server_pages(folder, capsys):
     tidy = folder / "my-adapters" / "tidy"
     shutil.copytree(resolve_model("afm-nano") / "adapters" / "redact", tidy)
     with (
@@ -142,9 +146,10 @@ def test_the_blocks_of_the_server_page(folder, capsys):
                 text.replace("curl ", "curl --fail -sS ", 1) if text.startswith("curl ") else text
             )
 
-        reader = Reader(capsys, PAGES["server.md"], here)
-        reader.read((DOCS / "server.md").read_text())
-    assert reader.used == set(PAGES["server.md"])
+        for page in SERVED:
+            reader = Reader(capsys, PAGES[page], here)
+            reader.read((DOCS / page).read_text())
+            assert reader.used == set(PAGES[page])
 
 
 def test_a_block_that_prints_something_else_is_found(folder, capsys):

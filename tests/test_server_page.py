@@ -1,4 +1,4 @@
-"""The tables of docs/server.md as they stand; its blocks run in `test_documents.py`."""
+"""The tables of the server's two pages; their blocks run in `test_documents.py`."""
 
 import re
 import shutil
@@ -16,10 +16,11 @@ from tests.tools.server import running_server
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "server.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 
 
 def section(title):
-    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return (PAGE + OPERATIONS).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def table(title):
@@ -42,18 +43,18 @@ def server(tmp_path_factory):
 
 def test_the_tables_are_whole(server):
     paths = {route.path for route in server.app.routes}
-    told = {n.split()[-1] for cells in table("Routes") for n in names_in(cells[0])}
+    named = {n.split()[-1] for cells in table("Routes") for n in names_in(cells[0])}
     places = {
         "models/ID": "models/{model_id:path}",
         "responses/ID": "responses/{id}",
         "NAME": "{name}",
     }
     for word, place in places.items():
-        told = {path.replace(word, place) for path in told}
-    for path in told - {"unload", "pin", "unpin"}:
+        named = {path.replace(word, place) for path in named}
+    for path in named - {"unload", "pin", "unpin"}:
         assert path.replace("/load", "/{action}") in paths, path
     defaults = {f"--{a.dest.replace('_', '-')}": a.default for a in actions_of(command)}
-    for flags, default, _ in table("Limits"):
+    for flags, default, _ in table("Limits") + table("Timeouts"):
         (flag,) = names_in(flags)
         value = defaults[flag]
         assert default in (("none", "the model's context") if value is None else (f"{value:.0f}",))

@@ -788,8 +788,8 @@ class PromptRequest(Fields):
         Honoured(
             "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; texts next to "
             "results follow them. A failed tool's result (`is_error`) is shown as JSON, "
-            '`{"error": ...}`. Messages of the role `system` that come first are instructions; later ones are '
-            "read as a part of the user's turn there. An answer at the end is continued"
+            '`{"error": ...}`. Messages of the role `system` that come first are instructions; later ones '
+            "become a part of the user's turn there. An answer at the end is continued"
         ),
     ]
     system: Annotated[
@@ -833,7 +833,7 @@ class PromptRequest(Fields):
 
 
 CLAUDE_SAMPLING = Honoured(
-    "sampling, 0 to 1; under the API's newer version, too, whose clients send it in `extra_body`"
+    "sampling, 0 to 1; also under the API's newer version, with `extra_body` in its client"
 )
 
 

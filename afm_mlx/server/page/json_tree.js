@@ -42,8 +42,10 @@ export function readPartialJson(text) {
       // the next candidate
     }
   }
-  if (/^(t|tru?|f|fal?|fals|nu?|nul|-|-?\d[\d.eE+-]*)$/.test(text.trim()))
-    return { value: undefined, isWhole: false }; // a literal or number that goes on
+  const literal = text.trimStart();
+  const isBegun = ["true", "false", "null"].some((word) => word.startsWith(literal));
+  if (isBegun || /^-?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d*)?$/.test(literal))
+    return { value: undefined, isWhole: false };
   throw new SyntaxError("The text is not JSON.");
 }
 

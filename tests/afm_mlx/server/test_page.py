@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from tests.tools.browser import browser
 from tests.tools.cases import each
 from tests.tools.server import running_server
 
+ROOT = Path(__file__).parents[3]
 SIZES = {"wide": (1440, 900), "narrow": (360, 740)}
 FORMAL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 TODOS = (
@@ -181,6 +184,8 @@ def test_files_are_served_as_what_they_are_and_nothing_else(server):
             assert http.get(path).status_code == 404
     html = page_files()["index.html"].decode()
     imported = set(re.findall(r'"page/([\w.]+)"', html))
+    digest = hashlib.sha256(page_files()["vendor/marked.esm.js"]).hexdigest()
+    assert digest in (ROOT / "docs" / "dependencies.md").read_text()
     for name, content in page_files().items():
         if name.startswith("vendor/"):
             continue
@@ -389,7 +394,7 @@ def a_file_that_is_no_export_changes_nothing(page):
 
 def errors_are_shown_with_a_way_on(page):
     show_settings(page)
-    page.get_by_label("Format", exact=True).select_option("json_schema")
+    page.locator("[name=format]").select_option("json_schema")
     page.get_by_label("JSON schema", exact=True).fill('{"type": "no type"}')
     send(page, FORMAL)
     told = page.locator(".card.error p").inner_text()
@@ -397,7 +402,7 @@ def errors_are_shown_with_a_way_on(page):
     page.get_by_role("button", name="Go to setting").click()
     assert page.evaluate("document.activeElement.name") == "schema"
     assert page.locator("#problem-schema").inner_text() == told
-    page.get_by_label("Format", exact=True).select_option("text")
+    page.locator("[name=format]").select_option("text")
 
     page.context.set_offline(True)
     page.get_by_role("button", name="Try again").click()
