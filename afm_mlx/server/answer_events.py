@@ -459,9 +459,9 @@ class _ChoiceTask:
 
     def _take(self, response: TokenResponse) -> None:
         """Make events of a response of the engine."""
-        if (guesses := response.draft_counts) is not None:
-            self.drafted, self.accepted = guesses.proposed, guesses.accepted
-            self._served.metrics.drafts(guesses)
+        if (drafts := response.draft_counts) is not None:
+            self.drafted, self.accepted = drafts.proposed, drafts.accepted
+            self._served.metrics.drafts(drafts)
         token = response.token
         logprobs: list[TokenLikelihood] = []
         text, is_forced = response.text, response.is_forced

@@ -659,9 +659,7 @@ class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
 
     tool_use_id: str
     content: (
-        str
-        | Annotated[list[Annotated[ClaudeText, RESULT_PART]], Meta(max_length=MAX_PARTS)]
-        | None
+        str | Annotated[list[Annotated[ClaudeText, RESULT_PART]], Meta(max_length=MAX_PARTS)] | None
     ) = None
     is_error: bool | None = None
     cache_control: Annotated[Any, CACHE_MARK] = None
