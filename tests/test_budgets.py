@@ -20,6 +20,7 @@ OF_OURS = 19
 MODULES = {
     "import afm_mlx": 60,
     "import afm_mlx.cli.generate": 100,
+    "import afm_mlx.engine": 400,
     "from afm_mlx import load": 400,
 }
 """That are imported beyond those that Python starts with: a number that no busy machine changes."""

@@ -96,7 +96,7 @@ def _draft_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
     """The draft model that the arguments name; None for none."""
     if args.draft_model is None:
         return None
-    from afm_mlx.loading.draft_models import load_drafts
+    from afm_mlx.loading.load import load_drafts
     from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
     from afm_mlx.quantization.packed_layers import set_activation_bits
 

@@ -216,8 +216,8 @@ def speculation_of(
     if args.draft_model is None and not args.prompt_lookup:
         return None
     from afm_mlx.engine.speculation.drafting import Speculation
-    from afm_mlx.loading.draft_models import AUTO, adapter_draft, load_drafts
-    from afm_mlx.loading.resolve import resolve_adapter, resolve_model
+    from afm_mlx.loading.load import load_drafts
+    from afm_mlx.loading.resolve import AUTO, adapter_draft, resolve_adapter, resolve_model
 
     folder, path = resolve_model(args.model), args.draft_model
     if path == AUTO and adapters is None and args.adapter_path is not None:

@@ -6,7 +6,7 @@
 | `row.py` | a row and its life: adapter lease, tokens, text, responses |
 | `batch.py` | rows that run together, and their KV caches |
 | `scheduler.py` | which rows wait, prefill and join; the memory budget |
-| `step.py` | a decode step: inputs, submit, read back, draw, verify draft tokens |
+| `decoding.py` | a decode step: inputs, submit, read back, draw, verify draft tokens |
 | `engine.py` | the loop: requests in, responses out |
 | `generation.py` | `generate`, `stream_generate`, `batch_generate`, and the typed and async variants |
 | `async_engine.py` | one engine for all tasks of asyncio |

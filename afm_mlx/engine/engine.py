@@ -5,7 +5,8 @@ its last token, so that the device never waits for Python.
 
     submit -> waiting -> prefill (a chunk per step) -> batch (a token per step) -> finished
 
-`Scheduler` (`scheduler.py`) decides who waits and prefills; `DecodeBatch` (`step.py`) takes the decode steps.
+`Scheduler` (`scheduler.py`) decides who waits and prefills; `DecodeBatch` (`decoding.py`) takes the decode
+steps.
 
 A prompt is prefilled except for its last token, by the writing blocks alone; that token is the row's first
 step. So the reuse blocks and the head run for one token per row and step.
@@ -30,12 +31,12 @@ import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.batch import Cache, RowCaches
+from afm_mlx.engine.decoding import DecodeBatch
 from afm_mlx.engine.prefix_cache import PrefixCache, RowPrefixes
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import AnswerText, Row, RowAdapters
 from afm_mlx.engine.scheduler import KVMemory, Scheduler
 from afm_mlx.engine.speculation.drafting import Drafting, Speculation
-from afm_mlx.engine.step import DecodeBatch
 from afm_mlx.errors import ContextLengthError, RequestError, shown
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.memory import hold_heaps_down

@@ -1,4 +1,9 @@
-"""From a path, a hub id or a name to a model that is ready to run, and its tokenizer."""
+"""Loading a model with its tokenizer, from a path, a hub id or a name; and a draft model for it.
+
+A draft model has its target's vocabulary, token for token: ids go from one to the other as they are. It is a
+model folder like any other, in `draft` of its target's folder, or of the folder of the adapter that it was
+trained for.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.checkpoint.finite import read_parameters
@@ -24,11 +30,19 @@ from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.kernels.selftest.checks import ensure_checked
 from afm_mlx.loading.missing_kernels import warn_if_slow
-from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_adapter, resolve_model
+from afm_mlx.loading.resolve import (
+    AUTO,
+    EMBEDDED_MODEL,
+    adapter_draft,
+    model_draft,
+    resolve_adapter,
+    resolve_model,
+)
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import activation_dtype, set_activation_bits
 from afm_mlx.threads import in_main_thread, in_mlx_thread
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from afm_mlx.tokenizer.vocabulary import DRAFT_FOLDER, has_tokenizer
 
 
 @in_mlx_thread
@@ -51,17 +65,17 @@ def load(
 
     Args:
         path_or_hf_repo: folder, hub id, or "afm-nano", the model that this package carries.
-        tokenizer_config: options of the tokenizer; for mlx-lm's zoo only.
-        model_config: keys that replace those of config.json.
+        tokenizer_config: options of the tokenizer; for mlx-lm's models only.
+        model_config: keys and values that replace the ones in config.json.
         adapter_path: LoRA adapter that was made for this model: its path, or its name if it comes with the
-            model, in a folder below `adapters`. All rows use it; see `AdapterPool` for several.
+            model, in its folder `adapters`. All rows use it; see `AdapterPool` for several.
         lazy: leave the weights unread until they are used. Only names, shapes and types are checked then, not
-            the numbers; and when a file is cut off before its tensors are read, MLX raises `RuntimeError` and
-            the model has to be loaded anew. In any thread but the main one the weights are read at once:
-            one thread can't read what another has begun to.
+            the numbers; and if a file is cut off before its tensors are read, MLX raises `RuntimeError` and
+            the model has to be reloaded. Outside the main thread the weights are read at once, because one
+            thread can't continue another's read.
         return_config: return config.json's content too.
         revision: branch, tag or commit of a hub id.
-        trust_remote_code: let a folder's own code run; for mlx-lm's zoo only.
+        trust_remote_code: let a folder's own code run; for mlx-lm's models only.
         activation_bits: 16, or 8 to let packed layers round their input to int8 where that is faster.
         force_adapter: run an adapter that was made for another model, if its shapes fit.
 
@@ -100,7 +114,7 @@ def load(
 
 
 def _read_values(path: Path, changes: Any) -> dict[str, Any]:
-    """The content of config.json with some keys replaced; it names an architecture."""
+    """Return the content of config.json with some keys replaced; raise if it names no architecture."""
     changes = {} if changes is None else changes
     if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
         raise ConfigError(
@@ -118,11 +132,11 @@ def _read_values(path: Path, changes: Any) -> dict[str, Any]:
 def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:
     """Load the model of an AFM folder, without its tokenizer.
 
-    Float weights take the activation dtype, but for the int8 scales, which stay float32.
+    Float weights are cast to the activation dtype, except the scales of int8 keys and values (float32).
 
     Args:
         folder: holds config.json and safetensors.
-        values: content of config.json, when it was read already.
+        values: content of config.json, if it was read already.
         lazy: leave the weights unread until they are used; see `load`.
 
     Raises:
@@ -152,3 +166,109 @@ def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
     if name.endswith(KV_SCALES):
         return array.astype(mx.float32)
     return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+# -- draft models
+
+
+def load_drafts(
+    path: str | Path | None,
+    model: nn.Module,
+    tokenizer: Any,
+    folder: str | Path,
+    adapters: Mapping[str, Path] | None = None,
+) -> tuple[nn.Module | None, dict[str, nn.Module]]:
+    """Load the draft model that a user names, and the draft models that come with adapters.
+
+    Args:
+        path: folder or hub id of the draft model; "auto" takes the one that comes with the model, None none.
+        model, tokenizer: the target and its tokenizer.
+        folder: the target's folder.
+        adapters: paths of adapters by their names.
+
+    Returns:
+        The draft model or None; and the adapters' draft models, by the adapters' names.
+
+    Raises:
+        AFMError: see `load_draft`; and for "auto" if none comes with the model or an adapter.
+    """
+    if path is None:
+        return None, {}
+    given = {name: adapter_draft(path) for name, path in (adapters or {}).items()}
+    own = {name: load_draft(path, model, tokenizer) for name, path in given.items() if path}
+    found = model_draft(folder) if path == AUTO else path
+    if found is None and not own:
+        raise ConfigError(
+            f"{folder} has no draft model of its own: there is no {DRAFT_FOLDER}/config.json. Give the draft "
+            "model's folder or hub id."
+        )
+    return (None if found is None else load_draft(found, model, tokenizer)), own
+
+
+@in_mlx_thread
+def load_draft(path: str | Path, model: nn.Module, tokenizer: Any) -> nn.Module:
+    """Load a draft model for a target.
+
+    Args:
+        path: folder or hub id of the draft model, such as `model_draft` returns.
+        model: the target.
+        tokenizer: the target's tokenizer; a tokenizer in the draft's folder must have the same pieces. None
+            compares none.
+
+    Returns:
+        The draft model in eval mode; an AFM `Model` if its folder holds one.
+
+    Raises:
+        ConfigError: if the draft's vocabulary is not the target's.
+        AFMError: what is wrong with its folder, and where.
+    """
+    try:
+        folder = resolve_model(path)
+        values = read_config_json(folder / "config.json")
+        if is_afm_config(values):
+            draft: nn.Module = load_model(folder, values)
+            own = load_tokenizer(folder) if has_tokenizer(folder) else None
+        else:
+            from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
+
+            draft, own, _ = load_mlx_lm_folder(folder)
+    except AFMError as error:
+        raise type(error)(f"The draft model: {error}") from None
+    _check_rows(folder, draft, model)
+    if own is not None and tokenizer is not None:
+        _check_pieces(folder, own, tokenizer)
+    return draft
+
+
+def _check_rows(folder: Path, draft: nn.Module, model: nn.Module) -> None:
+    """Raise `ConfigError` if the models' embeddings have different numbers of rows."""
+    rows, wanted = (getattr(each.args, "vocab_size", None) for each in (draft, model))
+    if rows != wanted:
+        raise _other_vocabulary(
+            folder, f"its embedding has {_count(rows)} rows, and the model's {_count(wanted)}"
+        )
+
+
+def _count(rows: int | None) -> str:
+    return "an unknown number of" if rows is None else f"{rows:,}"
+
+
+def _check_pieces(folder: Path, own: Any, tokenizer: Any) -> None:
+    """Raise `ConfigError` if the tokenizers' pieces or their ids differ."""
+    pieces, wanted = own.get_vocab(), tokenizer.get_vocab()
+    if pieces == wanted:
+        return
+    if len(pieces) != len(wanted):
+        fault = f"its tokenizer has {len(pieces):,} pieces, and the model's {len(wanted):,}"
+    else:
+        other = sum(wanted.get(piece) != token for piece, token in pieces.items())
+        fault = f"{other:,} of its tokenizer's {len(pieces):,} pieces are others, or have other ids"
+    raise _other_vocabulary(folder, fault)
+
+
+def _other_vocabulary(folder: Path, fault: str) -> ConfigError:
+    return ConfigError(
+        f"The draft model {folder} has another vocabulary than the model that it is to propose tokens to: "
+        f"{fault}. Choose a draft with the model's tokenizer, or train one: afm-mlx lora --fine-tune-type "
+        "draft --teacher MODEL."
+    )

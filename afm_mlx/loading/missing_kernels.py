@@ -19,35 +19,35 @@ _ATTENTION = ("rope_norm_quantize", "write_and_attend", "decode_attention", "cau
 
 
 class SlowWarning(RuntimeWarning):
-    """A model runs without kernels that were made for it: right, but far more slowly."""
+    """Warning: a model runs without this package's kernels. Its answers are right, but far slower."""
 
 
 def missing_kernels(model: nn.Module | None = None) -> str:
-    """Why a model runs without kernels that this package has for it, as a clause; empty if it runs with them.
+    """Return why a model runs without this package's kernels, as a clause; empty if it runs with them.
 
-    Empty as well for a model that has nothing to do for them: a float one of mlx-lm's zoo.
+    Empty as well for a model without operations of theirs: a float model of mlx-lm's.
 
     Args:
-        model: the model; None for an AFM model in 2 bits, to ask about the machine.
+        model: the model; None for an AFM model in 2 bits, which tells about the machine.
     """
     return _clause(_lacking(model))
 
 
 def warn_if_slow(model: nn.Module, what: str = "the model") -> None:
-    """Warn of a model that runs without its kernels (`SlowWarning`); Python shows the same warning once.
+    """Issue a `SlowWarning` if a model runs without its kernels; Python shows the same warning once.
 
     Args:
         model: the model.
-        what: what is slow, for the message.
+        what: the model's name in the message.
     """
-    told = dispatch.disabled().values()  # by `ensure_checked`
-    if reason := _clause({why: ops for why, ops in _lacking(model).items() if why not in told}):
+    reported = dispatch.disabled().values()  # by `ensure_checked`
+    if reason := _clause({why: ops for why, ops in _lacking(model).items() if why not in reported}):
         message = f"{what} is right, but slow: it runs on plain MLX, without this package's kernels"
         warnings.warn(f"{message} ({reason})", SlowWarning, stacklevel=3)
 
 
 def _lacking(model: nn.Module | None) -> dict[str, list[str]]:
-    """Operations that run without a kernel of ours, by the reason."""
+    """Return the operations that run without our kernels, by the reason."""
     own = "cpu" if dispatch.device() == "cpu" else "metal"
     lacking: dict[str, list[str]] = {}
     for op, case in dict.fromkeys(_calls(model)):
@@ -62,13 +62,13 @@ def _lacking(model: nn.Module | None) -> dict[str, list[str]]:
 
 
 def _clause(lacking: dict[str, list[str]]) -> str:
-    if len(lacking) == 1:  # such as a missing library: it holds for all operations
+    if len(lacking) == 1:  # for example, a missing library: the reason holds for all operations
         return next(iter(lacking))
     return "; ".join(f"{', '.join(dict.fromkeys(ops))}: {why}" for why, ops in lacking.items())
 
 
 def _calls(model: nn.Module | None) -> Iterator[tuple[str, Case]]:
-    """One call of each operation and format that a decode step of the model has."""
+    """Yield one call of each operation and format that a decode step of the model has."""
     base = Case(dispatch.device(), activation_dtype(), 1)
     if model is None:
         yield (

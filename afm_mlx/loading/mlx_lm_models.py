@@ -39,16 +39,16 @@ def load_mlx_lm_folder(
     lazy: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """`mlx_lm.load` for a folder, with packed layers where this package has kernels for their format.
+    """Load a folder as `mlx_lm.load` does, with packed layers where this package has kernels for their format.
 
-    Adapters of mlx-lm look for MLX's own layers, so with an adapter these stay as they are. A model that
-    is stored in this package's formats gets its adapter from this package.
+    Adapters of mlx-lm expect MLX's own layers, so with an adapter these are not replaced. A model that is
+    stored in this package's formats gets its adapter from this package.
 
     Returns:
         The model, its tokenizer, and the content of config.json.
 
     Raises:
-        CheckpointError: why mlx-lm can't load it, or what is wrong with its packed layers or its numbers.
+        CheckpointError: if mlx-lm can't load it, or its packed layers or numbers are damaged.
     """
     from mlx_lm import utils
 
@@ -69,7 +69,7 @@ def open_mlx_lm_model(
     adapter: Path | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of `load_mlx_lm_folder` without its tokenizer, ready to run and its arrays unread.
+    """Load the model of `load_mlx_lm_folder` without its tokenizer, and leave its arrays unread.
 
     Returns:
         The model and the content of config.json.
@@ -84,7 +84,7 @@ def open_mlx_lm_model(
     ensure_checked()
     with _errors_of_mlx_lm(folder):
         if adapter is not None and (path := adapter / TENSORS_NAME).is_file():
-            # mlx-lm would take tensors of integers, NaN and infinity.
+            # mlx-lm would accept tensors of integers, NaN and infinity.
             stored = read_header(path)
             check_floating(stored, path)
             check_finite(load_stored(stored), path)
@@ -104,17 +104,17 @@ def open_mlx_lm_model(
 
 
 def read_model(model: nn.Module, folder: Path) -> None:
-    """Read the arrays of a model that was opened.
+    """Read the arrays of a model of `open_mlx_lm_model`.
 
     Raises:
-        CheckpointError: when a file can't be read, and for NaN and infinity; names the tensor.
+        CheckpointError: if a file can't be read, and for NaN and infinity; names the tensor.
     """
     prefer_huge_pages(read_parameters(model, folder).values())
 
 
 @contextmanager
 def _errors_of_mlx_lm(folder: Path) -> Iterator[None]:
-    """Turn whatever a damaged folder makes mlx-lm raise into an error that names the folder."""
+    """Turn any error that mlx-lm raises into one that names the folder."""
     try:
         yield
     except AFMError:
@@ -132,7 +132,7 @@ def _errors_of_mlx_lm(folder: Path) -> Iterator[None]:
 def load_mlx_lm_model(
     folder: Path, model_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, its arrays unread, and the content of config.json; packed layers as they are stored."""
+    """Load a model, its arrays unread, and the content of config.json; packed layers stay as stored."""
     from mlx_lm import utils
 
     options: dict[str, Any] = {"lazy": True, "trust_remote_code": trust_remote_code}
@@ -148,7 +148,7 @@ def load_mlx_lm_model(
 
         def build(args: Any) -> nn.Module:
             model = architecture(args)
-            # Norms are of the type of a model's activations; scales have their own.
+            # Norms have the type of the model's activations; scales have another.
             norms = [a.dtype for name, a in weights.items() if name.endswith("norm.weight")]
             dtype = norms[0] if norms else mx.float32
             place_stored_layers(model, quantization, weights, source, dtype)
@@ -156,7 +156,7 @@ def load_mlx_lm_model(
 
         return build, arguments
 
-    # mlx-lm would build its own layers for a quantization that it does not know.
+    # mlx-lm would build its own layers for these formats, which it does not know.
     changes |= {"quantization": None, "quantization_config": None}
     model, _ = utils.load_model(folder, model_config=changes, get_model_classes=classes, **options)
     return model, values

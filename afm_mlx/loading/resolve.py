@@ -1,4 +1,4 @@
-"""From a path, a hub id or a name to the folder of a model or of an adapter; MLX is not imported."""
+"""Folders of models, adapters and draft models, from paths, hub ids or names; MLX is not imported."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from pathlib import Path
 from afm_mlx.errors import AFMError, did_you_mean, shown
 
 EMBEDDED_MODEL = "afm-nano"
+AUTO = "auto"
+"""In place of a draft model's path: the one that comes with the model."""
 
 _EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 
 
 def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model.
+    """Return the folder of a model.
 
-    A path that exists is used; the name of the embedded model is its folder; anything else is a hub id,
-    which is fetched (`HF_HUB_OFFLINE=1` forbids that).
+    A path that exists is used; the embedded model has a name; anything else is a hub id, which is downloaded
+    (`HF_HUB_OFFLINE=1` forbids that).
 
     Raises:
-        AFMError: when it is none of the three.
+        AFMError: if it is none of the three.
     """
     path = Path(os.path.expanduser(path_or_hf_repo))
     if path.is_dir():
@@ -41,15 +43,15 @@ def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> P
 
 
 def model_adapters(folder: Path) -> dict[str, Path]:
-    """Folders of the adapters that come with a model, below `adapters` in its folder, by their names."""
+    """Return the adapters that come with a model, in `adapters` in its folder: folders by their names."""
     return {path.name: path for path in sorted(folder.glob("adapters/*")) if path.is_dir()}
 
 
 def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
-    """The folder of an adapter: a path that exists, or the name of one that comes with the model.
+    """Return the folder of an adapter, from a path that exists or the name of one that comes with the model.
 
     Raises:
-        AFMError: when it is neither.
+        AFMError: if it is neither.
     """
     path, own = Path(os.path.expanduser(path_or_name)), model_adapters(model_folder)
     if str(path_or_name) and path.exists():
@@ -60,6 +62,26 @@ def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
         f"There is no adapter {shown(str(path_or_name))}{did_you_mean(str(path_or_name), own)}: it is no path, "
         f"and the model's own adapters are {', '.join(own) or 'none'}."
     )
+
+
+def model_draft(folder: str | Path) -> Path | None:
+    """Return the folder of the draft model that comes with a model: `draft` in its folder; None without one."""
+    from afm_mlx.tokenizer.vocabulary import DRAFT_FOLDER
+
+    draft = Path(folder) / DRAFT_FOLDER
+    return draft if (draft / "config.json").is_file() else None
+
+
+def adapter_draft(adapter_path: str | Path) -> Path | None:
+    """Return the folder of the draft model that comes with an adapter; None without one.
+
+    A draft in a file of Apple's toolkit is a compiled program, which does not run here.
+
+    Args:
+        adapter_path: the adapter's folder, or a file in it.
+    """
+    path = Path(adapter_path)
+    return model_draft(path if path.is_dir() else path.parent)
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -22,8 +22,8 @@ from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
-from afm_mlx.loading.draft_models import model_draft
 from afm_mlx.loading.missing_kernels import missing_kernels
+from afm_mlx.loading.resolve import model_draft
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer

@@ -18,8 +18,7 @@ from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, did_you_mean, shown
-from afm_mlx.loading.draft_models import load_drafts
-from afm_mlx.loading.load import load
+from afm_mlx.loading.load import load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
 from afm_mlx.model.model import is_afm
 from afm_mlx.server.admission import Admission, Workers

@@ -26,7 +26,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.samplers import make_sampler
 from afm_mlx.jsonl import read_jsonl
-from afm_mlx.loading.draft_models import load_draft
+from afm_mlx.loading.load import load_draft
 
 DRAFT_LENGTHS = (2, 4, 8)
 TEXTS = "docstrings"

@@ -1,4 +1,4 @@
-"""Speculative decoding: draft tokens are cheap, and the model verifies several of them in one step (`step.py`).
+"""Speculative decoding: draft tokens are cheap, and the model verifies several in one step (`decoding.py`).
 
 | file | what it holds |
 | --- | --- |

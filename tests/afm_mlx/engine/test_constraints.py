@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import attach_random_adapters
+from afm_mlx.engine.decoding import FORCED_ALONE, FORCED_IN_BATCH
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate
 from afm_mlx.engine.prompt_cache import PromptCaches, tokens_in
@@ -16,7 +17,6 @@ from afm_mlx.engine.request import Request
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.engine.speculation.drafting import Speculation
-from afm_mlx.engine.step import FORCED_ALONE, FORCED_IN_BATCH
 from afm_mlx.errors import ContextLengthError, IncompleteError, LogitsError, RequestError
 from afm_mlx.guidance import matcher
 from afm_mlx.guidance.constraint import Constraint

@@ -10,7 +10,8 @@ from mlx.utils import tree_flatten
 from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files, write_config
 from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.errors import CheckpointError, ConfigError
-from afm_mlx.loading.draft_models import adapter_draft, load_draft, model_draft
+from afm_mlx.loading.load import load_draft
+from afm_mlx.loading.resolve import adapter_draft, model_draft
 from afm_mlx.measure.describe import describe_folder
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from tests.tools.models import random_config, random_model

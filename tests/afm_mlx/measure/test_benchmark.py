@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
 from afm_mlx.adapters.active import adapter_arrays
+from afm_mlx.engine.decoding import DecodeBatch
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.step import DecodeBatch
 from afm_mlx.errors import RequestError
 from afm_mlx.measure import benchmark
 from afm_mlx.measure.benchmark import Bench, BenchmarkCase, count_operations, run_case, step_cost

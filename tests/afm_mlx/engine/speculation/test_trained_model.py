@@ -11,8 +11,8 @@ from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
-from afm_mlx.loading.draft_models import load_draft, model_draft
-from afm_mlx.loading.load import load
+from afm_mlx.loading.load import load, load_draft
+from afm_mlx.loading.resolve import model_draft
 from tests.tools.drafts import outcome
 
 NANO = files("afm_mlx") / "embedded/afm-nano"
