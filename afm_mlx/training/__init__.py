@@ -1,4 +1,4 @@
-"""Training: full weights, LoRA adapters, and weights on a grid (quantization-aware), in one loop."""
+"""Training: full weights, LoRA adapters, and quantization-aware training, with one loop."""
 
 from afm_mlx.training.data.batches import Batch, Batches
 from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split

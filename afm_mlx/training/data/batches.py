@@ -1,13 +1,12 @@
 """Training batches: samples packed into rows of one length, or one sample in each row.
 
-A batch is a function of the seed and of its number alone, so a run that resumes sees what it would have
-seen. Samples are never cut, and in an epoch each is read once; what is left over of a row, and the rows
-that the last batch lacks, are padding without weight.
+A batch depends only on the seed and its number, so a resumed run gets the same batches. Samples are never cut,
+and each is in an epoch once; the rest of a row, and missing rows of the last batch, are padding without
+weight.
 
-Packing keeps shapes the same in all steps of an epoch, and wastes few tokens. The samples of a row don't
-see each other: the model masks by `segments`. Rows are laid out once, by lengths; in each epoch other
-samples of the same lengths take their places, and the rows come in another order. So every epoch has the
-same number of batches, whatever the shuffle.
+With packing, all steps of an epoch have the same shapes, and little is padding. The samples of a row don't
+attend to each other: the model masks by `segments`. Rows are laid out once, by lengths; in each epoch samples
+of the same length are exchanged, and the rows are shuffled. So every epoch has the same number of batches.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from afm_mlx.training.data.samples import Sample
 
 TARGET_MULTIPLE = 256
 ROW_MULTIPLE = 64
-_OPEN_ROWS = 1024  # rows that a sample may go into while they are packed
+_OPEN_ROWS = 1024  # rows that are filled at the same time
 _BATCHES_SORTED = 32  # unpacked: batches whose samples are sorted by length together
 
 
 class Batch(NamedTuple):
-    """What one micro-batch reads and predicts: B rows, L tokens in a row, T targets.
+    """A micro-batch of B rows of L tokens, with T targets.
 
     Args:
         inputs: (B, L) int32; 0 where padded.
         segments: (B, L) int32: in a packed row, 1, 2, ... for its samples and 0 for padding. None when
             each row is one sample with its padding on the right.
         positions: (T,) int32: indices into the flat (B * L) of tokens whose successor is scored. T is a
-            multiple of 256; what fills it up is 0 in all three arrays.
+            multiple of 256; padding is 0 in all three arrays.
         labels: (T,) int32: the successors.
-        weights: (T,) float32: weights of their losses; above 0, but for what fills up.
+        weights: (T,) float32: weights of their losses; above 0, except for padding.
     """
 
     inputs: mx.array
@@ -51,25 +50,25 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Batches by their number, over as many epochs as a run takes.
+    """Batches by their number, over any number of epochs.
 
     Args:
-        samples: the samples; each needs a target.
+        samples: samples, each with at least one target.
         batch_size: B, rows of a batch.
-        length: L, the most input tokens of a row. A sample of n tokens has n - 1 of them.
-        packed: put as many samples into a row as fit. Otherwise a row has one sample, samples of like
-            length are in one batch, and L is the longest one's, rounded up to 64 (at most `length`).
+        length: L, the most input tokens of a row. A sample of n tokens has n - 1 input tokens.
+        packed: put as many samples into a row as fit. Otherwise a row has one sample, a batch has samples of
+            similar length, and L is the longest sample's, rounded up to 64 (at most `length`).
         seed: seed of the shuffle; 0 or more.
-        shuffle: read samples in another order in each epoch; otherwise in about the given order.
+        shuffle: shuffle the samples in each epoch; otherwise they are in about the given order.
 
     Attributes:
         per_epoch: number of batches in an epoch.
         n_tokens: number of tokens of all samples.
         n_targets: number of tokens that are predicted.
-        fill: share of the (B, L) tokens of the first epoch that is no padding.
+        fill: share of the first epoch's (B, L) tokens that are no padding.
 
     Raises:
-        DataError: when there is no sample, or one is longer than a row or has no target.
+        DataError: when there are no samples, or one is longer than a row or has no target.
     """
 
     def __init__(
@@ -84,10 +83,10 @@ class Batches:
     ) -> None:
         if batch_size < 1 or length < 1:
             raise DataError(
-                f"Batches of {batch_size} rows of {length} tokens can't be; both must be 1 or more."
+                f"Batches of {batch_size} rows of {length} tokens are impossible; both must be 1 or more."
             )
         if not samples:
-            raise DataError("There are no samples to make batches of; at least one is needed.")
+            raise DataError("There are no samples to make batches from; at least one is needed.")
         self.batch_size, self.length, self.packed = batch_size, length, packed
         self.seed, self.shuffle = seed, shuffle
         sizes = np.array([len(sample.tokens) for sample in samples])
@@ -112,7 +111,7 @@ class Batches:
         return len(self._starts)
 
     def __call__(self, step: int) -> Batch:
-        """Micro-batch number `step`, counted from 0 over all epochs."""
+        """Return micro-batch number `step`, counted from 0 over all epochs."""
         epoch, index = divmod(step, self.per_epoch)
         if epoch != self._epoch:
             self._epoch, self._plan = epoch, self._plan_epoch(epoch)
@@ -120,7 +119,7 @@ class Batches:
 
     @cached_property
     def fingerprint(self) -> str:
-        """64 hex digits that tell whether a run would read the same batches."""
+        """Digest, in hex, that is equal for equal batches."""
         order = self.seed if self.shuffle else None
         digest = sha256(repr((self.batch_size, self.length, self.packed, order)).encode())
         for array in (self._tokens, self._weights, self._starts):
@@ -135,9 +134,10 @@ class Batches:
     # -- planning
 
     def _pack(self) -> tuple[np.ndarray, np.ndarray]:
-        """Best fit in a random order: a sample goes into the open row that it leaves the least room in.
+        """Assign samples to rows: best fit, in a random order; unpacked, one sample to a row.
 
-        Unpacked, each has a row of its own.
+        Returns:
+            the samples in the order of their rows, and the rows' bounds in it.
         """
         order = np.arange(len(self))
         if not self.packed:
@@ -146,19 +146,19 @@ class Batches:
             order = np.random.default_rng([self.seed, 0, 0]).permutation(len(self))
         lengths = self._inputs[order]
         smallest = int(lengths.min())
-        open_rows: list[tuple[int, int]] = []  # (room, row), sorted
+        open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted
         row_of = np.empty(len(order), np.int64)
         n_rows = 0
         for slot, n in enumerate(lengths.tolist()):
             found = bisect_left(open_rows, (n, -1))
             if found < len(open_rows):
-                room, row = open_rows.pop(found)
+                free, row = open_rows.pop(found)
             else:
-                room, row = self.length, n_rows
+                free, row = self.length, n_rows
                 n_rows += 1
             row_of[slot] = row
-            if room - n >= smallest:
-                insort(open_rows, (room - n, row))
+            if free - n >= smallest:
+                insort(open_rows, (free - n, row))
                 if len(open_rows) > _OPEN_ROWS:
                     del open_rows[0]
         by_row = np.argsort(row_of, kind="stable")
@@ -177,18 +177,18 @@ class Batches:
         return _Plan(order, batches, widths, [_round_up(int(n), TARGET_MULTIPLE) for n in sizes])
 
     def _exchanged(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Samples in the places of others of their length, and the rows of each batch."""
+        """Exchange samples of equal length; return the samples' order, and the rows of each batch."""
         order, rows = self._order, np.arange(len(self._bounds) - 1)
         if random is not None:
-            places = np.argsort(self._inputs[order], kind="stable")
+            slots = np.argsort(self._inputs[order], kind="stable")
             shuffled = random.permutation(len(self))
             order = np.empty_like(order)
-            order[places] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
+            order[slots] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
             rows = random.permutation(len(rows))
         return order, _split(rows, self.batch_size)
 
     def _sorted(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Samples, those of some batches together sorted by length, and the rows of each batch."""
+        """Sort samples by length within groups of batches; return the order, and the rows of each batch."""
         order = self._order if random is None else random.permutation(len(self))
         windows = _split(order, self.batch_size * _BATCHES_SORTED)
         order = np.concatenate([w[np.argsort(self._inputs[w], kind="stable")] for w in windows])
@@ -228,7 +228,7 @@ class Batches:
 
 
 class _Plan(NamedTuple):
-    """An epoch: the samples in the order of their rows; of each batch the rows, L and T."""
+    """An epoch: the samples in the order of their rows; the rows, L and T of each batch."""
 
     order: np.ndarray
     batches: list[np.ndarray]

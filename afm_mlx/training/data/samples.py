@@ -1,11 +1,12 @@
 """Training data: JSONL files to token ids, each with the weight of its loss.
 
-`afm_mlx.jsonl` says what a line may be. The loss of a chat is that of the assistant's turns, as Apple's
-adapter training toolkit masks it: the tokens behind `<turn_start> assistant<n>`, up to `<turn_end>` and
-with it, have weight 1; all others have `prompt_weight`. A completion is a chat of two turns. Of a text,
-every token but the first is predicted; a long one is cut into pieces that overlap by one token.
+`afm_mlx.jsonl` has the formats of a line. In a chat, the loss counts the assistant's turns, as in Apple's
+adapter training toolkit: the tokens after `<turn_start> assistant<n>`, up to and including `<turn_end>`, have
+weight 1; all others have `prompt_weight`. A completion is a chat of two turns. In a text, every token except
+the first is predicted; a long text is cut into pieces that overlap by one token.
 
-All lines are read before training starts, and those that can't be used are named; none is left out.
+All lines are read before training starts. Lines that can't be used are an error that names them; none is
+skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -35,21 +36,24 @@ from afm_mlx.jsonl import (
 from afm_mlx.measure.perplexity import cut
 from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages, checked_tools
+from afm_mlx.tokenizer.protocol import Tokenizer
 
 SPLITS = ("train", "valid", "test")
 _FAULTS_SHOWN = 5
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A sequence to learn from, of N tokens.
+    """A training sequence of N tokens.
 
     Args:
         tokens: (N,) ids.
-        weights: (N,) weights of the losses of predicting `tokens[i]` from those before it; `weights[0]`,
-            which nothing predicts, is 0.
+        weights: (N,) weights of the losses of predicting `tokens[i]` from the tokens before it; `weights[0]` is
+            0, since the first token is not predicted.
         where: "file:line", for messages.
 
     Raises:
@@ -65,14 +69,14 @@ class Sample:
         if len(self.weights) != len(self.tokens) or np.any(weights[:1] != 0):
             raise DataError(
                 f"{self.where}: {len(self.tokens)} tokens with {len(self.weights)} weights, the first "
-                f"{self.weights[:1]}; each token needs one, and that of the first is 0."
+                f"{self.weights[:1]}; each token needs a weight, and the first token's is 0."
             )
         if not np.all(np.isfinite(weights) & (weights >= 0)):
             raise DataError(f"{self.where}: weights must be finite, and 0 or more.")
 
 
 def has_split(path: str | Path, split: str) -> bool:
-    """True if `load_split` would find such a file. A path of a file is a train split alone."""
+    """Return True if `load_split` would find a file. The path of a file has a train split only."""
     path = Path(path)
     return data_file(path, split) is not None if path.is_dir() else split == "train"
 
@@ -80,30 +84,30 @@ def has_split(path: str | Path, split: str) -> bool:
 def load_split(
     path: str | Path,
     split: str,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     max_seq_length: int,
     prompt_weight: float = 0.0,
     features: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> list[Sample]:
-    """Read and tokenize a data set.
+    """Read and tokenize a split of a data set.
 
     Args:
         path: a folder with `train.jsonl`, `valid.jsonl`, `test.jsonl`, or files of these names in another
-            format that `read_lines` knows; or one such file, which is then read whatever `split` says.
+            format of `read_lines`; or one such file, which is read for any `split`.
         split: "train", "valid" or "test".
-        tokenizer: a tokenizer of `load`, AFM's or one of mlx-lm's zoo.
-        max_seq_length: the most tokens of a sample. A longer text is cut, a longer chat is an error.
-        prompt_weight: weight of the loss of tokens that the assistant did not write.
+        tokenizer: the model's tokenizer.
+        max_seq_length: most tokens of a sample. A longer text is cut, a longer chat is an error.
+        prompt_weight: loss weight of tokens that the assistant did not write.
         features: the lines' keys for "prompt", "completion", "messages" or "text", by these names.
-        progress: called with lines done and lines in all.
+        progress: called with the numbers of finished and of all lines.
 
     Returns:
         Samples with int32 tokens and float32 weights, in the order of the file.
 
     Raises:
-        DataError: names the first lines that can't be used, with reasons, and says how many more there are.
+        DataError: names the first lines that can't be used, with reasons, and the number of others.
     """
     _check_options(split, max_seq_length, prompt_weight)
     file = _file_of(Path(path), split)
@@ -154,48 +158,51 @@ def _file_of(path: Path, split: str) -> Path:
     return file
 
 
-def _document(record: Any, features: Mapping[str, str]) -> TextRecord | ChatRecord:
-    """The text or the chat of a record whose keys have the names of `features`."""
+def _document(record: object, features: Mapping[str, str]) -> TextRecord | ChatRecord:
+    """Return the text or chat of a record whose keys are named by `features`."""
     keys = record if isinstance(record, Mapping) else ()
-    lacking = [f"{key!r} as the {name}" for name, key in features.items() if key not in keys]
+    missing = [f"{key!r} as the {name}" for name, key in features.items() if key not in keys]
     wrong = DataError(
-        f"the line lacks {' and '.join(lacking)}; it has the keys {', '.join(map(str, keys)) or 'none'}. "
+        f"the line lacks {' and '.join(missing)}; it has the keys {', '.join(map(str, keys)) or 'none'}. "
         "Name those (--prompt-feature, --completion-feature, --chat-feature, --text-feature)."
     )
-    if keys and 0 < len(lacking) < len(features):
+    if keys and 0 < len(missing) < len(features):
         raise wrong
     renamed = _renamed(record, features)
     for name, other in (("prompt", "completion"), ("completion", "prompt")):
         if keys and name in features and other not in features and other not in renamed:
             raise DataError(
-                f"the line has no {other!r} beside {features[name]!r} as the {name}; it has the keys "
+                f"the line has {features[name]!r} as the {name}, and no {other!r}; it has the keys "
                 f"{', '.join(map(str, keys))}. Name its key, too (--{other}-feature)."
             )
     try:
         return document_of(renamed)
     except DataError:
-        if keys and lacking:
+        if keys and missing:
             raise wrong from None
         raise
 
 
-def _renamed(record: Any, features: Mapping[str, str]) -> Any:
-    """A record under our names."""
+def _renamed(record: object, features: Mapping[str, str]) -> Any:
+    """Return a record with the standard names of its keys."""
     if not features or not isinstance(record, Mapping):
         return record
-    ours = {key: name for name, key in features.items()}
-    # What has one of our names, and is called otherwise, is something else.
+    standard = {key: name for name, key in features.items()}
+    # A key with a standard name that `features` maps from another key has another meaning.
     return {
-        ours.get(key, key): value
+        standard.get(key, key): value
         for key, value in record.items()
-        if key in ours or key not in features
+        if key in standard or key not in features
     }
 
 
 def _sequences(
-    document: TextRecord | ChatRecord, tokenizer: Any, max_seq_length: int, prompt_weight: float
+    document: TextRecord | ChatRecord,
+    tokenizer: Tokenizer,
+    max_seq_length: int,
+    prompt_weight: float,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and weights of the samples that a line holds."""
+    """Yield tokens and weights of the samples in a line."""
     if not isinstance(document, TextRecord):
         tokens, weights = encode_chat(document.messages, document.tools, tokenizer, prompt_weight)
         if len(tokens) > max_seq_length:
@@ -222,20 +229,20 @@ def _sequences(
 
 def encode_chat(
     messages: Sequence[Mapping[str, Any]],
-    tools: Any,
-    tokenizer: Any,
+    tools: Tools,
+    tokenizer: Tokenizer,
     prompt_weight: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Render a chat as the tokenizer's template does, and weigh it.
+    """Tokenize a chat with the tokenizer's template, and weight its tokens.
 
-    A turn's tokens are found by rendering the chat up to it with the start of an answer, and with the
-    turn itself. With AFM's template they are those that tamm's preprocessor labels.
+    A turn's tokens are found by rendering the chat before the turn with the start of an answer, and the chat
+    up to the turn's end. With AFM's template, these are the tokens that tamm's preprocessor labels.
 
     Returns:
         Tokens (N,) int32, and weights (N,) float32.
 
     Raises:
-        AFMError: what is wrong with the chat, or with a template that hides where a turn begins and ends.
+        AFMError: for a chat that can't be used, or a template in which a turn's begin or end can't be found.
     """
     if not tokenizer.has_chat_template:
         raise DataError("a chat, and the model's folder has no chat template.")
@@ -282,8 +289,8 @@ def _check_turns(messages: Sequence[Message]) -> None:
         raise DataError(f"the chat ends with the role {before!r}; it must end with 'assistant'.")
 
 
-def _check_calls(messages: Sequence[Message], tools: Any) -> None:
-    """Raise `DataError` for calls that are not of the chat's tools, and for results without a call."""
+def _check_calls(messages: Sequence[Message], tools: Tools) -> None:
+    """Raise `DataError` for calls of tools that the chat does not have, and for results without a call."""
     known = [*(checked_tools(tools) if tools else ()), *messages[0].get("tools", ())]
     waiting = 0  # calls without a result yet
     for index, message in enumerate(messages):
@@ -317,12 +324,12 @@ def _check_calls(messages: Sequence[Message], tools: Any) -> None:
                 have = ", ".join(sorted(names)) or "none"
                 raise DataError(
                     f"{where} calls {shown(name)}, which is no tool of the chat; it has {have}. Give its "
-                    'definition: "tools" beside the messages.'
+                    'definition under "tools".'
                 )
 
 
 def _check_argument_texts(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `DataError` for arguments, written as JSON text, in which an object has a key twice."""
+    """Raise `DataError` for arguments in JSON text in which an object has a key twice."""
     for index, message in enumerate(messages):
         for number, call in enumerate(message.get("tool_calls") or ()):
             arguments = call.get("function", call).get("arguments")
@@ -335,14 +342,14 @@ def _check_argument_texts(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _Chat:
-    """A chat's rendered text and tokens, and where in them the assistant's turns are."""
+    """A chat's rendered text and tokens, and the positions of the assistant's turns."""
 
     def __init__(
         self,
         messages: Sequence[Mapping[str, Any]],
         checked: Sequence[Message],
-        tools: Any,
-        tokenizer: Any,
+        tools: Tools,
+        tokenizer: Tokenizer,
     ) -> None:
         self._tokenizer = tokenizer
         self._is_afm = hasattr(tokenizer, "separator_id")
@@ -358,28 +365,28 @@ class _Chat:
         self.tokens = self._encode(self._text, len(messages))
 
     def span(self, index: int, earliest: int) -> tuple[int, int]:
-        """First token of the assistant's message `index`, and the one behind its last."""
+        """Return the start and end, in tokens, of the assistant's message `index`."""
         start = max(earliest, self._start(index))
         end = self._end(index, start)
-        # What a template writes behind the end of a turn is not the assistant's.
+        # Text that a template adds after the end of a turn is not the assistant's.
         end = max(self._ends(start, end), default=end)
         if start >= end:
             raise DataError(f"messages[{index}]: the chat template renders nothing for this turn.")
         return start, end
 
     def _start(self, index: int) -> int:
-        head = self._render(index, add_generation_prompt=True)
+        head = self._render(index, start=True)
         if not self._text.startswith(head):
-            # Templates of reasoning models start an answer with a thought that past answers lack.
+            # Templates of reasoning models start an answer with a thought, which past answers don't have.
             shared = commonprefix([head, self._text])  # noqa: RUF071  characters are meant
             if not shared.startswith(self._render(index)):
                 raise DataError(
                     f"messages[{index}]: the model's chat template renders the messages before it "
-                    "differently when more follow, so the assistant's turns can't be told from the rest. "
+                    "differently when more follow, so the assistant's turns can't be found. "
                     "Use a template without that, or data as {'text'}."
                 )
             head = shared
-        ids = self._encode(head, index, add_generation_prompt=True)
+        ids = self._encode(head, index, start=True)
         return _shared_length(ids, self.tokens)
 
     def _end(self, index: int, start: int) -> int:
@@ -397,27 +404,34 @@ class _Chat:
         return ends[0]
 
     def _ends(self, start: int, end: int | None) -> list[int]:
-        """Behind every stop token from `start` to `end`."""
+        """Return the positions after every stop token from `start` to `end`."""
         stops = np.isin(self.tokens[start:end], list(self._tokenizer.eos_token_ids))
         return (start + 1 + np.flatnonzero(stops)).tolist()
 
-    def _render(self, count: int, tokenize: bool = False, **variables: Any) -> Any:
+    def _render(self, count: int, start: bool = False) -> str:
+        """Return the text of the first `count` messages; with `start`, and the start of an answer."""
         return _guarded(
             "chat",
             lambda: self._tokenizer.apply_chat_template(
-                self._messages[:count], tools=self._tools, tokenize=tokenize, **variables
+                self._messages[:count], self._tools, start, tokenize=False
             ),
         )
 
-    def _encode(self, text: str, count: int, **variables: Any) -> np.ndarray:
-        """The ids of the first `count` messages, which are rendered as `text`."""
-        if self._is_afm:  # the text doesn't tell control tokens from what messages say
-            return np.array(self._render(count, tokenize=True, **variables), np.int32)
-        # Templates of the zoo write the first token out.
+    def _encode(self, text: str, count: int, start: bool = False) -> np.ndarray:
+        """Return the ids of the first `count` messages, which are rendered as `text`."""
+        if self._is_afm:  # the text doesn't distinguish control tokens from messages' text
+            tokens = _guarded(
+                "chat",
+                lambda: self._tokenizer.apply_chat_template(
+                    self._messages[:count], self._tools, start, tokenize=True
+                ),
+            )
+            return np.array(tokens, np.int32)
+        # Templates of mlx-lm's zoo include the first token.
         tokens = _guarded("chat", lambda: self._tokenizer.encode(text, add_special_tokens=False))
         return np.array(tokens, np.int32)
 
-    def _refuse_ignored_fields(self, checked: Sequence[Message], tools: Any) -> None:
+    def _refuse_ignored_fields(self, checked: Sequence[Message], tools: Tools) -> None:
         template = getattr(self._tokenizer, "chat_template", None)
         if not isinstance(template, str):
             return
@@ -431,7 +445,7 @@ class _Chat:
 
 
 def _for_zoo(message: Mapping[str, Any], checked: Message) -> Message:
-    """A message as templates of mlx-lm's zoo have it: text as a string, arguments decoded."""
+    """Return a message for templates of mlx-lm's zoo: text as a string, arguments decoded."""
     rendered = {key: value for key, value in message.items() if key != "tools"}
     if message.get("content") is not None:
         rendered["content"] = checked["content"]
@@ -454,6 +468,6 @@ def _guarded(what: str, work: Callable[[], _T]) -> _T:
         return work()
     except AFMError:
         raise
-    except Exception as error:  # templates and tokenizers of others fail in any way that Python can
+    except Exception as error:  # other packages' templates and tokenizers raise any exception
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"the model's tokenizer can't take this {what} ({reason}).") from error

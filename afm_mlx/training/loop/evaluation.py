@@ -1,11 +1,10 @@
-"""The mean loss of a model over batches, for validation and for the test split."""
+"""The mean loss of a model over batches, and the origin of a number that is not finite."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,8 +12,9 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.errors import TrainingError
 from afm_mlx.training.data.batches import Batch, Batches
+from afm_mlx.training.loop.gradient_checkpointing import Tree
 from afm_mlx.training.loop.losses import Loss
-from afm_mlx.training.loop.step import Tree, random_key
+from afm_mlx.training.loop.step import random_key
 
 _GREAT = 1e18  # squares of such numbers overflow float32
 
@@ -26,14 +26,14 @@ def mean_loss(
     count: int = -1,
     progress: Callable[[int, int], None] | None = None,
 ) -> float:
-    """The weighted mean of a loss over the first batches of an epoch, without dropout.
+    """Return the weighted mean of a loss over the first batches of an epoch, without dropout.
 
     Args:
         model: a model, which is in eval mode afterwards.
-        loss: the loss of one batch.
-        batches: the batches to read.
-        count: number of batches, from the first of an epoch; -1 for all of an epoch.
-        progress: called with batches done and batches in all.
+        loss: sum of the weighted losses of a batch.
+        batches: batches of the split.
+        count: number of batches; -1 for the whole epoch.
+        progress: called with the numbers of finished and of all batches.
 
     Raises:
         TrainingError: when the loss is not finite; names the batch and the layer.
@@ -55,11 +55,8 @@ def mean_loss(
 
 
 def perplexity(loss: float) -> float:
-    """`exp(loss)` of a mean cross-entropy in nats; infinite where that is too large for a number."""
+    """Return `exp(loss)` of a mean cross-entropy in nats; infinity if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-# -- the origin of a number that is not finite
 
 
 def find_non_finite(
@@ -68,13 +65,17 @@ def find_non_finite(
     batches: Sequence[Batch],
     gradients: Callable[[Batch, mx.array], tuple[mx.array, Tree]] | None = None,
 ) -> str:
-    """Say where the first number comes from that is NaN or infinite.
+    """Return the origin of the first number that is NaN or infinite, as a clause for an error.
+
+    The batches run again, uncompiled. The parameters are searched first, then each layer's output, the loss,
+    and the gradients.
 
     Args:
         model: the model, in the mode and with the weights that gave the number.
         loss: the loss that was computed.
         batches: the micro-batches of the step.
-        gradients: takes a batch and the sum of weights (`TrainingStep.gradients`); None where there were none.
+        gradients: `TrainingStep.gradients`, which takes a batch and the sum of weights; None if none were
+            computed.
 
     Returns:
         A clause such as "the output of layers.3.mlp.down_proj is not finite (12 NaN of 4096 numbers)".
@@ -103,21 +104,25 @@ def find_non_finite(
 
 
 def _bad_gradient(gradients: Tree, order: list[str]) -> str:
-    """The parameter nearest to the loss whose gradient is not finite; empty when there is none."""
-    place = {name: i for i, name in enumerate(order)}
+    """Return which parameter nearest to the loss has a gradient that is not finite; empty if none has."""
+    index = {name: i for i, name in enumerate(order)}
 
-    def place_of(name: str) -> int:
-        # Parameters may lie in lists of a layer's (`lora_a.0`), so its name is what was called.
-        while name and name not in place:
+    def index_of(name: str) -> int:
+        # Parameters may be in a layer's lists (`lora_a.0`): remove parts until the name is a layer's.
+        while name and name not in index:
             name = name.rpartition(".")[0]
-        return place.get(name, -1)
+        return index.get(name, -1)
 
     flat = tree_flatten(gradients)
     bad = {name: text for name, gradient in flat if (text := _not_finite(gradient))}
     if bad:
         # Gradients flow from the last layer to the first, so the last bad one comes first.
-        name = max(bad, key=place_of)
-        others = f", and those of {len(bad) - 1} parameters before it" if len(bad) > 1 else ""
+        name = max(bad, key=index_of)
+        others = (
+            f", and so are the gradients of {len(bad) - 1} parameters before it"
+            if len(bad) > 1
+            else ""
+        )
         return f"the gradient of {name} is not finite ({bad[name]}){others}"
     largest = {name: mx.abs(gradient).max().item() for name, gradient in flat if gradient.size}
     name = max(largest, key=largest.__getitem__, default="")
@@ -128,7 +133,7 @@ def _bad_gradient(gradients: Tree, order: list[str]) -> str:
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[list[tuple[str, str, str]]]:
-    """Every call of a layer, in the order in which they end: name, what is not finite, and a hint."""
+    """Record each layer call when it ends: the layer's name, a count of non-finite numbers, and a hint."""
     calls: list[tuple[str, str, str]] = []
     names = {id(module): name or "the model" for name, module in model.named_modules()}
     kinds = [(module, type(module)) for module in {id(m): m for m in model.modules()}.values()]
@@ -143,7 +148,7 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, str, str]]]:
 
 
 def _watching(kind: type, names: dict[int, str], calls: list[tuple[str, str, str]]) -> type:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> object:
         output = kind.__call__(self, *args, **kwargs)
         text = _not_finite(*_arrays(output))
         reason = ""
@@ -156,14 +161,14 @@ def _watching(kind: type, names: dict[int, str], calls: list[tuple[str, str, str
     return type(kind.__name__, (kind,), {"__call__": call})
 
 
-def _arrays(tree: Any) -> list[mx.array]:
-    """The floating-point arrays in what a layer takes or returns."""
+def _arrays(tree: object) -> list[mx.array]:
+    """Return the floating-point arrays in a layer's arguments or output."""
     leaves = (leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array))
     return [leaf for leaf in leaves if mx.issubdtype(leaf.dtype, mx.floating) and leaf.size]
 
 
 def _not_finite(*arrays: mx.array) -> str:
-    """Counts of NaN and infinities; empty when there are none."""
+    """Return the counts of NaN and infinities as text; empty if there are none."""
     arrays = tuple(a for a in arrays if mx.issubdtype(a.dtype, mx.floating))
     size = sum(array.size for array in arrays)
     nan = sum(int(mx.isnan(array).sum().item()) for array in arrays)

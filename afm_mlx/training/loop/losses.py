@@ -4,21 +4,21 @@
     Distillation = sum over targets of  w * ((1 - a) * cross-entropy + a * T^2 * KL(teacher_T || student_T))
     the same, reversed:                                              ... KL(student_T || teacher_T)
 
-with `x_T = softmax(logits / T)`. The forward divergence has the student cover all that the teacher says; the
-reverse one has it say nothing that the teacher would not, which suits a draft model: tokens that its target
-rejects are proposed in vain. T^2 keeps gradients of one size whatever T is (Hinton et al. 2015,
-arXiv 1503.02531, section 2). All are sums: the training loop divides by the sum of weights, so that
-a target counts the same in whichever micro-batch it is.
+with `x_T = softmax(logits / T)`. The forward divergence makes the student cover all tokens that the teacher
+finds likely; the reverse one keeps it from tokens that the teacher finds unlikely. The reverse divergence
+suits a draft model, whose tokens are useless if the target rejects them. T^2 makes the size of gradients
+independent of T (Hinton et al. 2015, arXiv 1503.02531, section 2). All losses are sums: the training loop
+divides by the sum of weights, so that every target counts the same in any micro-batch.
 
-Only targets have logits, and of a large vocabulary never all of them at once: the head runs over
-`CHUNK` targets at a time, and once more in the backward pass instead of being kept. The 3B's logits of 8,192
-targets would be 5 GB in float32, and their gradient as much again.
+Logits are computed for targets only, and with a large vocabulary for `CHUNK` targets at a time: the head runs
+again in the backward pass, and its logits are not kept. The 3B's logits of 8,192 targets would take 5 GB in
+float32, and their gradient another 5 GB.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,18 +26,18 @@ import mlx.nn as nn
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.model import is_afm
 from afm_mlx.training.data.batches import Batch
-from afm_mlx.training.loop.gradient_checkpointing import recomputed
+from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed
 
 CHUNK = 1024
-"""Targets whose logits exist at a time."""
+"""Number of targets whose logits are in memory at a time."""
 
 WHOLE = 1 << 24
-"""Logits that are not worth computing twice: 64 MB of float32."""
+"""Number of logits up to which they are kept rather than computed twice: 64 MB of float32."""
 
 DIVERGENCES = ("forward", "reverse")
 
-TargetLoss: TypeAlias = Callable[[mx.array, Any, mx.array], mx.array]
-"""Logits (n, V), the teacher's (n, V) or None, and labels (n,) to losses (n,), all float32."""
+TargetLoss: TypeAlias = Callable[[mx.array, mx.array | None, mx.array], mx.array]
+"""Maps logits (n, V), the teacher's logits (n, V) or None, and labels (n,) to losses (n,) in float32."""
 
 
 class Loss(Protocol):
@@ -54,16 +54,16 @@ class CrossEntropy:
 
 
 class Distillation:
-    """How far the predictions are from those of a teacher, over the whole vocabulary, mixed with cross-entropy.
+    """The divergence between a model's and a teacher's predictions, mixed with cross-entropy.
 
     Args:
-        teacher: a model of the same vocabulary. It is put in eval mode, and no gradient goes into it.
-        weight: a in [0, 1]; 1 looks at the teacher only.
-        temperature: T > 0; above 1 the teacher's unlikely tokens count more.
+        teacher: a model of the same vocabulary, which is frozen and put in eval mode.
+        weight: a in [0, 1]; with 1 the loss has no cross-entropy.
+        temperature: T > 0; above 1, the teacher's unlikely tokens count more.
         divergence: "forward", KL(teacher || student), or "reverse", KL(student || teacher).
 
     Raises:
-        ConfigError: for an argument out of range; when called, for a teacher of another vocabulary.
+        ConfigError: for an argument out of range; on a call, for a teacher of another vocabulary.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Distillation:
         return loss
 
 
-class Acceptance:
-    """The share of proposed tokens that speculative sampling keeps, in [0, 1]: sum of min(model, teacher).
+class AcceptanceRate:
+    """The share of a model's draft tokens that speculative sampling accepts: sum of min(model, teacher).
 
-    A token that is drawn from `p` and kept with probability min(1, q / p) is kept with probability
-    sum min(p, q) (Leviathan et al. 2023, arXiv 2211.17192, section 3.2). A measure, not a loss to train by.
+    A token that is drawn from `p` and accepted with probability min(1, q / p) is accepted with probability
+    sum min(p, q) (Leviathan et al. 2023, arXiv 2211.17192, section 3.2). This is a metric, not a training loss.
 
     Args:
-        teacher: the model that decides, in eval mode, of the same vocabulary.
+        teacher: the target, which verifies the draft tokens; in eval mode, of the same vocabulary.
     """
 
     def __init__(self, teacher: nn.Module):
@@ -122,12 +122,12 @@ def check_divergence(divergence: str) -> None:
         )
 
 
-def _cross_entropy(logits: mx.array, taught: None, labels: mx.array) -> mx.array:
+def _cross_entropy(logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
     return nn.losses.cross_entropy(logits, labels, reduction="none")
 
 
 def _divergence(first: mx.array, second: mx.array, temperature: float) -> mx.array:
-    """T^2 * KL(softmax(first / T) || softmax(second / T)), (n,)."""
+    """Return T^2 * KL(softmax(first / T) || softmax(second / T)), (n,)."""
     log_p, log_q = (_log_softmax(logits / temperature) for logits in (first, second))
     return temperature**2 * mx.sum(mx.exp(log_p) * (log_p - log_q), axis=-1)
 
@@ -137,7 +137,7 @@ def _log_softmax(x: mx.array) -> mx.array:
 
 
 def _shared(logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
-    """The probability that both models give to the same tokens, (n,)."""
+    """Return the sum of min(model, teacher) over the vocabulary, (n,)."""
     return mx.minimum(mx.softmax(logits, axis=-1), mx.softmax(taught, axis=-1)).sum(axis=-1)
 
 
@@ -155,15 +155,15 @@ def _check_vocabulary(taught: mx.array, logits: mx.array) -> None:
 def _weighted_sum(
     model: nn.Module, teacher: nn.Module | None, batch: Batch, of_targets: TargetLoss
 ) -> mx.array:
-    """The sum over targets of weight * loss, () float32."""
+    """Return the sum over targets of weight * loss, () float32."""
     h = _states(model, batch)
     taught = None if teacher is None else mx.stop_gradient(_states(teacher, batch))
 
     def loss(rows: slice, h: mx.array) -> mx.array:
         logits, others = _logits(model, h), None
         if taught is not None:
-            # Waits for `h`: where the forward pass and what is computed again are equal expressions,
-            # `mx.compile` keeps the first one's logits.
+            # Depends on `h`: if the forward pass and the recomputation were equal expressions,
+            # `mx.compile` would keep the logits of the first.
             others = mx.stop_gradient(_logits(teacher, mx.depends([taught[rows]], [h])[0]))
             _check_vocabulary(others, logits)
         return mx.sum(batch.weights[rows] * of_targets(logits, others, batch.labels[rows]))
@@ -185,25 +185,25 @@ def _recomputed_head(
     h: mx.array,
     total: mx.array,
 ) -> mx.array:
-    """`total + loss(rows, h)`; logits are computed again in the backward pass, and not kept until then."""
+    """Return `total + loss(rows, h)`; the logits are computed again in the backward pass, not kept."""
     head = _head_modules(model)
 
-    def update(parameters: list[Any]) -> None:
+    def update(parameters: list[Tree]) -> None:
         for module, values in zip(head, parameters, strict=True):
             module.update(values)
 
-    def run(parameters: list[Any], h: mx.array, total: mx.array) -> mx.array:
+    def run(parameters: list[Tree], h: mx.array, total: mx.array) -> mx.array:
         before = [module.trainable_parameters() for module in head]
         update(parameters)
         try:
-            # MLX would run chunks side by side; one that waits for the sum so far comes after the others. So it
-            # is in the backward pass, where the sum's gradient comes from the chunk behind.
+            # MLX would run chunks in parallel; a chunk that depends on the sum so far runs after the others. In
+            # the backward pass, the sum's gradient comes from the chunk after it.
             return total + loss(rows, mx.depends([h], [total])[0])
         finally:
-            # The traced arrays are this call's own; the model must not keep them.
+            # The model must not keep traced arrays.
             update(before)
 
-    # Gradients reach the arguments of such a function only, so the parameters are among them.
+    # Gradients reach only the arguments of such a function, so the parameters are among them.
     return recomputed(run)([module.trainable_parameters() for module in head], h, total)
 
 
@@ -211,7 +211,7 @@ def _recomputed_head(
 
 
 def _states(model: nn.Module, batch: Batch) -> mx.array:
-    """What the head reads of every target, (T, D); of mlx-lm's models, whose head is inside, the logits."""
+    """Return the head's inputs for all targets, (T, D); for mlx-lm's models, which include it, the logits."""
     if is_afm(model):
         return model.hidden_at(batch.inputs, batch.positions, batch.segments)
     if batch.segments is not None:

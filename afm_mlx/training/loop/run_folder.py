@@ -1,15 +1,14 @@
-"""The folder of a training run: what it was started with, how it went, and where to go on.
+"""The folder of a training run: its settings, metrics, checkpoints and best weights.
 
     run.json                       the manifest: settings and data that a run must not change
     metrics.jsonl                  a line per report and per evaluation
     checkpoints/step-0000100/      trainable.safetensors, optimizer.safetensors, ema.safetensors, state.json
     best/                          trainable.safetensors, state.json
-    run.lock                       while a process works in it: which, and since when
+    run.lock                       which process works in the folder, and since when
 
-A checkpoint is written beside its place and renamed when all of it is on the disk; the ones before it go
-only after that. So whenever the process is killed, the newest folder under `checkpoints` is whole. The two
-files of `best` are replaced one after the other; what counts is the copy of the state in the metadata of
-the weights.
+A checkpoint is written under a temporary name and renamed when all of it is on the disk; older checkpoints are
+removed only then. So whenever the process is killed, the newest folder under `checkpoints` is whole. The two
+files of `best` are replaced one after the other; resuming reads the copy of the state in the weights' metadata.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from afm_mlx.files import atomic_folder, atomic_write, read_file, remove_folder,
 from afm_mlx.installation import package_problem
 from afm_mlx.jsonl import read_jsonl
 
-KEEP = 2  # checkpoints; the second is for disks that lose what they said was written
+KEEP = 2  # checkpoints; the older one is for disks that lose data after reporting it written
 STATE_NAME = "state.json"
 LOCK_NAME = "run.lock"
 TRAINABLE = "trainable"
@@ -43,7 +42,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
         tensors: tensors by file name without suffix, then by tensor name.
@@ -55,7 +54,7 @@ class Checkpoint(NamedTuple):
 
 
 class RunExistsError(TrainingError):
-    """A new run was to start in a folder that has a run.
+    """Raised for a new run in a folder that has a run.
 
     Attributes:
         path: path of the run's folder.
@@ -70,10 +69,10 @@ class RunExistsError(TrainingError):
 
 
 class RunFolder:
-    """The folder of a run: `create` starts a run in it, `open` resumes one, `close` ends the work in it.
+    """The folder of a run: `create` starts a run, `open` resumes one, `close` releases the folder.
 
-    One object at a time works in a folder, in whatever process: `create` and `open` lock it, until it is closed
-    or its process ends. As a context manager it closes itself. A `RunFolder(path)` is for looking only.
+    `create` and `open` lock the folder against other objects and processes until `close` or the process's end.
+    As a context manager, the object closes itself. `RunFolder(path)` takes no lock, and is for reading only.
     """
 
     def __init__(self, path: Path):
@@ -85,11 +84,11 @@ class RunFolder:
         self._best = path / "best"
 
     @classmethod
-    def create(cls, path: str | Path, manifest: Mapping[str, Any]) -> RunFolder:
-        """Start a run.
+    def create(cls, path: str | Path, manifest: Mapping[str, object]) -> RunFolder:
+        """Lock a folder and start a run in it.
 
         Args:
-            path: a folder; made when missing.
+            path: a folder, which is made if missing.
             manifest: JSON values that a run must keep when it resumes.
 
         Raises:
@@ -105,17 +104,17 @@ class RunFolder:
                 f"The run's folder {path} can't be made: {error.strerror}. Choose another path."
             ) from None
         with run._begun():
-            run.check(resume=False)  # again: another may have come and gone
+            run.check(resume=False)  # again: another process may have made one meanwhile
             _write_json(run._manifest_path, manifest)
         return run
 
     @classmethod
-    def open(cls, path: str | Path, manifest: Mapping[str, Any]) -> RunFolder:
-        """Go on with a run.
+    def open(cls, path: str | Path, manifest: Mapping[str, object]) -> RunFolder:
+        """Lock the folder of a run and resume it.
 
         Raises:
-            TrainingError: when there is none, when a process works in it (says which), or when it was started
-                with another manifest: names the keys.
+            TrainingError: when there is no run, when a process works in the folder (says which), or when the
+                run was started with another manifest (names the keys).
         """
         run = cls(Path(path))
         run.check(resume=True)
@@ -126,11 +125,11 @@ class RunFolder:
         return run
 
     def check(self, *, resume: bool) -> None:
-        """Raise what `open` or else `create` would raise before it looks at a manifest; nothing is changed.
+        """Check that a run can be resumed, or else created, apart from its manifest; change nothing.
 
         Raises:
-            RunExistsError: for a new run where there is one.
-            TrainingError: when there is none to resume, or when a process works in it.
+            RunExistsError: for a new run, when the folder has one.
+            TrainingError: when there is no run to resume, or when a process works in the folder.
         """
         if self.path.is_dir() and self._lock is None:
             self._take_lock(create=False)
@@ -144,7 +143,7 @@ class RunFolder:
             )
 
     def close(self) -> None:
-        """Let others work in the folder; a second call does nothing."""
+        """Release the folder's lock; a second call does nothing."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -157,7 +156,7 @@ class RunFolder:
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
-        """Lock the folder, for good unless something goes wrong."""
+        """Lock the folder until `close`; release it if the context raises."""
         self._take_lock()
         try:
             yield
@@ -169,7 +168,7 @@ class RunFolder:
         try:
             self._lock = FileLock(self.path / LOCK_NAME, create=create)
         except LockHeldError as error:
-            raise TrainingError(f"{self.path} is in use by {_whom_to_ask(error.owner)}") from None
+            raise TrainingError(f"{self.path} is in use by {_owner_advice(error.owner)}") from None
         except FileNotFoundError:
             if create:
                 raise
@@ -179,7 +178,7 @@ class RunFolder:
                 "to."
             ) from None
 
-    def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
+    def _check_manifest(self, manifest: Mapping[str, object]) -> None:
         path, before = self.path, _read_json(self._manifest_path)
         # Through JSON and back: tuples become lists there.
         now = json.loads(json.dumps(dict(manifest)))
@@ -200,24 +199,24 @@ class RunFolder:
         return self._checkpoints / f"step-{step:07d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, in ascending order."""
+        """Return the steps that have a checkpoint, in ascending order."""
         if not self._checkpoints.is_dir():
             return []
         names = (_STEP.fullmatch(path.name) for path in self._checkpoints.iterdir())
         return sorted(int(match[1]) for match in names if match)
 
     def save(
-        self, step: int, tensors: Mapping[str, Mapping[str, mx.array]], state: Mapping[str, Any]
+        self, step: int, tensors: Mapping[str, Mapping[str, mx.array]], state: Mapping[str, object]
     ) -> Path:
         """Write the checkpoint of a step, and remove all but the newest `KEEP`.
 
         Args:
-            step: number of the last step that was done.
+            step: number of the last finished step.
             tensors: tensors by file name without suffix; empty groups get no file.
             state: JSON values.
 
         Raises:
-            TrainingError: when the disk is full, say; the checkpoints before are as they were.
+            TrainingError: when it can't be written; the checkpoints before are unchanged.
         """
         path = self.checkpoint_path(step)
         with self._written(f"The checkpoint of step {step}"), atomic_folder(path) as folder:
@@ -245,40 +244,40 @@ class RunFolder:
             raise self.damaged(step, str(error)) from None
 
     def damaged(self, step: int, fault: str) -> CheckpointError:
-        """The error for a checkpoint that can't be used, with what to do.
+        """Return the error for a checkpoint that can't be used, with what to do.
 
-        It never says to remove one: what can't be read today may be whole, on a disk that comes back.
+        It never advises to remove one: an unreadable checkpoint may be whole, on a disk that comes back.
 
         Args:
             step: step of the checkpoint.
-            fault: a sentence that says what is wrong with it.
+            fault: the fault, as a sentence.
         """
         path, before = self.checkpoint_path(step), [s for s in self.steps() if s < step]
         advice = "There is no checkpoint before it: start a new run in another folder."
         if before:
             advice = (
-                f"If it stays so, move {path} out of {self._checkpoints} and keep it; --resume then goes on "
-                f"from the checkpoint of step {before[-1]}."
+                f"If the error stays, move {path} out of {self._checkpoints} and keep it; --resume then "
+                f"goes on from the checkpoint of step {before[-1]}."
             )
         return CheckpointError(
             f"{fault} Check the disk and permissions, and resume again. {advice}"
         )
 
     def what_remains(self) -> str:
-        """A sentence on the newest checkpoint, for errors."""
+        """Return a sentence about the newest checkpoint, for errors."""
         steps = self.steps()
         if not steps:
             return "No checkpoint was written yet."
         step = steps[-1]
-        return f"The last checkpoint is that of step {step}, {self.checkpoint_path(step)}."
+        return f"The last checkpoint is of step {step}: {self.checkpoint_path(step)}."
 
     # -- best weights
 
-    def save_best(self, tensors: Mapping[str, mx.array], state: Mapping[str, Any]) -> None:
-        """Put weights in the place of the best so far.
+    def save_best(self, tensors: Mapping[str, mx.array], state: Mapping[str, object]) -> None:
+        """Replace the best weights so far.
 
         Raises:
-            TrainingError: when they can't be written; the best so far are as they were.
+            TrainingError: when they can't be written; the best weights so far are unchanged.
         """
         with self._written("The best weights"):
             self._best.mkdir(parents=True, exist_ok=True)
@@ -287,7 +286,7 @@ class RunFolder:
             _write_json(self._best / STATE_NAME, state)
 
     def load_best(self) -> tuple[dict[str, mx.array], dict[str, Any]] | None:
-        """The best weights and their state; None before any were saved."""
+        """Return the best weights and their state; None before any were saved."""
         path = self._best / f"{TRAINABLE}.safetensors"
         if not path.exists():
             return None
@@ -303,8 +302,8 @@ class RunFolder:
 
     # -- metrics
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl; NaN and infinities, which JSON lacks, become null.
+    def log(self, record: Mapping[str, object]) -> None:
+        """Append a line to metrics.jsonl; NaN and infinities become null, as JSON has none.
 
         Raises:
             TrainingError: when it can't be written.
@@ -318,7 +317,7 @@ class RunFolder:
             file.write(json.dumps(values) + "\n")
 
     def truncate_metrics(self, step: int) -> None:
-        """Forget the lines of later steps, and a half one at the end."""
+        """Remove the metrics of later steps, and an incomplete last line."""
         if not self.metrics_path.exists():
             return
         lines = read_file(self.metrics_path, _MAX_BYTES).decode("utf-8").splitlines()
@@ -328,7 +327,7 @@ class RunFolder:
 
     @contextmanager
     def _written(self, what: str) -> Iterator[None]:
-        """Raise `TrainingError` for what can't be written, with what remains."""
+        """Turn errors of writing into `TrainingError`, with the newest checkpoint."""
         try:
             yield
         except (OSError, CheckpointError) as error:
@@ -345,7 +344,7 @@ def _upto(line: str, step: int) -> bool:
         return False
 
 
-def _whom_to_ask(owner: Owner | None) -> str:
+def _owner_advice(owner: Owner | None) -> str:
     if owner is None:
         return "a process that its lock does not name. Let it end, or choose another folder."
     if owner.is_here():
@@ -356,7 +355,7 @@ def _whom_to_ask(owner: Owner | None) -> str:
     )
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def _write_json(path: Path, values: Mapping[str, object]) -> None:
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(dict(values), indent=2) + "\n", encoding="utf-8")
 
@@ -378,7 +377,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
         with safe_open(path, framework="np"):
             pass  # sizes in the header are checked against the file's
         tensors, metadata = mx.load(str(path), return_metadata=True)
-        mx.eval(tensors)  # now: the file may be gone by the time that they are used
+        mx.eval(tensors)  # now: the file may be removed before the tensors are used
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise _unreadable(path, error) from None
     return tensors, metadata
@@ -389,15 +388,12 @@ def _unreadable(path: Path, error: object) -> CheckpointError:
     return CheckpointError(f"{path} can't be read: {reason}.")
 
 
-# -- plots
-
-
 def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
-    """Draw metrics.jsonl of a training run.
+    """Draw losses and the learning rate of a training run.
 
     Args:
         metrics_path: path of a run's metrics.jsonl.
-        png_path: path of the picture, which replaces a file that is there.
+        png_path: path of the picture; an existing file is replaced.
 
     Raises:
         AFMError: when matplotlib is not installed.

@@ -1,15 +1,22 @@
 """One step of training as one graph: gradients, clipping, the optimizer, and the average of weights.
 
-`mx.compile` takes the step, or with accumulation a micro-step and an update. On a CPU it does nothing, see
-`kernels.replay`: operations run one by one, to the same numbers but for rounding. `MLX_DISABLE_COMPILE=1` turns
-it off everywhere.
+`mx.compile` compiles the step; with accumulation, a micro-step and the update. On a CPU it compiles nothing
+(`kernels.replay`): operations run one by one, with the same results up to rounding. `MLX_DISABLE_COMPILE=1`
+turns it off everywhere.
+
+- All arithmetic of the optimizer is float32. A step of 1e-5 times a weight of 16 bits vanishes in its rounding
+  (bfloat16 keeps 8 bits), and so does the running mean of squares at beta2 = 0.999. A parameter of 16 bits has
+  a float32 master copy in the optimizer's state, which is rounded for the model.
+- There is no weight decay by default, as in Apple's quantization-aware training (arXiv 2507.13575).
+- The average of weights has no bias: after t steps it is `sum_i d^(t-i) w_i / sum_i d^(t-i)` for i = 1 .. t.
+  The initial weights are not in the sum; before the first step they are the average.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,18 +25,16 @@ from mlx.utils import tree_map
 
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.loop.gradient_checkpointing import Tree
 from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.training_options import BETAS, EPS, Schedule
 
-Tree: TypeAlias = Any
-"""Nested dictionaries and lists of arrays, as `nn.Module.parameters` gives them."""
-
 
 class AdamW(optim.AdamW):
-    """`mlx.optimizers.AdamW` with bias correction, in float32 whatever the parameters are.
+    """`mlx.optimizers.AdamW` with bias correction, in float32 for parameters of any type.
 
-    A parameter of another type has its float32 copy under "master" in the state, where the update happens;
-    4 bytes a parameter on top of the 8 of both moments.
+    For parameters of other types, the state holds a float32 copy, "master", which is what is updated: 4 bytes
+    per parameter in addition to the 8 bytes of both moments.
 
     Args:
         learning_rate: a number or a schedule.
@@ -63,17 +68,17 @@ class AdamW(optim.AdamW):
         return exact.astype(parameter.dtype)
 
     def exact(self, parameters: Tree) -> Tree:
-        """The parameters in float32: the master copies where there are any."""
+        """Return the parameters in float32: the master copies, where there are any."""
         return tree_map(lambda p, state: state.get("master", p), parameters, self.state)
 
 
 def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tree:
-    """The next exponential moving average, free of bias.
+    """Return the next exponential moving average, without bias.
 
     `average + (1 - d) / (1 - d^t) * (weights - average)`
 
     Args:
-        average: float32; has no effect where t is 1.
+        average: the average so far, float32; has no effect for t = 1.
         weights: the weights after step t, float32.
         decay: d in (0, 1).
         steps: t, () integer, 1 after the first step.
@@ -84,11 +89,11 @@ def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tre
 
 
 class StepResult(NamedTuple):
-    """What a step did, () arrays.
+    """Results of a step, () arrays.
 
     Args:
-        loss: weighted mean of its targets before the update.
-        grad_norm: norm before clipping. Where it or the loss is not finite, nothing was updated.
+        loss: weighted mean loss of the targets, before the update.
+        grad_norm: norm before clipping. If it or the loss is not finite, nothing was updated.
         weight: sum of the targets' weights.
         targets: number of targets that have a weight.
     """
@@ -100,16 +105,16 @@ class StepResult(NamedTuple):
 
 
 class TrainingStep:
-    """Updates the trainable parameters of a model in place.
+    """A training step, which updates a model's trainable parameters in place.
 
-    Gradients are those of `sum of losses / sum of weights` over all micro-batches of a step, so that
-    accumulation changes nothing but memory. A step whose loss or gradient is not finite changes nothing; the
-    choice is in the graph.
+    The gradient is of `sum of losses / sum of weights` over all micro-batches, so that accumulation changes
+    only the memory. A step whose loss or gradient is not finite changes nothing; the graph contains this
+    choice.
 
     Args:
-        model: its `trainable_parameters()` are trained.
+        model: the model to train.
         loss: sum of weighted losses of a batch.
-        optimizer: the optimizer, whose state is made here.
+        optimizer: an optimizer without a state, which is initialised.
         max_norm: largest global norm of the gradient, None for no limit.
         ema_decay: decay of the average of weights, None for no average.
     """
@@ -140,12 +145,12 @@ class TrainingStep:
         self._update = mx.compile(self._apply, state, state)
 
     def __call__(self, batches: Sequence[Batch]) -> StepResult:
-        """One step on its micro-batches; the result is not evaluated yet when there is only one."""
+        """Take one step on its micro-batches; with a single one, the result is not evaluated yet."""
         before, key = self.model.parameters(), random_key()
         try:
             return self._taken(batches)
         except BaseException:
-            # A trace that ends early leaves what it traced in the model and in MLX's generator.
+            # A trace that ends early leaves traced arrays in the model and in MLX's generator.
             self.model.update(before)
             mx.random.seed(key)
             raise
@@ -169,11 +174,11 @@ class TrainingStep:
         return StepResult(loss, norm, weight, targets)
 
     def evaluate(self, result: StepResult) -> None:
-        """Compute a step and all it changed: graphs must not grow over steps."""
+        """Evaluate a step's result and all that it changed: graphs must not grow over steps."""
         mx.eval(result, self.model.state, self.optimizer.state, self.average, mx.random.state)
 
     def gradients(self, batch: Batch, weight: mx.array) -> tuple[mx.array, Tree]:
-        """`loss / weight` of a batch and its gradients."""
+        """Return `loss / weight` of a batch and its gradients."""
         parameters = self.model.trainable_parameters()
 
         def scaled(parameters: Tree) -> mx.array:
@@ -181,7 +186,7 @@ class TrainingStep:
             return self.loss(self.model, batch).astype(mx.float32) / weight
 
         loss, gradients = mx.value_and_grad(scaled)(parameters)
-        self.model.update(parameters)  # the model still held what was traced
+        self.model.update(parameters)  # the model holds traced arrays
         return loss, gradients
 
     def _whole_step(
@@ -197,7 +202,7 @@ class TrainingStep:
         return loss, tree_map(lambda a, g: a + g.astype(mx.float32), accumulated, gradients)
 
     def _apply(self, loss: mx.array, gradients: Tree) -> mx.array:
-        """Update everything where loss and gradient are finite; returns the gradient's norm."""
+        """Update all state if loss and gradient are finite; return the gradient's norm."""
         optimizer, before = self.optimizer, self.model.trainable_parameters()
         # A copy of the containers: the optimizer replaces arrays in its own.
         state_before = tree_map(lambda a: a, optimizer.state)
@@ -219,7 +224,7 @@ class TrainingStep:
 
 
 def _batch(arrays: dict[str, mx.array]) -> Batch:
-    """Make the batch of `arrays`, which lacks what is None: a compiled function takes no None."""
+    """Make a batch of its arrays that are not None: a compiled function takes no None."""
     return Batch(**({"segments": None} | arrays))
 
 

@@ -1,12 +1,12 @@
-"""The training loop, the same for full weights, LoRA adapters, and weights on a grid.
+"""The training loop, the same for full weights, LoRA adapters, and quantization-aware training.
 
     gradients of a step's micro-batches -> clipped -> AdamW -> average of weights     (step.py)
-    every now and then: a report, an evaluation that may find the best weights so far, a checkpoint
+    at the intervals of the options: a report; an evaluation, which keeps the best weights; a checkpoint
 
-A run is a function of its seed, options and data: one that resumes from a checkpoint takes the steps that it
-would have taken, bit for bit on one machine's CPU. (A GPU adds up the gradients of an embedding's row in any
-order, which shows in the last bits.) A step that gives a number that is not finite changes no weight and ends
-the run, and the error names the layer.
+A run is a function of its seed, options and data: a resumed run takes the same steps as an uninterrupted one,
+bit for bit on one machine's CPU. (A GPU sums the gradients of an embedding's row in any order, which changes
+the last bits.) A step with a loss or gradient that is not finite changes no weight and ends the run with an
+error that names the layer.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.training.data.batches import Batch, Batches
 from afm_mlx.training.loop.evaluation import find_non_finite, mean_loss, perplexity, random_key
-from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
+from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
 from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
-from afm_mlx.training.loop.step import AdamW, StepResult, TrainingStep, Tree
+from afm_mlx.training.loop.step import AdamW, StepResult, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run goes on after the checkpoint of `step`."""
+    """The run resumes after the checkpoint of `step`."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """One step is done.
+    """A step has ended.
 
     Args:
         step: number of the step, from 1.
-        loss: weighted mean loss of its batch, before its update.
+        loss: weighted mean loss of the step's batches, before the update.
     """
 
     step: int
@@ -58,15 +58,15 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Report:
-    """A line of metrics.jsonl.
+    """Training metrics, a line of metrics.jsonl.
 
     Args:
-        step: the step after which this is reported.
-        loss: weighted mean loss over the steps since the report before.
-        learning_rate: learning rate of this step.
-        grad_norm: global norm of this step's gradient, before clipping.
-        tokens: number of targets that were trained on since step 1.
-        tokens_per_second: speed since the report before, without the time of evaluation and saving.
+        step: number of the last step.
+        loss: weighted mean loss over the steps since the previous report.
+        learning_rate: learning rate of the last step.
+        grad_norm: global norm of the last step's gradient, before clipping.
+        tokens: number of targets since step 1.
+        tokens_per_second: speed since the previous report, without evaluation and saving.
         peak_memory: most bytes that MLX has held in this process.
     """
 
@@ -81,12 +81,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Validation:
-    """A line of metrics.jsonl.
+    """The result of an evaluation, a line of metrics.jsonl.
 
     Args:
-        step: number of the step after which the weights were evaluated; 0 before the first.
-        valid_loss: weighted mean over the validation batches.
-        valid_perplexity: exponential of `valid_loss`; meaningful where that is a cross-entropy.
+        step: number of the last step before the evaluation; 0 before the first step.
+        valid_loss: weighted mean loss over the validation batches.
+        valid_perplexity: `exp(valid_loss)`; meaningful if the loss is a cross-entropy.
     """
 
     step: int
@@ -107,7 +107,7 @@ class Testing:
     """The test split is about to be measured.
 
     Args:
-        what: what is measured, such as "without the adapter"; None for what was trained.
+        what: the model that is measured, such as "without the adapter"; None for the trained model.
     """
 
     __test__ = False  # not one of pytest's
@@ -119,7 +119,7 @@ Event: TypeAlias = Resumed | Stepped | Report | Validation | CheckpointSaved | T
 
 OnEvent = Callable[[Event], None]
 Stopping = Callable[[], AbstractContextManager[Flag]]
-"""Makes a context in which a signal sets the context's flag instead of interrupting the run."""
+"""Makes a context with a flag, which signals set instead of interrupting the run."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ class RunOutcome:
     """How a run ended.
 
     Args:
-        steps: number of steps, including those before a resume.
-        best_step: step after which the model had the weights that it has now.
-        best_loss: loss of these weights on the validation batches; None where nothing was evaluated.
-        stopped_early: patience ran out.
-        seconds: duration, including that of the steps before a resume.
+        steps: number of steps, including steps before a resume.
+        best_step: step after which the model had its final weights.
+        best_loss: validation loss of the final weights; None without validation batches.
+        stopped_early: True if `patience` ended the run.
+        seconds: duration, including the time before a resume.
         tokens: number of targets that were trained on.
     """
 
@@ -145,7 +145,7 @@ class RunOutcome:
 
 @dataclass
 class _Progress:
-    """State of the loop that a checkpoint keeps besides arrays."""
+    """State of the loop in a checkpoint, besides arrays."""
 
     step: int = 0
     tokens: int = 0
@@ -171,34 +171,34 @@ def train(
     on_event: OnEvent | None = None,
     stopping: Stopping | None = None,
 ) -> RunOutcome:
-    """Train what is trainable in a model, in place.
+    """Train a model's trainable parameters in place, from the newest checkpoint of `run` if it has one.
 
-    It goes on where `run` has a checkpoint. No signal handler is installed here: Ctrl-C interrupts at once, and
-    the run resumes from its last checkpoint. With `stopping` the step is ended and a checkpoint written before
-    `KeyboardInterrupt` is raised, which is how the command line runs it.
+    No signal handler is installed: Ctrl-C interrupts at once, and the run can resume from its last checkpoint.
+    With `stopping`, as on the command line, the run ends the step and writes a checkpoint before
+    `KeyboardInterrupt`.
 
     Args:
-        model: its `trainable_parameters()` are trained; it is in eval mode afterwards.
+        model: a model with trainable parameters; it is in eval mode afterwards.
         loss: sum of the weighted losses of a batch.
         batches: training data; step s (from 1) takes micro-batches (s - 1) * n to s * n - 1.
         options: settings of the loop.
-        run: where checkpoints, best weights and metrics go.
+        run: folder of checkpoints, best weights and metrics.
         valid: batches for evaluation; None for no evaluation.
-        on_event: called with every step, report, evaluation and checkpoint.
+        on_event: called at each step, report, evaluation and checkpoint.
         stopping: entered around the loop, see `Stopping`; its flag may be set by any thread.
 
     Returns:
-        The outcome. The model has the best weights by validation loss, or the last ones where nothing was
-        evaluated; with `ema_decay`, those of the average of weights.
+        The outcome. The model has the weights of the lowest validation loss, or the last weights without
+        validation batches; with `ema_decay`, the averaged weights of that step.
 
     Raises:
-        TrainingError: when a number is not finite (names step and layer), when the disk is full, or when
-            there is nothing to train.
-        CheckpointError: when a checkpoint is damaged, or is another model's.
+        TrainingError: when a loss or gradient is not finite (names step and layer), when the disk is full, or
+            when there is nothing to train.
+        CheckpointError: when a checkpoint is damaged, or of another model.
     """
     if not tree_flatten(model.trainable_parameters()):
         raise TrainingError(
-            "The model has no trainable parameter. Unfreeze what shall be trained, or add an adapter."
+            "The model has no trainable parameter. Unfreeze the parameters to train, or add an adapter."
         )
     with ExitStack() as stack:
         stack.callback(model.eval)
@@ -261,7 +261,7 @@ class _Trainer:
         self.step.evaluate(result)
         loss, norm = result.loss.item(), result.grad_norm.item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            mx.random.seed(key)  # the same dropout again
+            mx.random.seed(key)  # the same dropout for the diagnosis
             self._fail(batches, result)
         progress.step += 1
         progress.loss += loss * result.weight.item()
@@ -299,9 +299,9 @@ class _Trainer:
         )
         progress.loss = progress.weight = progress.new_seconds = 0.0
         progress.new_tokens = 0
-        self._tell(report)
+        self._publish(report)
 
-    def _tell(self, line: Report | Validation) -> None:
+    def _publish(self, line: Report | Validation) -> None:
         self.run.log(dataclasses.asdict(line))
         self.on_event(line)
 
@@ -317,10 +317,10 @@ class _Trainer:
                 self._save_best()
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
-        self._tell(Validation(progress.step, loss, perplexity(loss)))
+        self._publish(Validation(progress.step, loss, perplexity(loss)))
 
     def _mean_loss(self, valid: Batches) -> float:
-        """The mean loss over the validation batches, which are the same every time."""
+        """Return the mean loss over the validation batches, which are the same every time."""
         try:
             return mean_loss(self.model, self.loss, valid, self.options.val_batches)
         except TrainingError as error:
@@ -331,7 +331,7 @@ class _Trainer:
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """Give the model the averaged weights inside the context, where there is an average."""
+        """Use the averaged weights inside the context, if there is an average."""
         if not self.step.average:
             yield
             return
@@ -348,7 +348,7 @@ class _Trainer:
         self.run.save_best(weights, state)
 
     def _finish(self) -> RunOutcome:
-        """Give the model its best weights."""
+        """Give the model its best weights, and return the outcome."""
         progress = self.progress
         if self.valid is None:
             progress.best_step = progress.step
@@ -413,7 +413,7 @@ class _Trainer:
 
 
 def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
-    """The same tree with the arrays of a file.
+    """Return the tree with its arrays replaced by a file's.
 
     Raises:
         CheckpointError: when names or shapes differ.
@@ -423,7 +423,7 @@ def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
     extra = tensors.keys() - wanted.keys()
     if missing or extra:
         raise CheckpointError(
-            f"The run's {what} tensors are not those of this model: {len(missing)} are missing or of another "
+            f"The run's {what} tensors don't fit this model: {len(missing)} are missing or of another "
             f"shape{f' ({missing[0]} first)' if missing else ''}, and {len(extra)} are left over. Resume with "
             "the model and options that the run was started with."
         )

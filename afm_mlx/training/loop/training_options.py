@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 from afm_mlx.errors import ConfigError, shown
 
 Schedule: TypeAlias = Callable[[mx.array], mx.array]
-"""Maps the number of steps done, () integer, to the learning rate of the next step."""
+"""Maps the number of finished steps, () integer, to the learning rate of the next step."""
 
 SCHEDULES = ("cosine", "constant")
 MLX_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
@@ -31,7 +31,7 @@ def learning_rate_schedule(
     schedule: str = "cosine",
     final_learning_rate: float = 0.0,
 ) -> Schedule:
-    """Linear warm-up, then a half cosine, or a constant.
+    """Make a schedule of a linear warm-up followed by a half cosine or a constant.
 
     With w = warmup_iters, step t = 0, 1, ... takes `learning_rate * (t + 1) / (w + 1)` while t < w; after that
     `final + (learning_rate - final) * (1 + cos(pi * (t - w) / (iters - w))) / 2`.
@@ -55,7 +55,7 @@ def learning_rate_schedule(
 
 
 def mlx_lm_schedule(values: Mapping[str, Any]) -> Schedule:
-    """A learning rate as mlx-lm's YAML files describe it, under `lr_schedule`.
+    """Make a schedule from the `lr_schedule` of mlx-lm's YAML files.
 
     Args:
         values: `name` of a function of `mlx.optimizers` (one of `MLX_SCHEDULES`) and its `arguments`, the
@@ -90,7 +90,7 @@ def mlx_lm_schedule(values: Mapping[str, Any]) -> Schedule:
     return optim.join_schedules([before, after], [warmup + 1])
 
 
-def _are_numbers(values: Any) -> bool:
+def _are_numbers(values: object) -> bool:
     return (
         isinstance(values, list | tuple)
         and bool(values)
@@ -100,30 +100,31 @@ def _are_numbers(values: Any) -> bool:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Length of a run, learning rate, optimizer, and how often it reports, evaluates and saves.
+    """Options of the training loop: length, learning rate, optimizer, and how often it reports and saves.
 
     Args:
         iters: number of steps.
-        learning_rate: the highest learning rate; `optimizer.learning_rate_schedule` has the formula.
+        learning_rate: the highest learning rate, see `learning_rate_schedule`.
         warmup_iters: number of steps of linear warm-up.
         schedule: "cosine" or "constant", after the warm-up.
         final_learning_rate: learning rate at the end of a cosine.
         grad_accumulation_steps: number of micro-batches in a step.
         clip_grad_norm: largest global norm of a gradient, None for no limit.
-        grad_checkpoint: compute activations again in the backward pass, see `gradient_checkpointing`.
-        ema_decay: decay of an average of weights, which is evaluated and kept in their place, None for none.
+        grad_checkpoint: recompute activations in the backward pass, see `gradient_checkpointing`.
+        ema_decay: decay of an average of weights, which is evaluated and saved instead of the weights; None for
+            no average.
         steps_per_report: steps between reports.
-        steps_per_eval: steps between evaluations; there is one before the first step and one after the last.
+        steps_per_eval: steps between evaluations; one is before the first step and one after the last.
         val_batches: batches of an evaluation, -1 for all.
-        save_every: steps between checkpoints; there is one after the last step, too.
-        patience: number of evaluations without a better one after which the run stops, None to go on.
-        seed: seed of random numbers in the model, such as dropout's.
+        save_every: steps between checkpoints; one is after the last step.
+        patience: number of evaluations without a new best after which the run stops; None to never stop early.
+        seed: seed of the model's random numbers, such as dropout's.
         weight_decay: AdamW's weight decay, of all parameters.
-        betas, eps: AdamW's decays of the moments, and what it adds to the root of the second one.
-        lr_schedule: learning rate as mlx-lm's files describe it, see `optimizer.mlx_lm_schedule`; replaces
+        betas, eps: AdamW's decays of the moments, and the number added to the root of the second one.
+        lr_schedule: mlx-lm's description of a schedule, see `mlx_lm_schedule`; replaces
             `learning_rate`, `warmup_iters`, `schedule` and `final_learning_rate`.
-        clear_cache_threshold: bytes that MLX may keep for reuse; where it has more after a step, all are freed.
-            None for MLX's own limit.
+        clear_cache_threshold: bytes of freed memory that MLX may keep for reuse; if it has more after a step,
+            its cache is cleared. None for MLX's own limit.
 
     Raises:
         ConfigError: names the option that is out of range.
@@ -177,7 +178,7 @@ class TrainingOptions:
 
     @property
     def rates(self) -> Schedule:
-        """The learning rate of each step."""
+        """The learning rate's schedule."""
         if self.lr_schedule is not None:
             return mlx_lm_schedule(self.lr_schedule)
         return learning_rate_schedule(

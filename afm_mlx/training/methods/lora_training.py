@@ -1,4 +1,4 @@
-"""Training of a LoRA adapter on a frozen model, float or packed."""
+"""Training of a LoRA adapter on a frozen model, float or packed, from new pairs or from an adapter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,22 +40,22 @@ SAVE_DTYPES = {"float16": mx.float16, "float32": mx.float32}
 
 @dataclass(frozen=True)
 class LoRATraining(Method):
-    """Train LoRA pairs on a frozen model, see `adapters.lora.add_lora`.
+    """Train LoRA pairs on a frozen model; see `adapters.lora.add_lora`.
 
     Args:
-        rank: number of columns of A and rows of B; None for that of `initial_adapter`, or 16.
-        scale: alpha / rank; None for that of `initial_adapter`, or 0.5.
-        keys: names of adapted layers within a block; None for those of `initial_adapter`, or all linear layers.
-        num_layers: number of adapted blocks, counted from the last; -1 for those of `initial_adapter`, or all.
+        rank: columns of A and rows of B; None for the initial adapter's rank, or 16 without one.
+        scale: alpha / rank; None for the initial adapter's scale, or 0.5 without one.
+        keys: names of adapted layers within a block; None for the initial adapter's, or all linear layers.
+        num_layers: number of adapted blocks, counted from the last; -1 for the initial adapter's, or all.
         dropout: probability that a number of the adapter's input is dropped.
-        initial_adapter: adapter to start from, such as a recovery adapter; see `initial_adapter.read_initial`.
-        force: start from an adapter that was made for another model too, if its shapes fit.
-        save_dtype: "float16" or "float32", the type of the saved numbers. Training is float32 either way, and
-            the test measures the saved numbers.
+        initial_adapter: adapter to start from, such as a recovery adapter; see `read_initial`.
+        force: accept an initial adapter that was made for another model, if its shapes fit.
+        save_dtype: "float16" or "float32", the type of the saved numbers. Training is in float32, and the test
+            measures the saved numbers.
 
     Raises:
-        ConfigError: for another `save_dtype`, a rank that no file may have, or a scale that is not over 0 or
-            not finite in float32.
+        ConfigError: for another `save_dtype`, a rank beyond adapter files' limit, or a scale that is not a
+            positive float32 number.
     """
 
     rank: int | None = None
@@ -90,7 +89,7 @@ class LoRATraining(Method):
         taken = [name for name in (TENSORS_NAME, CONFIG_NAME) if (path / name).exists()]
         if not taken or resume:
             return
-        if CONFIG_NAME not in taken:  # its run was killed while it saved, and may go on
+        if CONFIG_NAME not in taken:  # its run was killed while it saved, and may be resumed
             RunFolder(run_path).check(resume=False)
         raise TrainingError(
             f"{path} holds an adapter already ({taken[0]}). Choose another folder, or move it away first."
@@ -104,7 +103,7 @@ class LoRATraining(Method):
             wanted, found = getattr(self, name), getattr(config, name)
             if wanted is not None and wanted != found:
                 raise ConfigError(
-                    f"{name} is {wanted}, and that of the initial adapter {self.initial_adapter} is {found}. "
+                    f"{name} is {wanted}, and the initial adapter {self.initial_adapter} has {found}. "
                     "Leave it out, or give the same."
                 )
 
@@ -149,9 +148,9 @@ class LoRATraining(Method):
             rounded.append((name, tensor.astype(mx.float16).astype(tensor.dtype)))
         model.load_weights(rounded, strict=False)
 
-    def manifest(self, model: nn.Module) -> dict[str, Any]:
+    def manifest(self, model: nn.Module) -> dict[str, object]:
         config = lora_config(model)
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             "rank": config.rank,
             "scale": config.scale,
             "keys": config.keys,
@@ -170,33 +169,30 @@ class LoRATraining(Method):
         save_adapter(path, tensors, lora_config(model, source.folder))
 
 
-def _adapted_blocks(model: nn.Module, tensors: Mapping[str, Any]) -> int:
-    """Number of blocks from the first that has tensors to the last of the model; -1 for all blocks."""
+def _adapted_blocks(model: nn.Module, tensors: Mapping[str, mx.array]) -> int:
+    """Return the number of blocks from the first that has tensors to the last; -1 if none has."""
     layers = {name.rpartition(".lora_")[0] for name in tensors}
     has_adapter: dict[str, bool] = {}  # by the paths of blocks, in their order
-    for place in target_modules(model):
-        block = place.path.removesuffix(f".{place.key}")
-        has_adapter[block] = has_adapter.get(block, False) or place.path in layers
+    for target in target_modules(model):
+        block = target.path.removesuffix(f".{target.key}")
+        has_adapter[block] = has_adapter.get(block, False) or target.path in layers
     flags = list(has_adapter.values())
     return len(flags) - flags.index(True) if any(flags) else -1
-
-
-# -- the adapter that training starts from
 
 
 def read_initial(
     path: str | Path, scale: float | None = None
 ) -> tuple[dict[str, mx.array], AdapterConfig]:
-    """Read an adapter to start from; the tensors are lazy.
+    """Read an adapter to start training from; the tensors are lazy.
 
     Args:
         path: an adapter folder; or a `.safetensors` file of LoRA pairs, such as mlx-lm's
-            `0000100_adapters.safetensors`. Its scale is that of the `adapter_config.json` beside it.
-        scale: alpha / rank of a file that has no config beside it.
+            `0000100_adapters.safetensors`, whose scale is in the `adapter_config.json` next to it.
+        scale: alpha / rank of a file without such a config.
 
     Raises:
         CheckpointError: when the path is missing, damaged, or holds no LoRA pairs.
-        ConfigError: when the config can't be used, or nothing says what the scale is.
+        ConfigError: when the config can't be used, or the scale is unknown.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -227,7 +223,7 @@ def read_initial(
         return tensors, config
     if scale is None:
         raise ConfigError(
-            f"There is no {CONFIG_NAME} beside {path} that says the adapter's scale (alpha / rank). Give it: "
-            "--scale, or --rank and --alpha."
+            f"There is no {CONFIG_NAME} next to {path} with the adapter's scale (alpha / rank). Give the "
+            "scale: --scale, or --rank and --alpha."
         )
     return tensors, AdapterConfig(rank, scale, num_layers=-1)

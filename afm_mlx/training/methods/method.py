@@ -1,4 +1,12 @@
-"""What a method of training is: which weights it trains, and what it saves."""
+"""Methods of training: which weights each trains, and what it saves.
+
+| class | trains | saves |
+| --- | --- | --- |
+| `FullTraining` | float weights | a model folder |
+| `DraftTraining` | float weights of a draft model | a model folder |
+| `QATTraining` | float weights that are rounded to a grid in the forward pass | a packed model folder |
+| `LoRATraining` (`lora_training.py`) | LoRA pairs on a frozen model | an adapter folder |
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -30,19 +38,19 @@ from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
 
 WITHOUT_ADAPTER = "without the adapter"
-"""What the test split is measured with before an adapter is."""
+"""Label of a score of the base model alone."""
 
 
 class Method:
-    """The parts in which methods differ, in the order in which `train.train_by` calls them.
+    """Base of the methods; its methods are in the order in which `train.train_by` calls them.
 
-    `prepare` and `save` are each method's own; the others do nothing unless a method overrides them.
+    Each method implements `prepare` and `save`, and overrides others as needed.
 
     Attributes:
         kind: name of the method, in the run's manifest.
-        untrained_label: what the test split is measured with for comparison, such as "before training".
-        may_imitate_itself: the model as it is before `prepare` may be the teacher.
-        measures_acceptance: the test also measures the share of the model's proposals that the teacher keeps.
+        untrained_label: label of the test score before training, such as "before training".
+        may_imitate_itself: True if the teacher may be the model itself, as it is before `prepare`.
+        measures_acceptance: True if the test also measures the share of draft tokens that the teacher accepts.
     """
 
     kind: ClassVar[str]
@@ -51,11 +59,11 @@ class Method:
     measures_acceptance: ClassVar[bool] = False
 
     def default_run_path(self, path: Path) -> Path:
-        """The folder of the run that saves to `path`."""
+        """Return the run's folder for a result that is saved to `path`."""
         return Path(f"{path}-run")
 
     def check_path(self, path: Path, run_path: Path, resume: bool) -> None:
-        """Raise `AFMError` if something at `path` would be overwritten."""
+        """Raise `AFMError` if the result would overwrite something at `path`."""
         if resume and (path / "config.json").is_file() and (run_path / "run.json").is_file():
             raise TrainingError(
                 f"The run in {run_path} is finished: {path} is its result, and nothing is left to do. To train "
@@ -64,42 +72,42 @@ class Method:
         refuse_existing(path)
 
     def check(self, recipe: Recipe, source: ModelSource) -> None:
-        """Raise `AFMError` if the model can't be trained by this method; nothing is loaded yet."""
+        """Raise `AFMError` if this method can't train the model; called before anything is loaded."""
 
     def with_defaults(self, options: TrainingOptions) -> TrainingOptions:
-        """The loop's options, with the method's own defaults."""
+        """Return the loop's options with the method's defaults."""
         return options
 
     def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
-        """Change a model in place so that its trainable parameters are those to train.
+        """Change a model in place so that exactly the parameters to train are trainable.
 
         Args:
             model: what `source.load` returned.
             source: where the model comes from.
-            batches: the training data, for what is calibrated on them.
+            batches: the training data, for calibration.
             seed: seed of new weights.
         """
         raise NotImplementedError
 
-    def manifest(self, model: nn.Module) -> dict[str, Any]:
-        """The settings that a run must keep when it resumes; `model` is prepared, and not trained yet."""
+    def manifest(self, model: nn.Module) -> dict[str, object]:
+        """Return the settings that must not change when a run resumes; `model` is prepared, but not trained."""
         return {}
 
     def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context in which a prepared model computes what `untrained_label` says."""
+        """Return a context in which a prepared model computes as before training."""
         return nullcontext()
 
     def round_as_saved(self, model: nn.Module) -> None:
-        """Give the trained model the very numbers that `save` will write."""
+        """Round the trained weights to the numbers that `save` writes."""
 
     def save(
         self, path: Path, model: nn.Module, source: ModelSource, facts: Mapping[str, str]
     ) -> None:
-        """Write the folder of the trained model, which has its best weights, after `round_as_saved`.
+        """Write the result's folder.
 
         Args:
             path: path of the folder.
-            model: the model after `round_as_saved`.
+            model: the model with its best weights, after `round_as_saved`.
             source: where the model came from.
             facts: rows for the model card.
         """
@@ -109,21 +117,21 @@ class Method:
 def save_model_folder(
     path: str | Path,
     model: nn.Module,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     source: ModelSource,
     *,
     what: str,
     facts: Mapping[str, str],
 ) -> Path:
-    """Write a model folder; it appears whole or not at all.
+    """Write a model folder that `afm_mlx.load` and mlx-lm read, whole or not at all.
 
     Args:
         path: path of the folder, which must not exist.
         model: a model with float or packed layers.
-        values: content of its config.json.
-        source: source of the model, whose tokenizer the folder gets.
-        what: a sentence for the card on what the weights are.
-        facts: rows for the card, by what they are.
+        values: content of config.json.
+        source: source of the model, whose tokenizer files are copied.
+        what: a sentence for the card that describes the weights.
+        facts: values for the card, by their labels.
 
     Raises:
         AFMError: when `path` exists or can't be written.
@@ -132,7 +140,7 @@ def save_model_folder(
     try:
         with atomic_folder(path) as folder:
             weights = dict(tree_flatten(model.parameters()))
-            # Codes of packed layers are fewer than the numbers that they stand for.
+            # Packed layers have fewer elements than parameters.
             total = model.args.num_parameters if source.is_afm else None
             save_weights(folder, weights, total_parameters=total)
             write_config(folder, values)
@@ -155,7 +163,7 @@ def save_model_folder(
 
 @dataclass(frozen=True)
 class FullTraining(Method):
-    """Train float weights; the scales of int8 keys and values stay as they are.
+    """Train float weights; the int8 scales of keys and values stay fixed.
 
     Args:
         num_layers: number of trained blocks, counted from the last; -1 for the whole model.
@@ -181,7 +189,7 @@ class FullTraining(Method):
             )
         model.freeze(keys=list(KV_SCALES), strict=False)
 
-    def manifest(self, model: nn.Module) -> dict[str, Any]:
+    def manifest(self, model: nn.Module) -> dict[str, object]:
         return {"num_layers": self.num_layers}
 
     def save(
@@ -193,14 +201,14 @@ class FullTraining(Method):
         """A sentence for the model card."""
         if self.num_layers == -1:
             return "Float weights, all of them trained further."
-        return f"Float weights; those of the last {self.num_layers} blocks were trained further."
+        return f"Float weights; the last {self.num_layers} blocks were trained further."
 
 
 @dataclass(frozen=True)
 class DraftTraining(FullTraining):
-    """Train float weights of a draft model to predict what its target, the recipe's teacher, would.
+    """Train float weights of a draft model to predict the tokens of its target, the recipe's teacher.
 
-    Apple's toolkit trains by the reverse divergence, which the recipe has to say: `divergence="reverse"`.
+    Apple's toolkit uses the reverse divergence, which the recipe must name: `divergence="reverse"`.
 
     Args:
         num_layers: number of trained blocks, counted from the last; -1 for the whole model.
@@ -218,30 +226,30 @@ class DraftTraining(FullTraining):
         source.refuse_quantized("training of a draft model")
 
     def _what(self) -> str:
-        return "A draft model for speculative decoding, trained to say what its teacher would."
+        return "A draft model for speculative decoding, trained to predict its teacher's tokens."
 
 
 # -- quantization-aware training
 
 
 QAT_RULE = QuantizationRule(bits=2, mode="balanced", granularity="tensor")
-"""Rule of linear layers, as Apple has it: balanced, one learned factor for each matrix (arXiv 2507.13575)."""
+"""Rule of linear layers, as in Apple's models: balanced, one learned factor per matrix (arXiv 2507.13575)."""
 
 QAT_EMBEDDING_RULE = QuantizationRule(bits=4, mode="balanced", granularity="row")
-"""Rule of embeddings: rows, whose norms differ by the frequency of their tokens, have scales of their own."""
+"""Rule of embeddings: one scale per row, since norms of rows depend on the frequency of their tokens."""
 
 
 @dataclass(frozen=True)
 class QATTraining(Method):
-    """Train float weights that are rounded to their grids in the forward pass, see `training.qat`.
+    """Train float weights that are rounded to grids in the forward pass, see `training.qat.qat_layers`.
 
     Args:
         rule, embedding_rule, predicate: see `quantization.quantize_model`.
-        calibrate_kv: number of batches that the int8 scales of keys and values are set by before training;
-            0 keeps the model's own scales.
+        calibrate_kv: number of batches for setting the int8 scales of keys and values before training; 0 keeps
+            the model's scales.
         learn_kv_scales: train the int8 scales of keys and values.
-        average: keep an average of the weights where the loop's options name no decay; the decay is 0.999,
-            less in runs under 10,000 steps.
+        average: average the weights if the loop's options name no decay, with a decay of 0.999, less in runs
+            under 10,000 steps.
     """
 
     rule: QuantizationRule = QAT_RULE
@@ -271,7 +279,7 @@ class QATTraining(Method):
     def with_defaults(self, options: TrainingOptions) -> TrainingOptions:
         if options.ema_decay is not None or not self.average:
             return options
-        # The average then covers the last tenth of the run or so.
+        # The average then covers about the last tenth of the run.
         decay = min(0.999, 1 - 10 / options.iters)
         return dataclasses.replace(options, ema_decay=decay) if decay > 0 else options
 
@@ -287,7 +295,7 @@ class QATTraining(Method):
             learn_kv_scales=self.learn_kv_scales,
         )
 
-    def manifest(self, model: nn.Module) -> dict[str, Any]:
+    def manifest(self, model: nn.Module) -> dict[str, object]:
         layers = {p: m for p, m in model.named_modules() if isinstance(m, QATLinear | QATEmbedding)}
         rules = {path: layer.rule.to_dict() for path, layer in sorted(layers.items())}
         return {
@@ -302,7 +310,7 @@ class QATTraining(Method):
     ) -> None:
         packed, values = pack_qat(model, source.values)
         if source.is_afm:
-            # Calibration may have given the model its scales.
+            # Calibration may have added scales to the model.
             values["kv_bits"] = model.args.kv_bits
         layers = (m for m in packed.modules() if isinstance(m, PackedLinear | PackedEmbedding))
         bits = sorted({layer.bits for layer in layers})

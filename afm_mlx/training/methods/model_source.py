@@ -1,4 +1,4 @@
-"""Sources of models to train or to imitate: a folder, whose weights are loaded last, or random numbers."""
+"""Sources of models to train or to imitate: a folder, or random weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import activation_dtype
+from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model folder, AFM's or one that mlx-lm loads.
+    """A model folder, of an AFM model or one that mlx-lm loads; `load` reads the weights.
 
     Args:
-        folder: holds config.json, weights, and tokenizer files.
+        folder: folder with config.json, weights, and tokenizer files.
         values: content of config.json.
     """
 
@@ -39,7 +40,7 @@ class ModelSource:
 
     @classmethod
     def open(cls, model: str | Path | ModelSource) -> ModelSource:
-        """Find a model by its path, its hub id, or the name of the embedded one; a source is returned as it is.
+        """Find a model by its path, hub id, or the embedded model's name; return a source unchanged.
 
         Raises:
             AFMError: when there is no such model.
@@ -51,7 +52,7 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        """The folder's name without its parents, for model cards."""
+        """The folder's own name, for model cards."""
         return self.folder.resolve().name
 
     @property
@@ -59,7 +60,7 @@ class ModelSource:
         return is_afm_config(self.values)
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         if self.is_afm:
             return load_tokenizer(self.folder)
         from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
@@ -72,26 +73,26 @@ class ModelSource:
             ) from None
 
     def refuse_quantized(self, purpose: str) -> None:
-        """Raise `ConfigError` when weights are packed, which have no gradient."""
+        """Raise `ConfigError` if the weights are packed: they have no gradient."""
         if quantization_of(self.values, self.folder / "config.json"):
             raise ConfigError(
                 f"{self.folder} is quantized, and {purpose} starts from float weights. Train the model that it "
-                f"was made of, or make float weights of it: afm-mlx convert --model {self.folder} "
+                f"was made from, or convert it to float weights: afm-mlx convert --model {self.folder} "
                 "--mlx-path FLOAT -d."
             )
 
     def load(self) -> nn.Module:
-        """The model in eval mode; on a CPU all its floats are float32, whose gradients are quick there."""
+        """Load the model in eval mode; on a CPU all its floats are float32, whose gradients are fast there."""
         if self.is_afm:
             return load_model(self.folder, self.values)
         return load_mlx_lm_folder(self.folder)[0]
 
     def is_same(self, other: ModelSource) -> bool:
-        """True if both load the same weights."""
+        """Return True if both load the same weights."""
         return type(self) is type(other) and self.folder.resolve() == other.folder.resolve()
 
     def fingerprint(self, model: nn.Module) -> str:
-        """64 hex digits that tell the weights and config.json from others; `model` is what `load` returned."""
+        """Return the fingerprint of the weights and config.json; `model` is what `load` returned."""
         return arrays_fingerprint(dict(self.values), dict(tree_flatten(model.parameters())))
 
 
@@ -100,10 +101,10 @@ class FreshSource(ModelSource):
     """A draft model with random weights and the tokenizer of its target.
 
     Args:
-        folder: folder of the target, whose tokenizer files are used.
+        folder: folder of the target, for its tokenizer files.
         values: content of the draft model's config.json.
         preset: name of the draft model's sizes in `config.PRESETS`.
-        seed: seed of the weights, as MLX's layers draw them.
+        seed: seed of the weights, which MLX's layers draw.
     """
 
     preset: str
@@ -111,10 +112,10 @@ class FreshSource(ModelSource):
 
     @classmethod
     def for_target(cls, target: str | Path, preset: str, seed: int = 0) -> FreshSource:
-        """A draft model of a preset's sizes, with the target's vocabulary and context.
+        """Make the source of a draft model with a preset's sizes and the target's vocabulary and context.
 
         Raises:
-            ConfigError: for an unknown preset, or a target that is no AFM model.
+            ConfigError: for an unknown preset, or a target that is not an AFM model.
             AFMError: when there is no such target.
         """
         if preset not in PRESETS:
@@ -127,8 +128,8 @@ class FreshSource(ModelSource):
                 f"The teacher: {source.folder} is no AFM model, and {preset} has an AFM model's tokenizer. "
                 "Choose an AFM model, or name a folder to start from (--model)."
             )
-        shared = {name: source.values[name] for name in _OF_VOCABULARY if name in source.values}
-        # The scales of int8 keys and values are measured on a trained model, and this one is none.
+        shared = {name: source.values[name] for name in _SHARED_KEYS if name in source.values}
+        # Int8 scales of keys and values are measured on a trained model.
         sizes = dataclasses.replace(PRESETS[preset], kv_bits=None)
         return cls(source.folder, sizes.to_dict() | shared, preset, seed)
 
@@ -145,11 +146,11 @@ class FreshSource(ModelSource):
 
 
 def open_as_teacher(model: str | Path) -> ModelSource:
-    """Open the model that is imitated; errors say that it is the teacher."""
+    """Find a teacher model; errors say that it is the teacher."""
     try:
         return ModelSource.open(model)
     except AFMError as error:
         raise type(error)(f"The teacher: {error}") from None
 
 
-_OF_VOCABULARY = ("vocab_size", "context_length", "eos_token_id", "bos_token_id", "pad_token_id")
+_SHARED_KEYS = ("vocab_size", "context_length", "eos_token_id", "bos_token_id", "pad_token_id")

@@ -1,4 +1,4 @@
-"""What every method of training takes."""
+"""The recipe of a training run: model, data and options, the batches read from the data, and the plan."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.training_memory import estimate_memory
 
-MAX_WARMUP = 100  # steps, where a share is asked for
+MAX_WARMUP = 100  # steps, for `warmup_share`
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every method of training takes: model, data, the loop's options, and a teacher.
+    """The arguments of a training run that all methods have: model, data, options, and a teacher.
 
     Args:
-        data: a folder with train.jsonl, and valid.jsonl and test.jsonl where there are any; or one file.
+        data: a folder with train.jsonl, and optionally valid.jsonl and test.jsonl; or one file.
         options: options of the loop; their seed also draws the shuffle and new LoRA layers.
-        model: what training starts from: a folder, a hub id, the embedded model; or a draft model of random
-            weights, `FreshSource.for_target(...)`.
+        model: the model to start from: a folder, a hub id, the embedded model's name; or a draft model of
+            random weights, `FreshSource.for_target(...)`.
         epochs: passes over the data; replaces `options.iters`.
-        steps_between: the fewest and the most steps that `epochs` may become; None for any.
-        warmup_share: share of the steps, 100 at most, that warm up; replaces `options.warmup_iters`.
+        steps_between: least and most steps that `epochs` may become; None for any.
+        warmup_share: share of the steps that warm up, at most 100; replaces `options.warmup_iters`.
         warmup_epochs: passes over the data that warm up; replaces `options.warmup_iters`.
         batch_size: rows of a micro-batch.
-        max_seq_length: the most tokens of a sample, and of a row. With None a sample may have 2,048, or the
-            model's context if that is less, and a packed row takes some four samples.
-        packing: put several samples into a row; None for True where the model can keep them apart.
-        prompt_weight: weight of the loss of tokens that the assistant did not write.
+        max_seq_length: most tokens of a sample, and of a row. None allows a sample 2,048, or the model's
+            context if that is less, and a packed row about four samples.
+        packing: put several samples into a row; None for True if the model can keep them apart.
+        prompt_weight: loss weight of tokens that the assistant did not write.
         features: the data's keys for "prompt", "completion", "messages" or "text", by these names.
-        teacher: model to imitate; "self" is `model` before quantization-aware training.
+        teacher: model to imitate; "self" for `model` as it is before quantization-aware training.
         teacher_adapter: folder of an adapter that the teacher runs with.
-        force: run models with adapters that were made for other models too, if their shapes fit.
+        force: accept adapters that were made for other models, if their shapes fit.
         distillation_weight, distillation_temperature, divergence: see `losses.Distillation`.
-        test: measure test.jsonl, before training and after.
+        test: measure test.jsonl before and after training.
         test_batches: number of measured batches, -1 for all.
     """
 
@@ -79,15 +79,15 @@ class Recipe:
     def __post_init__(self) -> None:
         check_divergence(self.divergence)
         if self.warmup_share is not None and self.warmup_epochs is not None:
-            raise ConfigError("warmup_share and warmup_epochs both say how long; leave one out.")
+            raise ConfigError("warmup_share and warmup_epochs both set the warm-up; leave one out.")
         if self.teacher_adapter is not None and self.teacher is None:
             raise ConfigError("teacher_adapter is given without a teacher to put it on; name both.")
 
     def loop_options(self, per_epoch: int) -> TrainingOptions:
-        """The loop's options, with epochs and shares as steps.
+        """Return the loop's options, with epochs and shares converted to steps.
 
         Args:
-            per_epoch: micro-batches of an epoch.
+            per_epoch: number of micro-batches in an epoch.
 
         Raises:
             ConfigError: when the warm-up is as long as the run.
@@ -113,16 +113,13 @@ class Recipe:
         return dataclasses.replace(options, iters=iters, warmup_iters=warmup)
 
 
-# -- data
-
-
 MAX_SEQ_LENGTH = 2048  # mlx-lm's default; less where the model's context is shorter
 _SAMPLES_OF_A_ROW = 4  # samples of the mean length in a row, where the recipe gives no length
 
 
 @dataclass(frozen=True)
 class DataSplits:
-    """A data set; a split is None where it has no file or is not asked for."""
+    """A data set; a split is None if it has no file or is not needed."""
 
     train: Batches
     valid: Batches | None
@@ -130,16 +127,16 @@ class DataSplits:
 
 
 def read_data(recipe: Recipe, source: ModelSource) -> DataSplits:
-    """Read and tokenize all splits.
+    """Read and tokenize all splits that a recipe needs.
 
     Raises:
         DataError: names the lines that can't be used; or for a test, when the data is one file.
-        ConfigError: for packed rows and a model that can't keep their samples apart.
+        ConfigError: for packed rows and a model that can't keep samples apart.
     """
     if recipe.test and Path(recipe.data).is_file():
         raise DataError(
             f"{recipe.data} is one file, all of which is trained on; there is nothing to test. Put it into a "
-            "folder as train.jsonl, with a test.jsonl beside it, or leave the test out."
+            "folder as train.jsonl, with a test.jsonl, or leave the test out."
         )
     return DataSplits(
         read_split(recipe, source, "train"),
@@ -149,14 +146,14 @@ def read_data(recipe: Recipe, source: ModelSource) -> DataSplits:
 
 
 def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
-    """Read and tokenize "train", "valid" or "test"; raises as `read_data` does."""
+    """Read and tokenize the split "train", "valid" or "test"; raises as `read_data` does."""
     packed = source.is_afm if recipe.packing is None else recipe.packing
     if packed and not source.is_afm:
         raise ConfigError(
             "Several samples in a row need a mask that models of mlx-lm don't take. Leave packing out "
             "(--no-packing)."
         )
-    # Positions start anew with each sample of a row, so only samples are bound by the context.
+    # Positions restart with each sample of a row, so the context limits samples, not rows.
     limit = _sample_length(recipe, source)
     samples = load_split(
         recipe.data,
@@ -177,39 +174,36 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
 
 
 def _sample_length(recipe: Recipe, source: ModelSource) -> int:
-    """The most tokens of a sample."""
+    """Return the most tokens that a sample may have."""
     length = MAX_SEQ_LENGTH if recipe.max_seq_length is None else recipe.max_seq_length
     contexts = [source.values.get("context_length")]
-    if recipe.max_seq_length is None:  # in the words of models of the zoo, too
+    if recipe.max_seq_length is None:  # mlx-lm's models have another key
         contexts.append(source.values.get("max_position_embeddings"))
     return min([length, *(n for n in contexts if type(n) is int and n > 1)])
 
 
 def _row_length(samples: Sequence[Sample], recipe: Recipe, limit: int) -> int:
-    """Tokens of a packed row: no more than it takes to put all samples into one batch."""
+    """Return the tokens of a packed row: at most as many as put all samples into one batch."""
     inputs = [len(sample.tokens) - 1 for sample in samples]
     longest, total = max([*inputs, 1]), sum(inputs)
     wanted = max(longest, math.ceil(total / recipe.batch_size))
     if recipe.max_seq_length is None:
-        # Attention's memory grows with the square of a row, and four samples leave little room for padding.
+        # Attention's memory grows with the square of a row, and four samples need little padding.
         wanted = min(wanted, max(longest, math.ceil(_SAMPLES_OF_A_ROW * total / len(inputs))))
     return min(-(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, recipe.max_seq_length or limit)
 
 
-# -- plan
-
-
 @dataclass(frozen=True)
 class Plan:
-    """What a training run is about to do, to be shown before it begins.
+    """The size of a training run, to be shown before it begins.
 
     Args:
-        parameters: number of the model's parameters, LoRA's included; a packed matrix counts as the numbers
-            that its codes stand for.
+        parameters: number of the model's parameters, LoRA's included; each code of a packed matrix counts as
+            one.
         trainable: number of trainable parameters.
         data: the splits of the data set.
         options: options of the loop, with all defaults filled in.
-        memory: estimated bytes; None where there is no estimate.
+        memory: estimated bytes; None if there is no estimate.
     """
 
     parameters: int
@@ -231,7 +225,7 @@ def make_plan(
     data: DataSplits,
     options: TrainingOptions,
 ) -> Plan:
-    """Describe the training of a prepared model; `kind` is the method's."""
+    """Return the plan for a prepared model; `kind` is the method's."""
     trainable = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     memory = None
     if source.is_afm:
@@ -265,7 +259,7 @@ def _memory(
 
 
 def _count(model: nn.Module) -> int:
-    """Parameters of a model; of a packed matrix the numbers that it stands for, and not its scales."""
+    """Return a model's number of parameters; of a packed matrix, its codes count and its scales don't."""
     packed = [m for m in model.modules() if "weight" in m and m["weight"].dtype == mx.uint32]
     more = sum(m["weight"].size * 32 // m.bits for m in packed)
     less = sum(m[part].size for m in packed for part in PARTS if part in m)

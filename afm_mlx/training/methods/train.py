@@ -1,14 +1,7 @@
-"""Train by a method: all weights, LoRA adapters, weights on a grid, or a draft model.
+"""Training by a method: the calls `train_full`, `train_lora`, `train_qat` and `train_draft`.
 
-All methods share one way: the data is read first, then the model; the method makes it trainable; the loop
-trains it, in a run folder that it can be resumed from; the method saves the best weights.
-
-| call | trains | saves |
-| --- | --- | --- |
-| `train_full` | float weights | a model folder |
-| `train_lora` | LoRA pairs on a frozen model, float or packed | an adapter folder |
-| `train_qat` | float weights that are rounded to their grid | a packed model folder |
-| `train_draft` | float weights of a draft model, to say what its target would | a model folder |
+`train_by` does the work for all methods: read the data, load the model, let the method prepare it, train it in
+a run folder from which it can resume, and let the method save the best weights.
 
 A recovery adapter is `train_lora` on a packed model with the float model as the teacher
 (arXiv 2407.21075, section 5.1).
@@ -22,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,7 +28,7 @@ from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.evaluation import mean_loss, perplexity
-from afm_mlx.training.loop.losses import Acceptance, CrossEntropy, Distillation, Loss
+from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Distillation, Loss
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping, Testing, train
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -61,13 +54,13 @@ from afm_mlx.training.methods.training_memory import check_fits
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A training that came to its end.
+    """The result of a finished training.
 
     Args:
         path: folder of the trained model or adapter.
         run_path: folder of the run's checkpoints and metrics.
-        outcome: how the loop ended.
-        test: scores of the test split, before training and after; None where they were not asked for.
+        outcome: outcome of the loop.
+        test: scores of the test split before and after training; None without a test.
     """
 
     path: Path
@@ -85,29 +78,51 @@ class TrainingResult:
         return self.test.trained.perplexity if self.test and self.test.trained else None
 
 
+class RunArguments(TypedDict, total=False):
+    """The arguments of `train_by` that all calls pass on."""
+
+    run_path: str | Path | None
+    resume: bool
+    on_plan: Callable[[Plan], None] | None
+    on_event: Callable[[Event], None] | None
+    stopping: Stopping | None
+
+
 def train_full(
-    recipe: Recipe, save_path: str | Path, method: FullTraining | None = None, **options: Any
+    recipe: Recipe,
+    save_path: str | Path,
+    method: FullTraining | None = None,
+    **options: Unpack[RunArguments],
 ) -> TrainingResult:
     """Train float weights, all by default, and save a model folder. Other arguments: see `train_by`."""
     return train_by(method or FullTraining(), recipe, save_path, **options)
 
 
 def train_lora(
-    recipe: Recipe, adapter_path: str | Path, method: LoRATraining | None = None, **options: Any
+    recipe: Recipe,
+    adapter_path: str | Path,
+    method: LoRATraining | None = None,
+    **options: Unpack[RunArguments],
 ) -> TrainingResult:
     """Train LoRA pairs on a frozen model, and save an adapter folder. Other arguments: see `train_by`."""
     return train_by(method or LoRATraining(), recipe, adapter_path, **options)
 
 
 def train_qat(
-    recipe: Recipe, save_path: str | Path, method: QATTraining | None = None, **options: Any
+    recipe: Recipe,
+    save_path: str | Path,
+    method: QATTraining | None = None,
+    **options: Unpack[RunArguments],
 ) -> TrainingResult:
-    """Train weights that are rounded to their grid, and save them packed. Other arguments: see `train_by`."""
+    """Train weights that are rounded to a grid, and save them packed. Other arguments: see `train_by`."""
     return train_by(method or QATTraining(), recipe, save_path, **options)
 
 
 def train_draft(
-    recipe: Recipe, save_path: str | Path, method: DraftTraining | None = None, **options: Any
+    recipe: Recipe,
+    save_path: str | Path,
+    method: DraftTraining | None = None,
+    **options: Unpack[RunArguments],
 ) -> TrainingResult:
     """Train a draft model for the recipe's teacher, and save its folder. Other arguments: see `train_by`."""
     return train_by(method or DraftTraining(), recipe, save_path, **options)
@@ -127,22 +142,22 @@ def train_by(
     """Train a model and save the result.
 
     Args:
-        method: what is trained.
+        method: which weights to train, and what to save.
         recipe: model, data, and the loop's options.
         path: folder to make for the result.
         run_path: folder of checkpoints and metrics; None for `<path>-run`, or `<path>/run` of an adapter.
-        resume: go on with the run that is there, which was started with the same arguments.
+        resume: resume the run in `run_path`, which was started with the same arguments.
         on_plan: called before training starts.
         on_event: called by the loop.
         stopping: see `trainer.train`.
 
     Raises:
-        AFMError: what is wrong with an argument, the data, the model or the run.
+        AFMError: for an argument, data, a model or a run that can't be used.
     """
     threads.check_process()
     path, on_event = Path(path), on_event or (lambda event: None)
     run_path = Path(run_path or method.default_run_path(path))
-    # What can be refused is refused before a model is loaded; `run_path` is checked again when it is opened.
+    # Check what can be checked before a model is loaded; opening `run_path` checks it again.
     method.check_path(path, run_path, resume)
     RunFolder(run_path).check(resume=resume)
     source = ModelSource.open(recipe.model)
@@ -153,7 +168,7 @@ def train_by(
 
     model = source.load()
     warn_if_slow(model, "validation")  # training itself has no kernels
-    manifest = {
+    manifest: dict[str, object] = {
         "kind": method.kind,
         "model": source.name,
         "model_weights": source.fingerprint(model),
@@ -200,8 +215,8 @@ def _loss(recipe: Recipe, teacher: Teacher | None) -> Loss:
 _NOT_IN_MANIFEST = ("steps_per_report", "save_every", "clear_cache_threshold")  # change no number
 
 
-def _manifest(recipe: Recipe, data: DataSplits, options: TrainingOptions) -> dict[str, Any]:
-    """What a run must keep when it resumes, by the names of the arguments."""
+def _manifest(recipe: Recipe, data: DataSplits, options: TrainingOptions) -> dict[str, object]:
+    """Return the settings that must not change when a run resumes, by the names of the arguments."""
     names = ["batch_size", "max_seq_length", "prompt_weight"]
     if recipe.teacher is not None:
         names += ["distillation_weight", "distillation_temperature", "divergence"]
@@ -220,7 +235,7 @@ def _facts(
     teacher: Teacher | None,
     scores: Scores | None,
 ) -> dict[str, str]:
-    """Rows for the model card."""
+    """Return the rows of the model card."""
     rows = recipe.batch_size * options.grad_accumulation_steps
     rate = f"{options.learning_rate:g}, warm-up of {options.warmup_iters} steps, {options.schedule}"
     if options.lr_schedule is not None:
@@ -249,30 +264,27 @@ def _facts(
     return facts
 
 
-# -- the teacher
-
-
 class Teacher(NamedTuple):
     """A loaded teacher.
 
     Args:
-        model: the teacher with its adapter.
+        model: the teacher, with its adapter if it has one.
         name: name of the model and of its adapter, for the card.
-        manifest: what a run must keep of the teacher when it resumes.
+        manifest: facts about the teacher that must not change when a run resumes.
     """
 
     model: nn.Module
     name: str
-    manifest: dict[str, Any]
+    manifest: dict[str, object]
 
 
 def open_teacher(
     recipe: Recipe, student: ModelSource, may_imitate_itself: bool
 ) -> ModelSource | None:
-    """Find the teacher of a recipe; "self" is the student as it is before training.
+    """Find the teacher of a recipe without loading it; "self" is the student as it is before training.
 
     Raises:
-        ConfigError: when the student has nothing to learn from this teacher.
+        ConfigError: when student and teacher are the same model.
         AFMError: when there is no such model.
     """
     if recipe.teacher is None:
@@ -282,13 +294,13 @@ def open_teacher(
     if is_same and not may_imitate_itself:
         raise ConfigError(
             f"The teacher {recipe.teacher} is the very model that is trained: there is nothing to learn from "
-            "it. A packed model learns from the float model that it was made of."
+            "it. A packed model learns from the float model that it was made from."
         )
     return teacher
 
 
 def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> Teacher:
-    """Load the teacher of a recipe, and attach its adapter.
+    """Load the teacher of a recipe with its adapter.
 
     Raises:
         ConfigError: when teacher and student have different vocabularies.
@@ -298,7 +310,7 @@ def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> T
         _check_vocabulary(source, student)
     model, name = source.load(), source.name
     warn_if_slow(model, "the teacher")
-    manifest = {"teacher": name, "teacher_weights": source.fingerprint(model)}
+    manifest: dict[str, object] = {"teacher": name, "teacher_weights": source.fingerprint(model)}
     adapter = recipe.teacher_adapter
     if adapter is not None:
         tensors, config = load_adapter(adapter)
@@ -309,7 +321,7 @@ def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> T
 
 
 def _check_vocabulary(teacher: ModelSource, student: ModelSource) -> None:
-    """Raise `ConfigError` if tokens or rows of the embeddings differ."""
+    """Raise `ConfigError` if the tokens or the embeddings' rows differ."""
     pieces, other_pieces = (source.tokenizer.get_vocab() for source in (teacher, student))
     rows, other_rows = (source.values.get("vocab_size") for source in (teacher, student))
     if pieces != other_pieces:
@@ -320,21 +332,18 @@ def _check_vocabulary(teacher: ModelSource, student: ModelSource) -> None:
         return
     raise ConfigError(
         f"The teacher {teacher.name} and {student.name} have different vocabularies ({fault}): its predictions "
-        f"can't be imitated. A teacher is the model that {student.name} was made of, or that it drafts for."
+        f"can't be imitated. A teacher is the model that {student.name} was made from, or that it drafts for."
     )
-
-
-# -- scores on the test split
 
 
 @dataclass(frozen=True)
 class SplitScore:
-    """How well a model predicts a split of the data.
+    """Scores of a model on a split of the data.
 
     Args:
-        loss: cross-entropy, the weighted mean over scored tokens, in nats.
+        loss: weighted mean cross-entropy of the scored tokens, in nats.
         tokens: number of scored tokens.
-        acceptance: share of a draft model's proposals that its target keeps, see `losses.Acceptance`; None
+        acceptance: share of a draft model's tokens that its target accepts, see `losses.AcceptanceRate`; None
             for other models.
     """
 
@@ -347,20 +356,24 @@ class SplitScore:
         """`exp(loss)`."""
         return perplexity(self.loss)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; what was not measured is left out."""
-        values = {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+    def to_dict(self) -> dict[str, object]:
+        """Return JSON values; leaves out the acceptance if it was not measured."""
+        values: dict[str, object] = {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "tokens": self.tokens,
+        }
         return values if self.acceptance is None else values | {"acceptance": self.acceptance}
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The same batches, measured twice.
+    """Two scores on the same batches.
 
     Args:
         untrained: the base without an adapter, or the model before training.
-        trained: the adapted or trained model; None when there was none to measure.
-        label: what `untrained` was measured with, such as "without the adapter".
+        trained: the adapted or trained model; None if there is none.
+        label: label of `untrained`, such as "without the adapter".
     """
 
     untrained: SplitScore
@@ -380,9 +393,9 @@ def measure_split(
     Args:
         model: a model, which is in eval mode afterwards.
         batches: batches of the split.
-        count: number of measured batches, counted from the first; -1 for all.
-        teacher: target of a draft model, to measure its acceptance; None for other models.
-        progress: called with batches done and batches in all.
+        count: number of batches, from the first; -1 for all.
+        teacher: a draft model's target, to measure the acceptance; None for other models.
+        progress: called with the numbers of finished and of all batches.
 
     Raises:
         TrainingError: when the loss is not finite; names the batch and the layer.
@@ -390,7 +403,7 @@ def measure_split(
     loss = mean_loss(model, CrossEntropy(), batches, count, progress)
     n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)
     tokens = sum(int(mx.sum(batches(i).weights > 0).item()) for i in range(n))
-    kept = None if teacher is None else mean_loss(model, Acceptance(teacher), batches, count)
+    kept = None if teacher is None else mean_loss(model, AcceptanceRate(teacher), batches, count)
     return SplitScore(loss, tokens, kept)
 
 
@@ -401,16 +414,16 @@ def measure_adapter(
     on_data: Callable[[Batches], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Measure test.jsonl with an adapter and without; nothing is trained.
+    """Measure test.jsonl without and with an adapter, without training.
 
     Args:
-        recipe: model, data, and how it is batched.
-        adapter_path: see `load_adapter`; None measures the base alone.
+        recipe: model, data, and the batches' sizes.
+        adapter_path: see `load_adapter`; None to measure only the base.
         on_data: called before measuring starts.
-        progress: called with batches done and batches in all, of each measurement.
+        progress: called with the numbers of finished and of all batches, of each measurement.
 
     Raises:
-        AFMError: what is wrong with the data, the model or the adapter.
+        AFMError: for data, a model or an adapter that can't be used.
     """
     if adapter_path is not None:
         if not Path(adapter_path).exists():

@@ -1,24 +1,24 @@
-"""Bytes that a training run needs, from the architecture: before the first step, not after the last crash.
+"""An estimate of the bytes that a training run needs, from the architecture.
 
-A step has two peaks, and the larger one counts:
+A step has two peaks, and the estimate is the larger one:
 
-    at the start of the backward pass: everything kept for it, and the head's logits
-    at the update: all gradients, because their common norm is known only then, and new values beside old ones
+    start of the backward pass: all that the forward pass has kept, and the head's logits
+    update: all gradients, because clipping needs their common norm, and new values next to old ones
 
-Under both lies what lives from step to step: weights, the optimizer's state, the average of weights.
+Both include the arrays that stay from step to step: weights, the optimizer's state, the average of weights.
 
-What MLX's automatic differentiation keeps of a block for every token, in numbers of the activations' type
-(D the hidden width, F that of the feed-forward, H query heads, K the width of keys, L tokens of a row):
+For every token, MLX's automatic differentiation keeps in each block this many numbers of the activations' type
+(D: hidden width, F: feed-forward width, H: query heads, K: width of keys, L: tokens of a row):
 
     residual stream, its norm, and both again after attention                          4 D
     queries after RoPE, after their norm, scaled; attention's output, heads merged     5 D
     feed-forward: gate, its sigmoid, silu, up, and their product                       5 F
-    keys and values of a block that writes them: likewise, and their rounding to int8  11 K
+    keys and values of a writing block: likewise, and their rounding to int8           11 K
     attention weights                                                                  H L
 
-The constants are those of the operations in `afm_mlx.model.model`, checked against `mx.get_peak_memory`
-(`bench/training.py`). MLX frees an array when its last reader has run, in an order that it chooses, so an
-estimate within 15 % is a good one.
+The constants follow from the operations in `afm_mlx.model.model`, and were checked against `mx.get_peak_memory`
+(`bench/training.py`). MLX chooses the order in which it runs operations and frees arrays, so an estimate within
+15 % is a good one.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ _WIDTHS_KEPT = 9.5  # D, see above; half of the queries' copies are freed early
 _FEED_FORWARD_KEPT = 5
 _KEYS_KEPT = 11
 _HEAD_COPIES = 3  # logits, their softmax, and their gradient, in float32
-_UPDATE_COPIES = 0.7  # of the trained weights in float32, while new ones are made beside old ones
-_UPDATE_COPIES_AVERAGE = 1.7  # likewise, where an average is made too
-_ARRAYS_IN_FLIGHT = 20  # that MLX works on before it frees any: its MLX_BFS_MAX_WIDTH
-_WORKING_BLOCKS = 1.5  # whose activations' gradients are there at a time
+_UPDATE_COPIES = 0.7  # of the trained weights in float32, while new and old ones exist
+_UPDATE_COPIES_AVERAGE = 1.7  # likewise, with an average
+_PENDING_ARRAYS = 20  # arrays that MLX computes before it frees any: its MLX_BFS_MAX_WIDTH
+_WORKING_BLOCKS = 1.5  # blocks whose activations' gradients exist at a time
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by what they are for.
+    """Bytes of a training step, by purpose.
 
     Args:
         weights: weights of the model, adapters included.
-        optimizer: both moments, and a float32 copy of weights that have 16 bits.
+        optimizer: both moments, and a float32 copy of 16-bit weights.
         average: average of weights.
         gradients: gradients of all trained weights, float32.
         accumulated: sum of gradients over micro-batches.
-        update: new weights while the old ones are still there.
-        activations: activations that the backward pass needs.
-        expanded: float copies of matrices that are packed or on a grid. Those of a grid are kept likewise.
-        head: logits of a chunk of targets, and gradients of the embedding that are not summed yet.
+        update: new weights while the old ones exist.
+        activations: activations that are kept for the backward pass.
+        expanded: float copies of packed matrices, and of matrices on a grid, which are kept for the backward
+            pass.
+        head: logits of a chunk of targets, and gradients of the embedding before they are summed.
     """
 
     weights: int
@@ -72,12 +73,12 @@ class MemoryEstimate:
 
     @property
     def held(self) -> int:
-        """Bytes that live from step to step."""
+        """Bytes that stay from step to step."""
         return self.weights + self.optimizer + self.average
 
     @property
     def total(self) -> int:
-        """Bytes at the larger of both peaks."""
+        """Bytes at the larger of the two peaks."""
         backward = self.activations + self.expanded + self.head
         return self.held + self.accumulated + max(backward, self.gradients + self.update)
 
@@ -107,15 +108,15 @@ def estimate_memory(
         base_bits: bits of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least;
             None for float, as for the other kinds.
         dtype: type of float weights and activations.
-        grad_checkpoint: blocks are recomputed, see `gradient_checkpointing`.
-        ema: an average of weights is kept.
-        accumulates: a step has several micro-batches.
-        targets: number of scored tokens in a micro-batch; all B * L by default.
+        grad_checkpoint: True if blocks are recomputed, see `gradient_checkpointing`.
+        ema: True if an average of weights is kept.
+        accumulates: True if a step has several micro-batches.
+        targets: number of scored tokens in a micro-batch; None for B * L.
     """
     size = dtype.size
     lora = lora_parameters(config, rank) if kind == "lora" else 0
     trained = lora or config.num_parameters
-    # LoRA pairs are float32; other weights of 16 bits have a master copy beside both moments.
+    # LoRA pairs are float32; 16-bit weights have a master copy in addition to both moments.
     copies = 2 if lora or size == _FLOAT32 else 3
     targets = batch_size * length if targets is None else targets
     return MemoryEstimate(
@@ -132,18 +133,18 @@ def estimate_memory(
 
 
 def check_fits(nbytes: int | None) -> None:
-    """Refuse a run that this machine has not the memory for, swap space aside.
+    """Refuse a run that needs more than this machine's memory, without swap space.
 
     Args:
-        nbytes: estimate of what it needs; None when there is none.
+        nbytes: estimated bytes; None if there is no estimate.
 
     Raises:
-        TrainingError: says how much there is, and what takes less.
+        TrainingError: names the machine's memory, and options that need less.
     """
-    there = machine_memory()
-    if nbytes is not None and nbytes > there:
+    available = machine_memory()
+    if nbytes is not None and nbytes > available:
         raise TrainingError(
-            f"The training needs about {nbytes / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f}. "
+            f"The training needs about {nbytes / 1e9:,.1f} GB, and this machine has {available / 1e9:,.1f}. "
             "--grad-checkpoint, a smaller --batch-size, --max-seq-length or --rank, and a packed model "
             "need less."
         )
@@ -153,12 +154,12 @@ def check_fits(nbytes: int | None) -> None:
 
 
 def lora_parameters(config: ModelConfig, rank: int) -> int:
-    """Parameters of pairs on all linear layers; queries, keys and values have a pair each."""
-    return rank * sum(place.inputs + place.outputs for place in pair_targets(config))
+    """Return the number of parameters of pairs on all linear layers; queries, keys and values have one each."""
+    return rank * sum(target.inputs + target.outputs for target in pair_targets(config))
 
 
 def _body(config: ModelConfig) -> int:
-    """Weights of all linear layers of all blocks."""
+    """Return the number of weights in the linear layers of all blocks."""
     return sum(
         kind.num_blocks * matrix.inputs * matrix.outputs
         for kind in block_kinds(config)
@@ -178,11 +179,11 @@ def _base_bytes(config: ModelConfig, bits: int | None, size: int) -> int:
     return packed // 8 + norms * size
 
 
-# -- what a step makes
+# -- bytes of a step
 
 
 def _kept_of_block(config: ModelConfig, length: int, writes: bool) -> float:
-    """Numbers per token that a block keeps for its backward pass."""
+    """Return how many numbers a block keeps per token for its backward pass."""
     return (
         _WIDTHS_KEPT * config.hidden_dim
         + _FEED_FORWARD_KEPT * config.ffn_dim
@@ -202,7 +203,7 @@ def _activation_bytes(
     else:
         per_token = config.num_kv_layers * writing + config.num_kv_reuse_layers * reuse
         if kind == "qat":
-            # The gradients of weights come late, and those of the layers' outputs wait for them.
+            # Weights' gradients are computed late, and the gradients of the layers' outputs stay until then.
             per_token += config.num_layers * (3 * config.hidden_dim + 2 * config.ffn_dim)
     per_token += _WORKING_BLOCKS * writing
     return int(batch_size * length * size * per_token)
@@ -211,10 +212,12 @@ def _activation_bytes(
 def _expanded_bytes(
     config: ModelConfig, kind: str, base_bits: int | None, size: int, grad_checkpoint: bool
 ) -> int:
-    """Float matrices that were made of others, and that the gradient of the activations is a product with."""
+    """Return the bytes of float matrices made from packed or gridded ones, which the backward pass needs."""
     if kind == "full" or (kind == "lora" and base_bits is None):
         return 0
-    if kind == "lora":  # one matrix multiplied out in float32 for a product, and the next one
+    if (
+        kind == "lora"
+    ):  # one matrix is dequantized to float32 for a product, and the next one already
         return 2 * config.hidden_dim * config.ffn_dim * _FLOAT32
     blocks = 1 if grad_checkpoint else config.num_layers
     return blocks * _body(config) * size // config.num_layers
@@ -224,7 +227,7 @@ def _update_bytes(config: ModelConfig, trained: int, ema: bool, kind: str) -> in
     copies = trained * _FLOAT32 * (_UPDATE_COPIES_AVERAGE if ema else _UPDATE_COPIES)
     if kind == "lora":
         return int(copies)
-    return int(copies) + _ARRAYS_IN_FLIGHT * config.hidden_dim * config.ffn_dim * _FLOAT32
+    return int(copies) + _PENDING_ARRAYS * config.hidden_dim * config.ffn_dim * _FLOAT32
 
 
 def _head_bytes(
@@ -234,9 +237,9 @@ def _head_bytes(
     chunk = targets if whole else min(targets, CHUNK)
     logits = _HEAD_COPIES * chunk * config.vocab_size * _FLOAT32
     if kind == "lora":
-        # A packed embedding is multiplied out for the product.
+        # A packed embedding is dequantized for the product.
         return logits + (0 if base_bits is None else _embedding(config) * _FLOAT32)
-    # The embedding is read at both ends: a gradient of each, and one more chunk's before it is added.
+    # The embedding has a gradient as input, one as head, and one of a chunk before it is added.
     gradients = (2 if whole else 3) * _embedding(config) * size
     grid = _embedding(config) * (size + _FLOAT32) if kind == "qat" else 0
     return logits + gradients + grid

@@ -1,1 +1,1 @@
-"""Layers that compute with the numbers that they will be packed to, while they train."""
+"""Quantization-aware training: layers on a grid, and int8 scales of keys and values."""

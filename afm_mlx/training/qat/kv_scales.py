@@ -1,4 +1,4 @@
-"""Static int8 scales of keys and values, from the ranges of a model's own keys and values."""
+"""Calibration: static int8 scales of keys and values, from their ranges on training data."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _TINY = 2.0**-126
 
 
 def calibrate_kv_scales(model: Model, batches: Iterable[Batch], momentum: float = 0.9) -> Model:
-    """Set the int8 scales of every block that writes keys and values, in place.
+    """Set the int8 scales of every writing block from the ranges of keys and values on batches, in place.
 
-    `scale = max(low / -128, high / 127)`, where low and high are moving averages over batches of the least and
-    the greatest key (value) before quantization; `average += (1 - momentum) * (seen - average)`, from the first
-    batch's. A block sees what the blocks before it give with the scales that they have by then. Padding, and in
-    rows of one sample what lies behind the last target, counts for nothing.
+    `scale = max(low / -128, high / 127)`, where low and high are moving averages, over batches, of the least
+    and the greatest key (value) before quantization: `average += (1 - momentum) * (seen - average)`, starting
+    at the first batch. Each block's input is computed with the scales that the blocks before it have by then.
+    Padding is ignored, and in rows of one sample all tokens after the last target.
 
     Args:
-        model: float, training on grids, or packed. One without scales (`kv_bits` null) gets them:
-            `model.args.kv_bits` is 8 afterwards, which its config.json has to say too.
-        batches: some dozen are enough; more than `1 / (1 - momentum)` forget the first.
-        momentum: share of the average that a batch leaves as it was, in [0, 1).
+        model: a float, quantization-aware or packed model. Scales are added to one without (`kv_bits` null):
+            `model.args.kv_bits` is 8 afterwards, and its config.json must have that too.
+        batches: about a dozen are enough; of more than `1 / (1 - momentum)`, the first hardly count.
+        momentum: weight of the average so far, in [0, 1).
 
     Returns:
-        the model, in the mode that it was in.
+        the model, in its previous mode.
 
     Raises:
         ConfigError: for a model of another architecture, or a momentum out of range.
-        DataError: when there is no batch.
+        DataError: for no batches.
 
     Source: tamm 0.2.0, `tamm/ao/layers/fake_quantize.py`, `SimpleEMAMinMaxObserver`.
     """
@@ -63,7 +63,7 @@ def calibrate_kv_scales(model: Model, batches: Iterable[Batch], momentum: float 
 def _observe(
     model: Model, batch: Batch, ranges: list[mx.array | None], share: float
 ) -> list[mx.array | None]:
-    """Run the writing blocks, each with its new scales; returns ranges (2, 2): keys, values; low, high."""
+    """Run the writing blocks, each with its new scales; return ranges (keys or values, low or high)."""
     positions, used = row_positions(batch.inputs, batch.segments), _used(batch)
     h, averages = model.model.embedding(batch.inputs), []
     for block, average in zip(model.model.layers, ranges, strict=True):
@@ -79,7 +79,7 @@ def _observe(
 def _keys_and_values(
     block: WritingBlock, h: mx.array, positions: Positions
 ) -> tuple[mx.array, mx.array]:
-    """Keys and values of a block for its input (B, L, D), (B, num_kv_heads, L, head_dim) each, unquantized."""
+    """Return a block's keys and values, (B, num_kv_heads, L, head_dim) each, unquantized, for h (B, L, D)."""
     attention = block.self_attn
     qkv = project(attention.qkv_proj, Normed(h, block.input_layernorm))
     _, keys, values = float_heads(qkv, positions.offset, attention.head_options())
@@ -87,12 +87,12 @@ def _keys_and_values(
 
 
 def _used(batch: Batch) -> mx.array:
-    """Which tokens are no padding, (B, 1, L, 1) booleans."""
+    """Return a mask of the tokens that are no padding, (B, 1, L, 1)."""
     if batch.segments is not None:
         used = batch.segments != 0
     else:
         rows, length = batch.inputs.shape
-        # Padding has no target, and is all that lies behind a row's last one, but for unscored tokens.
+        # Padding and unscored tokens follow a row's last target.
         scored = np.array(batch.positions)[np.array(batch.weights) > 0]
         last = np.full(rows, -1)
         np.maximum.at(last, scored // length, scored % length)
@@ -101,6 +101,6 @@ def _used(batch: Batch) -> mx.array:
 
 
 def _range(x: mx.array, used: mx.array) -> mx.array:
-    """(2,) float32: least and greatest number of the tokens in use, (B, 1, L, 1)."""
+    """Return the least and the greatest number of x at the masked tokens, (2,) float32."""
     x = x.astype(mx.float32)
     return mx.stack([mx.where(used, x, mx.inf).min(), mx.where(used, x, -mx.inf).max()])

@@ -1,8 +1,23 @@
-"""Quantization-aware training: layers that compute with the numbers that they will be packed to.
+"""Quantization-aware training: layers whose weights are rounded to a grid in the forward pass.
 
-`prepare_qat` puts them into a model, any loop trains it, and `pack_qat` snaps the weights to their grids and
-packs them: the packed model gives the same logits to float tolerance, because the codes come from the
-function that the forward pass ran.
+`prepare_qat` puts these layers into a model, any loop trains it, and `pack_qat` packs the weights: the packed
+model returns the same logits to float tolerance, because the codes come from the function that the forward
+pass used.
+
+A matrix W is divided into *units* that share a scale: the tensor, its rows, or groups along its inputs. With b
+bits and the middle m = (2^b - 1) / 2,
+
+    W~ = c + s * (clamp(round((W - c) / s + m), 0, 2^b - 1) - m)        s = f * max|W - c| / m
+
+where f is the unit's learned clip factor. c is 0 in a balanced grid (2 bits: -1.5 s, -0.5 s, 0.5 s, 1.5 s) and
+the middle of the unit's range in an affine one. The maximum and c have no gradient. With g the gradient of W~,
+and sums over a unit,
+
+    dW = g within the clamp, 0 outside                                  (straight through)
+    ds = sum g * (round(v + m) - m - v) within, g * -m or g * m outside        v = (W - c) / s
+
+Sources: grid and clip factor, "Apple Intelligence Foundation Language Models: Tech Report 2025",
+arXiv 2507.13575, section on compression; gradients, "Learned Step Size Quantization", Esser et al. 2020.
 """
 
 from __future__ import annotations
@@ -10,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,18 +42,20 @@ from afm_mlx.quantization.quantize_model import (
 )
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 
+P = TypeVar("P", PackedLinear, PackedEmbedding)
+
 
 class _QAT(nn.Module):
-    """A float matrix whose weights are rounded to a grid where they are used.
+    """A float layer whose weights are rounded to a grid in the forward pass.
 
-    Parameters are `weight` (N, K), `clip` of the shape of the rule's scales, and `bias` (N,) if there is one;
-    all are trainable.
+    Parameters, all trainable, are `weight` (N, K), `clip` of the shape of the rule's scales, and `bias` (N,)
+    if the layer has one.
 
     Args:
         layer: the layer whose weight and bias are trained.
         rule: the grid.
         name: name of the layer, for errors.
-        gradient_scaling: scale gradients of the clip factors as `lsq_gradient_scale` says.
+        gradient_scaling: multiply gradients of the clip factors by `lsq_gradient_scale`.
 
     Raises:
         ConfigError, CheckpointError: name the layer that can't be on such a grid, and why.
@@ -61,11 +78,11 @@ class _QAT(nn.Module):
         self.gradient_scale = lsq_gradient_scale(shape, rule) if gradient_scaling else 1.0
 
     def fake_quantized(self) -> mx.array:
-        """The matrix that the layer computes with, (N, K), with gradients to `weight` and `clip`."""
+        """Return the rounded matrix (N, K), with gradients to `weight` and `clip`."""
         return fake_quantize(self["weight"], self["clip"], self.rule, self.gradient_scale)
 
-    def _packed_as(self, kind: Any, **others: Any) -> Any:
-        """A layer of a kind, `PackedLinear` or `PackedEmbedding`, with the codes of the weights."""
+    def _packed_as(self, kind: type[P], **others: Any) -> P:
+        """Return a `PackedLinear` or `PackedEmbedding` with the codes of the weights."""
         rule, weight = self.rule, self["weight"]
         found = quantize(weight, self["clip"], rule)
         # MLX's own layers compute in the type of their scales.
@@ -85,28 +102,28 @@ class QATLinear(_QAT):
     """`y = x W~^T + bias`, where W~ is the weight on its grid; see `fake_quantize`."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(..., K) to (..., N)."""
+        """Map x (..., K) to (..., N)."""
         y = x @ self.fake_quantized().T
         return y + self["bias"] if "bias" in self else y
 
     def to_packed(self) -> PackedLinear:
-        """The layer with the codes of its weights."""
+        """Return the packed layer."""
         return self._packed_as(PackedLinear, bias=self.get("bias"))
 
 
 class QATEmbedding(_QAT):
-    """Rows of a matrix on its grid, and the same matrix as a head."""
+    """An embedding of rows of W~, the weight on its grid, which can also be the head."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """(...) integers to (..., K)."""
+        """Map tokens (...) to rows (..., K)."""
         return self.fake_quantized()[tokens]
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Logits (..., vocab_size) of hidden states (..., K), for a tied head."""
+        """Map hidden states (..., K) to logits (..., vocab_size), as a tied head."""
         return x @ self.fake_quantized().T
 
     def to_packed(self) -> PackedEmbedding:
-        """The layer with the codes of its weights."""
+        """Return the packed layer."""
         return self._packed_as(PackedEmbedding, dtype=self["weight"].dtype)
 
 
@@ -119,26 +136,26 @@ def prepare_qat(
     learn_kv_scales: bool = False,
     gradient_scaling: bool = True,
 ) -> nn.Module:
-    """Have the linear layers and embeddings of a model, ours or one of mlx-lm's zoo, train on grids, in place.
+    """Replace a model's linear layers and embeddings by layers that train on grids, in place.
 
-    Layers are chosen as in `quantize_model`. Norms, biases and layers of other types stay in float, and as
-    trainable as they were.
+    Layers are chosen as in `quantize_model`. Norms, biases and layers of other types stay float, and trainable
+    or frozen as before.
 
     Args:
-        model: a model with float weights.
+        model: a model with float weights, of this package or mlx-lm's zoo.
         rule: rule of linear layers; balanced or affine.
-        embedding_rule: rule of embeddings and of a head that is none (`lm_head`); `rule` with 4 bits at least
-            when None.
-        predicate: decides for each layer: one of these two rules (True), none (False), or its own.
-        learn_kv_scales: train the int8 scales of keys and values; otherwise they are frozen.
-        gradient_scaling: scale gradients of the clip factors, see `lsq_gradient_scale`. Adam's steps hardly
-            depend on it; the clipping of the gradient's norm does.
+        embedding_rule: rule of embeddings and of an untied head (`lm_head`); None for `rule` with at least 4
+            bits.
+        predicate: chooses for each layer: one of these two rules (True), none (False), or another rule.
+        learn_kv_scales: train the int8 scales of keys and values, which are else frozen.
+        gradient_scaling: multiply gradients of the clip factors by `lsq_gradient_scale`. This affects the
+            clipping of the gradient's norm, and hardly Adam's steps.
 
     Returns:
         the model.
 
     Raises:
-        ConfigError, CheckpointError: name the layer that can't be packed so, and why.
+        ConfigError, CheckpointError: name the layer that can't be packed by its rule, and why.
     """
     choose = rule_chooser(rule, embedding_rule, predicate)
     kinds = {nn.Linear: QATLinear, nn.Embedding: QATEmbedding}
@@ -161,7 +178,7 @@ def prepare_qat(
 
 
 def pack_qat(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """Snap the weights of a prepared model to their grids and pack them, in place.
+    """Replace the layers of a prepared model by packed ones with the codes of their weights, in place.
 
     Args:
         model: a model that `prepare_qat` returned.
@@ -172,7 +189,7 @@ def pack_qat(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, di
         `quantize_model` returns them.
 
     Raises:
-        ConfigError: when no layer of the model trains on a grid.
+        ConfigError: when the model has no layer on a grid.
     """
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, _QAT)]
     if not layers:
@@ -183,14 +200,14 @@ def pack_qat(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, di
     return model.eval(), quantized_config(config, rules)
 
 
-# -- weights on a grid
+# -- rounding to a grid
 
 
 _TINY = 2.0**-126  # smallest normal float32: the scale of a unit of zeros
 
 
 class Codes(NamedTuple):
-    """A matrix as codes, in the parts of a `kernels.PackedWeight`.
+    """The codes of a matrix, in the parts of a `kernels.PackedWeight`.
 
     Args:
         codes: (N, K) uint8.
@@ -206,13 +223,13 @@ class Codes(NamedTuple):
 def fake_quantize(
     weight: mx.array, clip: mx.array, rule: QuantizationRule, gradient_scale: float = 1.0
 ) -> mx.array:
-    """The matrix that the codes stand for, with gradients to the weights and to the clip factors.
+    """Round a matrix to its grid, with gradients to the weights and to the clip factors.
 
     Args:
         weight: (N, K) float.
         clip: factors f, of the shape of the rule's scales: () per tensor, (N,) per row, (N, G) per group.
         rule: balanced or affine.
-        gradient_scale: factor of the gradient of `clip`, see `lsq_gradient_scale`.
+        gradient_scale: factor for the gradient of `clip`, see `lsq_gradient_scale`.
 
     Returns:
         (N, K) in the dtype of `weight`; computed in float32.
@@ -225,7 +242,7 @@ def fake_quantize(
 
 
 def quantize(weight: mx.array, clip: mx.array, rule: QuantizationRule) -> Codes:
-    """The codes behind `fake_quantize`: the same rounding of the same numbers. Arguments as there."""
+    """Return the codes of the matrix that `fake_quantize` returns for the same arguments."""
     units, scale, center = _grid(weight, clip, rule)
     codes = _codes(units, scale, rule.bits).astype(mx.uint8).reshape(weight.shape)
     biases = None if center is None else (center - _middle(rule.bits) * scale).reshape(clip.shape)
@@ -233,11 +250,11 @@ def quantize(weight: mx.array, clip: mx.array, rule: QuantizationRule) -> Codes:
 
 
 def initial_clip(weight: mx.array, rule: QuantizationRule, name: str = "the matrix") -> mx.array:
-    """Clip factors under which the rounding error of every unit is near its least.
+    """Return clip factors that nearly minimise the rounding error of every unit.
 
-    The scale is searched between that of the bulk of the weights and that of the largest one, and refined by
-    Newton steps: for fixed codes the squared error is quadratic in s, so that a step lands on its minimum.
-    Weights that lie on a balanced grid already keep their codes.
+    The scale is searched between the scales for the bulk of the weights and for the largest one, and refined
+    by Newton steps: for fixed codes the squared error is quadratic in s, so a step reaches its minimum.
+    Weights that are already on a balanced grid keep their codes.
 
     Args:
         weight: (N, K) float.
@@ -250,8 +267,8 @@ def initial_clip(weight: mx.array, rule: QuantizationRule, name: str = "the matr
     Raises:
         ConfigError, CheckpointError: name the layer: a palette, shapes that don't pack, NaN.
 
-    Source: arXiv 2507.13575 describes a Newton-like start that captures the central mass of the weights; its
-    pseudocode is not published. The search is `grids.fit_scales`.
+    Source: arXiv 2507.13575 describes a Newton-like initialisation that captures the central mass of the
+    weights, without pseudocode. The search is `grids.fit_scales`.
     """
     if rule.mode == "palette":  # entries come from k-means and have no scale to learn
         raise ConfigError(
@@ -269,7 +286,7 @@ def initial_clip(weight: mx.array, rule: QuantizationRule, name: str = "the matr
 
 
 def lsq_gradient_scale(shape: tuple[int, int], rule: QuantizationRule) -> float:
-    """`1 / sqrt(n * m)` for n weights that share a factor: its steps are then in proportion to the weights'.
+    """Return `1 / sqrt(n * m)` for n weights that share a factor, which makes its steps proportional to theirs.
 
     Source: "Learned Step Size Quantization", Esser et al. 2020, section 2.2.
     """
@@ -279,7 +296,7 @@ def lsq_gradient_scale(shape: tuple[int, int], rule: QuantizationRule) -> float:
 
 
 def scale_gradient(x: mx.array, factor: float) -> mx.array:
-    """`x`, whose gradient is multiplied by a factor."""
+    """Return `x`, with its gradient multiplied by a factor."""
     if factor == 1:
         return x
     fixed = mx.stop_gradient(x)
@@ -294,7 +311,7 @@ def _middle(bits: int) -> float:
 
 
 def _centered(weight: mx.array, rule: QuantizationRule) -> tuple[mx.array, mx.array | None]:
-    """Units (U, L) float32 minus their centers (U, 1); None for centers that are 0."""
+    """Return units (U, L) in float32 minus their centers, and centers (U, 1); None if all centers are 0."""
     length = {"tensor": weight.size, "row": weight.shape[1], "group": rule.group_size}
     units = weight.astype(mx.float32).reshape(-1, length[rule.granularity or ""])
     if rule.mode == "balanced":
@@ -307,25 +324,25 @@ def _centered(weight: mx.array, rule: QuantizationRule) -> tuple[mx.array, mx.ar
 def _grid(
     weight: mx.array, clip: mx.array, rule: QuantizationRule
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Centered units (U, L), scales (U, 1), and centers (U, 1) or None."""
+    """Return centered units (U, L), scales (U, 1), and centers (U, 1) or None."""
     units, center = _centered(weight, rule)
     largest = mx.abs(mx.stop_gradient(units)).max(axis=-1, keepdims=True)
-    # A factor that a large step made negative stands for its magnitude.
+    # A large step may make a factor negative; its magnitude counts.
     factors = mx.abs(clip.astype(mx.float32)).reshape(-1, 1)
     return units, mx.maximum(factors * (largest / _middle(rule.bits)), _TINY), center
 
 
 def _codes(units: mx.array, scale: mx.array, bits: int) -> mx.array:
-    """Nearest codes, float32."""
+    """Return the nearest codes, in float32."""
     return mx.clip(mx.round(units / scale + _middle(bits)), 0, 2**bits - 1)
 
 
 @functools.cache
 def _snap(bits: int) -> Callable[[mx.array, mx.array], mx.array]:
-    """Units (U, L) and scales (U, 1) to the grid's points.
+    """Return the function that rounds units (U, L) with scales (U, 1) to the grid.
 
-    A function with gradients of its own keeps nothing but its arguments for the backward pass, where
-    automatic differentiation would keep half a dozen arrays of the weights' size.
+    It defines its own gradients, and so keeps only its arguments for the backward pass, where automatic
+    differentiation would keep six arrays of the weights' size.
     """
     middle = _middle(bits)
 
@@ -337,9 +354,9 @@ def _snap(bits: int) -> Callable[[mx.array, mx.array], mx.array]:
     def gradients(
         primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array
     ) -> tuple[mx.array, mx.array]:
-        # Without this, `mx.compile` finds the forward pass's numbers again and keeps them all until here.
+        # Without this, `mx.compile` would reuse the forward pass's arrays, and keep them all until here.
         units, scale = mx.depends(list(primals), [cotangent])
-        # The gradients of the file's docstring by what the forward pass left: half the time of rounding again.
+        # The gradients of the file's docstring; rounding again would take twice as long as reading `output`.
         within = mx.abs(units) <= scale * (middle + 0.5)
         of_units = mx.where(within, cotangent, 0)
         of_scale = cotangent * (output - mx.where(within, units, 0))

@@ -52,7 +52,7 @@ def tamm_labels(spm_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             output = preprocessor(copy.deepcopy(messages), tools=tools)
-        # Its labels are those of the next position.
+        # tamm labels each position with the next token.
         return output.input_ids, [False] + [label != -100 for label in output.label_ids[:-1]]
 
     return labels
@@ -101,7 +101,7 @@ def test_keys_of_other_names(tokenizer, tmp_path):
         (
             {"q": "a", "a": "b"},
             {"prompt": "q"},
-            "no 'completion' beside 'q' as the prompt; it has the keys q, a. .*--completion-feature",
+            "'q' as the prompt, and no 'completion'; it has the keys q, a. .*--completion-feature",
         ),
     ):
         with pytest.raises(DataError, match=message):
@@ -147,21 +147,21 @@ SHAREGPT = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "The fo
 
 
 def test_sharegpt_and_alpaca_are_chats(tokenizer, tmp_path):
-    plain, told = [USER, ANSWER], [SYSTEM, USER, ANSWER]
+    plain, instructed = [USER, ANSWER], [SYSTEM, USER, ANSWER]
     look = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     with_tool = [USER, look, {"role": "tool", "content": "3"}, ANSWER]
     call = {"from": "function_call", "value": json.dumps(CALL["function"])}
     result = {"from": "observation", "value": "3"}
     for record, messages, tools in (
         ({"id": "a", "conversations": SHAREGPT}, plain, None),
-        ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]}, told, None),
-        ({"conversations": SHAREGPT, "system": "Be brief.", "tools": ""}, told, None),
+        ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]}, instructed, None),
+        ({"conversations": SHAREGPT, "system": "Be brief.", "tools": ""}, instructed, None),
         ({"messages": SHAREGPT}, plain, None),
         ({"conversations": plain}, plain, None),
         ({"conversations": [SHAREGPT[0], call, result, SHAREGPT[1]], "tools": json.dumps([TOOL])},
          with_tool, [TOOL]),
         ({"instruction": "Who?", "output": "The fox."}, plain, None),
-        ({"instruction": "Who?", "input": "", "output": "The fox.", "system": "Be brief."}, told, None),
+        ({"instruction": "Who?", "input": "", "output": "The fox.", "system": "Be brief."}, instructed, None),
         ({"instruction": "Who?", "input": "A or b?", "output": "The fox."},
          [{**USER, "content": "Who?\nA or b?"}, ANSWER], None),
         ({"instruction": "Who?", "output": "The fox.", "history": [["Who?", "The fox."]]}, plain * 2, None),

@@ -87,7 +87,7 @@ def test_assistant_turns_of_a_zoo_template(zoo_tokenizer, tmp_path, rng):
             for message in messages
             if message["role"] == "assistant"
         ]
-        # A newline behind the head may be in one token with those of the answer.
+        # A newline after the head may be in one token with newlines of the answer.
         said = targets(sample, tokenizer).split("<|im_end|>")
         for text, answer in zip(said, "".join(answers).split("<|im_end|>"), strict=True):
             assert text in (answer, "\n" + answer)

@@ -64,7 +64,7 @@ def test_a_gradient():
 
     text = found(model, loss)
     assert text.startswith("the gradient of layers.1.dropout.parts.")
-    assert "and those of" in text
+    assert "and so are the gradients of" in text
 
 
 def test_gradients_have_the_dropout_of_the_step():

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop import losses
-from afm_mlx.training.loop.losses import Acceptance, CrossEntropy, Distillation
+from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Distillation
 from tests.tools.cases import each
 from tests.tools.compare import assert_close, assert_same_tensors
 from tests.tools.models import random_config, random_model
@@ -89,7 +89,7 @@ def test_acceptance_is_what_both_say(model, teacher, rng):
     batch = random_batch(rng)
     ours, theirs = (np.exp(log_softmax(logits_of(m, batch))) for m in (model, teacher))
     kept = (np.array(batch.weights, np.float64) * np.minimum(ours, theirs).sum(-1)).sum()
-    assert Acceptance(teacher)(model, batch).item() == pytest.approx(kept, rel=1e-4)
+    assert AcceptanceRate(teacher)(model, batch).item() == pytest.approx(kept, rel=1e-4)
 
 
 class Head(nn.Module):

@@ -112,7 +112,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(run):
     # The largest file that may be written: to the process, a disk that is full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        message = r"step 2 could not be written.*step 1, .*step-0000001"
+        message = r"step 2 could not be written.*step 1: .*step-0000001"
         with pytest.raises(TrainingError, match=message):
             run.save(2, {"trainable": group(2, 1 << 16)}, {})
         with pytest.raises(TrainingError, match="best weights could not be written"):

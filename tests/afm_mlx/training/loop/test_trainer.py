@@ -127,7 +127,7 @@ def kill_at_random(folder, iters, kills, rng):
 @pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path, rng, kills):
     assert kill_at_random(tmp_path / "run", 10_000, kills, rng) >= kills
-    # The rest of a run of so many steps, and what an unbroken one of them would have been.
+    # The rest of the run, and a run of the same steps without a break.
     done = RunFolder(tmp_path / "run").steps()[-1]
     for name, resume in (("run", True), ("whole", False)):
         with pytest.raises(Break):

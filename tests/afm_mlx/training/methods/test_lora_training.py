@@ -44,7 +44,7 @@ def test_the_saved_adapter_is_what_was_tested(recipe, model, packed, tmp_path, r
     result = train_lora(recipe, tmp_path / "adapter", method, **watcher.hooks())
     losses = watcher.losses(Validation, "valid_loss")
     assert losses[-1] < losses[0]
-    # The folder is measured anew, by the kernels that generation runs.
+    # The folder is measured again, by the kernels that generation runs.
     again = measure_adapter(recipe, result.path)
     assert result.test.untrained.loss == pytest.approx(again.untrained.loss, rel=1e-4)
     assert result.test.trained.loss == pytest.approx(again.trained.loss, rel=1e-2)
@@ -115,7 +115,7 @@ def test_a_task_adapter_starts_from_a_recovery_adapter(recipe, model, tmp_path, 
     assert old == new
     for name, array in before.items():
         np.testing.assert_allclose(after[name], array, atol=1e-5)
-    with pytest.raises(ConfigError, match="rank is 8, and that of the initial adapter"):
+    with pytest.raises(ConfigError, match="rank is 8, and the initial adapter"):
         train_lora(recipe, tmp_path / "third", LoRATraining(rank=8, initial_adapter=first))
 
 
@@ -203,7 +203,7 @@ def test_a_folder_and_a_file_in_it(folder, tensors, name):
 
 def test_a_file_alone_needs_a_scale(folder, tensors, tmp_path):
     file = shutil.copy(folder / "adapters.safetensors", tmp_path / "weights.safetensors")
-    with pytest.raises(ConfigError, match=r"no adapter_config\.json beside .*--scale"):
+    with pytest.raises(ConfigError, match=r"no adapter_config\.json next to .*--scale"):
         read_initial(file)
     found, config = read_initial(file, 0.25)
     assert_same_tensors(found, tensors)

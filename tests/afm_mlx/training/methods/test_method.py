@@ -111,7 +111,7 @@ def test_a_packed_model_is_saved(recipe, tmp_path):
     embedding = model.model.embedding
     assert isinstance(embedding, PackedEmbedding)
     assert (embedding.bits, embedding.granularity) == (4, "row")
-    # The folder's loss is that of the weights that were trained.
+    # The folder's loss equals the trained weights' loss.
     tested = read_data(recipe, ModelSource.open(tmp_path / "qat")).test
     assert mean_loss(model, CrossEntropy(), tested) == pytest.approx(result.test_loss, rel=1e-2)
     assert watcher.plan.options.ema_decay == pytest.approx(1 - 10 / 12)

@@ -17,7 +17,7 @@ from afm_mlx.training.methods.training_memory import estimate_memory, lora_param
 from bench.training_worker import Case, measure
 from tests.tools.models import random_config
 
-# Of the architecture, not of MLX's allocator: what it rounds up is nothing beside these sizes.
+# MLX's allocator rounds up far less than these sizes.
 WIDTHS = {
     "vocab_size": 256,
     "hidden_dim": 64,

@@ -76,7 +76,7 @@ def test_packed_rows_have_their_samples_ranges_without_padding(rng):
 def test_padding_of_rows_of_one_sample_counts_for_nothing(rng):
     config = random_config(rng, num_layers=2, num_kv_reuse_layers=0)
     model = random_model(config, rng)
-    # Its keys and values are those of a large outlier.
+    # Its keys and values have a large outlier.
     model.model.embedding.weight[0] *= 1e3
     for block in model.model.layers:
         block.input_layernorm.eps = 1e6  # so that the norm does not take the outlier away

@@ -275,7 +275,7 @@ def test_two_bits_have_the_four_balanced_levels(rng):
 
 
 def test_the_first_factors_are_near_the_best(rng, rule):
-    """No factor of a fine search has an error much below that of the first one."""
+    """No factor of a fine search has an error much below the first one's."""
     weight, _, _ = random_case(rng, rule)
     first = initial_clip(weight, rule)
 
