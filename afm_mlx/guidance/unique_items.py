@@ -1,13 +1,14 @@
-"""Enforces `uniqueItems`: tokens that would finish an item that a list already has are forbidden.
+"""Enforces `uniqueItems`: forbids tokens that would finish an item that a list already has.
 
-A grammar forgets the items that it has seen, so this module follows them byte by byte. The grammar marks such
-a list by an alternative behind its bracket that no answer has: a control character. The items of a marked
-list are kept as values: 1 and 1.0 are equal, and the order of keys does not matter.
+A grammar forgets the items that it has seen, so they are followed byte by byte here. The grammar marks such a
+list by an alternative after its bracket that no answer has: a control character. Numbers and constants in such
+grammars mostly have one text for each value; 0.5 and 0.50, or objects that differ in the order of their keys
+only, are found equal at their end.
 
-Forbidding the last byte of an item must not leave its text without an end. So each list has *dead texts*:
-beginnings of an item that only items of the list could complete. They are found from an item's end backwards.
-A finished item's text is dead; a beginning is dead if nothing but dead texts may follow. Once the empty text
-is dead, there is no other item, so no comma may follow.
+Forbidding the last byte of an item must not leave a text without an end. So each list has *dead texts*:
+beginnings of an item that only items of the list could complete. They are found from an item's end backwards: a
+finished item's text is dead; a beginning is dead if nothing but dead texts may follow. Once the empty text is
+dead, there is no other item, so no comma may follow.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice, permutations, product
-from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -31,17 +30,12 @@ ALIKE = "\x01"
 VARIED = "\x02"
 """The same for a list whose positions have different schemas."""
 UTF8_BYTES = {bytes([i]) for i in range(0xF5) if i not in (0xC0, 0xC1)}
-_UNMARKED = b"\x03"  # allowed behind a bracket in free text, where the marks are, too
+_UNMARKED = b"\x03"  # allowed after a bracket in free text, as the marks are there
 _SEPARATOR = b", "
-_FRACTION = re.compile(rb"\.(?:\d*[1-9])?(0*)$")
-_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*"|(-?\d+(?:\.\d+)?)')  # or a string
-_ORDERS = 24  # orders of an inner value's keys
-_SPELT = 1_000  # bytes of further texts of an item
-_ZEROED = 4  # numbers of an item, the last ones, at whose ends zeros are looked at
-_ZEROS = b"000"  # as many as an item's value may get behind it, so that another digit has room
+_ZEROS = re.compile(rb"\.\d*000$")  # after which no more follow, so that another digit has room
 
 
-def identity(value: Any) -> Any:
+def identity(value: object) -> Hashable:
     """A hashable that equal JSON values share: 1 and 1.0 are equal, 1 and true are not, keys have no order."""
     if isinstance(value, dict):
         return "object", frozenset((key, identity(inner)) for key, inner in value.items())
@@ -60,20 +54,20 @@ class OpenList:
     """An open list.
 
     Attributes:
-        is_varied: True if its places have different schemas.
-        items: the values of its finished items, as `identity` gives them.
-        texts: the same as text.
-        dead: beginnings of items that may not be reached; none begins with another.
-        begin: the state where its last item begins.
-        item: the text of an item so far, whole numbers in it without zeros at their end; None between items.
-        due: what has to stand before the next item; between items.
-        depth: open brackets in the item.
+        is_varied: True if its positions have different schemas.
+        items: the `identity` of each finished item.
+        texts: their texts.
+        dead: dead texts; none begins with another.
+        begin: the state where the last item begins.
+        item: the text of the current item so far; None between items.
+        due: the text before the next item, between items.
+        depth: number of open brackets in the item.
         is_text: True inside a string of the item.
-        is_escaped: True behind a backslash in that string.
+        is_escaped: True after a backslash in that string.
     """
 
     is_varied: bool
-    items: frozenset[Any] = frozenset()
+    items: frozenset[Hashable] = frozenset()
     texts: tuple[bytes, ...] = ()
     dead: frozenset[bytes] = frozenset()
     begin: State | None = None
@@ -88,49 +82,76 @@ class OpenList:
         """True if the item is a number or a word, which ends before a comma or bracket."""
         return self.item is not None and self.item[:1] not in (b'"', b"[", b"{")
 
-    def then(self, byte: bytes) -> OpenList:
-        """The list behind a byte of an item that this byte does not finish, or that it closes."""
-        item = self.item or b""
-        if self.is_text:
-            is_escape = byte == b"\\" and not self.is_escaped
-            is_text = self.is_escaped or byte != b'"'
-            return replace(self, item=item + byte, is_text=is_text, is_escaped=is_escape)
-        item = (_shortest(item) if byte in b",]}" else item) + byte
-        depth = self.depth + (byte in b"[{") - (byte in b"]}")
-        return replace(self, item=item, is_text=byte == b'"', depth=depth)
-
     @property
     def is_closed(self) -> bool:
         """True if the last byte closed the item: a string, a list or an object."""
         is_inside = self.item is None or self.is_bare or self.is_text or self.depth
         return not is_inside and (self.item or b"")[-1:] in (b'"', b"]", b"}")
 
+    def begun(self, begin: State | None) -> OpenList:
+        """The list where an item begins."""
+        return replace(self, begin=begin, item=b"", depth=0, is_text=False, is_escaped=False)
+
+    def then(self, byte: bytes) -> OpenList:
+        """The list after another byte of its item."""
+        item = (self.item or b"") + byte
+        if self.is_text:
+            is_escape = byte == b"\\" and not self.is_escaped
+            is_text = self.is_escaped or byte != b'"'
+            return replace(self, item=item, is_text=is_text, is_escaped=is_escape)
+        depth = self.depth + (byte in b"[{") - (byte in b"]}")
+        return replace(self, item=item, is_text=byte == b'"', depth=depth)
+
+    def finished(self) -> OpenList:
+        """The list after its item; raises `ValueError` if it has an equal one already."""
+        item = self.item or b""
+        if _value(item) in self.items:
+            raise ValueError("an item of a list comes twice")
+        return replace(
+            self,
+            items=self.items | {_value(item)},
+            texts=(*self.texts, item),
+            dead=self.dead if self.is_varied else _dead(self, item),
+            item=None,
+            due=_SEPARATOR,
+        )
+
+    def renewed(self) -> OpenList:
+        """A varied list with the dead texts of the position where an item begins now."""
+        one = replace(self, dead=frozenset())
+        for text in one.texts:
+            one = replace(one, dead=_dead(one, text))
+        return one
+
 
 @dataclass(frozen=True)
 class State:
-    """The open lists of an answer, the innermost last, and llguidance's state. Never changed."""
+    """llguidance's state, and the open lists of an answer, the innermost last. Never changed."""
 
     matcher: LLMatcher
     tokenizer: LLTokenizer
     lists: tuple[OpenList, ...] = ()
 
     def then(self, text: bytes) -> State:
-        """The state behind further bytes, which have to be allowed."""
+        """The state after further bytes, which have to be allowed."""
         state = self
         for i in range(len(text)):
-            state = state._behind(text[i : i + 1])
+            state = state._after(text[i : i + 1])
         return state
 
     def along(self, text: bytes) -> list[State]:
-        """The states before a text, and behind each of its bytes, as far as the grammar allows it."""
+        """The states before a text and after each of its bytes, as far as the grammar allows it."""
         tokens = byte_tokens(self.tokenizer)
         allowed = self.matcher.validate_tokens([tokens[bytes([byte])] for byte in text])
         states = [self]
-        for i in range(allowed):
-            states.append(states[-1]._behind(text[i : i + 1]))
+        try:
+            for i in range(allowed):
+                states.append(states[-1]._after(text[i : i + 1]))
+        except ValueError:  # a list inside has equal items, which the schema forbids here
+            pass
         return states
 
-    def _behind(self, byte: bytes) -> State:
+    def _after(self, byte: bytes) -> State:
         matcher = self.matcher.deep_copy()
         matcher.consume_token(byte_tokens(self.tokenizer)[byte])
         opened = byte == b"[" and not any(one.is_text for one in self.lists)
@@ -139,239 +160,133 @@ class State:
             if one.item is None and byte in b", ":
                 lists.append(replace(one, due=one.due[1:]))
             elif one.item is None and byte != b"]":
-                begin = replace(self, lists=())  # lists around it look at its items themselves
-                one = replace(one, begin=begin, depth=0, is_text=False, is_escaped=False)
-                lists.append((_renewed(one) if one.is_varied else one).then(byte))
+                # Lists around it check its items themselves.
+                one = one.begun(replace(self, lists=()))
+                lists.append((one.renewed() if one.is_varied else one).then(byte))
             elif one.is_bare and byte in b",]":
-                one = _finished(one, _shortest(one.item or b""))
+                one = one.finished()
                 lists += [replace(one, due=b" ")] if byte == b"," else []
             elif one.item is not None:
                 one = one.then(byte)
-                lists.append(_finished(one, one.item or b"") if one.is_closed else one)
-        mark = _mark(matcher, self.tokenizer) if opened else None
+                lists.append(one.finished() if one.is_closed else one)
+        mark = self._mark(matcher) if opened else None
         if mark is not None:
-            lists.append(OpenList(is_varied=mark == VARIED.encode()))
+            lists.append(OpenList(is_varied=mark == VARIED))
         return State(matcher, self.tokenizer, tuple(lists))
 
+    def _mark(self, matcher: LLMatcher) -> str | None:
+        """The mark of the list that was opened last; None without one."""
+        tokens = byte_tokens(self.tokenizer)
+        if matcher.validate_tokens([tokens[_UNMARKED]]):
+            return None
+        marks = (VARIED, ALIKE)
+        return next((m for m in marks if matcher.validate_tokens([tokens[m.encode()]])), None)
+
     def is_alive(self) -> bool:
-        """True if anything may follow but zeros that leave a number as it is."""
-        vocabulary = _vocabulary(self.tokenizer)
+        """True if an item of the outermost list may follow or go on."""
         mask = np.zeros(-(-self.tokenizer.vocab_size // 32), np.uint32)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self.restrict(mask, is_further=False)
-        if self.lists[0].item is None:
-            _clear(mask, vocabulary.starting_with(b"]"))  # the list without any item
-        item = self.lists[0].item or b""
-        if self.lists[0].is_text or not item[-1:].isdigit():
-            return bool(mask.any())
-        further = b"0" if _FRACTION.search(item) or b"." in item.rpartition(b" ")[2] else b"."
-        has_further = mask[vocabulary.zeros >> 5] >> (vocabulary.zeros & 31) & 1
-        _clear(mask, vocabulary.zeros)
-        if mask.any() or not has_further.any():
-            return bool(mask.any())
-        state = self.then(further)
-        return state.then(b"0").is_alive() if further == b"." else state.is_alive()
+        if not self.lists[0].item:
+            _clear(mask, _vocabulary(self.tokenizer).starting_with(b"]"))  # the empty list
+        return bool(mask.any())
+
+    def _may_go_on(self) -> bool:
+        """True if the innermost list may have another item after a comma."""
+        try:
+            after = self.then(_SEPARATOR)
+        except ValueError:  # the item that the comma finishes comes twice
+            return False
+        return replace(after, lists=after.lists[-1:]).is_alive()
 
     def restrict(self, mask: np.ndarray, is_further: bool = True) -> None:
-        """Forbid the tokens that lead to an item that a list has already.
+        """Clear the bits of tokens that lead to an item that a list has already.
 
         Args:
-            mask: the tokens that the grammar allows, as `fill_masks` gives them.
-            is_further: True to follow tokens that go on behind an item to their end.
+            mask: the tokens that the grammar allows, as `fill_masks` returns them.
+            is_further: True to allow a comma only if another item can follow it.
         """
         vocabulary = _vocabulary(self.tokenizer)
         _clear(mask, vocabulary.hidden)
         for one in self.lists:
             if one.is_varied and one.item is None and one.texts:
-                if one.due:  # what is dead in the next place is known only there
+                if one.due:  # the dead texts of the next position are known only there
                     following = vocabulary.starting_with(one.due)
-                    _clear(
-                        mask,
-                        np.array(
-                            [t for t in following if vocabulary.texts[t] != one.due], np.int64
-                        ),
-                    )
+                    others = [t for t in following if vocabulary.texts[t] != one.due]
+                    _clear(mask, np.array(others, np.int64))
                 else:
-                    one = _renewed(replace(one, begin=replace(self, lists=())))
+                    one = replace(one, begin=replace(self, lists=())).renewed()
             for text in _forbidden(one):
                 _clear(mask, vocabulary.starting_with(text))
             tokens = vocabulary.with_quote if one.is_text else vocabulary.with_end
             tokens = tokens[(mask[tokens >> 5] >> (tokens & 31)) & 1 > 0]
-            ends = {int(t): end for t in tokens if (end := _end(one, vocabulary.texts[t]))}
-            others = mask.copy()
-            _clear(others, np.array(list(ends), np.int64))
-            has_others = bool(others.any()) or not is_further
-            wrong = [t for t, end in ends.items() if not _may_end(one, *end, has_others)]
+            wrong = [t for t in tokens if not _may_take(one, vocabulary.texts[t])]
             _clear(mask, np.array(wrong, np.int64))
+        last = self.lists[-1] if self.lists and is_further else None
+        if last and (last.is_bare or (last.item is None and last.due == _SEPARATOR)):
+            commas = vocabulary.starting_with(b",")
+            is_allowed = ((mask[commas >> 5] >> (commas & 31)) & 1).any()
+            if is_allowed and not self._may_go_on():
+                _clear(mask, commas)
 
 
-def _may_end(one: OpenList, item: bytes | None, rest: bytes, has_others: bool) -> bool:
-    """True if a token may finish an item, as `_end` gives it.
+def _may_take(one: OpenList, text: bytes) -> bool:
+    """True if a list may have a token next.
 
-    Args:
-        one: the item's list.
-        item: its text.
-        rest: what the token has behind it.
-        has_others: True if the item's text so far may end in another way, so that nothing else dies with it.
+    The token must not finish an item that the list has already, nor also begin the next item. A comma after a
+    string, list or object is a separate token, so that `State.restrict` can look beyond it.
     """
-    if item is None or _value(item) in one.items:
-        return False
-    if rest[:1] != b",":
-        return True
-    following = rest[len(_SEPARATOR) :]
-    if one.item is None:
-        return False  # it is begun by the same token: another one does so in two steps
-    if one.is_varied or following.count(b'"') > 1 or any(end in following for end in b",]}"):
-        return not following
-    dead = one.dead | _leaves(item) if has_others else _dead(one, item)
-    return b"" not in dead and not any(following.startswith(text) for text in dead)
-
-
-def _end(one: OpenList, text: bytes) -> tuple[bytes | None, bytes] | None:
-    """Return the item that a token finishes and the token's bytes behind it; None if it finishes none.
-
-    The item is None where the token leads to a dead text.
-    """
+    is_begun = one.item is not None
     if one.item is None:
         if not text.startswith(one.due) or text[len(one.due) :][:1] in (b"", b"]"):
-            return None
-        text, one = text[len(one.due) :], replace(one, depth=0, is_text=False, is_escaped=False)
+            return True
+        text, one = text[len(one.due) :], one.begun(None)
     for i in range(len(text)):
         byte = text[i : i + 1]
-        if one.is_bare and byte in b",]":
-            item = _shortest(one.item or b"")
-            return None if item + byte in one.dead else item, text[i:]
-        one = one.then(byte)
-        if one.item in one.dead:
-            return None, b""
-        if one.is_closed:
-            return one.item, text[i + 1 :]
-    return None
+        is_bare = bool(one.item) and one.is_bare and byte in b",]"
+        if not is_bare:
+            one = one.then(byte)
+        if one.item in one.dead or (is_bare and (one.item or b"") + byte in one.dead):
+            return False
+        if is_bare or one.is_closed:
+            rest = text[i:] if is_bare else text[i + 1 :]
+            is_comma = is_bare and is_begun and _SEPARATOR.startswith(rest)
+            is_new = _value(one.item or b"") not in one.items
+            return is_new and (rest[:1] != b"," or is_comma)
+    return True
 
 
 def _forbidden(one: OpenList) -> Iterator[bytes]:
-    """What may not follow, as the beginnings of texts."""
+    """Texts that no next token may begin with."""
     if one.item is None:
         yield from (one.due + text if text else one.due[:1] for text in one.dead)
-        return
-    yield from (text[len(one.item) :] for text in one.dead if text.startswith(one.item))
-    if not one.is_text and (found := _FRACTION.search(one.item)) and len(found[1]) >= len(_ZEROS):
-        yield b"0"
-
-
-def _finished(one: OpenList, item: bytes) -> OpenList:
-    """A list with another item.
-
-    Raises:
-        ValueError: when it has an equal one already.
-    """
-    if _value(item) in one.items:
-        raise ValueError("an item of a list comes twice")
-    return replace(
-        one,
-        items=one.items | {_value(item)},
-        texts=(*one.texts, item),
-        dead=one.dead if one.is_varied else _dead(one, item),
-        item=None,
-        due=_SEPARATOR,
-    )
-
-
-def _renewed(one: OpenList) -> OpenList:
-    """A list of varied places, with the dead texts of the place where an item begins now."""
-    one = replace(one, dead=frozenset())
-    for text in one.texts:
-        one = replace(one, dead=_dead(one, text))
-    return one
+    else:
+        yield from (text[len(one.item) :] for text in one.dead if text.startswith(one.item))
+        if not one.is_text and _ZEROS.search(one.item):
+            yield b"0"
 
 
 def _dead(one: OpenList, item: bytes) -> frozenset[bytes]:
     """The dead texts of a list once it has a further item."""
     assert one.begin is not None
-    dead = _minimal(one.dead | _leaves(item))
-    at = OpenList(is_varied=False, items=one.items | {_value(item)})
-    begin = replace(one.begin, lists=(at,))
-    paths = [begin.along(text) for text in _spellings(item)]
-    found: frozenset[bytes] | None = None
-    while dead != found:  # what only one spelling kept alive dies with it
-        found = dead
-        for states in paths:
-            dead = _with_beginnings(dead, states, 1 if one.is_varied else 0)
-    return dead
-
-
-def _with_beginnings(
-    dead: frozenset[bytes], states: list[State], shortest: int
-) -> frozenset[bytes]:
-    """Dead texts and the beginnings of another text, of `shortest` bytes at least, that die with them."""
-    for state in states[: shortest - 1 if shortest else None : -1]:
+    is_bare = item[:1] not in (b'"', b"[", b"{")
+    dead = one.dead | (frozenset({item + b",", item + b"]"}) if is_bare else {item})
+    start = OpenList(is_varied=False, items=one.items | {_value(item)})
+    path = item if is_bare else item[:-1]
+    states = replace(one.begin, lists=(start,)).along(path)
+    for state in states[: 0 if one.is_varied else None : -1]:
         own, *inner = state.lists
         text = own.item or b""
         if any(text.startswith(known) for known in dead):
             continue
-        if replace(state, lists=(replace(own, dead=dead), *inner)).is_alive():
+        if replace(state, lists=(replace(own, dead=_minimal(dead)), *inner)).is_alive():
             break
-        dead = _minimal(dead | {text})
-    return dead
-
-
-def _spellings(item: bytes) -> list[bytes]:
-    """An item's texts up to where they may end: zeros behind its numbers, its keys in any order."""
-    found: list[bytes] = []
-    left = _SPELT
-    for text in _orders(json.loads(item, parse_int=_Number, parse_float=_Number)):
-        left -= len(text)
-        if found and left < 0:
-            break
-        found.append(text[:-1] if text[:1] in b'"[{' else text)
-        numbers = [match for match in _NUMBER.finditer(text) if match[1]]
-        for match in numbers[-_ZEROED:]:
-            left -= match.end()
-            if left > 0:
-                zeros = _ZEROS if b"." in match[1] else b"." + _ZEROS
-                found.append(text[: match.end()] + zeros)
-    return found
-
-
-class _Number(str):
-    """A number as it is written."""
-
-
-def _orders(value: Any) -> Iterator[bytes]:
-    """The texts of a value, in each order of its objects' keys."""
-    if isinstance(value, _Number):
-        yield value.encode()
-    elif isinstance(value, dict):
-        for pairs in permutations(value.items()):
-            keys = [json.dumps(key, ensure_ascii=False).encode() for key, _ in pairs]
-            for inner in product(*(islice(_orders(one), _ORDERS) for _, one in pairs)):
-                yield (
-                    b"{"
-                    + b", ".join(b"%b: %b" % pair for pair in zip(keys, inner, strict=True))
-                    + b"}"
-                )
-    elif isinstance(value, list):
-        for inner in product(*(islice(_orders(one), _ORDERS) for one in value)):
-            yield b"[" + b", ".join(inner) + b"]"
-    else:
-        yield json.dumps(value, ensure_ascii=False).encode()
-
-
-def _leaves(item: bytes) -> frozenset[bytes]:
-    """The texts that finish an item."""
-    is_bare = item[:1] not in (b'"', b"[", b"{")
-    return frozenset(item + end for end in (b",", b"]")) if is_bare else frozenset({item})
-
-
-def _shortest(item: bytes) -> bytes:
-    """An item whose last number, if it ends in one, has no zeros at its end."""
-    found = _FRACTION.search(item)
-    shorter = item if found is None else item[: found.start(1)]
-    return shorter.removesuffix(b".")
+        dead = dead | {text}
+    return _minimal(dead)
 
 
 def _minimal(texts: frozenset[bytes]) -> frozenset[bytes]:
-    """Texts without those that begin with another."""
+    """Remove texts that begin with another."""
     kept: list[bytes] = []
     for text in sorted(texts):
         if not kept or not text.startswith(kept[-1]):
@@ -379,28 +294,18 @@ def _minimal(texts: frozenset[bytes]) -> frozenset[bytes]:
     return frozenset(kept)
 
 
-def _value(text: bytes) -> Any:
+def _value(text: bytes) -> Hashable:
     return identity(json.loads(text))
 
 
-def _mark(matcher: LLMatcher, tokenizer: LLTokenizer) -> bytes | None:
-    """The mark of the list that has just been opened; None when it has none."""
-    tokens = byte_tokens(tokenizer)
-    if matcher.validate_tokens([tokens[_UNMARKED]]):
-        return None
-    marks = (ALIKE.encode(), VARIED.encode())
-    return next((mark for mark in marks[::-1] if matcher.validate_tokens([tokens[mark]])), None)
-
-
 class _Vocabulary:
-    """The tokens of a tokenizer by what is in them.
+    """The tokens of a tokenizer by their bytes.
 
     Attributes:
-        texts: their bytes.
-        hidden: those that have marks.
-        with_quote: those that may end a string.
-        with_end: those that may end any item.
-        zeros: tokens made of zeros and points alone.
+        texts: the bytes of each token.
+        hidden: tokens with marks.
+        with_quote: tokens that may end a string.
+        with_end: tokens that may end any item.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
@@ -408,8 +313,6 @@ class _Vocabulary:
         self.hidden = self._having(ALIKE.encode(), VARIED.encode())
         self.with_quote = self._having(b'"')
         self.with_end = self._having(b'"', b"]", b"}", b",")
-        zeros = [i for i, text in enumerate(self.texts) if text and not text.strip(b".0")]
-        self.zeros = np.array(zeros, np.int64)
         self._order = sorted(range(len(self.texts)), key=self.texts.__getitem__)
         self._sorted = [self.texts[token] for token in self._order]
 

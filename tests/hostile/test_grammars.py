@@ -1,4 +1,4 @@
-"""Grammars and patterns that would take for ever, or all memory: refused, or followed within bounds."""
+"""Grammars and patterns that would take forever, or all memory: refused, or followed within bounds."""
 
 import json
 import time

@@ -29,7 +29,7 @@ KEYWORDS = [
 
 
 def nested(keyword, depth, rng):
-    """A schema in a schema, so many times."""
+    """A schema nested `depth` times."""
     schema = random_schema(rng, 1)
     for _ in range(depth):
         if keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):

@@ -467,17 +467,20 @@ def constants(node: Node, document: Document, key: str) -> tuple[list[Case], lis
     if texts:
         cases.append(Strings(values=tuple(dict.fromkeys(texts))))
     nested = [(i, v) for i, v in enumerate(values) if isinstance(v, list | dict)]
-    return cases, [document.made(node, _exactly(v), key, i) for i, v in nested]
+    # Equal objects have one text, by which `unique_items` tells them apart.
+    is_sorted = document.has_unique
+    return cases, [document.made(node, _exactly(v, is_sorted), key, i) for i, v in nested]
 
 
-def _exactly(value: list[Any] | dict[str, Any]) -> dict[str, Any]:
+def _exactly(value: list[Any] | dict[str, Any], is_sorted: bool) -> dict[str, Any]:
     """A schema of draft 2020-12 under which one array or object only is valid."""
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     if isinstance(value, list):
         items = [{**schema, "const": v} for v in value]
         counts = {"minItems": len(value), "maxItems": len(value)}
         return {**schema, "type": "array", "prefixItems": items, **counts}
-    properties = {name: {**schema, "const": v} for name, v in value.items()}
+    pairs = sorted(value.items()) if is_sorted else value.items()
+    properties = {name: {**schema, "const": v} for name, v in pairs}
     return schema | {
         "type": "object",
         "properties": properties,

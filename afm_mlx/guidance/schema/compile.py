@@ -103,8 +103,9 @@ class _Grammar:
             if isinstance(case, Words):
                 return either(*map(text, case.words))
             if isinstance(case, Numbers):
-                is_plain = self._document.has_unique
-                return either(*map(terminal, number_terminals(case, is_plain=is_plain)))
+                # Items that must differ are compared by their text.
+                is_unique = self._document.has_unique
+                return either(*map(terminal, number_terminals(case, is_canonical=is_unique)))
             if isinstance(case, Strings):
                 return either(*map(terminal, string_terminals(case)))
             key = (case, place)

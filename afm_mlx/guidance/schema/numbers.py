@@ -142,14 +142,14 @@ def written(number: int | float) -> str:
     return json.dumps(int(number) if is_whole else number)
 
 
-def number_terminals(numbers: Numbers, *, is_plain: bool = False) -> list[str]:
+def number_terminals(numbers: Numbers, *, is_canonical: bool = False) -> list[str]:
     """Right sides of Lark terminals that match the numbers of a set; none if it is empty.
 
     Multiples that are too many to list are `%json` rules, which can't be terminals.
 
     Args:
         numbers: the set.
-        is_plain: True to leave out exponents.
+        is_canonical: True for one text of each integer, multiple and bound, and no exponents.
     """
     if numbers.values is not None:
         return [_listed(numbers.values)] if numbers.values else []
@@ -157,20 +157,27 @@ def number_terminals(numbers: Numbers, *, is_plain: bool = False) -> list[str]:
     if step is not None and step.denominator == 1 and numbers.is_integer is None:
         numbers = replace(numbers, is_integer=True)
     if step is not None and not (numbers.is_integer and step.numerator == 1):
-        return _multiples(numbers, step)
-    return _forms(numbers, is_plain=is_plain)
+        return _multiples(numbers, step, is_canonical)
+    if not is_canonical or numbers.is_integer:
+        return _forms(numbers, is_canonical=is_canonical)
+    # Of a bound, which only zeros could follow, there is one text: so there is always another number.
+    closed = [(numbers.low, numbers.above), (numbers.high, numbers.below)]
+    bounds = dict.fromkeys(bound for bound, is_open in closed if bound is not None and not is_open)
+    kept = [decimal(bound) for bound in bounds if numbers.has(decimal(bound))]
+    forms = _forms(replace(numbers, above=True, below=True), is_canonical=True)
+    return [*forms, _listed(kept)] if kept else forms
 
 
 def _listed(texts: Iterable[str]) -> str:
     return " | ".join(json.dumps(text) for text in texts)
 
 
-def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
+def _multiples(numbers: Numbers, step: Fraction, is_canonical: bool) -> list[str]:
     if step.denominator == 1 and numbers.is_integer is False:
         return []
     places = len(_digits(step)[1])
     if step.numerator == 1 and step * 10**places == 1:
-        return _forms(numbers, places)
+        return _forms(numbers, places, is_canonical)
     first, last = numbers.multiples()
     beyond = 10 ** max(1, DIGITS - places)
     if step.denominator > 1 and (numbers.is_integer or first >= beyond or last <= -beyond):
@@ -182,7 +189,7 @@ def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
         return []
     is_round = step.denominator == 1 and not str(step).strip("0").strip("1")
     is_coarse = step * 10**places > _MAX_REMAINDERS and not is_round
-    is_coarse |= not _is_followed(step, places)
+    is_coarse |= not _is_followed(step, places) or (is_canonical and step.denominator > 1)
     if (last - first) / step < _LISTED or first >= beyond or last <= -beyond or is_coarse:
         # If there are too many, the ones next to zero.
         start = max(first, min(last - step * (_LISTED - 1), -step * (_LISTED // 2)))
@@ -192,7 +199,8 @@ def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
         texts = [decimal(value) for value in kept if value not in numbers.excluded]
         return [_listed(texts)] if texts else []
     first, last = max(first, step * ceil(-beyond / step)), min(last, step * floor(beyond / step))
-    gaps = sorted(v for v in numbers.excluded if v % step == 0 and first <= v <= last)
+    excluded = numbers.excluded | ({_ZERO} if is_canonical else set())  # which has the text -0, too
+    gaps = sorted(v for v in excluded if v % step == 0 and first <= v <= last)
     starts, ends = [first, *(gap + step for gap in gaps)], [*(gap - step for gap in gaps), last]
     schema = {
         "x-guidance": {"whitespace_flexible": False},
@@ -204,7 +212,8 @@ def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
         for low, high in zip(starts, ends, strict=True)
         if low <= high
     ]
-    return [f"%json {json.dumps(one)}" for one in ranges]
+    zero = [_listed(["0"])] if _ZERO in gaps and _ZERO not in numbers.excluded else []
+    return [*zero, *(f"%json {json.dumps(one)}" for one in ranges)]
 
 
 def _is_followed(step: Fraction, places: int) -> bool:
@@ -219,16 +228,17 @@ def _plain(value: Fraction) -> int | float:
     return int(value) if value.denominator == 1 else float(value)
 
 
-def _forms(numbers: Numbers, places: int | None = None, is_plain: bool = False) -> list[str]:
+def _forms(numbers: Numbers, places: int | None = None, is_canonical: bool = False) -> list[str]:
     """The terminal of a range; with `places`, of the multiples of 10^-places in it."""
     low, above, high, below = numbers.low, numbers.above, numbers.high, numbers.below
-    is_free = low is None and high is None and not (numbers.excluded or places or is_plain)
+    is_free = low is None and high is None and not (numbers.excluded or places or is_canonical)
     if is_free and numbers.is_integer is None:
         return [
             f"/-?(?:0|[1-9][0-9]{{0,{DIGITS - 1}}})(?:\\.[0-9]{{1,{DIGITS}}})?(?:[eE][+-]?[0-9]{{1,2}})?/"
         ]
     forms = []
-    if numbers.is_integer is not False:
+    has_integers = numbers.is_integer or not (places and is_canonical)  # else they have decimals
+    if numbers.is_integer is not False and has_integers:
         first, last = replace(numbers, is_integer=True, step=None).multiples()
         if first <= last:
             limit = numbers.limit()
@@ -244,7 +254,8 @@ def _forms(numbers: Numbers, places: int | None = None, is_plain: bool = False) 
         fraction = "\\.[0-9]*[1-9][0-9]*" if numbers.is_integer is False else "\\.[0-9]+"
         if not is_void:
             length = f"/-?[0-9.]{{1,{DIGITS + 1}}}/"
-            length += f" & /-?[0-9]+\\.[0-9]{{1,{places}}}/" if places else ""
+            fewest = places if is_canonical else 1
+            length += f" & /-?[0-9]+\\.[0-9]{{{fewest},{places}}}/" if places else ""
             forms.append(f"({_range(low, above, high, below, fraction)}) & {length}")
     if not forms:
         return []

@@ -18,6 +18,7 @@ from afm_mlx.guidance.schema.patterns import searched
 from afm_mlx.guidance.schema.regular import (
     ANY,
     CHAR,
+    NOTHING,
     Expr,
     both,
     complement,
@@ -210,11 +211,21 @@ def string_terminals(strings: Strings, *further: Expr) -> tuple[str, ...]:
 
 
 def _may_be_empty(expression: Expr) -> bool:
+    """True unless the form of an expression shows that strings match."""
     kind = expression[0]
-    if kind in ("and", "not"):
+    if kind == "not":
+        return not _is_finite(expression[1])
+    if kind == "and":
         return True
     if kind == "chars":
         return not expression[1]
-    return any(
-        map(_may_be_empty, [expression[1]] if kind == "rep" else expression[1])
-    ) or expression == ("alt", ())
+    if kind == "rep":
+        return _may_be_empty(expression[1])
+    return expression == NOTHING or any(map(_may_be_empty, expression[1]))
+
+
+def _is_finite(expression: Expr) -> bool:
+    """True if the form of an expression shows that finitely many strings match."""
+    if expression[0] in ("cat", "alt"):
+        return all(map(_is_finite, expression[1]))
+    return expression[0] == "chars"
