@@ -121,7 +121,7 @@ _CLASSES = [_dataclass, _struct, _typed_dict, _named_tuple] * 2
 
 
 def accepts(constraint: Constraint, text: str) -> bool:
-    """Whether a text is one that a constraint allows, as a whole."""
+    """True if a constraint allows a text as a whole."""
     matcher = LLMatcher(BYTES, constraint.grammar)
     data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()

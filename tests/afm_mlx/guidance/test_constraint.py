@@ -19,7 +19,7 @@ from tests.tools.constraints import CONSTRAINTS, bytes_of, nano_tokenizer
 
 
 def is_whole(constraint, text):
-    """Whether a constraint takes a text, and lets it end there."""
+    """True if a constraint allows a text as a whole."""
     matcher, tokenizer = Matcher(constraint, nano_tokenizer()), nano_tokenizer()
     ids = tokenizer.encode("\n" + text)[len(tokenizer.encode("\n")) :]
     try:
