@@ -26,7 +26,7 @@ from afm_mlx.guidance.types import MISSING, json_so_far
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of an answer; made by `answer_form`.
+    """The form that an answer must have: text, or JSON under a schema. Made by `answer_form`.
 
     Args:
         response_format: the schema in the form of chat messages; None for text.

@@ -56,7 +56,7 @@ class RateLimitedError(GenerationError):
 
 
 class ConcurrentRequestsError(GenerationError):
-    """A request to a session that waits for itself, or that is busy in another event loop."""
+    """A request to a session from inside its own running request, or from another event loop."""
 
 
 class RefusalError(GenerationError):

@@ -240,9 +240,14 @@ class LanguageModelSession:
         tool_choice: str = "auto",
         at_limit: str = "complete",
     ) -> AsyncGenerator[tuple[str, object], None]:
-        """Yield the answer's text so far and None; once it is in the transcript, its text and value."""
+        """Yield (text so far, None) while an answer grows, then (text, value) once the transcript has it."""
         text = prompt_text(prompt)
-        self._check_tool_choice(tool_choice)
+        choices = [*TOOL_CHOICES, *self._tools] if self._tools else ["auto", "none"]
+        if tool_choice not in choices:
+            has = "" if self._tools else "The session has no tools. "
+            raise ValueError(
+                f"{has}tool_choice is {shown(tool_choice)}; allowed are {', '.join(choices)}."
+            )
         check_logprobs(logprobs)
         turn_options = TurnOptions(
             form,
@@ -255,7 +260,9 @@ class LanguageModelSession:
         )
         async with self._lock.held() as hold:
             await self._load()
-            turn_options.adapter = self._chosen(adapter)
+            turn_options.adapter = chosen = self._chosen(adapter)
+            names = [chosen] if isinstance(chosen, str) else chosen or ()
+            assets = [self._model._shared.name, *names]
             turn_options.form = form = await form.compiled()
             draft = self.transcript.copy()
             shown_format = form.response_format if include_schema_in_prompt else None
@@ -263,7 +270,6 @@ class LanguageModelSession:
             hold.mark()
             turn_options.tool_context = contextvars.copy_context()
             turn = Turn(self._model._shared, draft, self._tools, turn_options)
-            assets = self._assets(turn_options.adapter)
             try:
                 async with aclosing(turn.texts()) as texts:
                     async for text in texts:
@@ -287,18 +293,6 @@ class LanguageModelSession:
             if not isinstance(choice, EllipsisType):
                 return choice
         return self._model.use_case_adapter
-
-    def _check_tool_choice(self, choice: str) -> None:
-        allowed = [*TOOL_CHOICES, *self._tools] if self._tools else ["auto", "none"]
-        if choice not in allowed:
-            has = "" if self._tools else "The session has no tools. "
-            raise ValueError(
-                f"{has}tool_choice is {shown(choice)}; allowed are {', '.join(allowed)}."
-            )
-
-    def _assets(self, adapter: AdapterChoice | None) -> list[str]:
-        names = [] if adapter is None else [adapter] if isinstance(adapter, str) else list(adapter)
-        return [self._model._shared.name, *names]
 
     async def _load(self) -> None:
         with translated(AssetsUnavailableError):
@@ -471,7 +465,7 @@ class _SessionLock:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[_Hold]:
-        """Hold the lock.
+        """Hold the lock while the context is open.
 
         Raises:
             ConcurrentRequestsError: if the request that holds it waits for this one, or runs in another event

@@ -1,6 +1,6 @@
 """One request to a session: prompt, answer, tool calls and their outputs, until there is a final answer.
 
-If the history leaves too little context for the answer, `made_to_fit` drops or summarizes the oldest turns.
+If the history leaves too little context for the answer, `fit_to_context` drops or summarizes the oldest turns.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class TurnOptions:
         tool_choice: "auto", "none", "required", "one", or the name of a tool.
         max_tool_rounds: largest number of answers with tool calls; the next answer is text.
         tool_errors: "model" passes a tool's error to the model as the tool's output; "raise" ends the request.
-        context_policy: one of `POLICIES`, for a history that leaves too little context, see `made_to_fit`.
+        context_policy: one of `POLICIES`, for a history that leaves too little context, see `fit_to_context`.
         logprobs: number of most likely tokens to keep for each token; None for no log-probabilities.
         tool_context: the context in which tools run.
     """
@@ -276,7 +276,7 @@ class Turn:
         size = self._shared.context_size
         with translated():
             if options.context_policy != "error":
-                self.draft = await made_to_fit(
+                self.draft = await fit_to_context(
                     self.draft,
                     lambda history: len(self._prompt(history)),
                     size,
@@ -413,7 +413,7 @@ def reserved_tokens(context_size: int, max_tokens: int) -> int:
     return most if max_tokens < 0 else min(max_tokens, most)
 
 
-async def made_to_fit(
+async def fit_to_context(
     draft: Transcript,
     count: Callable[[Transcript], int],
     context_size: int,

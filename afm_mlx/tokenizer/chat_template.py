@@ -249,7 +249,7 @@ class Chat:
 
     @cached_property
     def texts(self) -> list[str]:
-        """The caller's strings, wherever they are, except roles, which are one of a few words."""
+        """Every string in messages, tools and variables, except roles, which are one of a few words."""
         values = [value for m in self._messages for name, value in m.items() if name != "role"]
         texts = [value for value in values if isinstance(value, str)]
         if len(texts) < len(values):  # a message with more than text, which is rare

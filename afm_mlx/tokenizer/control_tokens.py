@@ -79,9 +79,13 @@ class ControlTokens:
         return [self.names[name] for name in pattern.findall(text)]
 
     def match(self, text: str, tokens: list[int]) -> bool:
-        """True if ids, after their separator, have exactly the control tokens and newlines that a text names.
+        """True if a text's ids have exactly the control tokens and newlines that it names.
 
-        They may not: a normalizer can turn a text without a control token's name into one that has it.
+        A normalizer can turn a text without a control token's name into one that has it.
+
+        Args:
+            text: the text.
+            tokens: the separator's id, then the text's ids.
         """
         if self._vocabulary.is_literal:
             return True
@@ -95,7 +99,7 @@ class ControlTokens:
         return tokens.count(self._newline) == written
 
     def may_come_from(self, texts: list[str], template: str | None) -> bool:
-        """True if a caller's texts may have a part in a name that is in the rendered chat.
+        """True if parts of a control token's name in a rendered chat may come from the caller's texts.
 
         Args:
             texts: the caller's texts.
@@ -109,7 +113,7 @@ class ControlTokens:
         return has_parts or _any_in(self._firsts, texts)
 
     def are_in(self, texts: Iterable[str]) -> bool:
-        """True if a text has a whole name, as the vocabulary reads it."""
+        """True if any of the texts has the whole name of a control token, as the vocabulary reads it."""
         encode = self._vocabulary.encode
         return any(
             self.written_in(text) or self.ids_in(encode(text.replace("\n", NEWLINE)))

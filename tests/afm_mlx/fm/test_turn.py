@@ -9,7 +9,7 @@ import pytest
 from afm_mlx import fm
 from afm_mlx.engine.generation import generate
 from afm_mlx.fm.transcript import Transcript
-from afm_mlx.fm.turn import SUMMARY_PROMPT, made_to_fit
+from afm_mlx.fm.turn import SUMMARY_PROMPT, fit_to_context
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from tests.afm_mlx.fm.conftest import entries, roles, texts
 from tests.tools.cases import each
@@ -377,7 +377,9 @@ def test_what_is_kept_fits(rng, summarizes):
             return "s " * room
 
         draft = history(*words)
-        fit = asyncio.run(made_to_fit(draft, count, 100, limit, summarize if summarizes else None))
+        fit = asyncio.run(
+            fit_to_context(draft, count, 100, limit, summarize if summarizes else None)
+        )
         room = 25 if limit < 0 else min(limit, 25)
         if count(draft) + room <= 100:
             assert fit is draft
