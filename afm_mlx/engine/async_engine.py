@@ -24,6 +24,7 @@ from afm_mlx.engine.engine import Engine, Prepared
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.errors import RequestError
 from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.tokenizer.protocol import Tokenizer
 
 
 class StepError(RuntimeError):
@@ -40,7 +41,7 @@ class AsyncEngine:
         options: the keyword arguments of `Engine`. If it can't honour one, the first request raises.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, **options: Any):
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, **options: Any):
         self._model, self._tokenizer, self._options = model, tokenizer, options
         # The following is used in MLX's thread only.
         self._engine: Engine | None = None

@@ -21,11 +21,10 @@ from afm_mlx.engine.row import Row, batch_adapters
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import STEP, KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import Model, is_afm
+from afm_mlx.model.protocols import Cache
 
 Entry = Any
-"""One block's cache: ours, or one of mlx-lm's, whose methods ours have too."""
-Cache = list[Entry]
-"""The caches of one row or of a batch, one entry per block."""
+"""A `BatchEntry`, with the arrays of its class: ours, or one of mlx-lm's."""
 
 
 # -- batches
@@ -33,21 +32,13 @@ Cache = list[Entry]
 
 @dataclass
 class RowBatch:
-    """Rows that share one cache.
+    """Rows that share one cache."""
 
-    Args:
-        rows: the B rows.
-        cache: one entry per block, of B rows.
-        inputs: (B,) tokens to feed next.
-        adapters: adapters of the rows; None when no row has one.
-        by_block: see `RowCaches`.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    cache: Cache = field(default_factory=list)
-    inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
-    adapters: BatchAdapters | None = None
-    by_block: bool = False
+    rows: list[Row] = field(default_factory=list)  # B of them
+    cache: Cache = field(default_factory=list)  # one entry per block, of B rows
+    inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))  # (B,) to feed next
+    adapters: BatchAdapters | None = None  # None when no row has one
+    by_block: bool = False  # see `RowCaches`
 
     def join(self, other: RowBatch) -> None:
         """Append the rows of another batch."""
@@ -78,11 +69,9 @@ class RowBatch:
         change_entries(self.cache, lambda entry: filter_rows(entry, indices), self.by_block)
 
     def take_out(self, index: int) -> tuple[Row, Cache]:
-        """Remove a row that will come back: it keeps its adapter.
+        """Remove a row that will come back: it keeps its adapter. Return it with its cache.
 
-        Returns:
-            The row; and its cache, which is the batch's own if there are no other rows, else one of the kind
-            that callers have (`RowCaches.merged` makes a batch of it).
+        The cache is the batch's own if there are no other rows, else one for `RowCaches.merged`.
         """
         row = self.rows[index]
         if len(self.rows) == 1:
@@ -110,23 +99,14 @@ class RowBatch:
 
 @dataclass
 class Prefill:
-    """Pending tokens of some rows, on their way into the cache, padded on the right to the longest.
+    """Pending tokens of some rows, on their way into the cache: prompts, or tokens that a constraint forces."""
 
-    They are prompts, or tokens that a constraint forces.
-
-    Args:
-        batch: the B rows.
-        tokens: (B, most pending tokens - 1); a row's last pending token is its next decode step.
-        lengths: for each row, how many of its tokens there are.
-        done: columns of `tokens` that are in the cache.
-        cancelled: ids of cancelled rows.
-    """
-
-    batch: RowBatch
+    batch: RowBatch  # the B rows
+    # (B, most pending tokens - 1), padded on the right; a row's last pending token is its next decode step.
     tokens: mx.array
-    lengths: list[int]
-    done: int = 0
-    cancelled: set[int] = field(default_factory=set)
+    lengths: list[int]  # of the rows' tokens
+    done: int = 0  # columns of `tokens` that are in the cache
+    cancelled: set[int] = field(default_factory=set)  # ids of rows
 
     @classmethod
     def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool = False) -> Prefill:
@@ -167,11 +147,8 @@ class Prefill:
 class RowCaches:
     """Makes, checks, merges and measures the caches of an engine's rows.
 
-    Args:
-        model: the model that the engine runs.
-        kv, max_kv_size, sliding_window: see `Engine`.
-        by_block: True to grow, join and split caches one block after the other, each evaluated before the
-            next, so that old and new arrays exist at the same time for one block only.
+    With `by_block`, caches are grown, joined and split one block after the other, each evaluated before the
+    next, so that old and new arrays exist at the same time for one block only. Other arguments are `Engine`'s.
     """
 
     def __init__(
@@ -339,14 +316,9 @@ def kind_of(cache: Cache) -> tuple[str | None, int | None, bool]:
 
 
 def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
-    """Replace an empty cache's entries by ones of the storage and window that the engine needs.
+    """Replace an empty cache's entries by ones with another storage or sliding window; None for no change.
 
     A cache that holds tokens, or has a window, stays as it is.
-
-    Args:
-        cache: the cache, changed in place.
-        kv: see `Model.make_cache`; None for no change.
-        window: tokens of a sliding window, if the bound is not smaller; None for no change.
     """
     for i, entry in enumerate(cache):
         if isinstance(entry, KVCache) and entry.empty() and not entry.sliding_window:
@@ -356,14 +328,9 @@ def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
 
 
 def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: str) -> None:
-    """Fill a caller's cache with what a batch's row has computed, evaluated for any thread.
+    """Fill a caller's cache with a batch's row, without its last `surplus` tokens, evaluated for any thread.
 
-    Args:
-        batch: the batch's cache.
-        row: the row's index there.
-        theirs: the caller's cache, which is changed.
-        surplus: tokens at the row's end that the caller's cache must not hold.
-        adapter: fingerprint of the row's adapter.
+    `adapter` is the fingerprint of the row's adapter.
     """
     for source, target in zip(batch, theirs, strict=True):
         ours = source.extract(row)
@@ -408,14 +375,9 @@ def filter_rows(entry: Entry, rows: Sequence[int]) -> None:
 
 
 def reserve_columns(cache: Cache, inputs: mx.array | None, count: int) -> None:
-    """Move and grow a cache's arrays, block by block, so that the next step copies none of them.
+    """Move and grow a cache's arrays, so that writing `count` more tokens of every row copies none of them.
 
-    MLX writes in place only if nothing else holds an array, so the step before has to have ended.
-
-    Args:
-        cache: one entry per block.
-        inputs: tokens that the step before has made; None without one.
-        count: tokens of every row that the next step writes.
+    MLX writes in place only if nothing else holds an array, so the step that made `inputs` has to have ended.
     """
     ours = [entry for entry in cache if isinstance(entry, KVCache)]
     if all(entry.fits_in_tail(count) for entry in ours):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.engine.batch import Cache, Prefill, RowBatch, RowCaches, reserve_columns, return_cache
+from afm_mlx.engine.batch import Prefill, RowBatch, RowCaches, reserve_columns, return_cache
 from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.request import TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
@@ -29,6 +29,7 @@ from afm_mlx.engine.scheduler import Scheduler
 from afm_mlx.engine.speculation.draft_tokens import Draft
 from afm_mlx.engine.speculation.drafting import Drafting
 from afm_mlx.model.model import Model, is_afm
+from afm_mlx.model.protocols import Cache
 
 # This many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch,
 # where the other rows wait for them, and the row's cache is taken out and put back.
@@ -37,15 +38,10 @@ FORCED_ALONE, FORCED_IN_BATCH = 2, 8
 
 @dataclass
 class StepLogits:
-    """The logits of a step whose tokens can't be drawn before the step before is read back.
+    """The logits of a step whose tokens can't be drawn before the step before is read back."""
 
-    Args:
-        rows: the B rows that were fed.
-        logits: (B, vocab_size).
-    """
-
-    rows: list[Row]
-    logits: mx.array
+    rows: list[Row]  # the B rows that were fed
+    logits: mx.array  # (B, vocab_size)
 
     def keep(self, indices: list[int]) -> StepLogits | None:
         """Return the logits of these rows only; None if there are none."""
@@ -56,21 +52,13 @@ class StepLogits:
 
 @dataclass
 class SubmittedStep:
-    """A step whose tokens have not been read back.
+    """A step whose tokens have not been read back."""
 
-    Args:
-        rows: the B rows that the tokens belong to.
-        tokens: (B,) token ids.
-        max_logits: (B,) largest logits.
-        logprobs: (B, vocab_size), None if no row asked for them.
-        forced: ids of the rows whose token a constraint has forced, which have had its response.
-    """
-
-    rows: list[Row]
-    tokens: mx.array
-    max_logits: mx.array
-    logprobs: mx.array | None
-    forced: frozenset[int] = frozenset()
+    rows: list[Row]  # the B rows that the tokens belong to
+    tokens: mx.array  # (B,)
+    max_logits: mx.array  # (B,)
+    logprobs: mx.array | None  # (B, vocab_size); None if no row needs them
+    forced: frozenset[int] = frozenset()  # ids of rows whose token was forced, and has its response
 
     def keep(self, indices: list[int]) -> SubmittedStep | None:
         """Return the tokens of these rows only; None if there are none."""
@@ -83,19 +71,9 @@ class SubmittedStep:
 
 
 class DecodeBatch:
-    """The rows that decode together.
+    """The rows that decode together, and the step that they have submitted.
 
-    Args:
-        model: the model that they run through.
-        caches: makes batches of the rows' caches.
-        adapters: the rows' adapters.
-        prefixes: keeps what rows that end have computed; None without a prefix cache.
-        scheduler: prefills rows that have many forced tokens.
-        drafting: proposes draft tokens; None without speculation.
-
-    Attributes:
-        batch: the rows; the scheduler joins rows to it between steps.
-        submitted: the step that was submitted and not read back; None without one.
+    The scheduler joins rows to `batch` between steps, and prefills rows that have many forced tokens.
     """
 
     def __init__(
@@ -305,29 +283,19 @@ class DecodeBatch:
 
 @dataclass
 class DrawnToken:
-    """A token that was drawn after one token of a draft.
-
-    Args:
-        token: its id.
-        max_logit: the largest logit there.
-        logprobs: (vocab_size,), None if the row asked for none.
-    """
+    """A token that was drawn after one token of a draft."""
 
     token: int
     max_logit: float
-    logprobs: mx.array | None = None
+    logprobs: mx.array | None = None  # (vocab_size,); None if the row needs none
 
 
 def _verify(
     model: Model, cache: Cache, drafts: Sequence[Draft], width: int
 ) -> list[dict[int, DrawnToken]]:
-    """Run the model on B drafts, padded to `width`, and draw the tokens that follow their tokens.
+    """Run the model on drafts, padded to `width`, and draw the tokens that follow their tokens.
 
-    Args:
-        model: the model.
-        cache: one entry per block, of B rows; it grows by `width` in every row.
-        drafts: what the rows are fed.
-        width: length of the longest draft.
+    The cache grows by `width` tokens in every row.
 
     Returns:
         For each draft the drawn tokens, by the index into `fed` that they follow. All is evaluated.

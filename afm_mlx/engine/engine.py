@@ -24,13 +24,13 @@ import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.batch import Cache, RowCaches
+from afm_mlx.engine.batch import RowCaches
 from afm_mlx.engine.decoding import DecodeBatch
 from afm_mlx.engine.prefix_cache import PrefixCache, RowPrefixes
 from afm_mlx.engine.request import Request, TokenResponse
@@ -41,8 +41,10 @@ from afm_mlx.errors import ContextLengthError, RequestError, shown
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.memory import hold_heaps_down
 from afm_mlx.kernels.replay import keep_compiler_out
+from afm_mlx.model.protocols import Cache
 from afm_mlx.threads import Home
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
+from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 if TYPE_CHECKING:
@@ -59,17 +61,11 @@ LOADING_STEP = 0.01
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that was checked, see `Engine.prepare`.
+    """A request that was checked, see `Engine.prepare`."""
 
-    Args:
-        request: the request, without the tokens of its prompt that will be generated again.
-        matcher: the state of the answer under its constraint; None without one.
-        hidden: characters at the answer's beginning that repeat the prompt's end.
-    """
-
-    request: Request
-    matcher: Matcher | None
-    hidden: int
+    request: Request  # without the token of its prompt that will be generated again
+    matcher: Matcher | None  # the answer's state under its constraint
+    hidden: int  # characters at the answer's beginning that repeat the prompt's end
 
 
 class Engine:
@@ -102,7 +98,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         max_batch: int = 8,
         prefill_step_size: int | None = None,
@@ -381,7 +377,7 @@ class Engine:
         return responses
 
 
-def heal_prompt(request: Request, tokenizer: Any) -> tuple[Request, str]:
+def heal_prompt(request: Request, tokenizer: Tokenizer) -> tuple[Request, str]:
     """Remove the last token of a prompt that may end within a word; the answer must begin with its text.
 
     A text's tokens depend on what follows them. If a prompt of plain text ends in the middle of what would be

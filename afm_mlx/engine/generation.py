@@ -27,14 +27,16 @@ import mlx.nn as nn
 from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.engine.batch import Cache, fit_empty, kind_of
+from afm_mlx.engine.batch import fit_empty, kind_of
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import LogitsProcessor, Request, Sampler, token_ids
 from afm_mlx.engine.speculation.draft_length import DraftCounts
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.protocols import Cache
 from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
     from afm_mlx.guidance.constraint import Constraint
@@ -95,7 +97,7 @@ class BatchResponse:
     generation_tps: float
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array) -> list[int]:
     """Return the token ids of a prompt, from a text, or a sequence or an array of integers.
 
     Raises:
@@ -111,7 +113,7 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> lis
 
 def stream_generate(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
     max_tokens: int = 256,
     draft_model: nn.Module | None = None,
@@ -281,7 +283,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
 
 def generate(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
     verbose: bool = False,
     **kwargs: Any,
@@ -322,7 +324,7 @@ def summary(response: GenerationResponse) -> str:
 
 def batch_generate(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
     max_tokens: int | Sequence[int] = 128,
     *,
@@ -482,14 +484,14 @@ async def stream_generate_async(*args: Any, **options: Any) -> AsyncIterator[Gen
 
 @overload
 def generate_as(
-    kind: type[T], model: nn.Module, tokenizer: Any, messages: Messages, **options: Any
+    kind: type[T], model: nn.Module, tokenizer: Tokenizer, messages: Messages, **options: Any
 ) -> T: ...
 @overload
 def generate_as(
-    kind: Any, model: nn.Module, tokenizer: Any, messages: Messages, **options: Any
+    kind: Any, model: nn.Module, tokenizer: Tokenizer, messages: Messages, **options: Any
 ) -> Any: ...
 def generate_as(
-    kind: Any, model: nn.Module, tokenizer: Any, messages: Messages, **options: Any
+    kind: Any, model: nn.Module, tokenizer: Tokenizer, messages: Messages, **options: Any
 ) -> Any:
     """Answer a chat with an instance of a type.
 
@@ -512,7 +514,7 @@ def generate_as(
 
 
 def stream_generate_as(
-    kind: Any, model: nn.Module, tokenizer: Any, messages: Messages, **options: Any
+    kind: Any, model: nn.Module, tokenizer: Tokenizer, messages: Messages, **options: Any
 ) -> Iterator[Any]:
     """Answer a chat with an instance of a type, and yield snapshots of it as it grows.
 
@@ -539,7 +541,7 @@ def stream_generate_as(
     yield answers.instance(text)
 
 
-def _prompt(answers: AnswerType, tokenizer: Any, messages: Messages) -> str | list[int]:
+def _prompt(answers: AnswerType, tokenizer: Tokenizer, messages: Messages) -> str | list[int]:
     """Render a chat, with the type's schema in the last message of the user."""
     if not tokenizer.has_chat_template:
         if not isinstance(messages, str):

@@ -28,12 +28,13 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint, base_model_fingerprint
-from afm_mlx.engine.batch import Cache, run_shapes
+from afm_mlx.engine.batch import run_shapes
 from afm_mlx.engine.prefix_cache_folder import PageLayout, PrefixFolder, StoredPage, page_name
 from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError
 from afm_mlx.model.kv_cache import KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.protocols import Cache
 
 PAGE = 64  # tokens of a page: 1.1 MB of the 3B's codes
 FOLDER_BUDGET = 8 << 30  # bytes
@@ -44,15 +45,12 @@ _ID = 4  # bytes of a token's id
 
 @dataclass
 class Columns:
-    """Keys and values of some tokens, for all of a model's blocks.
+    """Keys and values of some tokens, for all of a model's blocks."""
 
-    Args:
-        groups: arrays (arrays of one shape and type, heads, tokens, head_dim).
-        places: for each array of the cache, its group and its index in the group.
-    """
-
-    groups: list[mx.array]
-    places: tuple[tuple[int, int], ...]
+    groups: list[mx.array]  # (arrays of one shape and type, heads, tokens, head_dim)
+    places: tuple[
+        tuple[int, int], ...
+    ]  # for each array of the cache, its group and its index there
 
     @property
     def nbytes(self) -> int:
@@ -90,21 +88,14 @@ class Columns:
 
 @dataclass(eq=False)
 class _Page:
-    """Tokens that follow the tokens of the pages above.
+    """Tokens that follow the tokens of the pages above."""
 
-    Args:
-        above: the page before, which holds this one; None for a root, which has no tokens.
-        name: the tokens, four bytes each.
-        columns: their keys and values.
-        stored_as: the name of its file, if the page is full.
-    """
-
-    above: weakref.ref[_Page] | None = None
-    name: bytes = b""
-    columns: Columns | None = None
+    above: weakref.ref[_Page] | None = None  # None for a root, which has no tokens
+    name: bytes = b""  # the tokens, four bytes each
+    columns: Columns | None = None  # their keys and values
     below: dict[bytes, _Page] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)  # of `below`, sorted
-    stored_as: str = ""
+    stored_as: str = ""  # name of its file, if the page is full
 
     @property
     def tokens(self) -> int:
@@ -415,29 +406,17 @@ def _model_name(model: nn.Module) -> str:
 
 @dataclass
 class _Read:
-    """Pages that are being read for a row.
-
-    Args:
-        key, tokens, first: see `PrefixCache.take_in`.
-        pages: the pages, once they are read.
-        is_in_memory: True once the prefix cache has them.
-    """
+    """Pages that are being read for a row; `key`, `tokens` and `first` as for `PrefixCache.take_in`."""
 
     key: Hashable
     tokens: Sequence[int]
     first: int
     pages: Future[list[StoredPage]]
-    is_in_memory: bool = False
+    is_in_memory: bool = False  # True once the prefix cache has them
 
 
 class RowPrefixes:
     """Fills the caches of an engine's rows from its prefix cache, and keeps there what rows have computed.
-
-    Args:
-        model: the model that the engine runs.
-        prefixes: the engine's prefix cache.
-        adapters: the adapters of the engine's rows.
-        by_block: see `RowCaches`.
 
     Raises:
         RequestError: if the prefix cache is another model's.
@@ -491,13 +470,9 @@ class RowPrefixes:
             row.pending = row.pending[found:]
 
     def keep(self, row: Row, cache: Cache, index: int, fed: int | None = None) -> None:
-        """Keep what a row has computed.
+        """Keep what the row at an index of a batch's cache has computed.
 
-        Args:
-            row: the row.
-            cache: the cache of its batch, one entry per block.
-            index: the row's index there.
-            fed: tokens of the row that are in the cache; None for its prompt and answer.
+        `fed` is the number of its tokens in the cache; None for its prompt and answer.
         """
         if row.prefix_key is not None and (arrays := _arrays(cache, index)) is not None:
             count = row.position - row.surplus if fed is None else fed

@@ -46,17 +46,11 @@ _DTYPES = {str(d): d for d in (mx.int8, mx.float16, mx.bfloat16, mx.float32)}
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array as bytes, which any thread may hold.
+    """An array as bytes, which any thread may hold."""
 
-    Args:
-        dtype: its type, as MLX writes it.
-        shape: its shape.
-        data: its elements, row-major.
-    """
-
-    dtype: str
+    dtype: str  # as MLX writes it
     shape: tuple[int, ...]
-    data: np.ndarray
+    data: np.ndarray  # the elements, row-major
 
     @classmethod
     def of(cls, array: mx.array) -> StoredArray:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from safetensors import safe_open
@@ -34,6 +33,7 @@ from afm_mlx.errors import CacheFileError, CheckpointError, named, shown
 from afm_mlx.files import atomic_write
 from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, KVCache, NoKVCache
 from afm_mlx.model.model import Model
+from afm_mlx.model.protocols import Cache
 from afm_mlx.threads import in_mlx_thread
 
 FORMAT = "afm-mlx prompt cache"
@@ -45,7 +45,7 @@ _PARTS = ("keys", "values", "rows")
 @in_mlx_thread
 def save_prompt_cache(
     path: str | Path,
-    cache: Sequence[Any],
+    cache: Cache,
     model: Model,
     *,
     adapter: str | None = None,
@@ -99,7 +99,7 @@ def save_prompt_cache(
 @in_mlx_thread
 def load_prompt_cache(
     path: str | Path, model: Model, *, adapter: str | None = None
-) -> tuple[list[Any], dict[str, str]]:
+) -> tuple[Cache, dict[str, str]]:
     """Read a cache from its file.
 
     Args:
@@ -169,7 +169,7 @@ def _check_origin(header: Mapping[str, str], path: Path, model: Model, adapter: 
             )
 
 
-def _parsed(header: Mapping[str, str], key: str, path: Path) -> Any:
+def _parsed(header: Mapping[str, str], key: str, path: Path) -> object:
     try:
         return json.loads(header[key])
     except KeyError:
@@ -242,7 +242,7 @@ class Continuation:
         answer: tokens that were generated after the prompt; the generating code appends them.
     """
 
-    cache: list[Any]
+    cache: Cache
     rest: list[int]
     answer: list[int] = field(default_factory=list)
 
@@ -256,11 +256,11 @@ class PromptCaches:
         new_cache: makes an empty cache of one row.
     """
 
-    def __init__(self, new_cache: Callable[[], list[Any]]):
+    def __init__(self, new_cache: Callable[[], Cache]):
         self._new_cache = new_cache
-        self._kept: dict[Hashable, tuple[list[Any], list[int]]] = {}  # caches, and tokens in them
+        self._kept: dict[Hashable, tuple[Cache, list[int]]] = {}  # caches, and tokens in them
 
-    def keep(self, cache: list[Any], tokens: Sequence[int], adapter: Hashable = None) -> None:
+    def keep(self, cache: Cache, tokens: Sequence[int], adapter: Hashable = None) -> None:
         """Keep a cache for the adapter's next prompt, if it holds these tokens and no others."""
         if tokens_in(cache) == len(tokens):
             self._kept[adapter] = cache, list(tokens)
@@ -291,7 +291,7 @@ class PromptCaches:
             raise
         self._keep_fed(prompt, run, adapter)
 
-    def _take(self, prompt: Sequence[int], adapter: Hashable) -> tuple[list[Any], int]:
+    def _take(self, prompt: Sequence[int], adapter: Hashable) -> tuple[Cache, int]:
         """Return a cache, and how many tokens of the prompt it holds; the last one always remains to be fed."""
         cache, held = self._kept.pop(adapter, ([], []))
         pairs = zip(held, prompt[:-1], strict=False)
@@ -308,7 +308,7 @@ class PromptCaches:
         self.keep(run.cache, [*prompt, *run.answer][: tokens_in(run.cache)], adapter)
 
 
-def tokens_in(cache: Sequence[Any]) -> int | None:
+def tokens_in(cache: Cache) -> int | None:
     """Return how many tokens a cache of one row has seen; None if its entries don't say, or differ.
 
     Recurrent layers of mlx-lm's models don't say, and can't be trimmed.
@@ -317,6 +317,6 @@ def tokens_in(cache: Sequence[Any]) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _tokens_in(entry: Any) -> int | None:
+def _tokens_in(entry: object) -> int | None:
     lengths = getattr(entry, "lengths", None)
     return lengths[0] if isinstance(lengths, list) else getattr(entry, "offset", None)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +32,8 @@ from afm_mlx.errors import (
     RequestError,
     shown,
 )
+from afm_mlx.model.protocols import Cache
+from afm_mlx.tokenizer.protocol import Detokenizer
 
 if TYPE_CHECKING:
     from afm_mlx.guidance.matcher import Matcher
@@ -39,58 +41,39 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Row:
-    """A request that runs, and its place in a batch.
+    """A request that runs, and its place in a batch."""
 
-    Args:
-        id: the id that `Engine.submit` returned.
-        request: the request, checked.
-        text: the answer's text.
-        end_tokens: ids that end an answer.
-        start: tokens in the cache before the prompt.
-        bound: tokens that the cache may hold; None if only the request ends the row.
-        seed: seed of the row's random stream.
-        matcher: the answer's state under the request's constraint; None without one.
-        lease: the row's hold on its adapter; None without one.
-        vocab_size: number of the model's logits; None if its config doesn't say.
-        columns: columns that the row's cache can grow to; 0 if the engine has no memory budget.
-        draft_counts: how many draft tokens the row had; None without speculation.
-
-    Attributes:
-        position: tokens in the cache.
-        pending: known tokens that the model has not been fed: the prompt's rest, and forced tokens.
-        tokens: the answer, as far as it was read back.
-        sampled: number of the answer's tokens, read back or not.
-        error: what ended the row, or will with its next response.
-        is_prompt_fed: True once all of the prompt is in the cache.
-        cached_tokens: tokens of the prompt that the prefix cache had.
-        prefix_key: the row's key in the prefix cache; None if the row does not use it.
-        needs_logits: True if the next token, or its response, depends on more than the largest logit.
-        sampler_vocab_size: number of ids that the row's sampler may return; None until one was called.
-    """
-
-    id: int
-    request: Request
+    id: int  # as `Engine.submit` returned it
+    request: Request  # checked
     text: AnswerText
     end_tokens: Collection[int] = ()
-    start: int = 0
-    bound: int | None = None
-    seed: int = 0
-    matcher: Matcher | None = None
-    lease: Lease | None = None
-    vocab_size: int | None = None
-    columns: int = 0
-    draft_counts: DraftCounts | None = None
+    start: int = 0  # tokens in the cache before the prompt
+    bound: int | None = (
+        None  # tokens that the cache may hold; None if only the request ends the row
+    )
+    seed: int = 0  # of the row's random stream
+    matcher: Matcher | None = None  # the answer's state under the request's constraint
+    lease: Lease | None = None  # the row's hold on its adapter
+    vocab_size: int | None = None  # number of the model's logits; None if its config doesn't say
+    columns: int = 0  # that the cache can grow to; 0 if the engine has no memory budget
+    draft_counts: DraftCounts | None = None  # None without speculation
 
-    position: int = field(init=False)
-    pending: list[int] = field(init=False)
-    tokens: list[int] = field(init=False, default_factory=list)
-    sampled: int = field(init=False, default=0)
-    error: Exception | None = field(init=False, default=None)
+    position: int = field(init=False)  # tokens in the cache
+    pending: list[int] = field(init=False)  # the prompt's rest, or forced tokens, to be fed
+    tokens: list[int] = field(
+        init=False, default_factory=list
+    )  # the answer, as far as it was read back
+    sampled: int = field(init=False, default=0)  # number of the answer's tokens, read back or not
+    error: Exception | None = field(init=False, default=None)  # ends the row with its next response
     is_prompt_fed: bool = field(init=False, default=False)
-    cached_tokens: int = field(init=False, default=0)
-    prefix_key: Hashable = field(init=False, default=None)
-    needs_logits: bool = field(init=False)
-    sampler_vocab_size: int | None = field(init=False, default=None)
+    cached_tokens: int = field(
+        init=False, default=0
+    )  # tokens of the prompt that the prefix cache had
+    prefix_key: Hashable = field(init=False, default=None)  # None if the row has no prefix cache
+    needs_logits: bool = field(init=False)  # False if the largest logit is enough for each response
+    sampler_vocab_size: int | None = field(
+        init=False, default=None
+    )  # None until a sampler was called
 
     def __post_init__(self) -> None:
         request = self.request
@@ -181,10 +164,7 @@ class Row:
     def take(self, token: int, max_logit: float, logprobs: mx.array | None) -> list[TokenResponse]:
         """Append a drawn token, and the tokens that the constraint forces after it; return their responses.
 
-        Args:
-            token: id of the token.
-            max_logit: the largest logit that it was drawn from; NaN or infinite if no token could be drawn.
-            logprobs: (vocab_size,) log-probabilities; None if the request needs none.
+        If `max_logit` is NaN or infinite, no token could be drawn, and the row ends with an error.
         """
         if self._reported < len(self.request.prompt):
             self.report(len(self.request.prompt))
@@ -348,24 +328,10 @@ def _no_token_error(max_logit: float, request: Request) -> LogitsError:
 # -- text
 
 
-class Detokenizer(Protocol):
-    """What a tokenizer's detokenizer does, ours and mlx-lm's."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def last_segment(self) -> str: ...
-    def add_token(self, token: int) -> None: ...
-    def finalize(self) -> None: ...
-
-
 class AnswerText:
-    """The text of an answer, without its stop strings and its hidden beginning.
+    """The text of an answer, without its stop strings and its first `hidden` characters.
 
-    Args:
-        detokenizer: turns tokens into text.
-        stop: strings that end the text.
-        hidden: characters at the answer's beginning that repeat the prompt's end, and are not shown.
+    These repeat the prompt's end (`heal_prompt`).
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), hidden: int = 0):
@@ -451,12 +417,8 @@ def _borders(string: str) -> list[int]:
 class RowAdapters:
     """Leases the adapters of an engine's rows from its pool, and activates them in its model.
 
-    Args:
-        model: the model that the engine runs.
-        pool: the engine's adapters; None if rows have no adapter except one that is attached to the model.
-
-    Raises:
-        RequestError: if the pool is another model's, or the model has an attached adapter as well.
+    Without a pool, rows have no adapter except one that is attached to the model. `RequestError` is raised if
+    the pool is another model's, or the model has an attached adapter as well.
     """
 
     def __init__(self, model: nn.Module, pool: AdapterPool | None):
@@ -478,11 +440,7 @@ class RowAdapters:
             )
 
     def lease(self, adapter: AdapterChoice | None) -> Lease | None:
-        """Lease the adapter that a request names, and start loading it; None for none.
-
-        Raises:
-            RequestError: see `AdapterPool.request`; and if there is no pool.
-        """
+        """Lease the adapter that a request names, and start loading it; None for none."""
         if adapter is None:
             return None
         if self._pool is None:
@@ -509,7 +467,7 @@ class RowAdapters:
             return adapter_fingerprint(self._model) or ""
         return "" if row.adapter is None else row.adapter.fingerprint
 
-    def refusal(self, row: Row, cache: Sequence[Any]) -> Exception | None:
+    def refusal(self, row: Row, cache: Cache) -> Exception | None:
         """Return why a row can't start: its adapter has failed to load, or its cache was filled under another.
 
         None if the row can start, and while its adapter loads.

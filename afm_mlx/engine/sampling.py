@@ -15,17 +15,12 @@ from afm_mlx.errors import RequestError, shown
 
 
 class Draw(NamedTuple):
-    """One token to draw.
-
-    Args:
-        row: the row that it belongs to.
-        mask: the tokens that the row's constraint allows, as `fill_masks` returns them; None for all.
-        assumed: tokens that are assumed to follow the answer so far, all of which was read back; None if the
-            answer's last token may not be read back yet.
-    """
+    """One token to draw."""
 
     row: Row
-    mask: np.ndarray | None = None
+    mask: np.ndarray | None = None  # the allowed tokens, of `fill_masks`; None for all
+    # Tokens that are assumed to follow the answer so far, all of which was read back; None if the answer's last
+    # token may not be read back yet.
     assumed: Sequence[int] | None = None
 
 

@@ -19,7 +19,7 @@ from numbers import Integral
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.engine.batch import Cache, Prefill, RowBatch, RowCaches, reserve_columns, return_cache
+from afm_mlx.engine.batch import Prefill, RowBatch, RowCaches, reserve_columns, return_cache
 from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
@@ -27,6 +27,7 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.protocols import Cache
 
 PATIENCE = 64
 """Rows that may overtake a row which waits until one of a batch's adapters is free."""
@@ -34,17 +35,11 @@ PATIENCE = 64
 
 @dataclass(eq=False)
 class WaitingRow:
-    """A row that has not begun.
-
-    Args:
-        row: the row.
-        cache: its cache.
-        overtaken: number of later rows with adapters that started while this one could not.
-    """
+    """A row that has not begun, with its cache."""
 
     row: Row
     cache: Cache
-    overtaken: int = 0
+    overtaken: int = 0  # later rows with adapters that started while this one could not
 
 
 class Scheduler:
@@ -57,22 +52,6 @@ class Scheduler:
     Prefills have their turns, too: by turns, the oldest and the one with the fewest columns left. So a short
     prompt waits for one chunk of a longer one, and a long one has at least every other chunk once it is the
     oldest.
-
-    Args:
-        model: the model that the engine runs.
-        caches: makes batches of the rows' caches.
-        adapters: the rows' adapters.
-        prefixes: what rows find in the prefix cache; None without one.
-        memory: the budget of the rows' keys and values.
-        max_batch: rows that run at the same time, at most.
-        chunk: prompt tokens of a step at most, of all rows together.
-        chunk_while_decoding: the same while other rows decode, which wait for them.
-
-    Attributes:
-        early: responses, with their rows, that the next step returns: of rows that can't start, or that begin
-            with forced tokens.
-        waiting: the rows that wait, in the order in which they came.
-        prefills: the active prefills, in the order in which they began.
     """
 
     def __init__(
@@ -90,10 +69,12 @@ class Scheduler:
         self._prefill_model = model.prefill if is_afm(model) else model
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
         self._memory, self._max_batch = memory, max_batch
+        # Prompt tokens of a step at most, of all rows together: at any time, and while other rows decode.
         self._chunk, self._chunk_while_decoding = chunk, chunk_while_decoding
+        # Responses that the next step returns: of rows that can't start, or begin with forced tokens.
         self.early: list[tuple[Row, TokenResponse]] = []
-        self.waiting: list[WaitingRow] = []
-        self.prefills: list[Prefill] = []
+        self.waiting: list[WaitingRow] = []  # in the order in which they came
+        self.prefills: list[Prefill] = []  # in the order in which they began
         self._is_oldests_turn = False
         self._clock = itertools.count()
         # By client, when its last row began, or its first one came.
@@ -315,10 +296,8 @@ def _can_start(row: Row, running: Iterable[Row]) -> bool:
 def _must_not_overtake(row: Row, earlier: Iterable[WaitingRow]) -> bool:
     """True if a row must wait for earlier rows, because `PATIENCE` rows with adapters have overtaken one.
 
-    Args:
-        row: a row that could start.
-        earlier: rows that could not. Only rows with loaded adapters count: they wait for rows to end. The pool
-            keeps rows with other adapters from being overtaken forever.
+    Of the earlier rows, only ones with loaded adapters count: they wait for rows to end. The pool keeps rows
+    with other adapters from being overtaken forever.
     """
     if row.lease is None or not row.lease.ready:
         return False
@@ -386,11 +365,7 @@ class KVMemory:
         return rows * (columns * (self._column + self._copies) + TAIL * self._column)
 
     def columns(self, request: Request, cache: Cache) -> int:
-        """Return the columns that a row's cache can grow to; 0 without a budget.
-
-        Args:
-            request: the row's request.
-            cache: its cache as it is now.
+        """Return the columns that a new row's cache can grow to; 0 without a budget.
 
         Raises:
             RequestError: if the row could never run, or nothing limits its tokens.

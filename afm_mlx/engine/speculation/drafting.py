@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
-from afm_mlx.engine.batch import Cache, RowCaches
+from afm_mlx.engine.batch import RowCaches
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.speculation.draft_length import (
     MOST,
@@ -22,6 +22,7 @@ from afm_mlx.engine.speculation.draft_model import FEW, DraftModel
 from afm_mlx.engine.speculation.draft_tokens import Draft, Drafter, PromptLookup
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.model import Model, is_afm
+from afm_mlx.model.protocols import Cache
 
 
 @dataclass(frozen=True)
