@@ -13,7 +13,7 @@
 namespace afm {
 namespace {
 
-// Queries of a tile, which has those of one KV head's query heads for some consecutive tokens.
+// Queries of a tile: one KV head's query heads, for some consecutive tokens.
 constexpr int64_t kTileRows = 32;
 // Keys of one piece of work where there are few tiles: long enough to pay for the merging.
 constexpr int64_t kSplitKeys = 512;
@@ -48,7 +48,7 @@ class Attention {
 
   // Tokens that a row's last query sees.
   int64_t length(int64_t batch) const;
-  // Tokens of a row in the buffers; the next ones lie in the tail.
+  // Tokens of a row in the buffers; later ones are in the tail.
   int64_t start(int64_t batch) const;
   // Keys that a row of a tile sees.
   int64_t seen(const Tile& tile, int64_t row) const;
@@ -66,9 +66,9 @@ class Attention {
                             std::vector<float>* copy, int64_t* stride) const;
   // A token's codes, where they are.
   const int8_t* codes_at(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token) const;
-  // Whether some of `count` tokens lie in the buffer and others in the tail.
+  // True if some of `count` tokens are in the buffer and others in the tail.
   bool straddles(const Tile& tile, int64_t token, int64_t count) const;
-  // Where a token's keys or values lie: those of its head, and the index of the first among their numbers.
+  // Address of a token's keys or values: the head's array, and the index of the token's first number in it.
   int64_t place(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,
                 const Columns** columns) const;
   void merge(Partial& into, const Partial& other) const;

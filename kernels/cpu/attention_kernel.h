@@ -11,7 +11,7 @@ constexpr int64_t kBlockFloats = 64;  // the same for floats, which are four tim
 constexpr int64_t kDimStep = 32;  // kernels work on head dimensions that are multiples of this
 constexpr float kWeightOne = 32767.0f;
 
-// Codes that come after those at hand, as many tokens, as far apart; null for none.
+// Codes of the next tokens, as many and as far apart as the current ones; null for none.
 struct CodesAhead {
   const int8_t* values;
   const int8_t* keys;

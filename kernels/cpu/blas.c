@@ -4,7 +4,7 @@
  * to load this library, there is nothing to call, so Python binds them before MLX is imported.
  *
  * OpenBLAS's own threads wait for each other, and up to 100 ms for the next product, in loops that keep their
- * cores: beside one busy process they take many times as long as one thread, and they take a core from the
+ * cores: next to one busy process they take many times as long as one thread, and they take a core from the
  * kernels' threads. So once the kernels are loaded, their threads (`pool.h`) share the tiles of a product, and
  * OpenBLAS computes each tile with one. Tiles depend on the product and the number of threads only, so that
  * results do, too.
@@ -23,7 +23,7 @@ enum { ALONE = 1 << 18 }; /* multiplications of a product that OpenBLAS computes
 typedef void (*sgemm64)(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k,
                         float alpha, const float *a, int64_t lda, const float *b, int64_t ldb,
                         float beta, float *c, int64_t ldc);
-/* Calls piece(context, i) for 0 <= i < count, each of so many multiplications, on the threads of the kernels;
+/* Calls piece(context, i) for 0 <= i < count, each of that many multiplications, on the threads of the kernels;
  * returns when all are done. */
 typedef void (*share)(int64_t count, int64_t each, void (*piece)(void *context, int64_t i), void *context);
 
@@ -45,7 +45,7 @@ static pthread_mutex_t of_threads = PTHREAD_MUTEX_INITIALIZER;
 static int products; /* in progress */
 static int configured;
 
-/* False when OpenBLAS was told to use one thread, and ours are not wanted either. */
+/* False if OpenBLAS is set to one thread, where ours are not used either. */
 static bool take_threads(void) {
   pthread_mutex_lock(&of_threads);
   if (products == 0) configured = get_threads();

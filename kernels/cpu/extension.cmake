@@ -1,5 +1,5 @@
 # Builds the extension as a project of its own while this one is configured, so that whatever goes wrong there
-# becomes a text beside the Python sources instead of a failed install. AFM_MLX_REQUIRE_NATIVE=1 in the
+# becomes a text next to the Python sources instead of a failed install. AFM_MLX_REQUIRE_NATIVE=1 in the
 # environment makes it fail.
 
 set(native_source ${CMAKE_CURRENT_LIST_DIR})

@@ -25,7 +25,7 @@ namespace afm {
 //   out[((block * digits + digit) * (8 / bits) + p) * bytes + j], the high digit first.
 // The last block is filled up with zeros.
 // With `words`, integers of 16 bits stand in place of digits, in blocks of 64 columns: where codes have 2 or 4 bits,
-// integer 16 * p + j of a block belongs to its column 4 * j + p; at 8 bits they lie in order.
+// integer 16 * p + j of a block belongs to its column 4 * j + p; at 8 bits they are in order.
 struct Layout {
   int bits = 2;
   int bytes = 64;
@@ -90,7 +90,7 @@ static constexpr int table_bytes(int bits) { return bits == 8 ? 512 : 32; }
 // Codes of a palette times vectors. Its numbers are integers in [0, 65535] as well, two unsigned bytes each:
 // out[v * out_stride + n] = the sum of integer * digit value.
 struct PaletteJob {
-  MatrixJob job;          // one vector lies in the layout of `vector_bytes`, several in that of `matrix`
+  MatrixJob job;          // one vector has the layout of `vector_bytes`, several have `matrix`'s
   const uint8_t* tables;  // `table_bytes` each
   int64_t rows_per_table;
   int64_t first;          // rows of the first table that come before these
@@ -112,7 +112,7 @@ struct ShrinkJob {
   int64_t hidden_stride;
 };
 
-// Rows [begin, end) of an adapter's B, which lies in blocks of kBlock of them (see `Adapter`), times hidden values:
+// Rows [begin, end) of an adapter's B, which is stored in blocks of kBlock rows (see `Adapter`), times hidden values:
 //   out[v * out_stride + n - begin] += the sum over j of hidden[v * hidden_stride + j] * B[n, j]
 struct ExpandJob {
   Floats numbers;
@@ -165,14 +165,14 @@ struct Kernels {
   int64_t matrix_vectors;
   void (*arrange)(const int8_t* rows, int64_t count, int64_t width, int64_t row_bytes, int8_t* out);
 
-  // Whether the kernels of several vectors want `Layout::words`; `matrix` never does for one digit and codes of 2 or
+  // True if the kernels of several vectors want `Layout::words`; `matrix` never does for one digit and codes of 2 or
   // 4 bits.
   bool words;
 
   // For two vectors and more where rows have several scales; null where `vector` is called for each.
   void (*grouped_matrix)(const GroupedJob& job);
 
-  // Palettes with one vector, and with several, never arranged; of at most so many bits, 0 where no palette is taken.
+  // Palettes with one vector, and with several, never arranged: the largest number of bits, 0 if no palette is taken.
   // Rows of others are turned into float32.
   int palette_bits;
   void (*palette_vector)(const PaletteJob& job);

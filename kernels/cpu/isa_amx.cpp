@@ -182,7 +182,7 @@ template <int BITS, int DIGITS>
 void multiply_few(const MatrixJob& job, int64_t row, int64_t rows, int64_t steps) {
   constexpr int64_t kAhead = 4;
   const uint8_t* codes = job.codes + row * job.row_bytes;
-  Prefetcher beside(job.ahead, row, rows, (steps + kAhead - 1) / kAhead);
+  Prefetcher prefetcher(job.ahead, row, rows, (steps + kAhead - 1) / kAhead);
   alignas(64) static thread_local uint8_t unpacked[2][kAhead * 2 * kTile];
   alignas(64) int32_t sums[4 * 256];
   if (rows < kRows) std::memset(unpacked, 0, sizeof unpacked);
@@ -194,7 +194,7 @@ void multiply_few(const MatrixJob& job, int64_t row, int64_t rows, int64_t steps
     if (next < steps) {
       unpack_steps<BITS>(job, codes, rows, next, smaller(next + kAhead, steps), unpacked[1 - parity]);
     }
-    beside.next_share();
+    prefetcher.next_share();
     multiply_steps<DIGITS>(unpacked[parity], x, job.vectors, smaller(kAhead, steps - s));
   }
   store_sums<DIGITS>(sums);

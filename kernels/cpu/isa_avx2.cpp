@@ -293,7 +293,7 @@ struct PaletteRow {
   }
 };
 
-// What codes become beside several vectors, see isa_tile.h.
+// Operands that codes become for several vectors, see isa_tile.h.
 template <int BITS, int DIGITS>
 using Tile = std::conditional_t<DIGITS == 1 && BITS != 8, Pairs<BITS>, Words<BITS>>;
 template <int BITS, int DIGITS>

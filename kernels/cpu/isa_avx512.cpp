@@ -14,7 +14,7 @@
 namespace afm {
 namespace {
 
-constexpr int kRows = 4;  // times four digits of vectors: 16 sums in flight, and loads at half their limit
+constexpr int kRows = 4;  // times four digits of vectors: 16 pending sums, and loads at half their limit
 
 // A row of codes as bytes, 64 columns at a time, the last ones filled up with zeros.
 template <int BITS>
@@ -94,9 +94,9 @@ void multiply_matrix(const MatrixJob& job) {
   const int64_t steps = job.x_row_bytes / (64 * DIGITS);
   uint8_t* codes = job.scratch;
   alignas(64) float out[kVectors * kRows];
-  Prefetcher beside(job.ahead, 0, job.rows, (job.rows + kRows - 1) / kRows);
+  Prefetcher prefetcher(job.ahead, 0, job.rows, (job.rows + kRows - 1) / kRows);
   for (int64_t row = 0; row < job.rows; row += kRows) {
-    beside.next_share();
+    prefetcher.next_share();
     const int64_t rows = smaller(kRows, job.rows - row);
     for (int64_t r = 0; r < kRows; ++r) {  // rows past the last repeat it
       const uint8_t* from = job.codes + (row + smaller(r, rows - 1)) * job.row_bytes;
@@ -232,9 +232,9 @@ void multiply_palette_matrix(const PaletteJob& palette) {
   const int64_t steps = job.x_row_bytes / (64 * DIGITS);
   uint8_t* bytes = job.scratch;
   alignas(64) float out[kVectors * kRows];
-  Prefetcher beside(job.ahead, 0, job.rows, (job.rows + 1) / 2);
+  Prefetcher prefetcher(job.ahead, 0, job.rows, (job.rows + 1) / 2);
   for (int64_t row = 0; row < job.rows; row += 2) {
-    beside.next_share();
+    prefetcher.next_share();
     const int64_t rows = smaller(2, job.rows - row);
     for (int64_t r = 0; r < rows; ++r) {
       uint8_t* high = bytes + 2 * r * steps * 64;

@@ -101,7 +101,7 @@ struct Isa {
     }
   };
 
-  // Up to 16 sums in flight hide the latency of vpdpbusd (5 cycles, two a cycle) and leave 16 registers. Codes of more than
+  // Up to 16 pending sums hide the latency of vpdpbusd (5 cycles, two a cycle) and leave 16 registers. Codes of more than
   // four rows side by side come from memory a fifth slower.
   template <int BITS, int DIGITS>
   static constexpr int rows() {

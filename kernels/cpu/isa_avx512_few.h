@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kFewVectors = 16;
 constexpr int64_t kPanelRows = 8;  // that meet a strip of a tile's digits while it is in the first-level cache
 constexpr int64_t kStripDigits = 16 << 10;  // bytes
-// Sums in flight hide the latency of vpdpbusd (5 cycles, two a cycle): 16 or 12 of them, and two rows of codes.
+// Pending sums hide the latency of vpdpbusd (5 cycles, two a cycle): 16 or 12 of them, and two rows of codes.
 template <int DIGITS>
 constexpr int64_t kFewTileVectors = 8 / DIGITS;
 
@@ -145,9 +145,9 @@ constexpr FewTile kFewTiles[] = {
 template <int BITS, int DIGITS>
 void multiply_few(const MatrixJob& job) {
   const int64_t tiles = (job.vectors + kFewTileVectors<DIGITS> - 1) / kFewTileVectors<DIGITS>;
-  Prefetcher beside(job.ahead, 0, job.rows, (job.rows + kPanelRows - 1) / kPanelRows);
+  Prefetcher prefetcher(job.ahead, 0, job.rows, (job.rows + kPanelRows - 1) / kPanelRows);
   for (int64_t row = 0; row < job.rows; row += kPanelRows) {
-    beside.next_share();
+    prefetcher.next_share();
     for (int64_t t = 0, first = 0, end; t < tiles; ++t, first = end) {  // of about one size
       end = (t + 1) * job.vectors / tiles;
       kFewTiles<BITS, DIGITS>[end - first](job, row, first);

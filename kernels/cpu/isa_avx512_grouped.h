@@ -191,7 +191,7 @@ inline void multiply_grouped_tile(const Strip& strip, const uint8_t* codes, cons
 using GroupedTile = void (*)(const Strip&, const uint8_t*, const float*, const int8_t*, int64_t, const __mmask16*,
                              float*, int64_t);
 
-// Vectors of a tile: 16 or 12 sums in flight hide the latency of vpdpbusd, and leave registers for as many totals.
+// Vectors of a tile: 16 or 12 pending sums hide the latency of vpdpbusd, and leave registers for as many totals.
 template <int DIGITS>
 constexpr int64_t kGroupedVectors = DIGITS == 2 ? 4 : 6;
 
@@ -222,7 +222,7 @@ inline void multiply_strip(const GroupedJob& grouped, int64_t row, int64_t rows,
   const int8_t* x = job.x + strip.block * 64 * DIGITS;
   float* out = job.out + row;
   for (int64_t left = job.vectors; left > 0;) {
-    // Two tiles of about one size are faster than a full one and few sums in flight.
+    // Two tiles of about one size are faster than a full one and few pending sums.
     constexpr int64_t kMost = kGroupedVectors<DIGITS>;
     const int64_t vectors = left <= kMost ? left : left < 2 * kMost ? (left + 1) / 2 : kMost;
     kGroupedTiles<DIGITS, PANELS>[vectors](strip, codes, scales, x, job.x_row_bytes, present, out, job.out_stride);
@@ -236,11 +236,11 @@ template <int BITS, int DIGITS>
 void multiply_grouped_matrix(const GroupedJob& grouped) {
   const MatrixJob& job = grouped.job;
   const int64_t blocks = job.x_row_bytes / (64 * DIGITS);
-  Prefetcher beside(job.ahead, 0, job.rows, (job.rows + 2 * kPanel - 1) / (2 * kPanel));
+  Prefetcher prefetcher(job.ahead, 0, job.rows, (job.rows + 2 * kPanel - 1) / (2 * kPanel));
   Strip strip;
   for (int64_t row = 0; row < job.rows; row += 2 * kPanel) {
     const int64_t rows = smaller(2 * kPanel, job.rows - row);
-    beside.next_share();
+    prefetcher.next_share();
     for (int64_t block = 0; block < blocks; block += kStripBlocks) {
       plan<BITS, DIGITS>(grouped, block, blocks, strip);
       if (rows > kPanel) {

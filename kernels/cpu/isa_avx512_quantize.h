@@ -61,7 +61,7 @@ double quantize_columns(const float* x, int64_t cols, const Layout& layout, floa
       sum = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, first, ones), second, ones);
       int8_t* low = out;
       if (layout.digits == 2) {
-        // The low digit is the low byte as it stands; what it lacks of [0, 255] is carried into the high one.
+        // The low digit is the low byte unchanged; its offset from [0, 255] is carried into the high digit.
         const __m512i high = low_bytes<BITS>(_mm512_srli_epi16(_mm512_add_epi16(first, carry), 8),
                                              _mm512_srli_epi16(_mm512_add_epi16(second, carry), 8));
         place_bytes<BITS>(high, part, layout, out);

@@ -192,7 +192,7 @@ constexpr float kLargest8 = 127;
 
 float largest(const float* x, int64_t count) {
   // Bit patterns of magnitudes order like the magnitudes, NaN above all: an integer maximum, which
-  // compilers vectorize without being told that there are no NaNs.
+  // compilers vectorize without an option that excludes NaNs.
   int32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int32_t magnitude = bits_as<int32_t>(x[i]) & 0x7fffffff;
@@ -281,7 +281,7 @@ void quantize(const float* x, int64_t cols, Layout layout, int64_t groups, int8_
       continue;
     }
     if (layout.digits == 2) {
-      // The low digit is the low byte as it stands; what it lacks of [0, 255] is carried into the high one.
+      // The low digit is the low byte unchanged; its offset from [0, 255] is carried into the high digit.
       for (int64_t i = 0; i < step; ++i) shifted[i] = static_cast<int16_t>(values[i] + 128);
       place_digits(shifted, layout, 8, out);
       out += step;

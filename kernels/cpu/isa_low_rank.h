@@ -1,6 +1,6 @@
 // Products with the two matrices of an adapter; part of `isa_common.h`, and compiled like it.
 //
-// Each number is added up in one order, by k or by j, whatever is computed beside it: a vector's results don't
+// Each number is summed in one order, by k or by j, whatever else is computed: a vector's results don't
 // depend on the batch that it is in.
 
 namespace afm {
@@ -16,7 +16,7 @@ inline Isa::Lanes lanes_at(const void* data, int64_t index) {
 
 // ---- A
 
-// Four sums in flight hide an addition's latency, and reads of four rows the memory's: asking ahead gained nothing.
+// Four pending sums hide an addition's latency, and reads of four rows the memory's: asking ahead gained nothing.
 constexpr int kShrinkRows = 4;
 
 // hidden of kShrinkRows rows and VECTORS vectors; a row is `count` numbers from rows[r] on.
@@ -70,7 +70,7 @@ inline void shrink_vectors(const ShrinkJob& job, const int32_t* vectors) {
   }
 }
 
-// Many vectors: numbers of A become floats once for all of them, so many columns at a time that these and the vectors'
+// Many vectors: numbers of A become floats once for all of them, as many columns at a time so that these and the vectors'
 // stay in the first-level cache. Sums wait in memory meanwhile, and grow in the same order.
 constexpr int kManyVectors = 16;
 constexpr int64_t kManyColumns = 256;
@@ -169,7 +169,7 @@ void shrink(const ShrinkJob& job) {
 
 // ---- B
 
-// Sums in flight, as in `shrink`: one vector alone takes several blocks at once for that.
+// Pending sums, as in `shrink`: one vector alone takes several blocks at once for that.
 constexpr int kExpandParts = static_cast<int>(kBlock) / Isa::kLanes;
 constexpr int kExpandBlocks = kExpandParts < 4 ? 4 / kExpandParts : 1;
 

@@ -12,9 +12,9 @@
 //   kStripBlocks    of 64 columns, in a strip
 //   kShift          what is taken off every number, and added again here; kByteShift, off every byte of a palette
 //   unpack(codes, out)                    the numbers of 64 codes
-//   look_up(codes, table, out, gap)  of a palette: those of their high bytes, and of the low ones gap bytes behind
+//   look_up(codes, table, out, gap)  of a palette: the high bytes, and the low bytes gap bytes behind
 //   multiply(lines, line_bytes, blocks, x, lanes)
-//                   lanes[4 * v + r]: those of line r and vector v, over `blocks` times 64 columns
+//                   lanes[4 * v + r]: sums of line r and vector v, over `blocks` times 64 columns
 //   kUnitCols, multiply_unit(lines, line_bytes, x, unit, lanes)
 //                   of a GroupTile: the same over one of a block's units, where a lane adds up neighbouring columns
 // and for a palette's codes times one vector, PaletteRow<BITS, DIGITS>:
@@ -198,9 +198,9 @@ void multiply_lines(const Lines& lines) {
     }
     for (int64_t n = 0; n < job.rows; ++n) job.out[m * job.out_stride + n] = start;
   }
-  Prefetcher beside(job.ahead, 0, job.rows, (job.rows + kRows - 1) / kRows);
+  Prefetcher prefetcher(job.ahead, 0, job.rows, (job.rows + kRows - 1) / kRows);
   for (int64_t row = 0; row < job.rows; row += kRows) {
-    beside.next_share();
+    prefetcher.next_share();
     const int64_t rows = smaller(kRows, job.rows - row);
     if (rows < kRows) std::memset(numbers, 0, sizeof numbers);
     for (int64_t begin = 0; begin < blocks; begin += kStrip) {

@@ -87,7 +87,7 @@ void multiply_floats(const Prepared& x, const PackedMatrix& w, int64_t begin, in
   for (int64_t n = begin; n < end; ++n) multiply_row(x, w, n, out + n - begin, end - begin, scratch);
 }
 
-// What turns codes of rows [begin, end) into numbers: slope * code + factor * offset, with those of row n and group g
+// Factors that turn codes of rows [begin, end) into numbers: slope * code + factor * offset, of row n and group g
 // at (n - begin) * stride + g.
 struct Grid {
   const float* slopes;
@@ -129,7 +129,7 @@ Grid grid_of_rows(const PackedMatrix& w, int64_t begin, int64_t end, RowScratch&
 // out (pass.count, rows) = unit of each vector * out + what the grid's offsets add
 void add_offsets(const Pass& pass, int64_t groups, const Grid& grid, int64_t rows, float* out, RowScratch& scratch) {
   const Kernels& k = kernels();
-  // An adapter's B lies in blocks of 16 rows, and hidden values are multiplied with it as sums are with offsets.
+  // An adapter's B is stored in blocks of 16 rows; hidden values are multiplied with it as sums are with offsets.
   float* blocks = scratch.blocks.get<float>(round_up(rows, kBlock) * groups);
   for (int64_t n = 0; n < rows; ++n) {
     float* to = blocks + n / kBlock * kBlock * groups + n % kBlock;

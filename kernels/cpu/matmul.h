@@ -9,7 +9,7 @@
 // bfloat16 rounds by 0.0017 in the mean.
 // A palette's numbers become integers as well where there is a kernel (see palette.h), or stay in float32.
 //
-// All arrays are row-major and contiguous but for the strides named. Nothing here checks shapes: the
+// All arrays are row-major, and contiguous except for the named strides. Nothing here checks shapes: the
 // callers do. Work is shared among the threads of `ThreadPool::shared()`.
 #pragma once
 

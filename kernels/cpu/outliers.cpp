@@ -17,10 +17,10 @@ struct Spread {
   int64_t before, after, further;
 };
 
-// int8 is chosen for its speed: what a few outliers can't mend is left as it is, unless nearly nothing would be left.
+// int8 is chosen for its speed: an error that excluding a few outliers can't repair stays, unless nearly nothing would be left.
 Spread spread_of(int digits) { return digits == 2 ? Spread{128, 3, 3, 3} : Spread{32, 4, 6, 1}; }
 
-constexpr float kStep = 254;  // from the unit of a pass to that of the next: half a unit becomes 127
+constexpr float kStep = 254;  // from a pass's unit to the next pass's: half a unit becomes 127
 
 // The largest magnitudes of a vector, in descending order, and their columns.
 struct Largest {
@@ -66,7 +66,7 @@ class Elements {
  public:
   Elements(const float* x, int64_t cols) : x_(x), cols_(cols) {}
 
-  // Whether at most so many eighths of those that are not 0 are below `limit`.
+  // True if at most `eighths` eighths of the numbers that are not 0 are below `limit`.
   bool few_below(float limit, int64_t eighths) {
     const int64_t below = kernels().count_below(x_, cols_, limit);
     if (8 * below <= eighths * cols_) return true;  // whatever number of them are 0

@@ -2,8 +2,8 @@
 //
 // With one scale for all, the largest element sets the unit, and what is far below it is lost. So no more than 3/8
 // of the elements that are not 0 may be below 1/128 of the largest; of int8 activations, half below 1/32. Of a vector
-// that breaks this, up to `kMaxOutliers` of the largest elements are multiplied apart, as few as mend it. Where as many
-// don't mend it, none are, and what rounding leaves of the vector is multiplied in further passes.
+// that breaks this, up to `kMaxOutliers` of the largest elements are multiplied separately, as few as repair it. If that many
+// don't repair it, none are, and the rounding's remainder of the vector is multiplied in further passes.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ enum class Extra : uint8_t { none, outliers, passes };
 // Says what x (cols,) needs, and finds its outliers where it is those; nothing for an infinity or a NaN.
 Extra find_outliers(const float* x, int64_t cols, int digits, Outliers& found);
 
-// Whether x needs another pass, after `further` of them; each adds one digit, that of 1/254 of the unit before.
+// True if x needs another pass after `further` passes; each adds one digit, of 1/254 of the previous unit.
 bool needs_pass(const float* x, int64_t cols, int digits, int further);
 
 }  // namespace afm

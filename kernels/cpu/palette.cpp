@@ -13,7 +13,7 @@ struct Line {
   float slope, offset;
 };
 
-// The integers of `count` numbers as high and low bytes. A 0 stays one, so that it costs nothing beside outliers.
+// The integers of `count` numbers as high and low bytes. A 0 stays 0, so that it costs nothing with outliers.
 Line quantize_table(const float* numbers, int count, uint8_t* high, uint8_t* low) {
   float least = numbers[0], most = numbers[0];
   for (int i = 1; i < count; ++i) {

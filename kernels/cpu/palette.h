@@ -27,7 +27,7 @@ struct PaletteScratch {
   Scratch bytes, numbers, slopes, offsets;
 };
 
-// Those of rows [begin, end). An integer is off by up to half of 1/65534 of its table's range; a table more than 3/8 of
+// Integers of rows [begin, end). An integer is off by up to half of 1/65534 of its table's range; a table more than 3/8 of
 // whose numbers that are not 0 are below 128 of those steps is coarse, and so is one with an infinity or a NaN.
 Palette palette_of(const PackedMatrix& w, int64_t begin, int64_t end, PaletteScratch& scratch);
 

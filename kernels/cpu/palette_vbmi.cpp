@@ -7,7 +7,7 @@
 namespace afm {
 namespace {
 
-// The bytes of one plane: those of the upper quarters go over what the first left.
+// The bytes of one plane: bytes of the upper quarters replace the first look-up's.
 inline __m512i look_up(const __m512i (&quarters)[4], __m512i codes, const __mmask64 (&lie_in)[4]) {
   __m512i found = _mm512_permutexvar_epi8(codes, quarters[0]);
 #pragma GCC unroll 4

@@ -27,7 +27,7 @@ class PoolSize {
 
   void loop_ended(const LoopTimes& times);
 
-  // Whether enough loops have ended for `judge`.
+  // True if enough loops have ended for `judge`.
   bool window_is_full() const;
 
   // Chooses the size from the loops since the last call; true if it changed. `off_core`: share of the time in which the

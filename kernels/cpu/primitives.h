@@ -1,7 +1,7 @@
 // The operations of `kernels/reference.py` as nodes of MLX's graph that run on the CPU.
 //
 // Each function checks what would otherwise read or write where it must not, and returns arrays whose numbers
-// are computed when MLX evaluates them, on the stream's thread and those of `ThreadPool`.
+// are computed when MLX evaluates them, on the stream's thread and the threads of `ThreadPool`.
 #pragma once
 
 #include <optional>

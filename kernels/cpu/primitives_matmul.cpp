@@ -147,7 +147,7 @@ struct AdaptersPlace {
   }
 };
 
-// Whether `count` numbers from `first` on are in an array of `size`.
+// True if `count` numbers from `first` on are in an array of `size`.
 bool inside(int64_t first, int64_t count, int64_t size) {
   return first >= 0 && first % kBlock == 0 && count <= size && first <= size - count;
 }
@@ -161,9 +161,9 @@ void check(const mx::array& numbers, const Part& part, int64_t sections, const P
   const int64_t size = static_cast<int64_t>(numbers.size()), blocks = (weight.rows + kBlock - 1) / kBlock;
   const int64_t of_a = sections * part.rank * weight.cols, of_b = blocks * part.rank * kBlock;
   require(inside(part.a, of_a, size), "A of adapter ", adapter, ", ", of_a, " numbers from ", part.a,
-          " on, must start at a multiple of ", kBlock, " and lie in its ", size, " numbers");
+          " on, must start at a multiple of ", kBlock, " and end within its ", size, " numbers");
   require(inside(part.b, of_b, size), "B of adapter ", adapter, ", ", of_b, " numbers from ", part.b,
-          " on, must start at a multiple of ", kBlock, " and lie in its ", size, " numbers");
+          " on, must start at a multiple of ", kBlock, " and end within its ", size, " numbers");
 }
 
 // The adapters of one of the matrices.

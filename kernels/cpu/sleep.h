@@ -46,7 +46,7 @@ inline void relax() {
 #endif
 }
 
-// Calls `done()` again and again for so many nanoseconds at most; returns whether it was true in the end.
+// Calls `done()` until it is true, for at most `nanoseconds`; returns its last value.
 template <class Done>
 bool spin(int64_t nanoseconds, Done done) {
   if (done()) return true;

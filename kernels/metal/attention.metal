@@ -22,7 +22,7 @@ inline float run_sum(float x) {
   return x;
 }
 
-// Codes of one KV head's keys and values, of which `start` columns lie in a long buffer and the rest in a tail. A
+// Codes of one KV head's keys and values, of which `start` columns are in a long buffer and the rest in a tail. A
 // column has `stride` times four dimensions.
 struct Columns {
   const device char4* keys;

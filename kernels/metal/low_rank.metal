@@ -1,7 +1,7 @@
-// Low-rank adapters: flat arrays of numbers, and where A and B of a kernel's matrices lie in them.
+// Low-rank adapters: flat arrays of numbers, and the offsets of A and B of a kernel's matrices in them.
 //
 // parts   number of adapters, number of sections, width of `hidden`; last row + 1 of every section; then
-//         a, b and rank of every adapter, and of a pair's second matrix those of every adapter once more
+//         a, b and rank of every adapter; the same again for a pair's second matrix
 // hidden  scale * A x of every vector: the sections' numbers one after the other, then the second matrix's
 //
 // A is (sections * rank, in_dims). B[n, j] lies at ((n / 16) * rank + j) * 16 + n % 16.
@@ -20,7 +20,7 @@ Numbers adapter_of(
     Numbers adapter5,
     Numbers adapter6,
     Numbers adapter7) {
-  // No array of pointers: one that a variable indexes would lie in memory.
+  // No array of pointers: a variable index would force it into memory.
   const Numbers low = slot == 1 ? adapter1 : slot == 2 ? adapter2 : slot == 3 ? adapter3 : adapter0;
   const Numbers high = slot == 5 ? adapter5 : slot == 6 ? adapter6 : slot == 7 ? adapter7 : adapter4;
   return slot >= 4 && slot < 8 ? high : low;
@@ -114,7 +114,7 @@ void shrink(
   }
 }
 
-/// `scale` times `shrink`, for rows `row` to `row + n_rows` of A by all simdgroups of a threadgroup; those of
+/// `scale` times `shrink`, for rows `row` to `row + n_rows` of A by all simdgroups of a threadgroup; products of
 /// vector m go to `hidden` from `places[m]` on.
 template <int ROWS, typename V, typename Numbers>
 void shrink_together(

@@ -1,6 +1,6 @@
 // Packed matrices and the vectors that they multiply, as a lane of a simdgroup sees them.
 //
-// Buffers lie in `device` or, below 8 elements, in `constant` memory: every pointer's type is a parameter.
+// Buffers are in `device` or, below 8 elements, in `constant` memory: every pointer's type is a parameter.
 // All arithmetic is float, whatever the buffers hold.
 
 static constant constexpr const int BALANCED = 0;
@@ -34,7 +34,7 @@ struct Format {
   static constant constexpr const uint DIGITS = 10;  // of a half, below its exponent
   static constant constexpr const uint SHIFT = 6;
 
-  /// Whether pair `i` lies above the digits of a half, so that its word is shifted by SHIFT.
+  /// True if pair `i` lies above the digits of a half, so that its word is shifted by SHIFT.
   static constexpr bool is_high(uint i) { return BITS * (i + 1) > DIGITS; }
 
   /// The lowest bit of pair `i` in the halves.
@@ -150,7 +150,7 @@ Vectors<NORM, X, Norm> make_vectors(X x, Norm norm, float eps) {
   return vectors;
 }
 
-/// Whether the offsets of codes are taken off every code, for inputs of `bytes` bytes in `rows` vectors.
+/// True if the offsets of codes are taken off every code, for inputs of `bytes` bytes in `rows` vectors.
 ///
 /// Else they are taken off the sum of a step, which rounds less than inputs of 16 bits have been. For more than
 /// two vectors, that is no less work.
@@ -162,7 +162,7 @@ struct Products {
   static constant constexpr const bool BY_GROUP = F::MODE != PALETTE && F::GRANULARITY == PER_GROUP;
   static constant constexpr const bool BIASED = F::MODE == AFFINE;
 
-  float sums[ROWS][COUNT];  // of scaled numbers, where scales are those of groups; of levels or codes elsewhere
+  float sums[ROWS][COUNT];  // of scaled numbers, with scales per group; else of levels or codes
   float totals[ROWS];  // of inputs
   float squares[ROWS];
 
@@ -173,7 +173,7 @@ struct Products {
     }
   }
 
-  /// Add inputs k .. k + VALUES, zeros past the last. PAIR: the second half of the rows are those of `second`.
+  /// Add inputs k .. k + VALUES, zeros past the last. PAIR: the second half of the rows is `second`'s.
   template <bool PAIR, typename V, typename M>
   void add(
       V vectors, M first, M second, const thread uint (&rows)[COUNT], const thread uint (&tables)[COUNT], uint k) {
@@ -264,7 +264,7 @@ inline Steps steps_of(uint lane, uint part, uint n_parts) {
 
 /// A lane's share of the products of ROWS vectors with COUNT rows.
 ///
-/// PAIR: the second half of the rows are those of `second`, a matrix of the same format.
+/// PAIR: the second half of the rows is `second`'s, a matrix of the same format.
 template <typename F, int ROWS, int COUNT, bool PAIR, bool EXACT, typename V, typename M>
 void multiply(
     V vectors,

@@ -1,7 +1,7 @@
 // What packed_vector computes, for up to 8 * BLOCKS vectors: each code is unpacked once for all of them.
 //
 // A simdgroup owns 16 rows of codes, of a pair 8 of each matrix, and multiplies 8x8 matrices: codes (n, k)
-// by inputs (k, m). Inputs lie in threadgroup memory; codes go from their words straight into the
+// by inputs (k, m). Inputs are in threadgroup memory; codes go from their words straight into the
 // matrices. For that a lane takes 16 neighbouring inputs of a row, two in each of eight matrices, whose codes
 // one mask takes out of a word together, and inputs are stored in that order.
 
@@ -87,7 +87,7 @@ for (uint step = 0; step < in_dims; step += STEP) {
   UNROLL for (uint f = 0; f < 8; f++) {
     simdgroup_matrix<float, 8, 8> left[2];
     UNROLL for (uint r = 0; r < 2; r++) {
-      // Codes past the last stand beside inputs that are 0.
+      // Codes past the last are multiplied with inputs of 0.
       float2 pair = (PAIR && r ? second : first)
                         .exact_pair(words[r][f / F::PAIRS], f % F::PAIRS, tables[r]);
       if (SCALED) pair = scale_of[r] * pair + bias_of[r];

@@ -1,7 +1,7 @@
 // out[m, n] = residual[m, n] + x'[m] . W[n] + B[n] . hidden[m],  x' = rms_norm(x) * norm
 // or, of a pair of matrices, silu(gate) * up.  ROWS vectors, all in registers.
 //
-// A and B are those of the adapter of m; hidden[m] = scale * A x'[m] is an input or, with SHRINK, found by
+// A and B belong to the adapter of m; hidden[m] = scale * A x'[m] is an input or, with SHRINK, found by
 // every threadgroup for itself.
 //
 // A simdgroup has CODE_ROWS rows of codes, of a pair half as many of each matrix. With SPLIT, all simdgroups
@@ -100,7 +100,7 @@ UNROLL for (uint m = 0; m < ROWS; m++) {
 #ifdef LOW_RANK
 {
   auto table = make_parts(parts);
-  // A threadgroup needs the products with A of the sections that its own rows lie in.
+  // A threadgroup needs the products with A of its own rows' sections.
   const uint group_end = min(group_start + GROUP_OUTPUTS, out_dims);
   const uint begin = SHRINK ? table.section(group_start) : 0;
   const uint end = SHRINK ? table.section(group_end - 1) + 1 : table.sections();

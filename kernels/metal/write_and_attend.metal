@@ -3,7 +3,7 @@
 //
 // A threadgroup has `heads` query heads of one KV head and one of the ranges that a row's older columns are divided
 // into. Its first simdgroups prepare a query each, the next two the new key and its value: each threadgroup for
-// itself, which costs less than another dispatch. Those of the first range attend to the new column, too.
+// itself, which costs less than another dispatch. Threadgroups of the first range attend to the new column, too.
 //
 // qkv            (B, 1, (n_heads + 2 n_kv_heads) * head_dim)
 // kv             (B, 2 n_kv_heads, capacity, head_dim) int8: keys, then values

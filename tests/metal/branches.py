@@ -103,7 +103,7 @@ def _closing(code: str, at: int) -> int:
 
 
 def _is_edge(code: str, i: int) -> bool:
-    """Whether an operand of `?`, `&&` or `||` ends at the character `i`."""
+    """True if an operand of `?`, `&&` or `||` ends at the character `i`."""
     pair = code[i - 1 : i + 1], code[i : i + 2]
     if code[i] in ",;?" or {"&&", "||"} & set(pair):
         return True
@@ -139,7 +139,7 @@ def _operand_after(code: str, at: int) -> int:
 
 
 def _is_constant(code: str, at: int) -> bool:
-    """Whether a statement is one whose expressions are known to the compiler."""
+    """True if the compiler knows a statement's expressions."""
     for head in re.finditer(r"\bconstexpr\b[^;{}()=]*\([^;{}]*\)[^;{}]*\{", code):
         if head.end() <= at < _closing(code, head.end() - 1):
             return True

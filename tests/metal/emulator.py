@@ -39,13 +39,13 @@ PROJECT_THREADS = 256
 
 
 def raw_bytes(array: mx.array) -> bytes:
-    """An array's numbers as they lie in memory."""
+    """An array's numbers in their order in memory."""
     flat = mx.reshape(array, (-1,))
     return np.array(flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat).tobytes()
 
 
 def shape_buffers(name: str, array: mx.array) -> dict[str, np.ndarray]:
-    """What MLX hands over beside an input, by the names of these buffers."""
+    """Buffers that MLX passes with an input, by their names."""
     strides = [math.prod(array.shape[i + 1 :]) for i in range(array.ndim)]
     return {
         f"{name}_shape": np.array(array.shape, np.int32),
@@ -142,7 +142,7 @@ class Kernel:
         template: Sequence[tuple[str, Any]] = (),
         seed: int | None = None,
     ) -> list[mx.array]:
-        # What MLX's text depends on: few elements lie in other memory, and those without axes are values.
+        # MLX's text depends on these: arrays of few elements are in constant memory, and 0-d arrays are values.
         kinds = tuple((x.dtype, x.ndim > 0, x.size < 8) for x in inputs)
         key = (kinds, tuple(output_dtypes), tuple(template))
         if key not in self._programs:

@@ -219,7 +219,7 @@ def _outside_functions(code: str) -> str:
 
 
 def _program_scope(code: str) -> Iterator[Problem]:
-    """Variables of the program must lie in constant memory."""
+    """Variables of the program must be in constant memory."""
     for match in re.finditer(r"[^;{}]+;", _outside_functions(code)):
         statement = re.sub(r"^\s*#.*$", "", match.group(), flags=re.MULTILINE).strip()
         statement = re.sub(r"^template\s*<.*?>\s*(?=\w)", "", statement, flags=re.DOTALL)

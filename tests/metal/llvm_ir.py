@@ -54,7 +54,7 @@ class Block:
 
     Args:
         phis: for each name, the value by the block that control comes from.
-        code: its other instructions, but for the last.
+        code: its other instructions, except the last.
         condition: what the last one asks, "" when it doesn't.
         successors: where it goes: when true, when false; none at a return; where no case fits, then the cases'.
         cases: what the condition is compared with for each successor but the first; none for true and false.

@@ -87,7 +87,7 @@ def _unpack(wheel: Path, include: Path) -> None:
 def _translate(text: str) -> str:
     """As every text of the emulator, and what only MLX has.
 
-    Function constants, set when a pipeline is made, become macros. Loggers lie in no address space, since C++
+    Function constants, set when a pipeline is made, become macros. Loggers have no address space, since C++
     has constructors for none.
     """
     text = text.replace("constant mlx::os_log", "static const mlx::os_log")
@@ -128,7 +128,7 @@ def source(
     """A kernel of MLX, instantiated.
 
     Args:
-        header: that it lies in, below MLX's folder of kernels.
+        header: its file, below MLX's folder of kernels.
         function: its name.
         template: its template arguments, as text.
         constants: values of its function constants by index; 0 for others.

@@ -120,7 +120,7 @@ def _fused(block: Block) -> set[str]:
 def operations(
     block: Block, strings: Mapping[str, str], uniform: Set[str] = frozenset()
 ) -> Counter[str]:
-    """Operations of a block by class, but for those whose names are `uniform`: done once for all threads."""
+    """Operations of a block by class, without `uniform` names: computed once for all threads."""
     counts: Counter[str] = Counter()
     fused, places = _fused(block), _Places(block, uniform)
     for code in block.code:

@@ -70,7 +70,7 @@ def _preset(name: str, counted: _Counted) -> dict[str, Any]:
 
 
 def _step(model: Model, context: int, counted: _Counted) -> dict[str, Any]:
-    """A token with so many tokens in the cache, its own included."""
+    """A token with `context` tokens in the cache, its own included."""
     calls = launches.decode_step(model, context - 1)
     tokens, cache = mx.zeros((1, 1), mx.int32), launches.cache_of(model, context - 1, context)
     dispatches = decode_cost(model, Model.greedy, tokens, cache).dispatches
@@ -86,7 +86,7 @@ def _step(model: Model, context: int, counted: _Counted) -> dict[str, Any]:
 
 
 def _is_product(call: Recorded) -> bool:
-    """Whether a launch multiplies with a packed matrix: whole, not looked up, and none of a head's."""
+    """True if a launch multiplies with a whole packed matrix that is not a head's."""
     codes = [x for x in call.inputs if x.dtype == mx.uint32 and x.ndim == 2]
     results = sum(np.prod(shape) for shape in call.options["output_shapes"])
     return bool(codes) and codes[0].shape[0] == results

@@ -227,7 +227,7 @@ def fit() -> tuple[float, float]:
 
 
 def table() -> str:
-    """All figures as Markdown, beside what the model says, and what it would say without arithmetic."""
+    """All figures as Markdown, with the model's prediction, and its prediction without arithmetic."""
     lines = [
         "| what | chip | measured | predicted | off | by bytes alone | source |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",

@@ -39,7 +39,7 @@ def registers(blocks: Mapping[str, Block]) -> float:
     """Most 32-bit registers that are live at once in a loop, or anywhere where there is none.
 
     What follows from sizes alone is not counted: Apple's GPUs compute it once for all threads, into registers
-    of its own. An estimate: the order is not that of Apple's compiler.
+    of its own. An estimate: Apple's compiler has another order.
     """
     blocks, uniform = _with_offsets_in_accesses(blocks), uniform_names(blocks)
     live_out = _live_out(blocks)
@@ -108,7 +108,7 @@ def _live_out(blocks: Mapping[str, Block]) -> dict[str, set[str]]:
 
 
 def _reaches(blocks: Mapping[str, Block], label: str) -> bool:
-    """Whether a block lies in a loop."""
+    """True if a block is in a loop."""
     seen, todo = set(), list(blocks[label].successors)
     while todo:
         at = todo.pop()

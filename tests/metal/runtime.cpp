@@ -2,7 +2,7 @@
 // every access to memory.
 //
 // A kernel is compiled with clang's instrumentation for data races, whose calls (`__tsan_read4` ...) end here:
-// each address must lie in a buffer, in threadgroup memory or on a stack, must be aligned, and must not race.
+// each address must be in a buffer, in threadgroup memory or on a stack, must be aligned, and must not race.
 // Its arithmetic is compiled with the checks of undefined behaviour, whose reports (`__ubsan_handle_...`) end
 // here too. One launch is one forked process, so that nothing a kernel does can harm the tests.
 #include "runtime.h"

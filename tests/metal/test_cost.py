@@ -172,7 +172,7 @@ def test_a_vector_product_and_attention_of_the_project():
     assert 1.3 < full.operations["float"] / half.operations["float"] < 2.1
 
 
-# Rows, and the registers that a product of so many may take. Matrices of 8x8 need few, as long as what is
+# Rows, and the registers that a product of that many can take. Matrices of 8x8 need few, as long as what is
 # stored and loaded lies at constant distances; with an address for each, 32 rows took twice as many.
 @each("rows, limit", [*((n, REGISTERS) for n in (1, 2, 3, 4)), *((n, 64) for n in (8, 16, 24, 32))])
 def test_products_stay_in_registers(rows, limit):

@@ -1,4 +1,4 @@
-"""The counts of `bench.predict` are those of today's kernels."""
+"""The counts of `bench.predict` equal today's kernels' counts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The cost model beside published speeds of MLX's own kernels."""
+"""The cost model compared with published speeds of MLX's own kernels."""
 
 import pytest
 

@@ -31,7 +31,7 @@ from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES
 from .emulator import Kernel
 from .launches import Recorded, cache_of, record, shapes_only
 
-# Part of every text that MLX compiles; it lies in MLX's wheel for macOS.
+# Part of every text that MLX compiles; it is in MLX's wheel for macOS.
 PRELUDE = '#include "mlx/backend/metal/kernels/utils.h"\n'
 # MLX switches fast math off. Metal 3.1 is macOS 14's, the oldest that MLX's wheels run on.
 COMPILER = "xcrun -sdk macosx metal -std=metal3.1 -fno-fast-math -Wall -Werror=return-type"

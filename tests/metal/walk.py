@@ -23,7 +23,7 @@ class Pointer(NamedTuple):
 
 
 Memory = Callable[[Pointer, str], Any]
-"""What lies in memory as a type, or None for what isn't known."""
+"""A value of a type in memory; None if it is unknown."""
 
 _UNSIGNED: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,

@@ -154,7 +154,7 @@ class _Count:
             self._launch(name, 1 + held, inputs[0 if held else 1 :], outputs)
         elif name == "CustomKernel":
             name = _kernel_name(event)
-            # Inputs that don't lie in a row are copied first.
+            # Inputs that aren't contiguous are copied first.
             strided = {i for i, *_ in inputs if not self._layouts[i].flags.c_contiguous}
             twice = name.startswith("scaled") and inputs[1][1][2] >= TWO_PASSES
             self._launch(name, 1 + len(strided) + twice, inputs, outputs)

@@ -127,7 +127,7 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
 }
 
 // Codes times some vectors: as they are, with scales of groups unless these are 0, or of palettes whose first table has
-// been used for one row already. Where they are `largest`, so is every number, but for signs.
+// been used for one row already. Where they are `largest`, so is every number, except for signs.
 void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_t rows, int64_t cols, int64_t vectors,
                  bool largest, int64_t group = 0) {
   const int64_t row_bytes = cols * bits / 8, rows_per_table = 3;

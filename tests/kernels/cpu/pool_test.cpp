@@ -32,7 +32,7 @@ void sleep_for(int microseconds) { std::this_thread::sleep_for(std::chrono::micr
 
 constexpr int64_t kMillisecond = 1000000;
 
-// What others do to the loops of so many threads.
+// How other processes delay loops of that number of threads.
 struct Machine {
   int64_t (*speed)(int threads);         // work in a millisecond
   int64_t (*lost)(int threads);          // of the millisecond, while one of them was late
@@ -50,7 +50,7 @@ void run_loop(PoolSize& pool_size, const Machine& machine) {
   if (pool_size.window_is_full()) pool_size.judge(machine.off_core(pool_size.size()));
 }
 
-// Of 5000 loops, those that had so many threads.
+// Number of loops with `threads` threads, of 5000.
 int loops_with(int threads, PoolSize& pool_size, const Machine& machine) {
   int found = 0;
   for (int i = 0; i < 5000; ++i, run_loop(pool_size, machine)) found += pool_size.size() == threads;
@@ -94,12 +94,12 @@ void only_the_late_ones_go() {
   check(loops_with(15, pool_size, busy) > 4500, "the late one of 16 threads stayed, or others went");
 }
 
-// Long loops, and long waits, take longer windows: a speed is never that of one or two loops.
+// Long loops, and long waits, take longer windows: a speed is never measured over one or two loops.
 void a_speed_is_that_of_several_loops() {
   PoolSize pool_size(2);
   int loops = 0;
   for (; !pool_size.window_is_full(); ++loops) pool_size.loop_ended({1, 400 * kMillisecond, 0, 0});
-  check(loops >= 5, "a speed was that of a few loops");
+  check(loops >= 5, "a speed was measured over a few loops");
 }
 
 // ---- Loops

@@ -116,7 +116,7 @@ def trials(monkeypatch):
 
 @pytest.fixture
 def fatal(tmp_path, monkeypatch):
-    """A library like that of a compiler which was told of another processor; it is installed."""
+    """An installed library as a compiler with another processor as target makes it."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     source, library = tmp_path / "fatal.c", tmp_path / extension._file_name()

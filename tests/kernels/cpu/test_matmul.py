@@ -192,7 +192,7 @@ def test_adapters_of_all_ranks_and_types(ops, rng, isa):
 
 
 def test_what_an_adapter_adds_does_not_depend_on_the_batch(ops, rng, isa):
-    """Of a matrix of zeros only that is left: bit for bit that of each vector alone, whatever is beside it.
+    """A matrix of zeros leaves the adapters' product, which has the same bits alone and in a batch.
 
     Few vectors of each adapter, and so many that its numbers become floats once for all of them.
     """
@@ -222,7 +222,7 @@ def test_what_an_adapter_adds_does_not_depend_on_the_batch(ops, rng, isa):
 def test_few_vectors_come_out_as_among_many(ops, rng, isa):
     """Kernels for up to 16 vectors take columns in parts, those for more take whole rows: the same bits.
 
-    In AVX-512 they are those of one vector alone, too.
+    With AVX-512 they also equal one vector's products.
     """
     counts = (1, 2, 3, 4, 7, 8, 16) if isa == "avx512" else (2, 3, 7, 16)
     for bits in BITS:

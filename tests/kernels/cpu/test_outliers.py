@@ -15,7 +15,7 @@ from tests.tools.low_rank import draw_low_rank
 from tests.tools.problems import assert_solved
 
 LARGEST = {16: 32639, 8: 127}
-STEP = 254  # from the unit of a pass to that of the next
+STEP = 254  # from a pass's unit to the next pass's
 # How many, and how large; float32 sums lose as much as bfloat16 where more are larger still.
 OUTLIERS = [
     *((n, 10.0**e) for n in (1, 3, 16) for e in range(1, 6)),
@@ -34,7 +34,7 @@ def matrix_with_zeros(rng, n, k, bits, group, columns):
 
 
 def relative(got, wanted):
-    """The root mean square of each row's differences, over that of the row."""
+    """Root mean square of each row's differences, over the row's."""
     return np.sqrt(((got - wanted) ** 2).mean(-1) / (wanted**2).mean(-1))
 
 

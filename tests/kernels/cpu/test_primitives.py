@@ -97,7 +97,7 @@ def test_numbers_go_to_each_dtype_rounded_once(ops, rng):
 
 
 def test_an_adapter_given_twice_is_one_array(ops, rng):
-    """Gate and up lie in the same arrays; and two rows may use one adapter under two scales."""
+    """Gate's and up's adapters share arrays; two rows can use one adapter with two scales."""
     weight, up = packed_weight(SPEC, rng), packed_weight(SPEC, rng)
     x = draw(rng, (2, 3, K))
     one = draw_low_rank(rng, [0, 1], K, (N,), [4])
@@ -107,7 +107,7 @@ def test_an_adapter_given_twice_is_one_array(ops, rng):
 
 
 def test_a_trace_keeps_adapters_apart_that_differ_in_place_only(compiled, ops, rng):
-    """`mx.compile` merges equal operations: those of other parts of one array are not equal."""
+    """`mx.compile` merges equal operations; operations on other parts of one array are not equal."""
     weight, x = packed_weight(SPEC, rng), draw(rng, (1, K))
     first, second = (draw_low_rank(rng, [0], K, (N,), [4]) for _ in range(2))
     numbers, offset = mx.concatenate([first.numbers[0], second.numbers[0]]), first.numbers[0].size

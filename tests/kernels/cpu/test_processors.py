@@ -73,12 +73,12 @@ def test_a_processor_that_numpy_does_not_run_on_is_told(code):
         pytest.skip("this NumPy runs on every x86-64")
     ended = python_on("core2duo", *(["-c", code] if code else ["-m", "afm_mlx", "info"]), cwd=ROOT)
     assert ended.returncode == (1 if code else 2)
-    told = ended.stderr.splitlines()[-1]
+    message = ended.stderr.splitlines()[-1]
     assert (
         f"NumPy {numpy.__version__} would end this process: this processor lacks SSE4.1, SSE4.2, POPCNT"
-        in told
+        in message
     )
-    assert "pip install 'numpy<2.4'" in told
+    assert "pip install 'numpy<2.4'" in message
     assert code or "Traceback" not in ended.stderr
 
 
@@ -86,7 +86,7 @@ def test_a_processor_that_numpy_does_not_run_on_is_told(code):
 
 
 def flags():
-    """Those of each instruction set, as the build has them."""
+    """Flags of each instruction set, as the build has them."""
     found = {}
     text = (SOURCES / "CMakeLists.txt").read_text()
     for isa, words in re.findall(r"^set\(flags_(\w+) (.*)\)", text, re.MULTILINE):

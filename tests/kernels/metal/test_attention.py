@@ -37,7 +37,7 @@ def drawn(rng, op, dtype, batch, tokens, heads, kv_heads, head_dim, **options):
         (mx.float32, 2, 3, (4, 2, 64)),
         (mx.bfloat16, 3, 2, (3, 1, 12)),
         (mx.float16, 1, 1, (1, 1, 2)),  # fewer than 8 numbers in every weight
-        (mx.float32, 9, 1, (2, 2, 6)),  # 8 rows or more lie in another address space
+        (mx.float32, 9, 1, (2, 2, 6)),  # 8 rows or more are in another address space
         (mx.bfloat16, 1, 2, (2, 1, 256)),
     ],
 )
@@ -86,7 +86,7 @@ def test_codes_are_rounded_half_to_even_and_clamped(metal):
         (mx.float32, 3, (3, 1, 12), 33),
         (mx.float16, 1, (5, 5, 4), 7),
         (mx.float32, 1, (6, 1, 256), 25),
-        (mx.bfloat16, 9, (2, 1, 36), 9),  # 8 rows or more lie in another address space
+        (mx.bfloat16, 9, (2, 1, 36), 9),  # 8 rows or more are in another address space
         (mx.float32, 1, (1, 1, 4), 1),  # the smallest
         *((dtype, 1, (8, 1, 128), LONG) for dtype in DTYPES),
         (mx.float32, 2, (3, 1, 12), LONG + 500),
@@ -237,7 +237,7 @@ def test_the_plan_covers_every_head_size():
     ("shape", "group", "rows"),
     [
         ((96, 12), 24, (1, 3)),
-        ((2208, 40), 32, (2, 5)),  # 8 tokens or more lie in another address space
+        ((2208, 40), 32, (2, 5)),  # 8 tokens or more are in another address space
         ((16, 1), 16, (1, 2)),  # scales of one number
     ],
 )

@@ -40,7 +40,7 @@ def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
     cases = all_pairs(SHAPES, (1, 2, 8), (1, 2, 3), (False, True), DTYPES, DTYPES)
     for (batch, tokens, variant), count, projections, norm, dtype, of_adapters in cases:
         n = int(rng.integers(33, 200))
-        # So many products with A fit into a threadgroup's memory.
+        # Products with A that fit into a threadgroup's memory.
         ranks = rng.choice([0, 1, 5, 8, 16, 33, 64], count).tolist()
         ranks[int(rng.integers(count))] = 12
         slots, sections = draw_slots(rng, batch, count), (n // 3, n // 3 + 7, n)[-projections:]
@@ -75,7 +75,7 @@ def test_adapters_of_a_pair(metal, rng, monkeypatch, name, inside):
 def test_an_adapter_that_leaves_the_matrix_alone_may_be_of_any_size(metal, rng, rows, variant):
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=8, **BODY)
     given = draw_low_rank(rng, [1] * rows, 64, (8,), [0, 5])
-    few = mx.array([float("nan")] * 3, mx.float16)  # so few would come in another address space
+    few = mx.array([float("nan")] * 3, mx.float16)  # 3 elements would be in another address space
     adapters = given._replace(numbers=(few, given.numbers[1]))
     assert_adapted(make(spec, rng), variant, adapters)
 

@@ -127,7 +127,7 @@ def test_swiglu_of_matrices_that_differ(metal, rng):
         assert_solved(with_args(problem, x, gate, up, options), kernels.packed_swiglu)
 
 
-# Rows of 4 to 16 inputs have a step's tail only; below 8 elements buffers lie in `constant` memory.
+# Rows of 4 to 16 inputs have a step's tail only; below 8 elements buffers are in `constant` memory.
 @pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (8, "matrix"), (33, "unpacked")])
 def test_the_smallest_matrices(metal, rng, rows, variant):
     options = {"mode": "affine", "granularity": "row", "norm": True, "residual": True, "rank": 1}

@@ -19,7 +19,7 @@ def test_another_process_that_is_testing_now_is_no_failure(cache):
 
 
 def test_a_process_id_that_is_another_processs_now_is_no_test(cache):
-    """The test of a variant takes moments; a machine that it stopped starts anew, and so do its ids."""
+    """A variant's test takes moments; after a machine has stopped, process ids begin again."""
     Verdict().begin("cpu/fake")
     (path,) = cache.iterdir()
     leftover, new = path.with_name("selftest-0-x.tmp"), path.with_name("selftest-0-y.tmp")
