@@ -1,10 +1,22 @@
-"""The sizes of a model in one frozen dataclass, and presets; `architecture.py` has the parameters that follow.
+"""The architecture of a model: its sizes, the parameters that follow from them, and presets.
 
 A model has `num_layers` transformer blocks. The first `num_layers - num_kv_reuse_layers` write keys and
-values; the others have no key and value projections and attend to those of the last block that writes.
-The keys of `config.json` are those of mlx-lm's `afm7`, plus two of ours that stock mlx-lm ignores.
+values; the others have no key and value projections and read the last writing block's.
+The keys of `config.json` are mlx-lm's for `afm7`, and two of ours that stock mlx-lm ignores.
 
-Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`.
+| path | parameters |
+| --- | --- |
+| `model.embedding` | (vocab_size, D), which is also the head |
+| `model.layers.N` | a block that writes keys and values |
+| `model.kv_reuse_layers.N` | a block that reads the last writing block's keys and values |
+| `model.output_norm` | (D) |
+
+`block_kinds` is the one table of these parameters. Counts, the shapes that files are checked against, adapters'
+target modules, the order of LoRA pairs in checkpoints, and estimates of memory follow from it. A test compares
+it with the layers that `afm_mlx.model.model` builds.
+
+Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py` and state dicts of `AFMTextV7`; mlx-lm 0.32.2,
+`mlx_lm/models/afm7.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +34,10 @@ from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.files import read_file
 
 MODEL_TYPE = "afm7"
+KV_SCALES = ("quant_key_scale", "quant_value_scale")
+"""Names of the static int8 scales in the attention of every writing block."""
 
-# Ten times the largest models that there are: more is a damaged file, and would be built for minutes.
+# Ten times the largest existing models: more is a damaged file, and would take minutes to build.
 _SIZES = {
     "vocab_size": 1 << 24,
     "hidden_dim": 1 << 17,
@@ -35,10 +49,10 @@ _SIZES = {
 _MAX_FFN_DIM = 1 << 20
 # Below 1, later dimensions of a head turn faster than once per token; float32 has to hold the slowest turn.
 _ROPE_THETA = (1.0, 1e30)
-# Float32 has to hold its inverse, and with more nothing would be left of a normalized vector.
+# Float32 has to hold its inverse; above 1, normalized vectors would vanish.
 _RMS_NORM_EPS = (1e-30, 1.0)
 
-# Keys that may stand in an afm7 `config.json` beside the architecture.
+# Keys of an afm7 `config.json` that are not part of the architecture.
 _OTHER_KEYS = {
     "model_type",
     "quantization",
@@ -55,7 +69,7 @@ _OTHER_KEYS = {
 
 
 def is_afm_config(values: Mapping[str, Any]) -> bool:
-    """True if the content of a `config.json` belongs to an AFM model's folder."""
+    """True if a `config.json` with this content is an AFM model's."""
     return values.get("model_type") == MODEL_TYPE
 
 
@@ -67,19 +81,19 @@ class ModelConfig:
         vocab_size: rows of the embedding, which is also the output head.
         hidden_dim: width of the residual stream.
         num_layers: transformer blocks, both kinds together.
-        num_kv_reuse_layers: how many of them, the last ones, reuse keys and values; 0 is allowed.
+        num_kv_reuse_layers: number of blocks, the last ones, that reuse keys and values; 0 is allowed.
         num_heads: query heads; `head_dim = hidden_dim / num_heads`.
         num_kv_heads: key and value heads; divides `num_heads`.
         rope_theta: base of the rotary frequencies, 1 or more. Required: mlx-lm's default (50000) is not the
             value that Apple's models use (500000).
         hidden_dim_scale_factor: feed-forward width over `hidden_dim`.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        kv_bits: 8 when blocks carry static scales that quantize K and V to int8; None for a model
-            that was trained without them.
-        context_length: tokens that the model was trained to see; the engine ends a run there.
+        kv_bits: 8 if blocks have static scales that quantize K and V to int8; None for a model that was
+            trained without them.
+        context_length: the most tokens that the model was trained on; generation ends there.
 
     Raises:
-        ConfigError: on contradictory values, and on those that no model has, such as a million layers.
+        ConfigError: for contradictory values, and for values that no model has, such as a million layers.
     """
 
     vocab_size: int
@@ -156,7 +170,7 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """Blocks that write keys and values."""
+        """Number of blocks that write keys and values."""
         return self.num_layers - self.num_kv_reuse_layers
 
     @property
@@ -166,18 +180,18 @@ class ModelConfig:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that the cache holds per token: keys and values of every writing block."""
+        """Numbers in the KV cache per token: keys and values of every writing block."""
         return 2 * self.num_kv_layers * self.kv_dim
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the embedding, the blocks and the norms; static KV scales not counted."""
+        """Number of weights in the embedding, the blocks and the norms, without static KV scales."""
         shapes = parameter_shapes(self)
         return sum(math.prod(shapes[name]) for name in shapes if not name.endswith(KV_SCALES))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> ModelConfig:
-        """Parse the content of an afm7 `config.json`; keys of quantization and of tokenizers are left out.
+        """Parse the content of an afm7 `config.json`; keys of quantization and of tokenizers are ignored.
 
         Raises:
             ConfigError: names every unknown or missing key, and `source`.
@@ -214,15 +228,131 @@ class ModelConfig:
         return cls.from_dict(read_config_json(path), source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """The content for `config.json`, `model_type` included."""
+        """Return the content for `config.json`, with `model_type`."""
         return {"model_type": MODEL_TYPE, **dataclasses.asdict(self)}
+
+
+# -- parameters
+
+
+class Projection(NamedTuple):
+    """Rows of a matrix that compute one thing, such as queries.
+
+    Args:
+        outputs: number of rows.
+        rotary_heads: heads among the outputs that RoPE rotates; 0 for none.
+    """
+
+    outputs: int
+    rotary_heads: int = 0
+
+
+class Matrix(NamedTuple):
+    """The weight of a linear layer.
+
+    Args:
+        name: path of the layer within its block, such as `mlp.up_proj`.
+        inputs: number of columns.
+        projections: the projections that its rows compute, in order: three in a fused layer, else one.
+    """
+
+    name: str
+    inputs: int
+    projections: tuple[Projection, ...]
+
+    @property
+    def outputs(self) -> int:
+        """Number of rows."""
+        return sum(projection.outputs for projection in self.projections)
+
+
+class BlockKind(NamedTuple):
+    """The parameters of one kind of block, and the path of these blocks.
+
+    Args:
+        path: path of the list that holds the blocks, such as `model.layers`.
+        num_blocks: number of blocks of this kind.
+        matrices: linear layers of a block, in the order of tamm's state dicts.
+        norms: number of weights of each norm, by its path within the block.
+        scales: paths of the scalar parameters within the block.
+    """
+
+    path: str
+    num_blocks: int
+    matrices: tuple[Matrix, ...]
+    norms: Mapping[str, int]
+    scales: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=16)
+def block_kinds(config: ModelConfig) -> tuple[BlockKind, BlockKind]:
+    """Return the two kinds of block: the one that writes keys and values, and the one that reuses them."""
+    width, ffn = config.hidden_dim, config.ffn_dim
+    queries = Projection(width, config.num_heads)
+    keys, values = Projection(config.kv_dim, config.num_kv_heads), Projection(config.kv_dim)
+    matrices = (
+        Matrix("self_attn.out_proj", width, (Projection(width),)),
+        Matrix("mlp.gate_proj", width, (Projection(ffn),)),
+        Matrix("mlp.up_proj", width, (Projection(ffn),)),
+        Matrix("mlp.down_proj", ffn, (Projection(width),)),
+    )
+    norms = {
+        "self_attn.q_norm": config.head_dim,
+        "input_layernorm": width,
+        "post_attention_layernorm": width,
+    }
+    scales = KV_SCALES if config.kv_bits is not None else ()
+    return (
+        BlockKind(
+            "model.layers",
+            config.num_kv_layers,
+            (Matrix("self_attn.qkv_proj", width, (queries, keys, values)), *matrices),
+            {**norms, "self_attn.k_norm": config.head_dim},
+            tuple(f"self_attn.{scale}" for scale in scales),
+        ),
+        BlockKind(
+            "model.kv_reuse_layers",
+            config.num_kv_reuse_layers,
+            (Matrix("self_attn.q_proj", width, (queries,)), *matrices),
+            norms,
+            (),
+        ),
+    )
+
+
+def blocks(config: ModelConfig) -> Iterator[tuple[str, BlockKind]]:
+    """Yield the path and the kind of every block, from the first to the last."""
+    for kind in block_kinds(config):
+        for index in range(kind.num_blocks):
+            yield f"{kind.path}.{index}", kind
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the parameters of an unquantized model."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embedding.weight": (config.vocab_size, config.hidden_dim)
+    }
+    for path, kind in blocks(config):
+        for matrix in kind.matrices:
+            shapes[f"{path}.{matrix.name}.weight"] = (matrix.outputs, matrix.inputs)
+        for norm, size in kind.norms.items():
+            shapes[f"{path}.{norm}.weight"] = (size,)
+        for scale in kind.scales:
+            shapes[f"{path}.{scale}"] = ()
+    shapes["model.output_norm.weight"] = (config.hidden_dim,)
+    return shapes
+
+
+# -- files and presets
+
+_MAX_JSON_BYTES = 64 << 20
 
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
     """Parse a JSON file that must hold one object.
 
     Raises:
-        ConfigError: when the file is missing or is no JSON object.
+        ConfigError: if the file is missing or is no JSON object.
     """
     path = Path(path)
     try:
@@ -242,8 +372,6 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} holds a JSON {type(values).__name__}; an object is needed.")
     return values
 
-
-_MAX_JSON_BYTES = 64 << 20
 
 PRESETS: dict[str, ModelConfig] = {
     # tamm's defaults, whose parameter count equals the shipped model's: 3,111,368,064.
@@ -293,117 +421,3 @@ PRESETS: dict[str, ModelConfig] = {
         context_length=1024,
     ),
 }
-
-
-# -- architecture
-
-KV_SCALES = ("quant_key_scale", "quant_value_scale")
-"""Names of the static int8 scales in the attention of every block that writes keys and values."""
-
-
-class Projection(NamedTuple):
-    """Rows of a matrix that compute one thing, such as queries.
-
-    Args:
-        outputs: number of rows.
-        rotary_heads: heads among the outputs that RoPE rotates; 0 where it rotates none.
-    """
-
-    outputs: int
-    rotary_heads: int = 0
-
-
-class Matrix(NamedTuple):
-    """The weight of a linear layer.
-
-    Args:
-        name: path of the layer within its block, such as `mlp.up_proj`.
-        inputs: number of columns.
-        projections: what its rows compute, in order: three things in a fused layer, else one.
-    """
-
-    name: str
-    inputs: int
-    projections: tuple[Projection, ...]
-
-    @property
-    def outputs(self) -> int:
-        """Number of rows."""
-        return sum(projection.outputs for projection in self.projections)
-
-
-class BlockKind(NamedTuple):
-    """The parameters of one kind of block, and where its blocks are.
-
-    Args:
-        path: path of the list that holds the blocks, such as `model.layers`.
-        num_blocks: number of blocks of this kind.
-        matrices: linear layers of a block, in the order of tamm's state dicts.
-        norms: number of weights of each norm, by its path within the block.
-        scales: paths of the scalar parameters within the block.
-    """
-
-    path: str
-    num_blocks: int
-    matrices: tuple[Matrix, ...]
-    norms: Mapping[str, int]
-    scales: tuple[str, ...]
-
-
-@functools.lru_cache(maxsize=16)
-def block_kinds(config: ModelConfig) -> tuple[BlockKind, BlockKind]:
-    """The two kinds of block: those that write keys and values, and those that reuse them."""
-    width, ffn = config.hidden_dim, config.ffn_dim
-    queries = Projection(width, config.num_heads)
-    keys, values = Projection(config.kv_dim, config.num_kv_heads), Projection(config.kv_dim)
-    matrices = (
-        Matrix("self_attn.out_proj", width, (Projection(width),)),
-        Matrix("mlp.gate_proj", width, (Projection(ffn),)),
-        Matrix("mlp.up_proj", width, (Projection(ffn),)),
-        Matrix("mlp.down_proj", ffn, (Projection(width),)),
-    )
-    norms = {
-        "self_attn.q_norm": config.head_dim,
-        "input_layernorm": width,
-        "post_attention_layernorm": width,
-    }
-    scales = KV_SCALES if config.kv_bits is not None else ()
-    return (
-        BlockKind(
-            "model.layers",
-            config.num_kv_layers,
-            (Matrix("self_attn.qkv_proj", width, (queries, keys, values)), *matrices),
-            {**norms, "self_attn.k_norm": config.head_dim},
-            tuple(f"self_attn.{scale}" for scale in scales),
-        ),
-        BlockKind(
-            "model.kv_reuse_layers",
-            config.num_kv_reuse_layers,
-            (Matrix("self_attn.q_proj", width, (queries,)), *matrices),
-            norms,
-            (),
-        ),
-    )
-
-
-def blocks(config: ModelConfig) -> Iterator[tuple[str, BlockKind]]:
-    """Yield the path and the kind of every block, from the first to the last."""
-    for kind in block_kinds(config):
-        for index in range(kind.num_blocks):
-            yield f"{kind.path}.{index}", kind
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of an unquantized model."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embedding.weight": (config.vocab_size, config.hidden_dim)
-    }
-    for path, kind in blocks(config):
-        for matrix in kind.matrices:
-            shapes[f"{path}.{matrix.name}.weight"] = (matrix.outputs, matrix.inputs)
-        for norm, size in kind.norms.items():
-            shapes[f"{path}.{norm}.weight"] = (size,)
-        for scale in kind.scales:
-            shapes[f"{path}.{scale}"] = ()
-    shapes["model.output_norm.weight"] = (config.hidden_dim,)
-    return shapes

@@ -1,12 +1,12 @@
-"""Model folders and training checkpoints: what is stored, checked before it is read, and written.
+"""Reading, checking and writing model folders and training checkpoints.
 
-| file | what it holds |
+| file | content |
 | --- | --- |
-| `safetensors_file.py` | one file: its header checked, its data read lazily or written as a stream |
+| `safetensors_file.py` | one file: its header is validated, its data read lazily or written as a stream |
 | `weights.py` | the weight files of a model folder |
-| `stored_layers.py` | layers that a folder stores packed, held against `config.json` |
-| `finite.py` | whether numbers are finite |
-| `fingerprint.py` | the name of "this very model" |
+| `stored_layers.py` | layers that a folder stores packed, compared with `config.json` |
+| `finite.py` | checks for NaN, infinity and numbers that overflow |
+| `fingerprint.py` | a hash that identifies a model |
 | `folder_texts.py` | `config.json`, the model card, tokenizer files |
 | `toolkit_checkpoint.py` | checkpoints of Apple's toolkit |
 """

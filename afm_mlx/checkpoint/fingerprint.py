@@ -1,15 +1,15 @@
-"""A short name for "this very model": 64 hex digits of SHA-256.
+"""Fingerprints: 64 hex digits of SHA-256 that identify a model.
 
-Prompt caches and adapters carry it, so that they are never used with another model. It covers the
-architecture (all of `ModelConfig` but `context_length`, which changes no weight) and, of each tensor in the
-order of names, its name, its shape, its type (all floating-point types count as one), and up to 256 elements
-that lie an odd number apart. Sampling keeps it quick: a 3B model gives 160,000 numbers, not 6 GB. It tells
-models apart; it is no proof against somebody who forges one.
+Prompt caches and adapters hold the fingerprint of their model, so that they are never used with another one. It
+covers the architecture (all of `ModelConfig` except `context_length`, which changes no weight) and, for each
+tensor in the order of names, its name, its shape, its type (all floating-point types count as one), and up to
+256 elements that are an odd number apart. Sampling keeps it quick: a 3B model gives 160,000 numbers, not 6 GB.
+It is no protection against forgery.
 
-Floating-point elements are hashed as float32, integers as they are. So a model that was loaded as
-bfloat16 and widened to float32 has the fingerprint of its file; one that was rounded to fewer bits has
-another, for its output differs too. Numbers too small for float32's normal range count as zero, because
-devices differ in whether they keep them.
+Floating-point elements are hashed as float32, integers unchanged. So a model that was loaded as bfloat16 and
+widened to float32 has the fingerprint of its file; one that was rounded to fewer bits has another, for its
+output differs too. Numbers below float32's normal range count as zero, because devices differ in whether they
+keep them.
 """
 
 from __future__ import annotations
@@ -32,42 +32,43 @@ from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import ModelConfig
 
 _SAMPLES = 256
-_READ_WHOLE = 1 << 16  # bytes: to find samples in them is faster than to read each for itself
+_READ_WHOLE = (
+    1 << 16
+)  # up to this many bytes are read at once, which is faster than element by element
 _Sampled = tuple[str, Iterable[int], mx.Dtype, np.ndarray]  # name, shape, type, bytes of elements
 _LORA = re.compile(r"\.lora_[ab](\.\d+)?$")
 
 
 def model_fingerprint(config: ModelConfig, parameters: Mapping[str, mx.array]) -> str:
-    """Fingerprint of a model in memory, or of lazily loaded arrays.
+    """Compute the fingerprint of a model in memory, or of lazily loaded arrays.
 
     Args:
         config: the architecture.
-        parameters: arrays by name, as `load_weights` or the flattened parameters of a model give them.
-            A lazy array is evaluated, which reads it whole; `folder_fingerprint` does not.
+        parameters: arrays by name, as from `load_weights` or a model's flattened parameters. A lazy array is
+            evaluated, which reads it whole; `folder_fingerprint` reads samples only.
     """
     return arrays_fingerprint(_architecture(config), parameters)
 
 
 def base_model_fingerprint(model: nn.Module) -> str:
-    """Fingerprint of an AFM model in memory as it is without adapters, LoRA layers included."""
+    """Compute the fingerprint of an AFM model in memory, without its adapters and LoRA layers."""
     return model_fingerprint(model.args, base_parameters(model))
 
 
 def base_parameters(model: nn.Module) -> dict[str, mx.array]:
-    """Parameters of an AFM model by their names in its folder, as they are without adapters.
+    """Return the parameters of an AFM model by their names in a folder, without LoRA layers.
 
-    Those of LoRA layers are left out. A wrapped layer (`afm_mlx.model.fused_layers`) is `linear` in its
-    wrapper, as nothing is in a folder.
+    A layer inside a wrapper (`afm_mlx.model.fused_layers`) is called `linear` there.
     """
     parameters = tree_flatten(model.parameters())
     return {n.replace(".linear.", "."): a for n, a in parameters if not _LORA.search(n)}
 
 
 def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:
-    """Fingerprint of any arrays by name, and of what else tells them apart, such as an adapter's scale.
+    """Compute the fingerprint of any arrays by name, and of further content such as an adapter's scale.
 
     Args:
-        head: anything that JSON can hold.
+        head: the further content, a JSON value.
         arrays: see `model_fingerprint`.
     """
     samples = {name: _sample_array(array) for name, array in arrays.items()}
@@ -82,7 +83,7 @@ def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:
 
 
 def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
-    """Fingerprint of a model folder, from the sampled elements only; equal to `model_fingerprint`.
+    """Compute the fingerprint of a model folder, equal to `model_fingerprint`, from the sampled elements only.
 
     Raises:
         CheckpointError: see `afm_mlx.checkpoint.weights.stored_tensors`.
@@ -98,7 +99,7 @@ def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
 
 
 def _stride(size: int) -> tuple[int, int]:
-    """Stride and number of the elements that are hashed."""
+    """Return the stride and the number of the elements that are hashed."""
     stride = max(1, size // _SAMPLES)
     # An even stride would visit few columns of a matrix, whose rows are a power of two long as a rule.
     stride -= stride > 1 and stride % 2 == 0
@@ -136,6 +137,6 @@ def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:
 
 
 def _widen(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """Bytes of float16, bfloat16 or float32 as float32, subnormal numbers and -0 as 0."""
+    """View bytes of float16, bfloat16 or float32 as float32, with 0 for subnormal numbers and -0."""
     values = float_values(raw, dtype).astype("<f4", copy=False)
     return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)

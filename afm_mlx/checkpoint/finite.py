@@ -1,10 +1,7 @@
-"""Checks that arrays read from files hold usable numbers, made once, before anything is computed with them.
+"""Checks that arrays from files hold usable numbers, before anything is computed with them.
 
-NaN and infinity are not usable, nor are numbers whose squares overflow float32: the norm of a sum or product
-with such a number overflows.
-
-The check of a model costs one read of its float tensors at memory speed, and nothing of packed codes, of which
-all are numbers.
+NaN and infinity are not usable, nor are numbers whose squares overflow float32: the norm of a vector with such
+a number overflows. Checking a model reads its float tensors once, at memory speed; packed codes need no check.
 """
 
 from __future__ import annotations
@@ -23,22 +20,19 @@ from afm_mlx.errors import CheckpointError, named
 
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))  # just below 2^64
 
-# The largest bits of a usable number of a half type, below the sign.
+# The largest bit pattern of a usable number of a half type, without the sign.
 _LARGEST_HALF = {mx.float16: 0x7BFF, mx.bfloat16: 0x5F7F}
-_SMALL = 1 << 13  # numbers in a tensor that is checked together with others
+_SMALL = 1 << 13  # a tensor with at most this many numbers is checked together with others
 _IN_CACHE = 1 << 17
-"""Numbers of a half type that are looked at together: the second look finds them in the processor's cache."""
+"""Numbers of a half type per pass: the second comparison finds them in the processor's cache."""
 
 
 def read_parameters(model: nn.Module, source: str | Path) -> dict[str, mx.array]:
-    """Read a model's lazy parameters, and refuse numbers that can't be right.
-
-    Returns:
-        The parameters by name.
+    """Read a model's lazy parameters and check their numbers; returns them by name.
 
     Raises:
-        CheckpointError: when a file can't be read, and for NaN, infinity, and scales of keys and values that
-            are not above 0; names the tensor.
+        CheckpointError: if a file can't be read; and for NaN, infinity, and scales of keys and values that are
+            not above 0, with the name of the tensor.
     """
     parameters = dict(tree_flatten(model.parameters()))
     with reading(source):
@@ -71,7 +65,7 @@ def not_finite(tensors: Mapping[str, mx.array]) -> list[str]:
     floats = {name: t for name, t in tensors.items() if mx.issubdtype(t.dtype, mx.floating)}
     small = {name: t for name, t in floats.items() if t.size <= _SMALL}
     large = {name: t for name, t in floats.items() if t.size > _SMALL}
-    # Small tensors are many: norms, and scales of packed layers. To look at each by itself would take longer.
+    # Small tensors are many: norms, and scales of packed layers. One by one, they would take longer.
     bad = [name for name, fine in zip(small, _are_finite(small.values()), strict=True) if not fine]
     return bad + [name for name, tensor in large.items() if not _is_finite(tensor)]
 
@@ -88,7 +82,7 @@ def _are_finite(tensors: Collection[mx.array]) -> list[bool]:
 def _is_finite(tensor: mx.array) -> bool:
     if mx.default_device() == mx.Device(mx.cpu):
         return _is_finite_on_cpu(tensor)
-    # Two reads, and no array of truth values; NaN may hide from them, but not from the sum.
+    # Two reads, and no array of bools. Comparisons may miss NaN; the sum does not.
     ends = mx.stack([mx.max(tensor), -mx.min(tensor)]).astype(mx.float32)
     if mx.isfinite(mx.sum(tensor)).item() and mx.all(ends <= LARGEST).item():
         return True
@@ -96,22 +90,22 @@ def _is_finite(tensor: mx.array) -> bool:
 
 
 def _are_usable(tensor: mx.array) -> bool:
-    # Not by the sum alone, which is one read: it may overflow where the numbers are small.
+    # Not by the sum alone, which is one read: it may overflow even if all numbers are small.
     return bool(mx.all(mx.abs(tensor.astype(mx.float32)) <= LARGEST).item())
 
 
 def _is_finite_on_cpu(tensor: mx.array) -> bool:
-    """True if a tensor is finite, by NumPy: MLX's sums take 3 times as long here, of half types 30 times."""
+    """True if a tensor is finite, by NumPy: on a CPU, MLX's sums take 3 to 30 times as long."""
     if tensor.dtype not in _LARGEST_HALF:
         values = np.array(tensor.reshape(-1), copy=False)
         with np.errstate(all="ignore"):
-            # BLAS reads at memory speed. The sum of squares may overflow where no square does.
+            # BLAS reads at memory speed. The sum of squares may overflow even if no square does.
             return bool(np.isfinite(np.dot(values, values)) or (np.abs(values) <= LARGEST).all())
     largest = _LARGEST_HALF[tensor.dtype]
     bits = np.array(tensor.reshape(-1).view(mx.uint16), copy=False)
     for start in range(0, bits.size, _IN_CACHE):
         part = bits[start : start + _IN_CACHE]
-        # As signed numbers the negative ones are below, as unsigned ones above all others.
+        # Signed comparison finds large positive numbers, unsigned comparison large negative ones.
         if part.view(np.int16).max() > largest or part.max() > largest | 0x8000:
             return False
     return True

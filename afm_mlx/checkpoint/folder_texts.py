@@ -62,7 +62,7 @@ the data may have terms of its own: read both before you use this folder, and be
 
 
 def write_config(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write `config.json` in mlx-lm's manner: sorted, indented by 4."""
+    """Write `config.json` as mlx-lm does: sorted, indented by 4."""
     text = json.dumps(values, indent=4, sort_keys=True)
     (folder / "config.json").write_text(text, encoding="utf-8")
 
@@ -83,10 +83,10 @@ def write_card(
     Args:
         folder: the folder to write into.
         name: the model's name.
-        source: the checkpoint's bare name, without the folders of whoever converts it.
+        source: the checkpoint's bare name, without its folders.
         config: the architecture.
         dtype: type of weights that are not packed.
-        quantization: the content of that key of config.json, or None.
+        quantization: `quantization` of config.json, or None.
         note: a sentence on how layers were packed.
         adapters: names of the adapters in the folder.
     """
@@ -121,28 +121,25 @@ def _write_card(
 
 
 def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer's files of a model folder, for a draft those of its target; returns their names."""
+    """Copy the tokenizer's files of a model folder, for a draft its target's; returns their names."""
     files = tokenizer_files(tokenizer_folder(source))
     for file in files:
         shutil.copyfile(file, folder / file.name)
     return [file.name for file in files]
 
 
-# -- trained models
-
-
 def write_trained_card(
     folder: Path, *, name: str, source: str, model_type: str, what: str, facts: Mapping[str, str]
 ) -> None:
-    """Write the card of a model that was trained here.
+    """Write the card, `README.md`, of a trained model.
 
     Args:
         folder: the folder to write into.
         name: the model's name.
-        source: bare name of the model that training started from.
+        source: bare name of the model before training.
         model_type: `model_type` in the folder's config.json.
-        what: a sentence on what the weights are.
-        facts: figures of the run, by what they are.
+        what: a sentence that describes the weights.
+        facts: figures of the run, by their labels.
     """
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts.items())
     about = _TRAINED.format(what=what, source=source, facts=rows)

@@ -1,4 +1,10 @@
-"""Tensors on their way from and into files: what they are, their bytes, and bytes as numbers."""
+"""Safetensors files: headers are validated before any data is read, and data is written as a stream.
+
+A file may be damaged, or malicious. Data is written tensor by tensor in chunks, so that a model larger than
+memory can be written.
+
+Source of the format: https://github.com/huggingface/safetensors, section "Format".
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +26,15 @@ from safetensors import SafetensorError, safe_open
 
 from afm_mlx.errors import CheckpointError, named
 from afm_mlx.files import output_of
+
+
+class TensorLike(Protocol):
+    """Anything with a shape and a type: an array, or a tensor in a file."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> mx.Dtype: ...
 
 
 @dataclass(frozen=True)
@@ -46,25 +61,25 @@ class StoredTensor(TensorSpec):
     path: Path
     offset: int
 
-    # Files are read, and never mapped: one that is cut off while it is mapped ends the process.
+    # Files are read, never mapped: if a mapped file is cut off, the process ends.
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Bytes `start` to `stop`, all by default, as `uint8` in memory of their own; errors as `read_into`."""
+        """Read bytes `start` to `stop`, by default all, into new memory, `uint8`; raises as `read_into`."""
         raw = np.empty((self.nbytes if stop is None else stop) - start, np.uint8)
         self.read_into(raw, start)
         return raw
 
     def read_into(self, raw: np.ndarray, start: int = 0) -> None:
-        """Fill an array of bytes from byte `start` of the tensor on.
+        """Fill an array of bytes, from byte `start` of the tensor on.
 
         Raises:
-            CheckpointError: when the file can't be read, or ends early.
+            CheckpointError: if the file can't be read, or ends early.
         """
         with self._opened() as file:
             self._fill(file, raw, start)
 
     def read_elements(self, indices: Iterable[int]) -> np.ndarray:
-        """Bytes of single elements, one after the other; errors as `read_into`."""
+        """Read the bytes of single elements, one after the other; raises as `read_into`."""
         width = self.dtype.size
         indices = list(indices)
         raw = np.empty((len(indices), width), np.uint8)
@@ -94,24 +109,24 @@ class StoredTensor(TensorSpec):
 
 
 def array_specs(tensors: Mapping[str, mx.array]) -> list[TensorSpec]:
-    """The specs of arrays that are in memory or lazy."""
+    """Return the specs of arrays, in memory or lazy."""
     return [TensorSpec(name, tuple(array.shape), array.dtype) for name, array in tensors.items()]
 
 
 def array_bytes(array: mx.array) -> np.ndarray:
-    """The bytes of an array, row-major, as numpy `uint8`; bfloat16 included, which numpy lacks."""
+    """Return the bytes of an array, row-major, as NumPy `uint8`; works for bfloat16, which NumPy lacks."""
     return np.array(array.reshape(-1).view(mx.uint8), copy=False)
 
 
 def float_values(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """Bytes of float16, bfloat16 or float32 as numbers of one axis; bfloat16, which NumPy lacks, as float32."""
+    """View bytes of float16, bfloat16 or float32 as (N,) numbers; bfloat16, which NumPy lacks, as float32."""
     raw = raw.reshape(-1)
     if dtype == mx.bfloat16:
         return (raw.view("<u2").astype("<u4") << 16).view("<f4")
     return raw.view("<f2" if dtype == mx.float16 else "<f4")
 
 
-# -- safetensors_file
+# -- files
 
 # The types that MLX loads; safetensors has more.
 _DTYPES: dict[str, mx.Dtype] = {"BOOL": mx.bool_, "BF16": mx.bfloat16}
@@ -122,11 +137,10 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def read_header(path: str | Path) -> dict[str, StoredTensor]:
-    """Validate a safetensors file's header and return its tensors; no data is read.
+    """Validate a safetensors file's header and return its tensors by name; no data is read.
 
     Raises:
-        CheckpointError: when the file is missing, cut off, no safetensors file, or of a type that MLX
-            can't load.
+        CheckpointError: if the file is missing, cut off, no safetensors file, or has a type unknown to MLX.
     """
     path = Path(path)
     if not path.is_file():
@@ -164,7 +178,7 @@ def read_header(path: str | Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def reading(source: str | Path) -> Iterator[None]:
-    """Turn what MLX raises while it reads arrays of a file into a `CheckpointError` that names the source."""
+    """Turn errors of MLX while it reads arrays of a file into a `CheckpointError` that names the source."""
     try:
         yield
     except RuntimeError as error:
@@ -175,10 +189,10 @@ def reading(source: str | Path) -> Iterator[None]:
 
 
 def load_stored(tensors: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
-    """The tensors as lazy arrays. A file that is cut off before they are read makes MLX raise `RuntimeError`.
+    """Load tensors as lazy arrays. If a file is cut off before they are read, MLX raises `RuntimeError`.
 
     Raises:
-        CheckpointError: when MLX finds something else in a file than `tensors` says.
+        CheckpointError: if the content of a file differs from `tensors`.
     """
     weights: dict[str, mx.array] = {}
     for path in {tensor.path: None for tensor in tensors.values()}:
@@ -203,16 +217,16 @@ def write_file(
     report: Callable[[int], None] = lambda written: None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file as a stream; errors as of `write_weights`.
+    """Write one safetensors file as a stream; raises as `write_weights`.
 
     Args:
         path: path of the file.
-        specs: the tensors; those of wider types come first in the file.
+        specs: the tensors; wider types come first in the file.
         read: see `write_weights`.
-        report: called with the bytes written so far after each chunk.
-        metadata: strings for the header; mlx-lm's by default.
+        report: called after each chunk with the bytes written so far.
+        metadata: strings for the header; by default mlx-lm's.
     """
-    # Wide types first keep every tensor aligned to its own type, for readers that map the file.
+    # Wide types first: every tensor is aligned to its own type, for readers that map the file.
     ordered = sorted(specs, key=lambda spec: -spec.dtype.size)
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "mlx"})}
     end = 0
@@ -249,9 +263,9 @@ def write_file(
 def save_file(
     path: str | Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write arrays to one safetensors file; mlx-lm's metadata when none is given.
+    """Write arrays to one safetensors file, by default with mlx-lm's metadata.
 
-    `mx.save_safetensors` does the same, but says nothing when the disk is full.
+    `mx.save_safetensors` does the same, but reports no error if the disk is full.
     """
     write_file(
         Path(path),
@@ -263,7 +277,7 @@ def save_file(
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `CheckpointError` that says what the disk lacks: around writes, not reads."""
+    """Turn an `OSError` of a write into a `CheckpointError` that gives the disk's free space."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Layers that a folder stores packed: what `config.json` says of them, held against the tensors.
+"""Layers that a folder stores packed: their settings in `config.json`, compared with their tensors.
 
-Balanced, affine and palette matrices of 2, 4 and 8 bits become packed layers, mlx-lm's own folders
-included. The formats beside these (3, 5 and 6 bits, mxfp4 and the like) stay MLX's own layers.
+Balanced, affine and palette matrices of 2, 4 and 8 bits become packed layers, in folders of mlx-lm too.
+Other formats (3, 5 and 6 bits, mxfp4 and the like) stay MLX's own layers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
+from afm_mlx.checkpoint.safetensors_file import TensorLike
 from afm_mlx.checkpoint.weights import check_weights
 from afm_mlx.config import ModelConfig, parameter_shapes
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
@@ -36,10 +37,10 @@ _MLX_MOST_BITS, _MLX_MOST_IN_GROUP = 8, 128
 
 
 def quantization_of(values: Mapping[str, Any], source: str | Path) -> dict[str, Any]:
-    """The content of `quantization` in a config.json; empty for a folder that is not quantized.
+    """Return `quantization` of a config.json; empty for a folder that is not quantized.
 
     Raises:
-        ConfigError: when it is no object.
+        ConfigError: if it is no object.
     """
     quantization = values.get("quantization") or values.get("quantization_config") or {}
     if not isinstance(quantization, dict):
@@ -48,10 +49,10 @@ def quantization_of(values: Mapping[str, Any], source: str | Path) -> dict[str, 
 
 
 def stored_settings(quantization: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """What `quantization` says of the layer at a path: the layer's own entry over the common keys.
+    """Return the settings of the layer at a path: its own entry over the common keys of `quantization`.
 
-    An entry of another mode takes none of the common keys. One with a group size or a granularity of its own
-    takes neither of these two from them. The mode is affine when nothing is said of it.
+    An entry with another mode takes none of the common keys. One with its own group size or granularity takes
+    neither of these two from them. The default mode is affine.
     """
     common = {"mode": "affine"} | {k: quantization[k] for k in RULE_KEYS if k in quantization}
     own = quantization.get(path)
@@ -68,10 +69,10 @@ def stored_settings(quantization: Mapping[str, Any], path: str) -> dict[str, Any
 def stored_rule(
     quantization: Mapping[str, Any], path: str, source: str | Path
 ) -> QuantizationRule | None:
-    """The rule of a stored layer; None for a format that only MLX's own layers hold.
+    """Return the rule of a stored layer; None for a format of MLX's own layers only.
 
     Raises:
-        ConfigError: names the layer, and the key that is missing or can't be used.
+        ConfigError: names the layer, and the key that is missing or invalid.
     """
     settings = stored_settings(quantization, path)
     mode, bits, group = settings["mode"], settings.get("bits"), settings.get("group_size")
@@ -94,9 +95,12 @@ def _is_within(value: Any, most: int) -> bool:
 
 
 def _is_stored_packed(
-    path: str, quantization: Mapping[str, Any], tensors: Mapping[str, Any], source: str | Path
+    path: str,
+    quantization: Mapping[str, Any],
+    tensors: Mapping[str, TensorLike],
+    source: str | Path,
 ) -> bool:
-    """True if a layer's tensors are packed; raises `CheckpointError` when the config says otherwise."""
+    """True if a layer's tensors are packed; raises `CheckpointError` if the config contradicts."""
     weight = tensors.get(f"{path}.weight")
     parts = [part for part in PARTS[1:] if f"{path}.{part}" in tensors]
     packed = bool(parts) or (weight is not None and weight.dtype == mx.uint32)
@@ -117,10 +121,10 @@ def _check_stored(
     path: str,
     rule: QuantizationRule,
     shape: tuple[int, ...],
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, TensorLike],
     source: str | Path,
 ) -> None:
-    """Raise unless the tensors of a layer are what its rule makes of a matrix of `shape`."""
+    """Raise unless the tensors of a layer have the shapes and types of its rule for a matrix of `shape`."""
     rule.check(shape, f"{source}: {path}")
     wanted = rule.part_shapes(shape)
     found = {part: tensors[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in tensors}
@@ -142,21 +146,21 @@ def _check_stored(
 
 
 StoredRules: TypeAlias = dict[str, QuantizationRule | None]
-"""Rules of the layers that are stored packed, by their paths; None for a format of MLX's own layers alone."""
+"""Rules of the layers that are stored packed, by path; None for a format of MLX's own layers only."""
 
 
 def stored_rules(
     shapes: Mapping[str, tuple[int, ...]],
     quantization: Mapping[str, Any],
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, TensorLike],
     source: str | Path,
 ) -> StoredRules:
     """Find the layers that are stored packed, and compare their tensors with their settings.
 
     Args:
         shapes: shapes of the float weights, by name.
-        quantization: the dict that `quantization_of` returns.
-        tensors: the folder's tensors, by name; anything with a shape and a dtype.
+        quantization: a result of `quantization_of`.
+        tensors: the folder's tensors, by name.
         source: the folder's config.json, for errors.
 
     Raises:
@@ -175,20 +179,23 @@ def stored_rules(
 
 
 def check_folder_tensors(
-    config: ModelConfig, quantization: Mapping[str, Any], tensors: Mapping[str, Any], source: Path
+    config: ModelConfig,
+    quantization: Mapping[str, Any],
+    tensors: Mapping[str, TensorLike],
+    source: Path,
 ) -> StoredRules:
-    """Compare the tensors of an AFM folder with its config, by headers alone: before anything is built.
+    """Compare the headers of an AFM folder's tensors with its config, before anything is built.
 
     Args:
         config: the architecture.
         quantization, tensors, source: see `stored_rules`.
 
     Returns:
-        What `stored_rules` returns.
+        The result of `stored_rules`.
 
     Raises:
         ConfigError, CheckpointError: name the tensors that are missing, not of the model, of another shape, or
-            integers where numbers belong.
+            integers instead of floats.
     """
     shapes = parameter_shapes(config)
     rules = stored_rules(shapes, quantization, tensors, source)
@@ -211,7 +218,7 @@ def check_folder_tensors(
     return rules
 
 
-def _is_float(tensor: Any) -> bool:
+def _is_float(tensor: TensorLike) -> bool:
     return mx.issubdtype(tensor.dtype, mx.floating)
 
 
@@ -219,10 +226,10 @@ def _mlx_part_shapes(
     path: str,
     shape: tuple[int, ...],
     quantization: Mapping[str, Any],
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, TensorLike],
     source: str | Path,
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer that stays MLX's own, whose types are checked: only affine ones have float scales."""
+    """Return the shapes of a layer in MLX's own format; raise for wrong types: only affine scales are float."""
     settings = stored_settings(quantization, path)
     affine, (rows, inputs) = settings["mode"] == "affine", shape
     groups = (rows, math.ceil(inputs / settings["group_size"]))
@@ -252,11 +259,11 @@ def place_stored_layers(
 
     Args:
         model: a model with float layers, which may be unevaluated.
-        quantization: the dict that `quantization_of` returns.
-        weights: arrays by name, lazy as a rule.
+        quantization: a result of `quantization_of`.
+        weights: arrays by name, usually lazy.
         source: the folder's config.json, for errors.
         dtype: type that embeddings return.
-        rules: what `stored_rules` returned for this very model; None to find out here.
+        rules: the result of `stored_rules` for this model; None to call it here.
 
     Raises:
         ConfigError, CheckpointError: name the layer.
@@ -304,7 +311,7 @@ def _place_mlx_layers(
 
 
 def repack_mlx_layers(model: nn.Module) -> None:
-    """Let this package's kernels run MLX's own quantized layers, where they know the format."""
+    """Replace MLX's own quantized layers, where the format allows it, by packed layers for our kernels."""
     layers: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         if type(module) not in (nn.QuantizedLinear, nn.QuantizedEmbedding):
@@ -318,9 +325,10 @@ def repack_mlx_layers(model: nn.Module) -> None:
 
 
 def settle_scales(model: nn.Module) -> None:
-    """Give the scales of packed layers the type that kernels take: affine ones keep theirs, others are float32.
+    """Cast the scales of packed layers to the type for kernels: affine scales keep theirs, others are float32.
 
-    Where there are no kernels, on a CPU without the extension, affine ones are float32 too, as activations are.
+    On a CPU without the extension, where no kernels run, affine ones are cast to float32 too, the type of
+    activations.
     """
     plain = dispatch.device() == "cpu" and extension.module() is None
     for module in model.modules():
@@ -332,9 +340,9 @@ def settle_scales(model: nn.Module) -> None:
 
 
 def settle_floats(model: nn.Module) -> None:
-    """On a CPU, have a model compute in float32: half types are 10 to 100 times slower there in MLX.
+    """Cast a model's floats to float32 on a CPU, where MLX computes half types 10 to 100 times slower.
 
-    What packed layers are packed to stays as it is.
+    Parts of packed layers keep their type.
     """
     if activation_dtype() != mx.float32:
         return

@@ -1,10 +1,23 @@
-"""PyTorch checkpoint files, read without running what they hold and without loading them whole.
+"""Training checkpoints of Apple's toolkit: the `.pt` file, its config, and the names of its tensors.
 
-A `.pt` file is an uncompressed zip archive of a pickle, which describes the tensors, and of one record of
-raw data per storage. The pickle is read by PyTorch's restricted unpickler, which builds tensors and
-plain containers only; the data is mapped, so that a page of it takes memory only while it is used.
+**The file** is an uncompressed zip archive of a pickle, which describes the tensors, and of one record of raw
+data for each storage. PyTorch's restricted unpickler reads the pickle, and builds only tensors and plain
+containers. The data is mapped: a page of it takes memory only while it is used.
 
-Source: https://docs.pytorch.org/docs/stable/notes/serialization.html.
+**The config** is plain JSON. `tamm` writes only what differs from its defaults, which are repeated here. The
+type tag has had several spellings: `models:AFMTextV7Config` in the adapter toolkit 26.0,
+`module_configs:AFMTextV7Config` in tamm 0.2.0, each with or without `tamm:` before it.
+
+**The names**: tamm calls a block's parts after their position in a sequence of transforms; ours are mlx-lm's
+for `afm7`. With K and V reuse there are two segments of blocks, without it a single sequence. A layer with
+adapters keeps its own weight under `wrapped`, and a LoRA pair for each adapter under `adapters.<id>`:
+`a_transpose` [in, rank] and `b_transpose` [rank, out], which already is MLX's orientation. The fused query, key
+and value layer has three pairs.
+
+Source: https://docs.pytorch.org/docs/stable/notes/serialization.html; `tamm` 0.2.0,
+`tamm/models/afm_text/afm_text_v7.py`, `tamm/layers/common/config.py`,
+`tamm/_adapters_v1/model_adapters/lora.py`, `tamm/ao/arch_optimizers/kv_quant.py`, state dicts of `AFMTextV7`;
+mlx-lm 0.32.2, `mlx_lm/models/afm7.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +48,7 @@ _CHUNK_ELEMENTS = 8 << 20
 
 
 def import_torch() -> Any:
-    """PyTorch, which only the reading of `.pt` files needs.
+    """Import PyTorch, which only `.pt` files need.
 
     Raises:
         AFMError: says how to install it.
@@ -50,11 +63,11 @@ def import_torch() -> Any:
 
 
 def open_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
-    """Map the tensors of a checkpoint that `torch.save` wrote of a state dict.
+    """Map the tensors of a state dict that `torch.save` wrote.
 
     Raises:
-        CheckpointError: when the file is missing, cut off, damaged, no such checkpoint, or holds
-            anything that could run code.
+        CheckpointError: if the file is missing, cut off, damaged, no such checkpoint, or holds anything that
+            could run code.
         AFMError: without PyTorch.
     """
     path = Path(path)
@@ -69,7 +82,7 @@ def open_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
             f"refused. {reason.strip()} Save the state dict alone: torch.save(model.state_dict(), path)."
         ) from None
     except Exception as error:
-        # Whatever a damaged archive makes PyTorch raise: RuntimeError, EOFError, KeyError, ValueError, ...
+        # A damaged archive may make PyTorch raise RuntimeError, EOFError, KeyError, ValueError, ...
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{path} can't be read as a PyTorch checkpoint: {reason}. "
@@ -81,7 +94,7 @@ def open_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def mlx_dtype(tensor: torch.Tensor) -> mx.Dtype | None:
-    """The MLX type of a floating-point tensor; None for all others and 8 bits. float64 counts as float32."""
+    """Return the MLX type of a floating-point tensor, float32 for float64; None for other types and 8 bits."""
     types = {
         "float16": mx.float16,
         "bfloat16": mx.bfloat16,
@@ -95,7 +108,7 @@ def tensor_chunks(tensor: torch.Tensor, dtype: mx.Dtype, name: str) -> Iterator[
     """Yield a floating-point tensor's elements, row-major, as little-endian bytes of `dtype`.
 
     Raises:
-        CheckpointError: on NaN and infinity, and on numbers that float16 can't hold.
+        CheckpointError: for NaN, infinity, and numbers that `dtype` can't hold.
     """
     torch = import_torch()
     target = getattr(torch, str(dtype).removeprefix("mlx.core."))
@@ -123,7 +136,7 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Groups of rows of a few megabytes."""
+    """Yield groups of rows of a few megabytes."""
     if tensor.numel() == 0:
         return
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
@@ -131,7 +144,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def check_archive(path: Path) -> None:
-    """Raise `CheckpointError` when a file is no whole archive as `torch.save` writes it."""
+    """Raise `CheckpointError` unless a file is a complete archive as `torch.save` writes it."""
     again = "Give the .pt file that torch.save wrote."
     if not path.is_file():
         raise CheckpointError(f"{path} is missing or no file.")
@@ -164,7 +177,7 @@ def check_archive(path: Path) -> None:
         raise CheckpointError(
             f"{path} has two entries of one name, and readers differ in which they take. {again}"
         )
-    # The data is mapped where the archive says it lies, which compression or a lying size would break.
+    # The data is mapped by the archive's offsets, which compression or a wrong size would break.
     stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
     if not stored or any(entry.file_size != entry.compress_size for entry in entries):
         raise CheckpointError(f"{path} was packed again with compression. {again}")
@@ -198,7 +211,7 @@ def _check_state(state: Any, path: Path, torch: Any) -> None:
 
 
 def _check_records(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raise `CheckpointError` for data of another size than described: what follows would be read too."""
+    """Raise `CheckpointError` for data of another size than described: reads would go beyond it."""
     with zipfile.ZipFile(path) as archive:
         records = Counter(e.file_size for e in archive.infolist() if "/data/" in e.filename)
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in state.values())}
@@ -209,7 +222,7 @@ def _check_records(state: Mapping[str, torch.Tensor], path: Path) -> None:
         )
 
 
-# -- toolkit_config
+# -- config
 
 _ARCHITECTURE_DEFAULTS: dict[str, Any] = {
     "vocab_size": 153600,
@@ -221,7 +234,7 @@ _ARCHITECTURE_DEFAULTS: dict[str, Any] = {
     "hidden_dim_scale_factor": 3.25,
     "rope_theta": 500000.0,
 }
-# Fields that matter to training or to tamm only: none changes what the trained model computes.
+# Fields for training or tamm only, which don't change what the trained model computes.
 _WITHOUT_EFFECT = set(
     """
     attention_dropout_p hidden_dropout_p include_loss_layer output_hidden_states output_attentions
@@ -233,7 +246,7 @@ _WITHOUT_EFFECT = set(
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """What the config says of one adapter; `y = W x + scale * B A x` with `scale = alpha / rank`."""
+    """Settings of one adapter; `y = W x + scale * B A x` with `scale = alpha / rank`."""
 
     rank: int
     alpha: float
@@ -248,8 +261,8 @@ class LoRASpec:
 class ToolkitConfig:
     """A parsed config: the architecture and the adapters by id.
 
-    An adapter of another kind than LoRA is kept by the name of its type, because it matters only when the
-    checkpoint holds tensors of it.
+    An adapter of another kind than LoRA is represented by the name of its type: it is an error only if the
+    checkpoint holds its tensors.
     """
 
     model: ModelConfig
@@ -262,7 +275,7 @@ def is_toolkit_config(values: Mapping[str, Any]) -> bool:
 
 
 def find_toolkit_config(folder: Path, names: Iterable[str]) -> Path | None:
-    """The first of these files in a folder that is there and that tamm wrote."""
+    """Return the first existing file of these in a folder that tamm wrote; None if there is none."""
     files = [folder / name for name in names if (folder / name).is_file()]
     return next((file for file in files if is_toolkit_config(read_config_json(file))), None)
 
@@ -271,7 +284,7 @@ def read_toolkit_config(path: str | Path) -> ToolkitConfig:
     """Parse a `*-config.json` of tamm.
 
     Raises:
-        ConfigError: on another model type, unknown keys, and options that this package can't honour.
+        ConfigError: for another model type, unknown keys, and options that this package can't honour.
     """
     values = read_config_json(path)
     kind = _type_name(values)
@@ -343,7 +356,7 @@ def _adapter(entry: Mapping[str, Any], where: str) -> LoRASpec | str:
     return LoRASpec(rank, float(alpha), float(dropout))
 
 
-# -- toolkit_keys
+# -- names
 
 _OUTER = {
     "embedding.weight": "model.embedding.weight",
@@ -385,7 +398,7 @@ _RANGE = re.compile(
 
 @dataclass
 class KeyMap:
-    """Keys of a checkpoint by what they become.
+    """Keys of a checkpoint, by the parameters that they become.
 
     Attributes:
         weights: our parameter name -> key.
@@ -401,10 +414,10 @@ class KeyMap:
 
 
 def map_keys(keys: Iterable[str], source: str) -> KeyMap:
-    """Sort a checkpoint's keys by what they become.
+    """Map a checkpoint's keys to our parameters.
 
     Raises:
-        CheckpointError: names every unknown key, and two keys that mean the same.
+        CheckpointError: names unknown keys, and two keys of one parameter.
     """
     result, unknown = KeyMap(), []
     for key in keys:
@@ -425,12 +438,12 @@ def map_keys(keys: Iterable[str], source: str) -> KeyMap:
 
 
 def adapter_key(name: str, adapter: str, segmented: bool) -> str:
-    """Key of one of our LoRA tensors in a state dict: what `map_keys` undoes.
+    """Return the key of one of our LoRA tensors in a state dict: the inverse of `map_keys`.
 
     Args:
-        name: name of our tensor, such as `model.layers.0.self_attn.qkv_proj.lora_a.0`.
+        name: our name of the tensor, such as `model.layers.0.self_attn.qkv_proj.lora_a.0`.
         adapter: the id.
-        segmented: whether the model has blocks that reuse keys and values.
+        segmented: True if the model has blocks that reuse keys and values.
     """
     _, kind, layer, group, leaf, matrix, *part = name.split(".")
     segment = f"segment_{int(kind == 'kv_reuse_layers')}." if segmented else ""

@@ -1,6 +1,6 @@
-"""Weight files of a model folder: found and read, checked against shapes, and written.
+"""Weight files of a model folder: finding, reading, checking and writing them.
 
-The layout is mlx-lm's: `model.safetensors`, or shards of 5 GiB at most that are named
+The layout is mlx-lm's: `model.safetensors`, or shards of at most 5 GiB that are named
 `model-0000i-of-0000N.safetensors`, and `model.safetensors.index.json`.
 """
 
@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -37,11 +37,18 @@ _LINE = 300
 _SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
+class HasShape(Protocol):
+    """Anything with a shape."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
 def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
-    """The tensors of a model folder by name, from validated headers; no data is read.
+    """Return the tensors of a model folder by name, from validated headers; no data is read.
 
     Raises:
-        CheckpointError: on missing or damaged files, and when the index and the files disagree.
+        CheckpointError: for missing or damaged files, and if the index and the files disagree.
     """
     folder = Path(folder)
     index = folder / INDEX_NAME
@@ -69,7 +76,7 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def load_weights(folder: str | Path) -> dict[str, mx.array]:
-    """Load a model folder's tensors lazily: MLX reads the data of an array when it is first used.
+    """Load a model folder's tensors lazily: MLX reads an array's data at its first use.
 
     Raises:
         CheckpointError: see `stored_tensors`.
@@ -78,12 +85,12 @@ def load_weights(folder: str | Path) -> dict[str, mx.array]:
 
 
 def check_weights(
-    expected: Mapping[str, Sequence[int]], weights: Mapping[str, Any], source: str | Path
+    expected: Mapping[str, Sequence[int]], weights: Mapping[str, HasShape], source: str | Path
 ) -> None:
-    """Compare the names and shapes of `weights` (anything with a `.shape`) with `expected`.
+    """Compare the names and shapes of weights with the expected ones.
 
     Raises:
-        CheckpointError: one that lists what is missing, unexpected and of the wrong shape.
+        CheckpointError: lists tensors that are missing, unexpected or of the wrong shape.
     """
     found = {
         "missing": [name for name in expected if name not in weights],
@@ -111,22 +118,22 @@ def write_weights(
     total_parameters: int | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write a model folder's safetensors files and their index; peak memory is what `read` holds.
+    """Write a model folder's safetensors files and their index; memory holds one chunk of `read`.
 
     Args:
-        folder: an existing folder, as a rule one that `afm_mlx.files.atomic_folder` yields.
+        folder: an existing folder, usually one from `afm_mlx.files.atomic_folder`.
         specs: the tensors, in the order in which shards are filled.
-        read: yields the data of a tensor, row-major and little-endian, in chunks with the buffer
-            protocol. It is called once for each tensor.
-        max_shard_bytes: a tensor that is larger gets a shard of its own.
-        total_parameters: number of parameters in the index; by default that of the elements.
-        progress: called after each chunk with the bytes written and the bytes in all.
+        read: called once for each tensor; yields its data, row-major and little-endian, in chunks with the
+            buffer protocol.
+        max_shard_bytes: the size of a shard; a larger tensor gets its own.
+        total_parameters: number of parameters for the index; by default the number of elements.
+        progress: called after each chunk with bytes written and bytes in all.
 
     Returns:
         The paths of the shards.
 
     Raises:
-        CheckpointError: when the disk has no room.
+        CheckpointError: if the disk has no room.
     """
     folder = Path(folder)
     total = sum(spec.nbytes for spec in specs)
@@ -153,13 +160,13 @@ def write_weights(
 
 
 def save_weights(folder: str | Path, weights: Mapping[str, mx.array], **options: Any) -> list[Path]:
-    """Write arrays as a model folder's weight files; `options` are those of `write_weights`."""
+    """Write arrays as a model folder's weight files; for `options` see `write_weights`."""
     specs = array_specs(weights)
     return write_weights(folder, specs, lambda spec: [array_bytes(weights[spec.name])], **options)
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise `CheckpointError` when the disk of a folder, which lies in the place of an output, has no room."""
+    """Raise `CheckpointError` if the disk of an output's temporary folder has fewer bytes free than needed."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
@@ -188,7 +195,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map. Copy or download the model folder again.")
     for name in weight_map.values():
-        # The names come from a file of others: one that leaves the folder would read what it should not.
+        # The index may be malicious: a name must not lead out of the folder.
         if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
             raise CheckpointError(
                 f"{path} names the file {shown(name)}; only names of *.safetensors files in the same folder "
@@ -215,7 +222,7 @@ def _find_files(folder: Path) -> list[str]:
 
 
 def _first(names: Sequence[str]) -> str:
-    """Up to five of the names, as many as a line holds, and how many there are beyond."""
+    """Join up to five names, as many as fit into a line, and the number of the others."""
     chosen = list(itertools.accumulate(map(named, names[:5]), "{}, {}".format))
     fitting = [text for text in chosen if len(text) <= _LINE] or chosen[:1]
     more = len(names) - len(fitting)

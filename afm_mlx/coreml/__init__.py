@@ -1,9 +1,9 @@
-"""Core ML packages of AFM models: what they hold, and running them on a Mac.
+"""Core ML packages of AFM models: reading them, and running them on a Mac.
 
-| file | what it holds |
+| file | content |
 | --- | --- |
-| `availability.py` | whether Core ML can run here, and coremltools |
-| `package.py` | what a package says of itself: functions, lengths, context |
+| `availability.py` | requirements: coremltools, and macOS |
+| `package.py` | a package's description: functions, lengths, context |
 | `coreml_model.py` | a package that is loaded: prompts to logits, and which device runs what |
 """
 

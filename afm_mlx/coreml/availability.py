@@ -1,4 +1,4 @@
-"""True if Core ML can run here: macOS, and coremltools."""
+"""Requirements of Core ML packages: coremltools, and to run them macOS."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ REINSTALL = f"pip install --force-reinstall 'coremltools>={COREMLTOOLS}'"
 
 
 def import_coremltools() -> Any:
-    """coremltools, without its remarks about other packages.
+    """Import coremltools, without its warnings about other packages.
 
     Raises:
-        AFMError: when it is missing, too old or can't be imported.
+        AFMError: if it is missing, too old or can't be imported.
     """
     logger = logging.getLogger("coremltools")
     level = logger.level
@@ -50,9 +50,9 @@ def import_coremltools() -> Any:
 
 
 def obstacle() -> str | None:
-    """Why no Core ML package can run here, and what to do about it; None where it can."""
+    """Return why no Core ML package can run here, and what to do about it; None if one can."""
     if platform.system() != "Darwin":
-        return f"Core ML is there on macOS {MACOS} and later, and this is {platform.system()}: ask a Mac"
+        return f"Core ML needs macOS {MACOS} or later, and this is {platform.system()}: use a Mac"
     version = platform.mac_ver()[0]
     if int(version.partition(".")[0] or 0) < MACOS:
         return f"packages with states need macOS {MACOS} or later, and this is macOS {version}: update it"

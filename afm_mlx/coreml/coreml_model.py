@@ -1,8 +1,4 @@
-"""A prompt in calls of the lengths that a package takes.
-
-Calls of any lengths make the same keys and values, so what is left to choose is the time: a call reads all
-weights, however few its tokens are, and computes all its tokens, however many of them are padding.
-"""
+"""Running a Core ML package on a Mac, through coremltools: prompts to logits, and which device runs what."""
 
 from __future__ import annotations
 
@@ -19,70 +15,28 @@ from afm_mlx.coreml.availability import import_coremltools, obstacle
 from afm_mlx.coreml.package import DECODE, PREFILL, CoreMLPackage
 from afm_mlx.errors import AFMError, ContextLengthError, shown
 
-ONE_TOKEN = 0
-"""Stands for a call of `decode` with one token, whose logits are dropped."""
-
-_CALL = 32
-"""Tokens that take as long to compute as the weights take to read, roughly."""
-
-
-def prompt_chunks(count: int, lengths: Sequence[int], room: int) -> list[int]:
-    """Lengths of the calls that together take a prompt, in order.
-
-    Only the last one may be longer than what is left of the prompt. The rest of it is padding: what it writes
-    lies behind the prompt, where no token looks before another one has been written there.
-
-    Args:
-        count: tokens of the prompt.
-        lengths: numbers of tokens that `prefill` takes.
-        room: columns of the context behind the prompt, which padding may use.
-
-    Returns:
-        Each of `lengths`, or `ONE_TOKEN`.
-    """
-    costs, first = [0], [ONE_TOKEN]
-    for left in range(1, count + 1):
-        # A call of `decode` runs the reuse blocks and the head, too.
-        options = [(2 * (_CALL + 1) + costs[left - 1], ONE_TOKEN)]
-        options += [
-            (_CALL + length + costs[max(0, left - length)], length)
-            for length in lengths
-            if length - left <= room
-        ]
-        cost, length = min(options)
-        costs.append(cost)
-        first.append(length)
-    chunks, left = [], count
-    while left > 0:
-        chunks.append(first[left])
-        left -= first[left] or 1
-    return chunks
-
-
-# -- functions
-
 COMPUTE_UNITS = ("CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE", "ALL")
-"""What a package may run on; `CPU_AND_NE` is the CPU and the Neural Engine."""
+"""Devices that a package may run on; `CPU_AND_NE` is the CPU and the Neural Engine."""
 
 
 class LoadedFunction(Protocol):
-    """A function, as coremltools has it."""
+    """A loaded function of coremltools."""
 
     def make_state(self) -> Any:
-        """Keys and values, all zeros; functions of one package share them."""
+        """Return keys and values of zeros, which functions of one package share."""
 
     def predict(self, inputs: dict[str, np.ndarray], state: Any) -> Mapping[str, np.ndarray]:
-        """Outputs by name; the state is written to."""
+        """Return outputs by name, and write into the state."""
 
 
 class CompiledPackage:
-    """A package that Core ML has compiled into a folder of its own, which goes with this object.
+    """A package compiled by Core ML, in a folder that is deleted with this object.
 
     Args:
         path: the `.mlpackage` folder.
 
     Raises:
-        AFMError: when Core ML can't run here, or can't compile the package.
+        AFMError: if Core ML can't run here, or can't compile the package.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,14 +53,14 @@ class CompiledPackage:
             raise AFMError(f"Core ML can't compile {path}: {_one_line(error)}") from error
 
     def load(self, names: Sequence[str], compute_units: str) -> list[LoadedFunction]:
-        """Functions that are ready to run; for the Neural Engine this may take minutes.
+        """Load functions, which for the Neural Engine may take minutes.
 
         Args:
-            names: of the functions.
+            names: the functions' names.
             compute_units: one of `COMPUTE_UNITS`.
 
         Raises:
-            AFMError: when Core ML can't load one.
+            AFMError: if Core ML can't load one.
         """
         units = self._units(compute_units)
         try:
@@ -120,7 +74,7 @@ class CompiledPackage:
             ) from error
 
     def plan(self, compute_units: str) -> Any:
-        """coremltools' `MLComputePlan` for the package on some compute units."""
+        """Return coremltools' `MLComputePlan` for the package on these compute units."""
         plans = self._tools.models.compute_plan.MLComputePlan
         return plans.load_from_path(self._compiled, self._units(compute_units))
 
@@ -136,13 +90,11 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-# -- model
-
 _PADDING = 0
 
 
 class CoreMLModel:
-    """A package of `afm-mlx convert --to coreml` in Core ML, with the keys and values of one conversation.
+    """A loaded package of `afm-mlx convert --to coreml`, with the keys and values of one conversation.
 
         model = CoreMLModel("model.mlpackage", compute_units="CPU_AND_NE")
         for token in model.greedy(prompt, max_tokens=100, end_tokens={2}):
@@ -154,11 +106,11 @@ class CoreMLModel:
         adapter: name of an adapter of the package; None for none.
 
     Attributes:
-        package: what the package says of itself.
-        position: number of tokens whose keys and values are there.
+        package: the package's description.
+        position: number of tokens that have keys and values.
 
     Raises:
-        AFMError: when the package is damaged or was made by others, has no such adapter, or can't run here.
+        AFMError: if the package is damaged or was made by others, has no such adapter, or can't run here.
     """
 
     def __init__(
@@ -174,14 +126,14 @@ class CoreMLModel:
         self.position = 0
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Write keys and values of tokens, and compute nothing else.
+        """Compute the keys and values of the next tokens, and no logits.
 
         Args:
-            tokens: ids of the next tokens, any number of them.
+            tokens: ids of any number of tokens.
 
         Raises:
-            AFMError: for ids that the vocabulary does not have.
-            ContextLengthError: for more tokens than the context has room for.
+            AFMError: for ids outside of the vocabulary.
+            ContextLengthError: for more tokens than fit into the context.
         """
         ids = self._checked(tokens)
         room = self.package.config.context_length - self.position - len(ids)
@@ -198,7 +150,7 @@ class CoreMLModel:
             self.position += len(chunk)
 
     def decode(self, token: int) -> np.ndarray:
-        """The logits behind one more token.
+        """Return the logits after one more token.
 
         Args:
             token: its id.
@@ -207,21 +159,21 @@ class CoreMLModel:
             (vocab_size,) float32.
 
         Raises:
-            AFMError: for an id that the vocabulary does not have.
-            ContextLengthError: when the context is full.
+            AFMError: for an id outside of the vocabulary.
+            ContextLengthError: if the context is full.
         """
         logits = self._call(self._decode, self._checked([token]))["logits"]
         self.position += 1
         return np.asarray(logits, np.float32).reshape(-1)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """The logits behind a prompt: `prefill` of all tokens but the last, and `decode` of that.
+        """Return the logits after a prompt: `prefill` of all tokens but the last one, which goes to `decode`.
 
         Returns:
             (vocab_size,) float32.
 
         Raises:
-            AFMError: for no token at all, and as `prefill` does.
+            AFMError: if there is no token, and as `prefill` does.
         """
         if not len(tokens):
             raise AFMError("The prompt has no tokens; one at least is needed.")
@@ -232,12 +184,12 @@ class CoreMLModel:
     def greedy(
         self, tokens: Sequence[int], max_tokens: int, end_tokens: Collection[int] = ()
     ) -> Iterator[int]:
-        """Tokens that follow a prompt, the most likely one each time.
+        """Yield the tokens that follow a prompt, each the most likely one.
 
         Args:
-            tokens: ids of the prompt, which goes on from `position`.
-            max_tokens: ids to make at most.
-            end_tokens: ids that end the answer; they are not part of it.
+            tokens: ids of the prompt, which continues from `position`.
+            max_tokens: the most tokens to generate.
+            end_tokens: ids that end the answer and are not part of it.
         """
         logits = self.logits(tokens)
         for left in reversed(range(max_tokens)):
@@ -249,10 +201,10 @@ class CoreMLModel:
                 logits = self.decode(token)
 
     def rewind(self, position: int = 0) -> None:
-        """Forget the tokens from a position on.
+        """Drop the tokens from a position on.
 
         Raises:
-            AFMError: for a position that has not been reached.
+            AFMError: for a position beyond `position`.
         """
         if not 0 <= position <= self.position:
             raise AFMError(
@@ -265,7 +217,7 @@ class CoreMLModel:
         return dict(function.predict(inputs, self._state))
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        """(L,) int32 of tokens that the vocabulary and the context have room for."""
+        """Return tokens as (L,) int32; raise unless they are in the vocabulary and fit into the context."""
         config = self.package.config
         ids = np.asarray(tokens, np.int64).reshape(-1)
         for wrong in ids[(ids < 0) | (ids >= config.vocab_size)]:
@@ -280,12 +232,55 @@ class CoreMLModel:
         return ids.astype(np.int32)
 
     def _check_end(self, end: int, length: int) -> None:
-        # Core ML has run other lengths than it was given before, without an error.
+        # Core ML has been seen to run another length than it was given, without an error.
         if end != self.position + length:
             raise AFMError(
                 f"Core ML read {end - self.position} tokens of {length}, on {self._units}. Try other compute "
                 "units, or a package with one prompt length."
             )
+
+
+# -- prompts
+
+ONE_TOKEN = 0
+"""Represents a call of `decode` with one token, whose logits are dropped."""
+
+_CALL = 32
+"""Number of tokens that take roughly as long to compute as the weights take to read."""
+
+
+def prompt_chunks(count: int, lengths: Sequence[int], room: int) -> list[int]:
+    """Return the lengths of the calls that together prefill a prompt in the least time, in order.
+
+    All choices of lengths compute the same keys and values. A call reads all weights, however few its tokens,
+    and computes all its tokens, padding included. Only the last call may be longer than the rest of the prompt.
+    Its padding writes columns after the prompt, which are written again before any token sees them.
+
+    Args:
+        count: tokens of the prompt.
+        lengths: numbers of tokens that `prefill` takes.
+        room: columns of the context after the prompt, which padding may use.
+
+    Returns:
+        Each of `lengths`, or `ONE_TOKEN`.
+    """
+    costs, first = [0], [ONE_TOKEN]
+    for left in range(1, count + 1):
+        # A call of `decode` runs the reuse blocks and the head too.
+        options = [(2 * (_CALL + 1) + costs[left - 1], ONE_TOKEN)]
+        options += [
+            (_CALL + length + costs[max(0, left - length)], length)
+            for length in lengths
+            if length - left <= room
+        ]
+        cost, length = min(options)
+        costs.append(cost)
+        first.append(length)
+    chunks, left = [], count
+    while left > 0:
+        chunks.append(first[left])
+        left -= first[left] or 1
+    return chunks
 
 
 # -- devices
@@ -300,7 +295,7 @@ _DEVICES = {
 def planned_devices(
     package: str | Path, compute_units: str, adapter: str | None = None
 ) -> dict[str, dict[str, float]]:
-    """The devices that Core ML means to run `prefill` and `decode` on, by their share of the cost.
+    """Return the devices that Core ML plans to run `prefill` and `decode` on, by their share of the cost.
 
     Args:
         package: the `.mlpackage` folder.
@@ -308,11 +303,11 @@ def planned_devices(
         adapter: name of an adapter of the package; None for none.
 
     Returns:
-        Shares of "CPU", "GPU" and "Neural Engine" by "prefill" and "decode"; without a function that Core ML
-        says nothing of.
+        Shares of "CPU", "GPU" and "Neural Engine" by "prefill" and "decode", without functions that the plan
+        does not cover.
 
     Raises:
-        AFMError: when the package is damaged or was made by others, has no such adapter, or can't run here.
+        AFMError: if the package is damaged or was made by others, has no such adapter, or can't run here.
     """
     described = CoreMLPackage.read(package)
     names = described.function_names(adapter)
@@ -327,14 +322,14 @@ def planned_devices(
 
 
 def device_shares(plan: Any, function: Any) -> dict[str, float]:
-    """Shares of the devices in a function's cost, from coremltools' `MLComputePlan`.
+    """Return the shares of devices in a function's cost, from coremltools' `MLComputePlan`.
 
-    Where the plan knows devices but no costs, each operation counts as much as another.
+    If the plan has devices but no costs, all operations count the same.
     """
     devices, costs = [], []
     for operation in function.block.operations:
         usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
-        if usage is None:  # constants, and what the plan does not know
+        if usage is None:  # constants, and operations that the plan does not cover
             continue
         kind = type(usage.preferred_compute_device).__name__
         devices.append(_DEVICES.get(kind, kind))

@@ -1,4 +1,4 @@
-"""What a Core ML package says of itself."""
+"""The description of a Core ML package, read and checked on any system that coremltools has a wheel for."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _PATH = 200  # characters of a file's path in a package
 
 @dataclass(frozen=True)
 class CoreMLPackage:
-    """The description of a package.
+    """Description of a package.
 
     Args:
         path: the `.mlpackage` folder.
-        config: the architecture of the model that it was made from.
-        arrangement: of its operators, "linear" or "neural_engine".
+        config: the architecture of its model.
+        arrangement: "linear" or "neural_engine", the arrangement of operators.
         prompt_lengths: numbers of tokens that `prefill` takes, ascending.
         adapters: names of the adapters that have functions.
     """
@@ -48,10 +48,10 @@ class CoreMLPackage:
 
     @classmethod
     def read(cls, path: str | Path) -> CoreMLPackage:
-        """Read a package's description; on any system that coremltools has a wheel for.
+        """Read a package's description.
 
         Raises:
-            AFMError: when coremltools is missing, the folder is no package or damaged, or the package was not
+            AFMError: if coremltools is missing, the folder is no package or damaged, or the package was not
                 made by `afm-mlx convert --to coreml`.
         """
         path = Path(path)
@@ -75,10 +75,10 @@ class CoreMLPackage:
         return cls(path, config, arrangement, lengths[0], tuple(adapters))
 
     def function_names(self, adapter: str | None = None) -> tuple[str, str]:
-        """The functions that read a prompt and that give logits, with an adapter or without.
+        """Return the names of the functions `prefill` and `decode`, with an adapter or without.
 
         Raises:
-            AFMError: when the package has no functions of that adapter.
+            AFMError: if the package has no functions of that adapter.
         """
         if adapter is None:
             return PREFILL, DECODE
@@ -98,7 +98,7 @@ def _fail(path: Path, what: str) -> NoReturn:
 
 
 def _model_file(path: Path) -> Path:
-    """The model's file, as the package's manifest names it."""
+    """Return the model's file, which the package's manifest names."""
     manifest = path / "Manifest.json"
     if not manifest.is_file():
         what = "has no Manifest.json" if path.is_dir() else "is no folder"
@@ -119,7 +119,7 @@ def _model_file(path: Path) -> Path:
 
 
 def _inside(path: Path, place: Any) -> str:
-    """A path relative to a folder of the package that does not lead out of it."""
+    """Return a relative path; raise `CheckpointError` if it leads out of the package."""
     parts = PurePosixPath(place).parts if isinstance(place, str) else ()
     if not parts or {"/", "//", ".."} & {*parts} or len(place) > _PATH or not place.isprintable():
         raise _unreadable(path, f"it names the file {shown(place)}, which is no path inside it")
@@ -147,7 +147,7 @@ def _read_spec(path: Path, model: Path) -> Any:
 
 
 def _check_weights(path: Path, folder: Path, spec: Any) -> None:
-    """Raise `CheckpointError` unless the package's files hold all arrays that its functions name."""
+    """Raise `CheckpointError` unless the package's files hold all arrays of its functions."""
     blobs = {
         (value.blobFileValue.fileName, value.blobFileValue.offset)
         for function in spec.mlProgram.functions.values()
@@ -171,7 +171,7 @@ def _operations(block: Any) -> Iterator[Any]:
 
 
 def _functions(path: Path, spec: Any) -> dict[str, Any]:
-    """Descriptions of the functions, by name."""
+    """Return the descriptions of the functions, by name."""
     functions = {function.name: function for function in spec.description.functions}
     if len(functions) < len(spec.description.functions):
         _fail(path, "two of its functions have one name")
@@ -187,7 +187,7 @@ def _functions(path: Path, spec: Any) -> dict[str, Any]:
 def _check_function(
     path: Path, name: str, functions: Mapping[str, Any], config: ModelConfig
 ) -> tuple[int, ...]:
-    """Hold the shapes of a function against the architecture; return how many tokens it takes, ascending."""
+    """Compare a function's shapes with the architecture; returns its numbers of tokens, ascending."""
     if name not in functions:
         _fail(path, f"it has no function {named(name)}")
     function = functions[name]

@@ -395,7 +395,7 @@ def _shares_of_range(units: Array, low: Array, high: Array, dtype: mx.Dtype) -> 
 def _are_whole(share: Array, slack: Array, steps: int) -> Array:
     """Return (U,), True for units whose weights may all be whole numbers of `steps` in the range."""
     place = share * np.float32(steps)
-    return (np.abs(place - np.rint(place)) <= slack * np.float32(steps)).all(axis=1)
+    return np.asarray((np.abs(place - np.rint(place)) <= slack * np.float32(steps)).all(axis=1))
 
 
 def _fit_line(

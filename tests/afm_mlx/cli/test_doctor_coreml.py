@@ -75,7 +75,7 @@ def test_a_package_that_fails(core_ml, here, run, monkeypatch):
 
 @pytest.mark.skipif(platform.system() == "Darwin", reason="Core ML runs there")
 def test_a_system_without_core_ml(core_ml, done, fails):
-    reason = f"Core ML is there on macOS 15 and later, and this is {platform.system()}: ask a Mac"
+    reason = f"Core ML needs macOS 15 or later, and this is {platform.system()}: use a Mac"
     for package in ((), (core_ml.package,)):
         out = done("doctor", "--coreml", *package, "--model", core_ml.folder, "--report", "r.json")
         assert out.endswith(f"\nnot run here\n  {reason}\n\nNothing was compared. Report: r.json\n")

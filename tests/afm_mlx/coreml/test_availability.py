@@ -22,7 +22,7 @@ BROKEN = ImportError("numpy.core is gone", name="numpy.core")
 @each(
     "system, macos, module, words",
     [
-        ("Linux", "", None, "Core ML is there on macOS 15 and later, and this is Linux: ask a Mac"),
+        ("Linux", "", None, "Core ML needs macOS 15 or later, and this is Linux: use a Mac"),
         ("Darwin", "14.7.1", None, "need macOS 15 or later, and this is macOS 14.7.1"),
         ("Darwin", "26.0", MISSING, "not installed, .*[coreml]"),
         ("Darwin", "26.0", BROKEN, "can't be imported (numpy.core is gone)"),
