@@ -138,7 +138,7 @@ def named_grammars(grammar: str, name: str) -> list[dict[str, Any]]:
     return [{**first, "name": name}, *rest]
 
 
-def _kept_grammar(schema: object) -> str:
+def _kept_grammar(schema: Mapping[str, Any] | bool) -> str:
     """The grammar of a schema; recent ones of schemas up to `MAX_KEPT` are cached."""
     from afm_mlx.guidance.schema.compile import schema_grammar  # it imports `referencing`: 30 ms
 
