@@ -61,6 +61,19 @@ def test_modules_of_an_import():
         assert len(modules) <= budget, (statement, len(modules), modules)
 
 
+def test_libraries_of_json_schema_are_imported_when_one_is_compiled():
+    code = """
+import sys
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance import matcher, types
+Constraint.regex("a+")
+libraries = {"referencing", "jsonschema_specifications", "jsonschema", "pydantic"}
+assert not libraries & set(sys.modules), libraries & set(sys.modules)
+Constraint.json_schema({"type": "null"})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_bytes_that_the_wheel_carries():
     for pattern, megabytes in MEGABYTES.items():
         rooms = ("afm_mlx", "kernels", "converters", "adapters")

@@ -14,18 +14,7 @@ from tests.hostile.harness import Case, run_cases
 from tests.tools.random_schemas import random_document, random_schema
 
 NAMES = [f"p{i}" for i in range(40)]
-KEYWORDS = [
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "items",
-    "properties",
-    "if",
-    "contains",
-    "$defs",
-    "dependentSchemas",
-]
+KEYWORDS = "allOf anyOf oneOf not items properties if contains $defs dependentSchemas".split()
 
 
 def nested(keyword, depth, rng):
@@ -98,32 +87,10 @@ def chained(size, rng):
 
 def counted(size, rng):
     """Counts and lengths beyond reason."""
-    keys = [
-        "minItems",
-        "maxItems",
-        "minLength",
-        "maxLength",
-        "minProperties",
-        "maxProperties",
-        "minContains",
-    ]
-    keys += ["maxContains", "minimum", "maximum", "exclusiveMinimum", "multipleOf"]
-    values = [
-        size,
-        10**9,
-        2**63,
-        10**30,
-        10**400,
-        1e308,
-        1e-308,
-        -1,
-        0.1,
-        "1",
-        None,
-        True,
-        [],
-        float("nan"),
-    ]
+    keys = "minItems maxItems minLength maxLength minProperties maxProperties minContains".split()
+    keys += "maxContains minimum maximum exclusiveMinimum multipleOf".split()
+    values = [size, 10**9, 2**63, 10**30, 10**400, 1e308, 1e-308, -1, 0.1, "1", None, True, []]
+    values.append(float("nan"))
     schema = {str(key): values[rng.integers(len(values))] for key in rng.choice(keys, 3)}
     return schema | {
         "contains": {"type": "string"},
@@ -134,23 +101,9 @@ def counted(size, rng):
 
 def patterned(size, rng):
     """Patterns that take other engines forever."""
-    patterns = [
-        "^(a+)+$",
-        "(x+x+)+y",
-        "^(?:a|b)*a(?:a|b){60}$",
-        "((a{1,99}){1,99}){1,99}",
-        "a{99999}",
-        "(?!a)" * 50,
-    ]
-    patterns += [
-        "(" * 500,
-        "[" + "a-z" * 900,
-        "^(?:(?!b).)*$",
-        "\\p{L}",
-        "(?<n>a)\\k<n>",
-        ".*" * 60,
-        "a|" * 2000,
-    ]
+    patterns = r"^(a+)+$ (x+x+)+y ^(?:a|b)*a(?:a|b){60}$ ((a{1,99}){1,99}){1,99} a{99999}".split()
+    patterns += r"^(?:(?!b).)*$ \p{L} (?<n>a)\k<n>".split()
+    patterns += ["(?!a)" * 50, "(" * 500, "[" + "a-z" * 900, ".*" * 60, "a|" * 2000]
     chosen = rng.choice(patterns, 3)
     names = {f"{pattern}{i}": {"minLength": i} for i, pattern in enumerate(chosen)}
     return {
@@ -209,8 +162,8 @@ def damaged(schema, rng):
         float("inf"),
         (1,),
         {1: 2},
-        {"$id": 5},
     ]
+    wrong.append({"$id": 5})
     holder[keys[rng.integers(len(keys))]] = wrong[rng.integers(len(wrong))]
     return schema
 
