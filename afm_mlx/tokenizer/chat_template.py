@@ -11,15 +11,16 @@ Source: tamm 0.2.0, `preprocessors/instruct_lm/afm/afm_v6.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import NoReturn
 
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.installation import package_problem
-from afm_mlx.tokenizer.chat_messages import Message, checked_messages, checked_tools
-from afm_mlx.tokenizer.control_tokens import CallerText, free_mark, marked, strings_in
+from afm_mlx.tokenizer.chat_messages import Message
+from afm_mlx.tokenizer.control_tokens import CallerText, marked, strings_in
 from afm_mlx.tokenizer.vocabulary import read_text
 
 TEMPLATE_BYTES = 1 << 20
@@ -174,53 +175,25 @@ def read_chat_template(folder: Path, config: Mapping[str, object]) -> ChatTempla
     return ChatTemplate(source, str(folder / "tokenizer_config.json"))
 
 
+@dataclass
 class Chat:
-    """Messages, tools and variables, checked, and the template that renders them.
+    """A chat to be rendered.
 
     Args:
         template: renders the chat.
-        messages: messages, see `chat_messages.checked_messages`.
-        tools: tool definitions; None for the system message's own.
+        messages: the caller's messages, see `checked_messages`.
+        variables: the caller's variables for the template, tools included.
+        own: the template's own variables.
         separator: name of the token before a chat, which templates for other programs may write.
-        eos_token: name of the token that ends a message.
-        add_generation_prompt, continue_final_message: see `AFMTokenizer.apply_chat_template`.
-        variables: the caller's further variables for the template.
-
-    Raises:
-        TokenizerError: for messages or tools that can't be honoured.
+        open_end: text to remove at the end, so that the last message stays open; None to remove nothing.
     """
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] | None,
-        *,
-        separator: str,
-        eos_token: str,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, object],
-    ) -> None:
-        self.template = template
-        self._separator, self._eos_token = separator, eos_token
-        self._messages = checked_messages(messages)
-        own_tools = self._messages[0].pop("tools", None)
-        if own_tools and tools:
-            raise TokenizerError(
-                "Tool definitions are given twice, as tools= and as messages[0]['tools']. Leave one out."
-            )
-        self._is_open = continue_final_message
-        self._variables = {**variables, "tools": checked_tools(tools) if tools else own_tools}
-        # If the caller gives another value for one of these two, that value is the caller's text.
-        own = {"target_role": "assistant", "eos_token": eos_token}
-        own = {name: value for name, value in own.items() if variables.get(name, value) == value}
-        self._own = own | {
-            "bos_token": "",
-            "arguments_are_decoded": True,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
+    template: ChatTemplate
+    messages: list[Message]
+    variables: dict[str, object]
+    own: dict[str, object]
+    separator: str
+    open_end: str | None
 
     def render(self, mark: str = "") -> str:
         """Render the prompt's text, without the separator.
@@ -231,7 +204,7 @@ class Chat:
         Raises:
             TokenizerError: if the template fails, see `ChatTemplate.render`.
         """
-        messages, variables = self._messages, self._variables
+        messages, variables = self.messages, self.variables
         if mark:
             try:
                 messages = [{**marked(m, mark), "role": m["role"]} for m in messages]
@@ -240,25 +213,20 @@ class Chat:
                 raise TokenizerError(
                     "The messages or tools are nested too deeply to be encoded. Flatten them."
                 ) from None
-        text = self.template.render(messages, **variables | self._own)
-        text = text.removeprefix(self._separator)
-        if self._is_open:
-            opened = text.rstrip().removesuffix(self._eos_token)
-            text = text if opened == text.rstrip() else opened
-        return text
+        text = self.template.render(messages, **variables | self.own)
+        text = text.removeprefix(self.separator)
+        if self.open_end is None or not text.rstrip().endswith(self.open_end):
+            return text
+        return text.rstrip().removesuffix(self.open_end)
 
     @cached_property
     def texts(self) -> list[str]:
         """Every string in messages, tools and variables, except roles, which are one of a few words."""
-        values = [value for m in self._messages for name, value in m.items() if name != "role"]
+        values = [value for m in self.messages for name, value in m.items() if name != "role"]
         texts = [value for value in values if isinstance(value, str)]
         if len(texts) < len(values):  # a message with more than text, which is rare
             texts = strings_in(values)
-        return texts + strings_in([v for v in self._variables.values() if v is not None])
-
-    def free_mark(self, text: str) -> str:
-        """Return a character that is in neither the chat, its template, nor the text that was rendered."""
-        return free_mark([text, self.template.source, *self.texts])
+        return texts + strings_in([v for v in self.variables.values() if v is not None])
 
 
 @lru_cache(maxsize=16)

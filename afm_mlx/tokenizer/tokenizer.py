@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal, overload
 
 from afm_mlx.errors import TokenizerError, shown
-from afm_mlx.tokenizer.chat_messages import Message, parse_tool_calls
+from afm_mlx.tokenizer.chat_messages import checked_messages, checked_tools, parse_tool_calls
 from afm_mlx.tokenizer.chat_template import Chat, ChatTemplate, read_chat_template
-from afm_mlx.tokenizer.control_tokens import ControlTokens
+from afm_mlx.tokenizer.control_tokens import ControlTokens, free_mark
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, Spacing, StreamingDetokenizer
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
 from afm_mlx.tokenizer.vocabulary import (
@@ -76,6 +76,14 @@ class AFMTokenizer:
     clean_up_tokenization_spaces = False
     has_chat_template = True
 
+    # Markers around tool calls, and the parser of the text between them, if the vocabulary has the markers.
+    has_tool_calling = False
+    tool_call_start: str | None = None
+    tool_call_end: str | None = None
+    tool_call_start_tokens: tuple[int, ...] | None = None
+    tool_call_end_tokens: tuple[int, ...] | None = None
+    tool_parser: Callable[..., object] | None = None
+
     # What mlx-lm reads for models that think, or answer in several channels.
     has_thinking = False
     think_start = think_end = think_start_id = think_end_id = None
@@ -99,6 +107,8 @@ class AFMTokenizer:
         self.separator_id = vocabulary.separator_id
         self.pad_token_id = vocabulary.pad_id
         self.unk_token_id = vocabulary.unk_id
+        self.pad_token = None if vocabulary.pad_id is None else vocabulary.name(vocabulary.pad_id)
+        self.unk_token = None if vocabulary.unk_id is None else vocabulary.name(vocabulary.unk_id)
         self.spacing = vocabulary.spacing
         # Vocabulary look-ups cross into C++ or Rust, and generation needs the same few pieces again and again.
         self._pieces: dict[int, Piece] = {}
@@ -119,9 +129,15 @@ class AFMTokenizer:
         self.eos_token_ids: set[int] = {eos_token_id, self.separator_id}
         if turn_end is not None:
             self.eos_token_ids.add(turn_end)
-        self._marker_ids = {name: vocabulary.id_of(name) for name in MARKERS}
         self._prefix_id = vocabulary.id_of(SPACE)
         self._separator = separator
+        self._marker_ids = {name: vocabulary.id_of(name) for name in MARKERS}
+        start, end = self._marker_ids[EXECUTABLE_START], self._marker_ids[EXECUTABLE_END]
+        if start is not None and end is not None:
+            self.has_tool_calling = True
+            self.tool_call_start, self.tool_call_end = EXECUTABLE_START, EXECUTABLE_END
+            self.tool_call_start_tokens, self.tool_call_end_tokens = (start,), (end,)
+            self.tool_parser = parse_tool_calls
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -247,15 +263,28 @@ class AFMTokenizer:
                 "add_generation_prompt starts a new answer and continue_final_message writes the last "
                 "message further: only one of them can be true."
             )
+        checked = checked_messages(messages)
+        own_tools = checked[0].pop("tools", None)
+        if own_tools and tools:
+            raise TokenizerError(
+                "Tool definitions are given twice, as tools= and as messages[0]['tools']. Leave one out."
+            )
+        # If the caller gives another value for one of these two, that value is the caller's text.
+        own: dict[str, object] = {"target_role": "assistant", "eos_token": self.eos_token}
+        own = {name: value for name, value in own.items() if kwargs.get(name, value) == value}
+        own |= {
+            "bos_token": "",
+            "arguments_are_decoded": True,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         chat = Chat(
             ChatTemplate(chat_template) if chat_template is not None else self._chat_template,
-            messages,
-            tools,
-            separator=self._separator,
-            eos_token=self.eos_token,
-            variables=kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            checked,
+            {**kwargs, "tools": checked_tools(tools) if tools else own_tools},
+            own,
+            self._separator,
+            self.eos_token if continue_final_message else None,
         )
         text = chat.render()
         return self._encode_chat(chat, text) if tokenize else text
@@ -267,7 +296,7 @@ class AFMTokenizer:
         template = None if chat.template.is_own else chat.template.source
         if not controls.may_come_from(chat.texts, template) and controls.match(text, tokens):
             return tokens
-        mark = chat.free_mark(text)
+        mark = free_mark([text, chat.template.source, *chat.texts])
         rendered = chat.render(mark)
         written = controls.written_in(rendered, mark)
         # Marks may disturb a template that looks into texts, so that it writes something else.
@@ -352,14 +381,6 @@ class AFMTokenizer:
         return ControlTokens(self._vocabulary, self.all_special_ids)
 
     @property
-    def pad_token(self) -> str | None:
-        return None if self.pad_token_id is None else self.convert_ids_to_tokens(self.pad_token_id)
-
-    @property
-    def unk_token(self) -> str | None:
-        return None if self.unk_token_id is None else self.convert_ids_to_tokens(self.unk_token_id)
-
-    @property
     def all_special_ids(self) -> list[int]:
         """Ids of padding, unknown, separator, turn start, turn end and `eos_token`, if they exist."""
         ids = [
@@ -431,34 +452,6 @@ class AFMTokenizer:
     def chat_template(self) -> str:
         """The chat template's source."""
         return self._chat_template.source
-
-    # Tool calls, with mlx-lm's names
-
-    @property
-    def has_tool_calling(self) -> bool:
-        """True if the vocabulary has the markers around a tool call."""
-        return None not in (self._marker_ids[EXECUTABLE_START], self._marker_ids[EXECUTABLE_END])
-
-    @property
-    def tool_call_start(self) -> str | None:
-        return EXECUTABLE_START if self.has_tool_calling else None
-
-    @property
-    def tool_call_end(self) -> str | None:
-        return EXECUTABLE_END if self.has_tool_calling else None
-
-    @property
-    def tool_call_start_tokens(self) -> tuple[int | None, ...] | None:
-        return (self._marker_ids[EXECUTABLE_START],) if self.has_tool_calling else None
-
-    @property
-    def tool_call_end_tokens(self) -> tuple[int | None, ...] | None:
-        return (self._marker_ids[EXECUTABLE_END],) if self.has_tool_calling else None
-
-    @property
-    def tool_parser(self) -> Callable[..., list[Message]] | None:
-        """`parse(text, tools=None)` for the text between the tool call markers."""
-        return parse_tool_calls if self.has_tool_calling else None
 
 
 def load_tokenizer(folder: str | Path) -> AFMTokenizer:
