@@ -18,9 +18,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.files import atomic_write, read_file
@@ -40,7 +40,6 @@ from afm_mlx.tokenizer.vocabulary import (
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HubTokenizer
-    from tokenizers.models import BPE, Unigram
     from tokenizers.normalizers import Normalizer
 
 # Types of pieces in sentencepiece_model.proto; see also USER_DEFINED.
@@ -94,7 +93,15 @@ def save_tokenizer(
     added = settings.get("user_defined_tokens")
     model = _with_added_pieces(model, vocabulary, added, toolkit_config)
     vocabulary = SentencePieceVocabulary(model, model_path)
-    eos_token = _end_of_turn(vocabulary, settings.get("eot_id"), toolkit_config)
+    eot_id = settings.get("eot_id")
+    if eot_id is None:
+        turn_end = vocabulary.id_of(TURN_END)
+        eot_id = vocabulary.separator_id if turn_end is None else turn_end
+    elif not isinstance(eot_id, int) or not 0 <= eot_id < vocabulary.size:
+        raise TokenizerError(
+            f"{toolkit_config} has eot_id {eot_id!r}; the vocabulary's ids are 0 to {vocabulary.size - 1}."
+        )
+    eos_token = vocabulary.name(eot_id)
 
     hub = _HubFile(model, vocabulary.separator_id)
     agrees, warnings = _compare(vocabulary, hub, model_path)
@@ -176,19 +183,6 @@ def _with_added_pieces(
     return serialized
 
 
-def _end_of_turn(vocabulary: SentencePieceVocabulary, eot_id: object, path: object) -> str:
-    """Return the name of the token that ends a turn: `eot_id`'s, else `<turn_end>`, else the separator."""
-    if eot_id is not None:
-        if not isinstance(eot_id, int) or not 0 <= eot_id < vocabulary.size:
-            raise TokenizerError(
-                f"{path} has eot_id {eot_id!r}; the vocabulary's ids are 0 to {vocabulary.size - 1}."
-            )
-        return vocabulary.name(eot_id)
-    if vocabulary.id_of(TURN_END) is not None:
-        return TURN_END
-    return vocabulary.name(vocabulary.separator_id)
-
-
 # tokenizer.json
 
 
@@ -196,26 +190,68 @@ class _HubFile:
     """A Hugging Face tokenizer with the ids of a SentencePiece model."""
 
     def __init__(self, model: bytes, separator_id: int) -> None:
-        from tokenizers import AddedToken, Tokenizer, decoders, processors
+        from tokenizers import (
+            AddedToken,
+            Regex,
+            Tokenizer,
+            decoders,
+            models,
+            normalizers,
+            processors,
+        )
 
-        self._proto = parse_model(model, "tokenizer.model")
+        proto = parse_model(model, "tokenizer.model")
+        pieces, spec = list(proto.pieces), proto.normalizer_spec
+        names = [piece.piece for piece in pieces]
         # If the vocabulary has a newline piece already, "<n>" keeps its name.
-        names = [piece.piece for piece in self._proto.pieces]
-        newline = "\n" if "\n" not in names else NEWLINE
-        self._names = [newline if name == NEWLINE else name for name in names]
-        self._types = [piece.type for piece in self._proto.pieces]
-        self._newline = newline
-        self.control = self._of_type(_CONTROL)
-        self.separator = self._names[separator_id]
-        self.markers = [name for name in self._of_type(USER_DEFINED) if name != newline]
+        newline, spelled = ("\n", NEWLINE) if "\n" not in names else (NEWLINE, "\n")
+        names = [newline if name == NEWLINE else name for name in names]
+        named: list[tuple[str, int]] = [
+            (name, piece.type) for name, piece in zip(names, pieces, strict=True)
+        ]
+        self.control = [name for name, kind in named if kind == _CONTROL]
+        self.markers = [name for name, kind in named if kind == USER_DEFINED and name != newline]
+        self.separator = names[separator_id]
+        self.is_unigram = proto.trainer_spec.model_type == _UNIGRAM
+        self._scores: list[float] = [piece.score for piece in pieces]
 
-        self.tokenizer: HubTokenizer = Tokenizer(self._model())
-        self.tokenizer.normalizer = self._normalizer()
+        unknown = next(token for token, (_, kind) in enumerate(named) if kind == _UNKNOWN)
+        has_bytes = any(kind == _BYTE for _, kind in named)
+        if self.is_unigram:
+            pairs = list(zip(names, _unigram_scores(pieces), strict=True))
+            self.tokenizer: HubTokenizer = Tokenizer(models.Unigram(pairs, unknown, has_bytes))
+        else:
+            bpe = models.BPE(
+                {name: token for token, name in enumerate(names)},
+                _merges(
+                    {n: p.score for n, p in zip(names, pieces, strict=True) if p.type == _NORMAL}
+                ),
+                unk_token=names[unknown],
+                fuse_unk=True,
+                byte_fallback=has_bytes,
+            )
+            self.tokenizer = Tokenizer(bpe)
+
+        replace = normalizers.Replace
+        steps: list[Normalizer] = []
+        if spec.precompiled_charsmap:
+            steps += [replace("\n", NEWLINE), normalizers.Precompiled(spec.precompiled_charsmap)]
+        # To AFM, a newline and `<n>` are the same piece, whichever of the two names it has here.
+        steps.append(replace(spelled, newline))
+        if spec.remove_extra_whitespaces:
+            steps += [replace(Regex(f"\\A +|[ {SPACE}]+\\z"), ""), replace(Regex(" {2,}"), " ")]
+        if spec.add_dummy_prefix:
+            # An added token's own name is normalized, too, and must stay as it is.
+            alone = "|".join(re.escape(name) for name in [*self.markers, self.separator])
+            start = f"\\A(?!{re.escape(self.separator)}|(?:{alone})\\z)(?=(?m:.))"
+            steps.append(replace(Regex(start), SPACE))
+        self.tokenizer.normalizer = normalizers.Sequence([*steps, replace(" ", SPACE)])
+
         # mlx-lm recognizes exactly this list as SentencePiece's, and then streams in linear time.
-        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        if self._proto.normalizer_spec.add_dummy_prefix:
-            steps.append(decoders.Strip(" ", 1, 0))
-        self.tokenizer.decoder = decoders.Sequence(steps)
+        decoding = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if spec.add_dummy_prefix:
+            decoding.append(decoders.Strip(" ", 1, 0))
+        self.tokenizer.decoder = decoders.Sequence(decoding)
         self.tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{self.separator} $A", special_tokens=[(self.separator, separator_id)]
         )
@@ -227,85 +263,33 @@ class _HubFile:
         )
         self.tokenizer.add_special_tokens([AddedToken(self.separator, normalized=True)])
 
-    @property
-    def is_unigram(self) -> bool:
-        return self._proto.trainer_spec.model_type == _UNIGRAM
-
     def score(self, tokens: list[int]) -> float:
         """Compute the log probability of a Unigram segmentation."""
-        return float(sum(self._proto.pieces[token].score for token in tokens))
+        return sum(self._scores[token] for token in tokens)
 
-    def _of_type(self, kind: int) -> list[str]:
-        return [name for name, type_ in zip(self._names, self._types, strict=True) if type_ == kind]
 
-    def _model(self) -> BPE | Unigram:
-        from tokenizers import models
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """List each way to cut each piece in two: best score first, then the longest left part."""
+    ranked = [
+        (-score, -cut, name[:cut], name[cut:])
+        for name, score in scores.items()
+        for cut in range(1, len(name))
+        if name[:cut] in scores and name[cut:] in scores
+    ]
+    return [(left, right) for *_, left, right in sorted(ranked)]
 
-        unknown = self._types.index(_UNKNOWN)
-        has_bytes = _BYTE in self._types
-        if self.is_unigram:
-            return models.Unigram(
-                list(zip(self._names, self._unigram_scores(), strict=True)), unknown, has_bytes
-            )
-        return models.BPE(
-            {name: token for token, name in enumerate(self._names)},
-            self._merges(),
-            unk_token=self._names[unknown],
-            fuse_unk=True,
-            byte_fallback=has_bytes,
-        )
 
-    def _merges(self) -> list[tuple[str, str]]:
-        """List each way to cut each piece in two: best score first, then the longest left part."""
-        scores = {
-            name: piece.score
-            for name, piece in zip(self._names, self._proto.pieces, strict=True)
-            if piece.type == _NORMAL
-        }
-        ranked = [
-            (-score, -cut, name[:cut], name[cut:])
-            for name, score in scores.items()
-            for cut in range(1, len(name))
-            if name[:cut] in scores and name[cut:] in scores
-        ]
-        ranked.sort()
-        return [(left, right) for *_, left, right in ranked]
-
-    def _unigram_scores(self) -> list[float]:
-        """List scores, with SentencePiece's bonus for user-defined pieces; other kinds never win."""
-        normal = [piece.score for piece in self._proto.pieces if piece.type == _NORMAL]
-        best, never = max(normal), 10 * min(normal) - 1000
-        scores = []
-        for piece in self._proto.pieces:
-            if piece.type == _NORMAL:
-                scores.append(piece.score)
-            elif piece.type == USER_DEFINED:
-                scores.append(len(piece.piece.encode()) * best - 0.1)
-            else:
-                scores.append(never)
-        return scores
-
-    def _normalizer(self) -> Normalizer:
-        from tokenizers import Regex, normalizers
-
-        spec = self._proto.normalizer_spec
-        steps: list[Normalizer] = []
-        if spec.precompiled_charsmap:
-            steps.append(normalizers.Replace("\n", NEWLINE))
-            steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-        # To AFM, a newline and `<n>` are the same piece, whichever of the two names it has here.
-        spelled = NEWLINE if self._newline == "\n" else "\n"
-        steps.append(normalizers.Replace(spelled, self._newline))
-        if spec.remove_extra_whitespaces:
-            steps.append(normalizers.Replace(Regex(f"\\A +|[ {SPACE}]+\\z"), ""))
-            steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-        if spec.add_dummy_prefix:
-            # An added token's own name is normalized, too, and must stay as it is.
-            alone = "|".join(re.escape(name) for name in [*self.markers, self.separator])
-            start = f"\\A(?!{re.escape(self.separator)}|(?:{alone})\\z)(?=(?m:.))"
-            steps.append(normalizers.Replace(Regex(start), SPACE))
-        steps.append(normalizers.Replace(" ", SPACE))
-        return normalizers.Sequence(steps)
+def _unigram_scores(pieces: list[Any]) -> list[float]:
+    """List scores, with SentencePiece's bonus for user-defined pieces; other kinds never win."""
+    normal = [piece.score for piece in pieces if piece.type == _NORMAL]
+    best, never = max(normal), 10 * min(normal) - 1000
+    scores = [never] * len(pieces)
+    for token, piece in enumerate(pieces):
+        if piece.type == _NORMAL:
+            scores[token] = piece.score
+        elif piece.type == USER_DEFINED:
+            scores[token] = len(piece.piece.encode()) * best - 0.1
+    return scores
 
 
 def _compare(
