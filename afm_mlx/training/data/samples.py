@@ -109,7 +109,12 @@ def load_split(
     Raises:
         DataError: names the first lines that can't be used, with reasons, and the number of others.
     """
-    _check_options(split, max_seq_length, prompt_weight)
+    if split not in SPLITS:
+        raise DataError(f"There is no split {split!r}; allowed are {', '.join(SPLITS)}.")
+    if max_seq_length < 2:
+        raise DataError(f"max_seq_length is {max_seq_length}; a sample needs 2 tokens at least.")
+    if not (math.isfinite(prompt_weight) and prompt_weight >= 0):
+        raise DataError(f"prompt_weight is {prompt_weight}; it must be finite, and 0 or more.")
     file = _file_of(Path(path), split)
     samples: list[Sample] = []
     faults: list[str] = []
@@ -130,15 +135,6 @@ def load_split(
     if not samples:
         raise DataError(f"{file} holds no samples; each line must be one of {KINDS}.")
     return samples
-
-
-def _check_options(split: str, max_seq_length: int, prompt_weight: float) -> None:
-    if split not in SPLITS:
-        raise DataError(f"There is no split {split!r}; allowed are {', '.join(SPLITS)}.")
-    if max_seq_length < 2:
-        raise DataError(f"max_seq_length is {max_seq_length}; a sample needs 2 tokens at least.")
-    if not (math.isfinite(prompt_weight) and prompt_weight >= 0):
-        raise DataError(f"prompt_weight is {prompt_weight}; it must be finite, and 0 or more.")
 
 
 def _file_of(path: Path, split: str) -> Path:
@@ -413,7 +409,10 @@ class _Chat:
         return _guarded(
             "chat",
             lambda: self._tokenizer.apply_chat_template(
-                self._messages[:count], self._tools, start, tokenize=False
+                self._messages[:count],
+                tools=self._tools,
+                add_generation_prompt=start,
+                tokenize=False,
             ),
         )
 
@@ -423,7 +422,10 @@ class _Chat:
             tokens = _guarded(
                 "chat",
                 lambda: self._tokenizer.apply_chat_template(
-                    self._messages[:count], self._tools, start, tokenize=True
+                    self._messages[:count],
+                    tools=self._tools,
+                    add_generation_prompt=start,
+                    tokenize=True,
                 ),
             )
             return np.array(tokens, np.int32)

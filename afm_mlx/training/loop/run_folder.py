@@ -119,7 +119,19 @@ class RunFolder:
         run = cls(Path(path))
         run.check(resume=True)
         with run._begun():
-            run._check_manifest(manifest)
+            before = _read_json(run._manifest_path)
+            # Through JSON and back: tuples become lists there.
+            now = json.loads(json.dumps(dict(manifest)))
+            differing = [
+                f"{key} was {json.dumps(before.get(key))} and is now {json.dumps(now.get(key))}"
+                for key in before | now
+                if (key in before, before.get(key)) != (key in now, now.get(key))
+            ]
+            if differing:
+                raise TrainingError(
+                    f"{run.path} was started with other settings: {'; '.join(differing)}. Resume with the "
+                    "old ones, or start a new run in another folder."
+                )
             for folder in (run.path, run._checkpoints, run._best):
                 remove_leftovers(folder)
         return run
@@ -177,21 +189,6 @@ class RunFolder:
                 f"The run's folder {self.path} can't be locked: {error.strerror}. Check that it may be written "
                 "to."
             ) from None
-
-    def _check_manifest(self, manifest: Mapping[str, object]) -> None:
-        path, before = self.path, _read_json(self._manifest_path)
-        # Through JSON and back: tuples become lists there.
-        now = json.loads(json.dumps(dict(manifest)))
-        differing = [
-            f"{key} was {json.dumps(before.get(key))} and is now {json.dumps(now.get(key))}"
-            for key in before | now
-            if (key in before, before.get(key)) != (key in now, now.get(key))
-        ]
-        if differing:
-            raise TrainingError(
-                f"{path} was started with other settings: {'; '.join(differing)}. Resume with the old ones, "
-                "or start a new run in another folder."
-            )
 
     # -- checkpoints
 

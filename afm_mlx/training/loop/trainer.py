@@ -28,9 +28,9 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.training.data.batches import Batch, Batches
-from afm_mlx.training.loop.evaluation import find_non_finite, mean_loss, perplexity, random_key
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
 from afm_mlx.training.loop.losses import Loss
+from afm_mlx.training.loop.mean_loss import find_non_finite, mean_loss, perplexity, random_key
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
 from afm_mlx.training.loop.step import AdamW, StepResult, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -310,7 +310,13 @@ class _Trainer:
     def _evaluate(self, valid: Batches) -> None:
         progress = self.progress
         with self._averaged_weights():
-            loss = self._mean_loss(valid)
+            try:
+                loss = mean_loss(self.model, self.loss, valid, self.options.val_batches)
+            except TrainingError as error:
+                raise TrainingError(
+                    f"Validation after step {progress.step}: {error} {self.run.what_remains()} Try a lower "
+                    f"learning rate (now {self.options.learning_rate:g})."
+                ) from None
             is_best = progress.best_loss is None or loss < progress.best_loss
             if is_best:
                 progress.best_step, progress.best_loss = progress.step, loss
@@ -318,16 +324,6 @@ class _Trainer:
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
         self._publish(Validation(progress.step, loss, perplexity(loss)))
-
-    def _mean_loss(self, valid: Batches) -> float:
-        """Return the mean loss over the validation batches, which are the same every time."""
-        try:
-            return mean_loss(self.model, self.loss, valid, self.options.val_batches)
-        except TrainingError as error:
-            raise TrainingError(
-                f"Validation after step {self.progress.step}: {error} {self.run.what_remains()} Try a lower "
-                f"learning rate (now {self.options.learning_rate:g})."
-            ) from None
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:

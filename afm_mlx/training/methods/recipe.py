@@ -227,40 +227,32 @@ def make_plan(
 ) -> Plan:
     """Return the plan for a prepared model; `kind` is the method's."""
     trainable = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+    parameters = sum(array.size for _, array in tree_flatten(model.parameters()))
+    for module in model.modules():
+        if "weight" in module and module["weight"].dtype == mx.uint32:
+            # The codes of a packed matrix count as parameters, and its scales don't.
+            parameters += module["weight"].size * 32 // module.bits
+            parameters -= sum(module[part].size for part in PARTS if part in module)
     memory = None
     if source.is_afm:
-        memory = _memory(model, source, kind, data, options)
+        batch = data.train(0)
+        rows, length = batch.inputs.shape
+        ranks = [layer.rank for layer in lora_layers(model).values()]
+        bits = quantization_of(source.values, source.folder).get("bits")
+        memory = estimate_memory(
+            model.args,
+            "full" if kind == "draft" else kind,
+            batch_size=rows,
+            length=length,
+            rank=ranks[0] if ranks else 1,
+            base_bits=bits if bits in BITS else None,
+            dtype=activation_dtype(),
+            grad_checkpoint=options.grad_checkpoint,
+            ema=options.ema_decay is not None,
+            accumulates=options.grad_accumulation_steps > 1,
+            targets=batch.labels.size,
+        ).total
         # A frozen model keeps nothing for a backward pass.
         frozen = {} if teacher is None else teacher.parameters()
         memory += sum(array.nbytes for _, array in tree_flatten(frozen))
-    return Plan(_count(model), trainable, data, options, memory)
-
-
-def _memory(
-    model: nn.Module, source: ModelSource, kind: str, data: DataSplits, options: TrainingOptions
-) -> int:
-    batch = data.train(0)
-    rows, length = batch.inputs.shape
-    ranks = [layer.rank for layer in lora_layers(model).values()]
-    bits = quantization_of(source.values, source.folder).get("bits")
-    return estimate_memory(
-        model.args,
-        "full" if kind == "draft" else kind,
-        batch_size=rows,
-        length=length,
-        rank=ranks[0] if ranks else 1,
-        base_bits=bits if bits in BITS else None,
-        dtype=activation_dtype(),
-        grad_checkpoint=options.grad_checkpoint,
-        ema=options.ema_decay is not None,
-        accumulates=options.grad_accumulation_steps > 1,
-        targets=batch.labels.size,
-    ).total
-
-
-def _count(model: nn.Module) -> int:
-    """Return a model's number of parameters; of a packed matrix, its codes count and its scales don't."""
-    packed = [m for m in model.modules() if "weight" in m and m["weight"].dtype == mx.uint32]
-    more = sum(m["weight"].size * 32 // m.bits for m in packed)
-    less = sum(m[part].size for m in packed for part in PARTS if part in m)
-    return more - less + sum(array.size for _, array in tree_flatten(model.parameters()))
+    return Plan(parameters, trainable, data, options, memory)

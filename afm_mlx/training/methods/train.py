@@ -27,8 +27,8 @@ from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.training.data.batches import Batches
-from afm_mlx.training.loop.evaluation import mean_loss, perplexity
 from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Distillation, Loss
+from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping, Testing, train
 from afm_mlx.training.loop.training_options import TrainingOptions

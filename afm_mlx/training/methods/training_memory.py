@@ -113,23 +113,76 @@ def estimate_memory(
         accumulates: True if a step has several micro-batches.
         targets: number of scored tokens in a micro-batch; None for B * L.
     """
-    size = dtype.size
-    lora = lora_parameters(config, rank) if kind == "lora" else 0
+    hidden, ffn, embedding = (
+        config.hidden_dim,
+        config.ffn_dim,
+        config.vocab_size * config.hidden_dim,
+    )
+    body = sum(  # weights of all linear layers of all blocks
+        kind.num_blocks * matrix.inputs * matrix.outputs
+        for kind in block_kinds(config)
+        for matrix in kind.matrices
+    )
+    size, lora = dtype.size, lora_parameters(config, rank) if kind == "lora" else 0
     trained = lora or config.num_parameters
+    targets = batch_size * length if targets is None else targets
+
+    weights = config.num_parameters * size
+    if base_bits is not None:
+        packed = body * base_bits + embedding * max(base_bits, 4)
+        weights = packed // 8 + (config.num_parameters - body - embedding) * size
     # LoRA pairs are float32; 16-bit weights have a master copy in addition to both moments.
     copies = 2 if lora or size == _FLOAT32 else 3
-    targets = batch_size * length if targets is None else targets
+
+    update = int(trained * _FLOAT32 * (_UPDATE_COPIES_AVERAGE if ema else _UPDATE_COPIES))
+    if not lora:
+        update += _PENDING_ARRAYS * hidden * ffn * _FLOAT32
+
+    # Numbers per token that a block keeps for its backward pass.
+    reuse = _WIDTHS_KEPT * hidden + _FEED_FORWARD_KEPT * ffn + config.num_heads * length
+    writing = reuse + _KEYS_KEPT * config.kv_dim
+    if grad_checkpoint:
+        per_token = config.num_layers * hidden + config.kv_values_per_token + writing
+    else:
+        per_token = config.num_kv_layers * writing + config.num_kv_reuse_layers * reuse
+        if kind == "qat":
+            # Weights' gradients are computed late, and the gradients of the layers' outputs stay until then.
+            per_token += config.num_layers * (3 * hidden + 2 * ffn)
+    per_token += _WORKING_BLOCKS * writing
+
+    expanded = 0
+    if kind == "qat":
+        expanded = (1 if grad_checkpoint else config.num_layers) * body * size // config.num_layers
+    elif lora and base_bits is not None:
+        # One matrix is dequantized to float32 for a product, and the next one already.
+        expanded = 2 * hidden * ffn * _FLOAT32
+
+    whole = targets * config.vocab_size <= WHOLE
+    chunk = targets if whole else min(targets, CHUNK)
+    head = _HEAD_COPIES * chunk * config.vocab_size * _FLOAT32
+    if lora:  # a packed embedding is dequantized for the product
+        head += 0 if base_bits is None else embedding * _FLOAT32
+    else:
+        # The embedding has a gradient as input, one as head, and one of a chunk before it is added.
+        head += (2 if whole else 3) * embedding * size
+        head += embedding * (size + _FLOAT32) if kind == "qat" else 0
+
     return MemoryEstimate(
-        weights=_base_bytes(config, base_bits, size) + lora * _FLOAT32,
+        weights=weights + lora * _FLOAT32,
         optimizer=trained * copies * _FLOAT32,
         average=trained * _FLOAT32 if ema else 0,
         gradients=trained * _FLOAT32,
         accumulated=trained * _FLOAT32 if accumulates else 0,
-        update=_update_bytes(config, trained, ema, kind),
-        activations=_activation_bytes(config, kind, batch_size, length, size, grad_checkpoint),
-        expanded=_expanded_bytes(config, kind, base_bits, size, grad_checkpoint),
-        head=_head_bytes(config, targets, size, kind, base_bits),
+        update=update,
+        activations=int(batch_size * length * size * per_token),
+        expanded=expanded,
+        head=head,
     )
+
+
+def lora_parameters(config: ModelConfig, rank: int) -> int:
+    """Return the number of parameters of pairs on all linear layers; queries, keys and values have one each."""
+    return rank * sum(target.inputs + target.outputs for target in pair_targets(config))
 
 
 def check_fits(nbytes: int | None) -> None:
@@ -148,98 +201,3 @@ def check_fits(nbytes: int | None) -> None:
             "--grad-checkpoint, a smaller --batch-size, --max-seq-length or --rank, and a packed model "
             "need less."
         )
-
-
-# -- parameters
-
-
-def lora_parameters(config: ModelConfig, rank: int) -> int:
-    """Return the number of parameters of pairs on all linear layers; queries, keys and values have one each."""
-    return rank * sum(target.inputs + target.outputs for target in pair_targets(config))
-
-
-def _body(config: ModelConfig) -> int:
-    """Return the number of weights in the linear layers of all blocks."""
-    return sum(
-        kind.num_blocks * matrix.inputs * matrix.outputs
-        for kind in block_kinds(config)
-        for matrix in kind.matrices
-    )
-
-
-def _embedding(config: ModelConfig) -> int:
-    return config.vocab_size * config.hidden_dim
-
-
-def _base_bytes(config: ModelConfig, bits: int | None, size: int) -> int:
-    if bits is None:
-        return config.num_parameters * size
-    norms = config.num_parameters - _body(config) - _embedding(config)
-    packed = _body(config) * bits + _embedding(config) * max(bits, 4)
-    return packed // 8 + norms * size
-
-
-# -- bytes of a step
-
-
-def _kept_of_block(config: ModelConfig, length: int, writes: bool) -> float:
-    """Return how many numbers a block keeps per token for its backward pass."""
-    return (
-        _WIDTHS_KEPT * config.hidden_dim
-        + _FEED_FORWARD_KEPT * config.ffn_dim
-        + config.num_heads * length
-        + (_KEYS_KEPT * config.kv_dim if writes else 0)
-    )
-
-
-def _activation_bytes(
-    config: ModelConfig, kind: str, batch_size: int, length: int, size: int, grad_checkpoint: bool
-) -> int:
-    writing = _kept_of_block(config, length, True)
-    reuse = _kept_of_block(config, length, False)
-    if grad_checkpoint:
-        inputs = config.num_layers * config.hidden_dim + config.kv_values_per_token
-        per_token = inputs + writing
-    else:
-        per_token = config.num_kv_layers * writing + config.num_kv_reuse_layers * reuse
-        if kind == "qat":
-            # Weights' gradients are computed late, and the gradients of the layers' outputs stay until then.
-            per_token += config.num_layers * (3 * config.hidden_dim + 2 * config.ffn_dim)
-    per_token += _WORKING_BLOCKS * writing
-    return int(batch_size * length * size * per_token)
-
-
-def _expanded_bytes(
-    config: ModelConfig, kind: str, base_bits: int | None, size: int, grad_checkpoint: bool
-) -> int:
-    """Return the bytes of float matrices made from packed or gridded ones, which the backward pass needs."""
-    if kind == "full" or (kind == "lora" and base_bits is None):
-        return 0
-    if (
-        kind == "lora"
-    ):  # one matrix is dequantized to float32 for a product, and the next one already
-        return 2 * config.hidden_dim * config.ffn_dim * _FLOAT32
-    blocks = 1 if grad_checkpoint else config.num_layers
-    return blocks * _body(config) * size // config.num_layers
-
-
-def _update_bytes(config: ModelConfig, trained: int, ema: bool, kind: str) -> int:
-    copies = trained * _FLOAT32 * (_UPDATE_COPIES_AVERAGE if ema else _UPDATE_COPIES)
-    if kind == "lora":
-        return int(copies)
-    return int(copies) + _PENDING_ARRAYS * config.hidden_dim * config.ffn_dim * _FLOAT32
-
-
-def _head_bytes(
-    config: ModelConfig, targets: int, size: int, kind: str, base_bits: int | None
-) -> int:
-    whole = targets * config.vocab_size <= WHOLE
-    chunk = targets if whole else min(targets, CHUNK)
-    logits = _HEAD_COPIES * chunk * config.vocab_size * _FLOAT32
-    if kind == "lora":
-        # A packed embedding is dequantized for the product.
-        return logits + (0 if base_bits is None else _embedding(config) * _FLOAT32)
-    # The embedding has a gradient as input, one as head, and one of a chunk before it is added.
-    gradients = (2 if whole else 3) * _embedding(config) * size
-    grid = _embedding(config) * (size + _FLOAT32) if kind == "qat" else 0
-    return logits + gradients + grid

@@ -1,7 +1,5 @@
 """One step: accumulation, clipping, skipping, and memory."""
 
-import math
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,8 +7,6 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.loop.step import AdamW, TrainingStep, averaged
-from afm_mlx.training.loop.training_options import TrainingOptions
-from tests.tools.cases import each
 from tests.tools.compare import assert_same_tensors, changed
 from tests.tools.training import ToyBatches, ToyModel, joined, toy_loss
 
@@ -165,58 +161,7 @@ def test_bfloat16_weights_move_by_less_than_their_precision():
     assert step.average["norm"]["weight"].dtype == mx.float32
 
 
-# -- AdamW, schedules and the average of weights against float64
-
-
-def rates(schedule, steps):
-    return [float(schedule(mx.array(t, mx.uint64))) for t in range(steps)]
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 5])
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_a_rate_after_a_linear_warm_up(rng, warmup, schedule):
-    peak, final = rng.uniform(1e-4, 1e-2), rng.uniform(0, 1e-4)
-    expected = []
-    for t in range(25):
-        done = min(1, (t - warmup) / (20 - warmup)) if schedule == "cosine" else 0
-        after = final + (peak - final) * (1 + math.cos(math.pi * done)) / 2
-        expected.append(peak * (t + 1) / (warmup + 1) if t < warmup else after)
-    options = TrainingOptions(20, peak, warmup, schedule, final)
-    assert rates(options.rates, 25) == pytest.approx(expected, rel=1e-4, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"name": "cosine_decay", "arguments": [3e-3, 12, 1e-4], "warmup": 5, "warmup_init": 1e-5},
-        {"name": "exponential_decay", "arguments": [0.1, 0.9]},
-        {"name": "step_decay", "arguments": [0.1, 0.5, 3], "warmup": 1},
-        {"name": "linear_schedule", "arguments": [0.1, 0.01, 7]},
-    ],
-)
-def test_a_schedule_in_mlx_lms_words(values):
-    theirs = pytest.importorskip("mlx_lm.tuner.utils").build_schedule(values)
-    options = TrainingOptions(iters=20, learning_rate=1.0, lr_schedule=values)
-    assert rates(options.rates, 20) == pytest.approx(rates(theirs, 20), rel=1e-5)
-
-
-@each(
-    ("values", "message"),
-    [
-        ({}, "name is None; allowed are cosine_decay"),
-        ({"name": "cosine", "arguments": [1.0]}, "name is 'cosine'"),
-        ({"name": "cosine_decay"}, "arguments is None"),
-        ({"name": "cosine_decay", "arguments": []}, "a list of numbers"),
-        ({"name": "cosine_decay", "arguments": ["1e-5", 10]}, "a list of numbers"),
-        ({"name": "cosine_decay", "arguments": [1e-5]}, "arguments are .* missing"),
-        ({"name": "step_decay", "arguments": [1, 2, 3], "warmup": 1.5}, "warmup is 1.5"),
-        ({"name": "step_decay", "arguments": [1, 2, 3], "warmup": 2, "warmup_init": -1}, "is -1"),
-        ({"name": "step_decay", "arguments": [1, 2, 3], "cycles": 2}, "keys is .*cycles"),
-    ],
-)
-def test_a_schedule_that_there_is_not(values, message):
-    with pytest.raises(ConfigError, match=f"lr_schedule: .*{message}"):
-        TrainingOptions(iters=20, learning_rate=1.0, lr_schedule=values)
+# -- AdamW and the average of weights against float64
 
 
 def float64_adamw(weight, gradients, rate, decay, betas=(0.9, 0.999), eps=1e-8):

@@ -11,8 +11,8 @@ from afm_mlx.errors import ConfigError
 from afm_mlx.loading.load import load
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.loop.evaluation import mean_loss
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation
+from afm_mlx.training.loop.mean_loss import mean_loss
 from afm_mlx.training.loop.trainer import Report, Stepped, Validation
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.method import FullTraining, QATTraining

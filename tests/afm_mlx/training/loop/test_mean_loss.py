@@ -7,8 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from afm_mlx.training.loop.evaluation import find_non_finite
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
+from afm_mlx.training.loop.mean_loss import find_non_finite
 from afm_mlx.training.loop.step import AdamW, TrainingStep
 from tests.tools.cases import each
 from tests.tools.training import ToyBatches, ToyModel, toy_loss
