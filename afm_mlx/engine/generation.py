@@ -389,16 +389,18 @@ def batch_generate(
         return _answers(engine, rows, sum(map(len, encoded)))
 
 
-def _for_each(name: str, value: Any, count: int) -> list[Any]:
+def _for_each(name: str, value: object, count: int) -> list[Any]:
     """Return one value for each prompt, from one for all or one for each."""
-    one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
-    values = [value] * count if one else list(value)
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+        values = list(value)
+    else:
+        values = [value] * count
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
     return values
 
 
-def _caches(cache: Sequence[Any] | None, count: int) -> list[Cache | None]:
+def _caches(cache: object, count: int) -> list[Cache | None]:
     """Return one prompt cache or None for each prompt, from the only prompt's cache or a list of them.
 
     Raises:

@@ -41,6 +41,7 @@ from afm_mlx.loading.resolve import (
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import activation_dtype, set_activation_bits
 from afm_mlx.threads import in_main_thread, in_mlx_thread
+from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from afm_mlx.tokenizer.vocabulary import DRAFT_FOLDER, has_tokenizer
 
@@ -48,8 +49,8 @@ from afm_mlx.tokenizer.vocabulary import DRAFT_FOLDER, has_tokenizer
 @in_mlx_thread
 def load(
     path_or_hf_repo: str | Path = EMBEDDED_MODEL,
-    tokenizer_config: Mapping[str, Any] | None = None,
-    model_config: Mapping[str, Any] | None = None,
+    tokenizer_config: Mapping[str, object] | None = None,
+    model_config: Mapping[str, object] | None = None,
     adapter_path: str | None = None,
     lazy: bool = False,
     return_config: bool = False,
@@ -113,7 +114,7 @@ def load(
     return (model, tokenizer, values) if return_config else (model, tokenizer)
 
 
-def _read_values(path: Path, changes: Any) -> dict[str, Any]:
+def _read_values(path: Path, changes: object) -> dict[str, Any]:
     """Return the content of config.json with some keys replaced; raise if it names no architecture."""
     changes = {} if changes is None else changes
     if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
@@ -174,7 +175,7 @@ def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
 def load_drafts(
     path: str | Path | None,
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     folder: str | Path,
     adapters: Mapping[str, Path] | None = None,
 ) -> tuple[nn.Module | None, dict[str, nn.Module]]:
@@ -206,7 +207,7 @@ def load_drafts(
 
 
 @in_mlx_thread
-def load_draft(path: str | Path, model: nn.Module, tokenizer: Any) -> nn.Module:
+def load_draft(path: str | Path, model: nn.Module, tokenizer: Tokenizer | None) -> nn.Module:
     """Load a draft model for a target.
 
     Args:
@@ -227,7 +228,7 @@ def load_draft(path: str | Path, model: nn.Module, tokenizer: Any) -> nn.Module:
         values = read_config_json(folder / "config.json")
         if is_afm_config(values):
             draft: nn.Module = load_model(folder, values)
-            own = load_tokenizer(folder) if has_tokenizer(folder) else None
+            own: Tokenizer | None = load_tokenizer(folder) if has_tokenizer(folder) else None
         else:
             from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 
@@ -253,7 +254,7 @@ def _count(rows: int | None) -> str:
     return "an unknown number of" if rows is None else f"{rows:,}"
 
 
-def _check_pieces(folder: Path, own: Any, tokenizer: Any) -> None:
+def _check_pieces(folder: Path, own: Tokenizer, tokenizer: Tokenizer) -> None:
     """Raise `ConfigError` if the tokenizers' pieces or their ids differ."""
     pieces, wanted = own.get_vocab(), tokenizer.get_vocab()
     if pieces == wanted:

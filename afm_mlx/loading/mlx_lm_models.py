@@ -28,17 +28,18 @@ from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
 from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.vocabulary import tokenizer_files
 
 
 def load_mlx_lm_folder(
     folder: Path,
-    tokenizer_config: Mapping[str, Any] | None = None,
-    model_config: Mapping[str, Any] | None = None,
+    tokenizer_config: Mapping[str, object] | None = None,
+    model_config: Mapping[str, object] | None = None,
     adapter: Path | None = None,
     lazy: bool = False,
     trust_remote_code: bool = False,
-) -> tuple[nn.Module, Any, dict[str, Any]]:
+) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
     """Load a folder as `mlx_lm.load` does, with packed layers where this package has kernels for their format.
 
     Adapters of mlx-lm expect MLX's own layers, so with an adapter these are not replaced. A model that is
@@ -65,7 +66,7 @@ def load_mlx_lm_folder(
 
 def open_mlx_lm_model(
     folder: Path,
-    model_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, object] | None = None,
     adapter: Path | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -130,12 +131,12 @@ def _errors_of_mlx_lm(folder: Path) -> Iterator[None]:
 
 
 def load_mlx_lm_model(
-    folder: Path, model_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+    folder: Path, model_config: Mapping[str, object] | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load a model, its arrays unread, and the content of config.json; packed layers stay as stored."""
     from mlx_lm import utils
 
-    options: dict[str, Any] = {"lazy": True, "trust_remote_code": trust_remote_code}
+    options = {"lazy": True, "trust_remote_code": trust_remote_code}
     changes, source = dict(model_config or {}), folder / "config.json"
     values = read_config_json(source) | changes
     quantization = quantization_of(values, source)
@@ -162,7 +163,7 @@ def load_mlx_lm_model(
     return model, values
 
 
-def has_packed_layers(quantization: Mapping[str, Any]) -> bool:
+def has_packed_layers(quantization: Mapping[str, object]) -> bool:
     """True if a folder holds formats that mlx-lm does not load."""
     entries = [quantization, *(e for e in quantization.values() if isinstance(e, Mapping))]
     return any(e.get("mode") in ("balanced", "palette") or "granularity" in e for e in entries)

@@ -1,17 +1,17 @@
-"""Ways to guess whose quality a test sets."""
+"""Drafters whose quality a test sets."""
 
 from afm_mlx.engine.engine import Engine
 from tests.tools.engines import run
 
 
 class KnownAnswers:
-    """Guesses from answers that are known, each token right with a given probability.
+    """Draft tokens from known answers, each right with a given probability.
 
     Args:
-        rng: decides which guesses are right, and draws the wrong ones.
+        rng: decides which draft tokens are right, and draws the wrong ones.
         answers: tokens of each answer, by its prompt.
-        rate: probability that a guess is right.
-        vocab_size: wrong guesses are below.
+        rate: probability that a draft token is right.
+        vocab_size: wrong draft tokens are below.
     """
 
     def __init__(self, rng, answers, rate, vocab_size):
@@ -29,6 +29,21 @@ class KnownAnswers:
 
     def forget(self, rows):
         self.forgotten += rows
+
+
+class FaultyDrafter:
+    """A drafter that fails."""
+
+    def __init__(self, propose=None, forget=None):
+        self._propose, self._forget = propose, forget
+
+    def propose(self, drafts, count):
+        if self._propose is not None:
+            self._propose(drafts)
+
+    def forget(self, rows):
+        if self._forget is not None:
+            self._forget()
 
 
 def outcome(model, tokenizer, requests, **options):

@@ -1,4 +1,4 @@
-"""One engine for many tasks: their answers are those of single runs, whatever joins, leaves or fails."""
+"""One engine for many tasks: their answers are the same as in single runs, whatever joins, leaves or fails."""
 
 import asyncio
 import gc
@@ -11,7 +11,6 @@ import pytest
 
 from afm_mlx import threads
 from afm_mlx.engine.async_engine import AsyncEngine, StepError
-from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import generate
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request
@@ -19,7 +18,8 @@ from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.guidance.constraint import Constraint
 from tests.tools.constraints import nano_tokenizer, wide_model
-from tests.tools.engines import run, some_prompt
+from tests.tools.drafts import FaultyDrafter
+from tests.tools.engines import some_prompt
 
 
 @pytest.fixture
@@ -116,24 +116,6 @@ def test_a_row_is_gone_when_its_iterator_is_left_or_its_task_cancelled(rng, engi
     asyncio.run(main())
 
 
-def test_a_cancelled_prompt_is_not_read_to_its_end(rng, model, tokenizer):
-    engine = AsyncEngine(model, tokenizer, prefill_step_size=1)
-    read = []
-
-    async def main():
-        request = Request(some_prompt(rng, 60), on_prefill=lambda done, _: read.append(done))
-        task = asyncio.create_task(anext(engine.stream(request)))
-        while not read:
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await idle(engine)
-
-    asyncio.run(main())
-    assert read[-1] < 59
-    assert not engine._engine.busy
-
-
 def test_a_request_that_waits_is_cancelled_within_a_step(rng, model, tokenizer):
     engine = AsyncEngine(model, tokenizer, max_batch=1)
     assert engine.engine is None
@@ -159,7 +141,7 @@ def test_a_request_that_waits_is_cancelled_within_a_step(rng, model, tokenizer):
 
 
 def test_the_event_loop_goes_on_while_the_engine_computes(rng, model, tokenizer):
-    """Each step waits for another task of the loop: it would wait for ever if the loop waited for the step."""
+    """Each step waits for another task of the loop: it would wait forever if the loop waited for the step."""
     engine = AsyncEngine(model, tokenizer)
     ticked = threading.Event()
 
@@ -270,21 +252,6 @@ def test_an_engine_that_can_not_recover_fails_all_rows_and_another_one_is_made(
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-class BadDrafter:
-    """A way to guess that fails."""
-
-    def __init__(self, propose=None, forget=None):
-        self._propose, self._forget = propose, forget
-
-    def propose(self, drafts, count):
-        if self._propose is not None:
-            self._propose(drafts)
-
-    def forget(self, rows):
-        if self._forget is not None:
-            self._forget()
-
-
 def test_a_drafter_that_can_not_forget_holds_nobody_up(rng, model, tokenizer):
     prompts = [some_prompt(rng, 4) for _ in range(3)]
     wanted = [generate(model, tokenizer, p, max_tokens=12) for p in prompts]
@@ -292,7 +259,7 @@ def test_a_drafter_that_can_not_forget_holds_nobody_up(rng, model, tokenizer):
     def fails():
         raise KeyError("of forget")
 
-    speculation = Speculation(BadDrafter(forget=fails), num_draft_tokens=2)
+    speculation = Speculation(FaultyDrafter(forget=fails), num_draft_tokens=2)
     engine = AsyncEngine(model, tokenizer, speculation=speculation, max_batch=2)
 
     async def main():
@@ -302,59 +269,8 @@ def test_a_drafter_that_can_not_forget_holds_nobody_up(rng, model, tokenizer):
         await left.aclose()
         assert await answers == wanted
 
-    with pytest.warns(RuntimeWarning, match="BadDrafter failed to forget rows .*of forget"):
+    with pytest.warns(RuntimeWarning, match="FaultyDrafter failed to forget rows .*of forget"):
         asyncio.run(asyncio.wait_for(main(), 60))
-
-
-@pytest.mark.parametrize("tokens", [[-1], [64], [2**40], [1.5], ["a"], [None], [[1, 2]], [True]])
-def test_guesses_that_are_no_tokens_end_their_row_alone(rng, model, tokenizer, tokens):
-    prompts = [some_prompt(rng, 4) for _ in range(2)]
-    wanted = generate(model, tokenizer, prompts[1], max_tokens=12)
-
-    def guess(drafts):
-        for draft in drafts:
-            if draft.row.request.prompt == prompts[0]:
-                draft.extend(tokens)
-
-    engine = Engine(
-        model, tokenizer, speculation=Speculation(BadDrafter(guess), num_draft_tokens=2)
-    )
-    bad, good = (engine.submit(Request(p, 12, logprobs=False)) for p in prompts)
-    found = run(engine)
-    assert found[bad][-1].finish_reason == "error"
-    with pytest.raises(RequestError, match="A drafter proposed"):
-        raise found[bad][-1].error
-    assert "".join(response.text for response in found[good]) == wanted
-
-
-@pytest.mark.parametrize(
-    "propose",
-    [
-        lambda drafts: 1 / 0,
-        lambda drafts: [d.fed.append(-7) for d in drafts],
-        lambda drafts: [d.fed.append(7) for d in drafts],
-        lambda drafts: [d.fed.clear() for d in drafts],
-        lambda drafts: [d.fed.__setitem__(0, 7) for d in drafts],
-        lambda drafts: [d.masks.clear() for d in drafts],
-        *(
-            lambda drafts, name=name: [setattr(d, name, None) for d in drafts]
-            for name in ("fed", "masks", "proposed", "n_pending", "row")
-        ),
-    ],
-    ids="raises appends bypasses clears rewrites unmasks fed masks proposed n_pending row".split(),
-)
-def test_a_drafter_that_fails_ends_the_rows_that_it_was_asked_for(rng, model, tokenizer, propose):
-    prompts = [some_prompt(rng, 4) for _ in range(2)]
-    wanted = generate(model, tokenizer, prompts[1], max_tokens=12)
-    engine = Engine(
-        model, tokenizer, speculation=Speculation(BadDrafter(propose), num_draft_tokens=2)
-    )
-    bad = engine.submit(Request(prompts[0], 12, logprobs=False))
-    good = engine.submit(Request(prompts[1], 12, logprobs=False, draft=False))
-    found = run(engine)
-    with pytest.raises(RequestError, match="The drafter BadDrafter"):
-        raise found[bad][-1].error
-    assert "".join(response.text for response in found[good]) == wanted
 
 
 @contextmanager
@@ -386,7 +302,7 @@ def held(engine, number):
 
 
 def test_responses_that_come_too_late_fail_nobody(rng):
-    """A stream is closed, and then a loop, while a step with the stream's row is under way."""
+    """A stream is closed, and then a loop, while a step with the stream's row runs."""
     engine = AsyncEngine(wide_model(rng, extra=0), nano_tokenizer())
     prompt = some_prompt(rng, 4)
     # The second token forces others: a step has several responses of the row.
@@ -431,38 +347,6 @@ def test_responses_that_come_too_late_fail_nobody(rng):
 
     asyncio.run(main())
     assert ends == [None, "length"]
-
-
-def test_a_prompt_goes_on_from_what_the_engine_has_kept(rng, model, tokenizer):
-    """After answers, failures and cancellations alike."""
-    engine = AsyncEngine(model, tokenizer, prefix_cache=PrefixCache(1 << 30))
-    prompt = some_prompt(rng, 9)
-    fed = []
-
-    async def turn(prompt, count=3, **options):
-        text = ""
-        request = Request(prompt, count, logprobs=False, **options)
-        fed.append(len(prompt))
-        async for response in engine.stream(request):
-            text += response.text
-            fed[-1] = len(prompt) - response.cached_tokens
-        return [*prompt, *tokenizer.encode(text)]
-
-    async def main():
-        first = await turn(prompt)
-        assert fed == [9]
-        async with aclosing(engine.stream(Request([*first, 1, 2], -1))) as responses:
-            await anext(responses)
-        second = await turn([*first, 1, 2])
-        assert fed == [9, 1]  # the row that was left had computed the rest
-        with pytest.raises(ZeroDivisionError):
-            await turn([*second, 3], logits_processors=[lambda tokens, logits: 1 / 0])
-        assert await turn([*second, 3]) == await turn([*second, 3])
-        assert fed[3:] == [1, 1]
-
-    asyncio.run(main())
-    scratch = generate(model, tokenizer, prompt, max_tokens=3)
-    assert asyncio.run(answer(engine, prompt, 3)) == scratch
 
 
 def test_a_dropped_engine_is_freed_without_the_garbage_collector(rng, model, tokenizer):

@@ -1,4 +1,4 @@
-"""Rows under constraints: their tokens are those of a naive loop, and no other row sees them."""
+"""Rows under constraints: their tokens are a naive loop's, and no other row is affected."""
 
 import json
 import math
@@ -110,13 +110,13 @@ def test_forced_tokens_are_fed_at_once(rng, model, tokenizer, monkeypatch):
             row = engine.submit(Request(a_prompt(rng, 3), 40, constraint=constraint))
             fed.clear()
             assert text_of(run(engine)[row])[1:].startswith(text)
-            # The first shape is that of the prompts, which are fed in one step.
+            # The first shape is the prompts', which are fed in one step.
             assert fed[1:] == ([(1, count - 1)] if count >= least else [])
         assert met == {True, False}
 
 
 def test_unconstrained_rows_are_what_they_are_alone(rng, model, tokenizer):
-    """To the bit beside a row that is constrained or not; alone, the products may be other kernels'."""
+    """To the bit next to a row that is constrained or not; alone, other kernels may run."""
     prompts = [a_prompt(rng, 9), a_prompt(rng, 4)]
     random = make_sampler(temp=1.0)
     endless = make_logits_processors(dict.fromkeys(tokenizer.eos_token_ids, -math.inf))
@@ -130,10 +130,10 @@ def test_unconstrained_rows_are_what_they_are_alone(rng, model, tokenizer):
         return [r.token for r in responses], [r.logprobs for r in responses]
 
     constrained = {"constraint": Constraint.regex("[a-z]{400}"), "at_limit": "complete"}
-    (tokens, free), beside = answer(random, {}), answer(random, constrained)
+    (tokens, free), together = answer(random, {}), answer(random, constrained)
     alone = answer(forced(tokens))
-    assert tokens == beside[0] == alone[0]
-    for one, other, third in zip(free, beside[1], alone[1], strict=True):
+    assert tokens == together[0] == alone[0]
+    for one, other, third in zip(free, together[1], alone[1], strict=True):
         assert mx.array_equal(one, other)
         np.testing.assert_allclose(third, one, atol=1e-3)
 
@@ -203,7 +203,7 @@ def test_log_probabilities_are_those_of_allowed_tokens(rng, tokenizer):
 
 
 def test_prompt_caches_hold_what_was_fed(rng, model, tokenizer):
-    """The next prompt goes on with them, as if everything had been computed anew."""
+    """The next prompt goes on with them, as if everything had been computed again."""
     for name, limit in (("schema", 60), ("forced", 60), ("forced", 9), ("choices", 60)):
         request = replace(drawn(rng, name, logprobs=False), max_tokens=limit)
         caches = PromptCaches(model.make_cache)

@@ -16,10 +16,16 @@ from mlx_lm.generate import GenerationResponse, generate_step, speculative_gener
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 import afm_mlx
+from afm_mlx import threads
 from afm_mlx.engine import generation
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.generation import batch_generate, generate, stream_generate
+from afm_mlx.engine.generation import (
+    batch_generate,
+    generate,
+    stream_generate,
+    stream_generate_async,
+)
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import RequestError
 from tests.tools.engines import SIZES, naive_greedy, run, some_prompt, tiny
@@ -94,15 +100,15 @@ def test_progress_of_the_prompt_is_reported(model, tokenizer):
 
 def test_progress_of_prompts_in_company_reaches_each_ones_end(rng, model, tokenizer):
     engine = Engine(model, tokenizer, prefill_step_size=64)
-    told = {}
+    reported = {}
     for length in (1, 2, 9, 30):
-        calls = told[length] = []
+        calls = reported[length] = []
         request = Request(
             some_prompt(rng, length), 3, on_prefill=lambda *d, calls=calls: calls.append(d)
         )
         engine.submit(request)
     run(engine)
-    for length, calls in told.items():
+    for length, calls in reported.items():
         done = [d for d, whole in calls]
         assert {whole for _, whole in calls} == {length}
         assert done == sorted(set(done))
@@ -303,3 +309,45 @@ def test_a_callers_own_error_leaves_the_caches_of_a_batch_filled(rng, model, tok
     with pytest.raises(KeyError, match="of the caller"):
         batch_generate(model, tokenizer, prompts, 8, cache=caches, logits_processors=[fails])
     assert [cache[0].lengths for cache in caches] == [[3], [5]]  # the last token excepted
+
+
+# -- asyncio
+
+
+def test_streams_run_side_by_side(rng, model, tokenizer):
+    prompts = [some_prompt(rng, length) for length in (3, 8, 5)]
+    order = []
+
+    async def one(prompt):
+        text = ""
+        async for response in stream_generate_async(model, tokenizer, prompt, max_tokens=12):
+            order.append(len(prompt))
+            text += response.text
+        return text
+
+    async def everything():
+        whole = asyncio.to_thread(generate, model, tokenizer, prompts[0], max_tokens=12)
+        return await asyncio.gather(*map(one, prompts), whole)
+
+    wanted = [generate(model, tokenizer, prompt, max_tokens=12) for prompt in prompts]
+    assert asyncio.run(everything()) == [*wanted, wanted[0]]
+    assert order != sorted(order, key=order.index)  # they take turns
+
+
+def test_tasks_can_be_cancelled_and_fail(rng, model, tokenizer):
+    async def stream(prompt):
+        async for _ in stream_generate_async(model, tokenizer, prompt, max_tokens=-1):
+            pass
+
+    async def main():
+        task = asyncio.create_task(stream(some_prompt(rng, 3)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(RequestError, match="empty"):
+            await stream([])
+        # MLX's thread is free again.
+        return await asyncio.wait_for(asyncio.wrap_future(threads.submit(int)), 60)
+
+    assert asyncio.run(main()) == 0

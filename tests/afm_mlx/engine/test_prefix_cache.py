@@ -90,8 +90,7 @@ def test_nobody_finds_what_another_owner_or_adapter_has_left(rng, model, tokeniz
             for client in ("one", "other"):
                 for adapter in (None, "a", "b", {"a": 0.5}, {"a": 0.5, "b": 1}):
                     tokens, cached = answer(engine, prompt, adapter=adapter, client=client)
-                    told = found.setdefault((client, str(adapter)), [])
-                    told.append(cached)
+                    found.setdefault((client, str(adapter)), []).append(cached)
                     assert tokens == wanted[str(adapter)]
         assert all(cached == [0, whole] for cached in found.values())
         # A name that stands for another adapter now.
@@ -196,23 +195,23 @@ def test_a_hundred_interleavings_have_the_answers_without_the_cache(rng, tokeniz
 
     prefixes = PrefixCache(150_000)
     options = {"max_batch": 4, "prefix_cache": prefixes, "prefill_step_size": 64}
-    guesses = Speculation(prompt_lookup=True, num_draft_tokens=3)
-    engines = [Engine(model, tokenizer, **options, speculation=s) for s in (None, guesses)]
+    drafting = Speculation(prompt_lookup=True, num_draft_tokens=3)
+    engines = [Engine(model, tokenizer, **options, speculation=s) for s in (None, drafting)]
     for round in range(100):
-        engine, asked, told = engines[round % 2], {}, {}
+        engine, asked, got = engines[round % 2], {}, {}
         for _ in range(rng.integers(1, 4)):
             index, client = rng.integers(len(prompts)), "ab"[rng.integers(2)]
             row = engine.submit(Request(prompts[index], 4, logprobs=False, client=client))
-            asked[row], told[row] = wanted[index], []
+            asked[row], got[row] = wanted[index], []
             for _ in range(rng.integers(3)):
                 for response in engine.step():
-                    told[response.row].append(response.token)
+                    got[response.row].append(response.token)
             if rng.random() < 0.2:
                 engine.cancel(row)
-                asked[row] = asked[row][: len(told[row])]
+                asked[row] = asked[row][: len(got[row])]
         for row, tokens in tokens_of(run(engine)).items():
-            told[row] += tokens
-        assert told == asked
+            got[row] += tokens
+        assert got == asked
         assert prefixes.nbytes <= prefixes.budget
         blocks = list(prefixes._pages)
         assert prefixes.nbytes == sum(block.nbytes for block in blocks)

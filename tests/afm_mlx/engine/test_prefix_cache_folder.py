@@ -83,7 +83,7 @@ def test_files_that_are_not_as_they_were_written_are_removed(rng, ask, tmp_path)
             path.write_bytes(change(data))
         tokens, found = ask(model, prompt)
         assert (tokens, found) == (answer, 0)
-        # The first one was read, removed, and written anew.
+        # The first one was read, removed, and written again.
         assert sum(path.read_bytes() == data for path, data in whole.items()) >= 1
         for path, data in whole.items():
             path.write_bytes(data)
@@ -140,7 +140,7 @@ def test_a_right_digest_makes_no_head_right(rng, ask, tmp_path):
         for path, data in whole.items():
             path.write_bytes(forged(data, change))
         assert ask(model, prompt) == (answer, 0)
-        # The first one was read, removed, and written anew.
+        # The first one was read, removed, and written again.
         assert any(path.read_bytes() == data for path, data in whole.items())
     for path, data in whole.items():
         path.write_bytes(data + b"x")
@@ -277,11 +277,11 @@ def test_a_folder_that_may_only_be_read_is_read(rng, tokenizer):
             file.chmod(0o444)
         kept.chmod(0o555)
         with no_superuser():
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 prefixes = PrefixCache(LARGE, kept, folder_budget=1)  # nor is anything removed
                 assert ask(prefixes, prompt) == (answer, 2 * PAGE)
-            (warning,) = told
+            (warning,) = caught
             assert "may only be read. It goes on in memory, and reads" in str(warning.message)
         assert sorted(kept.iterdir()) == stored
         kept.chmod(0o755)

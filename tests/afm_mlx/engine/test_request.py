@@ -1,4 +1,4 @@
-"""What is asked for, and text that may turn out to be the start of a stop string."""
+"""Requests that are refused, and text that may be the start of a stop string."""
 
 import mlx.core as mx
 import numpy as np

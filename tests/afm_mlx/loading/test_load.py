@@ -23,7 +23,7 @@ VALUES = json.loads((FOLDER / "config.json").read_text())
 
 on_cpu = pytest.mark.skipif(
     mx.default_device() != mx.Device(mx.cpu),
-    reason="golden tokens are those of float32; a GPU runs in bfloat16",
+    reason="golden tokens are from float32; a GPU runs in bfloat16",
 )
 
 

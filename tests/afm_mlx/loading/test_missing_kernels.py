@@ -1,4 +1,4 @@
-"""Which models are told that they run without kernels, and why."""
+"""Which models are reported to run without kernels, and why."""
 
 import warnings
 
@@ -30,15 +30,15 @@ def models(rng):
     ]
 
 
-def test_models_that_have_kernels_are_told_why_they_run_without(no_extension, rng):
+def test_models_that_have_kernels_are_reported_with_the_reason(no_extension, rng):
     for model, has_kernels in models(rng):
         assert missing_kernels(model) == (WHY if has_kernels else ""), model
         if model is not None:
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 warn_if_slow(model)
-            assert [str(w.message)[-len(WHY) - 1 : -1] for w in told] == [WHY] * has_kernels
-            assert all(w.category is SlowWarning for w in told)
+            assert [str(w.message)[-len(WHY) - 1 : -1] for w in caught] == [WHY] * has_kernels
+            assert all(w.category is SlowWarning for w in caught)
 
 
 @pytest.mark.skipif(extension.module() is None, reason=extension.unavailable())
@@ -62,7 +62,7 @@ def test_kernels_that_somebody_asked_for_and_those_that_failed(rng):
         )
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            warn_if_slow(model)  # the self-test has told of these
+            warn_if_slow(model)  # the self-test has reported these
     finally:
         dispatch.enable("cpu/packed_matmul")
         dispatch.enable("cpu/packed_embedding")

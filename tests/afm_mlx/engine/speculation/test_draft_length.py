@@ -1,4 +1,4 @@
-"""How many tokens are guessed: by measured costs and by how often guesses are right."""
+"""How many tokens are drafted: by measured costs and by how many draft tokens are accepted."""
 
 import pytest
 
@@ -36,15 +36,15 @@ def test_a_first_measurement_does_not_count():
     assert costs.of(2, 1) is None
 
 
-def test_the_best_number_of_guesses_follows_acceptance_and_costs():
+def test_the_best_number_of_draft_tokens_follows_acceptance_and_costs():
     good, poor = Acceptance(100, 95), Acceptance(100, 5)
     cheap, dear = costs_of(1, 0.05), costs_of(1, 1.0)
     assert best_count(1, [good], cheap, 0.0) == MOST
     assert best_count(1, [poor], dear, 0.0) == 0
     assert best_count(1, [good], dear, 0.0) == 0  # a step of n tokens costs n steps
-    assert 0 < best_count(1, [good], cheap, 4.0) < MOST  # guesses cost something, too
+    assert 0 < best_count(1, [good], cheap, 4.0) < MOST  # draft tokens cost something, too
     assert best_count(1, [Acceptance(100, 50)], cheap, 0.0) < MOST
-    # One row that guesses well does not pay for eight that don't, where tokens are dear.
+    # One row with good drafts does not pay for eight with bad ones if tokens are expensive.
     assert best_count(8, [good], costs_of(8, 0.5), 0.0) == 0
 
 
@@ -61,9 +61,9 @@ def test_acceptance_looks_back_a_while_and_new_rows_begin_with_the_others():
 
 
 def test_pauses_grow():
-    guesses = DraftCounts()
-    guesses.pause(10)
-    first = guesses.paused_until - 10
-    guesses.pause(100)
-    assert guesses.paused_until - 100 == 2 * first
-    assert guesses.pauses == 2
+    counts = DraftCounts()
+    counts.pause(10)
+    first = counts.paused_until - 10
+    counts.pause(100)
+    assert counts.paused_until - 100 == 2 * first
+    assert counts.pauses == 2

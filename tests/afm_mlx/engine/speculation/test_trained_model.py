@@ -40,13 +40,13 @@ def chats():
 
 
 def is_tie(mine, theirs):
-    """Whether two answers part at tokens that are equally likely, but for rounding."""
+    """True if two answers differ first at tokens that are equally likely, except for rounding."""
     at = next(i for i, (a, b) in enumerate(zip(mine[0], theirs[0], strict=False)) if a != b)
     return abs(mine[4][at] - theirs[4][at]) < 0.02
 
 
 @pytest.mark.slow
-def test_500_answers_are_those_without_guesses(rng):
+def test_500_answers_are_the_same_as_without_drafts(rng):
     model, tokenizer = load(NANO)
     pool = AdapterPool(model, base_folder=NANO)
     for name in ("redact", "todo", "triage"):
@@ -79,7 +79,7 @@ def test_500_answers_are_those_without_guesses(rng):
             )
             pairs = list(zip(requests, found, wanted, strict=True))
             other = [pair for pair in pairs if pair[1][:4] != pair[2][:4]]
-            # Alone, all are the same. In a batch products round otherwise with other rows beside them, guesses
+            # Alone, all are the same. In a batch products round differently with other rows, drafts
             # or not: a token that is as likely as another may give way to it, and a draw to its neighbour.
             assert len(other) <= (0 if max_batch == 1 else 5)
             assert all(request.sampler or is_tie(*answers) for request, *answers in other)

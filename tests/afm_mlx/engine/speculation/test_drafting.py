@@ -1,4 +1,4 @@
-"""Answers with guesses are those without, whatever is guessed; and what speculation refuses."""
+"""Answers with draft tokens are the same as without, whatever is drafted; and what speculation refuses."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ FEATURES = {
 
 
 def drafters(rng, model, answers, kind):
-    """Speculation of each kind, with as many guesses as pay or a fixed number."""
+    """Speculation of each kind, with as many draft tokens as pay or a fixed number."""
     count = [None, 1, 3, 7][int(rng.integers(4))]
     other = random_model(random_config(rng, **SIZES, kv_bits=None), rng)
     made = {
@@ -65,7 +65,7 @@ KINDS = ("model itself", "other model", "known", "look-up", "both")
     ("drafter", "kind", "kv_bits", "max_batch"),
     all_pairs(KINDS, ("float", "2-bit"), (None, 8), (1, 3)),
 )
-def test_answers_are_those_without_guesses(rng, drafter, kind, kv_bits, max_batch):
+def test_answers_are_the_same_as_without_drafts(rng, drafter, kind, kv_bits, max_batch):
     model, tokenizer = tiny(rng, kind, kv_bits), WordTokenizer(VOCAB, ends=(1,))
     prompts = [some_prompt(rng, rng.integers(1, 90)) for _ in FEATURES]
     prompts[0] = prompts[0] * 3  # something to look up
@@ -81,7 +81,7 @@ def test_answers_are_those_without_guesses(rng, drafter, kind, kv_bits, max_batc
 
 
 @pytest.mark.parametrize("max_batch", [1, 3])
-def test_constrained_answers_are_those_without_guesses(rng, max_batch):
+def test_constrained_answers_are_the_same_as_without_drafts(rng, max_batch):
     model, tokenizer = wide_model(rng, extra=5), nano_tokenizer()
     sampler = make_sampler(1.0)
     requests = [
@@ -105,7 +105,7 @@ def test_constrained_answers_are_those_without_guesses(rng, max_batch):
         agree(found, wanted)
 
 
-def test_rows_with_adapters_are_answered_as_without_guesses(rng, tmp_path):
+def test_rows_with_adapters_are_answered_as_without_drafts(rng, tmp_path):
     model, tokenizer = tiny(rng, "2-bit", 8), WordTokenizer(VOCAB, ends=())
     pool = AdapterPool(model)
     adapters = Adapters(model, rng, tmp_path)
@@ -180,7 +180,7 @@ def test_sampled_tokens_have_the_models_distribution(rng):
     assert 0 < sum(c.accepted for c in counts) < sum(c.proposed for c in counts)
 
 
-def test_a_right_guess_is_told_and_counted(rng):
+def test_accepted_draft_tokens_are_marked_and_counted(rng):
     model, tokenizer = tiny(rng), WordTokenizer(VOCAB, ends=())
     request = Request(some_prompt(rng, 5), 20, logprobs=False)
     [(answer, *_)] = outcome(model, tokenizer, [request])
@@ -192,12 +192,12 @@ def test_a_right_guess_is_told_and_counted(rng):
         engine = Engine(model, tokenizer, speculation=Speculation(drafter, num_draft_tokens=3))
         engine.submit(request)
         responses = list(engine.run())
-        guesses = responses[-1].draft_counts
-        assert sum(r.from_draft for r in responses) == guesses.accepted == (15 if rate else 0)
-        assert guesses.proposed == (15 if rate else sum(min(3, 19 - n) for n in range(20)))
+        counts = responses[-1].draft_counts
+        assert sum(r.from_draft for r in responses) == counts.accepted == (15 if rate else 0)
+        assert counts.proposed == (15 if rate else sum(min(3, 19 - n) for n in range(20)))
 
 
-def test_a_batch_keeps_its_bound_and_rows_leave_while_others_guess(rng):
+def test_a_batch_keeps_its_bound_and_rows_leave_while_others_have_drafts(rng):
     model, tokenizer = tiny(rng), WordTokenizer(VOCAB, ends=())
     requests = [Request(some_prompt(rng, n), -1, logprobs=False) for n in (3, 9, 25)]
     wanted = outcome(model, tokenizer, requests, max_kv_size=40)
@@ -235,7 +235,7 @@ def test_a_row_that_is_cancelled_while_it_is_fed_forced_tokens_is_forgotten(rng)
     assert not engine.busy
 
 
-def test_odd_numbers_of_guesses_are_refused():
+def test_numbers_of_draft_tokens_out_of_range_are_refused():
     for count in (0, 8, True, 2.0, "3"):
         with pytest.raises(RequestError, match=r"num_draft_tokens is .*; allowed are 1 to 7"):
             Speculation(prompt_lookup=True, num_draft_tokens=count)
@@ -275,7 +275,7 @@ def test_an_error_of_a_rows_own_ends_that_row_only(rng):
     found = outcome(model, tokenizer, requests, speculation=Speculation(model, num_draft_tokens=3))
     assert [f[2:4] for f in found] == [w[2:4] for w in wanted]
     assert found[1][0] == wanted[1][0]
-    # Guesses may have found the error some tokens earlier.
+    # Drafts may have found the error some tokens earlier.
     assert wanted[0][0][: len(found[0][0]) - 1] == found[0][0][:-1]
 
 

@@ -1,19 +1,162 @@
-"""Rows start only when the keys and values that they may come to need have room in the budget."""
+"""Which rows wait, which ones prefill, and what they may take of a memory budget."""
 
 import gc
 
 import mlx.core as mx
 import pytest
 
-from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.engine import CPU_STEP, CPU_STEP_WHILE_DECODING, Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
+from afm_mlx.kernels import dispatch
 from afm_mlx.model.kv_cache import STEP, TAIL
-from tests.tools.engines import SIZES, naive_greedy, run, some_prompt, tiny
+from tests.tools.engines import SIZES, naive_greedy, run, some_prompt, tiny, tokens_of
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import zoo_model
+
+# -- prefills
+
+
+@pytest.fixture
+def chunks(model, monkeypatch):
+    """The (rows, columns) that were prefilled so far."""
+    chunks = []
+    prefill = type(model).prefill
+
+    def counted(self, tokens, cache):
+        chunks.append(tokens.shape)
+        return prefill(self, tokens, cache)
+
+    monkeypatch.setattr(type(model), "prefill", counted)
+    return chunks
+
+
+def test_a_step_prefills_no_more_than_a_chunk_and_every_row_has_its_token(
+    rng, model, tokenizer, chunks
+):
+    engine = Engine(model, tokenizer, prefill_step_size=8)
+    lengths = [30, 3, 1, 4, 40, 2, 9]
+    prompts = {engine.submit(Request(p, 60)): p for p in [some_prompt(rng, 2)]}
+    answers = {0: []}
+    for _ in range(3):
+        engine.step()
+    for length in lengths:
+        prompt = some_prompt(rng, length)
+        prompts[engine.submit(Request(prompt, 6, logprobs=False))] = prompt
+    while engine.busy:
+        done = len(chunks)
+        responses = engine.step()
+        assert len(chunks) <= done + 1
+        if not all(len(answers.get(row, ())) == 6 for row in range(1, 8)):
+            assert sum(response.row == 0 for response in responses) == 1
+        for row, tokens in tokens_of({r.row: [r] for r in responses}).items():
+            answers.setdefault(row, []).extend(tokens)
+    assert max(rows * columns for rows, columns in chunks) == 8
+    assert any(rows > 1 for rows, _ in chunks)  # short prompts share a chunk
+    for row in range(1, 8):
+        assert answers[row] == naive_greedy(model, prompts[row], 6)
+
+
+@pytest.mark.skipif(dispatch.device() != "cpu", reason="a GPU has chunks of one size")
+def test_chunks_are_small_on_a_cpu_while_rows_decode(rng, model, tokenizer, chunks):
+    def columns_of(size):
+        """Chunks of a prompt alone; of one next to an answer; and of its rest, once the answer has ended."""
+        engine = Engine(model, tokenizer, prefill_step_size=size)
+        found = []
+        for answer in (0, 40, 4):
+            if answer:
+                engine.submit(Request([5], answer, logprobs=False))
+                engine.step()
+            chunks.clear()
+            engine.submit(Request(some_prompt(rng, 301), 1, logprobs=False))
+            list(engine.run())
+            found.append([columns for _, columns in chunks])
+        return found
+
+    alone, busy, rest = columns_of(None)
+    assert alone == [CPU_STEP, CPU_STEP, 300 - 2 * CPU_STEP]
+    assert busy == [CPU_STEP_WHILE_DECODING] * 9 + [300 - 9 * CPU_STEP_WHILE_DECODING]
+    assert rest[0] == CPU_STEP_WHILE_DECODING
+    assert CPU_STEP in rest
+    assert sum(rest) == 300
+    for asked in (50, 1000):
+        given = min(asked, CPU_STEP)
+        for columns in columns_of(asked):
+            assert columns == [given] * (300 // given) + [300 % given] * (300 % given > 0)
+
+
+def test_short_prompts_pass_long_ones_which_go_on_all_the_same(rng, model, tokenizer, chunks):
+    engine = Engine(model, tokenizer, max_batch=64, prefill_step_size=4)
+    long = engine.submit(Request(some_prompt(rng, 33), 1, logprobs=False))
+    engine.step()
+    first = {}
+    for step in range(40):
+        if step < 30:  # one after another, and each would be first
+            engine.submit(Request(some_prompt(rng, 5), 1, logprobs=False))
+        for response in engine.step():
+            first[response.row] = step
+    assert all(first[row] - (row - 1) <= 2 * row + 1 for row in range(1, 31))
+    assert first[1] <= 2
+    assert first[long] <= 2 * 8 + 1
+
+
+def test_a_row_that_is_cancelled_in_its_prompt_is_gone_at_once(rng, model, tokenizer, chunks):
+    engine = Engine(model, tokenizer, prefill_step_size=4)
+    prompts = [some_prompt(rng, n) for n in (30, 3, 3, 50)]
+    rows = [engine.submit(Request(p, 3, logprobs=False)) for p in prompts]
+    engine.step()
+    for row in (rows[0], rows[3], rows[3], 99):
+        engine.cancel(row)
+    engine.cancel(rows[1])  # it has company
+    answers = [response.token for response in engine.run()]
+    assert answers == naive_greedy(model, prompts[2], 3)
+    assert sum(rows * columns for rows, columns in chunks) <= 8
+
+
+# -- turns of clients
+
+
+def order_of(engine, requests):
+    """Indices of requests by the order in which their answers begin; each is (client, max_tokens)."""
+    rows = [
+        engine.submit(Request([1 + i], count, client=client, logprobs=False))
+        for i, (client, count) in enumerate(requests)
+    ]
+    begun = dict.fromkeys(response.row for response in engine.run())
+    return [rows.index(row) for row in begun]
+
+
+def test_clients_have_their_turns(model, tokenizer):
+    one = Engine(model, tokenizer, max_batch=1)
+    assert order_of(one, [("a", 2)] * 4 + [("b", 2)] * 2 + [("c", 2)]) == [0, 4, 6, 1, 5, 2, 3]
+    assert order_of(one, [("", 2)] * 4) == [0, 1, 2, 3]  # who says no name is one client
+    # Rows that run count: b and c have as many as a.
+    three = Engine(model, tokenizer, max_batch=3)
+    assert order_of(three, [("a", 9)] * 6 + [("b", 9), ("c", 9)])[:3] == [0, 6, 7]
+
+
+def test_a_client_with_many_requests_holds_up_no_other_and_is_not_starved(rng, model, tokenizer):
+    engine = Engine(model, tokenizer, max_batch=2)
+    crowd = {engine.submit(Request(some_prompt(rng, 3), 4, client="crowd")) for _ in range(20)}
+    ended, waited = [], {}
+    for step in range(120):
+        if step % 6 == 0:  # always another client, and always the first with a request
+            row = engine.submit(Request(some_prompt(rng, 3), 4, client=f"client {step}"))
+            waited[row] = step
+        for response in engine.step():
+            if response.finish_reason:
+                ended.append(response.row)
+                if response.row in waited:
+                    waited[response.row] = step - waited[response.row]
+    others = [row for row in waited if row in ended]
+    assert len(others) >= 15
+    assert max(waited[row] for row in others) <= 12
+    assert len(crowd.intersection(ended)) >= 10
+
+
+# -- the memory budget
 
 SMALLEST = STEP + TAIL  # columns of a row with few tokens
 
@@ -39,17 +182,17 @@ def test_rows_wait_for_memory_and_never_take_more(rng, tokenizer, kind):
     asked += [(some_prompt(rng, 5), 6) for _ in range(4)]  # the fourth one alone needs more columns
     wanted = {engine.submit(Request(p, n, logprobs=False)): (p, n) for p, n in asked}
     assert (engine.rows_waiting, engine.rows_running, engine.kv_bytes) == (8, 0, 0)
-    told, most = {}, 0
+    got, most = {}, 0
     while engine.busy:
         for response in engine.step():
-            told.setdefault(response.row, []).append(response.token)
+            got.setdefault(response.row, []).append(response.token)
         most = max(most, engine.rows_running)
         assert engine.kv_bytes <= 3 * a_row
-        if 3 in told and len(told[3]) < 12:
+        if 3 in got and len(got[3]) < 12:
             assert engine.rows_running == 1  # two rows of 512 columns are too many
     assert most == 3
     for row, (prompt, count) in list(wanted.items())[:3]:
-        assert told[row] == naive_greedy(model, prompt, count)
+        assert got[row] == naive_greedy(model, prompt, count)
     assert (engine.rows_waiting, engine.rows_running, engine.kv_tokens) == (0, 0, 0)
 
 
