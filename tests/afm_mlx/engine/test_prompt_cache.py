@@ -53,7 +53,9 @@ def test_a_reloaded_cache_goes_on_as_if_nothing_had_happened(rng, stored_model, 
     assert metadata == {"note": "é"}
     assert loaded[0].kind == cache[0].kind
     assert loaded[0].is_trimmable() == (kind[1] != 16)
-    assert mx.array_equal(stored_model(tokens[:, 300:], loaded), stored_model(tokens[:, 300:], cache))
+    assert mx.array_equal(
+        stored_model(tokens[:, 300:], loaded), stored_model(tokens[:, 300:], cache)
+    )
     assert list(tmp_path.iterdir()) == [path]
 
 
