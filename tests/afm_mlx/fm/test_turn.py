@@ -86,14 +86,14 @@ async def test_calls_of_one_answer_run_concurrently(model):
     async def one() -> str:
         """One"""
         begin("one")
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.25)
         running.remove("one")
         return "1"
 
     def two() -> int:
         """Two"""
         begin("two")
-        time.sleep(0.05)
+        time.sleep(0.25)
         running.remove("two")
         return 2
 
