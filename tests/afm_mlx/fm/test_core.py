@@ -29,12 +29,13 @@ def test_the_model_is_the_embedded_one_or_the_environments(monkeypatch, tmp_path
     missing = fm.SystemLanguageModel()
     not_ready = fm.SystemLanguageModelUnavailableReason.MODEL_NOT_READY
     assert missing.is_available() == (False, not_ready)
-    with pytest.raises(fm.AssetsUnavailableError, match="nowhere"):
-        _ = missing.context_size
-    with pytest.raises(fm.AssetsUnavailableError, match="nowhere"):
-        asyncio.run(fm.LanguageModelSession(model=missing).respond("Hi"))
-    with pytest.raises(fm.AssetsUnavailableError, match="nowhere"):
-        asyncio.run(missing.token_count("Hi"))
+    for use in (
+        lambda: missing.context_size,
+        lambda: asyncio.run(fm.LanguageModelSession(model=missing).respond("Hi")),
+        lambda: asyncio.run(missing.token_count("Hi")),
+    ):
+        with pytest.raises(fm.AssetsUnavailableError, match="nowhere"):
+            use()
     # It is found once it is there.
     shutil.copytree(FOLDER, tmp_path / "nowhere")
     assert missing.is_available() == (True, None)

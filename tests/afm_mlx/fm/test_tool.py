@@ -39,16 +39,10 @@ def call(tool, **arguments):
 
 
 def test_a_tool_is_called_and_defined():
-    tool = Weather()
+    tool, schema = Weather(), Arguments.generation_schema().to_dict()
     assert call(tool, city="Oslo") == "Rain in Oslo"
-    assert tool.tool_definition == {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Weather of a city",
-            "parameters": Arguments.generation_schema().to_dict(),
-        },
-    }
+    named = {"name": "get_weather", "description": "Weather of a city"}
+    assert tool.tool_definition == {"type": "function", "function": {**named, "parameters": schema}}
 
 
 @fm.generable
@@ -190,10 +184,8 @@ def test_a_function_may_take_generable_classes():
 
     tool = fm.Tool.from_function(book)
     parameters = tool.tool_definition["function"]["parameters"]
-    assert parameters["properties"] == {
-        "seats": {"type": "array", "items": {"$ref": "#/$defs/Seat"}},
-        "other": {"$ref": "#/$defs/Seat"},
-    }
+    ref = {"$ref": "#/$defs/Seat"}
+    assert parameters["properties"] == {"seats": {"type": "array", "items": ref}, "other": ref}
     seat = Seat.generation_schema().to_dict()
     seat["properties"]["neighbours"]["items"]["$ref"] = "#/$defs/Seat"
     assert parameters["$defs"] == {"Seat": seat}
@@ -307,9 +299,8 @@ def test_functions_that_say_too_little_are_refused():
     def unknown(a: "Nowhere"):  # noqa: F821  the fault
         """Say."""
 
-    with pytest.raises(TypeError, match="made of a function"):
-        fm.Tool.from_function(3)
     cases = {
+        3: "made of a function",
         unknown: "annotations of unknown can't be read",
         yields: "Return a list",
         silent: "no docstring",
