@@ -1,15 +1,21 @@
 """Run Apple's on-device foundation-model architecture (AFM) locally, with MLX.
 
-The names below are loaded when they are first used, so `import afm_mlx` costs next to nothing. On Linux,
-import it before `mlx.core`: it then gives MLX a fast matrix product (`afm_mlx.blas`).
+The public names are imported on first use, so `import afm_mlx` is cheap. On Linux, import `afm_mlx` before
+`mlx.core`, to give MLX a fast matrix product (`afm_mlx.blas`).
 """
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx import blas
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -59,11 +65,31 @@ _HOME = {
     "stream_generate_async": "engine.generation",
 }
 
-# In a source checkout the subpackages lie beside this folder instead of in it. Python started at the
-# checkout's root imports this very file, installed package or not, and finds them here.
-_root = Path(__file__).resolve().parent.parent
-if (_root / "pyproject.toml").is_file() and (_root / "kernels" / "__init__.py").is_file():
-    __path__.append(str(_root))
+
+class CheckoutFinder:
+    """Find `afm_mlx.kernels` and its like in a source checkout, where they are next to this folder, not in it.
+
+    Python started at the checkout's root imports this very file, whether the package is installed or not.
+    """
+
+    rooms = ("kernels", "converters", "adapters")
+    root = Path(__file__).resolve().parent.parent
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find one of the rooms for Python's import; None for any other module."""
+        package, _, room = name.rpartition(".")
+        if package != __name__ or room not in cls.rooms:
+            return None
+        return PathFinder.find_spec(name, [str(cls.root)], target)
+
+
+if (CheckoutFinder.root / "pyproject.toml").is_file():
+    # An editable install adds the root, where everything would be a part of this package, tests too.
+    __path__[:] = [folder for folder in __path__ if folder != str(CheckoutFinder.root)]
+    sys.meta_path.append(CheckoutFinder)
 
 blas.install()
 

@@ -45,6 +45,40 @@ def test_import_is_light():
     assert (answer["heavy"], answer["kernels"]) == ([], "afm_mlx.kernels")
 
 
+# Takes the finder of an editable install out of every Python that is started with it.
+UNINSTALLED = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__name__.startswith("ScikitBuild")]
+"""
+SPAWN = """
+import multiprocessing, sys
+import afm_mlx
+from importlib import import_module
+if __name__ == "__main__":
+    names = [f"afm_mlx.{room}" for room in ("kernels", "converters", "adapters")]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert [module.__name__ for module in map(import_module, names)] == names
+        print(pool.apply(eval, ("__import__('afm_mlx.adapters').adapters.__file__",)))
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_source_checkout_has_its_three_rooms_and_no_more(tmp_path, installed):
+    """As an editable install, without one, in pytest, as `python -m`, and in spawned children."""
+    for name in ("tests", "bench", "docs", "afm_mlx"):
+        assert importlib.util.find_spec(f"afm_mlx.{name}") is None
+    environment = dict(os.environ)
+    if not installed:
+        (tmp_path / "sitecustomize.py").write_text(UNINSTALLED)
+        environment["PYTHONPATH"] = str(tmp_path)
+    probe = "import importlib.util; print(importlib.util.find_spec('afm_mlx.tests'))"
+    assert said([sys.executable, "-c", probe], cwd=ROOT, env=environment) == "None\n"
+    answer = said([sys.executable, "-c", SPAWN], cwd=ROOT, env=environment)
+    assert answer == f"{ROOT / 'adapters' / '__init__.py'}\n"
+    command = [sys.executable, "-m", "afm_mlx", "adapter", "info", "todo", "--json"]
+    assert json.loads(said(command, cwd=ROOT, env=environment))["rank"] > 0
+
+
 def test_every_python_that_is_promised_runs_the_dependencies():
     promised = SpecifierSet(metadata.metadata("afm-mlx")["Requires-Python"])
     requirements = map(Requirement, metadata.requires("afm-mlx"))
