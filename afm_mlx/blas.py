@@ -2,13 +2,13 @@
 
 MLX's Linux wheel carries Netlib's reference BLAS: 8 GFLOP/s at 512 x 512 x 512 on one core of an AMD EPYC,
 where the OpenBLAS inside NumPy's wheel reaches 250 on two. `install` puts a forwarding `cblas_sgemm` in
-front, before `mlx.core` is loaded and binds its own. Nothing happens on macOS, where MLX uses Accelerate.
+front, before `mlx.core` is loaded and binds its own. macOS is left alone: MLX uses Accelerate there.
 
-OpenBLAS's own threads wait for each other in a loop, which one busy process beside them makes many times
-slower. So its products are shared out among the kernels' threads once these are loaded, a tile at a time,
-unless OpenBLAS is to use one thread; `kernels/cpu/blas.c` says how.
+OpenBLAS's own threads spin while they wait for each other, which makes them many times slower next to one busy
+process. So once the kernels are loaded, their thread pool computes the tiles of a product, unless OpenBLAS is
+limited to one thread; see `kernels/cpu/blas.c`.
 
-The environment variable `AFM_MLX_BLAS=0` switches it off.
+The environment variable `AFM_MLX_BLAS=0` switches all of this off.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _status = "not installed"
 
 
 def status() -> str:
-    """Which BLAS multiplies dense float32 matrices in MLX, and why."""
+    """Return the name of the BLAS for MLX's dense float32 products, with the reason if it is MLX's own."""
     return _status
 
 
 def install() -> None:
-    """Route MLX's float32 matrix products to NumPy's OpenBLAS, where that is possible.
+    """Route MLX's float32 matrix products to NumPy's OpenBLAS.
 
-    Does nothing but note the reason (`status`) on other systems, when switched off, when MLX is loaded
-    already, or when a part is missing.
+    On other systems than Linux, if switched off, if MLX is already loaded, or if a part is missing, only the
+    reason is recorded for `status`.
     """
     global _status
     _status = _install()
 
 
 def set_threads(threads: int) -> None:
-    """Set the number of threads of NumPy's OpenBLAS, where there is one."""
+    """Set the number of threads of NumPy's OpenBLAS, if it has one."""
     if (openblas := _numpy_openblas()) is not None:
         ctypes.CDLL(str(openblas)).scipy_openblas_set_num_threads64_(ctypes.c_int(threads))
 
@@ -59,9 +59,9 @@ def _install() -> str:
         return "MLX's own (Netlib): mlx.core was imported before afm_mlx"
     library, openblas = _built_library(), _numpy_openblas()
     if library is None:
-        return "MLX's own (Netlib): afm_blas.so is not there; install afm-mlx with a C compiler at hand"
+        return "MLX's own (Netlib): afm_blas.so is missing; install afm-mlx where there is a C compiler"
     if openblas is None:
-        return "MLX's own (Netlib): this NumPy carries no OpenBLAS of its own"
+        return "MLX's own (Netlib): this NumPy has no OpenBLAS"
     try:
         loaded = ctypes.CDLL(str(openblas))
         functions = [ctypes.cast(loaded[name], ctypes.c_void_p) for name in _SYMBOLS]
@@ -73,7 +73,7 @@ def _install() -> str:
 
 
 def _built_library() -> Path | None:
-    """The forwarding library: in this folder, or in the installed package when this is a source checkout."""
+    """Find the forwarding library in this folder, or, from a source checkout, in the installed package."""
     for package in (Path(__file__).parent, Path(sysconfig.get_path("platlib")) / "afm_mlx"):
         if (library := package / "kernels" / "cpu" / "afm_blas.so").is_file():
             return library
@@ -81,7 +81,7 @@ def _built_library() -> Path | None:
 
 
 def _numpy_openblas() -> Path | None:
-    # Found without importing NumPy, which takes longer than all the rest.
+    # Without importing NumPy, which takes longer than all the rest.
     from importlib.util import find_spec
 
     spec = find_spec("numpy")

@@ -1,7 +1,7 @@
-"""Errors that the user can mend.
+"""Errors that the user can fix.
 
 Each message says what is wrong, what was got, what is allowed and what to do next. The command line
-prints it on one line and exits with status 2; everything else that is raised is a defect of ours.
+prints it on one line and exits with status 2; any other exception is a defect of afm-mlx.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from collections.abc import Iterable
 from typing import Any
 
 SHOWN = 200
-"""Characters of a value that an error quotes."""
+"""Maximum characters of a value that an error quotes."""
 MESSAGE = 1100
-"""Characters of a whole message."""
+"""Maximum characters of a message."""
 
 
 def shown(value: Any) -> str:
-    """`repr(value)` for an error's message, cut in the middle to `SHOWN` characters.
+    """Return `repr(value)` for an error's message, cut in the middle to `SHOWN` characters.
 
-    Values come from files and callers, and may be of any size. A value that can't be written out (an integer of
-    thousands of digits, a deep nesting) is named by its type.
+    A value without a repr, such as an integer of thousands of digits or a deep nesting, is named by its type.
     """
     try:
-        # A long string's repr is as long; its ends are all that will be seen.
+        # A long string's repr is as long, and only its ends are shown.
         text = repr(value if not isinstance(value, str | bytes) else _ends(value))
     except (ValueError, RecursionError):
         return f"a {type(value).__name__} too large to be shown"
@@ -30,17 +29,17 @@ def shown(value: Any) -> str:
 
 
 def named(name: str) -> str:
-    """A name from a file for an error's message: as it is when it is plain, else as `shown`."""
+    """Return a name from a file for an error's message: unchanged if printable and short, else `shown`."""
     return name if len(name) <= SHOWN and name.isprintable() else shown(name)
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says: of a system's error its words alone, without number and path."""
+    """Return an error's message; for OSError without number and path."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)` for the known name that is most like what was given, else nothing."""
+    """Return ` (did you mean X?)` for the known name most similar to `name`; empty if none is similar."""
     import difflib
 
     close = difflib.get_close_matches(name[:100], list(known), n=1)
@@ -55,15 +54,15 @@ def _ends(text: Any, limit: int = SHOWN) -> Any:
 
 
 def bounded(message: str) -> str:
-    """A message, cut in the middle to `MESSAGE` characters, whatever it quotes."""
+    """Cut a message in the middle to `MESSAGE` characters."""
     return _ends(message, MESSAGE)
 
 
 class AFMError(ValueError):
-    """Something the caller got wrong, or a file that can't be used.
+    """A mistake of the caller, or a file that can't be used.
 
     Args:
-        message: what is wrong, what was got, what is allowed and what to do next; `bounded`.
+        message: what is wrong, what was got, what is allowed and what to do next; cut by `bounded`.
     """
 
     def __init__(self, message: str = ""):
@@ -75,7 +74,7 @@ class ConfigError(AFMError):
 
 
 class CheckpointError(AFMError):
-    """A weight file that is missing, damaged, unsafe, or of another shape."""
+    """A weight file that is missing, damaged, unsafe, or has other shapes."""
 
 
 class TokenizerError(AFMError):
@@ -83,7 +82,7 @@ class TokenizerError(AFMError):
 
 
 class ContextLengthError(AFMError):
-    """More tokens than the context, or the cache, holds."""
+    """More tokens than the context or the cache can hold."""
 
 
 class CacheFileError(AFMError):
@@ -91,11 +90,11 @@ class CacheFileError(AFMError):
 
 
 class RequestError(AFMError):
-    """A generation request that can't be honoured as it was asked."""
+    """A request that can't be honoured."""
 
 
 class ConstraintError(AFMError):
-    """A schema, pattern or grammar that can't be honoured; or an answer that could not be finished."""
+    """A constraint that can't be honoured, or an answer that could not be completed."""
 
 
 class IncompleteError(ConstraintError):
@@ -103,7 +102,7 @@ class IncompleteError(ConstraintError):
 
     Args:
         message: see `AFMError`.
-        text: the answer so far.
+        text: the text so far.
     """
 
     def __init__(self, message: str = "", text: str = ""):
@@ -112,7 +111,7 @@ class IncompleteError(ConstraintError):
 
 
 class LogitsError(AFMError):
-    """Logits from which no token can be chosen: NaN, infinite, or none left."""
+    """Logits from which no token can be chosen: NaN, infinite, or all masked."""
 
 
 class DataError(AFMError):
@@ -120,4 +119,4 @@ class DataError(AFMError):
 
 
 class TrainingError(AFMError):
-    """A training run that can't go on, or a run folder that can't be continued."""
+    """A training run that can't go on, or a run folder that can't be resumed."""

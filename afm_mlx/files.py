@@ -1,10 +1,10 @@
-"""Reading a file whole within bounds, and writing files that are either whole or not there.
+"""Read files within bounds, and write files atomically.
 
-`read_file` reads untrusted files up to a size limit. It refuses devices, and never waits for ever on a pipe.
+`read_file` reads untrusted files up to a size limit; it refuses devices and limits the wait for a pipe.
 
-Files are written to a hidden temporary folder beside the output, flushed, and renamed into place. The
+Files are written to a hidden temporary folder next to the output, flushed, and renamed into place. The
 temporary folder is locked while its process lives, and removed at the end, also after an error or an
-interrupt. A folder that a killed process left is removed by the next process that writes beside it.
+interrupt. A folder that a killed process left is removed by the next process that writes next to it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pathlib import Path
 from afm_mlx.errors import AFMError
 from afm_mlx.file_lock import FileLock, LockHeldError
 
-_SUFFIX = ".afm-mlx"  # of hidden folders; nothing else is ever taken for a leftover
+_SUFFIX = ".afm-mlx"  # of temporary folders; no other folder is removed
 _LOCK_NAME = "owner.json"
-_MAX_NAME = 200  # bytes of an output's name; file systems allow 255 for that of a place
+_MAX_NAME = 200  # bytes of an output's name; file systems allow 255 for the temporary folder's
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 _places: dict[Path, FileLock] = {}
-"""The places of this process and their locks, for `remove_places`."""
+"""The temporary folders of this process and their locks, for `remove_places`."""
 
 PIPE_PAUSE, PIPE_SECONDS = 30.0, 600.0
-"""Seconds that a pipe may be without a further byte, and without an end."""
+"""Maximum seconds without a byte from a pipe, and until its end."""
 _PIECE = 1 << 20
 
 
@@ -42,21 +42,21 @@ _PIECE = 1 << 20
 
 
 def read_file(path: str | Path, limit: int, *, pipes: bool = False) -> bytes:
-    """Read a whole file.
+    """Read a whole file of at most `limit` bytes.
 
-    A regular file's size is checked before anything is read. Devices, sockets and folders are refused; the null
-    device alone is an empty file.
+    The size of a regular file is checked before it is read. Devices, sockets and folders are refused, except
+    the null device, which is an empty file.
 
     Args:
         path: path of the file.
-        limit: bytes that it may have.
-        pipes: take a named pipe, too, which a shell's `<(command)` is: for paths that users name.
+        limit: maximum bytes.
+        pipes: True to also read a named pipe, such as a shell's `<(command)`.
 
     Raises:
-        OSError: when there is no such file, it can't be read, is of another kind, is larger than the limit, or
-            is a pipe that stays without an end. `strerror` says which.
+        OSError: if the file is missing, unreadable, of another kind, too large, or a pipe that doesn't end in
+            time. `strerror` says which.
     """
-    # A named pipe without a writer would hold a plain `open` up.
+    # A plain `open` would wait for the writer of a named pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         status = os.fstat(descriptor)
@@ -120,13 +120,13 @@ def _check_size(size: int, limit: int) -> None:
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path, to be written; on success the file takes the place of `path`.
+    """Yield a temporary path to write to; on success the file replaces `path`.
 
-    It has the name of `path`, because writers such as `mx.save_safetensors` look at the suffix. Whatever is
-    raised inside, an interrupt too, removes it and leaves `path` as it was.
+    The temporary file has the name of `path`, because writers such as `mx.save_safetensors` look at the
+    suffix. After any exception it is removed, and `path` is unchanged.
 
     Raises:
-        OSError: when `path` is a device, a pipe or a socket, which a file must not take the place of.
+        OSError: if `path` is a device, a pipe or a socket, which must not be replaced by a file.
     """
     path = Path(path)
     with suppress(FileNotFoundError):
@@ -146,7 +146,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yield a temporary folder; on success it is renamed to `path`.
 
     Raises:
-        AFMError: when `path` exists already: a folder is never overwritten.
+        AFMError: if `path` exists: folders are never overwritten.
     """
     path = Path(path)
     refuse_existing(path)
@@ -163,14 +163,14 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def remove_folder(path: str | Path) -> None:
-    """Remove a folder at once: however the removal ends, nothing is left that looks like a part of it."""
+    """Remove a folder atomically: if interrupted, the rest is in a temporary folder."""
     path = Path(path)
     with place_beside(path) as place:
         os.rename(path, place / path.name)
 
 
 def refuse_existing(path: str | Path) -> None:
-    """Raise `AFMError` when `path` exists."""
+    """Raise `AFMError` if `path` exists."""
     if os.path.lexists(path):
         raise AFMError(
             f"The output folder {path} exists already and would be overwritten. "
@@ -178,14 +178,14 @@ def refuse_existing(path: str | Path) -> None:
         )
 
 
-# -- places
+# -- temporary folders
 
 
 @contextmanager
 def place_beside(path: Path) -> Iterator[Path]:
-    """Yield an empty hidden folder beside `path`, which is removed in the end, with what is in it.
+    """Yield an empty hidden folder next to `path`; remove it at the end.
 
-    What killed processes left beside `path` is removed before.
+    Leftovers of killed processes next to `path` are removed first.
     """
     remove_leftovers(path.parent)
     with _named_after(path):
@@ -201,7 +201,7 @@ def place_beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _told_as(path: Path, temporary: Path) -> Iterator[None]:
-    """Let errors whose text has the temporary path, such as MLX's and ours, have the output's instead."""
+    """Replace the temporary path by the output's in the text of errors."""
     try:
         yield
     except Exception as error:
@@ -214,11 +214,11 @@ def _told_as(path: Path, temporary: Path) -> Iterator[None]:
 
 @contextmanager
 def _named_after(path: Path) -> Iterator[None]:
-    """Let errors of writing name the output, and no hidden place; a full disk's name nothing by themselves."""
+    """Let errors of writing name the output instead of a temporary path, or of nothing, as a full disk's do."""
     try:
         yield
     except OSError as error:
-        # Of a copy, the second name is the output's.
+        # For a copy, the second name is the output's.
         copied = error.filename2 is not None and error.errno in _NO_ROOM
         name = error.filename2 if copied else error.filename
         known = Path(name) if isinstance(name, str | Path) else None
@@ -232,23 +232,23 @@ def _named_after(path: Path) -> Iterator[None]:
 
 
 def output_of(path: Path) -> Path:
-    """What a path inside a place of `place_beside` will be called in the end; any other path as it is."""
+    """Return the final path of a path inside a temporary folder; any other path unchanged."""
     return Path(*(part for part in path.parts if not (part[:1] == "." and part.endswith(_SUFFIX))))
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove the places in a folder whose processes are gone; those of living ones stay as they are."""
+    """Remove the temporary folders in a folder whose processes have ended."""
     try:
         with os.scandir(folder) as entries:
             found = [entry for entry in entries if _is_place(entry)]
     except OSError:
-        return  # nothing there, or nothing that may be looked at
+        return  # missing, or not readable
     for entry in found:
         place = Path(entry)
         try:
             _discard(place, FileLock(place / _LOCK_NAME, create=False))
         except FileNotFoundError:
-            # Killed before it had a lock. If it lives after all, it makes another place.
+            # Its process was killed before it had the lock. If it lives after all, it makes another folder.
             with suppress(OSError):
                 place.rmdir()
         except (LockHeldError, OSError):
@@ -256,7 +256,7 @@ def remove_leftovers(folder: str | Path) -> None:
 
 
 def remove_places() -> None:
-    """Remove all places of this process, which is about to end without unwinding its threads."""
+    """Remove all temporary folders of this process, which is about to end without unwinding its threads."""
     for place, lock in list(_places.items()):
         _discard(place, lock)
 
@@ -275,14 +275,14 @@ def _make(path: Path) -> tuple[Path, FileLock]:
         try:
             return place, FileLock(place / _LOCK_NAME)
         except (FileNotFoundError, LockHeldError):
-            continue  # another process took it for a leftover before it was locked
+            continue  # another process removed it as a leftover before it was locked
         except BaseException:
             shutil.rmtree(place, ignore_errors=True)
             raise
 
 
 def _discard(place: Path, lock: FileLock) -> None:
-    # The lock last: a place that is half removed is still one that the next process finds.
+    # The lock last: the next process finds a folder that is only partly removed.
     with suppress(OSError):
         for entry in list(os.scandir(place)):
             if entry.is_dir(follow_symlinks=False):

@@ -1,6 +1,6 @@
-"""Where this afm-mlx was installed from, and the command that installs it again.
+"""Find where afm-mlx was installed from, and the command that installs it again.
 
-afm-mlx is on no package index: a command with its bare name would fetch whatever somebody else has put there.
+afm-mlx is on no package index: a command with its bare name would install somebody else's package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 ANYWHERE = "PATH-OR-URL-OF-AFM-MLX"
-"""Stands in a command for a source that is not recorded, or that is gone."""
+"""Placeholder in a command if the source is not recorded or no longer exists."""
 
 
 def install_command(extra: str = "", *, rebuild: bool = False) -> str:
@@ -40,14 +40,13 @@ def install_command(extra: str = "", *, rebuild: bool = False) -> str:
 
 
 def package_problem(error: BaseException) -> str:
-    """Describe a third-party package that can't be imported: missing or broken, and what installs it.
+    """Describe a third-party package that is missing or broken, with the command that installs it.
 
     Args:
-        error: what was raised, by an import or anything else. Where it names no module, the one whose code was
-            being imported is found in its traceback.
+        error: any exception. If it names no module, its traceback tells which one was being imported.
 
     Returns:
-        One sentence and a command; empty when no import of others has failed, or nobody says which.
+        A sentence and a command; empty if no import of a third-party package failed.
     """
     module = (error.name if isinstance(error, ImportError) else None) or _imported_in(error)
     module = module.partition(".")[0]
@@ -55,7 +54,7 @@ def package_problem(error: BaseException) -> str:
         return ""
     reason = " ".join(str(error).split()) or type(error).__name__
     if module in sys.stdlib_module_names:
-        return f"This Python ({sys.executable}) lacks a part of its own: {reason}. Take another Python."
+        return f"This Python ({sys.executable}) lacks a part of its library: {reason}. Use another Python."
     package = _PACKAGES.get(module, module.replace("_", "-"))
     requirement, extra = _required(package)
     if isinstance(error, ModuleNotFoundError) and find_spec(module) is None:
@@ -70,7 +69,7 @@ def package_problem(error: BaseException) -> str:
 
 
 def _imported_in(error: BaseException) -> str:
-    """The innermost module of an installed package that was being imported; empty if there is none."""
+    """Return the innermost installed package that was being imported; empty if there is none."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         module = frame.f_globals.get("__name__", "").partition(".")[0]
         if frame.f_code.co_name != "<module>" or module in sys.stdlib_module_names:
@@ -81,13 +80,13 @@ def _imported_in(error: BaseException) -> str:
     return ""
 
 
-# Packages whose modules have other names.
+# Package names that differ from their modules'.
 _PACKAGES = {"google": "protobuf", "yaml": "PyYAML", "prometheus_client": "prometheus-client"}
 _FOR_DEVELOPERS = ("test", "docs", "lint", "bench", "tamm")
 
 
 def _required(package: str) -> tuple[str, str]:
-    """What afm-mlx asks of a package (`torch==2.13.0`), and the extra that does; both empty if none does."""
+    """Return afm-mlx's requirement of a package (`torch==2.13.0`) and its extra; empty if there is none."""
     try:
         lines = metadata.requires("afm-mlx") or []
     except metadata.PackageNotFoundError:
@@ -128,7 +127,7 @@ def _installer(rebuild: bool) -> str:
 
 @functools.cache
 def _source() -> dict[str, Any]:
-    """Return the installer's record of the source; an empty one if there is none, or its file is gone."""
+    """Return the installer's record of the source; empty without one, or if its file no longer exists."""
     try:
         text = metadata.distribution("afm-mlx").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Which values of JSON may be a rank, a number or a text: not all that Python reads as an int or a str."""
+"""Check that JSON values are ranks, numbers in range, or encodable text."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-# More than any matrix of a model has rows; a config that claims more is damaged or hostile.
+# No matrix of a model has more rows; a config with more is damaged or hostile.
 MAX_RANK = 1 << 16
-# The largest number of an adapter that runs, whatever dtype its file has.
+# Largest number in a running adapter, whatever dtype its file has.
 FLOAT16_MAX = float(np.finfo(np.float16).max)
-# The largest scale: kernels take scales in float32.
+# Largest scale: kernels take scales in float32.
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def is_rank(value: Any) -> TypeGuard[int]:
-    """True if a value of JSON can be a rank."""
+    """True if a JSON value is an integer from 1 to `MAX_RANK`."""
     return type(value) is int and 1 <= value <= MAX_RANK
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """True if a JSON value is a number within float32's range; Python's integers are unbounded."""
+    """True if a JSON value is a number within float32's range."""
     return type(value) in (int, float) and abs(value) <= FLOAT32_MAX
 
 

@@ -1,4 +1,4 @@
-"""Ask the processor for the instructions that NumPy needs, before NumPy's import ends the process.
+"""Check that the processor has the instructions that NumPy needs, before its import ends the process.
 
 NumPy's wheels for x86 are compiled for x86-64-v2 from 2.4 on: all processors since 2009, but not what virtual
 machines show by default in places (`kvm64`, `qemu64`). There its import ends the process by SIGILL.
@@ -12,13 +12,8 @@ import sys
 
 from afm_mlx.errors import AFMError
 
-_NEEDED = {
-    "SSE3": 0,
-    "SSSE3": 9,
-    "SSE4.1": 19,
-    "SSE4.2": 20,
-    "POPCNT": 23,
-}  # bits of cpuid leaf 1, ecx
+# Bits of ecx in cpuid leaf 1.
+_NEEDED = {"SSE3": 0, "SSSE3": 9, "SSE4.1": 19, "SSE4.2": 20, "POPCNT": 23}
 
 
 class ProcessorError(AFMError):
@@ -26,17 +21,17 @@ class ProcessorError(AFMError):
 
 
 def check() -> None:
-    """Ask the processor for what the installed NumPy needs.
+    """Check that the processor has the instructions that the installed NumPy needs.
 
     Raises:
-        ProcessorError: when it lacks something; says what to do.
+        ProcessorError: names the missing instructions and says what to do.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return
     missing = _missing()
     if not missing:
         return
-    from importlib import metadata  # with fifty modules, which no other processor has to import
+    from importlib import metadata  # fifty modules, which other processors need not import
 
     version = metadata.version("numpy")
     if tuple(map(int, version.split(".")[:2])) >= (2, 4):
@@ -48,11 +43,11 @@ def check() -> None:
 
 
 def _missing() -> list[str]:
-    """What this processor lacks of x86-64-v2; nothing where the C library can't be asked."""
+    """List the missing instructions of x86-64-v2; empty if the C library can't tell."""
     try:
         leaf = ctypes.CDLL(None)["__x86_get_cpuid_feature_leaf"]  # of glibc 2.33 and later
     except (OSError, AttributeError):
         return []
     leaf.argtypes, leaf.restype = [ctypes.c_uint], ctypes.POINTER(ctypes.c_uint32 * 8)
-    ecx = leaf(0).contents[6]  # of the four active registers: what the system supports, too
+    ecx = leaf(0).contents[6]  # of the active registers: instructions that the system supports, too
     return [name for name, bit in _NEEDED.items() if not ecx >> bit & 1]

@@ -1,4 +1,4 @@
-"""How long work reports how far it is."""
+"""The type of callbacks that report progress."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with what is done so far and what there is in all, of bytes, rows, answers or the like."""
+"""Called with the amount done so far and the total, in bytes, rows, answers or the like."""

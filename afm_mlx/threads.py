@@ -1,14 +1,14 @@
-"""Which thread MLX runs in: the main thread itself, and one MLX thread that works for all others.
+"""Run MLX in two threads only: the main thread, and one MLX thread that works for all others.
 
-MLX keeps streams, compiled graphs and random state for each thread. What was begun in one thread can't be
-evaluated in another. A thread that has such state when Python ends aborts the process, and so may one that ends
-with it, because MLX's destructors ask for Python's lock then. So no thread that a caller starts runs MLX: the
+MLX keeps streams, compiled graphs and random state for each thread. Arrays begun in one thread can't be
+evaluated in another. A thread that holds such state when Python ends aborts the process, and so may a thread
+that ends with it, because MLX's destructors need Python's lock. So no thread that a caller starts runs MLX: the
 MLX thread does its work, and ends in good order when Python does.
 
-The main thread runs MLX itself, at no cost, and Ctrl-C interrupts it as ever.
+The main thread runs MLX itself, at no cost, and Ctrl-C interrupts it as usual.
 
-A forked child has neither these threads nor MLX's own, and would wait for them for ever. So once MLX has
-run in a process, its forked children may import everything and run nothing (`check_process`).
+A forked child has neither these threads nor MLX's own, and would wait for them forever. So once MLX has
+run in a process, its forked children may import everything but run nothing (`check_process`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PAUSE = 1e-4
-"""Seconds that a thread leaves the lock to another that waits; else it would take it again at once."""
+"""Seconds that a thread leaves the lock to a waiting thread before it takes it again."""
 
 
 class MLXThread:
-    """The thread that runs MLX for all threads but the main one. It begins when it is first needed."""
+    """The thread that runs MLX for all threads except the main one; it starts when first needed."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
@@ -50,12 +50,12 @@ class MLXThread:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def submit(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
-        """Queue a function behind those that were submitted before, and return its future.
+        """Queue a function, and return its future.
 
-        Once Python has begun to end, a daemon thread never returns from here: it ends with the process.
+        Once Python is ending, a daemon thread never returns from here: it ends with the process.
 
         Raises:
-            RequestError: in any other thread, and in the MLX thread itself, once Python has begun to end.
+            RequestError: once Python is ending, in any other thread and in the MLX thread itself.
         """
         with self._starting:
             if not self._ended:
@@ -64,12 +64,14 @@ class MLXThread:
                 future: Future[Result] = Future()
                 self._jobs.put((future, functools.partial(function, *args, **kwargs)))
                 return future
-        if threading.current_thread().daemon and not self.is_current():  # which `end` waits for
+        if (
+            threading.current_thread().daemon and not self.is_current()
+        ):  # `end` waits for the MLX thread
             threading.Event().wait()
         raise RequestError("Python is ending, and MLX runs no more: let threads end before.")
 
     def _start(self) -> None:
-        # A daemon: Python would wait for any other before it calls `end`.
+        # A daemon: Python waits for other threads before it calls `end`.
         self._thread = threading.Thread(target=self._run, name="afm-mlx MLX", daemon=True)
         self._thread.start()
         atexit.register(self.end)
@@ -81,15 +83,15 @@ class MLXThread:
                 continue
             try:
                 future.set_result(function())
-            except BaseException as error:  # whatever it is, its caller waits for it
+            except BaseException as error:  # the caller waits for it, whatever it is
                 future.set_exception(error)
-            del job, future, function  # not to be kept until the next one comes
+            del job, future, function  # else they are kept until the next job
         mx.clear_streams()
 
     def end(self) -> None:
-        """Finish the work at hand, drop the rest, and give MLX's state back.
+        """Finish the running job, drop the others, and release MLX's state.
 
-        Threads that wait for what is dropped are daemons, and wait for the end of the process.
+        Threads that wait for dropped jobs are daemons, and wait for the end of the process.
         """
         with self._starting:
             self._ended = True
@@ -107,15 +109,15 @@ _turn = threading.RLock()  # held by the thread that runs a model: the two may s
 _wanting: set[int] = set()  # threads that wait for a turn
 
 
-_IMPORTED = 64  # bytes of the scalars that modules make when they are imported, at most
+_IMPORTED = 64  # maximum bytes of the scalars that modules make when they are imported
 _ran_before_fork = False  # at the last fork
 _parent: int | None = None  # id of the process that had run MLX and was forked into this one
 
 
 def _note_use() -> None:
-    """Before a fork: note whether MLX has computed anything in this process, whoever called it.
+    """Before a fork, record whether MLX has computed anything in this process.
 
-    Frameworks of macOS that `mlx.core` starts when it is imported don't survive a fork either.
+    Frameworks of macOS that `mlx.core` starts on import don't survive a fork either.
     """
     global _ran_before_fork
     used = max(mx.get_peak_memory(), mx.get_active_memory(), mx.get_cache_memory())
@@ -123,7 +125,7 @@ def _note_use() -> None:
 
 
 def _forget_threads() -> None:
-    """In a forked child, where only the thread that forked is left."""
+    """In a forked child, replace the threads, of which only the forking one is left."""
     global _mlx_thread, _turn, _parent
     if _ran_before_fork:
         _parent = _parent or os.getppid()
@@ -139,13 +141,13 @@ def check_process() -> None:
     if _parent is not None:
         raise RequestError(
             f"This process was forked from process {_parent}, in which MLX had run, and its threads don't "
-            "survive a fork: it would wait for them for ever. Use spawn: "
+            "survive a fork: it would wait for them forever. Use spawn: "
             'multiprocessing.get_context("spawn"), or DataLoader(multiprocessing_context="spawn").'
         )
 
 
 def runs_mlx() -> bool:
-    """True if the current thread is one that MLX runs in."""
+    """True if the current thread may run MLX."""
     return in_main_thread() or _mlx_thread.is_current()
 
 
@@ -155,29 +157,29 @@ def in_main_thread() -> bool:
 
 
 def call(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call a function where MLX may run: here in the main thread, and in the MLX thread from any other.
+    """Call a function here if this is the main thread, else in the MLX thread.
 
-    What it returns should be evaluated (`mx.eval`), or used by functions that are called this way.
+    Arrays that it returns should be evaluated (`mx.eval`), or used only by functions called this way.
 
     Raises:
-        RequestError: once Python has begun to end, and in a forked process (`check_process`).
+        RequestError: once Python is ending, and in a forked process (`check_process`).
     """
     check_process()
     return function(*args, **kwargs) if runs_mlx() else submit(function, *args, **kwargs).result()
 
 
 def submit(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
-    """As `call`, but always in the MLX thread, and without waiting: for asyncio.
+    """Call a function in the MLX thread without waiting, for asyncio; return its future.
 
     Raises:
-        RequestError: once Python has begun to end, and in a forked process (`check_process`).
+        RequestError: as `call`.
     """
     check_process()
     return _mlx_thread.submit(function, *args, **kwargs)
 
 
 def in_mlx_thread(function: Function) -> Function:
-    """Decorate a function so that it runs where MLX may, whichever thread calls it; see `call`."""
+    """Decorate a function so that it runs in a thread of MLX, whichever thread calls it; see `call`."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +189,7 @@ def in_mlx_thread(function: Function) -> Function:
 
 
 class Home:
-    """The thread that an object's arrays belong to: the main one if it is made there, else the MLX thread."""
+    """The thread of an object's arrays: the main one if the object is made there, else the MLX thread."""
 
     def __init__(self) -> None:
         check_process()
@@ -197,8 +199,8 @@ class Home:
         """Call a function in the object's thread, while no other thread runs a model.
 
         Raises:
-            RequestError: in any other thread when the home is the main one, which can't be made to run it; and
-                once Python has begun to end, or in a forked process (`check_process`).
+            RequestError: in another thread if the home is the main one; once Python is ending; and in a forked
+                process (`check_process`).
         """
         check_process()
         if self._is_main:
@@ -213,22 +215,19 @@ class Home:
         return _in_turn(function, *args, **kwargs)
 
     def hand_out(self, arrays: Any) -> None:
-        """Evaluate a tree of arrays that goes to a caller, unless caller and object share the main thread.
-
-        There it stays lazy: what nobody looks at costs nothing.
-        """
+        """Evaluate a tree of arrays for a caller in another thread; in the main thread it stays lazy."""
         if not self._is_main:
             mx.eval(arrays)
 
     def take_in(self, arrays: Any, what: str) -> None:
-        """Evaluate a tree of arrays that comes from a caller, if another thread may have begun it.
+        """Evaluate a tree of arrays from a caller, whose thread may be another.
 
         Args:
-            arrays: evaluated, or begun in this thread.
-            what: the name of the arrays in the error.
+            arrays: arrays that are evaluated, or begun in this thread.
+            what: name of the arrays for the error.
 
         Raises:
-            RequestError: when another thread has to do it.
+            RequestError: if another thread has begun the arrays and not evaluated them.
         """
         if self._is_main:
             return

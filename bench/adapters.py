@@ -34,11 +34,10 @@ from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import ResidentAdapter, build_resident
 from afm_mlx.adapters.target_modules import target_shapes
-from afm_mlx.cli.parser import integer
+from afm_mlx.cli.arguments import integer
 from afm_mlx.config import PRESETS
-from afm_mlx.measure.bandwidth import measure_bandwidth
 from afm_mlx.measure.benchmark import Bench, BenchmarkCase, count_operations
-from afm_mlx.measure.process import threads_in_use
+from afm_mlx.measure.machine import measure_bandwidth, threads_in_use
 from afm_mlx.measure.random_model import random_packed_model
 from bench.bystanders import Bystanders
 from bench.targets import Target, markdown, target_rows

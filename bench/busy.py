@@ -26,9 +26,9 @@ import afm_mlx  # noqa: F401  before mlx.core: it installs a BLAS
 # isort: split
 import mlx.core as mx
 
-from afm_mlx.cli.parser import integer
+from afm_mlx.cli.arguments import integer
 from afm_mlx.kernels import PackedWeight, ProductOptions, packed_matmul, packed_swiglu
-from afm_mlx.measure.process import threads_in_use
+from afm_mlx.measure.machine import threads_in_use
 from bench.bystanders import Bystanders
 from bench.peer_protocol import Answer, Peer, serve
 from bench.targets import Target, markdown, target_rows

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.cli.parser import integer
+from afm_mlx.cli.arguments import integer
 from afm_mlx.config import PRESETS
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request

@@ -23,10 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.cli.parser import integer
+from afm_mlx.cli.arguments import integer
 from afm_mlx.config import PRESETS
-from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
-from afm_mlx.measure.process import threads_in_use
+from afm_mlx.measure.machine import Bandwidth, measure_bandwidth, threads_in_use
 from bench.bystanders import Bystanders
 from bench.peer_afm import afm_model
 from bench.peer_figures import plot, table

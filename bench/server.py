@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.cli.parser import integer
+from afm_mlx.cli.arguments import integer
 from afm_mlx.config import PRESETS
-from afm_mlx.measure.process import threads_in_use
+from afm_mlx.measure.machine import threads_in_use
 from bench.bystanders import Bystanders
 from bench.peer_models import MLX_LM
 from bench.peers import MODELS

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from afm_mlx.measure.process import threads_in_use
+from afm_mlx.measure.machine import threads_in_use
 from bench.server_client import Address, get
 from bench.server_load import Memory
 from bench.server_process import ServerError, ServerProcess, with_threads

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.config import PRESETS, ModelConfig
-from afm_mlx.measure.process import threads_in_use
+from afm_mlx.measure.machine import threads_in_use
 from afm_mlx.training.methods.training_memory import MemoryEstimate, estimate_memory
 from bench.bystanders import Bystanders
 from bench.peer_afm import shrunk

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from afm_mlx.cli import COMMANDS, _command
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import parse
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 import afm_mlx
 from afm_mlx.cli import _command
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import parse
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from afm_mlx.cli import server as command
-from afm_mlx.cli.argument_table import Unavailable
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import Unavailable, parse
 from afm_mlx.loading.resolve import resolve_model
 from tests.tools import field_tables
 from tests.tools.arguments import actions_of

@@ -1,13 +1,12 @@
 """The command line `afm-mlx`, which `python -m afm_mlx` is too.
 
-Each command is a module with tables of `ARGUMENTS` and `run(args)`, or a package of such modules with their
-names in `ACTIONS`. It is imported when it is chosen, and it imports MLX when it runs: help and usage errors
-come at once.
+Each command is a module with tables of `ARGUMENTS` and `run(args)`, or a module with several such `ACTIONS`. It
+is imported when it is chosen, and imports MLX when it runs: help and usage errors come at once.
 
-Exit status: 0 done, 1 when `doctor` found a fault, 2 for what the user got wrong (one line on stderr),
-130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP (one line each) when something was left undone: a
-server that has let all answers finish was not interrupted, and has 0. Whatever else is raised is a defect of
-ours and keeps its traceback.
+Exit status: 0 done, 1 if `doctor` found a fault, 2 for an error that the user can fix (one line on stderr),
+130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP (one line each) if something was left undone. A
+server that let all answers finish was not interrupted, and exits with 0. Any other exception is a defect of
+afm-mlx and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, TextIO
 
 from afm_mlx import processor
@@ -31,22 +29,24 @@ from afm_mlx.errors import AFMError, bounded, reason_of
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+    from afm_mlx.cli.arguments import Action, Command
+
 PROGRAM = "afm-mlx"
 DESCRIPTION = "Run Apple's on-device foundation-model architecture (AFM) locally, with MLX."
 COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk with a model, turn by turn",
     "server": "serve a model to programs that speak OpenAI's or Anthropic's API",
-    "convert": "make a model folder of a checkpoint or of another folder",
+    "convert": "make a model folder from a checkpoint or another folder",
     "lora": "train an adapter, or all float weights",
     "qat": "train weights that keep their quality in 2 or 4 bits",
     "adapter": "show, convert, check and add up adapters",
-    "bench": "measure tokens per second, memory, and the share of the memory's speed",
+    "bench": "measure tokens per second, memory, and the share of the memory bandwidth",
     "info": "show what a model is, and what would run it here",
     "doctor": "test every kernel on this machine, and write a report",
     "perplexity": "measure how well a model predicts a text",
     "evaluate": "measure how many tasks of a test set a model solves",
-    "completion": "print a script that completes commands in a shell",
+    "completion": "print a script for completion in a shell",
 }
 RUN = "afm-mlx run [MODEL [TEXT]] is chat with a model; with TEXT, generate.\n"
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -56,19 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     Args:
-        argv: arguments without the program's name; those of the process by default.
+        argv: arguments without the program's name; by default the process's.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     _replace_missing_streams()
     with _watched_output():
-        _show_what_the_terminal_can()
+        _replace_unencodable_characters()
         status = _ended(argv)
         problem = "" if status else _output_problem()
         return _fail(f"error: {problem}", USAGE_ERROR) if problem else status
 
 
 def _ended(argv: list[str]) -> int:
-    """Run a command to its end, whatever that is, and return its exit status."""
+    """Run a command, catch interrupts and system errors, and return the exit status."""
     try:
         with handled_signals(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -89,9 +89,9 @@ def _ended(argv: list[str]) -> int:
 
 
 class _Output(io.FileIO):
-    """Standard output that records the error of a failed write.
+    """Standard output that records the error of a failed write in `problem`.
 
-    `problem` is empty as long as all was written, or its reader has closed the pipe.
+    `problem` stays empty if the reader closed the pipe.
     """
 
     problem = ""
@@ -107,7 +107,7 @@ class _Output(io.FileIO):
 
 
 class _NoOutput(_Output):
-    """Stands for the standard output that a process was started without."""
+    """Standard output of a process that was started without one."""
 
     def write(self, data: ReadableBuffer) -> int:
         self.problem = "it is closed"
@@ -116,7 +116,7 @@ class _NoOutput(_Output):
 
 @contextmanager
 def _watched_output() -> Iterator[None]:
-    """Let standard output be an `_Output` while the context is open; not what a caller put in its place."""
+    """Replace the process's standard output by an `_Output`; a caller's own `sys.stdout` stays."""
     stream = sys.stdout
     if stream is None:
         raw: _Output = _NoOutput(os.devnull, "w")
@@ -132,7 +132,7 @@ def _watched_output() -> Iterator[None]:
     try:
         yield
     finally:
-        # What it could not write goes with it: Python flushes once more at exit.
+        # Drop what could not be written: Python flushes once more at exit.
         with suppress(OSError):
             sys.stdout.flush()
         sys.stdout = stream
@@ -143,13 +143,13 @@ def _output_problem() -> str:
     if not isinstance(raw, _Output) or not raw.problem:
         return ""
     return (
-        f"standard output can't be written: {raw.problem}. What was to be printed is lost; give the command a "
-        "file with room for it, a pipe or a terminal."
+        f"standard output can't be written: {raw.problem}. The output is lost; give the command a file "
+        "with room for it, a pipe or a terminal."
     )
 
 
 def _replace_missing_streams() -> None:
-    """Read nothing from standard streams that the process was started without, and write nothing to them."""
+    """Replace standard input or error that the process was started without by empty ones."""
     for name, mode in (("stdin", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nothing = io.TextIOWrapper(io.FileIO(os.devnull, mode), encoding="utf-8")
@@ -157,7 +157,7 @@ def _replace_missing_streams() -> None:
 
 
 def _run(argv: list[str]) -> int:
-    from afm_mlx.cli.parser import UsageError, parse
+    from afm_mlx.cli.arguments import UsageError, parse
 
     debug = False
     try:
@@ -176,13 +176,15 @@ def _run(argv: list[str]) -> int:
 
 
 def _problem(error: Exception) -> str:
-    """What the user can mend; empty for a defect of ours."""
+    """Return the message for an error that the user can fix; empty for a defect of afm-mlx."""
     if isinstance(error, AFMError):
         return bounded(str(error))
     if _is_out_of_memory(error):
-        cause = f" ({bounded(str(error))})" if str(error) else ""  # Python's own has no text
+        cause = (
+            f" ({bounded(str(error))})" if str(error) else ""
+        )  # Python's MemoryError has no text
         return (
-            f"there is not enough memory{cause}. Ask for fewer or shorter rows, a smaller rank or a smaller "
+            f"there is not enough memory{cause}. Use fewer or shorter rows, a smaller rank or a smaller "
             "model."
         )
     from afm_mlx.installation import package_problem
@@ -192,9 +194,9 @@ def _problem(error: Exception) -> str:
     return bounded(str(error)) if _is_for_the_user(error) else ""
 
 
-def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
-    """Name, module and arguments of a command, or of an action of one, such as `adapter info`."""
-    from afm_mlx.cli.parser import chosen_command
+def _command(argv: list[str]) -> tuple[str, Command, list[str]]:
+    """Return the name, command and arguments that `argv` stands for; the name may be `adapter info`."""
+    from afm_mlx.cli.arguments import chosen_command
 
     if argv[:1] == ["run"]:
         argv = _spelled_out(argv[1:])
@@ -202,13 +204,21 @@ def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
     processor.check()
     command = import_module(f"{__name__}.{name}")
     if actions := getattr(command, "ACTIONS", None):
-        action = chosen_command(f"{PROGRAM} {name}", command.__doc__ or "", actions, rest)
-        return f"{name} {action}", import_module(f"{__name__}.{name}.{action}"), rest[1:]
+        summaries = {action: actions[action].summary for action in actions}
+        action = chosen_command(f"{PROGRAM} {name}", command.__doc__ or "", summaries, rest)
+        return f"{name} {action}", actions[action], rest[1:]
     return name, command, rest
 
 
+def find_commands(name: str) -> dict[str, Command]:
+    """Import a command of `COMMANDS`; return it by its name, or its actions as `adapter info`."""
+    command = import_module(f"{__name__}.{name}")
+    actions: dict[str, Action] = getattr(command, "ACTIONS", {})
+    return {f"{name} {action}": actions[action] for action in actions} or {name: command}
+
+
 def _spelled_out(argv: list[str]) -> list[str]:
-    """Translate the arguments of `run`, a command of other runtimes, into those of `chat` or `generate`."""
+    """Translate arguments of `run`, as other runtimes have it, for `chat` or `generate`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-") or word == "-", argv))
     if not words:
         return ["chat", *argv]
@@ -216,18 +226,18 @@ def _spelled_out(argv: list[str]) -> list[str]:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """True if the user can mend the cause: it is the system's error about a file, or one of a setting."""
+    """True for errors that the user can fix: the system's about a file, or of an environment variable."""
     if isinstance(error, OSError):
         return bool(error.filename)
     if not isinstance(error, ValueError):
         return False
-    from afm_mlx.kernels.settings import SettingError  # and NumPy, which may not run here
+    from afm_mlx.kernels.settings import SettingError  # imports NumPy, which may not run here
 
     return isinstance(error, SettingError)
 
 
 def _problem_of_the_process(error: OSError) -> str:
-    """What is wrong around the process, where the system's error names no file; empty when nothing is found."""
+    """Return what is wrong with the process's surroundings if an error names no file; empty if unknown."""
     if error.filename:
         return ""
     if problem := _output_problem():
@@ -235,16 +245,18 @@ def _problem_of_the_process(error: OSError) -> str:
     try:
         os.getcwd()
     except OSError as gone:
-        return f"the current folder is gone ({reason_of(gone)}). Go to another one, and call this again."
+        return (
+            f"the current folder is gone ({reason_of(gone)}). Change to another one, and try again."
+        )
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"{reason_of(error)}. Make room, or write to another disk."
+        return f"{reason_of(error)}. Free disk space, or write to another disk."
     if "temporary directory" in reason_of(error):
-        return f"{reason_of(error)}. Let TMPDIR name a folder that can be written."
+        return f"{reason_of(error)}. Set TMPDIR to a folder that can be written."
     return ""
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # MLX raises RuntimeError: of its allocators, and of Metal's queue.
+    # MLX's allocators and Metal's queue raise RuntimeError.
     words = ("Unable to allocate", "Attempting to allocate", "Insufficient Memory")
     if isinstance(error, RuntimeError):
         return any(word in str(error) for word in words)
@@ -252,12 +264,12 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _with_advice(what: str, error: BaseException) -> str:
-    """What ended a command, followed by the error's notes, which say how to go on."""
+    """Return what ended a command, followed by the error's notes, which say how to go on."""
     return " ".join([f"{what}.", *notes]) if (notes := getattr(error, "__notes__", ())) else what
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning in one line, without the place in the source that Python would name."""
+    """Print a warning on one line, without the source line that Python would name."""
     with suppress(OSError):
         print(f"{PROGRAM}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
@@ -279,11 +291,8 @@ def _discard(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _show_what_the_terminal_can() -> None:
-    # A model may write any character, and a file's name may have half of one; one that the terminal lacks is no
-    # reason to stop.
+def _replace_unencodable_characters() -> None:
+    # A model may write any character, and a file's name may have invalid bytes: print ? for them.
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a caller may have put another stream in its place
+        if isinstance(stream, io.TextIOWrapper):  # a caller may have replaced it
             stream.reconfigure(errors="replace")

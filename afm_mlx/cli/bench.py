@@ -1,4 +1,4 @@
-"""Measure how fast a model runs here: tokens per second, memory, and share of the memory's speed."""
+"""Measure how fast a model runs here: tokens per second, memory, and share of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import bench_speculation, options
-from afm_mlx.cli.argument_table import FLAG, Argument
+from afm_mlx.cli import model_options
+from afm_mlx.cli.arguments import FLAG, MAX_ROWS, Argument, UsageError, flag_of, integer, number
 from afm_mlx.cli.output import print_json, print_markdown_table, progress_bar
-from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer, number
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
-    from afm_mlx.measure.bandwidth import Bandwidth
-    from afm_mlx.measure.benchmark import BenchmarkResult
+    from afm_mlx.measure.benchmark import BenchmarkCase, BenchmarkResult, SpeculationResult
+    from afm_mlx.measure.machine import Bandwidth
 
 THREADS_VARIABLE = "AFM_MLX_THREADS"
 MAX_CASES, MAX_TOKENS, MAX_RANK = 10_000, 1 << 20, 1 << 16
 
 
 def integers(low: int, high: int) -> Callable[[str], list[int]]:
-    """Integers from `low` to `high`, separated by commas; see `integer`."""
+    """Return a converter of comma-separated integers from `low` to `high`."""
     one = integer(low, high)
 
     def convert(text: str) -> list[int]:
@@ -45,7 +44,7 @@ _CASES = [
     Argument("--prompt-tokens -p", integers(1, MAX_TOKENS), "tokens of a prompt", "512", **_LIST),
     Argument("--generation-tokens -g", integers(3, MAX_TOKENS), "tokens of an answer", "128", **_LIST),
     Argument("--batch-size -b", integers(1, MAX_ROWS), "rows side by side", "1", **_LIST),
-    Argument("--depth -d", integers(0, MAX_TOKENS), "tokens that lie in the cache before the prompt", "0",
+    Argument("--depth -d", integers(0, MAX_TOKENS), "tokens in the KV cache before the prompt", "0",
              **_LIST),
     Argument("--adapter-rank", integers(0, MAX_RANK),
              "rank of a random adapter on every linear layer; 0 for none", "0", **_LIST),
@@ -61,27 +60,28 @@ ARGUMENTS = {
         Argument("--random-weights", FLAG,
                  "fill the preset with random codes: 2 bits, and 4 for the embedding; afm-2024 has palettes of "
                  "4 bits, and 8"),
-        options.TRUST_REMOTE_CODE,
+        model_options.TRUST_REMOTE_CODE,
     ],
     "cases (each takes a list, as in 128,512; all combinations run)": _CASES,
-    "guesses (draft models): decoding with and without them, in turn": [
+    "draft tokens: decoding with and without them, in turn": [
         Argument("--draft-model", None,
                  "draft model: its folder or hub id, auto for the one in the model's folder, or with --preset "
                  "the name of a preset, which is filled like it",
                  metavar="PATH"),
-        Argument("--num-draft-tokens", integers(1, 7), "guesses at a time; by default as many as pay", **_LIST),
-        Argument("--prompt-lookup", FLAG, "guess what followed the last tokens where they stood before"),
+        Argument("--num-draft-tokens", integers(1, 7), "draft tokens at a time; by default as many as pay off",
+                 **_LIST),
+        Argument("--prompt-lookup", FLAG, "draft the tokens that followed the last tokens earlier in the text"),
         Argument("--draft-acceptance", number(0, 1),
-                 "probability that a guess is right if those before it are, whatever the draft model says; it "
-                 "runs anyway"),
+                 "probability that a draft token is right if those before it are, whatever the draft model "
+                 "proposes; it runs anyway"),
     ],
     "options": [
         Argument("--num-trials -n", integer(1), "measured runs of a case", 5),
-        options.ACTIVATION_BITS,
-        Argument("--kv", ["int8", "float"], "storage of keys and values", "int8"),
+        model_options.ACTIVATION_BITS,
+        Argument("--kv", ["int8", "float"], "storage of the KV cache", "int8"),
         Argument("--threads -t", integer(1, 4096), "threads of the CPU; by default the cores it may use"),
-        Argument("--seed", integer(0, options.MAX_SEED), "seed of the random tokens and codes", 0),
-        Argument("--output -o", ["md", "csv", "json"], "form of the results", "md"),
+        Argument("--seed", integer(0, model_options.MAX_SEED), "seed of the random tokens and codes", 0),
+        Argument("--output -o", ["md", "csv", "json"], "output format", "md"),
     ],
 }
 # fmt: on
@@ -89,11 +89,9 @@ ARGUMENTS = {
 
 def run(args: argparse.Namespace) -> None:
     _check(args)
-    bench_speculation.check(args)
     _limit_threads(args.threads)
-    from afm_mlx.measure.bandwidth import measure_bandwidth
     from afm_mlx.measure.benchmark import BenchmarkCase, run_case
-    from afm_mlx.measure.process import threads_in_use
+    from afm_mlx.measure.machine import measure_bandwidth, threads_in_use
     from afm_mlx.quantization.packed_layers import set_activation_bits
 
     lists = [getattr(args, row.name) for row in _CASES]  # in the order of BenchmarkCase's fields
@@ -101,11 +99,11 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"the lists make {count:,} cases; allowed are {MAX_CASES:,}.")
     cases = [BenchmarkCase(*sizes) for sizes in itertools.product(*lists)]
     threads = threads_in_use()
-    bandwidth = None if bench_speculation.is_asked(args) else measure_bandwidth(threads)
+    bandwidth = None if _drafts(args) else measure_bandwidth(threads)
     name, model, tokenizer = _model_of(args)
     set_activation_bits(model, args.activation_bits)
-    if bench_speculation.is_asked(args):
-        bench_speculation.run(args, name, model, tokenizer, cases)
+    if _drafts(args):
+        _run_speculation(args, name, model, tokenizer, cases)
         return
     total, done = len(cases) * (args.num_trials + 1), itertools.count(1)
     with progress_bar("bench", "run") as progress:
@@ -136,10 +134,25 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--preset {args.preset} has no weights of its own. Add --random-weights, or give --model."
         )
+    for name in ("num_draft_tokens", "draft_acceptance"):
+        if getattr(args, name) is not None and not _drafts(args):
+            raise UsageError(
+                f"{flag_of(name)} needs --draft-model or --prompt-lookup, which draft tokens."
+            )
+    if args.draft_acceptance is not None and (args.draft_model is None or args.prompt_lookup):
+        raise UsageError("--draft-acceptance needs --draft-model, and no --prompt-lookup.")
+    for name in ("depth", "adapter_rank") if _drafts(args) else ():
+        if getattr(args, name) != [0]:
+            raise UsageError(f"{flag_of(name)} can't be combined with draft tokens; leave it out.")
+
+
+def _drafts(args: argparse.Namespace) -> bool:
+    """True if the arguments ask for speculative decoding."""
+    return args.draft_model is not None or args.prompt_lookup
 
 
 def _limit_threads(threads: int | None) -> None:
-    """Set how many threads the kernels and the BLAS compute with; before either has started."""
+    """Set the number of threads of the kernels and the BLAS, before either has started."""
     if threads is None:
         return
     from afm_mlx import blas
@@ -149,7 +162,7 @@ def _limit_threads(threads: int | None) -> None:
 
 
 def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
-    """The name of the model, the model, and its tokenizer, which is None for random weights."""
+    """Load or make the model; return its name, the model, and its tokenizer (None for random weights)."""
     if args.preset is not None:
         from afm_mlx.loading.missing_kernels import warn_if_slow
         from afm_mlx.measure.random_model import random_packed_model
@@ -178,7 +191,7 @@ def _facts(
         "weight_bytes": sum(array.nbytes for _, array in tree_flatten(model.parameters())),
         "trials": args.num_trials,
         "activation_bits": args.activation_bits,
-        # A model without int8 scales, as those of mlx-lm's zoo, keeps floats whatever was asked for.
+        # A model without int8 scales, such as mlx-lm's, keeps floats whatever --kv says.
         "kv": args.kv if is_afm(model) and model.args.kv_bits == 8 else "float",
         "threads": threads,
         "bandwidth_bytes_per_second": bandwidth.bytes_per_second,
@@ -188,7 +201,7 @@ def _facts(
 
 
 def _row(result: BenchmarkResult, bandwidth: Bandwidth) -> dict[str, Any]:
-    """A result as flat figures: bytes, seconds, and tokens per second."""
+    """Return a result as a flat dict: bytes, seconds, and tokens per second."""
     row: dict[str, Any] = dataclasses.asdict(result.case)
     for name in ("prefill", "decode", "first_token"):
         spread = getattr(result, name)
@@ -240,8 +253,12 @@ def _print_markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def _spread(row: dict[str, Any], name: str, unit: str, scale: float = 1) -> str:
-    mean, deviation = row[f"{name}_{unit}"] * scale, row[f"{name}_deviation"]
-    return f"{mean:.1f}" if deviation is None else f"{mean:.1f} ± {deviation * scale:.1f}"
+    deviation = row[f"{name}_deviation"]
+    return _with_deviation(row[f"{name}_{unit}"] * scale, deviation and deviation * scale)
+
+
+def _with_deviation(mean: float, deviation: float | None) -> str:
+    return f"{mean:.1f}" if deviation is None else f"{mean:.1f} ± {deviation:.1f}"
 
 
 def _scaled(key: str, scale: float, digits: int, unit: str = "") -> Callable[[dict[str, Any]], str]:
@@ -272,4 +289,120 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ops/step": _scaled("operations_per_step", 1, 0),
     "GB/s": _scaled("bytes_per_second", 1e-9, 2),
     "of limit": _scaled("share_of_bandwidth", 100, 1, " %"),
+}
+
+
+# -- speculative decoding
+
+
+def _run_speculation(
+    args: argparse.Namespace, name: str, model: Any, tokenizer: Any, cases: Sequence[BenchmarkCase]
+) -> None:
+    """Run every case with every number of draft tokens, and print the gain over plain decoding."""
+    import numpy as np
+
+    from afm_mlx.engine.speculation.drafting import Speculation
+    from afm_mlx.measure.benchmark import FixedAcceptance, run_speculation
+
+    rng = np.random.default_rng(args.seed)
+    draft = _draft_model(args, model, tokenizer)
+    if args.draft_acceptance is not None:
+        draft = FixedAcceptance(draft, args.draft_acceptance, rng)
+    counts = args.num_draft_tokens or [None]
+    total, done = len(cases) * len(counts) * 2 * (args.num_trials + 1), itertools.count(1)
+    rows = []
+    with progress_bar("bench", "run") as progress:
+
+        def report() -> None:
+            if progress:
+                progress(next(done), total)
+
+        for case in cases:
+            prompts = rng.integers(0, model.args.vocab_size, (case.batch, case.prompt_tokens))
+            for count in counts:
+                result = run_speculation(
+                    model,
+                    prompts.tolist(),
+                    Speculation(draft, args.prompt_lookup, num_draft_tokens=count),
+                    generated_tokens=case.generated_tokens,
+                    repetitions=args.num_trials,
+                    kv=args.kv,
+                    on_run=report,
+                )
+                rows.append(_speculation_row(case, count, result))
+    facts = {"model": name, "draft_model": args.draft_model, "trials": args.num_trials}
+    if args.output == "json":
+        print_json(facts | {"activation_bits": args.activation_bits, "results": rows})
+    elif args.output == "csv":
+        writer = csv.DictWriter(sys.stdout, [*facts, *rows[0]], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(facts | row for row in rows)
+    else:
+        cells = [[show(row) for show in _SPECULATION_COLUMNS.values()] for row in rows]
+        print_markdown_table([list(_SPECULATION_COLUMNS), *cells])
+        print(f"\nmodel: {name}; draft model: {args.draft_model or 'none, prompt look-up'}")
+        print(
+            f"mean ± deviation of {args.num_trials} runs after a warm-up; runs with and without draft tokens "
+            "alternate, and times is the ratio of neighbouring runs"
+        )
+
+
+def _draft_model(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
+    """Load or make the draft model that the arguments name; None for none."""
+    if args.draft_model is None:
+        return None
+    from afm_mlx.loading.load import load_drafts
+    from afm_mlx.loading.resolve import resolve_model
+    from afm_mlx.quantization.packed_layers import set_activation_bits
+
+    if args.preset is not None:
+        if args.draft_model not in PRESETS:
+            raise UsageError(
+                f"--draft-model is {args.draft_model}; with --preset it is the name of one: "
+                f"{', '.join(PRESETS)}."
+            )
+        from afm_mlx.measure.random_model import random_packed_model
+
+        draft: Any = random_packed_model(PRESETS[args.draft_model], seed=args.seed)
+    else:
+        folder = resolve_model(args.model or EMBEDDED_MODEL)
+        draft, _ = load_drafts(args.draft_model, model, tokenizer, folder)
+    set_activation_bits(draft, args.activation_bits)
+    return draft
+
+
+def _speculation_row(
+    case: BenchmarkCase, count: int | None, result: SpeculationResult
+) -> dict[str, Any]:
+    return {
+        "prompt_tokens": case.prompt_tokens,
+        "generated_tokens": case.generated_tokens,
+        "batch": case.batch,
+        "num_draft_tokens": count,
+        "guesses_per_step": result.drafted,
+        "accepted": result.accepted,
+        "plain_tokens_per_second": result.plain.mean,
+        "plain_deviation": result.plain.deviation,
+        "tokens_per_second": result.speculative.mean,
+        "deviation": result.speculative.deviation,
+        "times": result.ratio.median,
+        "same_answers": result.equal,
+    }
+
+
+_SPECULATION_COLUMNS = {
+    "prompt": lambda row: str(row["prompt_tokens"]),
+    "new": lambda row: str(row["generated_tokens"]),
+    "rows": lambda row: str(row["batch"]),
+    "drafted": lambda row: (
+        f"{row['guesses_per_step']:.1f}"
+        + (" (adaptive)" if row["num_draft_tokens"] is None else "")
+    ),
+    "kept": lambda row: f"{row['accepted']:.0%}",
+    "tok/s without": lambda row: _with_deviation(
+        row["plain_tokens_per_second"], row["plain_deviation"]
+    ),
+    "tok/s with": lambda row: _with_deviation(row["tokens_per_second"], row["deviation"]),
+    "times": lambda row: f"{row['times']:.2f}x",
+    "same answers": lambda row: "yes" if row["same_answers"] else "no",
 }

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from afm_mlx.cli.argument_table import Argument
-from afm_mlx.cli.parser import PROGRAM, add_arguments
+from afm_mlx.cli.arguments import PROGRAM, Action, Argument, Command, add_arguments
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 SHELLS = ["bash", "zsh", "fish"]
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     print(shtab.complete(whole_parser(), shell=args.shell))
 
 
-# What each shell runs for an adapter: the names of those in the folder of --model, then files.
+# What each shell runs to complete an adapter: the names in the folder of --model, then files.
 _BASH = """
 _afm_mlx_adapter_files() {
   local folder=@EMBEDDED@ i
@@ -74,7 +73,7 @@ end
 
 
 def _adapters_and_files() -> dict[str, Any]:
-    """Return shtab's description of a value that is an adapter's name or path."""
+    """Return shtab's description of an argument that is an adapter's name or path."""
     embedded = shlex.quote(str(resolve_model(EMBEDDED_MODEL)))
     preambles = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
     return {
@@ -88,28 +87,33 @@ def _adapters_and_files() -> dict[str, Any]:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """One parser with all commands and their actions, which otherwise exist one at a time."""
+    """Build one parser of all commands and their actions."""
     from afm_mlx.cli import COMMANDS, DESCRIPTION
 
     parser = argparse.ArgumentParser(prog=PROGRAM, description=DESCRIPTION)
     parser.add_argument("--version", action="store_true", help="show the version")
-    _add_commands(parser, COMMANDS, "afm_mlx.cli")
+    children = parser.add_subparsers(metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        command = import_module(f"afm_mlx.cli.{name}")
+        child = children.add_parser(name, help=line, description=line)
+        actions: Mapping[str, Action] = getattr(command, "ACTIONS", {})
+        if not actions:
+            _add_completed_arguments(child, name, command)
+            continue
+        grandchildren = child.add_subparsers(metavar="COMMAND")
+        for action_name, action in actions.items():
+            summary = action.summary
+            grandchild = grandchildren.add_parser(action_name, help=summary, description=summary)
+            _add_completed_arguments(grandchild, name, action)
     return parser
 
 
-def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, str], room: str) -> None:
+def _add_completed_arguments(parser: argparse.ArgumentParser, name: str, command: Command) -> None:
     from shtab import FILE
 
-    children = parser.add_subparsers(metavar="COMMAND")
-    for name, line in commands.items():
-        command = import_module(f"{room}.{name}")
-        child = children.add_parser(name, help=line, description=line)
-        if actions := getattr(command, "ACTIONS", None):
-            _add_commands(child, actions, f"{room}.{name}")
-            continue
-        add_arguments(child, command)
-        for action in child._actions:
-            # Any text may be a path, or the name of a model that is one.
-            if action.nargs != 0 and action.type is None and action.choices is None:
-                by_name = action.dest in ("adapter", "adapter_path") and name != "lora"
-                action.complete = _adapters_and_files() if by_name else FILE  # type: ignore[attr-defined]
+    add_arguments(parser, command)
+    for action in parser._actions:
+        # Any text may be a path, or the name of a model or adapter.
+        if action.nargs != 0 and action.type is None and action.choices is None:
+            by_name = action.dest in ("adapter", "adapter_path") and name != "lora"
+            action.complete = _adapters_and_files() if by_name else FILE  # type: ignore[attr-defined]

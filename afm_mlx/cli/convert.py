@@ -1,7 +1,4 @@
-"""Make a model folder of a toolkit checkpoint, of another model folder, or of a model on the hub.
-
-Or a Core ML package of a model folder.
-"""
+"""Make a model folder from a toolkit checkpoint, a model folder or a hub model, or make a Core ML package."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ import contextlib
 from dataclasses import fields
 from pathlib import Path
 
-from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
+from afm_mlx.cli.arguments import FLAG, Argument, UsageError, integer, number, unavailable
 from afm_mlx.cli.output import progress_bar
-from afm_mlx.cli.parser import UsageError, integer, number
 
 # fmt: off
 ARGUMENTS = {
@@ -21,9 +17,9 @@ ARGUMENTS = {
                  "what to convert: a folder with base-model.pt, a .pt file, a model folder, or a hub id"),
         Argument("--mlx-path", None, "folder to make; it must not exist", "mlx_model"),
         Argument("--dtype", ["float16", "bfloat16", "float32"],
-                 "type of the weights; that of the source by default"),
+                 "type of the weights; by default the source's"),
         Argument("--to", ["afm-mlx", "mlx-lm", "coreml"],
-                 "mlx-lm leaves out what stock mlx-lm does not read; balanced layers become MLX's own. coreml "
+                 "mlx-lm leaves out what stock mlx-lm does not read; balanced layers become affine. coreml "
                  "makes a Core ML package of a model folder",
                  "afm-mlx"),
         unavailable("--upload-repo", "nothing is uploaded; `hf upload` does that"),
@@ -39,20 +35,20 @@ ARGUMENTS = {
         Argument("--q-group-size", integer(1),
                  "inputs that share a scale, or rows that share a palette; 64, and 16 rows, by default"),
         Argument("--q-granularity", ["tensor", "row", "group"],
-                 "what has a scale of its own; row by default for balanced weights, else group"),
+                 "what shares a scale; row by default for balanced weights, else group"),
         Argument("--q-embedding-bits", integer(1, 8),
                  "bits per weight of the embedding, also the head; --q-bits by default, but at least 4"),
         Argument("--q-embedding-mode", ["balanced", "affine", "palette"],
-                 "--q-mode of the embedding; that of the other layers by default"),
+                 "--q-mode of the embedding; by default as for the other layers"),
         Argument("--q-embedding-granularity", ["tensor", "row", "group"],
-                 "--q-granularity of the embedding; that of its mode by default"),
+                 "--q-granularity of the embedding; by default its mode's"),
         Argument("--quant-predicate", None,
                  "more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8, "
                  "and mlx-lm's own for other architectures; with --target-bpw, the bits to choose from",
                  metavar="RECIPE"),
         Argument("--target-bpw", number(0),
-                 "bits that a weight takes on average, scales and tables included: layers get 2 or 4 bits by "
-                 "what they suffer on text, which needs the model in memory and takes minutes",
+                 "average bits per weight, including scales and tables: layers get 2 or 4 bits by their "
+                 "sensitivity, measured on text with the model in memory, which takes minutes",
                  metavar="BITS"),
         Argument("--data", None,
                  "text that --target-bpw measures on: a .jsonl or .txt file, or a folder with train.jsonl; the "

@@ -6,19 +6,23 @@ Exit status: 0 when all is well, 1 when a kernel or a package failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.cli import doctor_coreml
-from afm_mlx.cli.argument_table import FLAG, Argument, flag_of
-from afm_mlx.cli.options import JSON, MAX_SEED
+from afm_mlx.cli.arguments import FLAG, Argument, UsageError, flag_of, integer
+from afm_mlx.cli.model_options import JSON, MAX_SEED
 from afm_mlx.cli.output import finite, print_facts, print_json, print_table, progress_bar
-from afm_mlx.cli.parser import UsageError, integer
+from afm_mlx.errors import AFMError
 
 FAILED = 1
-# Beginnings of obstacles that a whole backend shares.
+MADE = ""
+"""Value of `--coreml` without a package: packages are made from the model."""
+# Beginnings of reasons that hold for a whole backend.
 _OF_BACKEND = ("runs on ", "MLX has no ", "the C++ extension ")
 
 
@@ -44,16 +48,16 @@ ARGUMENTS = {
         Argument(
             "--coreml",
             None,
-            "instead of kernels, test Core ML: a package of convert --to coreml, or packages that are made of "
-            "the model and go afterwards. It is compared with MLX, and both are timed",
+            "test Core ML instead of kernels: a package of convert --to coreml, or packages that are made from "
+            "the model and removed afterwards. They are compared with MLX, and both are timed",
             nargs="?",
-            const=doctor_coreml.MADE,
+            const=MADE,
             metavar="PACKAGE",
         ),
         Argument(
             "--model",
             None,
-            "the model folder that the package was made from, or is made from; afm-nano by default",
+            "model folder of the package; afm-nano by default",
         ),
         Argument("--adapter-path", None, "name of an adapter that the model and the package have"),
     ],
@@ -76,35 +80,35 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--report {path} can't be written: name a file in a folder that exists.")
     from afm_mlx.files import atomic_write
 
-    facts = doctor_coreml.examine(args) if coreml else _examine_kernels(args)
+    facts = _examine_coreml(args) if coreml else _examine_kernels(args)
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(finite(facts), indent=1, allow_nan=False), encoding="utf-8")
     if args.json:
         print_json(facts)
     elif coreml:
-        doctor_coreml.print_report(facts, path)
+        _print_coreml(facts, path)
     else:
-        _print(facts, path)
+        _print_kernels(facts, path)
     return 0 if facts["ok"] else FAILED
 
 
 def _examine_kernels(args: argparse.Namespace) -> dict[str, Any]:
-    from afm_mlx.measure.doctor import examine
+    from afm_mlx.measure.kernel_report import examine
 
     with progress_bar("testing", " problems") as progress:
         return examine(quick=args.quick, retry=args.retry, seed=args.seed, progress=progress)
 
 
-def _print(facts: dict[str, Any], path: Path) -> None:
+def _print_kernels(facts: dict[str, Any], path: Path) -> None:
     print_facts({name: facts[name] for name in ("machine", "runtime", "native_extension")})
-    print("\nkernels: the worst error, as a share of what rounding explains")
+    print("\nkernels: the largest error, as a share of its bound")
     print_table([("", "problems", "chosen", "worst", ""), *map(_kernel_row, facts["kernels"])])
     if facts["timed"]:
         print("\ncalls of a 3B model; > marks the kernel that runs")
         _print_timed(facts)
     _print_obstacles(facts)
     if facts["asked_for"]:
-        print(f"\nOnly {facts['asked_for']} was tested: AFM_MLX_KERNELS asks for it.")
+        print(f"\nOnly {facts['asked_for']} was tested: AFM_MLX_KERNELS says so.")
     for name, reason in facts["failures"].items():
         what = "plain MLX" if name == "reference" else f"and switched off from now on: {name}"
         print(f"\nFAILED, {what}\n  {reason}")
@@ -171,3 +175,144 @@ def _print_obstacles(facts: dict[str, Any]) -> None:
     if lines:
         print("\nnot run here")
         print("\n".join(lines))
+
+
+# -- Core ML
+
+_UNITS = {
+    "CPU_ONLY": "CPU",
+    "CPU_AND_GPU": "CPU and GPU",
+    "CPU_AND_NE": "CPU and Neural Engine",
+}
+
+
+def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare Core ML packages with MLX; return the report's facts.
+
+    Raises:
+        AFMError: if the model or the package can't be used.
+    """
+    from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
+    from afm_mlx.measure.coreml_report import examine_coreml
+
+    if args.coreml != MADE and args.model is None:
+        raise UsageError(
+            f"--coreml {args.coreml} is compared with the model folder that it was made from: name that with "
+            "--model."
+        )
+    folder = resolve_model(args.model or EMBEDDED_MODEL)
+    with (
+        _packages(args.coreml, folder) as (packages, not_made),
+        progress_bar("comparing", " runs") as progress,
+    ):
+        facts = examine_coreml(
+            packages,
+            folder,
+            adapter=args.adapter_path,
+            quick=args.quick,
+            seed=args.seed,
+            progress=progress,
+        )
+    return {**facts, "not_made": not_made}
+
+
+@contextlib.contextmanager
+def _packages(named: str, folder: Path) -> Iterator[tuple[dict[str, Path], dict[str, str]]]:
+    """Yield packages by name, and why others can't be made; remove those made from the model at the end."""
+    from afm_mlx.coreml.availability import obstacle
+
+    if named != MADE:
+        yield {Path(named).name: Path(named)}, {}
+    elif obstacle() is not None:
+        yield {}, {}
+    else:
+        with tempfile.TemporaryDirectory(prefix="afm-mlx-coreml-") as temporary:
+            yield _make(folder, Path(temporary))
+
+
+def _make(folder: Path, place: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """Make packages of the model in both arrangements; return them, and why one can't be made.
+
+    Raises:
+        AFMError: if none can be made.
+    """
+    from afm_mlx.converters.convert import convert
+    from afm_mlx.measure.kernel_report import without_private_words
+
+    packages, not_made = {}, {}
+    for name in ("linear", "neural_engine"):
+        path = place / f"{name}.mlpackage"
+        with progress_bar(f"making {name}", "B") as progress:
+            try:
+                convert(folder, path, progress=progress, to="coreml", ane=name == "neural_engine")
+            except AFMError as error:
+                # Some weights can't be written in one of the arrangements.
+                not_made[name] = without_private_words(str(error))
+                failure = error
+            else:
+                packages[name] = path
+    if not packages:
+        raise failure
+    return packages, not_made
+
+
+def _print_coreml(facts: dict[str, Any], path: Path) -> None:
+    print_facts({name: facts[name] for name in ("machine", "runtime")})
+    for name, package in facts["packages"].items():
+        print_facts({f"package_{name}": package})
+    if facts["runs"]:
+        print(
+            "\nCore ML compared with MLX: difference of logits as a share of their size, and tokens per second"
+        )
+        print_table([_COREML_TITLES, *map(_coreml_row, facts["runs"])])
+        _print_devices(facts["runs"])
+    obstacles = [f"{name}: {reason}" for name, reason in facts["not_made"].items()]
+    if facts["not_run"] is not None:
+        obstacles.append(facts["not_run"])
+    if obstacles:
+        print("\nnot run here")
+        print("\n".join(f"  {obstacle}" for obstacle in obstacles))
+    for name, reason in facts["failures"].items():
+        print(f"\nFAILED: {name}\n  {reason}")
+    well = "All is well." if facts["runs"] else "Nothing was compared."
+    print(f"\n{well if facts['ok'] else 'Please send the report in.'} Report: {path}")
+
+
+_COREML_TITLES = ("", "load", "error", "same tokens", "prefill", "decode", "")
+
+
+def _coreml_row(run: dict[str, Any]) -> tuple[str, ...]:
+    figures = tuple(
+        f"{run[name]:,.0f}" if name in run else "-"
+        for name in ("prefill_tokens_per_second", "decode_tokens_per_second")
+    )
+    if run["runs_with"] == "MLX":
+        return ("MLX", "-", "-", "-", *figures, "")
+    compared = "error" in run
+    return (
+        f"{run['package']}: {_UNITS[run['compute_units']]}",
+        f"{run['load_seconds']:.1f} s" if compared else "-",
+        f"{run['error']:.1e}" if compared else "-",
+        f"{run['same_tokens']} of {run['steps']}" if compared else "-",
+        *figures,
+        "ok" if run["failure"] is None else "FAILED",
+    )
+
+
+def _print_devices(runs: list[dict[str, Any]]) -> None:
+    """Print which devices run the operations, as far as Core ML tells."""
+    lines = []
+    for run in runs:
+        devices = run.get("devices", {})
+        name = "" if "package" not in run else f"{run['package']}: {_UNITS[run['compute_units']]}"
+        if isinstance(devices, str):
+            lines.append(f"  {name}: not known. {devices}")
+            continue
+        for function, shares in devices.items():
+            parts = ", ".join(f"{device} {share:.0%}" for device, share in shares.items())
+            lines.append(f"  {name}, {function}: {parts}")
+    if lines:
+        print("\nthe devices that Core ML plans to use, by its estimate of the cost")
+        print("\n".join(lines))
+    elif any("devices" in run for run in runs):
+        print("\nCore ML does not say which device runs what.")

@@ -9,10 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import Argument, unavailable
+from afm_mlx.cli import model_options
+from afm_mlx.cli.arguments import MAX_ROWS, Argument, UsageError, integer, unavailable
 from afm_mlx.cli.output import print_json, print_table, progress_bar
-from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.cli.perplexity import HELD_OUT
 
 if TYPE_CHECKING:
@@ -29,18 +28,18 @@ _HARNESS = (
 # fmt: off
 ARGUMENTS = {
     "options": [
-        *options.LOADING,
+        *model_options.LOADING,
         Argument("--data", None,
                  'lines of {"task", "messages", "tools"?, "answer", "compare"?}; by default the model '
                  f"folder's {TEST_SET}, which the embedded model has",
                  metavar="FILE.jsonl"),
         Argument("--limit", integer(1), "examples per task; all by default"),
-        Argument("--batch-size", integer(1, MAX_ROWS), "examples side by side", 16),
+        Argument("--batch-size", integer(1, MAX_ROWS), "examples in a batch", 16),
         Argument("--constrained", ["never", "always", "both"],
-                 "answer under the schema of the example's response format, or so that calls are calls of its "
+                 "constrain answers to the schema of the example's response format, or calls to calls of its "
                  "tools; both measures with and without", "never"),
         Argument("--show-errors", integer(0), "print N wrong answers", 0, metavar="N"),
-        options.JSON,
+        model_options.JSON,
         unavailable("--tasks", _HARNESS, nargs="+"),
         *(unavailable(flag, _HARNESS) for flag in ("--output-dir", "--num-shots", "--chat-template-args")),
         *(unavailable(flag, _HARNESS, nargs=0)
@@ -58,9 +57,9 @@ def run(args: argparse.Namespace) -> None:
     folder = resolve_model(args.model)
     data = Path(args.data) if args.data is not None else folder / TEST_SET
     if args.data is None and not data.is_file():
-        raise UsageError(f"--data is missing, and {args.model} has no {TEST_SET} of its own.")
+        raise UsageError(f"--data is missing, and {args.model} has no {TEST_SET}.")
     examples = load_examples(data, args.limit)
-    model, tokenizer = options.load_model(args)
+    model, tokenizer = model_options.load_model(args)
     evaluations = {}
     for constrained in _CONSTRAINED[args.constrained]:
         with progress_bar("answering", "example") as progress:
@@ -149,7 +148,7 @@ def _print(
 
 
 def _table(evaluations: dict[bool, Evaluation]) -> list[tuple[Any, ...]]:
-    """A row for each task; where both are measured, the last two columns are those under constraints."""
+    """Return a row for each task; if both are measured, the last two columns are with constraints."""
     titles: list[Any] = ["task", "correct", "of", "accuracy"]
     if len(evaluations) == 2:
         titles += ["constrained", "accuracy"]

@@ -3,86 +3,129 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
+import itertools
 import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import constraints, options
-from afm_mlx.cli.argument_table import FLAG, Argument, flag_of, unavailable
-from afm_mlx.cli.constraints import Asked
+from afm_mlx.cli import model_options
+from afm_mlx.cli.arguments import (
+    FLAG,
+    Argument,
+    UsageError,
+    boolean,
+    flag_of,
+    integer,
+    json_object,
+    unavailable,
+)
 from afm_mlx.cli.output import input_bytes, print_answer, print_json
-from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
-from afm_mlx.errors import CacheFileError
+from afm_mlx.errors import CacheFileError, reason_of, shown
+
+if TYPE_CHECKING:
+    from afm_mlx.guidance.constraint import Constraint
 
 MAX_PROMPT_BYTES = 16 << 20
+MAX_FILE_BYTES = 16 << 20
+"""Maximum bytes of a file that holds a schema, a grammar or a type."""
 DEFAULT_PROMPT = "hello"
 _RULE = "=" * 10
 _FACTS = "finish_reason prompt_tokens prompt_tps generation_tokens generation_tps".split()
 
+_CONSTRAINT_NAMES = ("json_schema", "regex", "choices", "grammar")
+_TYPE = re.compile(r"(?P<file>.+\.py)?(?P<module>[\w.]+)?:(?P<name>[\w.]+)")
+
 # fmt: off
+_CONSTRAINT = [
+    Argument("--json-schema", None,
+             "a JSON value of this schema: a file, or a type, module:Class or path/to/file.py:Class, whose "
+             "code is run. A chat shows the schema to the model",
+             metavar="FILE.json|TYPE"),
+    Argument("--regex", None, "a text that this pattern matches as a whole", metavar="PATTERN"),
+    Argument("--choices", None, "one of these texts", nargs="+", metavar="TEXT"),
+    Argument("--grammar", None, "a text of this grammar: Lark's or, in .gbnf, llama.cpp's",
+             metavar="FILE.lark|FILE.gbnf"),
+    Argument("--at-limit", ["error", "complete"],
+             "what to do if --max-tokens ends an answer too early: an error, or its shortest completion",
+             "error"),
+]
 ARGUMENTS = {
     "options": [
         Argument("text", None, "the prompt, as with --prompt", nargs="?", metavar="TEXT"),
-        *options.LOADING,
+        *model_options.LOADING,
         Argument("--prompt -p", None,
-                 r"what to say to the model, with \n and \t for line break and tab; "
-                 "- reads standard input, but for its last line break "
+                 r"prompt, with \n and \t for line break and tab; "
+                 "- reads standard input, without its last line break "
                  f"(default: {DEFAULT_PROMPT})"),
         Argument("--system-prompt", None, "instructions that come before the prompt"),
         Argument("--prefill-response", None, "beginning of the answer, for the model to continue"),
         Argument("--ignore-chat-template", FLAG,
                  "continue the prompt as plain text, in which names such as <turn_end> are control tokens"),
         Argument("--chat-template-config", json_object, "variables for the chat template", metavar="JSON"),
-        Argument("--max-tokens -m", integer(-1), "new tokens at most; -1 for no limit", 100),
-        Argument("--stop", None, "texts that end the answer, left out of it", [], nargs="+", metavar="TEXT"),
+        Argument("--max-tokens -m", integer(-1), "maximum new tokens; -1 for no limit", 100),
+        Argument("--stop", None, "stop strings, which end the answer and are not part of it", [],
+                 nargs="+", metavar="TEXT"),
         Argument("--extra-eos-token", None, "more tokens that end the answer", [], nargs="+", metavar="TOKEN"),
         Argument("--prompt-cache-file", None,
-                 "keys and values of an earlier prompt: what both prompts begin with is not computed again. "
-                 "The file is made when there is none, and never changed after",
+                 "file with the KV cache of an earlier prompt: its common beginning is not computed again. The "
+                 "file is made if it does not exist, and never changed",
                  metavar="FILE.safetensors"),
-        Argument("--verbose", boolean, "False prints the answer and no figures", True),
-        options.JSON,
+        Argument("--verbose", boolean, "False prints the answer alone, without figures", True),
+        model_options.JSON,
         unavailable("--quantize-activations -qa", "quantized activations are not available", nargs=0),
         unavailable("--image", "these models read text only", nargs="+"),
         unavailable("--use-default-chat-template",
                     "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
     ],
-    "what the answer must look like, at most one of the first four": constraints.ARGUMENTS,
-    "guesses, which make answers faster and change nothing of them": options.SPECULATION,
-    "sampling": options.sampling(seed=None),
-    "keys and values": options.CACHE,
+    "what the answer must look like, at most one of the first four": _CONSTRAINT,
+    "draft tokens, which make answers faster and do not change them": model_options.SPECULATION,
+    "sampling": model_options.sampling_arguments(seed=None),
+    "KV cache": model_options.CACHE,
 }
 # fmt: on
-ALTERNATIVES = (*constraints.ALTERNATIVES, ("text", "prompt", "what the prompt is"))
+ALTERNATIVES = (
+    *(
+        (one, other, "what the answer must look like")
+        for one, other in itertools.combinations(_CONSTRAINT_NAMES, 2)
+    ),
+    ("text", "prompt", "what the prompt is"),
+)
 
 
 def run(args: argparse.Namespace) -> None:
     text = _prompt_text(args)
-    asked = constraints.asked_of(args)
-    if asked is not None and args.prefill_response is not None:
+    form = answer_constraint(args)
+    if form is not None and args.prefill_response is not None:
         raise UsageError(
-            "--prefill-response can't be combined with what the answer must look like, which is said of the "
-            "whole answer."
+            "--prefill-response can't be combined with a constraint, which holds for the whole answer."
         )
-    model, tokenizer = options.load_model(args)
+    model, tokenizer = model_options.load_model(args)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    prompt = _encode(args, text, tokenizer, asked)
+    prompt = _encode(args, text, tokenizer, form)
     generate = _generate if args.prompt_cache_file is None else _generate_with_file
     generate(
         args,
         model,
         tokenizer,
         prompt,
-        asked,
+        form,
         max_tokens=args.max_tokens,
-        sampler=options.sampler_of(args, model, tokenizer),
+        sampler=model_options.sampler_of(args, model, tokenizer),
         seed=args.seed,
         stop=args.stop,
         at_limit=args.at_limit,
-        speculation=options.speculation_of(args, model, tokenizer),
-        **options.cache_options(args, model),
+        speculation=model_options.speculation_of(args, model, tokenizer),
+        **model_options.cache_options(args, model),
     )
 
 
@@ -109,7 +152,9 @@ def _prompt_text(args: argparse.Namespace) -> str:
     return text
 
 
-def _encode(args: argparse.Namespace, text: str, tokenizer: Any, asked: Asked | None) -> list[int]:
+def _encode(
+    args: argparse.Namespace, text: str, tokenizer: Any, form: AnswerConstraint | None
+) -> list[int]:
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         why = "--ignore-chat-template leaves out" if args.ignore_chat_template else "is missing"
         for name in ("system_prompt", "prefill_response", "chat_template_config"):
@@ -117,8 +162,8 @@ def _encode(args: argparse.Namespace, text: str, tokenizer: Any, asked: Asked | 
                 raise UsageError(f"{flag_of(name)} needs the chat template, which {why}.")
         return tokenizer.encode(text, add_special_tokens=True)
     message: dict[str, Any] = {"role": "user", "content": text}
-    if asked is not None and asked.response_format is not None:
-        message["response_format"] = asked.response_format
+    if form is not None and form.response_format is not None:
+        message["response_format"] = form.response_format
     messages = [message]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": args.system_prompt})
@@ -139,14 +184,14 @@ def _generate(
     model: Any,
     tokenizer: Any,
     prompt: list[int],
-    asked: Asked | None,
+    form: AnswerConstraint | None,
     **arguments: Any,
 ) -> None:
     from afm_mlx.engine.generation import stream_generate, summary
 
-    if asked is not None:
+    if form is not None:
         is_text = args.ignore_chat_template or not tokenizer.has_chat_template
-        arguments |= {"constraint": asked.constraint, "heal": is_text}
+        arguments |= {"constraint": form.constraint, "heal": is_text}
     framed = args.verbose and not args.json
     text, tokens = "", list[int]()
     response: Any = None
@@ -159,11 +204,11 @@ def _generate(
             if response.text and not args.json:
                 print_answer(response.text)
     finally:
-        # An error's one line, too, starts at the beginning of a line.
+        # An error's line must start at the beginning of a line, too.
         if text and not args.json:
             print()
-    if asked is not None and asked.check is not None:
-        asked.check(text)
+    if form is not None and form.check is not None:
+        form.check(text)
     if args.json:
         facts = {name: getattr(response, name) for name in _FACTS}
         if response.draft_counts is not None:
@@ -186,20 +231,20 @@ def _generate_with_file(
     model: Any,
     tokenizer: Any,
     prompt: list[int],
-    asked: Asked | None,
+    form: AnswerConstraint | None,
     **arguments: Any,
 ) -> None:
     from afm_mlx.engine.prompt_cache import PromptCaches, save_prompt_cache
 
     path = _checked_cache_path(args, model)
-    caches = PromptCaches(partial(options.new_cache, args, model, tokenizer))
+    caches = PromptCaches(partial(model_options.new_cache, args, model, tokenizer))
     if is_there := path.exists():
         caches.keep(*_read_cache(path, model))
     with caches.continuing(prompt) as run:
-        _generate(args, model, tokenizer, run.rest, asked, prompt_cache=run.cache, **arguments)
+        _generate(args, model, tokenizer, run.rest, form, prompt_cache=run.cache, **arguments)
     if not is_there:
-        of_prompt = [layer.copy(len(prompt)) for layer in run.cache]
-        save_prompt_cache(path, of_prompt, model, metadata={"tokens": json.dumps(prompt)})
+        prompt_cache = [layer.copy(len(prompt)) for layer in run.cache]
+        save_prompt_cache(path, prompt_cache, model, metadata={"tokens": json.dumps(prompt)})
 
 
 def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:
@@ -212,7 +257,7 @@ def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:
         )
     if args.sliding_window:
         raise UsageError(
-            "--prompt-cache-file can't be combined with --sliding-window, which forgets the beginning."
+            "--prompt-cache-file can't be combined with --sliding-window, which drops the beginning."
         )
     if path.suffix != ".safetensors":
         raise UsageError(
@@ -237,3 +282,155 @@ def _read_cache(path: Path, model: Any) -> tuple[list[Any], list[int]]:
             "Give the name of a new file, which is then made."
         )
     return cache, held
+
+
+# -- constraints
+
+
+@dataclass(frozen=True)
+class AnswerConstraint:
+    """A constraint on the answer, and how a chat shows it.
+
+    Args:
+        constraint: the constraint.
+        response_format: the response format in a chat's message; None to show nothing.
+        check: raises `ConstraintError` if the answer is not an instance of the type; None without a type.
+    """
+
+    constraint: Constraint
+    response_format: dict[str, Any] | None = None
+    check: Callable[[str], Any] | None = None
+
+
+def answer_constraint(args: argparse.Namespace) -> AnswerConstraint | None:
+    """Return the constraint that the arguments ask for; None for none.
+
+    Raises:
+        UsageError: if a file or a type can't be read.
+        ConstraintError: if the constraint can't be honoured.
+    """
+    from afm_mlx.guidance.constraint import Constraint
+
+    if args.json_schema is not None:
+        return _of_schema(args.json_schema)
+    if args.regex is not None:
+        return AnswerConstraint(Constraint.regex(args.regex))
+    if args.choices is not None:
+        return AnswerConstraint(Constraint.choices(args.choices))
+    if args.grammar is not None:
+        kinds = {".lark": Constraint.lark, ".gbnf": Constraint.gbnf}
+        path = Path(args.grammar)
+        if path.suffix not in kinds:
+            raise UsageError(f"--grammar is {path}; a .lark or .gbnf file is needed.")
+        return AnswerConstraint(kinds[path.suffix](_read_text(path, "--grammar")))
+    if args.at_limit != "error":
+        flags = ", ".join(map(flag_of, _CONSTRAINT_NAMES))
+        raise UsageError(
+            f"--at-limit needs one of {flags}: answers without a constraint may end anywhere."
+        )
+    return None
+
+
+def _read_text(path: Path, flag: str) -> str:
+    from afm_mlx.files import read_file
+
+    try:
+        # Editors may write a byte order mark.
+        return read_file(path, MAX_FILE_BYTES, pipes=True).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{flag}: {path} can't be read ({reason_of(error)}).") from None
+
+
+def _of_schema(text: str) -> AnswerConstraint:
+    from afm_mlx.guidance.constraint import Constraint
+    from afm_mlx.guidance.types import answer_type
+
+    if text.endswith(".json"):
+        return _of_file(Path(text))
+    kind = _type(text)
+    if getattr(kind, "_generable", False) is True:  # of afm_mlx.fm
+        try:
+            schema = kind.generation_schema().to_dict()
+        except Exception as error:  # errors of afm_mlx.fm are not AFMErrors
+            raise UsageError(f"--json-schema: {text} can't be generated: {error}") from error
+        return AnswerConstraint(Constraint.json_schema(schema), _response_format(schema))
+    answers = answer_type(kind)
+    return AnswerConstraint(answers.constraint, answers.response_format, answers.instance)
+
+
+def _of_file(path: Path) -> AnswerConstraint:
+    from afm_mlx.guidance.constraint import Constraint
+
+    text = _read_text(path, "--json-schema")
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema: {path} is not JSON ({error}).") from None
+    if not isinstance(schema, dict | bool):
+        raise UsageError(
+            f"--json-schema: {path} holds {shown(schema)}; a JSON schema is an object."
+        )
+    shown_schema = _response_format(schema) if isinstance(schema, dict) else None
+    return AnswerConstraint(Constraint.json_schema(schema), shown_schema)
+
+
+def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    described = {"description": schema["description"]} if "description" in schema else {}
+    named = {"name": schema.get("title", "Response"), **described, "schema": schema}
+    return {"type": "json_schema", "json_schema": named}
+
+
+def _type(text: str) -> Any:
+    """Return the type that `module:Class` or `file.py:Class` names; runs its module."""
+    found = _TYPE.fullmatch(text)
+    if found is None or (found["file"] is None) == (found["module"] is None):
+        raise UsageError(
+            f"--json-schema is {shown(text)}; a .json file, module:Class or path/to/file.py:Class is needed."
+        )
+    source = found["file"] or found["module"]
+    try:
+        # Standard output is for the answer.
+        with redirect_stdout(sys.stderr):
+            kind: Any = _run_file(Path(source)) if found["file"] else _import_module(source)
+            for name in found["name"].split("."):
+                if not hasattr(kind, name):
+                    raise UsageError(f"--json-schema: {source} has no {name}.")
+                kind = getattr(kind, name)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the code raises
+        raise UsageError(
+            f"--json-schema: {source} can't be run ({type(error).__name__}: {error})."
+        ) from error
+    return kind
+
+
+def _import_module(name: str) -> ModuleType:
+    """Import a module of the current folder, or an installed one."""
+    with _importing_from(Path.cwd()):
+        return importlib.import_module(name)
+
+
+def _run_file(path: Path) -> ModuleType:
+    from afm_mlx.files import read_file
+
+    name = f"{__name__}.{path.stem}"  # unlike any other module's
+    read_file(path, MAX_FILE_BYTES)  # refuses devices, which Python would read without an end
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where annotations in quotes are looked up
+    with _importing_from(path.absolute().parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Let modules of a folder be imported, as `python folder/file.py` does."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))

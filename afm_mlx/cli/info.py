@@ -1,13 +1,12 @@
-"""Show what a model is, and what would run it here. Nothing is loaded."""
+"""Show what a model is, and what would run it here, without loading it."""
 
 from __future__ import annotations
 
 import argparse
 
-from afm_mlx.cli.argument_table import Argument
-from afm_mlx.cli.options import JSON
+from afm_mlx.cli.arguments import Argument, UsageError
+from afm_mlx.cli.model_options import JSON
 from afm_mlx.cli.output import print_facts, print_json
-from afm_mlx.cli.parser import UsageError
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 

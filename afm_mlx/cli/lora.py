@@ -8,21 +8,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx import config
-from afm_mlx.cli import training_arguments
-from afm_mlx.cli.argument_table import FLAG, Argument, add_tables, flag_of
-from afm_mlx.cli.output import print_json, progress_bar
-from afm_mlx.cli.parser import (
+from afm_mlx.cli import training_runs
+from afm_mlx.cli.arguments import (
+    FLAG,
+    Argument,
     Parser,
     UsageError,
+    add_tables,
     checked_arguments,
-    drop_said_otherwise,
+    drop_alternatives,
+    flag_of,
     integer,
     json_object,
     number,
 )
-from afm_mlx.cli.training_arguments import training_tables
-from afm_mlx.cli.training_output import data_line, print_scores, run_training, scores_dict
-from afm_mlx.cli.training_recipe import fields_given, fill, optimizer_settings, recipe_of
+from afm_mlx.cli.output import print_json, progress_bar
+from afm_mlx.cli.training_runs import (
+    data_line,
+    fields_given,
+    fill,
+    optimizer_settings,
+    print_scores,
+    recipe_of,
+    run_training,
+    scores_dict,
+    training_tables,
+)
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
@@ -50,13 +61,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight_decay": 1e-2,
     }
 }
-"""Values of arguments that neither the command line nor a file gives; they come before the defaults."""
+"""Values of arguments that neither the command line nor a file sets; they override the defaults."""
 
 _LORA_ALTERNATIVES = (
     ("alpha", "scale", "how strong the adapter is"),
     ("initial_adapter", "resume_adapter_file", "where to start"),
 )
-ALTERNATIVES = (*training_arguments.ALTERNATIVES, *_LORA_ALTERNATIVES)
+ALTERNATIVES = (*training_runs.ALTERNATIVES, *_LORA_ALTERNATIVES)
 
 # fmt: off
 _ADAPTER_PATH = Argument(
@@ -64,7 +75,7 @@ _ADAPTER_PATH = Argument(
     f"folder of the adapter, {ADAPTER_FOLDER} by default; its run is the folder run in it")
 _KIND = [
     Argument("--train", FLAG,
-             "train, which is done anyway but with --test: that alone only measures an adapter"),
+             "train: needed with --test only, which alone measures an adapter"),
     Argument("--fine-tune-type", list(LEARNING_RATES),
              "lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
              "for speculative decoding",
@@ -96,11 +107,11 @@ _LORA = [
     Argument("--lora-parameters", json_object,
              "rank, scale, dropout and keys in one object, as in mlx-lm's YAML files"),
     Argument("--initial-adapter", None,
-             "adapter to start from, such as a recovery adapter; rank, scale and layers are its own",
+             "adapter to start from, such as a recovery adapter; it sets rank, scale and layers",
              metavar="FOLDER"),
     Argument("--resume-adapter-file", None,
-             "--initial-adapter under mlx-lm's name; an adapter's folder, or a .safetensors file in it. (To go "
-             "on with a run there is --resume.)",
+             "mlx-lm's name of --initial-adapter; an adapter's folder, or a .safetensors file in it. (To go "
+             "on with a run, use --resume.)",
              metavar="PATH"),
     Argument("--save-dtype", ["float16", "float32"],
              "type of the saved adapter's numbers; float16 by default. Training is in float32 either way"),
@@ -133,17 +144,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _fill_from_preset(args: argparse.Namespace) -> None:
-    """Put the preset's values in the place of arguments that are not given, and not given in other words."""
+    """Set arguments that are not given, nor an alternative to them, to the preset's values."""
     if args.preset is None:
         return
     values = dict(PRESETS[args.preset])
     if args.fine_tune_type == "full":
         raise UsageError(f"--preset {args.preset} is for lora and draft; leave it out.")
     if args.fine_tune_type == "draft":
-        # The toolkit trains draft models with a linear warm-up and nothing behind it.
+        # The toolkit trains draft models with a linear warm-up, then a constant rate.
         values |= {"rank": None, "alpha": None, "schedule": "constant"}
-    drop_said_otherwise(values, args, ALTERNATIVES)
-    if args.initial_adapter or args.resume_adapter_file:  # it has a rank and a scale of its own
+    drop_alternatives(values, args, ALTERNATIVES)
+    if (
+        args.initial_adapter or args.resume_adapter_file
+    ):  # an initial adapter has a rank and a scale
         values |= {"rank": None, "alpha": None}
     if args.optimizer == "adam" or "weight_decay" in optimizer_settings(args):
         values["weight_decay"] = None
@@ -161,7 +174,7 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
     own |= {"keys": args.keys and tuple(args.keys)}
     if args.alpha is not None:
         if args.rank is None and own["initial_adapter"] is not None:
-            raise UsageError("--alpha needs --rank beside it; with --initial-adapter leave it out.")
+            raise UsageError("--alpha needs --rank, too; with --initial-adapter leave it out.")
         own["scale"] = args.alpha / (args.rank or RANK)
     method = LoRATraining(**fields_given(args, LoRATraining) | own)
     run_training(args, method, recipe, Path(args.adapter_path or ADAPTER_FOLDER))
@@ -202,7 +215,7 @@ def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def _test_adapter(args: argparse.Namespace) -> None:
-    """Measure an adapter that is there and train nothing, as mlx-lm does with `--test` alone."""
+    """Measure an existing adapter without training, as mlx-lm does with `--test` alone."""
     if args.fine_tune_type != "lora":
         raise UsageError(
             "--test alone measures an adapter. Add --train to train first; afm-mlx perplexity measures model "
@@ -230,11 +243,11 @@ def _test_adapter(args: argparse.Namespace) -> None:
 
 
 def _fill_from_lora_parameters(args: argparse.Namespace) -> None:
-    """Put what `--lora-parameters` holds in the place of arguments that are not given."""
+    """Set arguments that are not given to the values in `--lora-parameters`."""
     parser = Parser()
     add_tables(parser, {"options": _IN_LORA_PARAMETERS})
     given = [("--lora-parameters", *item) for item in (args.lora_parameters or {}).items()]
     known = ", ".join(row.name for row in _IN_LORA_PARAMETERS)
     values = checked_arguments(given, parser, known)
-    drop_said_otherwise(values, args, _LORA_ALTERNATIVES)
+    drop_alternatives(values, args, _LORA_ALTERNATIVES)
     fill(args, values)

@@ -1,4 +1,4 @@
-"""What the commands print: JSON, tables, and progress."""
+"""Print JSON, tables, facts and progress bars."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-# All but tab and line break: a terminal takes the others for commands.
+# Control characters except tab and line break: a terminal takes them for commands.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def input_bytes() -> BinaryIO:
-    """Standard input as bytes; a caller may have put a stream of text in its place."""
+    """Return standard input as a stream of bytes, also if a caller replaced it by a text stream."""
     buffer: BinaryIO | None = getattr(sys.stdin, "buffer", None)
     return io.BytesIO(sys.stdin.read().encode()) if buffer is None else buffer
 
 
 def print_answer(text: str) -> None:
-    """Print a segment of a model's answer, on a terminal without its control characters."""
+    """Print a segment of an answer; on a terminal, with control characters escaped."""
     print(harmless(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def note(text: str) -> None:
-    """Print a line on stderr, so that it is no part of the output."""
+    """Print a line on stderr."""
     print(harmless(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def harmless(text: str) -> str:
-    """A text with its control characters written out, `\\x1b` for ESC, but for tab and line break."""
+    """Escape control characters, except tab and line break: `\\x1b` for ESC."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def one_line(error: Exception) -> str:
-    """An error's message on one line."""
+    """Return an error's message on one line."""
     return " ".join(str(error).split())
 
 
 def print_json(values: Any) -> None:
-    # NaN and infinity are no JSON; a parser would stumble over them.
+    # JSON has no NaN and infinity.
     print(json.dumps(finite(values), ensure_ascii=False, indent=2, allow_nan=False))
 
 
 def finite(value: Any) -> Any:
-    """The same value with None for NaN and infinities, as JSON needs it."""
+    """Replace NaN and infinities in a value by None, for JSON."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -56,7 +56,7 @@ def finite(value: Any) -> Any:
 
 
 def print_table(rows: Sequence[Sequence[Any]]) -> None:
-    """Print rows in columns, the first to the left and the others to the right."""
+    """Print rows in columns: the first left-aligned, the others right-aligned."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for first, *others in texts:
@@ -65,7 +65,7 @@ def print_table(rows: Sequence[Sequence[Any]]) -> None:
 
 
 def print_markdown_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in Markdown, the titles first, all columns to the right."""
+    """Print a Markdown table of right-aligned columns; the first row has the titles."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for index, row in enumerate(rows):
         print(f"| {' | '.join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))} |")
@@ -74,7 +74,7 @@ def print_markdown_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """Print single facts first, then each group under its name."""
+    """Print facts as `name  value` lines; dicts follow as groups under their names."""
     groups = {key: value for key, value in facts.items() if isinstance(value, dict)}
     if single := {key: value for key, value in facts.items() if key not in groups}:
         _print_lines(single)
@@ -103,7 +103,7 @@ def _text(value: Any) -> str:
 
 @contextmanager
 def progress_bar(description: str, unit: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A callable of (done, in all) that draws a bar on stderr; None when stderr is no terminal."""
+    """Yield a function of (done, total) that draws a bar on stderr; None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import Argument
+from afm_mlx.cli import model_options
+from afm_mlx.cli.arguments import MAX_ROWS, Argument, UsageError, count_or_all, integer
 from afm_mlx.cli.output import print_json, progress_bar
-from afm_mlx.cli.parser import MAX_ROWS, UsageError, count_or_all, integer
 
 HELD_OUT = "heldout.jsonl"
 
@@ -17,16 +16,16 @@ HELD_OUT = "heldout.jsonl"
 # fmt: off
 ARGUMENTS = {
     "options": [
-        *options.LOADING,
+        *model_options.LOADING,
         Argument("--data-path", None,
                  "a .jsonl file, a .txt file, or a folder with test, valid or train.jsonl; by default the "
                  f"model folder's {HELD_OUT}, which the embedded model has",
                  metavar="PATH"),
         Argument("--num-samples", count_or_all, "pieces of documents; -1 for all", 256),
-        Argument("--sequence-length", integer(2), "tokens of a piece at most", 512),
-        Argument("--batch-size", integer(1, MAX_ROWS), "pieces side by side", 8),
-        Argument("--seed", integer(0, options.MAX_SEED), "seed of the choice of pieces", 123),
-        options.JSON,
+        Argument("--sequence-length", integer(2), "maximum tokens of a piece", 512),
+        Argument("--batch-size", integer(1, MAX_ROWS), "pieces in a batch", 8),
+        Argument("--seed", integer(0, model_options.MAX_SEED), "seed of the random choice of pieces", 123),
+        model_options.JSON,
     ],
 }
 # fmt: on
@@ -38,12 +37,12 @@ def run(args: argparse.Namespace) -> None:
 
     data = Path(args.data_path or resolve_model(args.model) / HELD_OUT)
     if args.data_path is None and not data.is_file():
-        raise UsageError(f"--data-path is missing, and {args.model} has no {HELD_OUT} of its own.")
+        raise UsageError(f"--data-path is missing, and {args.model} has no {HELD_OUT}.")
     if not data.exists():
         raise UsageError(
             f"there is no file or folder {data}; data sets of the hub are not fetched."
         )
-    model, tokenizer = options.load_model(args)
+    model, tokenizer = model_options.load_model(args)
     documents = load_documents(data, tokenizer)
     pieces = cut(documents, args.sequence_length, args.num_samples, args.seed)
     with progress_bar("perplexity", "sample") as progress:

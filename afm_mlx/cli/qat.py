@@ -6,12 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from afm_mlx.cli import training_arguments
-from afm_mlx.cli.argument_table import FLAG, Argument
-from afm_mlx.cli.parser import UsageError, integer
-from afm_mlx.cli.training_arguments import training_tables
-from afm_mlx.cli.training_output import run_training
-from afm_mlx.cli.training_recipe import fields_given, recipe_of
+from afm_mlx.cli import training_runs
+from afm_mlx.cli.arguments import FLAG, Argument, UsageError, integer
+from afm_mlx.cli.training_runs import fields_given, recipe_of, run_training, training_tables
 
 if TYPE_CHECKING:
     from afm_mlx.quantization.quantize_model import Predicate
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from afm_mlx.training.methods.model_source import ModelSource
 
 LEARNING_RATE = 2e-5
-ALTERNATIVES = (*training_arguments.ALTERNATIVES, ("bits", "quant_predicate", "how many bits"))
+ALTERNATIVES = (*training_runs.ALTERNATIVES, ("bits", "quant_predicate", "how many bits"))
 
 # fmt: off
 _PATHS = [
@@ -32,18 +29,18 @@ _QUANTIZATION = [
     Argument("--q-mode", ["balanced", "affine"],
              "balanced (scale only), which is the default for AFM models, or affine (MLX's own format)"),
     Argument("--q-granularity", ["tensor", "row", "group"],
-             "what has a scale of its own: tensor by default for balanced weights, as in Apple's report, "
+             "what shares a scale: tensor by default for balanced weights, as in Apple's report, "
              "group for affine"),
     Argument("--q-group-size", integer(1), "inputs that share a scale; 64 by default for groups"),
     Argument("--embedding-bits --q-embedding-bits", integer(1, 8),
              "bits per weight of the embedding, which is the head too", 4, choices=[2, 4, 8]),
     Argument("--q-embedding-granularity", ["tensor", "row", "group"],
-             "what of the embedding has a scale of its own; row by default, group where the rest has groups"),
+             "--q-granularity of the embedding; row by default, group if the other layers have groups"),
     Argument("--quant-predicate", None,
              "more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8",
              metavar="RECIPE"),
     Argument("--calibrate-kv", integer(1),
-             "set the int8 scales of keys and values anew, by N batches before training", metavar="N"),
+             "recompute the int8 scales of keys and values from N batches before training", metavar="N"),
     Argument("--learn-kv-scales", FLAG, "train the int8 scales of keys and values with the weights"),
 ]
 # fmt: on

@@ -10,9 +10,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
-from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer, json_object, number, positive
+from afm_mlx.cli import model_options
+from afm_mlx.cli.arguments import (
+    FLAG,
+    MAX_ROWS,
+    Argument,
+    UsageError,
+    integer,
+    json_object,
+    number,
+    positive,
+    unavailable,
+)
 from afm_mlx.cli.signals import deferred_signals
 from afm_mlx.errors import reason_of, shown
 from afm_mlx.files import read_file
@@ -29,100 +38,100 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def nbytes(text: str) -> int:
-    """A number of bytes, maybe with KB, MB or GB behind it, for argparse."""
+    """Convert a number of bytes, which may have the unit KB, MB or GB."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMG]B)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no number of bytes, such as 512MB")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of bytes, such as 512MB")
     return round(float(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
 # fmt: off
 ARGUMENTS = {
     "options": [
-        *options.LOADING,
-        *options.ADAPTERS,
+        *model_options.LOADING,
+        *model_options.ADAPTERS,
         Argument("--adapter-folder", None,
-                 "folder below which requests may load adapters; may be repeated. None by default",
+                 "folder from which requests may load adapters; may be repeated. None by default",
                  [], action="append", metavar="FOLDER"),
         Argument("--served-model-name", None, "the model's id; the last part of --model by default",
                  metavar="NAME"),
         Argument("--log-level", _LEVELS, "what is logged, on standard error", "INFO"),
         Argument("--log-prompts", FLAG, "log prompts and answers, too"),
         Argument("--strict", FLAG,
-                 "refuse what would have no effect: hints, unknown fields, others' tools. Without it they are "
-                 "taken, and named in the header x-afm-ignored"),
+                 "refuse what would have no effect: hints, unknown fields, other providers' tools. Without it "
+                 "they are accepted, and named in the header x-afm-ignored"),
         unavailable("--pipeline", "models run on one machine", nargs=0),
         unavailable("--chat-template", "put chat_template.jinja into the model folder"),
         unavailable("--use-default-chat-template",
                     "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
     ],
-    "where it listens, and who may use it": [
-        Argument("--host", None, "address; one that other machines reach needs a key", "127.0.0.1"),
+    "address and access": [
+        Argument("--host", None, "address; one that other machines can reach needs a key", "127.0.0.1"),
         Argument("--port", integer(0, 65535), "port; 0 takes a free one", 8080),
-        Argument("--unix-socket", None, "listen at a Unix socket in place of an address", metavar="PATH"),
+        Argument("--unix-socket", None, "listen on a Unix socket instead of an address", metavar="PATH"),
         Argument("--api-key", None,
-                 "key that requests must have; may be repeated. Others see it among the processes: better is "
-                 f"--api-key-file, or {KEY_VARIABLE} in the environment",
+                 "key that requests must have; may be repeated. Other users see it in the list of processes: "
+                 f"--api-key-file, or {KEY_VARIABLE} in the environment, is safer",
                  [], action="append", metavar="KEY"),
         Argument("--api-key-file", None, "file of keys, one in a line", metavar="FILE"),
         Argument("--admin-key", None,
                  "key that requests must have to change adapters or to read the metrics; may be repeated. "
-                 f"Better is --admin-key-file, or {ADMIN_KEY_VARIABLE}",
+                 f"--admin-key-file, or {ADMIN_KEY_VARIABLE}, is safer",
                  [], action="append", metavar="KEY"),
         Argument("--admin-key-file", None, "file of such keys, one in a line", metavar="FILE"),
-        Argument("--allowed-host", None, "another name of this server, as requests have it; may be repeated",
+        Argument("--allowed-host", None, "another host name of this server that requests may use; repeatable",
                  [], action="append", metavar="NAME"),
         Argument("--cors-origin", None, "origin of web pages that may use the server; may be repeated",
                  [], action="append", metavar="ORIGIN"),
-        unavailable("--allowed-origins", "web pages are refused but for those of --cors-origin"),
+        unavailable("--allowed-origins", "only web pages of --cors-origin are allowed"),
     ],
-    "guesses, which make answers faster and change nothing of them": options.SPECULATION,
-    "requests that do not say": [
+    "draft tokens, which make answers faster and do not change them": model_options.SPECULATION,
+    "defaults of requests": [
         Argument("--temp", number(0, 2), "temperature; 0 takes the most likely token", 0.0),
         Argument("--top-p", number(0, 1), "keep the most likely tokens, up to this sum of probabilities", 1.0),
         Argument("--top-k", integer(0), "keep this many tokens; 0 keeps all", 0),
         Argument("--min-p", number(0, 1), "drop tokens below this share of the best one's probability", 0.0),
-        Argument("--max-tokens", integer(1), "new tokens at most", 512),
+        Argument("--max-tokens", integer(1), "maximum new tokens", 512),
         Argument("--chat-template-args", json_object, "variables for the chat template", metavar="JSON"),
     ],
     "limits": [
-        Argument("--decode-concurrency", integer(1, MAX_ROWS), "answers that are computed together", 16),
+        Argument("--decode-concurrency", integer(1, MAX_ROWS), "maximum rows that decode together", 16),
         Argument("--prefill-step-size", integer(1),
-                 "prompt tokens at a time, at most; 2048 by default; on a CPU 128, 32 while answers run"),
+                 "maximum prompt tokens at a time; 2048 by default; on a CPU 128, and 32 while answers run"),
         Argument("--max-kv-size", integer(1),
-                 "tokens that prompt and answer may have together; the model's context by default"),
+                 "maximum tokens of prompt and answer together; the model's context by default"),
         Argument("--kv-bits", integer(1, 16),
                  "8 for the checkpoint's int8 (the default where it has scales), 16 for floats",
                  choices=[8, 16]),
         Argument("--kv-memory", nbytes,
-                 "keys and values of running answers at most, such as 2GB; others wait. No limit by default",
+                 "maximum KV cache of running answers, such as 2GB; others wait. No limit by default",
                  metavar="BYTES"),
         Argument("--prompt-cache-bytes", nbytes,
-                 "keys and values kept of earlier prompts and answers, such as 512MB; 0 keeps none", 10**9,
+                 "maximum KV cache kept of earlier prompts and answers, such as 512MB; 0 keeps none", 10**9,
                  metavar="BYTES"),
-        Argument("--max-queue", integer(0), "answers that may wait; more are refused with 429", 256),
-        Argument("--max-choices", integer(1), "answers of one request at most", 128),
-        Argument("--max-body", integer(1), "bytes of a request at most", 8 << 20),
-        Argument("--max-connections", integer(1), "open connections at most", 1000),
-        Argument("--timeout", positive(), "seconds that an answer may take", 600.0),
-        Argument("--body-timeout", positive(), "seconds in which a request's body has to come", 30.0),
-        Argument("--send-timeout", positive(), "seconds that a client may leave what it was sent unread", 60.0),
-        Argument("--ping-interval", positive(), "seconds without an event until a stream has a ping", 10.0),
+        Argument("--max-queue", integer(0), "maximum answers that wait; more are refused with 429", 256),
+        Argument("--max-choices", integer(1), "maximum answers of one request", 128),
+        Argument("--max-body", integer(1), "maximum bytes of a request", 8 << 20),
+        Argument("--max-connections", integer(1), "maximum open connections", 1000),
+        Argument("--timeout", positive(), "maximum seconds of an answer", 600.0),
+        Argument("--body-timeout", positive(), "seconds in which a request's body must arrive", 30.0),
+        Argument("--send-timeout", positive(), "seconds that a client may leave sent data unread", 60.0),
+        Argument("--ping-interval", positive(), "seconds without an event until a stream sends a ping", 10.0),
         Argument("--idle-timeout", positive(), "seconds that a connection may stay without a request", 60.0),
-        Argument("--kept-responses", integer(0), "answers of /v1/responses kept for each client", 64),
-        Argument("--kept-bytes", nbytes, "bytes of all that are kept, with their conversations", 64_000_000,
+        Argument("--kept-responses", integer(0), "maximum answers of /v1/responses kept for each client", 64),
+        Argument("--kept-bytes", nbytes, "maximum bytes of kept answers and their conversations", 64_000_000,
                  metavar="BYTES"),
-        Argument("--grace", number(0), "seconds that running answers have when the server is to stop", 30.0),
+        Argument("--grace", number(0), "seconds for running answers to finish when the server stops", 30.0),
         Argument("--prompt-cache-folder", None,
-                 "folder in which these are kept for later processes, too. Whoever can read it can find out "
-                 "what was asked and answered",
+                 "folder that keeps the prompt cache for later processes, too. Its readers can find out what "
+                 "was asked and answered",
                  metavar="FOLDER"),
-        Argument("--prompt-cache-folder-bytes", nbytes, "bytes of the folder's files at most", 10 * 10**9,
+        Argument("--prompt-cache-folder-bytes", nbytes, "maximum bytes of the folder's files", 10 * 10**9,
                  metavar="BYTES"),
         unavailable("--prompt-cache-size", "--prompt-cache-bytes bounds what is kept"),
         unavailable("--prompt-concurrency", "prompts take turns, a chunk at a time: see --prefill-step-size"),
-        unavailable("--kv-group-size", options._NO_KV_GROUPS),
-        unavailable("--quantized-kv-start", options._NO_KV_GROUPS),
+        unavailable("--kv-group-size", model_options.NO_KV_GROUPS),
+        unavailable("--quantized-kv-start", model_options.NO_KV_GROUPS),
     ],
 }
 # fmt: on
@@ -142,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
             "[server])."
         ) from None
     settings = _options(args)
-    options.check_speculation(args)
+    model_options.check_speculation(args)
 
     logging.basicConfig(
         level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
@@ -154,7 +163,7 @@ def run(args: argparse.Namespace) -> None:
             args.model,
             name=args.served_model_name,
             adapter_path=args.adapter_path,
-            adapters=_adapters(args.adapter),
+            adapters=model_options.named_adapters(args.adapter),
             adapter_memory=args.adapter_memory,
             options=settings,
             force_adapters=args.force,
@@ -169,16 +178,7 @@ def run(args: argparse.Namespace) -> None:
         has_finished = run(make_app(served, settings), listening, stop)
         served.close()
         if has_finished:
-            stop.clear()  # it was told to end, and has done so in good order: nothing was interrupted
-
-
-def _adapters(given: list[tuple[str, str]]) -> dict[str, str]:
-    names = [name for name, _ in given]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(
-            f"--adapter gives {', '.join(repeated)} more than once; each needs a name of its own."
-        )
-    return dict(given)
+            stop.clear()  # it was stopped in good order: nothing was interrupted
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
@@ -187,22 +187,11 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     same: dict[str, Any] = {
         name: getattr(args, name)
         for name in (
-            *("host", "port", "max_tokens", "top_p", "top_k", "min_p", "prefill_step_size"),
-            *(
-                "max_kv_size",
-                "kv_memory",
-                "prompt_cache_bytes",
-                "prompt_cache_folder_bytes",
-                "max_queue",
-                "max_choices",
-                "max_body",
-                "max_connections",
-                "timeout",
-            ),
-            *("body_timeout", "send_timeout", "ping_interval", "idle_timeout", "grace"),
-            *("log_prompts", "strict", "kept_responses", "kept_bytes"),
-            *("draft_model", "num_draft_tokens", "prompt_lookup"),
-        )
+            "host port max_tokens top_p top_k min_p prefill_step_size max_kv_size kv_memory prompt_cache_bytes "
+            "prompt_cache_folder_bytes max_queue max_choices max_body max_connections timeout body_timeout "
+            "send_timeout ping_interval idle_timeout grace log_prompts strict kept_responses kept_bytes "
+            "draft_model num_draft_tokens prompt_lookup"
+        ).split()
     }
     return ServerOptions(
         unix_socket=_path(args.unix_socket),
@@ -232,7 +221,7 @@ def _folder(path: str) -> Path:
 
 
 def _keys(args: argparse.Namespace, kind: str, variable: str) -> tuple[str, ...]:
-    """The keys of all sources, each once; `kind` is "api" or "admin", as the flags have it."""
+    """Collect the distinct keys of flags, file and environment; `kind` is "api" or "admin"."""
     flag, given = f"--{kind}-key", getattr(args, f"{kind}_key")
     path = getattr(args, f"{kind}_key_file")
     keys = [*given, *os.environ.get(variable, "").split(",")]

@@ -1,8 +1,8 @@
-"""What ends a command from outside: Ctrl-C, SIGTERM (`kill`, a shutdown), SIGHUP (a closed terminal).
+"""End a command on Ctrl-C, SIGTERM (`kill`, a shutdown) and SIGHUP (a closed terminal).
 
-They raise, so that what is half written is removed on the way out. Python runs handlers between two steps of
-its own in the main thread, and that may be in a product of many seconds: a thread looks after that. A signal
-that is ignored (`nohup`, jobs in a script's background) stays so.
+The signals raise, so that partly written files are removed. Python runs handlers only between steps of the main
+thread, which may be in native code for many seconds: a thread ends the process in that case. Signals that are
+ignored (`nohup`, background jobs of a script) stay ignored.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 GRACE = 5.0
-"""Seconds that native work has to end in, before the process ends within it."""
+"""Seconds in which native code must return before the process is ended."""
 
-_REPEATED = (
-    1.0  # seconds in which a signal is the first one again: `timeout` and terminals send two
-)
+_REPEATED = 1.0
+"""Seconds in which a second signal counts as the first: `timeout` and terminals send two."""
 _WATCHED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP came.
+    """Raised by SIGTERM and SIGHUP.
 
     Attributes:
         number: number of the signal.
-        status: the exit status that shells expect.
+        status: exit status that shells expect.
     """
 
     def __init__(self, number: int):
@@ -42,9 +41,9 @@ class Terminated(BaseException):
 
 @contextmanager
 def handled_signals() -> Iterator[None]:
-    """Within it SIGTERM and SIGHUP raise `Terminated` in the main thread; a second SIGTERM ends the process.
+    """Let SIGTERM and SIGHUP raise `Terminated` in the main thread; a second SIGTERM ends the process.
 
-    Nothing is changed in other threads, and for signals that are ignored or that a program has handlers for.
+    Does nothing in other threads, and for signals that are ignored or that a program handles.
     """
     global _watch
     if threading.current_thread() is not threading.main_thread() or _watch is not None:
@@ -62,8 +61,8 @@ def handled_signals() -> Iterator[None]:
 def deferred_signals() -> Iterator[threading.Event]:
     """Yield an event that the first Ctrl-C, SIGTERM or SIGHUP sets; raise when the context closes with it set.
 
-    For work that polls the event and can stop cleanly soon after. A second Ctrl-C interrupts at once. Work that
-    has finished anyway clears the event; then nothing is raised.
+    For work that polls the event and stops cleanly soon after. A second Ctrl-C interrupts at once. If the work
+    finished anyway, it clears the event, and nothing is raised.
     """
     flag = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -94,7 +93,7 @@ def deferred_signals() -> Iterator[threading.Event]:
 
 
 class _Watch:
-    """Handlers of signals, and the thread that learns of a signal before its handler runs."""
+    """Signal handlers, and the thread that sees a signal before its handler runs."""
 
     def __init__(self) -> None:
         self.number: int | None = None  # number of the signal that a handler has taken
@@ -119,7 +118,7 @@ class _Watch:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
-            return  # a repetition, which the thread knows of
+            return  # repeated; the thread handles it
         self.number = number
         if self.deferred_to is None:
             raise Terminated(number)
@@ -130,7 +129,7 @@ class _Watch:
         poll.register(self._reader, select.POLLIN)
         first, number = 0.0, 0  # when, and which
         while True:
-            # The main thread is in charge once a handler ran, or where it said that it comes to an end soon.
+            # The main thread is in charge once a handler ran, or if it defers signals.
             in_charge = self.number is not None or self.deferred_to is not None
             rest = max(0.0, first + GRACE - time.monotonic()) if number and not in_charge else None
             if not poll.poll(None if rest is None else rest * 1000):
@@ -154,8 +153,8 @@ _watch: _Watch | None = None
 
 
 def _end_now(number: int) -> None:
-    """End the process while its main thread is somewhere in native code."""
-    # What was never imported has made no temporary; an import could wait for the main thread.
+    """End the process while its main thread is in native code."""
+    # If the module was never imported, there are no temporary files; an import could wait for the main thread.
     if files := sys.modules.get("afm_mlx.files"):
         files.remove_places()
     stopped = Terminated(number)

@@ -1,1 +1,1 @@
-"""What a model, a folder and a machine are: speed, quality, facts, and whether the kernels work."""
+"""Measure speed and quality of models, describe folders and machines, and test kernels."""

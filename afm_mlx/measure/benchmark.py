@@ -1,18 +1,19 @@
-"""How fast a model runs here, and what share of the memory's speed that is.
+"""Measure how fast a model runs here, and what share of the memory bandwidth that is.
 
-A case is a prompt, an answer, rows side by side, and tokens that lie in the cache before the prompt. It runs
+A case is a prompt, an answer, a number of rows, and tokens in the KV cache before the prompt. It runs
 through the engine, as a user's request does, with random tokens and no end token. Rates:
 
     prefill tokens/s = rows * prompt / time to first token
     decode tokens/s = rows * (answer - 2) / time from the first token to the last but one
 
-(The engine submits a step before it reads the result of the one before. No step is submitted beside the last,
-so the last token's time is not that of a step.)
+(The engine submits a step before it reads the previous one. No step is submitted with the last token, so
+its time is not a step's.)
 
 A decode step must read every weight once (the tied embedding as the head), the adapter, and, in each block,
-the keys and values that it attends to: `StepCost` counts those bytes. Multiplied by the steps per second they
-are the rate at which memory was read; that rate over the machine's measured bandwidth (`bandwidth.py`) is the
-share of what is possible.
+the keys and values that it attends to: `StepCost` counts those bytes. Their rate over the machine's measured
+bandwidth (`machine.py`) is the share of what is possible.
+
+`run_speculation` compares decoding with and without draft tokens on the same prompts.
 """
 
 from __future__ import annotations
@@ -37,22 +38,25 @@ from afm_mlx.checkpoint.fingerprint import base_parameters
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
+from afm_mlx.engine.speculation.draft_model import DraftModel
+from afm_mlx.engine.speculation.draft_tokens import Draft
+from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS
-from afm_mlx.measure.process import peak_resident, reset_peak_resident
-from afm_mlx.model.model import is_afm
+from afm_mlx.measure.machine import peak_resident, reset_peak_resident
+from afm_mlx.model.model import Model, is_afm
 from afm_mlx.quantization.packed_layers import activation_dtype
 
 WARM_UP_TOKENS = 3
-_LEAST = {"generated_tokens": 3, "depth": 0, "adapter_rank": 0}  # other sizes are at least 1
+_MINIMA = {"generated_tokens": 3, "depth": 0, "adapter_rank": 0}  # of others, 1
 
-# Primitives of MLX that compute nothing: another look at the same memory.
+# Primitives of MLX that compute nothing: views of the same memory.
 _VIEWS = set(
     "Broadcast BroadcastAxes Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient "
     "Transpose Unflatten View".split()
 )
 
-# A detokenizer that makes no text.
+# A detokenizer without text.
 NO_TEXT = SimpleNamespace(last_segment="", add_token=lambda token: None, finalize=lambda: None)
 
 
@@ -63,7 +67,7 @@ class BenchmarkCase:
     Args:
         prompt_tokens: tokens of each row's prompt.
         generated_tokens: tokens of each row's answer, the first one included, which the prompt's step gives.
-        batch: rows side by side.
+        batch: number of rows.
         depth: tokens in each row's cache before the prompt.
         adapter_rank: rank of a random adapter on every linear layer of every block; 0 for no adapter.
         adapters: number of different adapters, which the rows use in turn.
@@ -78,7 +82,7 @@ class BenchmarkCase:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if value < (least := _LEAST.get(name, 1)):
+            if value < (least := _MINIMA.get(name, 1)):
                 raise RequestError(f"{name} of a benchmark is {value}; at least {least} is needed.")
         if self.adapters > 1 and not self.adapter_rank:
             raise RequestError(
@@ -94,18 +98,18 @@ class BenchmarkCase:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a row's cache at the end: all but the last of its answer, which is never fed."""
+        """Tokens in a row's cache at the end: all except the answer's last, which is never fed."""
         return self.depth + self.prompt_tokens + self.generated_tokens - 1
 
     @property
     def mean_length(self) -> float:
-        """Tokens that a decode step attends to, its own included, on average."""
+        """Mean number of tokens that a decode step attends to, including its own."""
         return self.depth + self.prompt_tokens + self.generated_tokens / 2
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean, median and standard deviation of repeated measurements; no deviation of a single one."""
+    """Mean, median and standard deviation of measurements; a single one has no deviation."""
 
     mean: float
     median: float
@@ -119,12 +123,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Bytes that one decode step of all rows reads, and operations that it runs.
+    """Bytes that one decode step of all rows reads, and its number of operations.
 
     Args:
         weight_bytes: bytes of every parameter, scales and norms included.
         adapter_bytes: bytes of the adapters' arrays.
-        kv_bytes: bytes of keys and values that all blocks read, those of reuse blocks counted again.
+        kv_bytes: bytes of keys and values that all blocks read, including reuse blocks.
         cache_bytes: bytes of keys and values in the cache at the end of the case.
         operations: primitives in the graph of the step that compute something. On a GPU each is a dispatch, or
             more where MLX makes several kernels of one.
@@ -144,17 +148,17 @@ class StepCost:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """What was measured of a case.
+    """The measurements of a case.
 
     Args:
-        case: what was run.
+        case: the case.
         prefill: prompt tokens per second, of all rows.
         decode: new tokens per second, of all rows.
         first_token: seconds from the request to the first token.
-        cost: what a decode step reads; None for a model of mlx-lm's zoo, whose reads can't be counted here.
-        peak_memory: most bytes that MLX held.
-        peak_resident: most bytes that the process held, code and Python included; None where the system has
-            no such figure for a stretch of time.
+        cost: cost of a decode step; None for mlx-lm's models, whose reads can't be counted.
+        peak_memory: peak bytes of MLX.
+        peak_resident: peak bytes of the process, including code and Python; None where the system can't
+            reset that peak.
     """
 
     case: BenchmarkCase
@@ -167,19 +171,19 @@ class BenchmarkResult:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes read per token: those of a step over its rows."""
+        """Bytes read per token: a step's bytes over its rows."""
         if self.cost is None:
             return None
         return (self.cost.model_bytes + self.cost.kv_bytes) / self.case.batch
 
     @property
     def bytes_per_second(self) -> float | None:
-        """The rate at which decoding has read memory."""
+        """Rate at which decoding read memory."""
         return None if self.bytes_per_token is None else self.bytes_per_token * self.decode.mean
 
     @property
     def memory_ratio(self) -> float | None:
-        """MLX's peak over the bytes of weights, adapters and cache, the least that a run needs."""
+        """MLX's peak memory over the bytes of weights, adapters and KV cache, the minimum of a run."""
         if self.cost is None:
             return None
         return self.peak_memory / (self.cost.model_bytes + self.cost.cache_bytes)
@@ -195,19 +199,19 @@ def run_case(
     seed: int = 0,
     on_run: Callable[[], None] | None = None,
 ) -> BenchmarkResult:
-    """Measure one case, after a warm-up that does not count.
+    """Measure one case, after a warm-up.
 
     Args:
-        model: an AFM `Model`, or one of mlx-lm's zoo. With `adapter_rank`, it has no adapter afterwards.
-        case: what to run.
+        model: an AFM `Model`, or one of mlx-lm's. With `adapter_rank`, it has no adapter afterwards.
+        case: the case.
         repetitions: measured runs.
         kv: "int8" or "float" storage of keys and values.
-        tokenizer: gives the detokenizer that turns tokens into text meanwhile; None leaves that out.
+        tokenizer: its detokenizer decodes the tokens during the run; None to leave that out.
         seed: seed of the random tokens and adapters.
-        on_run: called after every run, the warm-up too.
+        on_run: called after every run, including the warm-up.
 
     Raises:
-        RequestError: for a case that can't be run.
+        RequestError: if the model can't run the case.
     """
     if case.adapter_rank:
         attach_random_adapters(model, case.adapter_rank, seed, case.adapters, case.batch)
@@ -243,11 +247,11 @@ def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None]) -> Benc
 
 
 class Bench:
-    """One case on one model, to be run any number of times.
+    """One case on one model, which can run any number of times.
 
     Args:
         model, case, kv, tokenizer: as in `run_case`.
-        rng: draws the random tokens.
+        rng: random generator of the tokens.
     """
 
     def __init__(
@@ -266,17 +270,17 @@ class Bench:
         if self.is_afm:
             self._vocab_size = model.args.vocab_size
         else:
-            # A zoo model's config may keep it anywhere; the logits can't lie.
+            # The configs of mlx-lm's models differ; logits always have the size.
             self._vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
         detokenizer = tokenizer.detokenizer if tokenizer is not None else NO_TEXT
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
     def cost(self) -> StepCost | None:
-        """The cost of a decode step; None for a model of mlx-lm's zoo."""
+        """Return the cost of a decode step; None for mlx-lm's models."""
         return step_cost(self._model, self.case, self._kv) if self.is_afm else None
 
     def run(self, generated: int) -> tuple[float, float]:
-        """Generate so many tokens per row; return the seconds to the first, and from it to the last but one."""
+        """Generate tokens; return seconds to the first, and from there to the last but one."""
         case = self.case
         engine = Engine(
             self._model,
@@ -295,7 +299,7 @@ class Bench:
             # A request that keeps its cache gets a copy of all keys and values at the end.
             request.cache = None
         filled = cache = None
-        read = []  # when tokens came back
+        read = []  # times of steps with tokens
         while engine.busy:
             responses = engine.step()
             failed = next((r.error for r in responses if r.error is not None), None)
@@ -306,10 +310,10 @@ class Bench:
         return read[0] - start, read[-2] - read[0]
 
     def _filled_cache(self, engine: Engine) -> list[Any]:
-        """A cache of one row with `depth` tokens whose keys and values are random numbers.
+        """Make a cache of one row with `depth` tokens of random keys and values.
 
-        How long attention takes does not depend on what it looks at, and computing the keys and values of
-        4,096 tokens for every run would take longer than all the rest.
+        The time of attention does not depend on the values, and computing keys and values of 4,096 tokens for
+        each run would take longer than the run.
         """
         if not self.is_afm:
             return self._filled_zoo_cache(engine)
@@ -352,16 +356,16 @@ class Bench:
 
 
 def _copy_of(layer: Any) -> Any:
-    """A copy of a block's cache; what mlx-lm's share is never written to, because they are merged first."""
+    """Copy a block's cache; arrays that copies of mlx-lm's caches share are merged before they are written."""
     return layer.copy() if hasattr(layer, "copy") else copy.copy(layer)
 
 
 def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
-    """Count what a decode step of an AFM model needs, without running one.
+    """Compute the cost of a decode step of an AFM model without running one.
 
     Args:
         model: an AFM `Model`.
-        case: gives the rows and how many tokens they attend to.
+        case: sets the number of rows and of the tokens that they attend to.
         kv: "int8" or "float".
     """
     config: ModelConfig = model.args
@@ -377,15 +381,164 @@ def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
 
 
 def count_operations(model: Any, batch: int = 1, kv: str = "int8") -> int:
-    """Primitives that compute something in the graph of one decode step of an AFM model."""
+    """Count the computing primitives in the graph of one decode step of an AFM model."""
     cache = model.make_cache(kv)
-    # Rows are at a position past the first, as in any decode step.
+    # Rows are past their first position, as in any decode step.
     cache = [layer.merge([layer] * batch) for layer in cache]
     model.prefill(mx.zeros((batch, 1), mx.int32), cache)
     mx.eval([layer.state for layer in cache])
     tokens, _ = model.greedy(mx.zeros((batch, 1), mx.int32), cache)
-    # Unlike tracing (`mx.export_function`) this knows compiled and custom primitives too.
+    # Unlike tracing (`mx.export_function`), this lists compiled and custom primitives, too.
     drawing = io.StringIO()
     mx.export_to_dot(drawing, tokens)
     names = re.findall(r'\[label ="([^"]*)"', drawing.getvalue())
     return sum(name not in _VIEWS for name in names)
+
+
+# -- speculative decoding
+
+Answers = dict[tuple[int, ...], list[int]]
+
+
+@dataclass(frozen=True)
+class SpeculationResult:
+    """The speed of decoding with draft tokens, compared with plain decoding.
+
+    Args:
+        rows: rows in the batch.
+        drafted: mean draft tokens per row and step, of the steps that had any.
+        accepted: share of the draft tokens that were kept; all behind a wrong one are dropped.
+        plain: new tokens per second without draft tokens.
+        speculative: new tokens per second with draft tokens.
+        ratio: `speculative` over `plain`, of neighbouring runs.
+        equal: True if all answers were the same.
+    """
+
+    rows: int
+    drafted: float
+    accepted: float
+    plain: Spread
+    speculative: Spread
+    ratio: Spread
+    equal: bool
+
+
+class FixedAcceptance(DraftModel):
+    """A draft model that runs, but whose draft tokens are right with a given probability.
+
+    Random weights agree with no draft model, so this sets the share of right draft tokens.
+
+    Args:
+        model: the draft model.
+        rate: probability that a draft token is right.
+        rng: decides which draft tokens are right, and draws the wrong ones.
+        prefill_step_size: see `DraftModel`.
+
+    Attributes:
+        answers: the right tokens, by prompt.
+    """
+
+    def __init__(
+        self, model: Model, rate: float, rng: np.random.Generator, prefill_step_size: int = 128
+    ):
+        super().__init__(model, prefill_step_size)
+        self.answers: Answers = {}
+        self._rate, self._rng = rate, rng
+
+    def next_tokens(self, drafts: dict[int, Draft]) -> list[int]:
+        super().next_tokens(drafts)
+        return [self._given(draft) for draft in drafts.values()]
+
+    def _given(self, draft: Draft) -> int:
+        answer = self.answers[tuple(draft.row.request.prompt)]
+        place = len(draft.row.tokens) + len(draft.assumed)
+        if place < len(answer) and self._rng.random() < self._rate:
+            return answer[place]
+        return int(self._rng.integers(self.model.args.vocab_size))
+
+
+def run_speculation(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    speculation: Speculation,
+    *,
+    generated_tokens: int = 128,
+    repetitions: int = 5,
+    kv: str = "int8",
+    on_run: Callable[[], None] | None = None,
+) -> SpeculationResult:
+    """Measure decoding with and without draft tokens, in turn, after a warm-up of each.
+
+    Args:
+        model: the model.
+        prompts: token ids of each row's prompt.
+        speculation: how tokens are drafted. A `FixedAcceptance` in it gets the right answers.
+        generated_tokens: new tokens of each row.
+        repetitions: measured runs of each.
+        kv: "int8" or "float" storage of keys and values.
+        on_run: called after every run.
+
+    Raises:
+        RequestError: if the model or the case does not support speculation.
+    """
+    plain, speculative, equal, counts = [], [], True, (0, 0, 0)
+    for repetition in range(1 + repetitions):
+        answers, tokens_per_second, _ = _timed(model, prompts, None, generated_tokens, kv)
+        if isinstance(speculation.draft_model, FixedAcceptance):
+            speculation.draft_model.answers |= answers
+        if on_run:
+            on_run()
+        found, faster, counted = _timed(model, prompts, speculation, generated_tokens, kv)
+        if on_run:
+            on_run()
+        equal = equal and found == answers
+        if repetition:
+            plain.append(tokens_per_second)
+            speculative.append(faster)
+            counts = tuple(map(sum, zip(counts, counted, strict=True)))  # type: ignore[assignment]
+    proposed, accepted, rounds = counts
+    return SpeculationResult(
+        rows=len(prompts),
+        drafted=proposed / max(1, rounds),
+        accepted=accepted / max(1, proposed),
+        plain=Spread.of(plain),
+        speculative=Spread.of(speculative),
+        ratio=Spread.of([b / a for a, b in zip(plain, speculative, strict=True)]),
+        equal=equal,
+    )
+
+
+def _timed(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    speculation: Speculation | None,
+    generated_tokens: int,
+    kv: str,
+) -> tuple[Answers, float, tuple[int, int, int]]:
+    """Return answers by prompt, tokens per second after each row's first, and counts of the draft tokens.
+
+    The counts are: draft tokens proposed, draft tokens accepted, steps with draft tokens.
+    """
+    tokenizer: Any = SimpleNamespace(eos_token_ids=set(), detokenizer=NO_TEXT)
+    engine = Engine(model, tokenizer, max_batch=len(prompts), kv=kv, speculation=speculation)
+    rows = {
+        engine.submit(Request(prompt, max_tokens=generated_tokens, logprobs=False)): tuple(prompt)
+        for prompt in prompts
+    }
+    answers: Answers = {prompt: [] for prompt in rows.values()}
+    start = 0.0
+    proposed = accepted = rounds = before = 0
+    while engine.busy:
+        for response in engine.step():
+            if response.error is not None:
+                raise response.error
+            answers[rows[response.row]].append(response.token)
+            if response.draft_counts is not None:
+                proposed += response.draft_counts.proposed
+                accepted += response.draft_counts.accepted
+                rounds += response.draft_counts.rounds
+        if not start and all(answers.values()):
+            start, before = time.perf_counter(), sum(map(len, answers.values()))
+    seconds = time.perf_counter() - start
+    tokens = sum(map(len, answers.values())) - before
+    return answers, tokens / max(seconds, 1e-9), (proposed, accepted, rounds)

@@ -1,4 +1,4 @@
-"""What a model folder is and what would run it here, as plain facts.
+"""Facts about a model folder, and about the machine and libraries that would run it.
 
 Nothing is loaded: sizes come from the headers of the weight files. Every function returns values that
 JSON can hold.
@@ -36,10 +36,10 @@ Facts = dict[str, Any]
 
 
 def describe_folder(folder: Path) -> Facts:
-    """The facts about a model folder.
+    """Describe a model folder.
 
     Raises:
-        AFMError: when the folder is no model, or its files are damaged or do not belong together.
+        AFMError: if the folder is not a model, or its files are damaged or don't belong together.
     """
     source = folder / "config.json"
     values = read_config_json(source)
@@ -66,7 +66,7 @@ def describe_folder(folder: Path) -> Facts:
 
 
 def describe_draft(folder: Path) -> Facts:
-    """The facts about the draft model that comes with a model."""
+    """Describe the draft model that comes with a model."""
     weights = describe_stored_weights(folder)
     values = read_config_json(folder / "config.json")
     facts = {"folder": str(folder), "model_type": values.get("model_type")}
@@ -77,7 +77,7 @@ def describe_draft(folder: Path) -> Facts:
 
 
 def describe_config(config: ModelConfig) -> Facts:
-    """The facts that follow from the architecture alone."""
+    """Describe an architecture."""
     widths = {"bfloat16": 2, "float32": 4}
     if config.kv_bits == 8:
         widths = {"int8": 1, **widths}
@@ -106,7 +106,7 @@ def describe_config(config: ModelConfig) -> Facts:
 
 
 def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts:
-    """Sizes of stored weights, scales and the like included."""
+    """Describe the sizes of stored weights, including scales."""
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     kinds = {str(tensor.dtype).removeprefix("mlx.core.") for tensor in tensors.values()}
     return {
@@ -121,7 +121,7 @@ def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts
 
 
 def describe_stored_weights(folder: Path) -> Facts:
-    """`describe_weights` for a model folder of any architecture."""
+    """Describe the sizes of a model folder's weights, for any architecture."""
     source = folder / "config.json"
     tensors, values = stored_tensors(folder), read_config_json(source)
     return describe_weights(tensors, _count_parameters(tensors, values, source))
@@ -130,7 +130,7 @@ def describe_stored_weights(folder: Path) -> Facts:
 def describe_packed_layers(
     tensors: dict[str, StoredTensor], quantization: Facts, source: Path
 ) -> Facts:
-    """Layers that are stored packed, by format: how many, their weights, bytes, and bits per weight."""
+    """Describe packed layers by format: number of layers and weights, bytes, and bits per weight."""
     formats: dict[str, dict[str, Any]] = {}
     for path in _packed_paths(tensors):
         settings = stored_settings(quantization, path)
@@ -146,7 +146,7 @@ def describe_packed_layers(
 
 
 def _format(settings: Facts) -> str:
-    """The name of a format, such as "2-bit balanced per row" or "4-bit affine per 64"."""
+    """Return the name of a format, such as "2-bit balanced per row" or "4-bit affine per 64"."""
     mode = settings.get("mode", "affine")
     per = settings.get("granularity") or "group"
     if per == "group":
@@ -155,7 +155,7 @@ def _format(settings: Facts) -> str:
 
 
 def describe_tokenizer(folder: Path) -> Facts:
-    """The facts about an AFM folder's tokenizer."""
+    """Describe an AFM folder's tokenizer."""
     tokenizer, folder = load_tokenizer(folder), tokenizer_folder(folder)
     if (folder / "chat_template.jinja").exists():
         template = "chat_template.jinja"
@@ -174,7 +174,7 @@ def describe_tokenizer(folder: Path) -> Facts:
 
 
 def describe_runtime() -> Facts:
-    """Device, libraries and versions that would run a model here, with a product timed on the CPU."""
+    """Describe the device and libraries that would run a model here, and the CPU's speed of a product."""
     metal = mx.metal.is_available()
     return {
         "device": str(mx.default_device()).removeprefix("Device(").rstrip(")").replace(", ", ":"),
@@ -190,7 +190,7 @@ def describe_runtime() -> Facts:
 
 
 def measure_gflops() -> float:
-    """GFLOP/s of a dense float32 product on the CPU, the best of what fits in a tenth of a second."""
+    """Measure GFLOP/s of a dense float32 product on the CPU: the best run in a tenth of a second."""
     a, b = (mx.random.normal((_PRODUCT, _PRODUCT), stream=mx.cpu) for _ in range(2))
     mx.eval(a, b)
     best, deadline = math.inf, time.perf_counter() + _SECONDS_TO_TIME
@@ -214,7 +214,7 @@ def _versions() -> dict[str, str]:
 
 
 def _count_parameters(tensors: dict[str, StoredTensor], values: Facts, source: Path) -> int:
-    """Weights of any model, each of those counted that a quantized format packs into integers."""
+    """Count the weights of any model, including those packed into integers."""
     if is_afm_config(values):
         return ModelConfig.from_dict(values, source=str(source)).num_parameters
     formats = describe_packed_layers(tensors, quantization_of(values, source), source)

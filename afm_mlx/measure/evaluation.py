@@ -1,15 +1,16 @@
-"""How many tasks of a test set a model solves: greedy answers, with and without constraints.
+"""Measure how many tasks of a test set a model solves greedily, with and without constraints.
 
 A test set is a JSONL file with one example per line:
 
     {"task": "...", "messages": [...], "tools": [...]?, "answer": "...", "compare": "..."?}
 
-Answers are compared as `compare` says, see `comparison`: by default as calls of tools where the expected answer
-has such, as JSON where a message has a `response_format`, and else as text.
+`compare` says how answers are compared, see `is_right`: by default as tool calls if the expected answer has
+any, as JSON if a message has a `response_format`, and as text otherwise.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,20 +22,24 @@ import mlx.nn as nn
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
-from afm_mlx.errors import AFMError, ContextLengthError, DataError, IncompleteError, shown
+from afm_mlx.errors import (
+    AFMError,
+    ContextLengthError,
+    DataError,
+    IncompleteError,
+    TokenizerError,
+    shown,
+)
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.jsonl import read_jsonl
-from afm_mlx.measure.comparison import (
-    COMPARISONS,
-    TEXT,
-    can_be_compared,
-    is_right,
-    natural_comparison,
-)
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.progress import Progress
+from afm_mlx.tokenizer.chat_messages import parse_tool_calls
+from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
+TEXT, JSON, CALLS = "text", "json", "calls"
+COMPARISONS = (TEXT, JSON, CALLS)
 _CUT_OFF = (ContextLengthError, IncompleteError)
 
 
@@ -51,7 +56,7 @@ class Example:
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the chat asks of the answer: the schema of its response format, or calls of its tools, if any.
+        """The constraint of the chat's response format, else of its tools; None without either.
 
         Raises:
             ConstraintError: for a schema or tools that can't be honoured.
@@ -65,7 +70,7 @@ class Example:
 
 @dataclass(frozen=True)
 class GradedAnswer:
-    """An example, and what a model answered to it."""
+    """An example, and a model's answer to it."""
 
     example: Example
     answer: str
@@ -77,7 +82,7 @@ class GradedAnswer:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """Right answers of one task, or of all of them."""
+    """Number of right answers and of all answers."""
 
     correct: int
     total: int
@@ -89,14 +94,14 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All answers in the order of the examples, and the seconds that they took."""
+    """All answers in the order of the examples, and their total time in seconds."""
 
     answers: list[GradedAnswer]
     seconds: float
 
     @property
     def tasks(self) -> dict[str, TaskScore]:
-        """The score of each task, in the order of their first examples."""
+        """Score of each task, in the order of their first examples."""
         total = Counter(answer.example.task for answer in self.answers)
         correct = Counter(a.example.task for a in self.answers if a.is_right)
         return {task: TaskScore(correct[task], count) for task, count in total.items()}
@@ -115,7 +120,7 @@ def load_examples(path: str | Path, limit: int | None = None) -> list[Example]:
 
     Args:
         path: path of the JSONL file.
-        limit: most examples per task, the first ones of the file; None for all.
+        limit: maximum examples per task, taken from the start of the file; None for all.
 
     Raises:
         DataError: names the file and the line.
@@ -156,7 +161,7 @@ def _example(where: str, record: Any) -> Example:
 
 
 def _response_format(messages: list[Any]) -> dict[str, Any] | None:
-    """The response format that was asked for last."""
+    """Return the last response format of the messages; None without one."""
     for message in reversed(messages):
         asked = _dict(_dict(message).get("response_format"))
         if asked.get("type") == "json_schema" and "schema" in _dict(asked.get("json_schema")):
@@ -165,7 +170,7 @@ def _response_format(messages: list[Any]) -> dict[str, Any] | None:
 
 
 def _dict(value: Any) -> dict[str, Any]:
-    """The value itself where it is a dict: messages are checked when they are encoded."""
+    """Return a value if it is a dict, else an empty one: messages are checked later, when encoded."""
     return value if isinstance(value, dict) else {}
 
 
@@ -180,17 +185,17 @@ def evaluate(
 ) -> Evaluation:
     """Let a model answer every example.
 
-    An answer may be about twice as long as the expected one; what is longer is wrong anyway.
+    Answers are cut at about twice the length of the expected one, since longer ones are wrong.
 
     Args:
-        model, tokenizer: what `load` returns.
+        model, tokenizer: the results of `load`.
         examples: examples of `load_examples`.
-        batch_size: examples that are answered side by side.
-        constrained: whether answers are generated under each example's constraint, if it has one.
-        progress: called with answers done and answers in all.
+        batch_size: examples in a batch.
+        constrained: True to generate under each example's constraint, if it has one.
+        progress: called with the number of answers done and the total.
 
     Raises:
-        DataError: when an example has messages that can't be used, or does not fit in the context.
+        DataError: if an example's messages are not valid, or do not fit in the context.
     """
     if not tokenizer.has_chat_template:
         raise DataError("The examples are chats, and the model's folder has no chat template.")
@@ -202,7 +207,7 @@ def evaluate(
     with wired_memory(model):
         for response in engine.run():
             answers[rows[response.row]] += response.text
-            # An answer that is too long, or fills the context, is cut off, and wrong.
+            # An answer that is too long, or fills the context, is wrong.
             if response.error is not None and not isinstance(response.error, _CUT_OFF):
                 raise response.error
             if response.finish_reason is not None:
@@ -223,3 +228,62 @@ def _submit(engine: Engine, tokenizer: Any, example: Example, constrained: bool)
         return engine.submit(Request(prompt, most, logprobs=False, constraint=constraint))
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None
+
+
+# -- comparing answers
+
+
+def natural_comparison(expected: str, has_format: bool) -> str:
+    """Return the default comparison for an expected answer: "text", "json" or "calls".
+
+    Args:
+        expected: the expected answer.
+        has_format: True if the chat has a `response_format`.
+    """
+    if EXECUTABLE_START in expected and _read(expected, CALLS) is not None:
+        return CALLS
+    return JSON if has_format and _read(expected, JSON) is not None else TEXT
+
+
+def can_be_compared(expected: str, comparison: str) -> bool:
+    """True if an expected answer has the form that a comparison needs."""
+    return _read(expected, comparison) is not None
+
+
+def is_right(answer: str, expected: str, comparison: str) -> bool:
+    """True if an answer equals the expected one.
+
+    Args:
+        answer, expected: texts.
+        comparison: "text" compares word for word, leading and trailing white space aside; "json" compares JSON
+            values, ignoring the order of keys; "calls" compares names and arguments of tool calls, and the
+            text before them.
+    """
+    got, wanted = _read(answer, comparison), _read(expected, comparison)
+    return got is not None and wanted is not None and _same(got[0], wanted[0])
+
+
+def _read(text: str, comparison: str) -> tuple[Any] | None:
+    """Parse a text for a comparison; return a tuple with the value, None if it does not have that form."""
+    text = text.strip()
+    try:
+        if comparison == JSON:
+            return (json.loads(text),)
+        if comparison == CALLS:
+            before, _, calls = text.partition(EXECUTABLE_START)
+            if not calls.endswith(EXECUTABLE_END):
+                return None
+            calls = calls.removesuffix(EXECUTABLE_END)
+            return ([before.strip(), parse_tool_calls(calls)],)
+    except (ValueError, RecursionError, TokenizerError):
+        return None
+    return (text,)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True if two JSON values are equal; unlike in Python, true differs from 1."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and one == other

@@ -1,11 +1,11 @@
-"""How well a model predicts documents it has not seen.
+"""Measure how well a model predicts documents.
 
     perplexity = exp(mean over scored tokens of -log p(token | the tokens before it))
 
-A document is a text between two separators, or a chat as its template renders it. One that is longer than
-`sequence_length` is cut into pieces, each of which starts with the last token of the one before. A piece is
-read without any context, and every token of it but the first is scored; so each token of a document but
-its first is scored once. Documents never see each other.
+A document is a text between two separators, or a chat as its template renders it. Documents longer than
+`sequence_length` are cut into pieces, each of which starts with the last token of the previous one. A piece is
+computed without context, and all its tokens except the first are scored, so each token of a document except
+its first is scored once. Documents don't see each other.
 
 mlx-lm's perplexity differs in one point: it joins all documents and cuts them where a sequence is full.
 """
@@ -46,11 +46,11 @@ class Perplexity:
     """A measurement.
 
     Args:
-        perplexity: as the module defines it; 1 is a perfect prediction.
+        perplexity: as defined above; 1 is a perfect prediction.
         standard_error: standard error of the perplexity, as if tokens were independent.
         tokens: number of scored tokens.
         samples: number of pieces of documents.
-        seconds: time that scoring took.
+        seconds: time of scoring.
     """
 
     perplexity: float
@@ -68,12 +68,12 @@ class Perplexity:
 
 
 def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
-    """Read documents and tokenize them.
+    """Read and tokenize documents.
 
     Args:
         path: a `.txt` file, which is one document; a file with a document in each record, see `jsonl`; or a
             folder with such files (`test.jsonl`, else `valid.jsonl`, else `train.jsonl`, or another format).
-        tokenizer: a tokenizer of `load`.
+        tokenizer: a tokenizer from `load`.
 
     Raises:
         DataError: names the file and the line.
@@ -129,8 +129,8 @@ def cut(
 
     Args:
         documents: token ids.
-        sequence_length: most tokens of a piece, at least 2.
-        num_samples: pieces to keep, drawn at random; -1 keeps all.
+        sequence_length: maximum tokens of a piece, at least 2.
+        num_samples: number of pieces to draw at random; -1 keeps all.
         seed: seed of the draw.
     """
     step = sequence_length - 1
@@ -155,14 +155,14 @@ def token_losses(
 
     Args:
         model: called as `model(tokens)`.
-        pieces: token ids, two at least in each.
-        batch_size: pieces that are read side by side.
-        progress: called with pieces done and pieces in all.
+        pieces: token ids, at least two in each.
+        batch_size: pieces in a batch.
+        progress: called with the number of pieces done and the total.
 
     Returns:
         (scored tokens,), piece by piece in the given order.
     """
-    # Pieces of like length lie side by side, so that little is padded.
+    # Batches have pieces of similar length, so that little is padded.
     order = sorted(range(len(pieces)), key=lambda i: len(pieces[i]))
     losses: list[np.ndarray] = [np.empty(0, np.float32)] * len(pieces)
     for start in range(0, len(order), batch_size):
@@ -175,9 +175,9 @@ def token_losses(
 
 
 def _batch_losses(model: nn.Module, rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """(B, longest - 1); what lies past the end of a row has no meaning."""
+    """Return the losses (B, longest - 1); values past the end of a row have no meaning."""
     longest = max(map(len, rows))
-    # Padding on the right comes after everything that is scored, and no token sees what follows it.
+    # Padding on the right comes after all scored tokens, and no token attends to later ones.
     tokens = mx.array([[*row, *[0] * (longest - len(row))] for row in rows], dtype=mx.int32)
     logits = model(tokens[:, :-1]).astype(mx.float32)
     losses = nn.losses.cross_entropy(logits, tokens[:, 1:], reduction="none")
@@ -190,10 +190,10 @@ def measure_perplexity(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Measure the perplexity of pieces of documents, as `cut` makes them.
+    """Measure the perplexity of pieces of documents from `cut`.
 
     Raises:
-        DataError: when there are too few tokens to score.
+        DataError: if there are fewer than two tokens to score.
     """
     scored = sum(len(piece) - 1 for piece in pieces)
     if scored < 2:
@@ -202,6 +202,6 @@ def measure_perplexity(
     losses = token_losses(model, pieces, batch_size, progress).astype(np.float64)
     seconds = time.perf_counter() - start
     perplexity = math.exp(losses.mean())
-    # By the delta method: the error of exp(x) is exp(x) times that of x.
+    # By the delta method: the error of exp(x) is exp(x) times the error of x.
     standard_error = perplexity * float(losses.std(ddof=1)) / math.sqrt(scored)
     return Perplexity(perplexity, standard_error, scored, len(pieces), seconds)

@@ -1,4 +1,4 @@
-"""Models of random codes, with real shapes and bytes, for benchmarks."""
+"""Packed models of random codes, with real shapes and bytes, for benchmarks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def random_packed_model(
     embedding_rule: QuantizationRule = AFM_EMBEDDING_RULE,
     seed: int = 0,
 ) -> Model:
-    """A packed model of real shapes with random codes, made without any float matrix.
+    """Make a packed model with random codes, without any float matrix.
 
-    Weights have the variance of a fresh model's, norms are 1, and the scales of keys and values fit
-    normed activations, so that sums stay in the range that a trained model has.
+    Weights have a fresh model's variance, norms are 1, and the scales of keys and values fit normed
+    activations, so that sums stay in a trained model's range.
     """
     model = Model(config)
     fill_with_random_codes(model, rule, embedding_rule, seed)
@@ -42,10 +42,10 @@ def random_packed_model(
 def fill_with_random_codes(
     model: nn.Module, rule: QuantizationRule, embedding_rule: QuantizationRule, seed: int = 0
 ) -> None:
-    """Replace linear layers and embeddings of any model by packed ones of random codes, and set norms to 1.
+    """Replace linear layers and embeddings of any model by packed ones of random codes; set norms to 1.
 
     Args:
-        model: a model whose float weights are not evaluated, and never are.
+        model: a model whose float weights are not evaluated; they never will be.
         rule: rule of linear layers.
         embedding_rule: rule of embeddings.
         seed: seed of the codes.

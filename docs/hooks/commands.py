@@ -1,17 +1,14 @@
-"""A page for each command, written from the parser that the command itself has."""
+"""Generate a page for each command from its parser."""
 
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
-from types import ModuleType
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from afm_mlx.cli import COMMANDS, PROGRAM
-from afm_mlx.cli.argument_table import Unavailable
-from afm_mlx.cli.parser import command_parser
+from afm_mlx.cli import COMMANDS, PROGRAM, find_commands
+from afm_mlx.cli.arguments import Action, Command, Unavailable, command_parser
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -22,19 +19,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _arguments_of(name: str) -> str:
-    module = import_module(f"afm_mlx.cli.{name}")
-    if not (actions := getattr(module, "ACTIONS", None)):
-        return _tables(name, module)
     parts = []
-    for action, line in actions.items():
-        inner = _tables(f"{name} {action}", import_module(f"afm_mlx.cli.{name}.{action}"), level=3)
-        parts.append(f"## {PROGRAM} {name} {action}\n\n{_sentence(line)}\n\n{inner}")
+    for full_name, command in find_commands(name).items():
+        if isinstance(command, Action):
+            inner = _tables(full_name, command, level=3)
+            title = f"## {PROGRAM} {full_name}\n\n{_sentence(command.summary)}"
+            parts.append(f"{title}\n\n{inner}")
+        else:
+            parts.append(_tables(full_name, command))
     return "\n".join(parts)
 
 
-def _tables(name: str, module: ModuleType, level: int = 2) -> str:
-    """The arguments of one command, by the titles under which --help has them."""
-    parser = command_parser(name, module)
+def _tables(name: str, command: Command, level: int = 2) -> str:
+    """Render the arguments of one command, grouped as in its --help."""
+    parser = command_parser(name, command)
     lines: list[str] = []
     for group in parser._action_groups:
         shown = [a for a in group._group_actions if a.help != argparse.SUPPRESS]

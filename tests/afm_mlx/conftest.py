@@ -63,8 +63,8 @@ def interpreted(monkeypatch):
     """Core ML's place is taken by an interpreter of packages, which runs everywhere."""
     monkeypatch.setattr("afm_mlx.coreml.coreml_model.CompiledPackage", InterpretedPackage)
     shares = {"prefill": {"CPU": 0.25, "Neural Engine": 0.75}}
-    monkeypatch.setattr("afm_mlx.measure.coreml.planned_devices", lambda *_: shares)
-    for room in ("measure.coreml", "coreml.availability"):
+    monkeypatch.setattr("afm_mlx.measure.coreml_report.planned_devices", lambda *_: shares)
+    for room in ("measure.coreml_report", "coreml.availability"):
         monkeypatch.setattr(f"afm_mlx.{room}.obstacle", lambda: None)
 
 

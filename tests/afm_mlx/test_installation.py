@@ -166,7 +166,7 @@ def test_a_package_that_cannot_be_imported_is_told_with_what_installs_it(name, c
 def test_what_is_no_package_of_others_is_not_told_as_one():
     for name in (None, "afm_mlx.engine", "afm_mlx"):
         assert package_problem(ImportError("x", name=name)) == ""
-    assert "lacks a part of its own" in package_problem(ImportError("no _ssl", name="_ssl"))
+    assert "lacks a part of its library" in package_problem(ImportError("no _ssl", name="_ssl"))
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -3,7 +3,7 @@
 import pytest
 
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.measure.process import threads_in_use
+from afm_mlx.measure.machine import threads_in_use
 from bench import busy
 from bench.bystanders import Bystanders
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.loading.load import load_model
-from afm_mlx.measure.bandwidth import Bandwidth
+from afm_mlx.measure.machine import Bandwidth
 from bench import peer_afm, peer_zoo, peers
 from bench.peer_models import EXACT, HERE, INT8, MLX_LM
 from bench.peer_protocol import Peer, PeerError

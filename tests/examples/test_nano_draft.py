@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 import afm_mlx
 from afm_mlx.cli import qat
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import parse
 from afm_mlx.loading.load import load_draft
 from afm_mlx.loading.resolve import model_draft, resolve_model
 from tests.tools.cases import each

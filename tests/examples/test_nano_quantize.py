@@ -32,7 +32,7 @@ from tamm.utils import json as tamm_json  # noqa: E402
 import afm_mlx  # noqa: E402
 from afm_mlx.adapters.lora import add_lora, lora_layers, save_lora  # noqa: E402
 from afm_mlx.checkpoint.toolkit_checkpoint import map_keys  # noqa: E402
-from afm_mlx.cli.parser import parse  # noqa: E402
+from afm_mlx.cli.arguments import parse  # noqa: E402
 from afm_mlx.loading.load import load_model  # noqa: E402
 from afm_mlx.measure.perplexity import cut, load_documents, token_losses  # noqa: E402
 from afm_mlx.tokenizer.tokenizer import load_tokenizer  # noqa: E402

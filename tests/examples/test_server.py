@@ -4,7 +4,7 @@ import plistlib
 from pathlib import Path
 
 from afm_mlx.cli import server
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import parse
 
 FOLDER = Path(__file__).parent.parent.parent / "examples" / "server"
 

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 
 from afm_mlx.cli import main
-from afm_mlx.cli.argument_table import Unavailable
-from afm_mlx.cli.parser import json_object, parse
+from afm_mlx.cli.arguments import Unavailable, json_object, parse
 from tests.hostile.harness import Case, run_cases
 from tests.tools.arguments import actions_of, commands, draw_value
 from tests.tools.cli import lines

@@ -17,7 +17,7 @@ from afm_mlx.adapters.adapter_folder import AdapterConfig
 from afm_mlx.adapters.formats import FORMATS, write_adapter
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.cli import main, server
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import parse
 from afm_mlx.engine.prompt_cache import save_prompt_cache
 from afm_mlx.loading.load import load
 from tests.hostile.file_mutations import pick

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import parse
 from afm_mlx.errors import AFMError
 from tests.hostile.harness import Case, run_cases
 from tests.tools.arguments import actions_of, commands, draw_value

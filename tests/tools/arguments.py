@@ -1,12 +1,9 @@
-"""All commands of the command line, and values that their arguments take or must refuse."""
-
-from importlib import import_module
+"""All commands, and values that their arguments accept or must refuse."""
 
 import numpy as np
 
-from afm_mlx.cli import COMMANDS
-from afm_mlx.cli.argument_table import Unavailable, add_tables
-from afm_mlx.cli.parser import Parser, json_object
+from afm_mlx.cli import COMMANDS, find_commands
+from afm_mlx.cli.arguments import Parser, Unavailable, add_tables, json_object
 
 NUMBERS = "0 1 -1 3 0.5 1e-5 8 2147483647 2147483648 -9223372036854775809 100000000000000".split()
 NUMBERS += [*"1e400 -0.0 nan inf -inf 0x10 1_000 ٣".split(), "9" * 5000]
@@ -39,27 +36,19 @@ JSONS = [
 
 
 def commands():
-    """Modules by their names, those of `adapter` as `adapter info`."""
-    found = {}
-    for name in COMMANDS:
-        module = import_module(f"afm_mlx.cli.{name}")
-        actions = getattr(module, "ACTIONS", None)
-        if actions is None:
-            found[name] = module
-        for action in actions or ():
-            found[f"{name} {action}"] = import_module(f"afm_mlx.cli.{name}.{action}")
-    return found
+    """All commands by name, including `adapter info` and its like."""
+    return {full: command for name in COMMANDS for full, command in find_commands(name).items()}
 
 
 def actions_of(module):
-    """The arguments of a command, but for --help."""
+    """The arguments of a command, without --help."""
     parser = Parser(prog="p", add_help=False)
     add_tables(parser, module.ARGUMENTS)
     return parser._actions
 
 
 def draw_value(action, rng: np.random.Generator) -> str:
-    """A value for an argument: one that it takes, or any other."""
+    """Draw a value for an argument, valid or not."""
     if action.type is json_object and rng.random() < 0.8:
         return str(rng.choice(JSONS))
     if action.choices is not None and rng.random() < 0.6:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli import _command, main
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import parse
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^(?:`([\w.]+)`:\n\n)?( *)```(\w*)\n(.*?)^\2```$", re.S | re.M)

@@ -1,6 +1,6 @@
 """Talk with a model, turn by turn; /help in the chat lists its commands.
 
-entry (terminal.py, or lines.py without one) -> command (commands.py), or message -> answer (session.py)
+`loop.py` reads entries and runs commands, `dialogue.py` answers, `terminal.py` edits lines on a terminal.
 """
 
 from __future__ import annotations
@@ -10,60 +10,59 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import Argument, unavailable
-from afm_mlx.cli.parser import UsageError, integer
+from afm_mlx.cli import model_options
+from afm_mlx.cli.arguments import Argument, UsageError, integer, unavailable
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
-    from afm_mlx.cli.chat.lines import Entries
+    from afm_mlx.cli.chat.loop import Entries
 
 
 ARGUMENTS = {
     "options": [
-        *options.LOADING,
-        *options.ADAPTERS,
+        *model_options.LOADING,
+        *model_options.ADAPTERS,
         Argument("--system-prompt", None, "instructions that come before the conversation"),
-        Argument("--max-tokens -m", integer(-1), "tokens per answer; -1 for no limit", 256),
+        Argument("--max-tokens -m", integer(-1), "maximum tokens per answer; -1 for no limit", 256),
         unavailable("--pipeline", "running on several machines is not available", nargs=0),
     ],
-    "guesses, which make answers faster and change nothing of them": options.SPECULATION,
-    "sampling": options.sampling(seed=0),
-    "keys and values": options.CACHE,
+    "draft tokens, which make answers faster and do not change them": model_options.SPECULATION,
+    "sampling": model_options.sampling_arguments(seed=0),
+    "KV cache": model_options.CACHE,
 }
 
 
 def run(args: argparse.Namespace) -> None:
-    from afm_mlx.cli.chat.conversation import Conversation
-    from afm_mlx.cli.chat.session import Session
+    from afm_mlx.cli.chat.dialogue import Dialogue
+    from afm_mlx.cli.chat.loop import ChatLoop
     from afm_mlx.model.model import is_afm
 
-    model, tokenizer, adapters = options.load_with_adapters(args)
+    model, tokenizer, adapters = model_options.load_with_adapters(args)
     if not tokenizer.has_chat_template:
         raise UsageError(
             f"{args.model} has no chat template; use afm-mlx generate, which needs none."
         )
     arguments = {
         "max_tokens": args.max_tokens,
-        "sampler": options.sampler_of(args, model, tokenizer),
-        "speculation": options.speculation_of(args, model, tokenizer, adapters.paths),
-        **options.cache_options(args, model),
+        "sampler": model_options.sampler_of(args, model, tokenizer),
+        "speculation": model_options.speculation_of(args, model, tokenizer, adapters.paths),
+        **model_options.cache_options(args, model),
     }
-    conversation = Conversation(
+    dialogue = Dialogue(
         model,
         tokenizer,
-        lambda: options.new_cache(args, model, tokenizer),
+        lambda: model_options.new_cache(args, model, tokenizer),
         args.system_prompt,
         adapters,
     )
     if args.adapter_path is not None:
-        conversation.switch(args.adapter_path)
+        dialogue.switch(args.adapter_path)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         print(f"{args.model}: /help lists the commands, Ctrl-D leaves.")
         print(f"adapters: {', '.join(adapters.registered) or 'none'}")
-    session = Session(
-        conversation,
+    loop = ChatLoop(
+        dialogue,
         adapters,
         arguments,
         first_seed=args.seed,
@@ -71,13 +70,13 @@ def run(args: argparse.Namespace) -> None:
         window_possible=is_afm(model),
         figures=terminal,
     )
-    session.run(_entries(terminal, adapters))
+    loop.run(_entries(terminal, adapters))
 
 
 def _entries(terminal: bool, adapters: AdapterPool) -> Entries:
-    from afm_mlx.cli.chat.lines import Lines
+    from afm_mlx.cli.chat.loop import Lines
 
-    # Emacs' shell and others like it edit lines themselves, and know no cursor movements.
+    # Emacs' shell and others like it edit lines themselves, and have no cursor movements.
     if not terminal or os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
         return Lines(terminal)
     from afm_mlx.cli.chat.terminal import Terminal

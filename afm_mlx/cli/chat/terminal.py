@@ -1,11 +1,15 @@
-"""Entries that are typed on a terminal: line editing, history, completion, and pasted lines as one entry."""
+"""Entries typed on a terminal: line editing, history, completion, and pasted lines as one entry."""
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
+import tempfile
 import termios
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prompt_toolkit import PromptSession
@@ -13,25 +17,25 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 
-from afm_mlx.cli.chat.commands import COMMANDS
-from afm_mlx.cli.chat.history import open_history
-from afm_mlx.cli.chat.lines import CONTINUED
+from afm_mlx.cli.chat.loop import COMMANDS, CONTINUED
+from afm_mlx.kernels import settings
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
 
 
 class Terminal:
-    """A terminal that a person types on.
+    """Entries that a person types on a terminal.
 
     Args:
         adapters: pool of the adapters whose names are completed.
-        input, output: used in place of the process's terminal, in tests.
+        input, output: replace the process's terminal in tests.
     """
 
     terminal = True
@@ -52,19 +56,19 @@ class Terminal:
         )
 
     def read(self, prompt: str) -> str:
-        """The next entry, of one or several lines.
+        """Return the next entry, of one or several lines.
 
         Raises:
             EOFError: for Ctrl-D on an empty line.
-            KeyboardInterrupt: for Ctrl-C; what was typed is dropped.
+            KeyboardInterrupt: for Ctrl-C; the typed text is dropped.
         """
         return self._session.prompt(prompt)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While an answer is printed, keep what is typed for the next entry, and don't show it in between.
+        """Keep keys that are typed during an answer for the next entry, without echoing them.
 
-        What is pasted comes marked as such then, too, and Enter as the key that it is.
+        Pasted text stays marked as such, and Enter stays a key.
         """
         descriptor = sys.stdin.fileno()
         before = termios.tcgetattr(descriptor)
@@ -85,7 +89,7 @@ class Terminal:
 
 def _own_output() -> Output:
     output = Vt100_Output.from_pty(sys.stdout)
-    # The answer to "where is the cursor?" may come late over a slow line, and would be taken for typed text.
+    # The reply to a cursor position request may come late over a slow line, and would be taken for typed text.
     output.enable_cpr = False
     return output
 
@@ -108,7 +112,7 @@ def _key_bindings() -> KeyBindings:
 
     @bindings.add("tab", filter=in_entry)
     def complete(event: KeyPressEvent) -> None:
-        # What is the only one comes at once, so that Enter may follow as fast as it is typed.
+        # A single completion is inserted at once, so that Enter may follow immediately.
         buffer = event.current_buffer
         found = list(buffer.completer.get_completions(buffer.document, CompleteEvent()))
         if buffer.complete_state:
@@ -122,7 +126,7 @@ def _key_bindings() -> KeyBindings:
 
 
 class _Completer(Completer):
-    """Completes names of commands, and the adapter or file that follows one."""
+    """Complete names of commands, and the adapter or file that follows one."""
 
     def __init__(self, adapters: AdapterPool):
         self._adapters = adapters
@@ -141,3 +145,67 @@ class _Completer(Completer):
                     yield Completion(name, -len(argument))
         elif command in ("/save", "/load"):
             yield from self._paths.get_completions(Document(argument), event)
+
+
+# -- history
+
+SWITCH = settings.HISTORY
+"""The environment variable that, set to 0, keeps no history between chats."""
+MAX_HISTORY_BYTES = 1 << 20
+"""Maximum bytes of the history file; a chat that finds a larger one drops the older half."""
+
+
+def open_history() -> History:
+    """Open the private history file in the user's state folder; keep the history in memory if that fails."""
+    if not settings.is_on(SWITCH):
+        return InMemoryHistory()
+    try:
+        path = _state_folder() / "chat-history"
+        _make_ready(path)
+    except (OSError, RuntimeError):  # RuntimeError without a home folder
+        return InMemoryHistory()
+    return _PrivateHistory(path)
+
+
+class _PrivateHistory(FileHistory):
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            return super().load_history_strings()
+        except OSError:
+            return []
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):  # the disk may be full, the folder gone
+            super().store_string(string)
+
+
+def _state_folder() -> Path:
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if given.is_absolute():  # XDG: relative paths are ignored
+        return given / "afm-mlx"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "afm-mlx"
+    return Path.home() / ".local" / "state" / "afm-mlx"
+
+
+def _make_ready(path: Path) -> None:
+    """Create the file if needed, make it private, and shorten it beyond `MAX_HISTORY_BYTES`."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Opening a pipe would wait for its other end.
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+    with open(os.open(path, flags, 0o600), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is not a file")
+        os.fchmod(file.fileno(), 0o600)
+        if os.fstat(file.fileno()).st_size <= MAX_HISTORY_BYTES:
+            return
+        file.seek(-MAX_HISTORY_BYTES // 2, os.SEEK_END)
+        newest = file.read().partition(b"\n\n")[2]  # from the first whole entry on
+    descriptor, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(newest)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

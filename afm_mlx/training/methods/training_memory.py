@@ -30,7 +30,7 @@ import mlx.core as mx
 from afm_mlx.adapters.formats.pair_order import pair_targets
 from afm_mlx.config import ModelConfig, block_kinds
 from afm_mlx.errors import TrainingError
-from afm_mlx.measure.process import machine_memory
+from afm_mlx.measure.machine import machine_memory
 from afm_mlx.training.loop.losses import CHUNK, WHOLE
 
 _WIDTHS_KEPT = 9.5  # D, see above; half of the queries' copies are freed early

@@ -115,7 +115,7 @@ def test_a_path_wins_over_an_adapter_that_comes_with_the_model(
 
 def test_names_and_memory_are_checked(folder, adapter, fails):
     for argv, says in [
-        (("--adapter", "x"), "'x' is no NAME=PATH"),
+        (("--adapter", "x"), "'x' is not NAME=PATH"),
         (("--adapter", "x=nowhere"), "There is no adapter 'nowhere': it is no path"),
         (("--adapter", "x=~nobody/x"), "There is no adapter '~nobody/x'"),
         (("--adapter-path", ""), "There is no adapter ''"),
@@ -128,8 +128,8 @@ def test_names_and_memory_are_checked(folder, adapter, fails):
             "--adapter gives that name to",
         ),
         (("--adapter-memory", "1e300"), "1e300 is out of range"),
-        (("--adapter-memory", "0"), "'0' holds no adapter"),
-        (("--adapter-memory", "1e-12"), "'1e-12' holds no adapter"),
+        (("--adapter-memory", "0"), "'0' is too little for an adapter"),
+        (("--adapter-memory", "1e-12"), "'1e-12' is too little for an adapter"),
         (("--adapter-path", adapter, "--adapter-memory", "0.000001"), "1,000"),
     ]:
         assert says in fails("chat", "--model", folder, *argv)

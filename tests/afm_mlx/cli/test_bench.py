@@ -10,16 +10,16 @@ import pytest
 from afm_mlx import blas
 from afm_mlx.cli import bench
 from afm_mlx.config import PRESETS
-from afm_mlx.measure import bandwidth, benchmark, process
-from afm_mlx.measure.bandwidth import Bandwidth
+from afm_mlx.measure import benchmark, machine
 from afm_mlx.measure.benchmark import run_case
+from afm_mlx.measure.machine import Bandwidth
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """A bandwidth without the gigabyte."""
     measured = Bandwidth(2e9, "by hand")
-    monkeypatch.setattr(bandwidth, "measure_bandwidth", lambda threads: measured)
+    monkeypatch.setattr(machine, "measure_bandwidth", lambda threads: measured)
 
 
 @pytest.fixture
@@ -114,6 +114,6 @@ def test_threads_are_set_before_anything_computes(monkeypatch):
     monkeypatch.setattr(blas, "set_threads", limited.append)
     monkeypatch.setenv(bench.THREADS_VARIABLE, "9")
     bench._limit_threads(None)
-    assert (limited, process.threads_in_use()) == ([], 9)
+    assert (limited, machine.threads_in_use()) == ([], 9)
     bench._limit_threads(3)
-    assert (limited, process.threads_in_use()) == ([3], 3)
+    assert (limited, machine.threads_in_use()) == ([3], 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from afm_mlx.errors import AFMError
-from afm_mlx.measure import coreml
+from afm_mlx.measure import coreml_report as coreml
 from tests.tools.coreml import ADAPTER
 
 

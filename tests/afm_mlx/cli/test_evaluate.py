@@ -7,7 +7,7 @@ from tests.tools.cli import example, lines
 
 def test_tasks_are_scored_and_held_out_text_is_too(folder, done, fails):
     argv = ("evaluate", "--model", folder)
-    assert "has no evaluation.jsonl of its own" in fails(*argv)
+    assert "has no evaluation.jsonl" in fails(*argv)
     lines(
         folder / "evaluation.jsonl",
         *(example(task, f"What is {i}?", "Nothing.") for i in range(3) for task in ("b", "a")),

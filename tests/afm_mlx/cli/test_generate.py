@@ -8,7 +8,7 @@ import pytest
 
 from afm_mlx.cli import generate as generate_command
 from afm_mlx.cli import main
-from afm_mlx.cli.chat import lines as chat_lines
+from afm_mlx.cli.chat import loop as chat_lines
 from afm_mlx.engine.prompt_cache import save_prompt_cache
 from afm_mlx.loading.load import load
 from tests.tools.cli import answer, example, lines, write_folder

@@ -152,7 +152,7 @@ def test_two_resumes_at_once(job):
     first.terminate()
     _, err = first.communicate(timeout=60)
     assert (first.returncode, err.count("\n")) == (143, 1)
-    command = err.partition("To go on with it: afm-mlx ")[2].partition(". To start anew")[0]
+    command = err.partition("To go on with it: afm-mlx ")[2].partition(". To start over")[0]
     done = process(*command.split(), timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Resumed after step" in done.stdout

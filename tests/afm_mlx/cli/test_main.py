@@ -14,7 +14,7 @@ import pytest
 
 import afm_mlx
 from afm_mlx.cli import COMMANDS, chat, generate, info, main
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import parse
 from afm_mlx.loading import resolve
 from tests.tools.cli import ROOT, lines, process, write_folder
 
@@ -144,7 +144,7 @@ def test_debug_keeps_the_traceback():
     ("error", "says"),
     [
         (MemoryError("Unable to allocate 9 bytes."), "there is not enough memory (Unable to"),
-        (MemoryError(), "there is not enough memory. Ask for"),
+        (MemoryError(), "there is not enough memory. Use"),
         (
             RuntimeError("[malloc] Unable to allocate 9 bytes."),
             "there is not enough memory ([malloc]",

@@ -1,7 +1,7 @@
 """Arguments from the command line and from a file: what is taken, and what each fault is called."""
 
 from afm_mlx.cli import generate
-from afm_mlx.cli.parser import parse
+from afm_mlx.cli.arguments import parse
 
 
 def test_texts_that_start_with_a_dash():

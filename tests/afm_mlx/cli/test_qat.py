@@ -83,9 +83,9 @@ def test_an_interrupted_run_resumes(base, done, fails, tmp_path):
     assert child.returncode == 130
     how = f"To go on with it: afm-mlx {shlex.join(argv)}"
     assert advice.startswith(f"afm-mlx: interrupted. The run is kept in {out}-run. {how} ")
-    assert advice.endswith(" --resume. To start anew, choose another folder (--save-path).\n")
+    assert advice.endswith(" --resume. To start over, choose another folder (--save-path).\n")
     again = fails(*argv)
-    assert f"{out}-run holds a training run already. {how} --resume. To start anew" in again
+    assert f"{out}-run holds a training run already. {how} --resume. To start over" in again
     changed = fails(*argv, "--resume", "--clip-grad-norm", 0.5)
     assert "clip_grad_norm was 1.0 and is now 0.5" in changed
     assert done(*argv, "--resume").count("Resumed after step") == 1

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from afm_mlx.cli import main, server
-from afm_mlx.cli.parser import UsageError, parse
+from afm_mlx.cli.arguments import UsageError, parse
 from tests.tools.cases import each
 
 

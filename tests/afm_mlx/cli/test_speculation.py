@@ -17,7 +17,7 @@ def with_draft(folder, tmp_path):
     return model
 
 
-def test_generate_answers_the_same_with_guesses(with_draft, done, fails):
+def test_generate_answers_the_same_with_draft_tokens(with_draft, done, fails):
     argv = ("generate", "--model", with_draft, "-p", PROMPT, "-m", 30)
     plain = json.loads(done(*argv, "--json"))
     assert "proposed" not in plain
@@ -29,7 +29,7 @@ def test_generate_answers_the_same_with_guesses(with_draft, done, fails):
             assert found["accepted"] == found["proposed"] > 0  # the draft is the model itself
     shown = done(*argv, "--draft-model", "auto", "--num-draft-tokens", 2).splitlines()
     assert shown[-1].startswith("Drafts: ")
-    assert "tokens were right" in shown[-1]
+    assert "tokens were accepted" in shown[-1]
     no_draft = ("generate", "--model", with_draft / "draft", "-p", PROMPT, "--draft-model", "auto")
     assert "has no draft model of its own" in fails(*no_draft)
 
@@ -59,7 +59,7 @@ def test_bench_compares_with_and_without(with_draft, done, fails):
             ("--prompt-lookup", "--draft-acceptance", 0.7),
             "needs --draft-model, and no --prompt-lookup",
         ),
-        (("--prompt-lookup", "-d", 5), "--depth can't go with guesses"),
+        (("--prompt-lookup", "-d", 5), "--depth can't be combined with draft tokens"),
         (("--prompt-lookup", "--num-draft-tokens", "0"), "is out of range|allowed"),
     ):
         line = fails(*argv, *wrong)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from afm_mlx.cli import main
-from afm_mlx.cli.argument_table import Unavailable
+from afm_mlx.cli.arguments import Unavailable
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
@@ -206,7 +206,7 @@ REFUSED = {
     '--optimizer-config {"adamw":{"weight_decay":"x"}}': "weight_decay are one each",
     '--optimizer-config {"adamw":{"eps":1e31}}': "up to 1e+30",
     '--optimizer-config {"adamw":5}': "has 5 for adamw",
-    "--clear-cache-threshold much": "'much' is no size",
+    "--clear-cache-threshold much": "'much' is not a size",
     "--clear-cache-threshold 1000001GB": "allowed is up to 1000000GB",
     "--plot loss.pdf": "ends in .png",
     "--plot nowhere/loss.png": "there is no folder nowhere",
@@ -231,7 +231,7 @@ REFUSED_BY = {
         "--rank 100000": "rank is 100000; allowed are 1 to 65536",
         "--scale 0": "an adapter of scale 0 learns nothing",
         "--alpha 4 --scale 2": "both say how strong the adapter is; choose one",
-        "--alpha 4 --initial-adapter x": "--alpha needs --rank beside it",
+        "--alpha 4 --initial-adapter x": "--alpha needs --rank, too",
         "--initial-adapter x --resume-adapter-file y": "both say where to start; choose one",
         "--resume-adapter-file nowhere": "nowhere is no folder",
         "--keys mlp.nothing": "There is no layer mlp.nothing",
@@ -276,6 +276,6 @@ def test_what_is_refused_leaves_nothing(
 
 
 def test_a_plot_that_can_not_be_drawn_is_known_before_training(data, fails, monkeypatch, tmp_path):
-    monkeypatch.setattr("afm_mlx.cli.training_recipe.find_spec", lambda name: None)
+    monkeypatch.setattr("afm_mlx.cli.training_runs.find_spec", lambda name: None)
     err = fails("qat", "--data", data, "--plot", tmp_path / "x.png")
     assert "--plot needs matplotlib" in err

@@ -3,9 +3,7 @@
 import pytest
 import yaml
 
-from afm_mlx.cli import yaml_config
-from afm_mlx.cli.parser import UsageError
-from afm_mlx.cli.yaml_config import MAX_BYTES, read_yaml
+from afm_mlx.cli.arguments import MAX_BYTES, UsageError, read_yaml
 
 
 @pytest.fixture(autouse=True, params=[yaml.SafeLoader, getattr(yaml, "CSafeLoader", None)])
@@ -13,7 +11,7 @@ def loader(request, monkeypatch):
     """PyYAML has libyaml's where it was built with it, and its own otherwise."""
     if request.param is None:
         pytest.skip("PyYAML was built without libyaml")
-    monkeypatch.setattr(yaml_config, "_LOADER", request.param)
+    monkeypatch.setattr(yaml, "CSafeLoader", request.param, raising=False)
 
 
 @pytest.fixture
@@ -73,9 +71,9 @@ def test_faults_name_file_and_line(read):
         'a: 1\nb: "\\uD800"\n': "line 2",
         'a: 1\nb: "\\0"\n': "line 2, has a NUL",
         "a: 1\nb: \x00\n": "line 2: the character '\\x00' is not allowed",
-        b"a: 1\nb: \xff\n": "line 2: byte 0xff is no UTF-8",
+        b"a: 1\nb: \xff\n": "line 2: byte 0xff is not UTF-8",
         "a: 1\nb: " + "9" * 5000: "line 2: a number has 5,000 characters",
-        "a: 1\nb: " + "[" * 21 + "]" * 21: "line 2: lists and maps lie deeper than 20",
+        "a: 1\nb: " + "[" * 21 + "]" * 21: "line 2: lists and maps are nested deeper than 20",
         "a:\n" + "".join("  " * i + "- \n" for i in range(1, 50)): "deeper than 20",
         "a: 1\nb: 2\na: 3\n": "line 3: 'a' is there already, in line 1",
         "a: 1\n[b, c]: 2\n": "line 2: a name is needed before a colon",

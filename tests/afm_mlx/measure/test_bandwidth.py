@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from afm_mlx.measure import bandwidth
+from afm_mlx.measure import machine as bandwidth
 
 
 def test_bandwidth_is_the_buffer_over_the_fastest_pass(rng, monkeypatch):

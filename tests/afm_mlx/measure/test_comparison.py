@@ -2,7 +2,7 @@
 
 import json
 
-from afm_mlx.measure.comparison import can_be_compared, is_right, natural_comparison
+from afm_mlx.measure.evaluation import can_be_compared, is_right, natural_comparison
 from tests.tools.cases import each
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
-from afm_mlx.measure import coreml
+from afm_mlx.measure import coreml_report as coreml
 from tests.tools.cases import each
 from tests.tools.coreml import ADAPTER, edit_spec, set_config
 

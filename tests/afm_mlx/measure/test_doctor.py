@@ -14,8 +14,8 @@ from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.dispatch import Variant
 from afm_mlx.kernels.selftest import checks, specs
 from afm_mlx.kernels.selftest.specs import Spec
-from afm_mlx.measure import doctor
-from afm_mlx.measure.bandwidth import Bandwidth
+from afm_mlx.measure import kernel_report as doctor
+from afm_mlx.measure.machine import Bandwidth
 
 SMALL = {"in_dims": 256, "out_dims": 64, "bits": 2, "mode": "balanced", "granularity": "row"}
 

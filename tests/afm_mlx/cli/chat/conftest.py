@@ -4,7 +4,7 @@ import pytest
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from afm_mlx.cli.chat.lines import next_message
+from afm_mlx.cli.chat.loop import next_message
 from afm_mlx.cli.chat.terminal import Terminal
 
 

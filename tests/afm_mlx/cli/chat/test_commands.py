@@ -6,8 +6,8 @@ import os
 import mlx.core as mx
 import pytest
 
-from afm_mlx.cli import options
-from afm_mlx.cli.chat import commands
+from afm_mlx.cli import model_options
+from afm_mlx.cli.chat import loop as commands
 from afm_mlx.engine.generation import generate
 from afm_mlx.loading.load import load
 from tests.tools.cli import answer
@@ -35,8 +35,8 @@ def test_an_unknown_command_is_told_and_not_sent(chat, folder):
 def test_a_command_says_what_belongs_behind_it(chat):
     _, notes = chat("/save", "/reset now", "/help", "/exit", "not reached")
     assert notes[:2] == [
-        "/save needs something behind it: /save FILE",
-        "/reset takes nothing behind it, and got 'now'.",
+        "/save needs an argument: /save FILE",
+        "/reset takes no argument, and got 'now'.",
     ]
     assert [note.split()[0] for note in notes if note.startswith("/")][2:] == [*commands.COMMANDS]
 
@@ -47,7 +47,7 @@ def test_the_help_fits_the_terminal(chat, monkeypatch, columns):
     _, notes = chat("/help", "/exit")
     lines = [line for note in notes for line in note.split("\n")]
     assert max(map(len, lines)) <= columns
-    assert (len(lines) > len(commands.COMMANDS) + len(commands._ENTRIES)) == (columns < 300)
+    assert (len(lines) > len(commands.COMMANDS) + len(commands._ENTRY_HELP)) == (columns < 300)
 
 
 def test_instructions_are_given_shown_and_taken_back(chat, folder):
@@ -66,7 +66,7 @@ def test_instructions_are_given_shown_and_taken_back(chat, folder):
 
 def test_retry_puts_another_seeds_answer_in_place_of_the_last(chat, folder, monkeypatch, tmp_path):
     sampler = mx.random.categorical
-    monkeypatch.setattr(options, "sampler_of", lambda *args: sampler)
+    monkeypatch.setattr(model_options, "sampler_of", lambda *args: sampler)
     file = tmp_path / "saved.json"
     typed = ("the fox", "/retry", "/retry", f"/save {file}", "/reset", "the fox")
     out, _ = chat(*typed, flags=["--seed", 5])
@@ -89,7 +89,7 @@ def test_retry_asks_a_question_again_that_got_no_answer(chat, folder, monkeypatc
     """Its adapter could not be read at first; without one it can."""
     (folder / "adapters" / "gone").mkdir(parents=True)
     monkeypatch.setattr(
-        "afm_mlx.cli.chat.conversation.Conversation.switch",
+        "afm_mlx.cli.chat.dialogue.Dialogue.switch",
         lambda self, name: setattr(self, "adapter", name),
     )
     out, notes = chat("/adapter gone", "the fox", "/adapter", "/retry")
@@ -115,13 +115,15 @@ def test_save_replaces_no_file_but_its_own_and_says_why_it_can_not(chat, tmp_pat
     file.write_text("precious")
     _, notes = chat(f"/save {file}", "the fox", f"/save {file}", f"/save {tmp_path}")
     assert notes[0] == "There is no conversation yet that could be saved."
-    assert all("exists, and is not of this chat" in note for note in notes[1:])
+    assert all("exists, and was not written by this chat" in note for note in notes[1:])
     assert file.read_text() == "precious"
     file.unlink()
     wrong = (f"{tmp_path}/no/x.json", "x" * 5000, "a\0b")
     saves = [f"/save {name}" for name in (file, *wrong)]
     _, (_, *notes, _) = chat("the fox", *saves, "the dog", f"/save {file}")
-    for words, text in zip(("No such file", "too long", "no name of a file"), notes, strict=True):
+    for words, text in zip(
+        ("No such file", "too long", "not the name of a file"), notes, strict=True
+    ):
         assert words in text
     assert len(json.loads(file.read_text())["messages"]) == 4
 

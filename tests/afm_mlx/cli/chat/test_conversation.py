@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from afm_mlx.cli.chat.conversation import Conversation
+from afm_mlx.cli.chat.dialogue import Dialogue
 from afm_mlx.engine.generation import stream_generate
 from afm_mlx.errors import ContextLengthError
 from afm_mlx.loading.load import load
@@ -28,7 +28,7 @@ class Talk:
     def __init__(self, model, tokenizer, max_size, system_prompt, sliding):
         self.model, self.tokenizer = model, tokenizer
         self.limits = {"max_kv_size": max_size, "sliding_window": True} if sliding else {}
-        self.conversation = Conversation(
+        self.conversation = Dialogue(
             model,
             tokenizer,
             lambda: model.make_cache(max_size=max_size, sliding_window=sliding),

@@ -2,7 +2,7 @@
 
 import os
 
-from afm_mlx.cli.chat.history import MAX_BYTES
+from afm_mlx.cli.chat.terminal import MAX_HISTORY_BYTES
 
 UP = "\x1b[A"
 
@@ -49,8 +49,8 @@ def test_history_stays_of_moderate_size(typed, state):
     state.mkdir(parents=True)
     file = state / "chat-history"
     file.write_text("".join(f"\n# then\n+line {n}\n+more\n" for n in range(60_000)))
-    assert file.stat().st_size > MAX_BYTES
+    assert file.stat().st_size > MAX_HISTORY_BYTES
     assert typed(UP, "\r") == "line 59999\nmore"
-    assert MAX_BYTES // 2 - 100 < file.stat().st_size < MAX_BYTES
+    assert MAX_HISTORY_BYTES // 2 - 100 < file.stat().st_size < MAX_HISTORY_BYTES
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.read_text().startswith("# then\n+line ")

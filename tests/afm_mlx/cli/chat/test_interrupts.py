@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from afm_mlx.cli.chat.interrupts import Interrupts
+from afm_mlx.cli.chat.loop import Interrupts
 
 
 def ctrl_c():

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from afm_mlx.cli.chat import commands, conversation
+from afm_mlx.cli.chat import dialogue, loop
 from afm_mlx.engine.generation import stream_generate
 from afm_mlx.errors import AFMError, RequestError
 from tests.tools.cli import answer
@@ -72,7 +72,7 @@ def failing(monkeypatch, number, error, tokens=0):
             raise error
         yield from responses
 
-    monkeypatch.setattr(conversation, "stream_generate", stream)
+    monkeypatch.setattr(dialogue, "stream_generate", stream)
 
 
 @pytest.mark.parametrize("error", [RequestError("No room."), AFMError("Odd."), KeyboardInterrupt()])
@@ -93,7 +93,5 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(chat, folder, monkeypatch):
 
 
 def test_ctrl_c_stops_a_command_and_not_the_chat(chat, folder, monkeypatch):
-    monkeypatch.setattr(
-        commands, "read_conversation", lambda path: signal.raise_signal(signal.SIGINT)
-    )
+    monkeypatch.setattr(loop, "read_conversation", lambda path: signal.raise_signal(signal.SIGINT))
     assert chat("/load x", "the fox") == (answer(folder, "the fox") + "\n", ["Stopped."])

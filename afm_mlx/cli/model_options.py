@@ -1,16 +1,20 @@
-"""Arguments that several commands share, and the models, samplers and caches that are made from them."""
+"""Arguments that several commands share: which model to load, and how to sample, draft and cache."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
-from afm_mlx.cli.parser import UsageError, integer, number
+from afm_mlx.cli.arguments import FLAG, Argument, UsageError, integer, number, unavailable
 from afm_mlx.errors import shown
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
+
+if TYPE_CHECKING:
+    from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.engine.request import Sampler
+    from afm_mlx.engine.speculation.drafting import Speculation
 
 MAX_SEED = 2**64 - 1
 
@@ -40,7 +44,7 @@ LOADING = [
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model and the tokenizer that `LOADING`'s arguments name."""
+    """Load the model that the arguments of `LOADING` name; return it and its tokenizer."""
     from afm_mlx.loading.load import load
 
     return load(
@@ -53,21 +57,21 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def named_path(text: str) -> tuple[str, str]:
-    """`NAME=PATH`, for argparse."""
+    """Convert the argument `NAME=PATH`."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is no NAME=PATH, such as tidy=my-adapters/tidy"
+            f"{shown(text)} is not NAME=PATH, such as tidy=my-adapters/tidy"
         )
     return name, path
 
 
 def gigabytes(text: str) -> int:
-    """A number of gigabytes as bytes, at least one, for argparse."""
+    """Convert a number of gigabytes to bytes, at least one."""
     nbytes = round(number(0, 10**6)(text) * 1e9)
     if nbytes < 1:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} holds no adapter; one takes some 0.001 to 0.3 GB"
+            f"{shown(text)} is too little for an adapter, which takes 0.001 to 0.3 GB"
         )
     return nbytes
 
@@ -75,32 +79,41 @@ def gigabytes(text: str) -> int:
 # fmt: off
 ADAPTERS = [
     Argument("--adapter", named_path,
-             "another adapter to switch to; may be repeated. Those that come with the model are there anyway",
+             "another adapter to switch to; may be repeated. Those that come with the model are always there",
              [], action="append", metavar="NAME=PATH"),
     Argument("--adapter-memory", gigabytes,
-             "memory that all adapters may take; those that were not used for longest make room. No limit by "
-             "default",
+             "memory that all adapters may take; the least recently used are evicted. No limit by default",
              metavar="GB"),
 ]
 # fmt: on
 
 
-def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """The model, the tokenizer, and a pool of the adapters that the arguments name.
+def named_adapters(given: list[tuple[str, str]]) -> dict[str, str]:
+    """Return the paths of `--adapter` by name.
 
-    `--adapter-path` is registered as what it was given as.
+    Raises:
+        UsageError: if a name is given twice.
+    """
+    names = [name for name, _ in given]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(
+            f"--adapter gives {', '.join(repeated)} more than once; each needs a name of its own."
+        )
+    return dict(given)
+
+
+def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]:
+    """Load the model; return it, its tokenizer, and a pool of all adapters that the arguments name.
+
+    The adapter of `--adapter-path` is registered under the text of that argument.
     """
     from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.loading.load import load
     from afm_mlx.loading.resolve import model_adapters, resolve_adapter, resolve_model
 
-    names = [name for name, _ in args.adapter]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(
-            f"--adapter gives {', '.join(repeated)} more than once; each needs a name of its own."
-        )
+    paths = named_adapters(args.adapter)
     folder = resolve_model(args.model)
-    given = {name: resolve_adapter(path, folder) for name, path in args.adapter}
+    given = {name: resolve_adapter(path, folder) for name, path in paths.items()}
     if args.adapter_path is not None:
         path = resolve_adapter(args.adapter_path, folder)
         if not given.setdefault(args.adapter_path, path).samefile(path):
@@ -134,19 +147,19 @@ _SAMPLING = [
 # fmt: on
 
 
-def sampling(seed: int | None) -> list[Argument]:
-    """The arguments of sampling, with a seed by default."""
+def sampling_arguments(seed: int | None) -> list[Argument]:
+    """Return the arguments of sampling; `seed` is the default of `--seed`."""
     return [
         *_SAMPLING,
         Argument("--seed", integer(0, MAX_SEED), "seed of the random numbers", seed),
     ]
 
 
-def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
-    """The sampler that `sampling`'s arguments describe; None for the most likely token.
+def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Sampler | None:
+    """Make the sampler that the arguments describe; None to take the most likely token.
 
     Raises:
-        UsageError: when they contradict each other or the model's vocabulary.
+        UsageError: if the arguments contradict each other or the size of the vocabulary.
     """
     if args.temp == 0:
         if args.xtc_probability:
@@ -180,20 +193,22 @@ def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
 # fmt: off
 SPECULATION = [
     Argument("--draft-model", None,
-             "smaller model that guesses tokens, which the model checks several at a time: its folder or hub "
+             "smaller model that drafts tokens, which the model verifies several at a time: its folder or hub "
              "id, or auto for the one in the model's folder. Answers stay the same",
              metavar="PATH"),
-    Argument("--num-draft-tokens", integer(1, 7), "guesses at a time; by default as many as pay"),
+    Argument("--num-draft-tokens", integer(1, 7), "draft tokens at a time; by default as many as pay off"),
     Argument("--prompt-lookup", FLAG,
-             "guess what followed the last few tokens where they stood before: for answers that copy"),
+             "draft the tokens that followed the last few tokens earlier in the text: for answers that copy"),
 ]
 # fmt: on
 
 
 def check_speculation(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for a number of guesses without anything that guesses."""
+    """Raise `UsageError` for a number of draft tokens without a draft model or prompt lookup."""
     if args.num_draft_tokens is not None and args.draft_model is None and not args.prompt_lookup:
-        raise UsageError("--num-draft-tokens needs --draft-model or --prompt-lookup, which guess.")
+        raise UsageError(
+            "--num-draft-tokens needs --draft-model or --prompt-lookup, which draft tokens."
+        )
 
 
 def speculation_of(
@@ -201,16 +216,16 @@ def speculation_of(
     model: Any,
     tokenizer: Any,
     adapters: Mapping[str, Path] | None = None,
-) -> Any:
-    """The `Speculation` that `SPECULATION`'s arguments ask for; None for none.
+) -> Speculation | None:
+    """Make the `Speculation` that the arguments ask for; None for plain decoding.
 
     Args:
-        args: the arguments.
-        model, tokenizer: what they are for.
-        adapters: paths of the adapters that may answer, by their names: draft models may come with them.
+        args: the parsed arguments of `SPECULATION`.
+        model, tokenizer: the target model and its tokenizer.
+        adapters: paths of the adapters that may answer, by name; draft models may come with them.
 
     Raises:
-        UsageError: for a number of guesses without anything that guesses.
+        UsageError: as `check_speculation`.
     """
     check_speculation(args)
     if args.draft_model is None and not args.prompt_lookup:
@@ -221,43 +236,43 @@ def speculation_of(
 
     folder, path = resolve_model(args.model), args.draft_model
     if path == AUTO and adapters is None and args.adapter_path is not None:
-        # The one adapter that all rows have.
+        # All rows use this one adapter.
         path = adapter_draft(resolve_adapter(args.adapter_path, folder)) or AUTO
     draft, own = load_drafts(path, model, tokenizer, folder, adapters)
     return Speculation(draft, args.prompt_lookup, own, args.num_draft_tokens)
 
 
-# -- the cache of keys and values
+# -- the KV cache
 
 
-_NO_KV_GROUPS = (
+NO_KV_GROUPS = (
     "an AFM model's int8 keys and values have the checkpoint's own scales; only --kv-bits 8 or 16"
 )
 
 # fmt: off
 _CACHE = [
     Argument("--max-kv-size", integer(1),
-             "tokens that prompt and answer may have together; the model's context by default"),
+             "maximum tokens of prompt and answer together; the model's context by default"),
     Argument("--sliding-window", FLAG,
              "when the context is full, forget the oldest tokens instead of ending with an error"),
     Argument("--kv-bits", integer(1, 16),
              "8 for the checkpoint's int8 (the default where it has scales), 16 for floats"),
-    Argument("--prefill-step-size", integer(1), "prompt tokens at a time, at most; fewer need less memory",
+    Argument("--prefill-step-size", integer(1), "maximum prompt tokens at a time; fewer need less memory",
              2048),
 ]
 CACHE = [
     *_CACHE,
-    unavailable("--kv-group-size", _NO_KV_GROUPS),
-    unavailable("--quantized-kv-start", _NO_KV_GROUPS),
+    unavailable("--kv-group-size", NO_KV_GROUPS),
+    unavailable("--quantized-kv-start", NO_KV_GROUPS),
 ]
 # fmt: on
 
 
 def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """The arguments of `stream_generate` that `CACHE` gives.
+    """Return the arguments of `stream_generate` that the arguments of `CACHE` set.
 
     Raises:
-        UsageError: for what the model can't honour.
+        UsageError: for `--sliding-window` with a model that doesn't have it.
     """
     from afm_mlx.model.model import is_afm
 
@@ -270,7 +285,7 @@ def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 
 def new_cache(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
-    """An empty cache of the kind that `CACHE`'s arguments ask for."""
+    """Make an empty KV cache as the arguments of `CACHE` say."""
     from afm_mlx.engine.engine import Engine
 
     engine = Engine(

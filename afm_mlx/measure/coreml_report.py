@@ -1,8 +1,8 @@
-"""Core ML packages beside MLX: the same weights, tokens and steps, and how fast both are.
+"""Compare Core ML packages with MLX: logits for the same weights and tokens, and speed.
 
-MLX reads prompts of random tokens and goes on with the most likely token, step by step. Each package reads the
-same tokens on each kind of compute unit, MLX's choices included, so that all logits can be compared. Every such
-run has a process of its own: what goes wrong inside Core ML may end the process that it runs in.
+MLX computes prompts of random tokens and greedy steps after them. Each package computes the same tokens on each
+kind of compute unit, including MLX's choices, so that all logits can be compared. Each run has a process of its
+own, because a fault inside Core ML may end the process.
 
 Every function returns values that JSON can hold.
 """
@@ -32,15 +32,15 @@ from afm_mlx.errors import AFMError, CheckpointError, shown
 from afm_mlx.loading.load import load
 from afm_mlx.measure.benchmark import BenchmarkCase, run_case
 from afm_mlx.measure.describe import Facts, describe_runtime
-from afm_mlx.measure.doctor import FORMAT, describe_machine, without_private_words
+from afm_mlx.measure.kernel_report import FORMAT, describe_machine, without_private_words
 from afm_mlx.model.model import Model
 from afm_mlx.progress import Progress
 
 UNITS = ("CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE")
 ERROR_BOUND = 0.05
-"""Root mean square of the differences between logits, as a share of theirs, that 16-bit types may explain."""
+"""Maximum root mean square of differences between logits, as a share of the logits' own."""
 
-# In a short prompt each token counts, and all but one call may be padding; a long one takes several calls.
+# A short prompt is mostly padding; a long one takes several calls.
 _PROMPTS = (5, 101)
 _STEPS = 10
 _TIMED_STEPS = 64
@@ -50,12 +50,12 @@ _REPETITIONS = 3
 
 @dataclass(frozen=True)
 class Reference:
-    """What MLX makes of a prompt.
+    """MLX's greedy answer to a prompt.
 
     Args:
         prompt: ids of the prompt.
-        tokens: the most likely tokens behind it, one for each step.
-        logits: (steps, vocab_size) float32, those that the tokens were chosen from.
+        tokens: the most likely tokens after it, one for each step.
+        logits: (steps, vocab_size) float32, from which the tokens were chosen.
     """
 
     prompt: list[int]
@@ -126,7 +126,7 @@ def _config(folder: Path) -> ModelConfig:
 
 
 def _describe(path: Path, config: ModelConfig, folder: Path, adapter: str | None) -> Facts:
-    """The facts about a package that was made from this model."""
+    """Return the facts about a package; raise if it was not made from this model."""
     package = CoreMLPackage.read(path)
     package.function_names(adapter)
     ours, theirs = config.to_dict(), package.config.to_dict()
@@ -134,7 +134,7 @@ def _describe(path: Path, config: ModelConfig, folder: Path, adapter: str | None
         if theirs[key] != value:
             raise CheckpointError(
                 f"{path} was made from another model than {folder}: its {key} is {theirs[key]}, the "
-                f"folder's {value}. Name the folder that it was made from, or make the package anew."
+                f"folder's {value}. Name the folder that it was made from, or make the package again."
             )
     return {
         "arrangement": package.arrangement,
@@ -166,7 +166,7 @@ def _run_all(
         facts: Facts = {"runs_with": "Core ML", "package": name, "compute_units": units}
         try:
             facts |= in_own_process(run_package, path, units, adapter, references, quick)
-        except Exception as error:  # of any kind: coremltools raises many, and each is a finding
+        except Exception as error:  # coremltools raises many types, and each is a finding
             facts["failure"] = _said(error)
         else:
             facts["devices"] = _devices(path, units, adapter)
@@ -175,7 +175,7 @@ def _run_all(
 
 
 def _devices(path: Path, units: str, adapter: str | None) -> Facts | str:
-    """Shares of the devices, or why they are not known, which is no failure of the package."""
+    """Return the devices' shares, or why they are unknown, which is not a failure of the package."""
     try:
         return in_own_process(planned_devices, path, units, adapter)
     except Exception as error:
@@ -188,7 +188,7 @@ def _said(error: Exception) -> str:
 
 
 def make_references(model: Model, rng: np.random.Generator) -> list[Reference]:
-    """MLX's greedy answers to prompts of random tokens."""
+    """Compute MLX's greedy answers to prompts of random tokens."""
     return [_reference(model, length, rng) for length in _PROMPTS]
 
 
@@ -216,12 +216,12 @@ def run_package(
         path: the package.
         units: the compute units.
         adapter: name of an adapter of the package; None for none.
-        references: what MLX makes of prompts.
+        references: MLX's answers to prompts.
         quick: compare only.
 
     Returns:
-        `error`, the root mean square of the differences between logits as a share of theirs, of the worst
-        prompt; how many of the tokens are the same; times; and `failure`, None or what is wrong.
+        `error`, the root mean square of the differences between logits as a share of the logits' own, for the
+        worst prompt; the number of equal tokens; times; and `failure`, None or what is wrong.
     """
     start = time.perf_counter()
     model = CoreMLModel(path, units, adapter)
@@ -247,7 +247,7 @@ def run_package(
 
 
 def _rates(model: CoreMLModel) -> Facts:
-    """Tokens per second of prompts and of steps."""
+    """Measure tokens per second of prompts and of steps."""
     prompt, steps = _timed_sizes(model.package.config.context_length)
     reading, stepping = [], []
     for _ in range(_REPETITIONS):
@@ -280,17 +280,17 @@ def _mlx_facts(model: Model, quick: bool) -> Facts:
 
 
 def _timed_sizes(context: int) -> tuple[int, int]:
-    """Tokens of a prompt and steps behind it that the context has room for."""
+    """Return the numbers of prompt tokens and steps that fit in the context."""
     steps = min(_TIMED_STEPS, context // 4)
     return min(_TIMED_PROMPT, context - steps), steps
 
 
 def in_own_process(function: Callable[..., Facts], *arguments: Any) -> Facts:
-    """Call a function of a module in a process of its own.
+    """Call a module's function in a child process.
 
     Raises:
-        AFMError: when the process ended before the function did.
-        Exception: what the function raised.
+        AFMError: if the process ended before the function returned.
+        Exception: any exception of the function.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool:

@@ -1,4 +1,4 @@
-"""What this machine is, and whether every kernel works on it: a report as plain facts.
+"""The report of `afm-mlx doctor`: the machine, and tests of all kernels on it.
 
 Every function returns values that JSON can hold. A report names no user, no host and no folder.
 """
@@ -27,14 +27,13 @@ from afm_mlx.kernels.selftest import checks, specs
 from afm_mlx.kernels.selftest.checks import CheckResult, Verdict
 from afm_mlx.kernels.selftest.specs import Spec
 from afm_mlx.loading.missing_kernels import missing_kernels
-from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
 from afm_mlx.measure.describe import Facts, describe_runtime
-from afm_mlx.measure.process import machine_memory, threads_in_use
+from afm_mlx.measure.machine import Bandwidth, machine_memory, measure_bandwidth, threads_in_use
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import activation_dtype
 
 FORMAT = 1
-# GB/s as the makers publish them; two where a chip is sold with two memory buses.
+# GB/s as published; two where a chip is sold with two memory buses.
 PUBLISHED_BANDWIDTH = {
     "Apple M1": [68],
     "Apple M1 Pro": [200],
@@ -64,13 +63,13 @@ def examine(
     seed: int | None = None,
     progress: Progress | None = None,
 ) -> Facts:
-    """Test every variant that can run here, and say what the machine is.
+    """Test every variant that can run here, and describe the machine.
 
     Args:
-        quick: a second instead of a minute: a few problems, and nothing is timed.
-        retry: also run variants that ended the process the last time.
-        seed: seed of the random inputs; a fresh one by default.
-        progress: called with (problems done, problems in all).
+        quick: True for a few problems without timing, in a second instead of a minute.
+        retry: True to also run variants that ended the process the last time.
+        seed: seed of the random inputs; by default a fresh one.
+        progress: called with the number of problems done and the total.
 
     Returns:
         `ok`; `slow`, why models run without kernels made for this machine, or None; facts about the machine;
@@ -110,7 +109,7 @@ def _test(
     rng: np.random.Generator,
     progress: Progress | None,
 ) -> tuple[list[CheckResult], list[CheckResult], dict[str, str]]:
-    """Test both lists; return the results of each, and the failures, which the next start will know."""
+    """Test both lists; return the results of each, and the failures, which are stored for later starts."""
 
     def report(done: int) -> None:
         if progress is not None:
@@ -118,7 +117,7 @@ def _test(
 
     for name in dispatch.disabled():
         dispatch.enable(name)
-    # What the user asked for by name is no verdict on the machine.
+    # A test of a variant selected by name is no verdict on the machine.
     verdict = None if dispatch.forced() else Verdict()
     check = checks.check
     if verdict is not None:
@@ -132,7 +131,7 @@ def _test(
 
 
 def describe_machine(bandwidth: Bandwidth | None) -> Facts:
-    """Chip, memory and system."""
+    """Describe chip, memory and system."""
     info = mx.device_info()
     chip = str(info.get("device_name", "")) or platform.processor()
     macos = platform.mac_ver()[0]
@@ -153,12 +152,12 @@ def describe_machine(bandwidth: Bandwidth | None) -> Facts:
 
 
 def _threads() -> int:
-    """Threads that the native extension has started, or else would start."""
+    """Return the number of threads that the native extension started, or would start."""
     return extension.status().threads or threads_in_use()
 
 
 def native_extension() -> Facts | str:
-    """State of the C++ primitives: how they were built and what they use, or why they aren't used."""
+    """Describe the C++ extension: how it was built and what it uses, or why it is not used."""
     status = extension.status()
     if not status.available:
         return f"not used: {status.reason}"
@@ -188,7 +187,7 @@ def _result_facts(result: CheckResult, bandwidth: Bandwidth | None) -> Facts:
 
 
 def _summaries(results: Sequence[CheckResult]) -> list[Facts]:
-    """How many problems each variant of an operation ran, the worst of them, and why others were not run."""
+    """Summarize each variant of an operation: problems run, the worst, and why others were not run."""
     groups: dict[tuple[str, str], list[CheckResult]] = {}
     for result in results:
         groups.setdefault((result.spec.op, result.variant), []).append(result)
@@ -221,7 +220,7 @@ def _share_of_bound(result: CheckResult) -> float:
 
 
 def without_private_words(value: Any) -> Any:
-    """The same facts without folders, and without the names of the user and of the host."""
+    """Remove folders, and the names of the user and the host, from facts."""
     if isinstance(value, dict):
         return {key: without_private_words(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -232,7 +231,7 @@ def without_private_words(value: Any) -> Any:
         return value
     for word, stand_in in _private_words().items():
         value = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", stand_in, value)
-    # Of a path, the last part says which file it was, and that is enough.
+    # The last part of a path stays: it names the file.
     return re.sub(r"(?<![\w/])~?/(?:[^\s/:'\",;()]+/)+", "", value)
 
 
@@ -240,8 +239,8 @@ def _private_words() -> dict[str, str]:
     words = {str(Path.home()): "~", socket.gethostname(): "<host>"}
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # no name for the user's number
+    except (OSError, KeyError):  # the user id has no name
         user = ""
-    # "root" names nobody, and the word has other meanings.
+    # "root" identifies nobody, and the word has other meanings.
     words.update({} if user == "root" else {user: "<user>"})
     return {word: stand_in for word, stand_in in words.items() if len(word) > 1}

@@ -1,0 +1,314 @@
+"""The turns of a chat: answers, the KV caches kept between them, and files of conversations."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.engine.generation import GenerationResponse, stream_generate
+from afm_mlx.engine.prompt_cache import PromptCaches
+from afm_mlx.errors import AFMError, RequestError, TokenizerError, reason_of, shown
+from afm_mlx.files import atomic_write, read_file
+from afm_mlx.tokenizer.chat_messages import Message, checked_messages
+
+MAX_BYTES = 4 << 20
+"""Maximum bytes of a conversation file: a million tokens, more than any context."""
+_KEYS = ("messages", "adapter")
+
+
+class ConversationFileError(AFMError):
+    """A conversation file that can't be written or read."""
+
+
+class Dialogue:
+    """The turns of a chat and their KV caches, one for each adapter.
+
+    A turn renders the whole dialogue and computes the tokens that the cache doesn't hold yet, usually the end
+    of the last answer and the new question. The first turn after a switch of adapters computes all turns that
+    the adapter hasn't seen.
+
+    A method that raises, for Ctrl-C too, leaves the dialogue as it was; an answer that Ctrl-C
+    stops keeps the text so far.
+
+    Args:
+        model, tokenizer: the results of `load`.
+        new_cache: makes an empty KV cache.
+        system_prompt: instructions for all turns.
+        adapters: pool of the adapters that may answer.
+
+    Attributes:
+        adapter: name of the adapter that answers, or None.
+        last_response: final response of the last answer, with its figures; None without one.
+        prompt_tokens: number of tokens of the last question and the dialogue before it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        new_cache: Callable[[], list[Any]],
+        system_prompt: str | None = None,
+        adapters: AdapterPool | None = None,
+    ):
+        self._model = model
+        self._tokenizer = tokenizer
+        self._new_cache = new_cache
+        self._adapters = adapters
+        self.adapter: str | None = None
+        self._system: list[Message] = []
+        self.system = system_prompt
+        self.reset()
+
+    # -- turns
+
+    @property
+    def messages(self) -> list[Message]:
+        """The instructions, if any, and all turns."""
+        return [*self._system, *self._turns]
+
+    @property
+    def turns(self) -> list[Message]:
+        """All turns, without the instructions."""
+        return list(self._turns)
+
+    @property
+    def system(self) -> str | None:
+        """Instructions for all turns; None for the chat template's own.
+
+        Raises:
+            TokenizerError: if the value that is set is not text.
+        """
+        return self._system[0]["content"] if self._system else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        # Tools of instructions that were loaded are kept.
+        old: Mapping[str, Any] = self._system[0] if self._system else {}
+        new = [] if text is None else [{**old, "role": "system", "content": text}]
+        self._system = _checked(new)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the whole dialogue, as the chat template renders it."""
+        return len(self._encoded(self.messages, open_answer=False)) if self.messages else 0
+
+    def reset(self) -> None:
+        """Remove all turns; keep instructions and adapter."""
+        self._turns: list[Message] = []
+        self._question: list[Message] = []  # turns up to the last question, answered or not
+        self._caches = PromptCaches(self._new_cache)
+        self.last_response: GenerationResponse | None = None
+        self.prompt_tokens = 0
+
+    def restore(self, messages: Sequence[Message], adapter: str | None) -> None:
+        """Replace instructions, turns and adapter.
+
+        Args:
+            messages: instructions, if any, and turns.
+            adapter: name of the adapter that answers from now on; None for none.
+
+        Raises:
+            AFMError: if the messages are not valid, or the adapter can't be loaded.
+        """
+        checked = _checked(messages)
+        self._encoded(checked, open_answer=False)
+        starts = int(bool(checked) and checked[0]["role"] == "system")
+        turns = checked[starts:]
+        questions = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
+        self.switch(adapter)
+        self.reset()
+        self._system, self._turns = checked[:starts], turns
+        self._question = turns[: questions[-1] + 1] if questions else []
+
+    def switch(self, adapter: str | None) -> None:
+        """Set the adapter that answers from now on; None for none.
+
+        Raises:
+            AFMError: if the adapter can't be loaded; the previous one stays.
+        """
+        if adapter is not None:
+            if self._adapters is None:
+                raise RequestError(f"There is no adapter {adapter!r}: this chat has none.")
+            self._adapters.load(adapter)
+        self.adapter = adapter
+
+    # -- answers
+
+    def ask(
+        self, question: str, show: Callable[[str], None], **arguments: Any
+    ) -> GenerationResponse | None:
+        """Add a question and its answer. Ctrl-C ends the answer and keeps its text so far.
+
+        Args:
+            question: the user's message.
+            show: called with each segment of the answer.
+            arguments: options for `stream_generate`.
+
+        Returns:
+            The final response, with its figures; None after Ctrl-C.
+
+        Raises:
+            AFMError: if the question can't be answered, or not to the end. The dialogue is then
+                unchanged.
+        """
+        self._question = [*self._turns, {"role": "user", "content": question}]
+        return self._answer(show, arguments)
+
+    def retry(self, show: Callable[[str], None], **arguments: Any) -> GenerationResponse | None:
+        """Answer the last question again, and replace its answer if it has one.
+
+        Args:
+            show, arguments: see `ask`.
+
+        Raises:
+            RequestError: if there is no question yet.
+            AFMError: as `ask`.
+        """
+        if not self._question:
+            raise RequestError("There is no question yet that could be answered again.")
+        return self._answer(show, arguments)
+
+    def _answer(
+        self, show: Callable[[str], None], arguments: Mapping[str, Any]
+    ) -> GenerationResponse | None:
+        prompt = self._encoded([*self._system, *self._question], open_answer=True)
+        self.prompt_tokens = len(prompt)
+        answer, stopped, last = "", False, None
+        try:
+            with (
+                self._caches.continuing(prompt, self.adapter) as run,
+                closing(
+                    stream_generate(
+                        self._model,
+                        self._tokenizer,
+                        run.rest,
+                        prompt_cache=run.cache,
+                        logprobs=False,
+                        adapter=self.adapter,
+                        adapters=self._adapters,
+                        **arguments,
+                    )  # type: ignore[type-var]
+                ) as responses,
+            ):
+                for response in responses:
+                    answer += response.text
+                    run.answer.append(response.token)
+                    self.last_response = last = response
+                    show(response.text)
+        except KeyboardInterrupt:
+            stopped = True
+        if answer:
+            self._turns = [*self._question, {"role": "assistant", "content": answer}]
+        return None if stopped else last
+
+    def _encoded(self, messages: Sequence[Message], open_answer: bool) -> list[int]:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=open_answer
+            )
+        except AFMError:
+            raise
+        except Exception as error:  # templates of other models raise anything
+            raise TokenizerError(
+                f"The model's chat template can't write this conversation: {error}"
+            ) from error
+
+
+def _checked(messages: Sequence[Message]) -> list[Message]:
+    """Return messages that can be encoded and saved.
+
+    Raises:
+        TokenizerError: names the message that can't.
+    """
+    checked = checked_messages(messages) if messages else []
+    for index, message in enumerate(checked):
+        try:
+            json.dumps(message, ensure_ascii=False).encode("utf-8")
+        except (ValueError, RecursionError) as error:  # a lone surrogate, a deep nesting
+            raise TokenizerError(
+                f"messages[{index}] ({message['role']}) can't be written as JSON in UTF-8: {error}. "
+                "Change or remove it."
+            ) from None
+    return checked
+
+
+# -- files
+
+
+def write_conversation(
+    path: Path, messages: Sequence[Message], adapter: str | None, replace: bool
+) -> None:
+    """Write a conversation as JSON, atomically.
+
+    Args:
+        path: the file to write.
+        messages: instructions first, if there are any.
+        adapter: name of the adapter that answers, or None.
+        replace: True to overwrite an existing file.
+
+    Raises:
+        ConversationFileError: if the file can't be written.
+    """
+    record = {"adapter": adapter, "messages": list(messages)}
+    where = shown(str(path))
+    try:
+        if path.exists() and not replace:
+            raise ConversationFileError(
+                f"{where} exists, and was not written by this chat. Choose another name, or remove it first."
+            )
+        with atomic_write(path) as temporary:
+            text = json.dumps(record, ensure_ascii=False, indent=1)
+            temporary.write_text(text + "\n", encoding="utf-8")
+    except (OSError, RecursionError) as error:  # RecursionError for a deeply nested tool result
+        raise ConversationFileError(
+            f"{where} can't be written: {reason_of(error)}. Give the path of a file."
+        ) from None
+
+
+def read_conversation(path: Path) -> tuple[list[Any], str | None]:
+    """Read the messages of a file, unchecked, and the name of its adapter, or None.
+
+    Raises:
+        ConversationFileError: if the file holds no conversation.
+    """
+    where = shown(str(path))
+    try:
+        data = read_file(path, MAX_BYTES)
+    except OSError as error:
+        raise ConversationFileError(
+            f"{where} can't be read: {reason_of(error)}. Give a file that /save has written."
+        ) from None
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConversationFileError(f"{where} is not JSON: {reason_of(error)}.") from None
+    if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
+        raise ConversationFileError(
+            f'{where} holds no conversation; {{"messages": [{{"role", "content"}}, ...]}} is needed.'
+        )
+    if unknown := [key for key in record if key not in _KEYS]:
+        raise ConversationFileError(
+            f"{where} has the key {shown(unknown[0])}; a conversation has {' and '.join(_KEYS)}."
+        )
+    adapter = record.get("adapter")
+    if not isinstance(adapter, str | None):
+        raise ConversationFileError(
+            f"{where}: adapter is {shown(adapter)}; a name, or null for none, is needed."
+        )
+    return record["messages"], adapter
+
+
+def typed_path(text: str) -> Path:
+    """Convert a typed path, in which `~` is the home folder, to an absolute one.
+
+    Raises:
+        ConversationFileError: if the text has unprintable characters.
+    """
+    if not text.isprintable():
+        raise ConversationFileError(f"{shown(text)} is not the name of a file.")
+    return Path(os.path.expanduser(text)).absolute()
