@@ -17,7 +17,7 @@ from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.field_rules import Honoured
 from afm_mlx.server.guards import check_admin
-from afm_mlx.server.replies import ApiError, bad_request, json_response
+from afm_mlx.server.replies import ApiError, JsonObject, bad_request, json_response
 from afm_mlx.server.served_model import ServedModel
 
 _PUBLIC_FIELDS = ("id", "object", "name", "state", "bytes", "rank", "pinned")
@@ -36,8 +36,7 @@ class LoadRequest(Struct, forbid_unknown_fields=True):
     """
 
     name: Annotated[
-        Name,
-        Honoured(hint="A name has letters, digits, dots, dashes and underscores, 64 at most."),
+        Name, Honoured(hint="A name has letters, digits, dots, dashes and underscores, 64 at most.")
     ]
     path: str
     pinned: bool = False
@@ -171,12 +170,12 @@ def _allowed_path(text: str, folders: Sequence[Path]) -> Path:
     )
 
 
-async def _one(served: ServedModel, name: str) -> dict[str, Any]:
+async def _one(served: ServedModel, name: str) -> JsonObject:
     known = await served.workers.change_adapters(_pool(served).describe)
     return _described(served, next(each for each in known["adapters"] if each["name"] == name))
 
 
-def _described(served: ServedModel, entry: dict[str, Any]) -> dict[str, Any]:
+def _described(served: ServedModel, entry: JsonObject) -> JsonObject:
     described = {"id": f"{served.name}:{entry['name']}", "object": "adapter", **entry}
     for field in ("source", "error"):
         if isinstance(described[field], str):

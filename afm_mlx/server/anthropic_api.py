@@ -6,7 +6,6 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,6 +39,7 @@ from afm_mlx.server.chat_inputs import (
 from afm_mlx.server.replies import (
     ApiError,
     EventStream,
+    JsonObject,
     bad_request,
     event,
     json_response,
@@ -98,7 +98,7 @@ async def create_message(request: Request) -> Response:
         ping = _encoded({"type": "ping"})
         return EventStream(events, request, lambda error: event(error.anthropic(), "error"), ping)
 
-    async def whole() -> dict[str, Any]:
+    async def whole() -> JsonObject:
         async with aclosing(events):
             async for _ in events:
                 pass
@@ -228,7 +228,6 @@ def _joined(content: str | Sequence[ClaudeText]) -> str:
 # -- from an answer's events to a message
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-StreamedEvent = dict[str, Any]
 
 
 class MessageStream:
@@ -246,7 +245,7 @@ class MessageStream:
     """
 
     def __init__(self, model: str, prompt_tokens: int):
-        self.message: dict[str, Any] = {
+        self.message: JsonObject = {
             "type": "message",
             "id": f"msg_{uuid.uuid4().hex}",
             "role": "assistant",
@@ -256,16 +255,16 @@ class MessageStream:
             "stop_sequence": None,
             "usage": _usage(prompt_tokens),
         }
-        self._open: dict[str, Any] | None = None  # the last block, until it ends
+        self._open: JsonObject | None = None  # the last block, until it ends
         self._texts: list[str] = []  # of the open block, joined at its end
         self._space = ""
 
-    def begin(self) -> Iterator[StreamedEvent]:
+    def begin(self) -> Iterator[JsonObject]:
         """Yield the first events."""
         yield {"type": "message_start", "message": self.message}
         yield {"type": "ping"}
 
-    def take(self, event: Event) -> Iterator[StreamedEvent]:
+    def take(self, event: Event) -> Iterator[JsonObject]:
         """Yield the stream's events for an event of the answer."""
         match event:
             case TextDelta():
@@ -299,17 +298,17 @@ class MessageStream:
     def _index(self) -> int:
         return len(self.message["content"]) - 1
 
-    def _begin(self, block: dict[str, Any]) -> Iterator[StreamedEvent]:
+    def _begin(self, block: JsonObject) -> Iterator[JsonObject]:
         self._open, self._texts = block, []
         self.message["content"].append(block)
         yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
-    def _delta(self, kind: str, field: str, text: str) -> StreamedEvent:
+    def _delta(self, kind: str, field: str, text: str) -> JsonObject:
         self._texts.append(text)
         delta = {"type": kind, field: text}
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
-    def _more_text(self, text: str) -> Iterator[StreamedEvent]:
+    def _more_text(self, text: str) -> Iterator[JsonObject]:
         if self._open is None or self._open["type"] != "text":
             # Space before a call makes no block; what it is shows when more text comes.
             text = self._space + text
@@ -321,7 +320,7 @@ class MessageStream:
         if text:
             yield self._delta("text_delta", "text", text)
 
-    def _close(self) -> Iterator[StreamedEvent]:
+    def _close(self) -> Iterator[JsonObject]:
         """End the open block, if there is one."""
         block, text = self._open, "".join(self._texts)
         self._open = None
@@ -337,7 +336,7 @@ class MessageStream:
         yield {"type": "content_block_stop", "index": self._index}
 
 
-def _text_block() -> dict[str, Any]:
+def _text_block() -> JsonObject:
     return {"type": "text", "text": "", "citations": None}
 
 
@@ -369,5 +368,5 @@ async def _events(
         raise
 
 
-def _encoded(streamed: StreamedEvent) -> bytes:
+def _encoded(streamed: JsonObject) -> bytes:
     return event(streamed, streamed["type"])

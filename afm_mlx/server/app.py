@@ -8,7 +8,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from importlib import resources
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -35,6 +34,7 @@ from afm_mlx.server.replies import (
     REQUEST_ID,
     ApiError,
     ClientLeft,
+    JsonObject,
     RequestIds,
     error_response,
     json_response,
@@ -178,7 +178,7 @@ async def retrieve_model(request: Request) -> Response:
     return json_response(_described(served, model_id))
 
 
-def _described(served: ServedModel, model_id: str) -> dict[str, Any]:
+def _described(served: ServedModel, model_id: str) -> JsonObject:
     is_adapter = model_id != served.name
     return {
         "id": model_id,

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -89,7 +89,7 @@ async def _content(request: Request, admission: Admission, held: ExitStack) -> b
     return b"".join(parts)
 
 
-def decoded(content: bytes) -> Any:
+def decoded(content: bytes) -> object:
     """Decode the JSON of a body; raise a 400 for anything else."""
     try:
         if len(content) <= LARGE:
@@ -112,7 +112,7 @@ def decoded(content: bytes) -> Any:
         ) from None
 
 
-def _parts_decoded(content: bytes | msgspec.Raw, levels: int) -> Any:
+def _parts_decoded(content: bytes | msgspec.Raw, levels: int) -> object:
     """Decode a large JSON element by element, because other threads can't run while the decoder does."""
     if len(content) > LARGE and levels:
         first = bytes(memoryview(content)[:100]).lstrip()[:1]
@@ -140,7 +140,7 @@ def _non_finite_place(content: bytes) -> str | None:
     """Return the place of the first NaN or infinity, which Python's decoder takes, or None."""
     found: list[str] = []
 
-    def look(value: Any, place: str) -> None:
+    def look(value: object, place: str) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             found.append(place)
         elif isinstance(value, dict):

@@ -213,7 +213,7 @@ class ConversationBuilder:
         return [{"role": "system", "content": PARAGRAPH.join(texts)}, *self.messages]
 
 
-def is_answer(message: Mapping[str, Any]) -> bool:
+def is_answer(message: Message) -> bool:
     """True if a message is an answer that can be continued."""
     return message.get("role") == "assistant" and not message.get("tool_calls")
 
@@ -221,7 +221,7 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 # -- tools
 
 
-def function_tool(name: str, description: str | None, parameters: Any) -> Tool:
+def function_tool(name: str, description: str | None, parameters: object) -> Tool:
     """Make a tool definition in OpenAI's chat form, which models were trained on."""
     described = {} if description is None else {"description": description}
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
@@ -305,15 +305,13 @@ class AnswerFormat:
     """
 
     constraint: Constraint | None = None
-    shown: Mapping[str, Any] | None = None
+    shown: Message | None = None
 
 
 FREE_TEXT = AnswerFormat()
 
 
-def schema_format(
-    schema: dict[str, Any], name: str, description: str | None, place: str
-) -> AnswerFormat:
+def schema_format(schema: Message, name: str, description: str | None, place: str) -> AnswerFormat:
     """Make the format of answers that are JSON under a schema. Large schemas take a while.
 
     Raises:

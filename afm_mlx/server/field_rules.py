@@ -21,7 +21,7 @@ from afm_mlx.errors import named, shown
 from afm_mlx.server.replies import bad_request
 
 Made = TypeVar("Made")
-EMPTY: tuple[Any, ...] = ("", [], {}, False)
+EMPTY: tuple[object, ...] = ("", [], {}, False)
 """Values that mean the same as null."""
 MAX_IGNORED = 40
 """Maximum number of names in the list of ignored fields."""
@@ -42,7 +42,7 @@ class Honoured:
 
     text: str = ""
     hint: str = ""
-    off: tuple[Any, ...] = ()
+    off: tuple[object, ...] = ()
     shapes_answers: bool = True
 
 
@@ -56,7 +56,7 @@ class Refused:
     """
 
     text: str
-    off: tuple[Any, ...] = EMPTY
+    off: tuple[object, ...] = EMPTY
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class Ignored:
     """
 
     text: str
-    off: tuple[Any, ...] = EMPTY
+    off: tuple[object, ...] = EMPTY
     is_named: bool = True
     if_strict: bool = False
 
@@ -95,9 +95,9 @@ class Kinds:
     ignored: frozenset[str] | None = frozenset()
     why: str = ""
 
-    def ignores(self, kind: Any) -> bool:
+    def ignores(self, kind: str) -> bool:
         """True if objects with this tag are ignored."""
-        return isinstance(kind, str) and (self.ignored is None or kind in self.ignored)
+        return self.ignored is None or kind in self.ignored
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +113,12 @@ class ValueShape:
         bounds: the list's type with its limits of length, for msgspec.
     """
 
-    annotation: Any
+    annotation: object
     structs: Mapping[str | None, type[Struct]]
     tag_field: str | None
     kinds: Kinds
     element: ValueShape | None
-    bounds: Any
+    bounds: object
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +143,7 @@ def rules_of(kind: type[Struct]) -> Mapping[str, FieldRule]:
     return found
 
 
-def _metadata(annotation: Any) -> tuple[Any, ...]:
+def _metadata(annotation: Any) -> tuple[object, ...]:
     return annotation.__metadata__ if get_origin(annotation) is Annotated else ()
 
 
@@ -182,20 +182,22 @@ class Reader:
         ignored: names of fields without effect, in order, with [] for the indices of lists.
     """
 
-    def __init__(self, is_strict: bool = False, known: Mapping[str, tuple[Any, ...]] | None = None):
+    def __init__(
+        self, is_strict: bool = False, known: Mapping[str, tuple[object, ...]] | None = None
+    ):
         self._is_strict, self._known = is_strict, known or {}
         self.ignored: dict[str, None] = {}
 
-    def read(self, value: Any, kind: type[Made]) -> Made:
+    def read(self, value: object, kind: type[Made]) -> Made:
         """Convert a decoded JSON object to a struct; raise a 400 that names the field it can't."""
         if not isinstance(value, dict):
             raise bad_request(f"The body is {shown(value)}; a JSON object is needed.")
         return self._struct(value, kind, "")
 
-    def _struct(self, value: Mapping[str, Any], kind: Any, place: str) -> Any:
+    def _struct(self, value: Mapping[str, object], kind: Any, place: str) -> Any:
         rules = rules_of(kind)
         config = kind.__struct_config__
-        given: dict[str, Any] = {}
+        given: dict[str, object] = {}
         for name, item in value.items():
             where = f"{place}.{name}" if place else name
             field = rules.get(name)
@@ -219,7 +221,7 @@ class Reader:
                 )
         return kind(**given)
 
-    def _take_unknown(self, name: str, item: Any, where: str, place: str, forbids: bool) -> None:
+    def _take_unknown(self, name: str, item: object, where: str, place: str, forbids: bool) -> None:
         if forbids or self._is_strict:
             raise bad_request(
                 f"{named(where)} is not a field that this server honours. Leave it out.",
@@ -233,7 +235,7 @@ class Reader:
         elif not is_one_of(item, (None, *EMPTY)):
             self._name(name)
 
-    def _value(self, item: Any, shape: ValueShape, where: str, hint: str) -> Any:
+    def _value(self, item: object, shape: ValueShape, where: str, hint: str) -> Any:
         if isinstance(item, dict) and shape.structs:
             return self._of_kind(item, shape, where)
         if isinstance(item, list) and shape.element is not None:
@@ -245,7 +247,7 @@ class Reader:
             return [each for each in made if each is not _DROPPED]
         return _converted(item, shape.annotation, where, hint)
 
-    def _of_kind(self, value: Mapping[str, Any], shape: ValueShape, where: str) -> Any:
+    def _of_kind(self, value: Mapping[str, object], shape: ValueShape, where: str) -> Any:
         if shape.tag_field is None:
             (kind,) = shape.structs.values()
             return self._struct(value, kind, where)
@@ -253,7 +255,7 @@ class Reader:
         tag = shape.kinds.default if tag is None else tag
         if isinstance(tag, str) and tag in shape.structs:
             return self._struct(value, shape.structs[tag], where)
-        if shape.kinds.ignores(tag) and not self._is_strict:
+        if isinstance(tag, str) and shape.kinds.ignores(tag) and not self._is_strict:
             self._name(where, tag)
             return _DROPPED
         place = f"{where}.{shape.tag_field}"
@@ -274,7 +276,7 @@ class Reader:
             self.ignored[name] = None
 
 
-def _converted(value: Any, annotation: Any, place: str, hint: str) -> Any:
+def _converted(value: object, annotation: object, place: str, hint: str) -> Any:
     """Convert a value with msgspec; raise a 400 that names the element which it refuses."""
     try:
         return msgspec.convert(value, annotation)
@@ -286,14 +288,14 @@ def _converted(value: Any, annotation: Any, place: str, hint: str) -> Any:
         ) from None
 
 
-def _refused_place(value: Any, annotation: Any, place: str) -> str:
+def _refused_place(value: object, annotation: object, place: str) -> str:
     """Return the place of the innermost element that msgspec refuses.
 
     The elements of each level are bisected, and converted within single-element copies of the levels above.
     """
     above: list[str | None] = []  # keys of the levels above; None for lists
 
-    def is_refused(part: Any) -> bool:
+    def is_refused(part: object) -> bool:
         for key in reversed(above):
             part = [part] if key is None else {key: part}
         try:
@@ -322,12 +324,12 @@ def _refused_place(value: Any, annotation: Any, place: str) -> str:
     return place
 
 
-def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+def is_one_of(value: object, values: tuple[object, ...]) -> bool:
     """True if `values` contains a value of the same type, so that false does not equal 0."""
     return any(type(value) is type(each) and value == each for each in values)
 
 
-def refuse(value: Any, name: str, why: str, *allowed: Any) -> None:
+def refuse(value: object, name: str, why: str, *allowed: object) -> None:
     """Raise a 400 for a field that can't be honoured, unless it is null or has an allowed value."""
     if is_one_of(value, (None, *allowed)):
         return

@@ -40,7 +40,14 @@ from afm_mlx.server.openai_fields import (
     timings,
     usage,
 )
-from afm_mlx.server.replies import EventStream, bad_request, event, json_response, while_connected
+from afm_mlx.server.replies import (
+    EventStream,
+    JsonObject,
+    bad_request,
+    event,
+    json_response,
+    while_connected,
+)
 from afm_mlx.server.request_fields import (
     AssistantMessage,
     ChatAllowedTools,
@@ -161,7 +168,7 @@ def _tools(body: ChatRequest) -> OfferedTools:
 # -- responses
 
 
-def _head(kind: str, model: str) -> dict[str, Any]:
+def _head(kind: str, model: str) -> JsonObject:
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": kind,
@@ -175,7 +182,7 @@ class _ChatChoice:
 
     def __init__(self) -> None:
         self.text = ""
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[JsonObject] = []
         self.logprobs: list[TokenLikelihood] = []
         self.reason = ""
 
@@ -191,9 +198,9 @@ class _ChatChoice:
             case Ended():
                 self.reason = part.reason
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         has_text = bool(self.text.strip()) or not self.calls
-        message: dict[str, Any] = {
+        message: JsonObject = {
             "role": "assistant",
             "content": self.text if has_text else None,
             "refusal": None,
@@ -201,19 +208,13 @@ class _ChatChoice:
         return {**message, "tool_calls": self.calls} if self.calls else message
 
 
-def _call(part: ToolCallBegins) -> dict[str, Any]:
-    return {
-        "id": part.id,
-        "type": "function",
-        "function": {"name": part.name, "arguments": ""},
-    }
+def _call(part: ToolCallBegins) -> JsonObject:
+    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
 
 
-async def _completion(
-    served: ServedModel, request: GenerationRequest, model: str
-) -> dict[str, Any]:
+async def _completion(served: ServedModel, request: GenerationRequest, model: str) -> JsonObject:
     choices = [_ChatChoice() for _ in range(request.n)]
-    counts: dict[str, Any] = {}
+    counts: JsonObject = {}
     async with aclosing(answer_events(served, request)) as parts:
         async for part in parts:
             if isinstance(part, TokenCounts):
@@ -243,7 +244,7 @@ async def _chunks(
     if with_usage:
         head["usage"] = None
 
-    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
+    def chunk(index: int, delta: JsonObject, reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
         return event({**head, "choices": [choice]})
 
@@ -260,7 +261,7 @@ async def _chunks(
                 yield chunk(part.index, {"role": "assistant", "content": "", "refusal": None})
             match part:
                 case TextDelta(index, text, logprobs):
-                    more: dict[str, Any] = {"logprobs": chat_logprobs(logprobs)} if logprobs else {}
+                    more: JsonObject = {"logprobs": chat_logprobs(logprobs)} if logprobs else {}
                     yield chunk(index, {"content": text}, **more)
                 case ToolCallBegins(index, call):
                     yield chunk(index, {"tool_calls": [{"index": call, **_call(part)}]})

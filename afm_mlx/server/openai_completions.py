@@ -28,6 +28,7 @@ from afm_mlx.server.openai_fields import check_count, format_of, limit, sampling
 from afm_mlx.server.replies import (
     ApiError,
     EventStream,
+    JsonObject,
     bad_request,
     event,
     json_response,
@@ -196,7 +197,7 @@ class _Logprobs:
     def __init__(self, before: str):
         self._start, self._bytes = len(before), b""
 
-    def written(self, tokens: Sequence[TokenLikelihood]) -> dict[str, Any]:
+    def written(self, tokens: Sequence[TokenLikelihood]) -> JsonObject:
         """Write the log-probabilities of the next tokens."""
         offsets = []
         for token in tokens:
@@ -236,7 +237,7 @@ class _CompletionChoice:
         return sum(t.logprob for t in self.logprobs) / max(1, len(self.logprobs))
 
 
-def _head(model: str) -> dict[str, Any]:
+def _head(model: str) -> JsonObject:
     return {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",
@@ -245,7 +246,7 @@ def _head(model: str) -> dict[str, Any]:
     }
 
 
-async def _completion(served: ServedModel, made: _CompletionRequests) -> dict[str, Any]:
+async def _completion(served: ServedModel, made: _CompletionRequests) -> JsonObject:
     """Return the response: the choices of the first prompt, then the choices of the next."""
     choices = [[_CompletionChoice() for _ in range(request.n)] for request in made.requests]
     counts: list[TokenCounts] = []
@@ -258,7 +259,7 @@ async def _completion(served: ServedModel, made: _CompletionRequests) -> dict[st
                 choices[number][each.index].logprobs += each.logprobs
             elif isinstance(each, Ended):
                 choices[number][each.index].reason = each.reason
-    written: list[dict[str, Any]] = []
+    written: list[JsonObject] = []
     for echo, best in zip(made.echoes, choices, strict=True):
         if len(best) > made.n:
             best = sorted(best, key=lambda choice: -choice.score)[: made.n]
@@ -275,7 +276,7 @@ async def _completion(served: ServedModel, made: _CompletionRequests) -> dict[st
     return {**_head(made.model), "choices": written, "usage": _total(counts)}
 
 
-def _total(counts: Sequence[TokenCounts]) -> dict[str, Any]:
+def _total(counts: Sequence[TokenCounts]) -> JsonObject:
     drafted = [each.drafted for each in counts if each.drafted is not None]
     return usage(
         TokenCounts(

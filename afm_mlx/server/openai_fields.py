@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import msgspec
 
@@ -12,7 +12,7 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import TokenCounts
 from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_format, schema_format
-from afm_mlx.server.replies import bad_request
+from afm_mlx.server.replies import JsonObject, bad_request
 from afm_mlx.server.request_fields import (
     MAX_STOP,
     MAX_STOPS,
@@ -193,19 +193,19 @@ def _structured_format(
 # -- responses
 
 
-def chat_logprobs(tokens: Sequence[TokenLikelihood]) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[TokenLikelihood]) -> JsonObject:
     """Write log-probabilities in the form of chat completions."""
 
-    def one(token: TokenLikelihood) -> dict[str, Any]:
+    def one(token: TokenLikelihood) -> JsonObject:
         return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
     content = [{**one(token), "top_logprobs": [one(t) for t in token.top]} for token in tokens]
     return {"content": content, "refusal": None}
 
 
-def usage(counts: TokenCounts) -> dict[str, Any]:
+def usage(counts: TokenCounts) -> JsonObject:
     """Write numbers of tokens in OpenAI's form."""
-    written: dict[str, Any] = {
+    written: JsonObject = {
         "prompt_tokens": counts.prompt,
         "completion_tokens": counts.completion,
         "total_tokens": counts.prompt + counts.completion,

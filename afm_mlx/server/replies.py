@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import MutableHeaders
@@ -26,6 +26,7 @@ from afm_mlx.errors import MESSAGE, AFMError, ContextLengthError, LogitsError
 
 _LOG = logging.getLogger("afm_mlx.server")
 Result = TypeVar("Result")
+JsonObject = dict[str, Any]
 
 # -- request ids
 

@@ -20,11 +20,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from afm_mlx.server.field_rules import EMPTY, Honoured, Ignored, Kinds, Refused, rules_of
+from afm_mlx.server.field_rules import EMPTY, Honoured, Ignored, Kinds, Refused, Rule, rules_of
 
 MAX_STOPS, MAX_STOP = 16, 1000
 """Limits on the number of stop strings, and on the characters of one."""
-MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 1 << 14, 1 << 12, 1 << 10
+MESSAGES, SOME_MESSAGES = Meta(max_length=1 << 14), Meta(min_length=1, max_length=1 << 14)
+PARTS, TOOLS = Meta(max_length=1 << 12), Meta(max_length=1 << 10)
 """Limits on the messages or items of a request, on a message's parts, blocks or calls, and on tools."""
 MAX_CHOICES, MAX_BIASES, MAX_TOKENS = 1 << 12, 1 << 14, 1 << 20
 """Limits on choices of an answer, on biased tokens, and on prompts or the token ids of one."""
@@ -81,8 +82,8 @@ class Fields(Struct, kw_only=True):
 
 class TextPart(Fields, tag_field="type", tag="text"):
     text: str
-    cache_control: Annotated[Any, CACHE] = None
-    prompt_cache_breakpoint: Annotated[Any, CACHE] = None
+    cache_control: Annotated[object, CACHE] = None
+    prompt_cache_breakpoint: Annotated[object, CACHE] = None
 
 
 class RefusalPart(Fields, tag_field="type", tag="refusal"):
@@ -93,7 +94,7 @@ PART = Kinds("this model reads text only")
 ANSWER_PART = Kinds(
     PART.text, ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}), why=ECHO.text
 )
-Texts = str | Annotated[list[Annotated[TextPart, PART]], Meta(max_length=MAX_PARTS)]
+Texts = str | Annotated[list[Annotated[TextPart, PART]], PARTS]
 
 
 class CalledFunction(Fields):
@@ -104,52 +105,47 @@ class CalledFunction(Fields):
 class ChatCall(Fields, tag_field="type", tag="function"):
     id: str
     function: CalledFunction
-    index: Annotated[Any, ECHO] = None
+    index: Annotated[object, ECHO] = None
 
 
 class SystemMessage(Fields, tag_field="role", tag="system"):
     content: Texts | None
-    name: Annotated[Any, NO_NAMES] = None
+    name: Annotated[object, NO_NAMES] = None
 
 
 class DeveloperMessage(Fields, tag_field="role", tag="developer"):
     content: Texts | None
-    name: Annotated[Any, NO_NAMES] = None
+    name: Annotated[object, NO_NAMES] = None
 
 
 class UserMessage(Fields, tag_field="role", tag="user"):
     content: Texts | None
-    name: Annotated[Any, NO_NAMES] = None
+    name: Annotated[object, NO_NAMES] = None
 
 
 class AssistantMessage(Fields, tag_field="role", tag="assistant"):
-    content: (
-        str
-        | Annotated[
-            list[Annotated[TextPart | RefusalPart, ANSWER_PART]], Meta(max_length=MAX_PARTS)
-        ]
-        | None
-    ) = None
+    content: str | Annotated[list[Annotated[TextPart | RefusalPart, ANSWER_PART]], PARTS] | None = (
+        None
+    )
     tool_calls: (
         Annotated[
-            list[Annotated[ChatCall, Kinds("calls are of functions", default="function")]],
-            Meta(max_length=MAX_PARTS),
+            list[Annotated[ChatCall, Kinds("calls are of functions", default="function")]], PARTS
         ]
         | None
     ) = None
     refusal: str | None = None
-    name: Annotated[Any, NO_NAMES] = None
-    audio: Annotated[Any, Refused("this model reads text only")] = None
-    function_call: Annotated[Any, Refused("tool_calls took its place")] = None
-    annotations: Annotated[Any, ECHO] = None
-    reasoning_content: Annotated[Any, ECHO] = None
-    provider_specific_fields: Annotated[Any, ECHO] = None
+    name: Annotated[object, NO_NAMES] = None
+    audio: Annotated[object, Refused("this model reads text only")] = None
+    function_call: Annotated[object, Refused("tool_calls took its place")] = None
+    annotations: Annotated[object, ECHO] = None
+    reasoning_content: Annotated[object, ECHO] = None
+    provider_specific_fields: Annotated[object, ECHO] = None
 
 
 class ToolMessage(Fields, tag_field="role", tag="tool"):
     tool_call_id: str
     content: Texts | None = None
-    name: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    name: Annotated[object, OF_USE_TO_CLIENTS] = None
 
 
 ChatMessage = Annotated[
@@ -162,12 +158,12 @@ class Function(Fields):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[Any, KEPT_TO] = None
+    strict: Annotated[object, KEPT_TO] = None
 
 
 class ChatFunctionTool(Fields, tag_field="type", tag="function"):
     function: Function
-    cache_control: Annotated[Any, CACHE] = None
+    cache_control: Annotated[object, CACHE] = None
 
 
 OTHERS_TOOLS = Kinds(
@@ -186,7 +182,7 @@ class ChosenFunction(Fields, tag_field="type", tag="function"):
 
 class ChatAllowed(Fields):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[Annotated[ChosenFunction, OTHERS_TOOLS]], Meta(max_length=MAX_TOOLS)]
+    tools: Annotated[list[Annotated[ChosenFunction, OTHERS_TOOLS]], TOOLS]
 
 
 class ChatAllowedTools(Fields, tag_field="type", tag="allowed_tools"):
@@ -202,14 +198,14 @@ CHOICES = "Allowed are auto, none, required, and a function of tools by its name
 
 class ChatStreamOptions(Fields):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, NOT_PADDED] = None
+    include_obfuscation: Annotated[object, NOT_PADDED] = None
 
 
 class JsonSchema(Fields):
     name: FormatName
     schema: dict[str, Any] | None = None
     description: str | None = None
-    strict: Annotated[Any, KEPT_TO] = None
+    strict: Annotated[object, KEPT_TO] = None
 
 
 class TextFormat(Fields, tag_field="type", tag="text"):
@@ -240,7 +236,7 @@ class StructuredOutputs(Fields):
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    whitespace_pattern: Annotated[Any, Refused("JSON is written in one way")] = None
+    whitespace_pattern: Annotated[object, Refused("JSON is written in one way")] = None
 
 
 OLDER = Honoured("the older names of `structured_outputs`", off=("", []))
@@ -300,19 +296,19 @@ class SampledRequest(Fields):
     guided_regex: Annotated[str | None, OLDER] = None
     guided_choice: Annotated[Choices | None, OLDER] = None
     guided_grammar: Annotated[str | None, OLDER] = None
-    user: Annotated[Any, WHO] = None
-    safety_identifier: Annotated[Any, WHO] = None
-    prompt_cache_key: Annotated[Any, CACHE_MARK] = None
-    prompt_cache_options: Annotated[Any, CACHE] = None
-    prompt_cache_retention: Annotated[Any, Ignored(CACHE.text, ("in_memory", *EMPTY))] = None
-    metadata: Annotated[Any, Ignored("nothing is stored")] = None
-    store: Annotated[Any, Ignored("nothing is stored")] = None
-    service_tier: Annotated[Any, ALIKE] = None
+    user: Annotated[object, WHO] = None
+    safety_identifier: Annotated[object, WHO] = None
+    prompt_cache_key: Annotated[object, CACHE_MARK] = None
+    prompt_cache_options: Annotated[object, CACHE] = None
+    prompt_cache_retention: Annotated[object, Ignored(CACHE.text, ("in_memory", *EMPTY))] = None
+    metadata: Annotated[object, Ignored("nothing is stored")] = None
+    store: Annotated[object, Ignored("nothing is stored")] = None
+    service_tier: Annotated[object, ALIKE] = None
 
 
 class ChatRequest(SampledRequest, kw_only=True):
     messages: Annotated[
-        Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)],
+        Annotated[list[ChatMessage], SOME_MESSAGES],
         Honoured(
             "roles `system`, `developer`, `user`, `assistant`, `tool`; content as text or parts of type "
             "`text`. Instructions after other messages become a part of the user's turn there. An answer "
@@ -337,7 +333,7 @@ class ChatRequest(SampledRequest, kw_only=True):
         ),
     ] = None
     tools: Annotated[
-        Annotated[list[ChatTool], Meta(max_length=MAX_TOOLS)] | None,
+        Annotated[list[ChatTool], TOOLS] | None,
         Honoured(
             "functions; arguments always follow their schema, and are streamed while they are generated"
         ),
@@ -347,17 +343,17 @@ class ChatRequest(SampledRequest, kw_only=True):
         Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES, ("", {})),
     ] = None
     parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
-    audio: Annotated[Any, Refused(TEXT_ONLY)] = None
-    modalities: Annotated[Any, Refused(TEXT_ONLY, (["text"], *EMPTY))] = None
-    functions: Annotated[Any, Refused("tools and tool_choice took its place")] = None
+    audio: Annotated[object, Refused(TEXT_ONLY)] = None
+    modalities: Annotated[object, Refused(TEXT_ONLY, (["text"], *EMPTY))] = None
+    functions: Annotated[object, Refused("tools and tool_choice took its place")] = None
     function_call: Annotated[
-        Any, Refused("tools and tool_choice took its place", ("none", *EMPTY))
+        object, Refused("tools and tool_choice took its place", ("none", *EMPTY))
     ] = None
-    moderation: Annotated[Any, Refused("there is no moderation")] = None
-    prediction: Annotated[Any, Ignored("outputs are not predicted by requests")] = None
-    reasoning_effort: Annotated[Any, NO_THOUGHTS] = None
-    verbosity: Annotated[Any, LENGTH] = None
-    web_search_options: Annotated[Any, Ignored(OTHERS_TOOL, ())] = None
+    moderation: Annotated[object, Refused("there is no moderation")] = None
+    prediction: Annotated[object, Ignored("outputs are not predicted by requests")] = None
+    reasoning_effort: Annotated[object, NO_THOUGHTS] = None
+    verbosity: Annotated[object, LENGTH] = None
+    web_search_options: Annotated[object, Ignored(OTHERS_TOOL, ())] = None
 
 
 TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKENS)]
@@ -369,8 +365,7 @@ PROMPTS = Honoured(
 
 class CompletionRequest(SampledRequest, kw_only=True):
     prompt: Annotated[
-        str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)],
-        PROMPTS,
+        str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)], PROMPTS
     ]
     best_of: Annotated[
         Count | None,
@@ -389,7 +384,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
             off=(False,),
         ),
     ] = None
-    suffix: Annotated[Any, Refused("this model continues texts, and does not fill gaps")] = None
+    suffix: Annotated[object, Refused("this model continues texts, and does not fill gaps")] = None
 
 
 # -- responses, OpenAI's newer API
@@ -397,22 +392,18 @@ class CompletionRequest(SampledRequest, kw_only=True):
 
 class InputTextPart(Fields, tag_field="type", tag="input_text"):
     text: str
-    prompt_cache_breakpoint: Annotated[Any, CACHE_MARK] = None
-    cache_control: Annotated[Any, CACHE] = None
+    prompt_cache_breakpoint: Annotated[object, CACHE_MARK] = None
+    cache_control: Annotated[object, CACHE] = None
 
 
 class OutputTextPart(Fields, tag_field="type", tag="output_text"):
     text: str
-    annotations: Annotated[Any, ECHO] = None
-    logprobs: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    annotations: Annotated[object, ECHO] = None
+    logprobs: Annotated[object, OF_USE_TO_CLIENTS] = None
 
 
 ItemTexts = (
-    str
-    | Annotated[
-        list[Annotated[InputTextPart | OutputTextPart | RefusalPart, PART]],
-        Meta(max_length=MAX_PARTS),
-    ]
+    str | Annotated[list[Annotated[InputTextPart | OutputTextPart | RefusalPart, PART]], PARTS]
 )
 
 
@@ -421,9 +412,9 @@ class MessageItem(Fields, tag_field="type", tag="message"):
 
     role: Literal["user", "assistant", "system", "developer"]
     content: ItemTexts | None
-    id: Annotated[Any, OF_USE_TO_CLIENTS] = None
-    status: Annotated[Any, OF_USE_TO_CLIENTS] = None
-    phase: Annotated[Any, ECHO] = None
+    id: Annotated[object, OF_USE_TO_CLIENTS] = None
+    status: Annotated[object, OF_USE_TO_CLIENTS] = None
+    phase: Annotated[object, ECHO] = None
 
 
 class CallItem(Fields, tag_field="type", tag="function_call"):
@@ -432,10 +423,10 @@ class CallItem(Fields, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str | None
-    id: Annotated[Any, OF_USE_TO_CLIENTS] = None
-    status: Annotated[Any, OF_USE_TO_CLIENTS] = None
-    caller: Annotated[Any, ECHO] = None
-    namespace: Annotated[Any, ECHO] = None
+    id: Annotated[object, OF_USE_TO_CLIENTS] = None
+    status: Annotated[object, OF_USE_TO_CLIENTS] = None
+    caller: Annotated[object, ECHO] = None
+    namespace: Annotated[object, ECHO] = None
 
 
 class ResultItem(Fields, tag_field="type", tag="function_call_output"):
@@ -443,11 +434,11 @@ class ResultItem(Fields, tag_field="type", tag="function_call_output"):
 
     call_id: str
     output: ItemTexts | None = None
-    id: Annotated[Any, OF_USE_TO_CLIENTS] = None
-    name: Annotated[Any, OF_USE_TO_CLIENTS] = None
-    status: Annotated[Any, OF_USE_TO_CLIENTS] = None
-    caller: Annotated[Any, ECHO] = None
-    namespace: Annotated[Any, ECHO] = None
+    id: Annotated[object, OF_USE_TO_CLIENTS] = None
+    name: Annotated[object, OF_USE_TO_CLIENTS] = None
+    status: Annotated[object, OF_USE_TO_CLIENTS] = None
+    caller: Annotated[object, ECHO] = None
+    namespace: Annotated[object, ECHO] = None
 
 
 class ReferenceItem(Fields, tag_field="type", tag="item_reference"):
@@ -473,10 +464,10 @@ class ResponseFunctionTool(Fields, tag_field="type", tag="function"):
     name: ToolName
     parameters: dict[str, Any] | None = None
     description: str | None = None
-    strict: Annotated[Any, KEPT_TO] = None
-    defer_loading: Annotated[Any, ALL_SHOWN] = None
-    allowed_callers: Annotated[Any, CALLERS] = None
-    cache_control: Annotated[Any, CACHE] = None
+    strict: Annotated[object, KEPT_TO] = None
+    defer_loading: Annotated[object, ALL_SHOWN] = None
+    allowed_callers: Annotated[object, CALLERS] = None
+    cache_control: Annotated[object, CACHE] = None
 
 
 ResponseTool = Annotated[ResponseFunctionTool, OTHERS_TOOLS]
@@ -492,7 +483,7 @@ class ResponseAllowedTools(Fields, tag_field="type", tag="allowed_tools"):
     """`tool_choice`: only these tools can be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[Annotated[ChosenTool, OTHERS_TOOLS]], Meta(max_length=MAX_TOOLS)]
+    tools: Annotated[list[Annotated[ChosenTool, OTHERS_TOOLS]], TOOLS]
 
 
 ResponseToolChoice = (
@@ -502,13 +493,13 @@ ResponseToolChoice = (
 
 
 class Reasoning(Fields):
-    effort: Annotated[Any, NO_THOUGHTS] = None
-    summary: Annotated[Any, NO_THOUGHTS] = None
-    generate_summary: Annotated[Any, NO_THOUGHTS] = None
+    effort: Annotated[object, NO_THOUGHTS] = None
+    summary: Annotated[object, NO_THOUGHTS] = None
+    generate_summary: Annotated[object, NO_THOUGHTS] = None
 
 
 class ResponseStreamOptions(Fields):
-    include_obfuscation: Annotated[Any, NOT_PADDED] = None
+    include_obfuscation: Annotated[object, NOT_PADDED] = None
 
 
 class ResponseSchemaFormat(Fields, tag_field="type", tag="json_schema"):
@@ -517,7 +508,7 @@ class ResponseSchemaFormat(Fields, tag_field="type", tag="json_schema"):
     name: FormatName
     schema: dict[str, Any]
     description: str | None = None
-    strict: Annotated[Any, KEPT_TO] = None
+    strict: Annotated[object, KEPT_TO] = None
 
 
 ResponseFormat = Annotated[
@@ -527,7 +518,7 @@ ResponseFormat = Annotated[
 
 class TextOptions(Fields):
     format: ResponseFormat | None = None
-    verbosity: Annotated[Any, LENGTH] = None
+    verbosity: Annotated[object, LENGTH] = None
 
 
 class InputRequest(Fields):
@@ -535,7 +526,7 @@ class InputRequest(Fields):
 
     model: Annotated[str, MODEL]
     input: Annotated[
-        str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None,
+        str | Annotated[list[InputItem], MESSAGES] | None,
         Honoured(
             "a text, or items: messages (`input_text`, `output_text`, `refusal`), `function_call`, "
             "`function_call_output`, `item_reference` to an item of a kept response. Messages of the "
@@ -555,7 +546,7 @@ class InputRequest(Fields):
         Honoured("`format`: `text`, `json_object`, `json_schema`; answers always follow it"),
     ] = None
     tools: Annotated[
-        Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None,
+        Annotated[list[ResponseTool], TOOLS] | None,
         Honoured("functions; arguments always follow their schema"),
     ] = None
     tool_choice: Annotated[
@@ -563,11 +554,11 @@ class InputRequest(Fields):
         Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES, ("", {})),
     ] = None
     parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
-    conversation: Annotated[Any, Refused("conversations are continued by previous_response_id")] = (
-        None
-    )
+    conversation: Annotated[
+        object, Refused("conversations are continued by previous_response_id")
+    ] = None
     reasoning: Annotated[Reasoning | None, Honoured(shapes_answers=False)] = None
-    truncation: Annotated[Any, NEVER_SHORTENED] = None
+    truncation: Annotated[object, NEVER_SHORTENED] = None
 
 
 Metadata = Annotated[
@@ -589,7 +580,7 @@ class ResponseRequest(InputRequest, kw_only=True):
         ),
     ] = None
     include: Annotated[
-        Annotated[list[str], Meta(max_length=MAX_PARTS)] | None,
+        Annotated[list[str], PARTS] | None,
         Honoured(
             "`message.output_text.logprobs` requests log-probabilities, of up to 20 most likely tokens. "
             "Other names are accepted, for items that no answer here has",
@@ -615,20 +606,22 @@ class ResponseRequest(InputRequest, kw_only=True):
     safety_identifier: Annotated[str | None, GIVEN_BACK] = None
     prompt_cache_key: Annotated[str | None, GIVEN_BACK] = None
     stream_options: Annotated[ResponseStreamOptions | None, Honoured(shapes_answers=False)] = None
-    background: Annotated[Any, Refused("an answer is made while its client waits")] = None
-    background_options: Annotated[Any, Refused("an answer is made while its client waits")] = None
-    access_programs: Annotated[Any, Refused("this server has no such programs")] = None
-    image: Annotated[Any, Refused(TEXT_ONLY)] = None
-    moderation: Annotated[Any, Refused("there is no moderation")] = None
-    prompt: Annotated[Any, Refused("there are no stored prompts; send the text as input")] = None
-    client_metadata: Annotated[Any, WHO_ELSE] = None
-    context_management: Annotated[Any, NEVER_SHORTENED] = None
+    background: Annotated[object, Refused("an answer is made while its client waits")] = None
+    background_options: Annotated[object, Refused("an answer is made while its client waits")] = (
+        None
+    )
+    access_programs: Annotated[object, Refused("this server has no such programs")] = None
+    image: Annotated[object, Refused(TEXT_ONLY)] = None
+    moderation: Annotated[object, Refused("there is no moderation")] = None
+    prompt: Annotated[object, Refused("there are no stored prompts; send the text as input")] = None
+    client_metadata: Annotated[object, WHO_ELSE] = None
+    context_management: Annotated[object, NEVER_SHORTENED] = None
     max_tool_calls: Annotated[
-        Any, Ignored("it counts calls of built-in tools, of which there are none")
+        object, Ignored("it counts calls of built-in tools, of which there are none")
     ] = None
-    prompt_cache_options: Annotated[Any, CACHE] = None
-    prompt_cache_retention: Annotated[Any, Ignored(CACHE.text, ("in_memory", *EMPTY))] = None
-    service_tier: Annotated[Any, ALIKE] = None
+    prompt_cache_options: Annotated[object, CACHE] = None
+    prompt_cache_retention: Annotated[object, Ignored(CACHE.text, ("in_memory", *EMPTY))] = None
+    service_tier: Annotated[object, ALIKE] = None
 
 
 # -- messages, Anthropic's API
@@ -636,8 +629,8 @@ class ResponseRequest(InputRequest, kw_only=True):
 
 class ClaudeText(Fields, tag_field="type", tag="text"):
     text: str
-    cache_control: Annotated[Any, CACHE_MARK] = None
-    citations: Annotated[Any, ECHO] = None
+    cache_control: Annotated[object, CACHE_MARK] = None
+    citations: Annotated[object, ECHO] = None
 
 
 class ToolUseBlock(Fields, tag_field="type", tag="tool_use"):
@@ -646,9 +639,9 @@ class ToolUseBlock(Fields, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: Annotated[Any, CACHE_MARK] = None
-    caller: Annotated[Any, OF_USE_TO_CLIENTS] = None
-    toolset_name: Annotated[Any, ECHO] = None
+    cache_control: Annotated[object, CACHE_MARK] = None
+    caller: Annotated[object, OF_USE_TO_CLIENTS] = None
+    toolset_name: Annotated[object, ECHO] = None
 
 
 RESULT_PART = Kinds(PART.text, ignored=frozenset({"tool_reference"}), why=ALL_SHOWN.text)
@@ -658,12 +651,10 @@ class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
     """The result of a tool call."""
 
     tool_use_id: str
-    content: (
-        str | Annotated[list[Annotated[ClaudeText, RESULT_PART]], Meta(max_length=MAX_PARTS)] | None
-    ) = None
+    content: str | Annotated[list[Annotated[ClaudeText, RESULT_PART]], PARTS] | None = None
     is_error: bool | None = None
-    cache_control: Annotated[Any, CACHE_MARK] = None
-    toolset_name: Annotated[Any, ECHO] = None
+    cache_control: Annotated[object, CACHE_MARK] = None
+    toolset_name: Annotated[object, ECHO] = None
 
 
 READS_TEXT = "the model reads text only, calls of tools and their results"
@@ -671,11 +662,7 @@ READS_TEXT = "the model reads text only, calls of tools and their results"
 
 class ClaudeUser(Fields, tag_field="role", tag="user"):
     content: (
-        str
-        | Annotated[
-            list[Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]],
-            Meta(max_length=MAX_PARTS),
-        ]
+        str | Annotated[list[Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]], PARTS]
     )
 
 
@@ -697,20 +684,16 @@ class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
             list[
                 Annotated[
                     ClaudeText | ToolUseBlock,
-                    Kinds(
-                        READS_TEXT,
-                        ignored=CLAUDE_ECHOES,
-                        why=ECHO.text,
-                    ),
+                    Kinds(READS_TEXT, ignored=CLAUDE_ECHOES, why=ECHO.text),
                 ]
             ],
-            Meta(max_length=MAX_PARTS),
+            PARTS,
         ]
     )
 
 
 class ClaudeSystem(Fields, tag_field="role", tag="system"):
-    content: str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[Annotated[ClaudeText, PART]], PARTS]
 
 
 ClaudeMessage = Annotated[
@@ -727,12 +710,12 @@ class ClaudeTool(Fields, tag_field="type", tag="custom"):
     name: ClaudeToolName
     input_schema: dict[str, Any]
     description: str | None = None
-    strict: Annotated[Any, KEPT_TO] = None
-    cache_control: Annotated[Any, CACHE_MARK] = None
-    eager_input_streaming: Annotated[Any, EAGER] = None
-    defer_loading: Annotated[Any, ALL_SHOWN] = None
-    input_examples: Annotated[Any, Ignored("the model isn't shown any")] = None
-    allowed_callers: Annotated[Any, CALLERS] = None
+    strict: Annotated[object, KEPT_TO] = None
+    cache_control: Annotated[object, CACHE_MARK] = None
+    eager_input_streaming: Annotated[object, EAGER] = None
+    defer_loading: Annotated[object, ALL_SHOWN] = None
+    input_examples: Annotated[object, Ignored("the model isn't shown any")] = None
+    allowed_callers: Annotated[object, CALLERS] = None
 
 
 class AutoChoice(Fields, tag_field="type", tag="auto"):
@@ -769,7 +752,7 @@ ClaudeFormat = Annotated[SchemaFormat, Kinds("answers have no other formats")]
 
 class OutputConfig(Fields):
     format: ClaudeFormat | None = None
-    effort: Annotated[Any, NO_THOUGHTS] = None
+    effort: Annotated[object, NO_THOUGHTS] = None
 
 
 FORMAT = Honoured(
@@ -782,7 +765,7 @@ class PromptRequest(Fields):
 
     model: Annotated[str, MODEL]
     messages: Annotated[
-        Annotated[list[ClaudeMessage], Meta(min_length=1, max_length=MAX_MESSAGES)],
+        Annotated[list[ClaudeMessage], SOME_MESSAGES],
         Honoured(
             "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; texts next to "
             "results follow them. A failed tool's result (`is_error`) is shown as JSON, "
@@ -791,7 +774,7 @@ class PromptRequest(Fields):
         ),
     ]
     system: Annotated[
-        str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTS)] | None,
+        str | Annotated[list[Annotated[ClaudeText, PART]], PARTS] | None,
         Honoured("instructions; blocks are paragraphs"),
     ] = None
     tools: Annotated[
@@ -802,7 +785,7 @@ class PromptRequest(Fields):
                     Kinds(OTHERS_TOOLS.text, default="custom", ignored=None, why=OTHERS_TOOL),
                 ]
             ],
-            Meta(max_length=MAX_TOOLS),
+            TOOLS,
         ]
         | None,
         Honoured("tools that the client runs; their input follows `input_schema`"),
@@ -816,18 +799,18 @@ class PromptRequest(Fields):
     ] = None
     output_config: Annotated[OutputConfig | None, FORMAT] = None
     output_format: Annotated[ClaudeFormat | None, FORMAT] = None
-    cache_control: Annotated[Any, CACHE_MARK] = None
-    thinking: Annotated[Any, Ignored(NO_THOUGHTS.text, ({"type": "disabled"}, *EMPTY))] = None
-    context_management: Annotated[Any, NEVER_SHORTENED] = None
-    mcp_servers: Annotated[Any, Ignored(OTHERS_TOOL)] = None
-    compaction: Annotated[Any, Refused("conversations are not summarized here")] = None
-    thread: Annotated[Any, Refused("conversations are not kept; send all messages")] = None
-    billing_policy: Annotated[Any, WHO_ELSE] = None
-    fallback_credit_token: Annotated[Any, WHO_ELSE] = None
-    fallbacks: Annotated[Any, Ignored("no other model answers in this one's place")] = None
-    speed: Annotated[Any, ALIKE] = None
-    user_profile_id: Annotated[Any, WHO_ELSE] = None
-    workspace_id: Annotated[Any, WHO_ELSE] = None
+    cache_control: Annotated[object, CACHE_MARK] = None
+    thinking: Annotated[object, Ignored(NO_THOUGHTS.text, ({"type": "disabled"}, *EMPTY))] = None
+    context_management: Annotated[object, NEVER_SHORTENED] = None
+    mcp_servers: Annotated[object, Ignored(OTHERS_TOOL)] = None
+    compaction: Annotated[object, Refused("conversations are not summarized here")] = None
+    thread: Annotated[object, Refused("conversations are not kept; send all messages")] = None
+    billing_policy: Annotated[object, WHO_ELSE] = None
+    fallback_credit_token: Annotated[object, WHO_ELSE] = None
+    fallbacks: Annotated[object, Ignored("no other model answers in this one's place")] = None
+    speed: Annotated[object, ALIKE] = None
+    user_profile_id: Annotated[object, WHO_ELSE] = None
+    workspace_id: Annotated[object, WHO_ELSE] = None
 
 
 CLAUDE_SAMPLING = Honoured(
@@ -846,17 +829,14 @@ class MessageRequest(PromptRequest, kw_only=True):
         | None,
         Honoured("up to 16 texts"),
     ] = None
-    temperature: Annotated[
-        Share | None,
-        CLAUDE_SAMPLING,
-    ] = None
+    temperature: Annotated[Share | None, CLAUDE_SAMPLING] = None
     top_p: Annotated[Share | None, CLAUDE_SAMPLING] = None
     top_k: Annotated[Whole | None, TOP_K] = None
-    metadata: Annotated[Any, WHO] = None
-    container: Annotated[Any, Ignored(OTHERS_TOOL)] = None
-    diagnostics: Annotated[Any, WHO_ELSE] = None
-    inference_geo: Annotated[Any, Ignored("answers are made on this machine")] = None
-    service_tier: Annotated[Any, Ignored(ALIKE.text, ("auto", "standard_only", *EMPTY))] = None
+    metadata: Annotated[object, WHO] = None
+    container: Annotated[object, Ignored(OTHERS_TOOL)] = None
+    diagnostics: Annotated[object, WHO_ELSE] = None
+    inference_geo: Annotated[object, Ignored("answers are made on this machine")] = None
+    service_tier: Annotated[object, Ignored(ALIKE.text, ("auto", "standard_only", *EMPTY))] = None
 
 
 # -- fields that no struct has
@@ -869,7 +849,7 @@ REQUESTS: tuple[type[Fields], ...] = (
 )
 """The bodies of the four APIs."""
 
-OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
+OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": EMPTY,
     "bad_words": EMPTY,
@@ -899,7 +879,7 @@ OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
     "xtc_probability": (0, 0.0),
 }
 """Fields of vLLM, llama.cpp and others that change answers, and the values that mean the same as null."""
-OFF: Mapping[str, tuple[Any, ...]] = {
+OFF: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0, 0.0),
     "logprobs": (False, 0),
@@ -915,7 +895,7 @@ OFF: Mapping[str, tuple[Any, ...]] = {
 
 
 @cache
-def known_elsewhere() -> Mapping[str, tuple[Any, ...]]:
+def known_elsewhere() -> Mapping[str, tuple[object, ...]]:
     """Return fields that change answers elsewhere, and the values that mean the same as null."""
     shaping = {
         name: OFF.get(name, EMPTY)
@@ -926,14 +906,14 @@ def known_elsewhere() -> Mapping[str, tuple[Any, ...]]:
     return {**shaping, **OTHER_SERVERS}
 
 
-def all_fields(kind: type[Fields]) -> Iterator[tuple[str, Any]]:
+def all_fields(kind: type[Fields]) -> Iterator[tuple[str, Rule | Kinds]]:
     """Yield the fields of a request at all levels: paths such as `messages[].content[].text`, and rules.
 
     Ignored objects of a union are yielded with the union's path and its `Kinds`.
     """
     seen: set[str] = set()
 
-    def walk(kind: Any, place: str) -> Iterator[tuple[str, Any]]:
+    def walk(kind: type[Struct], place: str) -> Iterator[tuple[str, Rule | Kinds]]:
         for name, field in rules_of(kind).items():
             path = f"{place}.{name}" if place else name
             if path not in seen:

@@ -16,16 +16,13 @@ from afm_mlx.server.answer_events import (
     ToolCallDelta,
 )
 from afm_mlx.server.chat_inputs import Message
-from afm_mlx.server.replies import ApiError
+from afm_mlx.server.replies import ApiError, JsonObject
 from afm_mlx.server.request_fields import CallItem, InputItem, MessageItem, ResponseRequest
 from afm_mlx.server.served_model import TokenLikelihood
 from afm_mlx.server.server_options import ServerOptions
 
-StreamedEvent = dict[str, Any]
-OutputItem = dict[str, Any]
 
-
-def new_response(body: ResponseRequest, options: ServerOptions, is_kept: bool) -> dict[str, Any]:
+def new_response(body: ResponseRequest, options: ServerOptions, is_kept: bool) -> JsonObject:
     """Make the response to a request as it is before the answer; much of it repeats the request."""
     return {
         "id": _new_id("resp"),
@@ -70,20 +67,20 @@ class ResponseStream:
         response: from `new_response`.
     """
 
-    def __init__(self, response: dict[str, Any]):
+    def __init__(self, response: JsonObject):
         self.response = response
         self._count = 0
-        self._open: OutputItem | None = None
+        self._open: JsonObject | None = None
         self._texts: list[str] = []  # of the open item, joined at its end
-        self._space, self._space_logprobs = "", list[dict[str, Any]]()
+        self._space, self._space_logprobs = "", list[JsonObject]()
         self._is_cut = self._has_ended = False
 
-    def begin(self) -> Iterator[StreamedEvent]:
+    def begin(self) -> Iterator[JsonObject]:
         """Yield the first events."""
         yield self._response_event("created")
         yield self._response_event("in_progress")
 
-    def take(self, event: Event) -> Iterator[StreamedEvent]:
+    def take(self, event: Event) -> Iterator[JsonObject]:
         """Yield the stream's events for an event of the answer."""
         match event:
             case TextDelta():
@@ -103,22 +100,22 @@ class ResponseStream:
             case TokenCounts():
                 yield self._end(event)
 
-    def fail(self, error: ApiError) -> Iterator[StreamedEvent]:
+    def fail(self, error: ApiError) -> Iterator[JsonObject]:
         """Yield the last event of an answer that an error has ended; items stay as they are."""
         code = {429: "rate_limit_exceeded", 400: "invalid_prompt"}.get(error.status, "server_error")
         self.response["status"] = "failed"
         self.response["error"] = {"code": code, "message": error.message}
         yield self._response_event("failed")
 
-    def _event(self, kind: str, **fields: Any) -> StreamedEvent:
+    def _event(self, kind: str, **fields: Any) -> JsonObject:
         number = self._count
         self._count += 1
         return {"type": f"response.{kind}", **fields, "sequence_number": number}
 
-    def _response_event(self, kind: str) -> StreamedEvent:
+    def _response_event(self, kind: str) -> JsonObject:
         return self._event(kind, response=self.response)
 
-    def _item_event(self, kind: str, **fields: Any) -> StreamedEvent:
+    def _item_event(self, kind: str, **fields: Any) -> JsonObject:
         """Make an event about the open item, which is the last one."""
         assert self._open is not None
         index = len(self.response["output"]) - 1
@@ -126,14 +123,14 @@ class ResponseStream:
             fields["content_index"] = 0
         return self._event(kind, item_id=self._open["id"], output_index=index, **fields)
 
-    def _begin(self, kind: str, prefix: str, **fields: Any) -> Iterator[StreamedEvent]:
+    def _begin(self, kind: str, prefix: str, **fields: Any) -> Iterator[JsonObject]:
         item = {"type": kind, "id": _new_id(prefix), **fields, "status": "in_progress"}
         self._open, self._texts = item, []
         self.response["output"].append(item)
         index = len(self.response["output"]) - 1
         yield self._event("output_item.added", output_index=index, item=item)
 
-    def _more_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[StreamedEvent]:
+    def _more_text(self, text: str, logprobs: list[JsonObject]) -> Iterator[JsonObject]:
         if self._open is None or self._open["type"] != "message":
             # Space before a call makes no message; what it is shows when more text comes.
             text, logprobs = self._space + text, self._space_logprobs + logprobs
@@ -152,7 +149,7 @@ class ResponseStream:
             self._open["content"][0]["logprobs"] += logprobs
             yield self._item_event("output_text.delta", delta=text, logprobs=logprobs)
 
-    def _close(self, status: str) -> Iterator[StreamedEvent]:
+    def _close(self, status: str) -> Iterator[JsonObject]:
         """End the open item, if there is one."""
         item, text = self._open, "".join(self._texts)
         if item is None:
@@ -172,7 +169,7 @@ class ResponseStream:
         index = len(self.response["output"]) - 1
         yield self._event("output_item.done", output_index=index, item=item)
 
-    def _end(self, counts: TokenCounts) -> StreamedEvent:
+    def _end(self, counts: TokenCounts) -> JsonObject:
         response = self.response
         response["usage"] = {
             "input_tokens": counts.prompt,
@@ -194,16 +191,16 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _logprob(token: TokenLikelihood) -> dict[str, Any]:
+def _logprob(token: TokenLikelihood) -> JsonObject:
     top = [_top_logprob(each) for each in token.top]
     return {**_top_logprob(token), "top_logprobs": top}
 
 
-def _top_logprob(token: TokenLikelihood) -> dict[str, Any]:
+def _top_logprob(token: TokenLikelihood) -> JsonObject:
     return {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
 
 
-def input_items(output: list[OutputItem]) -> dict[str, InputItem]:
+def input_items(output: list[JsonObject]) -> dict[str, InputItem]:
     """Convert a response's items to the form of requests, by their ids."""
     return {
         item["id"]: MessageItem(role="assistant", content=_text(item))
@@ -213,7 +210,7 @@ def input_items(output: list[OutputItem]) -> dict[str, InputItem]:
     }
 
 
-def answer_message(output: list[OutputItem]) -> Message:
+def answer_message(output: list[JsonObject]) -> Message:
     """Convert a response's items to one message, for requests that continue the response."""
     calls = [
         {
@@ -229,5 +226,5 @@ def answer_message(output: list[OutputItem]) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _text(message: OutputItem) -> str:
+def _text(message: JsonObject) -> str:
     return "".join(part["text"] for part in message["content"])

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -33,6 +32,7 @@ from afm_mlx.server.openai_fields import limit
 from afm_mlx.server.replies import (
     ApiError,
     EventStream,
+    JsonObject,
     api_error,
     bad_request,
     event,
@@ -53,13 +53,7 @@ from afm_mlx.server.request_fields import (
     ResponseSchemaFormat,
     ResultItem,
 )
-from afm_mlx.server.response_stream import (
-    ResponseStream,
-    StreamedEvent,
-    answer_message,
-    input_items,
-    new_response,
-)
+from afm_mlx.server.response_stream import ResponseStream, answer_message, input_items, new_response
 from afm_mlx.server.served_model import ServedModel
 
 LOGPROBS = "message.output_text.logprobs"
@@ -392,7 +386,7 @@ class _Answer:
         self,
         served: ServedModel,
         request: GenerationRequest,
-        response: dict[str, Any],
+        response: JsonObject,
         messages: list[Message],
         kept: KeptResponses | None,
     ):
@@ -400,7 +394,7 @@ class _Answer:
         self._messages, self._kept = messages, kept
         self._stream = ResponseStream(response)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> JsonObject:
         """Return the filled response."""
         async with aclosing(self.events()) as events:
             async for _ in events:
@@ -436,7 +430,7 @@ class _Answer:
             self._kept.keep(self._request.client, response["id"], kept)
 
 
-def _encoded(streamed: StreamedEvent) -> bytes:
+def _encoded(streamed: JsonObject) -> bytes:
     return event(streamed, streamed["type"])
 
 

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from afm_mlx import threads
@@ -31,10 +33,11 @@ from afm_mlx.server.chat_inputs import (
     is_answer,
 )
 from afm_mlx.server.metrics import Metrics
-from afm_mlx.server.replies import ApiError, api_error, bad_request
+from afm_mlx.server.replies import ApiError, JsonObject, api_error, bad_request
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.tokenizer.control_tokens import strings_in
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
+from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 _LONG = 1 << 16
@@ -72,9 +75,9 @@ class TokenTexts:
         tokenizer: ours, or one of mlx-lm's.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._is_ours = type(tokenizer) is AFMTokenizer
+        self._afm = tokenizer if type(tokenizer) is AFMTokenizer else None
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
@@ -85,23 +88,22 @@ class TokenTexts:
         return found
 
     def _bytes_of(self, token: int) -> bytes:
-        if not self._is_ours:
-            text: str = self._tokenizer.decode([token])
-            return text.encode()
-        if token >= len(self._tokenizer):  # embeddings may have more rows than there are tokens
+        if self._afm is None:
+            return self._tokenizer.decode([token]).encode()
+        if token >= len(self._afm):  # embeddings may have more rows than there are tokens
             return b""
-        piece = self._tokenizer.piece(token)
+        piece = self._afm.piece(token)
         if piece.kind is PieceKind.BYTE:
             return bytes([piece.byte])
         return piece.text.replace(SPACE, " ").replace(NEWLINE, "\n").encode()
 
     def drops_space(self, token: int, is_constrained: bool) -> bool:
         """True if decoding an answer that begins with `token` drops the token's leading space."""
-        if not self._is_ours or is_constrained or not self._tokenizer.spacing.dummy_prefix:
+        if self._afm is None or is_constrained or not self._afm.spacing.dummy_prefix:
             return False
         return self.bytes_of(token)[:1] == b" "
 
-    def likelihood(self, token: int, logprobs: Any, top: int) -> TokenLikelihood:
+    def likelihood(self, token: int, logprobs: mx.array | None, top: int) -> TokenLikelihood:
         """Look up a token's log-probability, and the most likely tokens at its position.
 
         Args:
@@ -145,8 +147,8 @@ class ServedModel:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: nn.Module,
+        tokenizer: Tokenizer,
         pool: AdapterPool | None,
         *,
         name: str = EMBEDDED_MODEL,
@@ -356,20 +358,18 @@ class ServedModel:
                     message["response_format"] = format.shown
                     break
         continues = bool(shown_to_model) and is_answer(shown_to_model[-1])
-        given = {"tools": [dict(tool) for tool in tools.definitions]} if tools.definitions else {}
         variables = dict(self.options.chat_template_args)
         if taken := variables.keys() & {"messages", "tools", "tokenize", "add_generation_prompt"}:
             raise RequestError(
                 f"chat_template_args can't set {', '.join(sorted(taken))}: the server does."
             )
-        tokens = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             shown_to_model,
+            [dict(tool) for tool in tools.definitions] or None,
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            **given,
             **variables,
         )
-        return list(tokens)
 
     # -- errors
 
@@ -403,7 +403,7 @@ class ServedModel:
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         """Yield name, help and value of the gauges that are read when metrics are requested."""
-        known: dict[str, Any] = {"bytes": 0, "adapters": []}
+        known: JsonObject = {"bytes": 0, "adapters": []}
         if self.pool is not None:
             known = self.pool.describe()
         resident = [each for each in known["adapters"] if each["state"] == "resident"]
@@ -434,7 +434,11 @@ class ServedModel:
 
 
 def _speculation(
-    options: ServerOptions | None, model: Any, tokenizer: Any, folder: Path, pool: AdapterPool
+    options: ServerOptions | None,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    folder: Path,
+    pool: AdapterPool,
 ) -> Speculation | None:
     """Make the `Speculation` that the options ask for."""
     if options is None or (options.draft_model is None and not options.prompt_lookup):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -13,8 +13,14 @@ from afm_mlx.server.admission import in_thread
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.chat_inputs import OfferedTools
 from afm_mlx.server.openai_chat import chat_messages, chat_tools
-from afm_mlx.server.replies import api_error, bad_request, json_response, while_connected
-from afm_mlx.server.request_fields import MAX_MESSAGES, MAX_TOKENS, MAX_TOOLS, ChatMessage, ChatTool
+from afm_mlx.server.replies import (
+    JsonObject,
+    api_error,
+    bad_request,
+    json_response,
+    while_connected,
+)
+from afm_mlx.server.request_fields import MAX_TOKENS, SOME_MESSAGES, TOOLS, ChatMessage, ChatTool
 from afm_mlx.server.served_model import ServedModel
 
 Token = Annotated[int, Meta(ge=0)]
@@ -24,10 +30,8 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     """A text, or a chat."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = (
-        None
-    )
-    tools: Annotated[list[ChatTool], Meta(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[list[ChatMessage], SOME_MESSAGES] | None = None
+    tools: Annotated[list[ChatTool], TOOLS] | None = None
     model: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -51,7 +55,7 @@ async def tokenize(request: Request) -> Response:
 
     def tokenized() -> Response:
         tokens = _tokens(served, body)
-        written: dict[str, Any] = {
+        written: JsonObject = {
             "count": len(tokens),
             "max_model_len": served.context_size,
             "tokens": tokens,
@@ -66,10 +70,9 @@ async def tokenize(request: Request) -> Response:
 def _tokens(served: ServedModel, body: TokenizeRequest) -> list[int]:
     try:
         if body.messages is None:
-            served.check_length([body.prompt or ""], "prompt")
-            return list(
-                served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-            )
+            text = body.prompt or ""
+            served.check_length([text], "prompt")
+            return list(served.tokenizer.encode(text, add_special_tokens=body.add_special_tokens))
         messages = chat_messages(body.messages, folds=not served.options.strict)
         return served.encode_chat(messages, OfferedTools(chat_tools(body.tools)))
     except AFMError as error:

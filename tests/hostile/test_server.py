@@ -53,7 +53,7 @@ NUMBERS = [
     True,
     False,
     None,
-]
+]  # fmt: skip
 
 
 def draw_value(rng, depth=0):

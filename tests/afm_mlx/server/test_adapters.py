@@ -122,7 +122,7 @@ def test_an_adapter_whose_files_went_away(server, http, client, folder):
         ("", "mine", 400, "name"),
         (".hidden", "mine", 400, "name"),
     ],
-)
+)  # fmt: skip
 def test_neither_paths_nor_names_trick_the_server(http, name, path, status, param):
     before = http.get("/v1/models").json()
     refused = http.post("/v1/adapters", json={"name": name, "path": path})

@@ -49,16 +49,12 @@ def test_an_agent_of_messages(agent):
         "metadata": {"user_id": "somebody"},
         "service_tier": "auto",
         "temperature": 1,
-        "tools": [
-            {"name": "read", "input_schema": SCHEMA, "cache_control": CACHE, "defer_loading": True},
-            {"type": "web_search_20260318", "name": "web_search", "max_uses": 5},
-            {"type": "computer_20251124", "name": "computer", "display_width_px": 9},
-        ],
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Go.", "cache_control": CACHE}]},
-            {"role": "system", "content": "Agents are claude and friends."},
-        ],
-    }
+        "tools": [{"name": "read", "input_schema": SCHEMA, "cache_control": CACHE, "defer_loading": True},
+         {"type": "web_search_20260318", "name": "web_search", "max_uses": 5}, {"type": "computer_20251124",
+         "name": "computer", "display_width_px": 9}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Go.", "cache_control": CACHE}]},
+         {"role": "system", "content": "Agents are claude and friends."}],
+    }  # fmt: skip
     thought = {"type": "thinking", "thinking": "Which file?", "signature": "x"}
     for count in (2, 1):
         answer, ignored = post("/v1/messages", body)
@@ -115,26 +111,14 @@ def test_an_agent_of_responses(agent):
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "truncation": "auto",
-        "tools": [
-            {"type": "function", "name": "read", "strict": False, "parameters": SCHEMA},
-            {
-                "type": "namespace",
-                "name": "agents",
-                "tools": [{"type": "function", "name": "spawn"}],
-            },
-            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
-            {"type": "local_shell"},
-            {"type": "web_search", "external_web_access": False},
-        ],
-        "input": [
-            {
-                "type": "message",
-                "role": "developer",
-                "content": [{"type": "input_text", "text": "Dev."}],
-            },
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}]},
-        ],
-    }
+        "tools": [{"type": "function", "name": "read", "strict": False, "parameters": SCHEMA},
+         {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+         {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}, {"type": "local_shell"},
+         {"type": "web_search", "external_web_access": False}],
+        "input": [{"type": "message", "role": "developer", "content": [{"type": "input_text",
+         "text": "Dev."}]}, {"type": "message", "role": "user", "content": [{"type": "input_text",
+         "text": "Go."}]}],
+    }  # fmt: skip
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
     for count in (2, 1):
         answer, ignored = post("/v1/responses", body)
@@ -181,18 +165,10 @@ def test_an_agent_of_chats(agent):
         "max_completion_tokens": -1,
         "top_k": -1,
         "stop": None,
-        "tools": [
-            {"type": "function", "function": {"name": "read", "parameters": SCHEMA}},
-            {"type": "custom", "custom": {"name": "apply_patch"}},
-        ],
-        "messages": [
-            {"role": "system", "content": "You read files."},
-            {
-                "role": "user",
-                "name": "ann",
-                "content": [{"type": "text", "text": "Go.", "cache_control": CACHE}],
-            },
-        ],
+        "tools": [{"type": "function", "function": {"name": "read", "parameters": SCHEMA}},
+         {"type": "custom", "custom": {"name": "apply_patch"}}],
+        "messages": [{"role": "system", "content": "You read files."}, {"role": "user", "name": "ann",
+         "content": [{"type": "text", "text": "Go.", "cache_control": CACHE}]}],
     }  # fmt: skip
     for count in (2, 1):
         answer, ignored = post("/v1/chat/completions", body)

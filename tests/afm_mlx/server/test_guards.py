@@ -87,7 +87,7 @@ def test_every_key_opens_and_nothing_else(send, http):
         ({"Origin": "https://chat.example"}, 200),
         ({"Origin": "http://chat.example"}, 403),
     ],
-)
+)  # fmt: skip
 def test_pages_of_others_cant_use_the_server(send, headers, status):
     assert send(**headers)[0] == status
 

@@ -297,31 +297,20 @@ def test_results_of_parallel_calls_belong_to_their_calls(http):
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [USER, result("a")]}, "messages[1].tool_call_id"),
         ({"messages": [USER, calls(call("a")), result("b")]}, "messages[2].tool_call_id"),
-        (
-            {"messages": [USER, calls(call("a")), result("a"), result("a")]},
-            "messages[3].tool_call_id",
-        ),
+        ({"messages": [USER, calls(call("a")), result("a"), result("a")]}, "messages[3].tool_call_id"),
         ({"messages": [USER, calls(call("a"))]}, "messages"),
         ({"messages": [USER, calls(call("a"), call("b")), result("a"), USER]}, "messages[3]"),
         ({"messages": [USER, calls(call("a"), call("a"))]}, "messages[1].tool_calls[1].id"),
-        (
-            {"messages": [USER, calls(call("a", '{"city": "Ro')), result("a")]},
-            "messages[1].tool_calls[0].function.arguments",
-        ),
-        (
-            {"messages": [USER, calls(call("a", "Rome")), result("a")]},
-            "messages[1].tool_calls[0].function.arguments",
-        ),
+        ({"messages": [USER, calls(call("a", '{"city": "Ro')), result("a")]},
+         "messages[1].tool_calls[0].function.arguments"),
+        ({"messages": [USER, calls(call("a", "Rome")), result("a")]},
+         "messages[1].tool_calls[0].function.arguments"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-            "messages[0].content[0].type",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+         "messages[0].content[0].type"),
         ({"model": None}, "model"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
@@ -353,29 +342,16 @@ def test_results_of_parallel_calls_belong_to_their_calls(http):
         ({"tools": [7]}, "tools[0]"),
         ({"tools": [{**TOOLS[0], "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice",
-        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "nothing"}},
-                }
-            },
-            "response_format.json_schema.schema",
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x",
+         "schema": {"type": "nothing"}}}}, "response_format.json_schema.schema"),
         ({"guided_regex": "("}, "guided_regex.regex"),
         ({"structured_outputs": {"regex": None}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        (
-            {"guided_regex": "a", "response_format": {"type": "json_object"}},
-            "guided_regex",
-        ),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ],
-)
+)  # fmt: skip
 def test_what_cant_be_honoured_is_refused_by_its_name(http, fields, param):
     body = {"model": "afm-nano", "messages": [USER], **fields}
     refused = http.post("/v1/chat/completions", json=body)

@@ -113,7 +113,7 @@ def test_the_best_of_several(complete, monkeypatch):
         ({"logit_bias": {"123456": 1}}, "logit_bias"),
         ({"messages": [{}]}, "messages"),
     ],
-)
+)  # fmt: skip
 def test_what_cant_be_honoured_is_refused_by_its_name(http, fields, param):
     body = {"model": "afm-nano", "prompt": "a", "max_tokens": 4, **fields}
     refused = http.post("/v1/completions", json=body)

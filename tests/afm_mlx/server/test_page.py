@@ -366,16 +366,10 @@ REFUSED = [
     ("{}", "not an export"),
     ({"version": 2}, "version 2"),
     ({"conversations": [{"turns": {"a": {"role": "user"}}}]}, "has no text"),
-    (
-        {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "b"}}}]},
-        "missing",
-    ),
-    (
-        {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "a"}}}]},
-        "circle",
-    ),
+    ({"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "b"}}}]}, "missing"),
+    ({"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "a"}}}]}, "circle"),
     ({"conversations": [{"turns": {}, "head": "__proto__"}]}, "last turn"),
-]
+]  # fmt: skip
 
 
 def a_file_that_is_no_export_changes_nothing(page):

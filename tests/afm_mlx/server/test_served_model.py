@@ -31,9 +31,7 @@ def test_a_model_of_mlx_lms_zoo_continues_texts(tmp_path):
 
 def test_the_models_own_id_may_stand_for_an_adapter():
     served = ServedModel.load(
-        name="mine",
-        adapter_path=ADAPTERS / "todo",
-        adapters={"private": ADAPTERS / "redact"},
+        name="mine", adapter_path=ADAPTERS / "todo", adapters={"private": ADAPTERS / "redact"}
     )
     try:
         ids = ["mine", "mine:redact", "mine:todo", "mine:triage", "mine:private"]

@@ -247,39 +247,23 @@ REFUSED = [
     ("messages[0].content[0].type", user({"type": "document", "source": {}})),
     ("messages[0].content[0].type", user(CALL)),
     ("messages[0].content[0].tool_use_id", user(RESULT)),
-    (
-        "messages[2].content[0].content[0].type",
-        {
-            "messages": [
-                *CALLED,
-                {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]},
-            ]
-        },
-    ),
-    (
-        "messages[1]",
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": [CALL, {"type": "text", "text": "So"}]},
-            ]
-        },
-    ),
+    ("messages[2].content[0].content[0].type", {"messages": [*CALLED, {"role": "user",
+     "content": [{**RESULT, "content": [{"type": "image"}]}]}]}),
+    ("messages[1]", {"messages": [USER, {"role": "assistant", "content": [CALL, {"type": "text",
+     "text": "So"}]}]}),
     ("system[0].type", {"system": [{"type": "image"}]}),
     ("tools[0].input_schema", {"tools": [{"name": "look"}]}),
     ("tools[0].allowed_callers", {"tools": [{**TOOL, "allowed_callers": ["code"]}]}),
     ("tool_choice", {"tool_choice": {"type": "any"}}),
     ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "see"}}),
-    (
-        "output_config.format.schema",
-        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
-    ),
+    ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema",
+     "schema": {"type": "nothing"}}}}),
     ("max_tokens", {"max_tokens": 0}),
     ("max_tokens", {"max_tokens": None}),
     ("temperature", {"temperature": 2}),
     ("stop_sequences", {"stop_sequences": [""]}),
     ("seed", {"seed": 1}),
-]
+]  # fmt: skip
 
 
 def test_what_cant_be_honoured_is_named(http):

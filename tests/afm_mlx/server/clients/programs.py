@@ -22,11 +22,7 @@ def weather(city: str) -> str:
     return f"{city}: {len(ASKED)} degrees"
 
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "description": "The weather", "parameters": PARAMETERS},

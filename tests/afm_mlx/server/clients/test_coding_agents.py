@@ -54,45 +54,22 @@ def claude_files(home, work, url):
 
 CODEX = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
 AGENTS = {
-    "codex": {
-        "package": "@openai/codex",
-        "first": [*CODEX, QUESTIONS[0]],
-        "second": [*CODEX, "resume", "--last", QUESTIONS[1]],
-        "files": codex_files,
-        "environment": lambda url: {"KEY": "dummy"},
-        "tool": ("exec_command", "cmd", {}),
-        "ignored": {
-            "client_metadata",
-            "reasoning.summary",
-            "tools[namespace]",
-            "tools[web_search]",
-        },
-    },
-    "claude": {
-        "package": "@anthropic-ai/claude-code",
-        "first": ["claude", "--allowedTools", "Bash", "-p", QUESTIONS[0]],
-        "second": ["claude", "--allowedTools", "Bash", "--continue", "-p", QUESTIONS[1]],
-        "files": claude_files,
-        "environment": lambda url: {
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_API_KEY": "dummy",
-            "ANTHROPIC_MODEL": MODEL,
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        },
-        "tool": ("Bash", "command", {"description": "Says it"}),
-        "ignored": {"thinking", "context_management", "output_config.effort", "metadata"},
-    },
-    "opencode": {
-        "package": "opencode-ai",
-        "first": ["opencode", "run", QUESTIONS[0]],
-        "second": ["opencode", "run", "--continue", QUESTIONS[1]],
-        "files": opencode_files,
-        "environment": lambda url: {},
-        "tool": ("bash", "command", {"description": "Says it"}),
-        "ignored": set(),
-    },
-}
+    "codex": {"package": "@openai/codex", "first": [*CODEX, QUESTIONS[0]], "second": [*CODEX, "resume",
+     "--last", QUESTIONS[1]], "files": codex_files, "environment": lambda url: {"KEY": "dummy"},
+     "tool": ("exec_command", "cmd", {}), "ignored": {"client_metadata", "reasoning.summary",
+     "tools[namespace]", "tools[web_search]"}},
+    "claude": {"package": "@anthropic-ai/claude-code", "first": ["claude", "--allowedTools", "Bash", "-p",
+     QUESTIONS[0]], "second": ["claude", "--allowedTools", "Bash", "--continue", "-p", QUESTIONS[1]],
+     "files": claude_files, "environment": lambda url: {"ANTHROPIC_BASE_URL": url,
+     "ANTHROPIC_API_KEY": "dummy", "ANTHROPIC_MODEL": MODEL, "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}, "tool": ("Bash", "command",
+     {"description": "Says it"}), "ignored": {"thinking", "context_management", "output_config.effort",
+     "metadata"}},
+    "opencode": {"package": "opencode-ai", "first": ["opencode", "run", QUESTIONS[0]],
+     "second": ["opencode", "run", "--continue", QUESTIONS[1]], "files": opencode_files,
+     "environment": lambda url: {}, "tool": ("bash", "command", {"description": "Says it"}),
+     "ignored": set()},
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -25,22 +25,14 @@ CASES = {
     "litellm": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"reasoning_effort"}),
     "autogen": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"messages[].name"}),
     "langchain": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"messages[].name"}),
-    "langchain_responses": (
-        STEPS,
-        ["Rome", "Oslo", "Lima"],
-        "Lima is warm.",
-        {"reasoning.effort", "reasoning.summary"},
-    ),
+    "langchain_responses": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"reasoning.effort",
+     "reasoning.summary"}),
     "openai_agents": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"verbosity", "store"}),
-    "openai_agents_responses": (
-        STEPS,
-        ["Rome", "Oslo", "Lima"],
-        "Lima is warm.",
-        {"text.verbosity", "truncation", "reasoning.effort"},
-    ),
+    "openai_agents_responses": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"text.verbosity",
+     "truncation", "reasoning.effort"}),
     "instructor": (WRONG_FIRST, ["Rome", "Lima"], "Lima", set()),
     "llm": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", set()),
-}
+}  # fmt: skip
 """For each program: the model's answers, what its tool was asked, its last words, and what the log named."""
 
 

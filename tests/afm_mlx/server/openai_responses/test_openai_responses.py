@@ -16,12 +16,9 @@ EVENT_FORMAT = {
     "type": "json_schema",
     "name": "Event",
     "description": "An event",
-    "schema": {
-        "type": "object",
-        "properties": {name: {"type": "string"} for name in stories.EVENT_FIELDS},
-        "required": list(stories.EVENT_FIELDS),
-    },
-}
+    "schema": {"type": "object", "properties": {name: {"type": "string"} for name in stories.EVENT_FIELDS},
+     "required": list(stories.EVENT_FIELDS)},
+}  # fmt: skip
 
 
 class Event(BaseModel):
@@ -295,17 +292,9 @@ REFUSED = [
     ("tool_choice.type", {"tools": [TOOL], "tool_choice": {"type": "file_search"}}),
     ("tool_choice", {"tools": [TOOL], "tool_choice": "any"}),
     ("text.format.type", {"text": {"format": {"type": "grammar"}}}),
-    (
-        "text.format.schema",
-        {"text": {"format": {**EVENT_FORMAT, "schema": {"type": "nothing"}}}},
-    ),
-    (
-        "input",
-        {
-            "input": [USER, {"role": "assistant", "content": "{"}],
-            "text": {"format": {"type": "json_object"}},
-        },
-    ),
+    ("text.format.schema", {"text": {"format": {**EVENT_FORMAT, "schema": {"type": "nothing"}}}}),
+    ("input", {"input": [USER, {"role": "assistant", "content": "{"}],
+     "text": {"format": {"type": "json_object"}}}),
     ("background", {"background": True}),
     ("conversation", {"conversation": "conv_1"}),
     ("prompt", {"prompt": {"id": "pmpt_1"}}),
@@ -315,7 +304,7 @@ REFUSED = [
     ("temperature", {"temperature": -1}),
     ("max_output_tokens", {"max_output_tokens": 0}),
     ("seed", {"seed": 1}),
-]
+]  # fmt: skip
 
 
 def test_what_cant_be_honoured_is_named(server):
