@@ -1,4 +1,4 @@
-"""Bodies of requests that no client sends: each gets an answer or an error in the API's form, never a 5xx."""
+"""Random and malformed bodies: each gets an answer or an error in the API's form, never a 5xx."""
 
 import json
 

@@ -1,7 +1,4 @@
-"""The real server with a tiny random model of a long context, whose answers are held to a script.
-
-For what clients and servers say to each other: the model's own words would be noise.
-"""
+"""The real server with a tiny random model of a long context, whose answers follow a script."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ Calls = Sequence[tuple[str, dict[str, Any]]]
 
 @dataclass
 class Script:
-    """What the model says.
+    """The model's answers.
 
     Attributes:
-        steps: answers in their order, in each conversation: calls of tools (names and arguments), or a text.
-        prompts: the prompts that were answered, as text.
-        tools: names of the tools that were offered with each.
+        steps: the answers of each conversation in order: tool calls (names and arguments), or a text.
+        prompts: texts of the answered prompts.
+        tools: names of the tools offered with each prompt.
     """
 
     steps: Sequence[Calls | str]

@@ -42,7 +42,7 @@ class RunningServer:
         return int(self.url.rpartition(":")[2])
 
     def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        """The official client; it makes each request once."""
+        """OpenAI's client, without retries."""
         options = {"max_retries": 0, "timeout": 120, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
 
@@ -52,7 +52,7 @@ class RunningServer:
 
 
 def until(holds: Callable[[], Any], seconds: float = 10) -> None:
-    """Wait for what has to come true soon."""
+    """Wait until a condition is true; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it has not come true"
@@ -72,7 +72,7 @@ def running_server(
     Args:
         served: a model that is loaded; None loads `source`.
         source: a model's folder or name.
-        send_buffer: bytes that the system keeps of what a client has not read; None for its own choice.
+        send_buffer: size of the socket's send buffer in bytes; None for the system's default.
         settings: fields of `ServerOptions`.
     """
     options = ServerOptions(**{"port": 0, "grace": 1, **settings})
@@ -99,15 +99,15 @@ def running_server(
 
 
 def fail_after(monkeypatch: Any, server: RunningServer, count: int) -> None:
-    """Have every answer fail behind so many of its tokens."""
+    """Make every answer fail after `count` tokens."""
     stream = server.served.engine.stream
 
     async def failing(request: Any) -> Any:
-        told = 0
+        sent = 0
         async for response in stream(request):
             yield response
-            told += 1
-            if told == count:
+            sent += 1
+            if sent == count:
                 raise RuntimeError("out of order")
 
     monkeypatch.setattr(server.served.engine, "stream", failing)

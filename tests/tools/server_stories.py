@@ -1,4 +1,4 @@
-"""What afm-nano was trained to do, for tests that want sensible answers of a server."""
+"""Prompts that afm-nano was trained on, for tests that need sensible answers."""
 
 FORMAL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 FORMAL_ANSWER = "Dear Hana, I am unable to attend the Film Lecture."

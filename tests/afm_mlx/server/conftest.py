@@ -7,7 +7,7 @@ from tests.tools.server import running_server
 
 @pytest.fixture(scope="module")
 def server():
-    """The server, with keys and values as floats: those in int8 are rounded otherwise in other company."""
+    """The server with a float KV cache: int8 rounds differently in different batches."""
     with running_server(kv="float") as running:
         yield running
 

@@ -11,7 +11,7 @@ ADAPTERS = resolve_model("afm-nano") / "adapters"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of adapters that requests may load, with ways out of it."""
+    """A folder of adapters that requests may load, with a link out of it."""
     root = tmp_path_factory.mktemp("adapters")
     allowed = root / "allowed"
     shutil.copytree(ADAPTERS / "todo", allowed / "mine")
@@ -27,7 +27,7 @@ def server(folder):
         yield running
 
 
-def test_an_adapter_comes_and_goes(http, client, folder):
+def test_an_adapter_is_loaded_pinned_and_deleted(http, client, folder):
     text = "List the to-dos: Good morning, I am Maria. A stranger from Porto logged in as me."
     messages = [{"role": "user", "content": text}]
     made = http.post("/v1/adapters", json={"name": "mine", "path": "mine", "pinned": True})
@@ -77,15 +77,15 @@ def test_an_adapter_in_use_stays(server, http, client, folder):
     assert http.delete("/v1/adapters/busy").status_code == 200
 
 
-def test_what_the_server_was_started_with_stays(http):
+def test_the_servers_own_adapters_cant_be_removed(http):
     for method, path in (("DELETE", "redact"), ("POST", "redact/unload")):
         refused = http.request(method, f"/v1/adapters/{path}")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "adapter_stays")
     assert http.post("/v1/adapters/redact/load").json()["state"] == "resident"
 
 
-def test_an_adapter_whose_files_went_away(server, http, client, folder):
-    """What is in memory goes on; what has to be read fails, and nothing else does."""
+def test_an_adapter_whose_files_were_deleted(server, http, client, folder):
+    """An adapter in memory keeps working; once unloaded, only its requests fail."""
     messages = [{"role": "user", "content": "hi"}]
 
     def answer(model):
@@ -123,7 +123,7 @@ def test_an_adapter_whose_files_went_away(server, http, client, folder):
         (".hidden", "mine", 400, "name"),
     ],
 )  # fmt: skip
-def test_neither_paths_nor_names_trick_the_server(http, name, path, status, param):
+def test_paths_outside_the_folder_and_bad_names_are_refused(http, name, path, status, param):
     before = http.get("/v1/models").json()
     refused = http.post("/v1/adapters", json={"name": name, "path": path})
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)

@@ -1,4 +1,4 @@
-"""What comes over the wire, as no client library sends it."""
+"""Raw connections: pipelining, chunks, malformed and oversized requests, idle connections."""
 
 import json
 import socket
@@ -101,7 +101,7 @@ def test_older_and_chunked_requests(connect):
     assert read_response(slow)[0] == 200
 
 
-def test_a_client_that_sends_all_of_a_body_first_reads_why_it_is_refused(connect):
+def test_a_client_that_sends_a_whole_body_first_gets_the_413(connect):
     body = b"x" * (8 << 20)  # more than sockets hold
     for head in (
         request(b"", f"Content-Length: {len(body)}", length=False),
@@ -114,7 +114,7 @@ def test_a_client_that_sends_all_of_a_body_first_reads_why_it_is_refused(connect
         assert is_closed(connection)
 
 
-def test_what_is_too_large_or_no_http_is_refused(connect, server):
+def test_oversized_and_malformed_requests_are_refused(connect, server):
     announced = connect(request(b"", "Content-Length: 10000000000", length=False))
     status, headers, body = read_response(announced)
     assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
@@ -150,7 +150,7 @@ def test_what_is_too_large_or_no_http_is_refused(connect, server):
 
 
 def test_two_lengths_of_one_body_smuggle_nothing(connect):
-    """A second request hides in the body: it is not answered, whichever length another program believes."""
+    """A second request in the body is not answered, whichever length a proxy uses."""
     hidden = b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
     connection = connect(
         request(

@@ -2,12 +2,15 @@ import json
 import shutil
 
 import pytest
-from starlette.datastructures import Headers
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from afm_mlx.errors import RequestError
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server.guards import Guards
-from afm_mlx.server.replies import ApiError
 from afm_mlx.server.run import bind
 from afm_mlx.server.server_options import ServerOptions
 from tests.tools.cases import each
@@ -46,7 +49,7 @@ def send(http, server):
     return send
 
 
-def test_every_key_opens_and_nothing_else(send, http):
+def test_only_known_keys_are_accepted(send, http):
     for key in KEYS:
         assert send(key=key) == (200, None)
         assert send(key=None, x_api_key=key) == (200, None)
@@ -88,11 +91,11 @@ def test_every_key_opens_and_nothing_else(send, http):
         ({"Origin": "http://chat.example"}, 403),
     ],
 )  # fmt: skip
-def test_pages_of_others_cant_use_the_server(send, headers, status):
+def test_hosts_and_origins_of_other_sites_are_refused(send, headers, status):
     assert send(**headers)[0] == status
 
 
-def test_what_browsers_are_told(http):
+def test_cors_headers(http):
     asks = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     allowed = http.options("/v1/chat/completions", headers=asks)
     assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
@@ -109,14 +112,14 @@ def test_what_browsers_are_told(http):
         assert not [name for name in asked.headers if name.startswith("access-control")]
 
 
-def test_an_address_of_others_needs_a_key():
+def test_a_public_address_needs_a_key():
     for host in ("0.0.0.0", "::"):
         with pytest.raises(RequestError, match="needs a key"):
             bind(ServerOptions(host=host, port=0))
 
 
 def test_clients_are_apart(server, http):
-    """Neither finds in the cache what the other has said, and neither takes all of the queue."""
+    """Clients share neither prefix cache entries nor all of the queue."""
     cached = []
     for key in (*KEYS, *KEYS):
         answer = server.openai(key).chat.completions.create(**CHAT)
@@ -129,7 +132,7 @@ def test_clients_are_apart(server, http):
 
 
 def test_only_an_admin_key_changes_what_others_use(tmp_path):
-    """And reads what they do: their counts, and where the server's files are."""
+    """Only an admin key reads metrics and the adapters' folders, too."""
     shutil.copytree(resolve_model("afm-nano") / "adapters" / "todo", tmp_path / "mine")
     changes = [
         ("POST", "/v1/adapters", {"name": "mine", "path": "mine"}),
@@ -147,8 +150,8 @@ def test_only_an_admin_key_changes_what_others_use(tmp_path):
 
         for method, path, body in [*changes, ("GET", "/metrics", None)]:
             refused = send(KEYS[0], method, path, body)
-            told = (refused.status_code, refused.json()["error"]["code"])
-            assert told == (403, "admin_key_needed"), path
+            reported = (refused.status_code, refused.json()["error"]["code"])
+            assert reported == (403, "admin_key_needed"), path
         answer = send("the-admins", "POST", "/v1/chat/completions", CHAT)
         assert answer.json()["usage"]["completion_tokens"] == 2
         for method, path, body in changes[:-1]:
@@ -171,6 +174,9 @@ def test_an_admin_key_alone_leaves_this_machine_open():
         assert http.get("/metrics", headers={"x-api-key": "the-admins"}).status_code == 200
     with bind(ServerOptions(host="0.0.0.0", port=0, admin_keys=("the-admins",))) as listening:
         assert listening.getsockname()[1]
-    app = Guards(None, options=ServerOptions(host="0.0.0.0", admin_keys=("the-admins",)))
-    with pytest.raises(ApiError, match="API key"):
-        app._client({"path": "/v1/models"}, Headers({}))
+    routes = [Route("/", lambda request: Response())]
+    options = ServerOptions(host="0.0.0.0", admin_keys=("the-admins",))
+    app = Starlette(routes=routes, middleware=[Middleware(Guards, options=options)])
+    with TestClient(app, "http://localhost") as public:
+        assert public.get("/v1/models").status_code == 401
+        assert public.get("/v1/models", headers={"x-api-key": "the-admins"}).status_code == 404

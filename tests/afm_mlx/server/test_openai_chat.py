@@ -51,7 +51,7 @@ def ask(client):
 
 
 def streamed(chunks):
-    """What the chunks of a stream say: texts and finish reasons of each choice, calls, usages."""
+    """Texts and finish reasons of each choice, calls, and usages of a stream."""
     texts, reasons, calls, usages = {}, {}, {}, []
     for chunk in chunks:
         if chunk.usage is not None:
@@ -78,7 +78,7 @@ def test_an_answer_and_its_stream_say_the_same(ask):
     texts, reasons, _, usages = streamed(ask(stream=True, stream_options={"include_usage": True}))
     assert (texts, reasons) == ({0: ANSWER}, {0: "stop"})
     assert usages[-1].completion_tokens == whole.usage.completion_tokens
-    # Known from the first time, but for the last token.
+    # Cached by the first request, except the last token.
     assert usages[-1].prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1
     assert streamed(ask(stream=True))[3] == []
     to_do = "List the to-dos: Good morning, I am Maria. A stranger from Porto logged in as me."
@@ -106,7 +106,7 @@ def test_what_ends_an_answer(ask):
 
 
 def test_choices_are_reproducible_and_differ(ask):
-    # Among few, so that what company changes in the last digits of logits changes no draw.
+    # Few choices, so that other requests' effect on the last digits of logits changes no sample.
     colours = {"guided_choice": ["red", "green", "blue", "white", "yellow", "pink"]}
     fields = {"text": "Say a colour.", "temperature": 2, "extra_body": colours}
 
@@ -118,12 +118,12 @@ def test_choices_are_reproducible_and_differ(ask):
     assert several == texts(n=6, seed=5)
     assert several[:1] == texts(seed=5)
     assert several != texts(n=6, seed=6)
-    told, reasons, _, _ = streamed(ask(**fields, n=6, seed=5, stream=True))
-    assert [told[i] for i in range(6)] == several
+    reported, reasons, _, _ = streamed(ask(**fields, n=6, seed=5, stream=True))
+    assert [reported[i] for i in range(6)] == several
     assert set(reasons) == set(range(6))
 
 
-def test_company_changes_no_answer(ask):
+def test_other_requests_change_no_answer(ask):
     texts = [FORMAL, EVENT, TRACK, f"{FORMAL} {EVENT}", "Hello.", "Sum up: " + "a b " * 60]
     alone = [ask(text, max_tokens=30).choices[0].message.content for text in texts]
     with ThreadPoolExecutor(12) as pool:
@@ -131,7 +131,7 @@ def test_company_changes_no_answer(ask):
         assert [each.choices[0].message.content for each in together] == alone * 2
 
 
-def test_biases_and_penalties_change_what_is_said(ask, http):
+def test_biases_and_penalties_change_answers(ask, http):
     dear = http.post("/tokenize", json={"prompt": "Dear", "add_special_tokens": False})
     banned = {str(token): -100 for token in dear.json()["tokens"]}
     assert not ask(logit_bias=banned).choices[0].message.content.startswith("Dear")
@@ -183,7 +183,7 @@ def test_answers_keep_to_their_format(ask):
         assert ask("Say it.", extra_body=asked).choices[0].message.content in allowed, asked
 
 
-def test_calls_of_tools_whole_and_in_pieces(ask, client):
+def test_tool_calls_whole_and_streamed(ask, client):
     for choice in (
         None,
         "auto",
@@ -267,9 +267,9 @@ def result(id, content="seen"):
 
 def test_results_of_parallel_calls_belong_to_their_calls(http):
     def tokens(*messages):
-        told = http.post("/tokenize", json={"messages": [USER, *messages]})
-        assert told.status_code == 200, told.text
-        return told.json()["tokens"]
+        reported = http.post("/tokenize", json={"messages": [USER, *messages]})
+        assert reported.status_code == 200, reported.text
+        return reported.json()["tokens"]
 
     asked = calls(call("a"), call("b"), call("c"))
     a, b, c = (result(each, each * 5) for each in "abc")
@@ -277,7 +277,7 @@ def test_results_of_parallel_calls_belong_to_their_calls(http):
     assert in_order == tokens(asked, c, a, b)
     swapped = [result("a", "bbbbb"), result("b", "aaaaa"), c]
     assert in_order != tokens(asked, *swapped)
-    # What the user says among them comes behind them, and late instructions are a part of what the user says.
+    # The user's text among them follows them, and late instructions are a part of it.
     text = {"role": "user", "content": "Hurry"}
     brief = {"role": "system", "content": "Be brief"}
     assert tokens(asked, a, text, brief, c, b) == tokens(
@@ -352,7 +352,7 @@ def test_results_of_parallel_calls_belong_to_their_calls(http):
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ],
 )  # fmt: skip
-def test_what_cant_be_honoured_is_refused_by_its_name(http, fields, param):
+def test_refused_fields_are_named(http, fields, param):
     body = {"model": "afm-nano", "messages": [USER], **fields}
     refused = http.post("/v1/chat/completions", json=body)
     assert refused.status_code == 400, refused.text
@@ -363,7 +363,7 @@ def test_what_cant_be_honoured_is_refused_by_its_name(http, fields, param):
     assert (streamed.status_code, streamed.json()["error"]) == (400, error)
 
 
-def test_unknown_models_and_numbers_that_are_none(ask, http):
+def test_unknown_models_and_non_finite_numbers(ask, http):
     for model in ("gpt-4o", "afm-nano:nothing", "afm-nano:", "", "afm-nano:todo "):
         with pytest.raises(openai.NotFoundError) as refused:
             ask(model=model)

@@ -11,7 +11,7 @@ PROMPTS = ["Return a list of", "The quick"]
 
 @pytest.fixture
 def complete(client):
-    """Let the embedded model continue prompts."""
+    """Continue a prompt with the embedded model."""
 
     def complete(prompt=PROMPTS[0], **fields):
         fields = {"model": "afm-nano", "prompt": prompt, "max_tokens": 8, **fields}
@@ -34,7 +34,7 @@ def streamed(chunks):
 
 def test_prompts_of_all_forms(complete, http):
     alone = [texts(complete(prompt))[0] for prompt in PROMPTS]
-    assert alone[0].startswith(" ")  # a new word behind the prompt's last
+    assert alone[0].startswith(" ")  # a new word
     assert texts(complete(PROMPTS)) == alone
     ids = [http.post("/tokenize", json={"prompt": p}).json()["tokens"] for p in PROMPTS]
     assert texts(complete(ids[1])) == alone[1:]
@@ -53,18 +53,20 @@ def test_prompts_of_all_forms(complete, http):
     assert adapted != alone[:1]
 
 
-def test_log_probabilities_have_their_places(complete):
+def test_log_probabilities_have_offsets(complete):
     (choice,) = complete(logprobs=2).choices
-    told = choice.logprobs
-    assert "".join(told.tokens) == choice.text
-    for at, token in zip(told.text_offset, told.tokens, strict=True):
+    reported = choice.logprobs
+    assert "".join(reported.tokens) == choice.text
+    for at, token in zip(reported.text_offset, reported.tokens, strict=True):
         assert choice.text[at:].startswith(token)
-    for token, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+    for token, value, top in zip(
+        reported.tokens, reported.token_logprobs, reported.top_logprobs, strict=True
+    ):
         assert 2 <= len(top) <= 3
         assert top[token] == value == max(top.values())
     parts = [c.choices[0].logprobs for c in complete(logprobs=2, stream=True)]
-    assert [t for part in parts if part for t in part.tokens] == told.tokens
-    assert [t for part in parts if part for t in part.text_offset] == told.text_offset
+    assert [t for part in parts if part for t in part.tokens] == reported.tokens
+    assert [t for part in parts if part for t in part.text_offset] == reported.text_offset
     assert complete(logprobs=0).choices[0].logprobs.top_logprobs is None
 
 
@@ -114,7 +116,7 @@ def test_the_best_of_several(complete, monkeypatch):
         ({"messages": [{}]}, "messages"),
     ],
 )  # fmt: skip
-def test_what_cant_be_honoured_is_refused_by_its_name(http, fields, param):
+def test_refused_fields_are_named(http, fields, param):
     body = {"model": "afm-nano", "prompt": "a", "max_tokens": 4, **fields}
     refused = http.post("/v1/completions", json=body)
     assert refused.status_code == 400, refused.text
@@ -132,10 +134,10 @@ def test_models_and_their_tokens(client, http, complete):
         with pytest.raises(openai.NotFoundError):
             complete(model=model)
     tokenized = http.post("/tokenize", json={"prompt": "Dear Hana", "return_token_strs": True})
-    told = tokenized.json()
-    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
-    assert told["max_model_len"] == 1024
-    text = http.post("/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
+    reported = tokenized.json()
+    assert reported["count"] == len(reported["tokens"]) == len(reported["token_strs"])
+    assert reported["max_model_len"] == 1024
+    text = http.post("/detokenize", json={"tokens": reported["tokens"]}).json()["prompt"]
     assert text == "Dear Hana"
     chat = [{"role": "user", "content": "hi"}]
     count = http.post("/tokenize", json={"messages": chat}).json()["count"]
@@ -152,8 +154,8 @@ def test_models_and_their_tokens(client, http, complete):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
-def test_what_is_typed_as_a_newline_mark_stays_so(client, http):
-    """In an answer that is held to it, and in a message."""
+def test_a_typed_newline_mark_is_text(client, http):
+    """In a constrained answer, and in a message."""
     for text in ("List<n>", "<n>", "a\n<n>"):
         answer = client.completions.create(
             model="afm-nano", prompt="a", extra_body={"guided_choice": [text]}, max_tokens=30

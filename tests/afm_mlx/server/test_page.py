@@ -30,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("browser")  # one process starts it, not ea
 
 @pytest.fixture(scope="module")
 def windows():
-    """A window of each size, and what has gone wrong in them."""
+    """A window of each size, and a list of their errors."""
     faults = []
     with browser() as chromium:
         pages = {}
@@ -47,7 +47,7 @@ def windows():
 
 @pytest.fixture
 def open_page(windows, server):
-    """Opens the page in a browser that has kept nothing; at the end nothing may have gone wrong in it."""
+    """Open the page in a browser without stored data; check at the end that it had no errors."""
     pages, faults = windows
     faults.clear()
 
@@ -79,7 +79,7 @@ FORGET = """() => new Promise((resolve, reject) => {
 
 
 def _is_fault(said):
-    # A status that is no success is told on the console, too, and part of some tests.
+    # Some tests cause error statuses, which the console reports, too.
     return said.type in ("error", "warning") and "Failed to load resource" not in said.text
 
 
@@ -118,7 +118,7 @@ def ended(page, index):
 
 
 def until(page, holds):
-    """Wait for a condition: ours, or an expression in the page, which can't wait as it allows no `eval`."""
+    """Wait for a function or an expression of the page to be true; the page itself allows no `eval`."""
     deadline = time.monotonic() + WAIT / 1000
     while not (holds() if callable(holds) else page.evaluate(holds)):
         assert time.monotonic() < deadline, holds
@@ -140,7 +140,7 @@ def import_chats(page, *chats):
 
 
 def chat_of(*texts):
-    """A conversation whose turns are these texts, of the user and of the model by turns."""
+    """A conversation with these texts, alternately of the user and the model."""
     turns, parent = {}, None
     for i, text in enumerate(texts):
         role = "assistant" if i % 2 else "user"
@@ -150,8 +150,8 @@ def chat_of(*texts):
     return {"title": "Imported", "turns": turns, "head": parent, "settings": {}}
 
 
-def asked_by(page):
-    """The bodies of the requests for answers that the page makes from now on."""
+def requests_of(page):
+    """A list that collects the bodies of the page's completion requests."""
     bodies = []
 
     def keep(request):
@@ -294,7 +294,7 @@ def a_tree_fills_in_and_html_in_it_stays_text(page):
     assert keys == ["title", "person", "day", "time", "place"]
     assert values == ["Film Lecture", "Hana", "Monday", "22:55", "Gallery Sain"]
     seen = page.evaluate("window.seen")
-    assert seen[0] == "5 5"  # all rows are there before the first value
+    assert seen[0] == "5 5"  # all rows are shown before the first value
     assert seen[-1] == "5 0"
     page.get_by_role("button", name="Text", exact=True).click()
     assert json.loads(page.locator(".json .raw").inner_text()) == dict(
@@ -315,7 +315,7 @@ def a_tree_fills_in_and_html_in_it_stays_text(page):
 
 
 def a_tool_is_called_and_its_result_answered(page):
-    sent = asked_by(page)
+    sent = requests_of(page)
     example(page, "Track an order")
     assert page.locator(".call .call-name").inner_text() == "track_order"
     assert page.locator(".call .tree li li span").all_inner_texts() == ["order", "L5526"]
@@ -331,8 +331,8 @@ def a_tool_is_called_and_its_result_answered(page):
     assert "2 / 2" in page.locator(".results .pager").inner_text()
 
 
-def settings_are_what_is_asked_for(page):
-    sent = asked_by(page)
+def settings_become_fields_of_the_request(page):
+    sent = requests_of(page)
     show_settings(page)
     typed = {"Temperature": "0.5", "Top-p": "0.9", "Top-k": "20", "Min-p": "0.1", "Seed": "3"}
     for label, value in {
@@ -349,7 +349,7 @@ def settings_are_what_is_asked_for(page):
     assert [asked[name] for name in names] == [0.5, 0.9, 20, 0.1, 3, 5, ["\n", "# "]]
     assert "token limit" in page.locator(".answer .note").inner_text()
 
-    # What can't be sent is told beside its field, which takes the focus.
+    # An invalid setting is reported at its field, which takes the focus.
     page.get_by_label("Top-p", exact=True).fill("7")
     message(page).fill("x")
     message(page).press("Enter")
@@ -372,7 +372,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def a_file_that_is_no_export_changes_nothing(page):
+def other_files_are_not_imported(page):
     for content, said in REFUSED:
         if not isinstance(content, str):
             base = {"format": "afm-mlx conversations", "version": 1, "conversations": []}
@@ -386,16 +386,16 @@ def a_file_that_is_no_export_changes_nothing(page):
         assert page.locator(".conversation").count() == 0
 
 
-def errors_are_shown_with_a_way_on(page):
+def errors_are_shown_with_buttons(page):
     show_settings(page)
     page.locator("[name=format]").select_option("json_schema")
     page.get_by_label("JSON schema", exact=True).fill('{"type": "no type"}')
     send(page, FORMAL)
-    told = page.locator(".card.error p").inner_text()
-    assert "no type" in told
+    reported = page.locator(".card.error p").inner_text()
+    assert "no type" in reported
     page.get_by_role("button", name="Go to setting").click()
     assert page.evaluate("document.activeElement.name") == "schema"
-    assert page.locator("#problem-schema").inner_text() == told
+    assert page.locator("#problem-schema").inner_text() == reported
     page.locator("[name=format]").select_option("text")
 
     page.context.set_offline(True)
@@ -406,7 +406,7 @@ def errors_are_shown_with_a_way_on(page):
     assert "Film Lecture" in ended(page, 0)
     assert "3 / 3" in page.locator(".answer .pager").inner_text()
 
-    # A stream that breaks off keeps what came.
+    # An interrupted stream keeps its text.
     half = 'data: {"choices": [{"delta": {"content": "Half an"}}]}\n\n'
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half))
     assert send(page, "x") == "Half an"
@@ -438,26 +438,26 @@ def the_servers_counts_are_shown(page):
     said = page.locator(".stats").inner_text()
     assert said == "12 tokens · 8 tok/s · first token after 1.23 s · 75 % of drafts accepted"
     page.get_by_role("button", name=re.compile("^Context: 312 of 1,024 tokens")).click()
-    told = page.locator("#figures div").all_inner_texts()
-    assert told[-2:] == ["Cached prompt tokens\n256", "Draft tokens accepted\n75 %"]
+    reported = page.locator("#figures div").all_inner_texts()
+    assert reported[-2:] == ["Cached prompt tokens\n256", "Draft tokens accepted\n75 %"]
     page.unroute("**/v1/chat/completions")
 
 
 @each(
     "story",
     [
-        a_file_that_is_no_export_changes_nothing,
+        other_files_are_not_imported,
         partial_json_is_read_as_far_as_it_goes,
         markdown_is_shown_and_html_stays_text,
         a_tree_fills_in_and_html_in_it_stays_text,
         a_tool_is_called_and_its_result_answered,
-        settings_are_what_is_asked_for,
-        errors_are_shown_with_a_way_on,
+        settings_become_fields_of_the_request,
+        errors_are_shown_with_buttons,
         the_servers_counts_are_shown,
     ],
 )
 def test_one_chat_after_the_other(page, story):
-    """Each in a new chat of the page that the one before has left: to load a page takes longer than most."""
+    """All in one page, each in a new chat, because loading a page takes longer than most of them."""
     page.get_by_role("button", name="New chat").click()
     story(page)
 
@@ -493,7 +493,7 @@ def test_a_chat_with_edits_versions_adapters_and_a_reload(open_page, size):
     assert "Lock the account" in todos
     assert page.locator(".who").all_inner_texts() == ["afm-nano", "afm-nano:todo"]
 
-    # An edited message is another version: what came after the old one is kept with it.
+    # An edited message is a new version; the old one keeps the turns after it.
     page.get_by_role("button", name="Edit message").first.click()
     page.locator(".edit-form textarea").fill("List the to-dos: call Hana at 9:15.")
     page.get_by_role("button", name="Send", exact=True).click()
@@ -517,7 +517,7 @@ def test_stopping_frees_the_row(open_page, server, monkeypatch):
     stream = server.served.engine.stream
 
     async def slow(*arguments, **options):
-        """The engine's, with time for a page on a busy machine to stop it on the way."""
+        """A slower stream, which a page on a busy machine has time to stop."""
         async with contextlib.aclosing(stream(*arguments, **options)) as responses:
             async for response in responses:
                 await asyncio.sleep(0.01)
@@ -581,7 +581,7 @@ def test_a_second_tab_shows_what_the_first_has_written(open_page):
         page.evaluate("window.open(location.href)")
     other = opening.value
     other.wait_for_selector("html[data-ready]")
-    # A page behind another draws, and so takes clicks, once a second.
+    # A background page draws, and takes clicks, once a second.
     page.bring_to_front()
     answer = send(page, FORMAL)
     other.bring_to_front()
@@ -594,7 +594,7 @@ def test_a_second_tab_shows_what_the_first_has_written(open_page):
     other.close()
 
 
-def test_a_key_is_asked_for_and_kept_as_the_theme_is(open_page, server):
+def test_the_key_and_the_theme_are_remembered(open_page, server):
     ground = "getComputedStyle(document.body).backgroundColor"
     with running_server(server.served, api_keys=("open sesame",)) as guarded:
         page = open_page(url=guarded.url, scheme="dark")
@@ -800,7 +800,7 @@ def test_long_chats_and_long_words_fit(open_page):
     assert page.evaluate(outside) == [0, 0, True]
     for width, height in SIZES.values():
         page.set_viewport_size({"width": width, "height": height})
-        # The reader who has gone up stays there while an answer comes; a button leads back to the end.
+        # Scrolled up, the page stays there while an answer comes; a button scrolls to the bottom.
         page.evaluate("document.getElementById('scroller').scrollTop = 0")
         page.get_by_role("button", name="Scroll to bottom").click()
         assert page.evaluate(outside) == [0, 0, True]

@@ -1,4 +1,4 @@
-"""What becomes of each field of a request, and that the table of fields says it."""
+"""The rules of all fields of requests, and the table that has them."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def responses(*items, **fields):
 
 
 def claude(*blocks, **fields):
-    """Messages with a call whose result stands among blocks."""
+    """A body of messages with a call, whose result is among `blocks`."""
     called = [{**USER}, {"role": "assistant", "content": [CLAUDE_CALL]}]
     return MessageRequest, {"messages": [*called, {"role": "user", "content": blocks}], **fields}
 
@@ -230,7 +230,7 @@ TAKEN = [
         "messages[].content[server_tool_use], messages[].content[web_search_tool_result]",
     ),
 ]  # fmt: skip
-"""Requests that were refused once, or that clients might send, and what the header says of them."""
+"""Requests of real clients, and the ignored fields in the header."""
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def body(kind, fields):
 
 
 @each("asked, ignored", TAKEN)
-def test_hints_and_others_tools_are_taken_and_named(http, asked, ignored):
+def test_hints_and_other_providers_tools_are_named(http, asked, ignored):
     kind, fields = asked
     taken = http.post(PATHS[kind], json=body(kind, fields))
     assert taken.status_code == 200, taken.text
@@ -260,7 +260,7 @@ def test_hints_and_others_tools_are_taken_and_named(http, asked, ignored):
 
 
 def test_tokens_of_a_whole_request_are_counted(http):
-    """Clients count what they are about to send: a limit and a temperature change no prompt."""
+    """Token counts accept whole requests: fields such as `temperature` are ignored."""
     sampling = {"temperature": 0.5, "top_p": 0.9, "stream": False}
     for path, (kind, fields), named in (
         ("/v1/responses/input_tokens", responses(store=False, **sampling), "max_output_tokens"),
@@ -271,7 +271,7 @@ def test_tokens_of_a_whole_request_are_counted(http):
         assert {named, "temperature"} <= set(counted.headers["x-afm-ignored"].split(", "))
 
 
-def test_what_is_taken_is_in_the_log(http, caplog):
+def test_ignored_fields_are_logged(http, caplog):
     with caplog.at_level("INFO", "afm_mlx.server"):
         http.post("/v1/chat/completions", json=body(*chat(verbosity="low", audio=None)))
     (line,) = (record.message for record in caplog.records if "effect" in record.message)
@@ -297,7 +297,7 @@ STRICT = [
 
 
 @each("asked, place", STRICT)
-def test_a_strict_server_refuses_what_would_have_no_effect(strict, asked, place):
+def test_a_strict_server_refuses_ignored_fields(strict, asked, place):
     kind, fields = asked
     refused = strict.post(PATHS[kind], json=body(kind, fields))
     assert refused.status_code == 400, refused.text
@@ -322,7 +322,7 @@ def test_a_strict_server_refuses_what_would_have_no_effect(strict, asked, place)
         ),
     ],
 )
-def test_a_strict_server_takes_who_asks_and_its_own_answers(strict, asked):
+def test_a_strict_server_takes_user_ids_and_its_own_answers(strict, asked):
     kind, fields = asked
     taken = strict.post(PATHS[kind], json=body(kind, fields))
     assert taken.status_code == 200, taken.text
@@ -376,11 +376,11 @@ BASES: dict[Any, list[dict[str, Any]]] = {
         },
     ],
 }
-"""Bodies that have every object in which a field may be ignored or refused."""
+"""Bodies that together have every object with ignored or refused fields."""
 
 
 def with_field(base, path, value):
-    """A body with a field at a path; None where it lacks the object that holds the field."""
+    """Return a body with a field at a path, or None if the body lacks the field's object."""
     made = json.loads(json.dumps({"model": "m", **base}))
     *objects, name = path.replace("[]", ".[]").split(".")
     place = made
@@ -414,7 +414,7 @@ def plain(place):
 
 
 def outcome(asked, kind, is_strict=False):
-    """What a reader names, or refuses."""
+    """Return the fields that a reader names, or the field that it refuses."""
     reader = Reader(is_strict)
     try:
         reader.read(asked, kind)
@@ -424,28 +424,28 @@ def outcome(asked, kind, is_strict=False):
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
-def test_every_field_of_the_table_is_what_it_says(kind):
+def test_every_field_follows_its_rule(kind):
     seen = set()
     for path, rule in all_fields(kind):
         seen.add(type(rule))
         if isinstance(rule, Kinds):
             for name in rule.ignored or ("unheard_of",):
-                told = [outcome(b, kind) for b in bodies_with(kind, path, {"type": name})]
-                assert [f"{path[:-2]}[{name}]"] in told, path
+                reported = [outcome(b, kind) for b in bodies_with(kind, path, {"type": name})]
+                assert [f"{path[:-2]}[{name}]"] in reported, path
         elif not isinstance(rule, Honoured):
-            told = [outcome(b, kind) for b in bodies_with(kind, path, "unheard_of")]
+            reported = [outcome(b, kind) for b in bodies_with(kind, path, "unheard_of")]
             is_named = isinstance(rule, Ignored) and rule.is_named
             expected = path if isinstance(rule, Refused) else [path] if is_named else []
-            assert expected in told, (path, told)
+            assert expected in reported, (path, reported)
             for off in (None, *rule.off):
                 assert [] in [outcome(b, kind) for b in bodies_with(kind, path, off)], (path, off)
-            told = [outcome(b, kind, True) for b in bodies_with(kind, path, "unheard_of")]
+            reported = [outcome(b, kind, True) for b in bodies_with(kind, path, "unheard_of")]
             takes = isinstance(rule, Ignored) and rule.if_strict
-            assert (([path] if is_named else []) if takes else path) in told, (path, told)
+            assert (([path] if is_named else []) if takes else path) in reported, (path, reported)
     assert {Honoured, Ignored, Refused} <= seen
 
 
-def test_other_apis_fields_are_refused_unless_they_ask_for_nothing():
+def test_other_apis_fields_are_refused_unless_they_are_off():
     for kind in REQUESTS:
         own = set(kind.__struct_fields__)
         for name, off in known_elsewhere().items():
@@ -462,7 +462,7 @@ def test_other_apis_fields_are_refused_unless_they_ask_for_nothing():
 
 @pytest.mark.slow
 def test_every_field_of_the_official_clients_is_in_the_table():
-    """A field that a newer client has must be thought about: whether it changes the answer.
+    """A newer client's field needs a rule: does it change the answer?
 
     It is among the slow tests because a client's release may make it fail.
     """

@@ -1,13 +1,14 @@
-"""Listening, and coming to an end."""
+"""Sockets, shutdown, and restarts of the server's process."""
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import httpx2
 import openai
@@ -25,7 +26,7 @@ LONG = {"guided_regex": "[a-z ]{5000}", "max_tokens": 300}
 
 @pytest.fixture
 def started(tmp_path):
-    """Start `afm-mlx server` in a process of its own; returns it and its address."""
+    """Start `afm-mlx server`; return its process and address."""
     processes = []
 
     def start(*argv):
@@ -62,7 +63,7 @@ def test_sigterm_lets_answers_finish(started):
     assert (process.returncode, said) == (0, "")  # nothing was interrupted
 
 
-def test_the_grace_ends_and_so_does_the_process(started):
+def test_the_process_ends_with_the_grace_period(started):
     process, url = started("--grace", "0.2")
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     chunks = client.chat.completions.create(
@@ -96,8 +97,8 @@ def test_a_second_signal_ends_at_once(started):
     assert process.returncode == 130
 
 
-def test_another_process_finds_what_prompts_begin_with(tmp_path):
-    """As it would be after a restart: the folder is all that the two have in common."""
+def test_another_process_uses_the_prefix_cache_folder(tmp_path):
+    """As after a restart: the two servers share only the folder."""
     long = [{"role": "user", "content": "Sum up: " + "one two three " * 40}]
     cached = []
     for _ in range(2):
@@ -112,7 +113,7 @@ def test_another_process_finds_what_prompts_begin_with(tmp_path):
 
 def test_a_unix_socket_is_this_users_alone(tmp_path):
     path = tmp_path / "socket"
-    with socket.socket(socket.AF_UNIX) as killed:  # what a server that was killed has left
+    with socket.socket(socket.AF_UNIX) as killed:  # as a killed server leaves it
         killed.bind(str(path))
     with running_server(unix_socket=path) as running:
         assert path.stat().st_mode & 0o777 == 0o600
@@ -132,14 +133,14 @@ def test_a_unix_socket_is_this_users_alone(tmp_path):
     assert path.exists()  # by now another server's
     other.close()
     path.unlink()
-    path.write_text("a file of somebody's")
+    path.write_text("another file")
     with pytest.raises(RequestError, match="can't listen"):
         bind(ServerOptions(unix_socket=path))
     assert path.read_text()
 
 
 def test_sockets_of_other_programs_stay(tmp_path):
-    """Neither one for datagrams nor one whose queue is full is taken for what a killed server has left."""
+    """A datagram socket, and one with a full queue, are not mistaken for a killed server's."""
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(str(path))
@@ -159,3 +160,112 @@ def test_sockets_of_other_programs_stay(tmp_path):
     path.unlink()
     with bind(ServerOptions(unix_socket=path)), pytest.raises(RequestError, match="another server"):
         bind(ServerOptions(unix_socket=path))  # the first one still loads its model
+
+
+# -- processes
+
+PROMPT = {"model": "afm-nano", "prompt": "hey Hana", "temperature": 0}
+LONG_PROMPT = PROMPT | {"guided_regex": "[a-z ]{5000}", "max_tokens": 900, "stream": True}
+SHORT = LONG_PROMPT | {"max_tokens": 40, "stream": False}
+
+
+@contextmanager
+def server(*options, stderr=None):
+    """A server's process and an HTTP client."""
+    command = [sys.executable, "-m", "afm_mlx", "server", *map(str, options)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+    )
+    try:
+        address = running.stdout.readline().split()[-1]
+        with httpx2.Client(base_url=address, timeout=60) as http:
+            yield running, http
+    finally:
+        running.kill()
+        running.wait()
+        running.stdout.close()
+
+
+@contextmanager
+def begun(http, body):
+    """A stream's events after the first one."""
+    with http.stream("POST", "/v1/completions", json=body) as stream:
+        found = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {"))
+        next(found)
+        yield found
+
+
+def test_a_killed_server_restarts_at_its_port_with_its_prefix_cache(tmp_path):
+    folder = ["--prompt-cache-folder", tmp_path / "prompts", "--kv-bits", 16]
+    long_prompt = SHORT | {"prompt": "Please redact this message about the account. " * 20}
+    with server("--port", 0, *folder) as (running, http):
+        port = http.base_url.port
+        first = http.post("/v1/completions", json=long_prompt).json()
+        until(lambda: len(list(folder[1].glob("*.prefix"))) >= 2)
+        with begun(http, LONG_PROMPT) as events:
+            running.send_signal(signal.SIGKILL)
+            with pytest.raises(httpx2.HTTPError):
+                list(events)
+    damaged = sorted(folder[1].glob("*.prefix"), key=lambda path: path.stat().st_mtime)[-1]
+    os.truncate(damaged, 1000)
+    with server("--port", port, *folder) as (_, http):
+        again = http.post("/v1/completions", json=long_prompt).json()
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    assert again["choices"] == first["choices"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_for_prompts_is_one_warning(tmp_path):
+    folder, log = tmp_path / "disk", tmp_path / "log"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder])
+    if mounted.returncode != 0:
+        pytest.skip("this system lets nobody mount anything")
+    try:
+        options = ("--port", 0, "--prompt-cache-folder", folder)
+        with log.open("w") as errors, server(*options, stderr=errors) as (_, http):
+            for number in range(12):
+                prompt = f"Message {number}: " + "please redact this message. " * 40
+                answer = http.post("/v1/completions", json=SHORT | {"prompt": prompt})
+                assert answer.json()["usage"]["completion_tokens"] == 40
+            until(lambda: "No space left" in log.read_text())
+        assert log.read_text().count("No space left") == 1
+        assert "Traceback" not in log.read_text()
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the files of another process")
+def test_ten_thousand_idle_connections_do_no_harm():
+    """The server keeps the allowed number of connections, and answers all requests."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 10_500
+    try:  # mlx-lm lowers both limits of a process that imports it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, max(needed, hard)))
+    except ValueError:
+        pytest.skip(f"this system lets a process open {hard} files, and {needed} are needed")
+    with ExitStack() as opened, server("--port", 0, "--max-connections", 300) as (running, http):
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        assert http.post("/v1/completions", json=SHORT).status_code == 200
+        before = open_files(running)
+        url, address = http.base_url.join("/v1/completions"), ("127.0.0.1", http.base_url.port)
+        with begun(http, LONG_PROMPT) as events:
+            for number in range(10_000):
+                connection = opened.enter_context(socket.create_connection(address, 20))
+                if number % 3 == 0:
+                    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
+                # By a connection of its own: those that are open without a request are closed.
+                if number % 2500 == 0:
+                    assert httpx2.post(url, json=SHORT, timeout=60).status_code == 200
+            until(lambda: open_files(running) - before <= 301)
+            assert list(events)[-1]["choices"][0]["finish_reason"] == "length"
+        opened.close()
+        until(lambda: open_files(running) <= before)
+
+
+def open_files(running):
+    return len(os.listdir(f"/proc/{running.pid}/fd"))

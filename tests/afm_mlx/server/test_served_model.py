@@ -1,4 +1,4 @@
-"""Models and adapters under the ids that requests name."""
+"""Model ids: models of mlx-lm, and adapters."""
 
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server.served_model import ServedModel
@@ -19,7 +19,7 @@ def test_a_model_of_mlx_lms_zoo_continues_texts(tmp_path):
 
         first = complete("w5 w6 w7", logprobs=1)
         (choice,) = first["choices"]
-        # Words between which this tokenizer decodes spaces, of which its pieces know nothing.
+        # This tokenizer decodes spaces between words that its pieces don't have.
         assert choice["logprobs"]["tokens"] == choice["text"].split()
         again = complete([5, 6, 7])
         assert again["choices"][0]["text"] == choice["text"]
@@ -29,7 +29,7 @@ def test_a_model_of_mlx_lms_zoo_continues_texts(tmp_path):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
 
 
-def test_the_models_own_id_may_stand_for_an_adapter():
+def test_the_models_own_id_can_have_an_adapter():
     served = ServedModel.load(
         name="mine", adapter_path=ADAPTERS / "todo", adapters={"private": ADAPTERS / "redact"}
     )

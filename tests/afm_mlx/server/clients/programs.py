@@ -1,7 +1,7 @@
-"""Small programs around others' clients, as their documents write them: python programs.py NAME URL
+"""Small programs with other projects' clients, as in their documentation: python programs.py NAME URL
 
 Each holds a conversation of several turns with the tool `weather` against the server of
-`test_python_clients.py`, whose answers follow `STEPS`, and prints what it has heard last.
+`test_python_clients.py`, whose answers follow `STEPS`, and prints the last answer.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 
 MODEL = "tiny"
 ASKED: list[str] = []
-"""Cities that the tool was asked for."""
+"""Cities that the tool was called with."""
 
 
 def weather(city: str) -> str:
@@ -64,7 +64,7 @@ def with_litellm(url: str) -> str:
                 }
                 for call in message.tool_calls
             ]
-            messages += reversed(results)  # as they come, not as they were asked for
+            messages += reversed(results)  # not in the order of the calls
     return message.content
 
 
@@ -122,7 +122,7 @@ def _langchain(url: str, **options) -> str:
             if not answer.tool_calls:
                 break
             messages += [tool(weather).invoke(call) for call in answer.tool_calls]
-        messages.append(SystemMessage("Be brief."))  # behind other messages
+        messages.append(SystemMessage("Be brief."))  # after other messages
     return answer.text if isinstance(answer.text, str) else answer.text()
 
 
@@ -168,7 +168,7 @@ def _agents(url: str, kind) -> str:
 
 
 def with_instructor(url: str) -> str:
-    """A typed answer, asked for again because the first one is wrong, by a tool and by a schema."""
+    """A typed answer, with a retry because the first one is wrong."""
     import instructor
     from openai import OpenAI
     from pydantic import BaseModel, field_validator
@@ -226,12 +226,12 @@ def weather(city: str) -> str:
         code,
     ]
     for question, more in zip(QUESTIONS, ([], ["-c"]), strict=True):
-        told = subprocess.run(
+        reported = subprocess.run(
             [*llm, *more, question], env=environment, text=True, capture_output=True, check=False
         )
-        assert told.returncode == 0, told.stderr
+        assert reported.returncode == 0, reported.stderr
     ASKED.extend((folder / "asked").read_text().split())
-    return told.stdout.strip()
+    return reported.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Coding agents from npm, as they come: an empty home and environment, a dummy key, and this server alone.
+"""Coding agents from npm with their defaults: an empty home and environment, and a dummy key.
 
-Each runs two commands in its shell, answers, and goes on with the conversation in a second process.
+Each runs two commands in its shell, answers, and continues the conversation in a second process.
 """
 
 import json
@@ -110,7 +110,7 @@ def test_an_agent_works_with_its_defaults(name, tmp_path, caplog):
         assert "request_errors_total{" not in server.http().get("/metrics").text
     assert "That was it." in said[0]
     assert "That was all." in said[1]
-    # The commands ran, and the model has read what they said, turn after turn.
+    # The commands ran, and the model was shown their output.
     results = re.findall(r"<turn_start> tool\s(.*?)<turn_end>", script.prompts[-1], re.S)
     assert [re.findall("sum-[0-9]+", result) for result in results] == [
         ["sum-42"],

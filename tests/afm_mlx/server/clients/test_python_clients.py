@@ -1,4 +1,4 @@
-"""Python clients of others, over several turns with tools; each is a process with an empty environment."""
+"""Other Python clients, over several turns with tools, each in a process with an empty environment."""
 
 import json
 import os
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 PYTHON = Path(
     os.environ.get("AFM_CLIENTS_PYTHON") or Path(sys.prefix) / "clients" / "bin" / "python"
 )
-"""Python with what requirements.txt names; `make test-slow` makes it."""
+"""Python of the environment that `make test-slow` makes from requirements.txt."""
 
 BOTH = [("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"})]
 LIMA = [("weather", {"city": "Lima"})]
@@ -33,7 +33,7 @@ CASES = {
     "instructor": (WRONG_FIRST, ["Rome", "Lima"], "Lima", set()),
     "llm": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", set()),
 }  # fmt: skip
-"""For each program: the model's answers, what its tool was asked, its last words, and what the log named."""
+"""For each program: the model's answers, the cities of its tool calls, its last answer, and ignored fields."""
 
 
 @pytest.mark.slow
@@ -52,9 +52,9 @@ def test_a_client_talks_over_several_turns(name, tmp_path, caplog):
         )
         assert "request_errors_total{" not in server.http().get("/metrics").text, done.stderr
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(told["asked"]) == sorted(asked)
-    assert told["said"] == said
+    reported = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(reported["asked"]) == sorted(asked)
+    assert reported["said"] == said
     named = {
         field
         for record in caplog.records
@@ -62,6 +62,6 @@ def test_a_client_talks_over_several_turns(name, tmp_path, caplog):
         for field in found[1].split(", ")
     }
     assert ignored <= named, named
-    # Results stand behind the calls that they are of, in the calls' order, whatever order they came in.
+    # Results are in the order of the calls, whatever order they were sent in.
     if name != "instructor":
         assert re.findall(r"<turn_start> tool\s(\w+)", script.prompts[-1]) == asked

@@ -1,4 +1,4 @@
-"""Messages that are put together from items or blocks."""
+"""Conversations built from items or blocks."""
 
 import time
 
@@ -9,7 +9,7 @@ from afm_mlx.server.replies import ApiError
 
 
 def calls(*ids):
-    """A conversation in which the model has made calls."""
+    """A conversation with tool calls."""
     conversation = ConversationBuilder()
     conversation.add_user("Go", "here")
     for each in ids:
@@ -42,7 +42,7 @@ def test_calls_join_the_text_before_them_and_instructions_come_first():
     assert kept[0]["content"] == "One\n\nTwo"
     assert kept[2]["content"] == "I will"
     assert conversation.finished("input", "Zero")[0]["content"] == "Zero\n\nOne\n\nTwo"
-    # What goes on from it leaves it as it is.
+    # Continuing a conversation doesn't change it.
     later = ConversationBuilder(kept)
     later.add_answer("All done", "here")
     later.add_call("b", "tool", "{}", "here")
@@ -50,7 +50,7 @@ def test_calls_join_the_text_before_them_and_instructions_come_first():
     assert "tool_calls" not in kept[3]
 
 
-def test_what_belongs_to_nothing_is_refused():
+def test_unmatched_calls_and_results_are_refused():
     conversation = calls("a", "b")
     with pytest.raises(ApiError, match="'a', as of another call") as caught:
         conversation.add_call("a", "tool", "{}", "input[3].call_id")
@@ -70,7 +70,7 @@ def test_what_belongs_to_nothing_is_refused():
         ConversationBuilder().finished("input")
 
 
-def test_what_comes_among_results_stands_behind_them():
+def test_texts_among_results_follow_them():
     conversation = calls("a", "b")
     conversation.add_user("Hurry", "input[3]")
     conversation.add_system("Be brief", "input[4]")
@@ -78,14 +78,14 @@ def test_what_comes_among_results_stands_behind_them():
         conversation.finished("input")
     conversation.add_result("b", "B", "here")
     conversation.add_result("a", "A", "here")
-    told = [(each["role"], each["content"]) for each in conversation.finished("input")[2:]]
-    assert told == [("tool", "A"), ("tool", "B"), ("user", "Hurry\n\nBe brief")]
+    reported = [(each["role"], each["content"]) for each in conversation.finished("input")[2:]]
+    assert reported == [("tool", "A"), ("tool", "B"), ("user", "Hurry\n\nBe brief")]
 
 
-def test_late_instructions_are_a_part_of_the_users_turn_at_their_place():
+def test_late_instructions_join_the_users_turn():
     kept = [{"role": "system", "content": "Zero"}, {"role": "user", "content": "Go"}]
     conversation = ConversationBuilder(kept)
-    conversation.add_system("One", "here")  # behind the user's text
+    conversation.add_system("One", "here")  # after the user's text
     conversation.add_user("And go", "here")
     conversation.add_answer("I go", "here")
     conversation.add_system("Two", "here")  # before it
@@ -100,9 +100,9 @@ def test_late_instructions_are_a_part_of_the_users_turn_at_their_place():
         ("user", "Two\n\nThree\n\nStop"),
         ("user", "Now"),
     ]
-    assert kept[1]["content"] == "Go"  # another request may go on from it
+    assert kept[1]["content"] == "Go"  # another request may continue it
     conversation.add_answer("Done", "here")
-    conversation.add_system("Last", "here")  # behind all others
+    conversation.add_system("Last", "here")  # after all others
     assert conversation.finished("input")[-1] == {"role": "user", "content": "Last"}
     strict = ConversationBuilder(kept, folds=False)
     with pytest.raises(ApiError, match="instructions within a conversation"):
@@ -110,7 +110,7 @@ def test_late_instructions_are_a_part_of_the_users_turn_at_their_place():
 
 
 def test_many_late_instructions_take_linear_time():
-    """8 MB of them took more than two minutes when each made the user's message anew."""
+    """Rebuilding the user's message for each of them would take two minutes for 8 MB."""
     conversation = ConversationBuilder()
     conversation.add_user("Go", "here")
     began = time.process_time()
@@ -121,13 +121,13 @@ def test_many_late_instructions_take_linear_time():
     assert message["content"] == "\n\n".join(["Go", *["y" * 500] * 16_000])
 
 
-def test_arguments_are_json():
+def test_arguments_must_be_json_objects():
     for arguments in ("{", "[]", "7", "null", "{'a': 1}", '{"a": NaN}', "{" * 9000):
         with pytest.raises(ApiError, match="no JSON object") as caught:
             calls().add_call("a", "tool", arguments, "call.id", "call.arguments")
         assert caught.value.param == "call.arguments"
     conversation = calls()
-    conversation.add_call("a", "tool", " ", "here", "here")  # as some have it who give no arguments
+    conversation.add_call("a", "tool", " ", "here", "here")  # as some clients send it
     conversation.add_result("a", "", "here")
     (call,) = conversation.finished("input")[1]["tool_calls"]
     assert call["function"]["arguments"] == "{}"

@@ -1,4 +1,4 @@
-"""What errors tell clients: what they can mend, and nothing of the server's files and of exceptions' texts."""
+"""Errors name what clients can fix, and neither the server's files nor the texts of exceptions."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ CHAT = {"model": "afm-nano", "messages": [{"role": "user", "content": "hi"}], "m
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """A model's folder, and one of adapters, of which one is damaged."""
+    """A model's folder, and a folder of adapters, one of them damaged."""
     root = tmp_path_factory.mktemp("secret place")
     shutil.copytree(resolve_model("afm-nano"), root / "afm-nano")
     shutil.copytree(root / "afm-nano" / "adapters" / "todo", root / "adapters" / "mine")
@@ -31,7 +31,7 @@ def server(places):
         yield running
 
 
-def test_no_answer_names_a_folder_of_the_server(server, http, places, monkeypatch):
+def test_no_error_names_a_folder_of_the_server(server, http, places, monkeypatch):
     def send(method, path, body=None):
         response = http.request(method, path, json=body)
         assert "secret place" not in response.text, path
@@ -60,7 +60,7 @@ def test_no_answer_names_a_folder_of_the_server(server, http, places, monkeypatc
             assert "afm-nano/chat_template.jinja" in refused.json()["error"]["message"]
 
 
-def test_what_an_exception_says_stays_in_the_log(server, http, places, monkeypatch, caplog):
+def test_texts_of_exceptions_stay_in_the_log(server, http, places, monkeypatch, caplog):
     def fail(*args, **options):
         raise OSError(f"[Errno 5] Input/output error: {places}")
 

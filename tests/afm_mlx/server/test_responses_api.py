@@ -1,13 +1,13 @@
 """`/v1/responses` on the real server, by the official client."""
 
 import json
-import time
 
-import httpx2
 import openai
 import pytest
 from pydantic import BaseModel
 
+from afm_mlx.server.request_fields import MessageItem
+from afm_mlx.server.responses_api import KeptResponse, KeptResponses
 from tests.tools import server_stories as stories
 from tests.tools.server import fail_after, running_server
 
@@ -62,7 +62,7 @@ def create(client):
 
 
 def plain(response):
-    """A response without what differs each time."""
+    """A response without its ids and times."""
     left = response.to_dict()
     for name in ("id", "created_at", "completed_at", "usage"):
         left.pop(name)
@@ -124,7 +124,7 @@ def test_a_tool_is_called_and_its_result_read(client, create):
     }
     second = create([*asked, *first.output, result], tools=defined)
     assert second.output_text == stories.STOP_ANSWER
-    # The same by going on from the first response, which only its own client can.
+    # The same by continuing the first response.
     third = create([result], tools=defined, previous_response_id=first.id)
     assert third.output_text == stories.STOP_ANSWER
     assert third.usage.input_tokens == second.usage.input_tokens
@@ -180,7 +180,7 @@ def test_answers_under_a_schema(client, create):
     )
 
 
-def test_an_answer_that_is_cut_is_incomplete(client, create):
+def test_a_cut_answer_is_incomplete(client, create):
     for fields in ({}, {"text": {"format": EVENT_FORMAT}}):
         response = create(stories.FORMAL, max_output_tokens=3, **fields)
         assert (response.status, response.output[0].status) == ("incomplete", "incomplete")
@@ -189,11 +189,11 @@ def test_an_answer_that_is_cut_is_incomplete(client, create):
         events = list(create(stories.FORMAL, max_output_tokens=3, stream=True, **fields))
         assert events[-1].type == "response.incomplete"
         assert plain(events[-1].response) == plain(response)
-    # Such a response can be gone on from, too.
+    # Such a response can be continued, too.
     assert create("And?", previous_response_id=response.id, max_output_tokens=5).output
 
 
-def test_log_probabilities_are_told_where_they_are_asked_for(create):
+def test_log_probabilities(create):
     include = ["message.output_text.logprobs", "reasoning.encrypted_content"]
     response = create(stories.FORMAL, include=include, top_logprobs=2)
     (part,) = response.output[0].content
@@ -212,10 +212,10 @@ def test_log_probabilities_are_told_where_they_are_asked_for(create):
     assert streamed == [each.token for each in part.logprobs]
     assert not create(stories.FORMAL).output[0].content[0].logprobs
     held = create(stories.FORMAL, include=include, top_logprobs=20, text={"format": EVENT_FORMAT})
-    beside = [
+    likely = [
         top.logprob for each in held.output[0].content[0].logprobs for top in each.top_logprobs
     ]
-    assert min(beside) == -9999  # tokens that the format forbids: JSON has no -infinity
+    assert min(likely) == -9999  # tokens that the format forbids: JSON has no -infinity
 
 
 def test_responses_are_kept_for_their_client(server, client, create):
@@ -237,7 +237,7 @@ def test_responses_are_kept_for_their_client(server, client, create):
             client.responses.retrieve(id)
 
 
-def test_items_of_kept_responses_stand_for_themselves(server, client, create):
+def test_items_of_kept_responses_can_be_referenced(server, client, create):
     defined = tools(stories.STOP_TOOLS)
     asked = [{"role": "user", "content": stories.STOP}]
     first = create(asked, tools=defined, tool_choice="required")
@@ -307,7 +307,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_what_cant_be_honoured_is_named(server):
+def test_refused_fields_are_named(server):
     with server.http(headers={"Authorization": "Bearer ann"}) as http:
         for param, fields in REFUSED:
             body = {"model": MODEL, "input": "Hi", **fields} if fields else {"model": MODEL}
@@ -344,20 +344,35 @@ def test_errors_are_the_clients_exceptions(server, client, create, monkeypatch):
     assert events[-1].sequence_number == len(events) - 1
 
 
-def test_a_client_that_leaves_frees_its_row(server):
-    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 400}
-    body = {
-        "model": MODEL,
-        "input": "Count",
-        "max_output_tokens": 900,
-        "text": {"format": {"type": "json_schema", "name": "numbers", "schema": numbers}},
-    }
-    with server.http(headers={"Authorization": "Bearer ann"}) as http:
-        with pytest.raises(httpx2.ReadTimeout):
-            http.post("/v1/responses", json=body, timeout=0.2)
-        with http.stream("POST", "/v1/responses", json=body | {"stream": True}) as response:
-            assert b"response.created" in next(response.iter_bytes())
-    until = time.monotonic() + 5
-    while server.served.admission.active and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not server.served.admission.active
+def kept_response(text):
+    item = MessageItem(role="assistant", content=text)
+    return KeptResponse(text.encode(), [{"role": "user", "content": text}], {f"msg {text}": item})
+
+
+def test_each_client_keeps_its_recent_responses():
+    kept = KeptResponses(2, 1 << 20)
+    for client in ("ann", "ben"):
+        for number in range(3):
+            kept.keep(client, f"{client}-{number}", kept_response(f"{client} {number}"))
+            kept.get(client, f"{client}-0")  # recently used, so another one is dropped
+    assert [kept.get("ann", f"ann-{n}") is not None for n in range(3)] == [True, False, True]
+    assert kept.get("ben", "ben-2").body == b"ben 2"
+    assert kept.find_item("ben", "msg ben 2").content == "ben 2"
+    assert kept.find_item("ben", "msg ann 2") is kept.find_item("ann", "msg ann 1") is None
+    assert kept.get("ben", "ann-2") is None
+    assert not kept.remove("ben", "ann-2")
+    assert kept.find_item("ann", "msg ann 2") is not None
+    assert kept.remove("ann", "ann-2")
+    assert kept.find_item("ann", "msg ann 2") is None
+    assert not kept.remove("ann", "ann-2")
+
+
+def test_kept_responses_have_limited_bytes():
+    kept = KeptResponses(1000, 10_000)
+    for number in range(100):
+        kept.keep("", str(number), kept_response("x" * 1000))
+    assert 2 <= sum(kept.get("", str(number)) is not None for number in range(100)) <= 4
+    assert kept.get("", "99") is not None
+    kept.keep("", "huge", kept_response("x" * 20_000))
+    assert kept.get("", "huge") is None
+    assert not KeptResponses(0, 1000).is_on

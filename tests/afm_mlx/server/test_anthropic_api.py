@@ -59,7 +59,7 @@ def create(client):
 
 
 def plain(message):
-    """A message without what differs each time."""
+    """A message without its ids and times."""
     left = message.to_dict()
     left.pop("stop_details", None)
     for block in left["content"]:
@@ -177,7 +177,7 @@ def test_answers_under_a_schema(client, create):
     assert set(json.loads(message.content[0].text)) == set(stories.EVENT_FIELDS)
 
 
-def test_an_answer_ends_where_it_is_told_to(create):
+def test_stop_sequences_and_limits(create):
     message = create(stories.FORMAL, stop_sequences=["never", " to att"])
     assert message.content[0].text == stories.FORMAL_ANSWER.partition(" to att")[0]
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " to att")
@@ -200,7 +200,7 @@ def test_an_answer_ends_where_it_is_told_to(create):
     assert len(songs(temperature=1.0, top_p=0)) == 1
 
 
-def test_what_a_conversation_is_made_of(client):
+def test_system_prompts_blocks_and_begun_answers(client):
     def count(content="Hi", **fields):
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         return client.messages.count_tokens(model=MODEL, messages=messages, **fields).input_tokens
@@ -266,15 +266,15 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_what_cant_be_honoured_is_named(http):
+def test_refused_fields_are_named(http):
     for param, fields in REFUSED:
         body = {"model": MODEL, "max_tokens": 5, "messages": [USER], **fields}
         response = http.post("/v1/messages", json=body)
         assert response.status_code == 400, (param, fields, response.text)
-        told = response.json()
-        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
-        assert param in told["error"]["message"], (param, told)
-        assert told["request_id"] == response.headers["request-id"]
+        reported = response.json()
+        assert (reported["type"], reported["error"]["type"]) == ("error", "invalid_request_error")
+        assert param in reported["error"]["message"], (param, reported)
+        assert reported["request_id"] == response.headers["request-id"]
     neutral = {
         "thinking": {"type": "disabled"},
         "service_tier": "auto",

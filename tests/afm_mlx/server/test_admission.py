@@ -1,4 +1,4 @@
-"""What requests need besides the model holds up nobody else, and there is never too much of it."""
+"""Side work of requests: it delays nobody else, and is limited."""
 
 import json
 import socket
@@ -33,7 +33,7 @@ def server():
 
 @pytest.fixture
 def stuck(monkeypatch):
-    """Have a function wait for the event that is returned; the event is set in the end."""
+    """Make a function wait for the returned event, which is set at the end of the test."""
     go = threading.Event()
 
     def stick(owner, name, applies=lambda *args: True):
@@ -53,7 +53,7 @@ def stuck(monkeypatch):
 
 @pytest.fixture
 def send(server):
-    """Send a request so many times at once; returns futures of the responses."""
+    """Send a request several times at once; return futures of the responses."""
     with ThreadPoolExecutor(40) as pool:
 
         def once(path, body, padding):
@@ -78,10 +78,10 @@ def send(server):
         ),
     ],
 )
-def test_a_chat_never_waits_for_others_texts_and_grammars(
+def test_a_chat_never_waits_for_other_requests_side_work(
     server, http, stuck, send, owner, name, path, body, places
 ):
-    """And what is too much is refused; of large bodies, few are too much."""
+    """Requests over the limits are refused; the limit for large bodies is low."""
     is_large = places == 4
     go = stuck(owner, name, lambda *args: owner is not bodies or len(args[0]) > len(PADDING))
     request = (path, body, PADDING if is_large else "")
@@ -101,7 +101,7 @@ def test_a_chat_never_waits_for_others_texts_and_grammars(
     until(lambda: places_taken.active == 0)
 
 
-def test_work_of_clients_that_left_is_not_begun(server, stuck, send):
+def test_side_work_of_disconnected_clients_is_not_begun(server, stuck, send):
     begun = []
     go = stuck(tokenization, "_tokens", lambda *args: begun.append(1) or True)
     futures = send(1, "/tokenize", {"prompt": "a"}, PADDING)
@@ -124,9 +124,11 @@ def test_work_of_clients_that_left_is_not_begun(server, stuck, send):
         ("/v1/completions", {"model": "afm-nano", "prompt": [5] * (MEGABYTE // 3)}),
     ],
 )
-def test_what_cant_fit_is_refused_before_the_work(server, http, monkeypatch, path, body):
+def test_prompts_over_the_context_are_refused_before_they_are_encoded(
+    server, http, monkeypatch, path, body
+):
     def fail(*args, **options):
-        raise AssertionError("it was looked at")
+        raise AssertionError("the prompt was encoded")
 
     for name in ("encode", "decode", "apply_chat_template"):
         monkeypatch.setattr(server.served.tokenizer, name, fail)
@@ -145,8 +147,8 @@ def test_many_answers_under_a_large_grammar_are_refused(http):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 
 
-def test_large_bodies_say_what_small_ones_do(rng):
-    """They are read in parts, by another way."""
+def test_large_bodies_are_decoded_like_small_ones(rng):
+    """Large bodies are decoded element by element."""
 
     def draw(depth):
         kind = rng.integers(9 if depth else 6)
@@ -217,8 +219,8 @@ def test_every_list_of_a_request_has_a_length(http):
         assert "length <=" in refused.json()["error"]["message"]
 
 
-def test_bodies_that_come_slowly_take_no_more_than_their_memory():
-    """16 of the largest size are in memory; what comes then is refused."""
+def test_slow_bodies_have_limited_memory():
+    """Up to 16 bodies of the maximum size are in memory; further ones are refused."""
     size = 100_000
     head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
     with ExitStack() as opened:

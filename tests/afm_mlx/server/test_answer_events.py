@@ -1,4 +1,4 @@
-"""Clients that leave, read slowly or wait in vain; and answers that fail."""
+"""Answers of clients that disconnect or read slowly, answers that fail, metrics, pings, and draft tokens."""
 
 import contextlib
 import json
@@ -10,6 +10,7 @@ from dataclasses import replace
 import openai
 import pytest
 
+from tests.afm_mlx.server.test_openai_chat import ANSWER, EVENT, EVENT_FORMAT, FORMAL, TOOLS, TRACK
 from tests.tools.server import running_server, until
 
 LONG = {"guided_regex": "[a-z ]{5000}", "max_tokens": 900}
@@ -26,24 +27,24 @@ def server():
 
 @pytest.fixture(autouse=True)
 def free_server(server):
-    """A test begins when the server has no request that another test has left."""
+    """Wait for the requests of earlier tests to end."""
     until(lambda: is_free(server))
 
 
 @pytest.fixture
 def hold(monkeypatch):
-    """A function that holds the engine's steps back: nothing is computed until its event is set."""
+    """Return a function that stops the engine until the event that it returns is set."""
     go = threading.Event()
     from afm_mlx.engine.engine import Engine
 
-    step = Engine._step
+    step = Engine.step
 
-    def slowly(self, *args):
+    def slowly(self):
         go.wait(20)
-        return step(self, *args)
+        return step(self)
 
     def start():
-        monkeypatch.setattr(Engine, "_step", slowly)
+        monkeypatch.setattr(Engine, "step", slowly)
         return go
 
     yield start
@@ -56,7 +57,7 @@ def held(hold):
 
 
 def sent(server, body, path="/v1/chat/completions"):
-    """A connection with a request, of which nothing is read."""
+    """Send a request, and return the connection with its response unread."""
     content = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -68,7 +69,7 @@ def is_free(server):
     return server.served.engine.rows == 0 and server.served.admission.active == 0
 
 
-def test_rows_of_clients_that_left_are_freed(server):
+def test_rows_of_disconnected_clients_are_freed(server):
     for body in (
         {**CHAT, **LONG},
         {**CHAT, **LONG, "stream": True},
@@ -82,15 +83,29 @@ def test_rows_of_clients_that_left_are_freed(server):
             until(lambda: is_free(server))
             assert time.monotonic() - began < 1
             connection.close()
-    prompts = {"model": "afm-nano", "prompt": ["a", "b"], **LONG}
-    connection = sent(server, prompts, "/v1/completions")
-    until(lambda: server.served.engine.rows == 2)
-    connection.close()
-    until(lambda: is_free(server))
+    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 400}
+    format = {"type": "json_schema", "name": "numbers", "schema": numbers}
+    for path, rows, body in (
+        ("completions", 2, {"prompt": ["a", "b"], **LONG}),
+        ("responses", 1, {"input": "Count", "text": {"format": format}}),
+        (
+            "messages",
+            1,
+            {
+                **CHAT,
+                "max_tokens": 900,
+                "output_format": {k: format[k] for k in ("type", "schema")},
+            },
+        ),
+    ):
+        connection = sent(server, {"model": "afm-nano", **body}, f"/v1/{path}")
+        until(lambda rows=rows: server.served.engine.rows == rows)
+        connection.close()
+        until(lambda: is_free(server))
 
 
 def test_rows_are_freed_before_the_first_token(server, held):
-    """The prompt waits behind others: nothing is computed of it."""
+    """While the engine is stopped, so that nothing of the prompt is computed."""
     for body in ({**CHAT, **LONG}, {**CHAT, **LONG, "stream": True}):
         connection = sent(server, body)
         until(lambda: server.served.admission.active == 1)
@@ -100,7 +115,7 @@ def test_rows_are_freed_before_the_first_token(server, held):
     until(lambda: is_free(server))
 
 
-def test_what_is_too_much_is_refused_with_a_time(server, held, http):
+def test_a_full_queue_is_a_429_with_retry_after(server, held, http):
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(sent(server, {**CHAT, "max_tokens": 2}))
@@ -115,7 +130,7 @@ def test_what_is_too_much_is_refused_with_a_time(server, held, http):
     assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
-def test_slow_readers_hold_up_nobody(server, http, caplog):
+def test_slow_readers_delay_nobody(server, http, caplog):
     many = {**CHAT, **LONG, "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
     slow = sent(server, {**many, "stream": True})
     until(lambda: server.served.engine.rows == 1)
@@ -131,13 +146,13 @@ def test_slow_readers_hold_up_nobody(server, http, caplog):
     slow.close()
 
 
-def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch, caplog):
+def test_a_failing_answer_fails_alone(server, client, http, monkeypatch, caplog):
     from afm_mlx.engine.engine import Engine
 
     step, failures = Engine.step, []
 
     def failing(self):
-        if failures and self._decode.batch.rows:
+        if failures and server.served.engine.rows:
             raise RuntimeError(failures.pop())
         return step(self)
 
@@ -159,7 +174,7 @@ def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch, cap
     assert is_free(server)
 
 
-def test_an_answer_has_its_time(http, server, held, monkeypatch):
+def test_an_answer_times_out(http, server, held, monkeypatch):
     monkeypatch.setattr(server.served, "options", replace(server.served.options, timeout=0.1))
     late = http.post("/v1/chat/completions", json=CHAT)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
@@ -177,27 +192,7 @@ def test_prompts_and_answers_are_logged_only_on_request(server, client, monkeypa
     assert said in caplog.text
 
 
-def test_prompts_that_are_too_long_take_nothing_of_the_engine(server, http, hold):
-    """They are refused while nothing is computed. mlx-lm's server answers nobody for more than a minute."""
-    streaming = sent(server, {**CHAT, **LONG, "stream": True})
-    until(lambda: server.served.engine.rows == 1)
-    held = hold()
-    few = [{"role": "user", "content": "hi"}] * 10_000
-    for body in (
-        {**CHAT, "messages": few},
-        {**CHAT, "messages": [{"role": "user", "content": "word " * 20_000}]},
-        {**CHAT, "messages": [{"role": "user", "content": "\n" * (1 << 20)}]},
-        {**CHAT, "messages": [{"role": "user", "content": "<turn_end>" * 5000}]},
-    ):
-        refused = http.post("/v1/chat/completions", json=body)
-        assert refused.json()["error"]["code"] == "context_length_exceeded"
-        assert server.served.engine.rows == 1
-    held.set()
-    streaming.close()
-    until(lambda: is_free(server))
-
-
-def test_what_is_counted(server, http, client):
+def test_metrics_count_answers_and_tokens(server, http, client):
     client.chat.completions.create(**CHAT)  # its prompt is in the prefix cache
     before = metrics(http)
     answer = client.chat.completions.create(**CHAT, n=2)
@@ -230,8 +225,8 @@ def test_what_is_counted(server, http, client):
     assert metrics(http)[aborted] - before.get(aborted, 0) == 1
 
 
-def test_forced_tokens_are_no_first_tokens(server, http):
-    """The head of an answer is known while its request waits; the model has computed nothing of it then."""
+def test_forced_tokens_are_not_first_tokens(server, http):
+    """Forced tokens are sent while the request waits; the first sampled token comes later."""
     model = 'model_name="afm-nano"'
     names = ("num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_count")
     names = [f"afm_mlx:{name}{{{model}}}" for name in names]
@@ -261,7 +256,7 @@ def test_forced_tokens_are_no_first_tokens(server, http):
 
 @pytest.fixture
 def quick_pings(server):
-    """Streams without an event for 50 ms have a ping."""
+    """Send pings after 50 ms without an event."""
     state = server.app.state
     before = state.options
     state.options = replace(before, ping_interval=0.05)
@@ -271,7 +266,7 @@ def quick_pings(server):
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
 @pytest.mark.usefixtures("quick_pings")
-def test_streams_that_wait_show_that_they_live(server, http, hold, path):
+def test_waiting_streams_send_pings(server, http, hold, path):
     held = hold()
     asked = {"prompt": "hi"} if path == "completions" else {"messages": CHAT["messages"]}
     asked = {"input": "hi"} if path == "responses" else asked
@@ -294,7 +289,7 @@ def test_streams_that_wait_show_that_they_live(server, http, hold, path):
 
 
 @pytest.mark.usefixtures("quick_pings")
-def test_an_error_behind_a_ping_is_an_event(server, http, hold, monkeypatch):
+def test_an_error_after_a_ping_is_an_event(server, http, hold, monkeypatch):
     monkeypatch.setattr(server.served, "options", replace(server.served.options, timeout=0.3))
     hold()
     late = http.post("/v1/chat/completions", json={**CHAT, "stream": True})
@@ -306,3 +301,97 @@ def test_an_error_behind_a_ping_is_an_event(server, http, hold, monkeypatch):
 def metrics(http):
     lines = [li for li in http.get("/metrics").text.splitlines() if not li.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+# -- draft tokens
+
+DRAFTED = (
+    {"messages": [{"role": "user", "content": FORMAL}]},
+    {"messages": [{"role": "user", "content": EVENT}], "response_format": EVENT_FORMAT},
+    {"messages": [{"role": "user", "content": TRACK}], "tools": TOOLS, "tool_choice": "required"},
+    {"messages": [{"role": "user", "content": FORMAL}], "temperature": 1, "seed": 3, "n": 2},
+    {"messages": [{"role": "user", "content": FORMAL}], "logprobs": True, "top_logprobs": 2},
+    {"messages": [{"role": "user", "content": FORMAL}], "frequency_penalty": 1.5, "max_tokens": 20},
+)
+
+
+def content_of(answer):
+    return [(c.message.content, c.message.tool_calls and [
+        (call.function.name, call.function.arguments) for call in c.message.tool_calls
+    ], c.finish_reason) for c in answer.choices]  # fmt: skip
+
+
+def test_draft_tokens_change_no_answer_and_are_in_the_usage():
+    with running_server() as server:
+        assert not server.served.drafts
+        client = server.openai()
+        wanted = [
+            content_of(client.chat.completions.create(model="afm-nano", **a)) for a in DRAFTED
+        ]
+        plain = client.chat.completions.create(model="afm-nano", **DRAFTED[0])
+        assert plain.usage.completion_tokens_details is None
+    with running_server(draft_model="afm-nano", num_draft_tokens=3, prompt_lookup=True) as server:
+        client = server.openai()
+        found = [client.chat.completions.create(model="afm-nano", **a) for a in DRAFTED]
+        assert [content_of(answer) for answer in found] == wanted
+        assert wanted[0][0][0] == ANSWER
+        accepted = [a.usage.completion_tokens_details.accepted_prediction_tokens for a in found]
+        rejected = [a.usage.completion_tokens_details.rejected_prediction_tokens for a in found]
+        assert all(accepted)
+        assert all(count >= 0 for count in rejected)
+        text = client.completions.create(model="afm-nano", prompt=["a b", "c d"], max_tokens=9)
+        details = text.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
+        stream = client.chat.completions.create(
+            model="afm-nano", stream=True, stream_options={"include_usage": True}, **DRAFTED[0]
+        )
+        *_, last = stream
+        assert last.usage.completion_tokens_details.accepted_prediction_tokens > 0
+        figures = server.http().get("/metrics").text
+        assert 'afm_mlx:spec_decode_num_draft_tokens_total{model_name="afm-nano"}' in figures
+        assert json.loads(found[1].choices[0].message.content)
+
+
+# -- large prompts
+
+MEGABYTE = 1 << 20
+
+
+def test_prompts_of_a_megabyte_are_refused_while_others_are_answered():
+    with running_server() as running:
+        refuse_megabytes(running, running.openai())
+
+
+def refuse_megabytes(server, client):
+    refused = []
+
+    def send(path, body):
+        with server.http() as http:
+            response = http.post(path, json={"model": "afm-nano", "max_tokens": 3, **body})
+            refused.append((response.status_code, response.json()["error"]["code"]))
+
+    texts = ("word " * (MEGABYTE // 5), "x" * MEGABYTE, "\U0001f600" * (MEGABYTE // 4))
+    asked = [("/v1/completions", {"prompt": text}) for text in texts]
+    asked += [("/v1/completions", {"prompt": [5] * (MEGABYTE // 3)})]
+    asked += [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})
+        for text in texts
+    ]
+    asked += [("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}] * 10_000})]
+    chunks = client.completions.create(
+        model="afm-nano", prompt="a", stream=True, max_tokens=500,
+        extra_body={"guided_regex": "[a-z ]{5000}"},
+    )  # fmt: skip
+    next(chunks)
+    threads = [threading.Thread(target=send, args=each) for each in asked]
+    for thread in threads:
+        thread.start()
+    came, last = [], time.monotonic()
+    for _ in chunks:
+        came.append(time.monotonic() - last)
+        last = time.monotonic()
+    for thread in threads:
+        thread.join()
+    assert refused == [(400, "context_length_exceeded")] * len(asked)
+    assert len(came) > 300
+    assert max(came) < 2
