@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -35,6 +34,7 @@ from afm_mlx.guidance.constraint import Constraint, named_grammars
 from afm_mlx.guidance.deep_stack import LIMITS, with_deep_stack
 from afm_mlx.guidance.token_bytes import byte_tokens, ll_tokenizer, token_texts
 from afm_mlx.guidance.unique_items import UTF8_BYTES, OpenList, State, has_marks
+from afm_mlx.tokenizer.protocol import Tokenizer
 
 _COMPILED = 64  # cached grammars
 # Terminals of strings, as `schema.rules` writes them.
@@ -59,7 +59,7 @@ class Matcher:
         ConstraintError: if the grammar can't be compiled within llguidance's limits, or matches no text.
     """
 
-    def __init__(self, constraint: Constraint, tokenizer: Any) -> None:
+    def __init__(self, constraint: Constraint, tokenizer: Tokenizer) -> None:
         self.what = constraint.what
         self.tokenizer: LLTokenizer = ll_tokenizer(tokenizer)
         self._matcher = _compiled(constraint, self.tokenizer).deep_copy()

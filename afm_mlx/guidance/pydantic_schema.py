@@ -6,9 +6,11 @@ pydantic's own schemas say less than its types require: a `NaiveDatetime` is any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.strings import PATTERNS
@@ -54,7 +56,7 @@ _LIMITS = ("gt", "ge", "lt", "le", "now_op")
 class ExactJsonSchema(GenerateJsonSchema):
     """A generator for `TypeAdapter.json_schema`."""
 
-    def generate_inner(self, schema: Any) -> dict[str, Any]:
+    def generate_inner(self, schema: Any) -> JsonSchemaValue:
         found = super().generate_inner(schema)
         name = found.get("format")
         function = schema.get("function")
@@ -68,7 +70,7 @@ class ExactJsonSchema(GenerateJsonSchema):
             found["pattern"] = _FORMATS[name]
         return found
 
-    def decimal_schema(self, schema: Any) -> dict[str, Any]:
+    def decimal_schema(self, schema: core_schema.DecimalSchema) -> JsonSchemaValue:
         """A number only; pydantic's own schema also allows any text."""
         if schema.get("max_digits") is not None and schema.get("decimal_places") is None:
             _refuse("a Decimal with max_digits alone", "give decimal_places, too")
@@ -81,7 +83,7 @@ class ExactJsonSchema(GenerateJsonSchema):
                 found = {"allOf": [found, {"exclusiveMinimum": -most, "exclusiveMaximum": most}]}
         return found
 
-    def bytes_schema(self, schema: Any) -> dict[str, Any]:
+    def bytes_schema(self, schema: core_schema.BytesSchema) -> JsonSchemaValue:
         """Text as UTF-8; only ASCII where bytes are counted."""
         found = super().bytes_schema(schema)
         is_counted = "minLength" in found or "maxLength" in found
@@ -95,27 +97,27 @@ class ExactJsonSchema(GenerateJsonSchema):
             }
         return {**found, "pattern": "^[ -~]*$"} if is_counted else found
 
-    def date_schema(self, schema: Any) -> dict[str, Any]:
+    def date_schema(self, schema: core_schema.DateSchema) -> JsonSchemaValue:
         _check_limits(schema, "date")
         return super().date_schema(schema)
 
-    def datetime_schema(self, schema: Any) -> dict[str, Any]:
+    def datetime_schema(self, schema: core_schema.DatetimeSchema) -> JsonSchemaValue:
         _check_limits(schema, "datetime")
         if schema.get("tz_constraint") == "naive":
             return {"type": "string", "pattern": f"^{_DATE}T{_CLOCK}$"}
         return super().datetime_schema(schema)
 
-    def time_schema(self, schema: Any) -> dict[str, Any]:
+    def time_schema(self, schema: core_schema.TimeSchema) -> JsonSchemaValue:
         _check_limits(schema, "time")
         if schema.get("tz_constraint") == "naive":
             return {"type": "string", "pattern": f"^{_CLOCK}$"}
         return super().time_schema(schema)
 
-    def timedelta_schema(self, schema: Any) -> dict[str, Any]:
+    def timedelta_schema(self, schema: core_schema.TimedeltaSchema) -> JsonSchemaValue:
         _check_limits(schema, "timedelta")
         return super().timedelta_schema(schema)
 
-    def url_schema(self, schema: Any) -> dict[str, Any]:
+    def url_schema(self, schema: core_schema.UrlSchema) -> JsonSchemaValue:
         """URLs with a host of lower-case words."""
         schemes = "|".join(schema.get("allowed_schemes") or _SCHEMES).replace("+", "\\+")
         found = super().url_schema(schema)
@@ -123,19 +125,19 @@ class ExactJsonSchema(GenerateJsonSchema):
         del found["format"]
         return found
 
-    def multi_host_url_schema(self, schema: Any) -> dict[str, Any]:
-        return self.url_schema(schema)
+    def multi_host_url_schema(self, schema: core_schema.MultiHostUrlSchema) -> JsonSchemaValue:
+        return self.url_schema(schema)  # type: ignore[arg-type]  # it has the same keys
 
-    def is_subclass_schema(self, schema: Any) -> NoReturn:
+    def is_subclass_schema(self, schema: core_schema.IsSubclassSchema) -> NoReturn:
         _refuse("a class", "use an enumeration of names, and look them up")
 
-    def complex_schema(self, schema: Any) -> NoReturn:
+    def complex_schema(self, schema: core_schema.ComplexSchema) -> NoReturn:
         _refuse("complex", "use two numbers, or str, and convert them")
 
-    def json_schema(self, schema: Any) -> NoReturn:
+    def json_schema(self, schema: core_schema.JsonSchema) -> NoReturn:
         _refuse("Json", "use the type that is inside")
 
-    def dict_schema(self, schema: Any) -> dict[str, Any]:
+    def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
         found = super().dict_schema(schema)
         keys = schema.get("keys_schema", {"type": "any"})
         if keys["type"] == "int" and not any(limit in keys for limit in (*_LIMITS, "multiple_of")):
@@ -149,7 +151,7 @@ class ExactJsonSchema(GenerateJsonSchema):
         return found
 
 
-def _check_limits(schema: Any, name: str) -> None:
+def _check_limits(schema: Mapping[str, object], name: str) -> None:
     if any(schema.get(limit) is not None for limit in _LIMITS):
         _refuse(f"a {name} with limits", "leave them out, and check the instance")
 

@@ -17,6 +17,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
+from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 
@@ -55,7 +56,7 @@ class _Pieces:
         return [self._id_of[whole[i : i + 1]] for i in range(len(whole))]
 
 
-def ll_tokenizer(tokenizer: Any) -> LLTokenizer:
+def ll_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
     """llguidance's tokenizer for an AFM tokenizer or one of mlx-lm; cached.
 
     Raises:

@@ -33,6 +33,11 @@ from msgspec import inspect as msgspec_types
 from afm_mlx.errors import ConstraintError
 from afm_mlx.installation import package_problem
 
+TypeForm = Any
+"""A type as annotations have it: a class, a union, `Annotated[...]`, a `TypeAdapter` of pydantic."""
+JsonSchema = dict[str, Any]
+Reader = Callable[[str | bytes], object]
+"""Converts JSON to instances of a type."""
 _WRAPPERS = ("NotRequired", "Required", "ReadOnly")  # typing_extensions has its own
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")  # packages
 _PYDANTICS = ("__get_pydantic_core_schema__", "__pydantic_fields__")  # attributes of its classes
@@ -62,10 +67,10 @@ class Field(NamedTuple):
 
     name: str
     key: str
-    type: Any
+    type: TypeForm
 
 
-def fields_of(kind: Any) -> tuple[Field, ...]:
+def fields_of(kind: TypeForm) -> tuple[Field, ...]:
     """The fields of a class whose JSON is an object, or a list of its fields; none for other types.
 
     These classes are dataclasses, `TypedDict`s, named tuples, and classes of msgspec, pydantic and attrs.
@@ -74,7 +79,7 @@ def fields_of(kind: Any) -> tuple[Field, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _fields(kind: Any) -> tuple[Field, ...]:
+def _fields(kind: TypeForm) -> tuple[Field, ...]:
     if issubclass(kind, msgspec.Struct):
         fields = [Field(f.name, f.encode_name, f.type) for f in msgspec.structs.fields(kind)]
         config = kind.__struct_config__
@@ -96,17 +101,17 @@ def _fields(kind: Any) -> tuple[Field, ...]:
     return tuple(Field(name, name, _unwrapped(hints[name])) for name in names)
 
 
-def is_typed_dict(kind: Any) -> bool:
+def is_typed_dict(kind: TypeForm) -> bool:
     """True if a class is a `TypedDict`, of `typing` or of `typing_extensions`."""
     return issubclass(kind, dict) and hasattr(kind, "__required_keys__")
 
 
-def _alias(field: Any) -> str | None:
+def _alias(field: TypeForm) -> str | None:
     aliases = (field.validation_alias, field.alias)
     return next((alias for alias in aliases if isinstance(alias, str)), None)
 
 
-def bare(hint: Any) -> Any:
+def bare(hint: TypeForm) -> TypeForm:
     """Unwrap `Annotated`, `Required`, type aliases, `NewType` and pydantic's root models."""
     while True:
         hint = _unwrapped(hint)
@@ -122,14 +127,14 @@ def bare(hint: Any) -> Any:
             return hint
 
 
-def _unwrapped(hint: Any) -> Any:
+def _unwrapped(hint: TypeForm) -> TypeForm:
     """Unwrap `Required`, `NotRequired` and `ReadOnly`."""
     while getattr(get_origin(hint), "_name", None) in _WRAPPERS:
         hint = get_args(hint)[0]
     return hint
 
 
-def members_of(hint: Any) -> list[Any]:
+def members_of(hint: TypeForm) -> list[TypeForm]:
     """The members of a union, or the type itself; without None."""
     hint = bare(hint)
     if get_origin(hint) in (Union, UnionType):
@@ -143,19 +148,19 @@ def members_of(hint: Any) -> list[Any]:
 class Library(ABC):
     """Reads a type, `kind`, with one library."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: TypeForm) -> None:
         self.kind = kind
-        self._readers: dict[int, tuple[Any, Callable[[str | bytes], Any]]] = {}  # by types' ids
+        self._readers: dict[int, tuple[TypeForm, Reader]] = {}  # by types' ids
 
     @abstractmethod
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchema:
         """The type's JSON schema."""
 
     @abstractmethod
-    def reader(self, kind: Any) -> Callable[[str | bytes], Any]:
+    def reader(self, kind: TypeForm) -> Reader:
         """A function from JSON to instances of a type; its `ValueError` names the field that does not fit."""
 
-    def decoded(self, text: str | bytes, kind: Any = ...) -> Any:
+    def decoded(self, text: str | bytes, kind: TypeForm = ...) -> object:
         """Convert JSON to an instance of the type, or of `kind` inside it; raises `ValueError`."""
         kind = self.kind if kind is ... else kind
         if id(kind) not in self._readers:
@@ -166,7 +171,7 @@ class Library(ABC):
 class Msgspec(Library):
     """Reads types of Python and of msgspec."""
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchema:
         parts = list(_parts(msgspec_types.type_info(self.kind), "", set()))
         for where, part in parts:
             _check(part, where)
@@ -184,22 +189,22 @@ class Msgspec(Library):
             definition["required"] = [key for key in keys if key in definition["required"]]
         return {**schema, "$defs": definitions} if definitions else schema
 
-    def reader(self, kind: Any) -> Callable[[str | bytes], Any]:
+    def reader(self, kind: TypeForm) -> Reader:
         return msgspec.json.Decoder(kind).decode
 
 
 class Pydantic(Library):
     """Reads types that have parts of pydantic, and `TypeAdapter`s."""
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchema:
         from afm_mlx.guidance.pydantic_schema import ExactJsonSchema  # it imports pydantic
 
         return _adapter_of(self.kind).json_schema(schema_generator=ExactJsonSchema)
 
-    def reader(self, kind: Any) -> Callable[[str | bytes], Any]:
+    def reader(self, kind: TypeForm) -> Reader:
         adapter = _adapter_of(kind)
 
-        def read(text: str | bytes) -> Any:
+        def read(text: str | bytes) -> object:
             try:
                 return adapter.validate_json(text)
             except ValueError as error:
@@ -212,7 +217,7 @@ class Pydantic(Library):
         return read
 
 
-def _adapter_of(kind: Any) -> Any:
+def _adapter_of(kind: TypeForm) -> TypeForm:
     if _is_adapter(kind):
         return kind
     try:
@@ -225,11 +230,11 @@ def _adapter_of(kind: Any) -> Any:
     return TypeAdapter(kind)
 
 
-def _is_adapter(kind: Any) -> bool:
+def _is_adapter(kind: TypeForm) -> bool:
     return type(kind).__name__ == "TypeAdapter" and type(kind).__module__.startswith("pydantic")
 
 
-def library_of(kind: Any) -> Library:
+def library_of(kind: TypeForm) -> Library:
     """The reader of a type.
 
     Raises:
@@ -252,7 +257,7 @@ def library_of(kind: Any) -> Library:
     return Pydantic(kind) if owners == {"pydantic"} else Msgspec(kind)
 
 
-def _owners(hint: Any, seen: set[int]) -> Iterator[str]:
+def _owners(hint: TypeForm, seen: set[int]) -> Iterator[str]:
     """The libraries whose classes and annotations are in a type."""
     if id(hint) in seen:
         return
@@ -295,7 +300,7 @@ _REFUSED: tuple[tuple[type[msgspec_types.Type], str], ...] = (
 _KEYS = (msgspec_types.StrType, msgspec_types.AnyType)
 
 
-def _parts(info: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _parts(info: object, where: str, seen: set[int]) -> Iterator[tuple[str, object]]:
     """A type and all types inside it, each once, with the path of fields to it."""
     if isinstance(info, msgspec_types.Metadata):
         info = info.type
@@ -312,7 +317,7 @@ def _parts(info: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
             yield from _parts(part, where, seen)
 
 
-def _check(info: Any, where: str) -> None:
+def _check(info: object, where: str) -> None:
     """Raise `ConstraintError` for a type whose schema allows texts that msgspec refuses."""
     name = type(info).__name__.removesuffix("Type").lower()
     for kind, instead in _REFUSED:
@@ -327,7 +332,7 @@ def _check(info: Any, where: str) -> None:
         _refuse(where, "dict with keys other than any str", "use dict[str, ...]")
 
 
-def _refuse(where: str, what: Any, instead: str) -> None:
+def _refuse(where: str, what: object, instead: str) -> None:
     place = f"The field {where}" if where else "The type"
     raise ConstraintError(f"{place} is {what}, which no JSON schema describes exactly; {instead}.")
 
@@ -335,7 +340,7 @@ def _refuse(where: str, what: Any, instead: str) -> None:
 # -- schemas
 
 
-def as_afm_reads_it(schema: dict[str, Any]) -> dict[str, Any]:
+def as_afm_reads_it(schema: JsonSchema) -> JsonSchema:
     """Rewrite a schema of msgspec or pydantic to the form that AFM was trained on.
 
     The root is no reference, but may be referred to as `#`. Objects have their listed properties only, in the
@@ -378,7 +383,7 @@ def _rewritten(schema: Any, root: str, titled: bool = False) -> Any:
     return first | new
 
 
-def _object(schema: dict[str, Any]) -> dict[str, Any]:
+def _object(schema: JsonSchema) -> JsonSchema:
     """Close an object's schema, give it an order, and move its docstring's arguments to its properties."""
     schema = {"additionalProperties": False, **schema, "x-order": list(schema["properties"])}
     text, described = parsed_docstring(schema.pop("description", None))
@@ -413,8 +418,8 @@ def parsed_docstring(docstring: str | None) -> tuple[str | None, dict[str, str]]
 
 
 def arguments_type(
-    function: Callable[..., Any], read_as: Callable[[inspect.Parameter], Any] | None = None
-) -> Any:
+    function: Callable[..., object], read_as: Callable[[inspect.Parameter], TypeForm] | None = None
+) -> TypeForm:
     """Make a `TypedDict` of a function's parameters, with the function's name and docstring.
 
     Parameters with defaults are not required.
@@ -428,7 +433,7 @@ def arguments_type(
     """
     name = getattr(function, "__name__", type(function).__name__)
     signature, hints = _described(function, name)
-    fields: dict[str, Any] = {}
+    fields: dict[str, TypeForm] = {}
     for parameter in signature.parameters.values():
         where = f"The parameter {parameter.name} of {name}"
         if parameter.kind in _PARAMETERS:
@@ -442,7 +447,7 @@ def arguments_type(
             hint = read_as(parameter.replace(annotation=hint))
         is_required = parameter.default is inspect.Parameter.empty
         fields[parameter.name] = hint if is_required else NotRequired[hint]
-    typed_dict: Any = TypedDict
+    typed_dict: TypeForm = TypedDict
     kind = typed_dict(name, fields)
     if isinstance(library_of(kind), Pydantic):
         # Before Python 3.12 pydantic refuses the one of typing.
@@ -452,7 +457,9 @@ def arguments_type(
     return kind
 
 
-def _described(function: Callable[..., Any], name: str) -> tuple[inspect.Signature, dict[str, Any]]:
+def _described(
+    function: Callable[..., object], name: str
+) -> tuple[inspect.Signature, dict[str, TypeForm]]:
     """A function's signature and its resolved annotations."""
     inner = function
     while isinstance(inner, functools.partial):

@@ -23,6 +23,7 @@ from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.type_libraries import (
     Library,
+    TypeForm,
     arguments_type,
     as_afm_reads_it,
     bare,
@@ -32,6 +33,7 @@ from afm_mlx.guidance.type_libraries import (
     members_of,
 )
 
+JsonObject = dict[str, Any]
 ALLOWED = (
     "Allowed are dataclasses, TypedDicts, enumerations, classes of msgspec and pydantic (in unions: "
     "msgspec's with tag=True, or pydantic's), str, int, float, bool, Literal, and list, tuple, dict and "
@@ -50,14 +52,14 @@ class AnswerType:
         schema: the JSON schema, in the form that AFM was trained on.
     """
 
-    kind: Any
+    kind: TypeForm
     name: str
     description: str | None
-    schema: dict[str, Any]
+    schema: JsonObject
     _library: Library
 
     @property
-    def response_format(self) -> dict[str, Any]:
+    def response_format(self) -> JsonObject:
         """The `response_format` of a user's message, which shows the schema in the prompt."""
         described = {} if self.description is None else {"description": self.description}
         json_schema = {"name": self.name, **described, "schema": self.schema}
@@ -72,7 +74,7 @@ class AnswerType:
         """
         return Constraint.json_schema(self.schema)
 
-    def instance(self, value: Any) -> Any:
+    def instance(self, value: object) -> Any:
         """Convert JSON to an instance of the type; for a function, to its arguments by name.
 
         Args:
@@ -111,7 +113,7 @@ def _unexpected(error: Exception) -> Exception | None:
     return None if isinstance(error, ValueError | TypeError | RecursionError) else error
 
 
-def answer_type(kind: Any) -> AnswerType:
+def answer_type(kind: TypeForm) -> AnswerType:
     """Prepare a Python type as a type of answers.
 
     Args:
@@ -170,7 +172,7 @@ def json_so_far(text: str, open_strings: bool = True) -> Any:
     return items[0] if items else MISSING
 
 
-def _snapshot(text: str, kind: Any, library: Library) -> Any:
+def _snapshot(text: str, kind: TypeForm, library: Library) -> Any:
     """The snapshot of the beginning of a JSON text; raises `ValueError` if that does not fit the type."""
     so_far = json_so_far(text)
     if so_far is MISSING:
@@ -185,7 +187,7 @@ class _Snapshots:
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    def of(self, value: Any, complete: Any, hint: Any) -> Any:
+    def of(self, value: object, complete: object, hint: TypeForm) -> Any:
         """The snapshot of a value.
 
         Args:
@@ -204,7 +206,7 @@ class _Snapshots:
         is_text = isinstance(value, str) and any(m in (str, Any) for m in members_of(hint))
         return value if is_text else MISSING
 
-    def _object(self, value: dict[str, Any], complete: Any, members: list[Any]) -> Any:
+    def _object(self, value: JsonObject, complete: Any, members: list[TypeForm]) -> Any:
         done = {} if complete is MISSING else complete
         kind = _class_of(done, members)
         fields = {field.key: field for field in fields_of(kind)}
@@ -219,7 +221,7 @@ class _Snapshots:
             return items
         return _instance(kind, {fields[key].name: v for key, v in items.items() if key in fields})
 
-    def _list(self, value: list[Any], complete: Any, members: list[Any]) -> Any:
+    def _list(self, value: list[object], complete: Any, members: list[TypeForm]) -> Any:
         done = [] if complete is MISSING else complete
         kind = next((m for m in map(_origin, members) if fields_of(m)), None)
         hints = _item_types(members) if kind is None else [f.type for f in fields_of(kind)]
@@ -233,17 +235,17 @@ class _Snapshots:
         return [item for item in items if item is not MISSING]  # only the last can be missing
 
 
-def _origin(hint: Any) -> Any:
+def _origin(hint: TypeForm) -> TypeForm:
     return get_origin(hint) or hint
 
 
-def _class_of(done: dict[str, Any], members: list[Any]) -> Any:
+def _class_of(done: JsonObject, members: list[TypeForm]) -> TypeForm:
     """The first class that fits the complete part of an object; None if no class has fields."""
     kinds = [kind for kind in map(_origin, members) if fields_of(kind)]
     return next((kind for kind in kinds if _can_be(done, kind)), kinds[0] if kinds else None)
 
 
-def _can_be(done: dict[str, Any], kind: Any) -> bool:
+def _can_be(done: JsonObject, kind: TypeForm) -> bool:
     types = {field.key: bare(field.type) for field in fields_of(kind)}
     return all(
         key in types and (get_origin(types[key]) is not Literal or value in get_args(types[key]))
@@ -251,12 +253,12 @@ def _can_be(done: dict[str, Any], kind: Any) -> bool:
     )
 
 
-def _argument(members: list[Any], index: int) -> Any:
+def _argument(members: list[TypeForm], index: int) -> TypeForm:
     """The type argument of the first container among the members."""
     return next((get_args(m)[index] for m in members if len(get_args(m)) > index), Any)
 
 
-def _item_types(members: list[Any]) -> list[Any]:
+def _item_types(members: list[TypeForm]) -> list[TypeForm]:
     """The types of a list's items; the last one also of all that follow."""
     for member in members:
         if get_args(member) and get_origin(member) is not Literal:
@@ -266,13 +268,13 @@ def _item_types(members: list[Any]) -> list[Any]:
     return []
 
 
-def _instance(kind: Any, values: dict[str, Any]) -> Any:
+def _instance(kind: TypeForm, values: JsonObject) -> Any:
     given = {name: value for name, value in values.items() if name and value is not MISSING}
     return _snapshot_class(kind)(**given)
 
 
 @lru_cache(maxsize=1024)
-def _snapshot_class(kind: Any) -> Any:
+def _snapshot_class(kind: TypeForm) -> TypeForm:
     names = [field.name for field in fields_of(kind) if field.name]
     made = dataclasses.make_dataclass(f"Partial{kind.__name__}", [(n, Any, None) for n in names])
     made.__module__ = kind.__module__

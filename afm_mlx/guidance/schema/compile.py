@@ -22,7 +22,19 @@ from afm_mlx.guidance.schema.references import (
     refuse_at,
 )
 from afm_mlx.guidance.schema.regular import compile_error, values_of
-from afm_mlx.guidance.schema.rules import Printer, Rule, depth, either, fulfilled, terminal, text
+from afm_mlx.guidance.schema.rules import (
+    NOTHING,
+    Either,
+    Named,
+    Printer,
+    Rule,
+    Seq,
+    Terminal,
+    Text,
+    depth,
+    either,
+    fulfilled,
+)
 from afm_mlx.guidance.schema.strings import string_terminals
 
 MAX_RULES = 15_000
@@ -66,7 +78,7 @@ class _Grammar:
 
     def text(self) -> str:
         """The grammar of the whole document in Lark syntax."""
-        start = self.value(self._document.root)[1]
+        start = self.value(self._document.root).name
         while self._pending:
             formula = self._pending.pop()
             place = self._document.place(formula)
@@ -90,30 +102,30 @@ class _Grammar:
             )
         return written
 
-    def value(self, formula: Formula) -> Rule:
+    def value(self, formula: Formula) -> Named:
         """The rule of a formula, which is defined later."""
         if formula not in self._names:
             self._names[formula] = self._fresh(self._document.place(formula))
             self._pending.append(formula)
-        return ("rule", self._names[formula])
+        return Named(self._names[formula])
 
     def case(self, case: Case, place: str) -> Rule:
         """The rule of one case."""
         try:
             if isinstance(case, Words):
-                return either(*map(text, case.words))
+                return either(*map(Text, case.words))
             if isinstance(case, Numbers):
                 # Items that must differ are compared by their text.
                 is_unique = self._document.has_unique
-                return either(*map(terminal, number_terminals(case, is_canonical=is_unique)))
+                return either(*map(Terminal, number_terminals(case, is_canonical=is_unique)))
             if isinstance(case, Strings):
-                return either(*map(terminal, string_terminals(case)))
+                return either(*map(Terminal, string_terminals(case)))
             key = (case, place)
             if key not in self._names:
                 self._names[key] = name = self._fresh(place)
                 make = array_rule if isinstance(case, Arrays) else object_rule
                 self._rules[name] = make(case, self, place)  # type: ignore[arg-type]
-            return ("rule", self._names[key])
+            return Named(self._names[key])
         except ValueError as error:
             if isinstance(error, ConstraintError):
                 raise
@@ -121,19 +133,19 @@ class _Grammar:
 
     def named(self, rule: Rule) -> Rule:
         """Define a rule under a new name, so that it can be used many times."""
-        if rule[0] in ("rule", "text") or rule in (("or", ()), ("seq", ())):
+        if isinstance(rule, Named | Text) or (isinstance(rule, Seq | Either) and not rule.parts):
             return rule
         name = self.reserved()
         self.define(name, rule)
         return name
 
-    def reserved(self) -> Rule:
+    def reserved(self) -> Named:
         """A new name, whose rule is defined later."""
-        return ("rule", self._fresh("#"))
+        return Named(self._fresh("#"))
 
-    def define(self, name: Rule, rule: Rule) -> None:
+    def define(self, name: Named, rule: Rule) -> None:
         """Define the rule of a reserved name."""
-        self._rules[name[1]] = rule
+        self._rules[name.name] = rule
 
     def ask_for(self, formula: Formula, count: int, place: str) -> None:
         """Refuse the schema in the end if a formula has fewer values than `count`."""
@@ -158,7 +170,7 @@ class _Grammar:
         name = f"r{len(self._rules)}"
         if len(self._rules) >= MAX_RULES:
             refuse_at(place, f"the grammar has {MAX_RULES} rules already. Give a smaller schema.")
-        self._rules[name] = ("or", ())
+        self._rules[name] = NOTHING
         return name
 
     def _refuse_unfulfilled(self, fulfilled_rules: dict[str, Rule]) -> NoReturn:

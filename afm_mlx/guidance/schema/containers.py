@@ -56,12 +56,13 @@ from afm_mlx.guidance.schema.rules import (
     COMMA,
     EMPTY,
     NOTHING,
+    Named,
     Rule,
+    Terminal,
+    Text,
     either,
     maybe,
     seq,
-    terminal,
-    text,
     times,
 )
 from afm_mlx.guidance.schema.strings import string_terminals
@@ -77,7 +78,7 @@ class Builder(Protocol):
 
     expansion: Expansion
 
-    def value(self, formula: Formula) -> Rule:
+    def value(self, formula: Formula) -> Named:
         """The rule of a formula, which is defined later."""
 
     def case(self, case: Case, place: str) -> Rule:
@@ -86,10 +87,10 @@ class Builder(Protocol):
     def named(self, rule: Rule) -> Rule:
         """Define a rule under a new name, so that it can be used many times."""
 
-    def reserved(self) -> Rule:
+    def reserved(self) -> Named:
         """A new name, whose rule is defined later."""
 
-    def define(self, name: Rule, rule: Rule) -> None:
+    def define(self, name: Named, rule: Rule) -> None:
         """Define the rule of a reserved name."""
 
     def drop(self, place: str) -> None:
@@ -118,13 +119,13 @@ def array_rule(case: Arrays, builder: Builder, place: str) -> Rule:
     if case.is_unique and case.most not in (0, 1):
         case = _with_different_items(case, builder, place)
         is_varied = case.prefix or case.contains
-        mark = maybe(text(VARIED if is_varied else ALIKE)) if case.most != 1 else EMPTY
+        mark = maybe(Text(VARIED if is_varied else ALIKE)) if case.most != 1 else EMPTY
         if not is_varied and case.least > 1:
             builder.ask_for(case.items, case.least, pointer(place, "uniqueItems"))
     inside = (
         _counted_items(case, builder, place) if case.contains else _uncounted_items(case, builder)
     )
-    return seq(text("["), mark, inside, text("]"))
+    return seq(Text("["), mark, inside, Text("]"))
 
 
 def _with_different_items(case: Arrays, builder: Builder, place: str) -> Arrays:
@@ -364,7 +365,7 @@ def _free(
         parts += [complement(searched(text, wide=True)) for text in patterns if text not in matched]
         parts += [complement(union(*taken))] if taken else []
         names = _names((*case.names, some.name), parts, builder)
-        result += [seq(terminal(name), COLON, builder.value(schema)) for name in names]
+        result += [seq(Terminal(name), COLON, builder.value(schema)) for name in names]
     return result
 
 
@@ -412,7 +413,7 @@ def _members(
     if any(listed[name] == FALSE for name in case.required) or last == NOTHING:
         return NOTHING
     items = [
-        (seq(text(quoted_text(name)), COLON, builder.value(schema)), name in case.required)
+        (seq(Text(quoted_text(name)), COLON, builder.value(schema)), name in case.required)
         for name, schema in listed.items()
         if schema != FALSE
     ]
@@ -429,7 +430,7 @@ def _members(
         inside = _counted_members(case, items, either(*free), last, builder, place)
     else:
         inside = _uncounted_members(items, either(*free), last, builder)
-    return seq(text("{"), inside, text("}"))
+    return seq(Text("{"), inside, Text("}"))
 
 
 def _uncounted_members(items: list[Item], free: Rule, last: Rule | None, builder: Builder) -> Rule:

@@ -108,6 +108,7 @@ def check_count(place: str, cases: int) -> None:
 
 # -- formulas
 
+Schema = dict[str, Any]
 Formula = tuple[Any, ...]
 TRUE: Formula = ("true",)
 FALSE: Formula = ("false",)
@@ -188,7 +189,7 @@ _HONOURED_ANYWHERE = {
 }
 
 
-def draft_of(schema: Any) -> int:
+def draft_of(schema: object) -> int:
     """The draft that a whole schema is written in: 4, 6, 7, 2019 or 2020.
 
     `$schema` decides. Without it the draft is 2020, unless a form of older drafts is used: a list of `items`
@@ -211,7 +212,7 @@ def draft_of(schema: Any) -> int:
     return draft
 
 
-def _draft_by_form(schema: Any) -> int:
+def _draft_by_form(schema: object) -> int:
     draft, pending = LATEST, [schema]
     while pending:
         value = pending.pop()
@@ -228,7 +229,7 @@ def _draft_by_form(schema: Any) -> int:
     return draft
 
 
-def honoured_keywords(schema: dict[str, Any], draft: int, *, strictly: bool) -> dict[str, Any]:
+def honoured_keywords(schema: Schema, draft: int, *, strictly: bool) -> Schema:
     """The keywords of a schema that are honoured, with their values.
 
     Args:
@@ -292,9 +293,9 @@ class Document:
         self.has_unique = "uniqueItems" in keys
         dynamic = {"$dynamicRef", "$recursiveRef"}
         self._is_dynamic = not keys.isdisjoint(dynamic) or _is_metaschema_used(schema)
-        self._made: dict[Any, Any] = {}
+        self._made: dict[tuple[int, tuple[str | int, ...]], Schema] = {}
         self.nodes: list[Node] = []
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[tuple[int | str, tuple[str, ...]], int] = {}
         draft = draft_of(schema)
         _check_identifier(schema, draft, "#")
         resolver = REGISTRY.resolver_with_root(_SPECIFICATIONS[draft].create_resource(schema))
@@ -336,7 +337,7 @@ class Document:
             value = value[key]
         return self.node(value, pointer(node.place, *keys), node.resolver, node.draft)
 
-    def made(self, node: Node, schema: dict[str, Any], *keys: str | int) -> Formula:
+    def made(self, node: Node, schema: Schema, *keys: str | int) -> Formula:
         """The formula of a schema that says the same as a keyword of another one.
 
         Args:

@@ -1,44 +1,75 @@
-"""Rules of a grammar as expressions, and as Lark for llguidance.
-
-A rule is a tuple: `("text", literal)`, `("terminal", right side)`, `("rule", name)`, `("seq", parts)`,
-`("or", parts)`, or `("times", part, low, high)`.
-"""
+"""Rules of a grammar as expressions, and as Lark for llguidance."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from afm_mlx.guidance.schema.regular import lark_string
 
-Rule = tuple[Any, ...]
-NOTHING: Rule = ("or", ())
-EMPTY: Rule = ("seq", ())
-COMMA: Rule = ("text", ", ")
-COLON: Rule = ("text", ": ")
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text."""
+
+    text: str
 
 
-def text(literal: str) -> Rule:
-    """The rule of one text."""
-    return ("text", literal)
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """A Lark terminal, or a `%json` rule, by its right side."""
+
+    right: str
 
 
-def terminal(right: str) -> Rule:
-    """The rule of a Lark terminal, or of a `%json` rule, by its right side."""
-    return ("terminal", right)
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A rule by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seq:
+    """The concatenation of parts. Made by `seq`."""
+
+    parts: tuple[Rule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """The alternatives of parts. Made by `either`."""
+
+    parts: tuple[Rule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """A part from `low` to `high` times; None is no bound. Made by `times`."""
+
+    part: Rule
+    low: int
+    high: int | None
+
+
+Rule = Text | Terminal | Named | Seq | Either | Times
+NOTHING = Either(())
+EMPTY = Seq(())
+COMMA = Text(", ")
+COLON = Text(": ")
 
 
 def seq(*parts: Rule) -> Rule:
-    """The concatenation of parts."""
+    """The concatenation of parts; `NOTHING` if one of them matches nothing."""
     kept = [part for part in parts if part != EMPTY]
     if NOTHING in kept:
         return NOTHING
-    return kept[0] if len(kept) == 1 else ("seq", tuple(kept))
+    return kept[0] if len(kept) == 1 else Seq(tuple(kept))
 
 
 def either(*parts: Rule) -> Rule:
     """The alternatives of parts."""
     kept = tuple(dict.fromkeys(part for part in parts if part != NOTHING))
-    return kept[0] if len(kept) == 1 else ("or", kept)
+    return kept[0] if len(kept) == 1 else Either(kept)
 
 
 def maybe(part: Rule) -> Rule:
@@ -52,22 +83,7 @@ def times(part: Rule, low: int, high: int | None) -> Rule:
         return EMPTY
     if part == NOTHING:
         return NOTHING if low else EMPTY
-    return part if (low, high) == (1, 1) else ("times", part, low, high)
-
-
-def names_in(part: Rule) -> list[str]:
-    """Names of rules in an expression, in order."""
-    found: dict[str, None] = {}
-    pending = [part]
-    while pending:
-        one = pending.pop()
-        if one[0] == "rule":
-            found[one[1]] = None
-        elif one[0] in ("seq", "or"):
-            pending += reversed(one[1])
-        elif one[0] == "times":
-            pending.append(one[1])
-    return list(found)
+    return part if (low, high) == (1, 1) else Times(part, low, high)
 
 
 def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
@@ -84,23 +100,22 @@ def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
             good.add(name)
             pending += waiting.pop(name, {})
         else:
-            for other in missing:
+            for other in missing:  # noted once for each: else it would be looked at too often
                 waiting.setdefault(other, {})[name] = None
-    return {name: pruned(rule, good) for name, rule in rules.items() if name in good}
+    return {name: _pruned(rule, good) for name, rule in rules.items() if name in good}
 
 
 def _missing(part: Rule, good: set[str]) -> set[str] | None:
     """None if an expression matches a text; else rules of which one is needed first."""
-    kind = part[0]
-    if kind == "rule":
-        return None if part[1] in good else {part[1]}
-    if kind == "seq":
-        return next((m for one in part[1] if (m := _missing(one, good)) is not None), None)
-    if kind == "times":
-        return _missing(part[1], good) if part[2] else None
-    if kind == "or":
+    if isinstance(part, Named):
+        return None if part.name in good else {part.name}
+    if isinstance(part, Seq):
+        return next((m for one in part.parts if (m := _missing(one, good)) is not None), None)
+    if isinstance(part, Times):
+        return _missing(part.part, good) if part.low else None
+    if isinstance(part, Either):
         found: set[str] = set()
-        for one in part[1]:
+        for one in part.parts:
             missing = _missing(one, good)
             if missing is None:
                 return None
@@ -109,36 +124,38 @@ def _missing(part: Rule, good: set[str]) -> set[str] | None:
     return None
 
 
-def pruned(part: Rule, good: set[str]) -> Rule:
+def _pruned(part: Rule, good: set[str]) -> Rule:
     """An expression without rules that are not in `good`; `NOTHING` if nothing is left."""
-    kind = part[0]
-    if kind == "rule":
-        return part if part[1] in good else NOTHING
-    if kind == "seq":
-        return seq(*(pruned(one, good) for one in part[1]))
-    if kind == "or":
-        return either(*(pruned(one, good) for one in part[1]))
-    if kind == "times":
-        return times(pruned(part[1], good), part[2], part[3])
+    if isinstance(part, Named):
+        return part if part.name in good else NOTHING
+    if isinstance(part, Seq):
+        return seq(*(_pruned(one, good) for one in part.parts))
+    if isinstance(part, Either):
+        return either(*(_pruned(one, good) for one in part.parts))
+    if isinstance(part, Times):
+        return times(_pruned(part.part, good), part.low, part.high)
     return part
 
 
-def reachable(rules: dict[str, Rule], start: str) -> list[str]:
-    """Names of the rules that a start needs, in depth-first order."""
+def _names_in(part: Rule) -> list[str]:
+    """Names of rules in an expression, in order."""
     found: dict[str, None] = {}
-    pending = [start]
+    pending = [part]
     while pending:
-        name = pending.pop()
-        if name not in found:
-            found[name] = None
-            pending += reversed(names_in(rules[name]))
+        one = pending.pop()
+        if isinstance(one, Named):
+            found[one.name] = None
+        elif isinstance(one, Seq | Either):
+            pending += reversed(one.parts)
+        elif isinstance(one, Times):
+            pending.append(one.part)
     return list(found)
 
 
 def depth(rules: dict[str, Rule], start: str) -> int:
     """The deepest nesting of rules that llguidance compiles, which takes stack of the thread."""
     seen, deepest = {start}, 0
-    path = [iter(names_in(rules[start]))]
+    path = [iter(_names_in(rules[start]))]
     while path:
         deepest = max(deepest, len(path))
         name = next((one for one in path[-1] if one not in seen), None)
@@ -146,7 +163,7 @@ def depth(rules: dict[str, Rule], start: str) -> int:
             path.pop()
         else:
             seen.add(name)
-            path.append(iter(names_in(rules[name])))
+            path.append(iter(_names_in(rules[name])))
     return deepest
 
 
@@ -163,28 +180,33 @@ class Printer:
         self._terminals: dict[str, str] = {}
 
     def grammar(self, start: str) -> str:
-        """The grammar of one rule."""
-        for name in reachable(self._rules, start):
-            self._lines.append(f"{name}: {self._lark(self._rules[name])}")
+        """The grammar of one rule, and the rules that it needs in depth-first order."""
+        done: set[str] = set()
+        pending = [start]
+        while pending:
+            name = pending.pop()
+            if name not in done:
+                done.add(name)
+                self._lines.append(f"{name}: {self._lark(self._rules[name])}")
+                pending += reversed(_names_in(self._rules[name]))
         return "\n".join([f"start: {start}", *self._lines, ""])
 
     def _lark(self, part: Rule) -> str:
-        kind = part[0]
-        if kind == "text":
-            return lark_string(part[1])
-        if kind == "rule":
-            return str(part[1])
-        if kind == "terminal":
-            return self._terminal(part[1])
-        if kind == "times":
-            inner, low, high = self._lark(part[1]), part[2], part[3]
-            if (low, high) == (0, 1):
+        if isinstance(part, Text):
+            return lark_string(part.text)
+        if isinstance(part, Named):
+            return part.name
+        if isinstance(part, Terminal):
+            return self._terminal(part.right)
+        if isinstance(part, Times):
+            inner = self._lark(part.part)
+            if (part.low, part.high) == (0, 1):
                 return f"({inner})?"
-            if high is None and low < 2:
-                return f"({inner}){'+' if low else '*'}"
-            return f"({inner}){{{low},{'' if high is None else high}}}"
-        parts = [self._lark(one) for one in part[1]]
-        if kind == "seq":
+            if part.high is None and part.low < 2:
+                return f"({inner}){'+' if part.low else '*'}"
+            return f"({inner}){{{part.low},{'' if part.high is None else part.high}}}"
+        parts = [self._lark(one) for one in part.parts]
+        if isinstance(part, Seq):
             return " ".join(parts) if parts else '""'
         return f"({' | '.join(parts)})"
 
