@@ -52,10 +52,10 @@ class Times:
 
 
 Rule = Text | Terminal | Named | Seq | Either | Times
-NOTHING = Either(())
-EMPTY = Seq(())
-COMMA = Text(", ")
-COLON = Text(": ")
+NOTHING: Rule = Either(())
+EMPTY: Rule = Seq(())
+COMMA: Rule = Text(", ")
+COLON: Rule = Text(": ")
 
 
 def seq(*parts: Rule) -> Rule:
