@@ -88,13 +88,3 @@ def test_what_was_never_taken_is_listed_until_it_is(probe):
         for line in never
         if line.startswith("10:") or line.endswith("-1e30f` was never its second argument")
     )
-
-
-def test_the_text_of_the_project_compiles_with_its_records():
-    for names in (("common", "packed_codes", "low_rank"), ("common", "rope", "attention")):
-        texts = [branches.instrumented(name, metal_runtime._read(name)) for name in names]
-        assert "emulator::branch(" in texts[-1]
-        assert [text.count("\n") for text in texts] == [
-            metal_runtime._read(name).count("\n") for name in names
-        ]
-        toolchain.check("#include <mlx_prelude.h>\n" + "".join(map(emulator.translate, texts)))

@@ -17,7 +17,7 @@ from tests.metal.toolchain import CompileError
 from tests.metal.translation import translate
 from tests.tools import compare
 from tests.tools.cases import draw as draw_array
-from tests.tools.compare import UNIT_ROUNDOFF, assert_same, exact
+from tests.tools.compare import UNIT_ROUNDOFF, exact
 
 DTYPES = {"float": mx.float32, "half": mx.float16, "bfloat16_t": mx.bfloat16}
 QUANTIZED = ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h")
@@ -94,47 +94,6 @@ def test_quantized_vector(rng):
         )
 
 
-def test_quantized_vector_by_columns(rng):
-    """A struct goes from device memory to a variable in it."""
-    for kind, bits, group, n, k in (
-        ("float", 2, 64, 128, 64),
-        ("half", 4, 32, 64, 70),
-        ("bfloat16_t", 8, 64, 64, 33),
-    ):
-        template = f"{kind}, {group}, {bits}, false"
-        program = mlx_wheel.program("quantized.h", "affine_qvm", template, before=QUANTIZED)
-        weight, x = draw_weight(rng, k, n, bits, group, kind), draw(rng, (k,), kind)
-        sizes = [("in_vec_size", scalar(k)), ("out_vec_size", scalar(n))]
-        buffers = [*inputs(weight, x), ("y", n * DTYPES[kind].size), *sizes, *zeros("abcdefgh")]
-        (got,) = run(program, buffers, (32, 2 * ((n + 63) // 64), 1), (32, 2, 1))
-        wanted = exact(x) @ oracle.matrix(weight)
-        assert_close(values(got, kind), wanted, kind, 16, (kind, bits))
-
-
-def test_sums_along_an_axis(rng):
-    """`scan.h` logs, in the text at least."""
-    for kind, n, inclusive, reverse in (
-        ("float", 1000, "true", "false"),
-        ("float", 77, "false", "true"),
-        # 64 bits go through a simdgroup in halves. Lanes without a simdgroup's sum add what nobody wrote.
-        ("uint64_t", 300, "true", "true"),
-    ):
-        template = f"{kind}, {kind}, CumSum<{kind}>, 4, {inclusive}, {reverse}"
-        program = mlx_wheel.program("scan.h", "contiguous_scan", template)
-        rows = rng.integers(0, 50, (2, n))
-        given = rows.astype(np.float32 if kind == "float" else np.uint64)
-        buffers = [
-            ("in", given.tobytes()),
-            ("out", given.nbytes),
-            ("axis_size", scalar(n, np.int64)),
-        ]
-        (got,) = run(program, buffers, (128, 2, 1), (128, 1, 1))
-        ordered = rows[:, ::-1] if reverse == "true" else rows
-        sums = ordered.cumsum(-1) - (0 if inclusive == "true" else ordered)
-        wanted = sums[:, ::-1] if reverse == "true" else sums
-        assert_same(got.view(given.dtype).reshape(2, n), wanted.astype(given.dtype), template)
-
-
 def matrix_buffers(weight, x, m, n, k, kind):
     sizes = [("K", scalar(k)), ("N", scalar(n)), ("M", scalar(m))]
     return [*inputs(weight, x), ("y", m * n * DTYPES[kind].size), *sizes, *zeros("abcdefgh")]
@@ -175,17 +134,6 @@ def test_attention_of_one_query(rng):
         queries, kv = q[None, :, None], KeyValues(mx.concatenate([k, v])[None])
         wanted = oracle.decode_attention(queries, kv, mx.array([length]))
         assert_close(got.reshape(wanted.shape), wanted, kind, 16, case)
-
-
-def test_quantization_is_bit_exact(rng):
-    for bits in (2, 4):
-        template = f"float, 64, {bits}"
-        program = mlx_wheel.program("quantized.h", "affine_quantize", template, before=QUANTIZED)
-        w = draw(rng, (6, 128))
-        wanted = mx.quantize(w, 64, bits)
-        outputs = [(name, a.nbytes) for name, a in zip("qsb", wanted, strict=True)]
-        got = run(program, [("w", raw_bytes(w)), *outputs], (w.size // 2, 1, 1), (32, 1, 1))
-        assert [data.tobytes() for data in got] == [raw_bytes(array) for array in wanted], bits
 
 
 def test_a_kernel_of_mlx_without_its_barriers_is_caught(rng):

@@ -4,11 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels import KeyValues, PackedWeight, ProductOptions
-from afm_mlx.kernels.metal import attention, matmul, products
+from afm_mlx.kernels import PackedWeight, ProductOptions
+from afm_mlx.kernels.metal import matmul, products
 from bench.predict import Launch
 from tests.metal import llvm_ir, mlx_wheel, published, toolchain
-from tests.metal.cost import REGISTERS, Argument, check, check_launch, count, count_launch, unit_of
+from tests.metal.cost import REGISTERS, Argument, check, check_launch, count, unit_of
 from tests.metal.launches import record
 from tests.metal.operations import operations
 from tests.metal.register_machine import CostError
@@ -129,47 +129,6 @@ def test_a_vector_product_of_mlx():
 
 def zeros(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.zeros(shape, dtype)
-
-
-def test_a_vector_product_and_attention_of_the_project():
-    # A product: every code is read once, and multiplied at least once.
-    n, k = 256, 2048
-    weight = PackedWeight(zeros(n, k // 16, dtype=mx.uint32), 2, "balanced", zeros(n))
-    x = zeros(1, k, dtype=mx.bfloat16)
-    options = ProductOptions(norm=zeros(k, dtype=mx.bfloat16), eps=1e-5)
-    (call,) = record(lambda: matmul.packed_matmul(products.vector, x, weight, options))
-    launch = count_launch(*call)
-    lanes = 32 * launch.simdgroups
-    assert n * k // 4 <= launch.memory_bytes <= n * k // 4 + 16 * (n + k)
-    assert launch.operations["float"] * lanes >= n * k
-    assert launch.operations["store"] * launch.simdgroups >= n // 32
-    # A wider matrix of as many codes has half as many results to add up.
-    wide = PackedWeight(zeros(n // 2, k // 8, dtype=mx.uint32), 2, "balanced", zeros(n // 2))
-    (call,) = record(
-        lambda: matmul.packed_matmul(products.vector, zeros(1, 2 * k), wide, ProductOptions())
-    )
-    other = count_launch(*call)
-
-    def added_up(launch: Launch) -> int:
-        lanes = sum(launch.operations.get(kind, 0) for kind in ("reduction", "shuffle"))
-        return lanes * launch.simdgroups
-
-    assert 0 < added_up(other) < added_up(launch)
-    # Attention: work follows the row's length, not the cache's capacity.
-    heads, dim, capacity = 16, 128, 512
-
-    def attend(length: int) -> Launch:
-        kv = KeyValues(zeros(1, 4, capacity, dim, dtype=mx.int8), mx.array(0.1), mx.array(0.1))
-        queries = zeros(1, heads, 1, dim, dtype=mx.bfloat16)
-        calls = record(lambda: attention.decode_attention(queries, kv, mx.array([length])))
-        return max((count_launch(*call) for call in calls), key=lambda launch: launch.memory_bytes)
-
-    half, full = attend(capacity // 2), attend(capacity)
-    nbytes = 2 * 2 * dim * capacity
-    assert full.memory_bytes == pytest.approx(nbytes, rel=0.1)
-    loaded = (full.lane_bytes - half.lane_bytes) * 32 * full.simdgroups
-    assert loaded >= nbytes / 2
-    assert 1.3 < full.operations["float"] / half.operations["float"] < 2.1
 
 
 # Rows, and the registers that a product of that many can take. Matrices of 8x8 need few, as long as what is

@@ -12,8 +12,8 @@ from tests.metal import emulator, machine, toolchain
 from tests.metal.emulator import Kernel, emulated
 from tests.metal.machine import EmulatorError
 from tests.metal.toolchain import CompileError
-from tests.tools.cases import draw, each
-from tests.tools.compare import assert_same, assert_within, exact
+from tests.tools.cases import draw
+from tests.tools.compare import assert_same, exact
 
 _reason = toolchain.why_unavailable()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
@@ -49,27 +49,15 @@ def launch(
 
 SIMD = {
     "simd_sum(v)": lambda v: np.full(32, v.sum()),
-    "simd_product(few)": lambda v: np.full(32, v.prod()),
     "simd_max(v)": lambda v: np.full(32, v.max()),
     "simd_min(v)": lambda v: np.full(32, v.min()),
-    "simd_or(v)": lambda v: np.full(32, np.bitwise_or.reduce(v)),
-    "simd_and(v)": lambda v: np.full(32, np.bitwise_and.reduce(v)),
-    "simd_xor(v)": lambda v: np.full(32, np.bitwise_xor.reduce(v)),
     "simd_prefix_inclusive_sum(v)": np.cumsum,
-    "simd_prefix_exclusive_sum(v)": lambda v: np.cumsum(v) - v,
     "simd_shuffle(v, 31 - lane)": lambda v: v[::-1],
     "simd_shuffle_xor(v, 5)": lambda v: v[np.arange(32) ^ 5],
     "simd_shuffle_down(v, 3)": lambda v: np.concatenate([v[3:], v[29:]]),
     "simd_shuffle_up(v, 3)": lambda v: np.concatenate([v[:3], v[:29]]),
-    "simd_shuffle_rotate_down(v, 3)": lambda v: np.roll(v, -3),
-    "simd_shuffle_rotate_up(v, 3)": lambda v: np.roll(v, 3),
     "simd_shuffle_and_fill_up(v, -v, 2)": lambda v: np.concatenate([-v[30:], v[:30]]),
-    "simd_shuffle_and_fill_down(v, -v, 2)": lambda v: np.concatenate([v[2:], -v[:2]]),
     "simd_broadcast(v, 7)": lambda v: np.full(32, v[7]),
-    "simd_broadcast_first(v)": lambda v: np.full(32, v[0]),
-    "int(simd_any(v > 900))": lambda v: np.full(32, (v > 900).any()),
-    "int(simd_all(v < 1000))": lambda v: np.full(32, (v < 1000).all()),
-    "int(popcount(uint(ulong(simd_ballot(v > 500)))))": lambda v: np.full(32, (v > 500).sum()),
     "quad_sum(v)": lambda v: v.reshape(-1, 4).sum(-1).repeat(4),
     "quad_shuffle_xor(v, 1)": lambda v: v[np.arange(32) ^ 1],
     "quad_broadcast(v, 2)": lambda v: v[2::4].repeat(4),
@@ -79,105 +67,10 @@ SIMD = {
 def test_simdgroup_functions(rng):
     v = rng.integers(0, 1000, 32).astype(np.int32)
     calls = "".join(f"x[{32 * k} + i] = {call};\n" for k, call in enumerate(SIMD))
-    source = f"int v = a[i], few = v < 900 ? 1 : v % 8;\n{calls}"
+    source = f"int v = a[i];\n{calls}"
     got = launch(source, mx.array(v), n=32, size=32 * len(SIMD), dtype=mx.int32)[0]
     for row, (call, wanted) in zip(got.reshape(-1, 32), SIMD.items(), strict=True):
-        assert_same(exact(row), wanted(np.where(v < 900, 1, v % 8) if "few" in call else v), call)
-
-
-def test_a_partial_simdgroup_has_the_lanes_that_exist(rng):
-    v = rng.integers(0, 1000, 40).astype(np.int32)
-    source = "x[i] = simd_sum(a[i]); y[i] = int(threads_per_threadgroup.x);"
-    got = launch(source, mx.array(v), n=40, threads=(32, 1, 1), outputs=2, dtype=mx.int32)
-    assert_same(exact(got[0]), np.repeat([v[:32].sum(), v[32:].sum()], [32, 8]))
-    assert_same(exact(got[1]), np.repeat([32, 8], [32, 8]))
-
-
-def test_attributes_over_three_axes():
-    source = """
-      uint3 p = thread_position_in_grid, l = thread_position_in_threadgroup, g = threadgroup_position_in_grid;
-      uint at = (p.z * threads_per_grid.y + p.y) * threads_per_grid.x + p.x;
-      bool right = all(p == g * dispatch_threads_per_threadgroup + l) && grid_size.x == threads_per_grid.x;
-      right = right && thread_index_in_threadgroup ==
-          (l.z * threads_per_threadgroup.y + l.y) * threads_per_threadgroup.x + l.x;
-      right = right && thread_index_in_simdgroup == thread_index_in_threadgroup % threads_per_simdgroup;
-      right = right && simdgroup_index_in_threadgroup == thread_index_in_threadgroup / thread_execution_width;
-      right = right && all(threadgroups_per_grid == uint3(2, 2, 1));
-      x[at] = right ? 1 : 0;
-    """
-    sizes = {"grid": (9, 7, 2), "threads": (8, 4, 2), "size": 126}
-    assert mx.all(launch(source, **sizes, dtype=mx.int32)[0] == 1).item()
-
-
-@each("kind", ["float", "half", "bfloat16_t"])
-def test_simdgroup_matrices(rng, kind):
-    transpose = str(rng.choice(["false", "true"]))
-    a, b = (mx.array(rng.integers(-8, 8, (8, 16)).astype(np.float32)) for _ in range(2))
-    source = f"""
-      simdgroup_matrix<{kind}, 8, 8> left, right;
-      simdgroup_float8x8 sum = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-      threadgroup {kind} tile[64], other[64];
-      for (uint part = 0; part < 2; ++part) {{
-        for (uint e = lane; e < 64; e += 32) {{
-          tile[e] = {kind}(a[e / 8 * 16 + part * 8 + e % 8]);
-          other[e] = {kind}(b[e / 8 * 16 + part * 8 + e % 8]);
-        }}
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        simdgroup_load(left, tile, 8);
-        simdgroup_load(right, other, 8, ulong2(0, 0), {transpose});
-        simdgroup_multiply_accumulate(sum, left, right, sum);
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-      }}
-      simdgroup_store(sum, x, 8);
-      uint row = (lane / 16) * 4 + (lane / 2) % 4, column = ((lane / 8) % 2) * 4 + (lane % 2) * 2;
-      y[row * 8 + column] = sum.thread_elements()[0];
-      y[row * 8 + column + 1] = sum.thread_elements()[1];
-    """
-    got = launch(source, a, b, n=32, size=64, outputs=2)
-    left, right = np.array(a), np.array(b)
-    blocks = [right[:, :8], right[:, 8:]]
-    wanted = sum(
-        left[:, 8 * p : 8 * p + 8] @ (blocks[p].T if transpose == "true" else blocks[p])
-        for p in range(2)
-    )
-    for x in got:
-        assert_same(exact(x).reshape(8, 8), wanted, transpose)
-
-
-def test_vectors_and_bits(rng):
-    codes = rng.integers(0, 2**32, 64, dtype=np.uint32)
-    source = """
-      uchar4 bytes = as_type<uchar4>(a[i]);
-      float4 f = float4(bytes) + float4(1.0f, 2.0f, float2(3.0f)) * float4(2.0f);
-      half2 h = half2(f.xz);
-      x[i] = dot(f, float4(1.0f)) + float(h.x + h.y) + float(extract_bits(a[i], 3, 5));
-    """
-    got = np.array(launch(source, mx.array(codes))[0])
-    b = codes[:, None].view(np.uint8).astype(np.float32) + np.array([2, 4, 6, 6])
-    wanted = b.sum(-1) + b[:, 0] + b[:, 2] + (codes >> 3 & 31)
-    assert_same(got, wanted)
-
-
-def test_math(rng):
-    functions = [
-        ("exp(v)", np.exp),
-        ("fast::exp(v)", np.exp),
-        ("precise::log(fabs(v) + 1.0f)", lambda v: np.log(np.abs(v) + 1)),
-        ("rsqrt(v * v + 1.0f)", lambda v: 1 / np.sqrt(v * v + 1)),
-        ("precise::tanh(v)", np.tanh),
-        ("rint(v)", np.rint),
-        ("select(v, -v, v < 0.0f)", np.abs),
-        ("clamp(v, -0.5f, 0.5f)", lambda v: np.clip(v, -0.5, 0.5)),
-        ("fma(v, v, 1.0f)", lambda v: v * v + 1),
-        ("max(min(v, 1.0f), -1.0f)", lambda v: np.clip(v, -1, 1)),
-        ("powr(fabs(v), 3.0f)", lambda v: np.abs(v) ** 3),
-    ]
-    a = draw(rng, (64,))
-    calls = "".join(f"x[{64 * k} + i] = {call};\n" for k, (call, _) in enumerate(functions))
-    got = launch(f"float v = a[i];\n{calls}", a, size=64 * len(functions))[0]
-    for row, (call, function) in zip(got.reshape(-1, 64), functions, strict=True):
-        wanted = function(exact(a))
-        assert_within(row, wanted, 2e-6 * np.abs(wanted) + 1e-7, call)
+        assert_same(exact(row), wanted(v), call)
 
 
 def test_half_and_bfloat_round_after_every_operation(rng):
@@ -267,22 +160,6 @@ def test_faults_are_caught(rng, monkeypatch):
             said = failure(source, draw(rng, (64,)))
             assert re.search(message, said), f"{source}: {said}"
             assert "kernel `probe`" in said
-
-
-def test_what_was_broken_is_right_otherwise(rng):
-    """The same kernels without their faults run, so that it is the fault which is caught."""
-    a = draw(rng, (64,))
-    v = np.array(a)
-    swap = SWAP.format("threadgroup_barrier(mem_flags::mem_threadgroup);")
-    reduction = "float s = simd_max(a[i]); if (lane < 16) x[i] = s; else x[i] = 0.0f;"
-    largest = v.reshape(2, 32).max(-1).repeat(32)
-    for source, wanted in (
-        (swap, v[::-1]),
-        (reduction, np.where(np.arange(64) % 32 < 16, largest, 0)),
-        ("x[i] = i < 63 ? a[i + 1] : a[0];", np.roll(v, -1)),
-        ("x[(i + 1) % 64] = a[i];", np.roll(v, 1)),
-    ):
-        assert_same(launch(source, a)[0], wanted, source)
 
 
 REFUSED = {
@@ -392,11 +269,6 @@ def test_what_nobody_wrote_stays_poisoned():
     got = np.array(launch("if (i % 2) x[i] = 1.0f;")[0])
     assert np.isnan(got[::2]).all()
     assert (got[1::2] == 1).all()
-
-
-def test_a_seed_repeats_a_failure(rng):
-    source = SWAP.format("")  # without a barrier
-    assert len({failure(source, draw(rng, (64,)), seed=7) for _ in range(3)}) == 1
 
 
 def test_the_tests_go_on_after_a_crash(rng):

@@ -3,14 +3,12 @@
 import copy
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.kernels import dispatch
-from afm_mlx.model import kv_cache
 from afm_mlx.model.kv_cache import STEP, TAIL, ZooKVCache
 from afm_mlx.model.zoo_blocks import LlamaBlock, Qwen3Block, take_blocks
 from afm_mlx.quantization.quantize_model import quantize_model
@@ -133,21 +131,3 @@ def test_other_models_keep_their_caches(rng):
     for options in ({"return_array": True}, {"window_size": 4}):
         with pytest.raises(ValueError, match="allowed are False and None"):
             ZooKVCache().make_mask(3, **options)
-
-
-def test_attention_is_the_kernels(rng, monkeypatch):
-    _, ours = both("llama", rng)
-    seen = []
-
-    def spy(name):
-        run = getattr(kv_cache, name)
-        monkeypatch.setattr(kv_cache, name, lambda *args: (seen.append(name), run(*args))[1])
-
-    spy("decode_attention")
-    spy("causal_attention")
-    cache = [ZooKVCache() for _ in ours.layers]
-    for tokens in ([[1, 2, 3]], [[4]]):
-        ours(mx.array(tokens), cache=cache)
-    blocks = len(ours.layers)
-    assert seen == ["causal_attention"] * blocks + ["decode_attention"] * blocks
-    assert np.isfinite(np.array(ours(mx.array([[5]]), cache=cache))).all()

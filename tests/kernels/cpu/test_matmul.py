@@ -65,12 +65,6 @@ def test_groups_with_several_vectors(ops, rng, isas):
             )
 
 
-def test_a_layer_of_a_real_model_in_groups(ops, rng):
-    """The down projection of a model of four billion weights."""
-    spec = Spec("packed_matmul", mx.float32, 1, 20, 9728, 2560, 4, "affine", "group", 64)
-    assert_solved(make(spec, rng), ops.packed_matmul)
-
-
 def test_swiglu(ops, rng, isa):
     for rows, dtype, activation_bits, rank in all_pairs(ROWS, DTYPES, (16, 8), (0, 8)):
         spec = Spec("packed_swiglu", dtype, *rows, *matrix(FORMATS[2], 2, 70, 128), rank=rank)
@@ -111,12 +105,12 @@ def test_scales_of_half_types(ops, rng, isas):
                 Spec("packed_matmul", dtype, 1, rows, *matrix(format_, 4, 12, 320)), rng
             )
             x = draw(rng, (rows, weight.in_dims))
-            given = [None if part is None else part.astype(dtype) for part in weight[3:]]
-            wide = [None if part is None else part.astype(mx.float32) for part in given]
-            got, wanted = (
-                ops.packed_matmul(x, PackedWeight(*weight[:3], *parts), PLAIN)
-                for parts in (given, wide)
-            )
+            names = [
+                name for name in ("scales", "biases", "table") if getattr(weight, name) is not None
+            ]
+            given = weight._replace(**{n: getattr(weight, n).astype(dtype) for n in names})
+            wide = weight._replace(**{n: getattr(given, n).astype(mx.float32) for n in names})
+            got, wanted = (ops.packed_matmul(x, w, PLAIN) for w in (given, wide))
             compare.assert_same(got, wanted, (format_, dtype, rows))
 
 
@@ -157,19 +151,6 @@ def test_the_largest_sums_fit(ops, isas):
             wanted = np.full((rows, n), (value * (k - 1) + 1) * (2**bits - 1))
             y = ops.packed_matmul(x, packed, ProductOptions(activation_bits=activation_bits))
             compare.assert_close(y, wanted, 1 / LARGEST[activation_bits], case)
-
-
-def test_vectors_do_not_disturb_each_other(ops, rng, isa):
-    for rows in (2, 18):
-        x, weight, _ = make(
-            Spec("packed_matmul", mx.float32, 1, rows, *matrix(FORMATS[2], 2, 20, 96)), rng
-        ).args
-        wanted = ops.packed_matmul(x, weight, PLAIN)
-        x[0, 1, int(rng.integers(96))] = rng.choice([np.nan, np.inf, -np.inf])
-        got = ops.packed_matmul(x, weight, PLAIN)
-        assert mx.isnan(got[0, 1]).all().item()
-        wanted[0, 1] = got[0, 1]
-        compare.assert_same(got, wanted, rows)
 
 
 # -- what goes along with a product

@@ -4,12 +4,11 @@ import mlx.core as mx
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import ProductOptions, dispatch
+from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.metal import products
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools.cases import all_pairs
-from tests.tools.graph import count_dispatches
 from tests.tools.low_rank import draw_low_rank, in_shared_arrays
 from tests.tools.problems import assert_solved, with_args
 
@@ -100,26 +99,3 @@ def test_another_adapter_in_the_same_place_is_another_array_and_no_other_table(r
     table, same_table = of_given["parts"], of_other["parts"]
     assert (first is given.numbers[0], second is other.numbers[0]) == (True, True)
     assert table is same_table
-
-
-@pytest.mark.parametrize(
-    ("rows", "rank", "shrinks"),
-    [
-        (1, 8, 0),
-        (4, 256, 0),
-        (4, 257, 1),
-        (8, 8, 1),
-    ],  # 1,024 products fit into a threadgroup's memory
-)
-def test_dispatches_of_a_mixed_batch(rng, rows, rank, shrinks):
-    spec = Spec("packed_matmul", mx.bfloat16, rows, in_dims=64, out_dims=8, **BODY)
-    x, weight, _ = make(spec, rng).args
-
-    def product(ranks):
-        options = ProductOptions(adapters=(draw_low_rank(rng, [0] * rows, 64, (8,), ranks),))
-        return count_dispatches(lambda x: kernels.packed_matmul(x, weight, options), x).kernels
-
-    name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"
-    assert product([0, 0]) == {name: 1}  # nothing to add
-    for ranks in ([rank], [rank, 0, 7, 1, 5, 3, 2, 6]):
-        assert product(ranks) == {name: 1, **({"afm_low_rank_shrink": 1} if shrinks else {})}

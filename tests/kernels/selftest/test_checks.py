@@ -1,19 +1,22 @@
 """The self-test finds what is wrong, leaves alone what is right, and tells both."""
 
+import os
+import sys
+import time
 import warnings
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels import dispatch, reference
+from afm_mlx.kernels import dispatch, reference, settings
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.selftest import checks, specs
 from afm_mlx.kernels.selftest.checks import ENDED, Verdict
-from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.metal import toolchain
 from tests.metal.emulator import emulated
+from tests.tools.cases import each
 from tests.tools.cli import process
 
 MATRIX = {"in_dims": 512, "out_dims": 96, "bits": 2, "mode": "balanced", "granularity": "row"}
@@ -206,18 +209,6 @@ def test_the_reference_is_left_out_where_the_matrix_would_not_fit(rng, offer, mo
 # -- time
 
 
-def test_time_per_call_is_that_of_the_chain_without_its_links(rng, monkeypatch):
-    problem, seen = make(PRODUCT, rng), []
-
-    def chain(run, problem, args, length):
-        seen.append((run is not None, length))
-        return length * (5e-3 if run else 1e-3)
-
-    monkeypatch.setattr(checks, "_chain_seconds", chain)
-    assert checks.seconds_per_call(reference.packed_matmul, problem) == pytest.approx(4e-3)
-    assert {(True, 4), (False, 4)} <= set(seen)
-
-
 def test_every_operation_can_be_timed(rng, offer):
     for op in dispatch.OPS:
         spec = next(s for s in specs.quick_specs(mx.float32) if s.op == op)
@@ -334,3 +325,73 @@ def test_what_is_asked_for_is_not_tested(cache, offer, monkeypatch):
         check_silently()
         monkeypatch.delenv(switch)
     assert not cache.exists()
+
+
+# -- the verdict's file
+
+
+def test_another_process_that_is_testing_now_is_no_failure(cache):
+    Verdict().begin("cpu/fake")
+    known = Verdict()
+    assert (known.done, known.failures) == (False, {})
+
+
+def test_a_process_id_that_is_another_processs_now_is_no_test(cache):
+    """A variant's test takes moments; after a machine has stopped, process ids begin again."""
+    Verdict().begin("cpu/fake")
+    (path,) = cache.iterdir()
+    leftover, new = path.with_name("selftest-0-x.tmp"), path.with_name("selftest-0-y.tmp")
+    leftover.touch()
+    for file in (path, leftover):
+        os.utime(file, times=(time.time() - 2 * checks.TESTING_SECONDS,) * 2)
+    new.touch()
+    known = Verdict()
+    assert known.failures == {"cpu/fake": ENDED}
+    known.end(known.failures)
+    assert sorted(cache.iterdir()) == sorted([path, new])
+
+
+def test_what_ended_the_process_outlives_an_interrupt(cache):
+    Verdict().end({"cpu/fake": ENDED, "cpu/other": "error 1 is over its bound, 0"})
+    known = Verdict()
+    assert (known.done, len(known.failures)) == (True, 2)
+    known.forget(keep_ended=True)
+    assert (known.done, known.failures) == (False, {"cpu/fake": ENDED})
+    assert not Verdict().done
+
+
+@each("text", ["", "{", "[]", '{"failures": 3, "running": null, "pid": 1}', "[" * 100_000])
+def test_a_damaged_verdict_is_none(cache, text):
+    Verdict().end({})
+    (path,) = cache.iterdir()
+    path.write_text(text)
+    assert not Verdict().done
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(cache):
+    cache.parent.write_text("a file where a folder should be")
+    known = Verdict()
+    known.begin("cpu/fake")
+    known.end({})
+    assert not Verdict().done
+    known.forget()
+    assert not known.done
+
+
+@pytest.mark.parametrize(
+    ("platform", "environment", "folder"),
+    [
+        ("darwin", {}, "Library/Caches/afm-mlx"),
+        ("linux", {}, ".cache/afm-mlx"),
+        ("linux", {"XDG_CACHE_HOME": "{home}/x"}, "x/afm-mlx"),
+        ("linux", {settings.CACHE: "{home}/y"}, "y"),
+    ],
+)
+def test_the_cache_folder(monkeypatch, tmp_path, platform, environment, folder):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", platform)
+    for name in (settings.CACHE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(home=tmp_path))
+    assert settings.cache_folder() == tmp_path / folder

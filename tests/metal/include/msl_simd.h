@@ -46,29 +46,16 @@ MSL_UNCHECKED T undefined() {
 struct Sum {
   template <typename T> static T apply(T a, T b) { return a + b; }
 };
-struct Product {
-  template <typename T> static T apply(T a, T b) { return a * b; }
-};
 struct Min {
   template <typename T> static T apply(T a, T b) { return b < a ? b : a; }
 };
 struct Max {
   template <typename T> static T apply(T a, T b) { return a < b ? b : a; }
 };
-struct And {
-  template <typename T> static T apply(T a, T b) { return a & b; }
-};
-struct Or {
-  template <typename T> static T apply(T a, T b) { return a | b; }
-};
-struct Xor {
-  template <typename T> static T apply(T a, T b) { return a ^ b; }
-};
-
-/// Whether the order in which an operation is applied to numbers of a type shows.
+/// True if the order in which an operation is applied to numbers of a type changes the result.
 template <typename Op, typename T>
 constexpr bool is_rounded =
-    is_floating_point_v<typename shape_of<T>::element> && (__is_same(Op, Sum) || __is_same(Op, Product));
+    is_floating_point_v<typename shape_of<T>::element> && __is_same(Op, Sum);
 
 /// Reduction over each group of `width` lanes: as a tree, or, where that shows, in a random order, since Metal
 /// promises none.
@@ -94,15 +81,11 @@ MSL_UNCHECKED void reduce(void** arguments, uint lanes) {
   }
 }
 
-template <typename Op, typename T, bool is_inclusive>
-MSL_UNCHECKED void scan(void** arguments, uint lanes) {
+template <typename T>
+MSL_UNCHECKED void inclusive_sum(void** arguments, uint lanes) {
   Lane<T>** lane = reinterpret_cast<Lane<T>**>(arguments);
-  T sum = T(__is_same(Op, Product) ? 1 : 0);
-  for (uint i = 0; i < lanes; ++i) {
-    T next = Op::apply(sum, lane[i]->value);
-    lane[i]->result = is_inclusive ? next : sum;
-    sum = next;
-  }
+  T sum = T(0);
+  for (uint i = 0; i < lanes; ++i) lane[i]->result = sum = sum + lane[i]->value;
 }
 
 struct Direct {
@@ -123,10 +106,6 @@ struct Down {
 struct RotateUp {
   static uint source(uint lane, uint operand, uint width) { return (lane + width - operand % width) % width; }
 };
-struct RotateDown {
-  static uint source(uint lane, uint operand, uint width) { return (lane + operand) % width; }
-};
-
 template <typename From, typename T, uint width>
 MSL_UNCHECKED void shuffle(void** arguments, uint lanes) {
   Lane<T>** lane = reinterpret_cast<Lane<T>**>(arguments);
@@ -135,31 +114,6 @@ MSL_UNCHECKED void shuffle(void** arguments, uint lanes) {
     uint source = From::source(i - begin, lane[i]->operand, width);
     lane[i]->result = source < width && begin + source < lanes ? lane[begin + source]->value : undefined<T>();
   }
-}
-
-template <typename T>
-MSL_UNCHECKED void first(void** arguments, uint lanes) {
-  Lane<T>** lane = reinterpret_cast<Lane<T>**>(arguments);
-  for (uint i = 0; i < lanes; ++i) lane[i]->result = lane[0]->value;
-}
-
-template <uint width>
-MSL_UNCHECKED void ballot(void** arguments, uint lanes) {
-  Lane<ulong>** lane = reinterpret_cast<Lane<ulong>**>(arguments);
-  for (uint begin = 0; begin < lanes; begin += width) {
-    uint end = begin + width < lanes ? begin + width : lanes;
-    ulong votes = 0;
-    for (uint i = begin; i < end; ++i) votes |= ulong(lane[i]->value != 0) << (i - begin);
-    for (uint i = begin; i < end; ++i) lane[i]->result = votes;
-  }
-}
-
-/// The mask of the lanes that exist.
-template <uint width>
-MSL_UNCHECKED void present(void** arguments, uint lanes) {
-  Lane<ulong>** lane = reinterpret_cast<Lane<ulong>**>(arguments);
-  for (uint i = 0; i < lanes; ++i) lane[i]->value = 1;
-  ballot<width>(arguments, lanes);
 }
 
 #ifdef MSL_OPAQUE
@@ -205,25 +159,14 @@ inline constexpr bool is_simd_operand =
     return collective::run<T>("quad_" #name, site, x, 0, collective::reduce<collective::Op, T, 4>); \
   }
 MSL_REDUCTION(sum, Sum)
-MSL_REDUCTION(product, Product)
 MSL_REDUCTION(min, Min)
 MSL_REDUCTION(max, Max)
-MSL_REDUCTION(and, And)
-MSL_REDUCTION(or, Or)
-MSL_REDUCTION(xor, Xor)
 #undef MSL_REDUCTION
 
-#define MSL_SCAN(name, Op, inclusive) \
-  template <MSL_OPERAND> \
-  inline T simd_prefix_##name(T x, Site site = Site::here()) { \
-    auto resolve = collective::scan<collective::Op, T, inclusive>; \
-    return collective::run<T>("simd_prefix_" #name, site, x, 0, resolve); \
-  }
-MSL_SCAN(inclusive_sum, Sum, true)
-MSL_SCAN(exclusive_sum, Sum, false)
-MSL_SCAN(inclusive_product, Product, true)
-MSL_SCAN(exclusive_product, Product, false)
-#undef MSL_SCAN
+template <MSL_OPERAND>
+inline T simd_prefix_inclusive_sum(T x, Site site = Site::here()) {
+  return collective::run<T>("simd_prefix_inclusive_sum", site, x, 0, collective::inclusive_sum<T>);
+}
 
 #define MSL_SHUFFLE(name, From) \
   template <MSL_OPERAND> \
@@ -239,61 +182,15 @@ MSL_SHUFFLE(broadcast, Direct)
 MSL_SHUFFLE(shuffle_xor, ByXor)
 MSL_SHUFFLE(shuffle_up, Up)
 MSL_SHUFFLE(shuffle_down, Down)
-MSL_SHUFFLE(shuffle_rotate_up, RotateUp)
-MSL_SHUFFLE(shuffle_rotate_down, RotateDown)
 #undef MSL_SHUFFLE
 
 template <MSL_OPERAND>
-inline T simd_broadcast_first(T x, Site site = Site::here()) {
-  return collective::run<T>("simd_broadcast_first", site, x, 0, collective::first<T>);
+inline T simd_shuffle_and_fill_up(T x, T filling, ushort n, Site site = Site::here()) {
+  auto resolve = collective::shuffle<collective::RotateUp, T, 32>;
+  T inside = collective::run<T>("simd_shuffle_and_fill_up", site, x, n, resolve);
+  T outside = collective::run<T>("simd_shuffle_and_fill_up", site, filling, n, resolve);
+  return emulator::emulator_lane() >= n ? inside : outside;
 }
-
-class simd_vote {
- public:
-  typedef ulong vote_t;
-  explicit constexpr simd_vote(vote_t votes) : votes_(votes) {}
-  explicit constexpr operator vote_t() const { return votes_; }
-  constexpr bool all() const { return votes_ == 0xffffffff; }
-  constexpr bool any() const { return votes_ != 0; }
-
- private:
-  vote_t votes_;
-};
-
-inline simd_vote simd_ballot(bool x, Site site = Site::here()) {
-  return simd_vote(collective::run<ulong>("simd_ballot", site, x, 0, collective::ballot<32>));
-}
-inline simd_vote simd_active_threads_mask(Site site = Site::here()) {
-  return simd_vote(collective::run<ulong>("simd_active_threads_mask", site, 1, 0, collective::present<32>));
-}
-inline bool simd_any(bool x, Site site = Site::here()) {
-  return collective::run<ulong>("simd_any", site, x, 0, collective::ballot<32>) != 0;
-}
-inline bool simd_all(bool x, Site site = Site::here()) {
-  return collective::run<ulong>("simd_all", site, !x, 0, collective::ballot<32>) == 0;
-}
-inline bool quad_any(bool x, Site site = Site::here()) {
-  return collective::run<ulong>("quad_any", site, x, 0, collective::ballot<4>) != 0;
-}
-inline bool quad_all(bool x, Site site = Site::here()) {
-  return collective::run<ulong>("quad_all", site, !x, 0, collective::ballot<4>) == 0;
-}
-
-#define MSL_FILLING(name, position) \
-  template <MSL_OPERAND> \
-  inline T simd_shuffle_and_fill_##name(T x, T filling, ushort n, Site site = Site::here()) { \
-    uint lane = emulator::emulator_lane(); \
-    T inside = collective::run<T>("simd_shuffle_and_fill_" #name, site, x, n, \
-                                  collective::shuffle<collective::Rotate##position, T, 32>); \
-    T outside = collective::run<T>("simd_shuffle_and_fill_" #name, site, filling, n, \
-                                   collective::shuffle<collective::Rotate##position, T, 32>); \
-    bool is_up = __is_same(collective::Rotate##position, collective::RotateUp); \
-    bool is_inside = is_up ? lane >= n : lane + n < 32; \
-    return is_inside ? inside : outside; \
-  }
-MSL_FILLING(up, Up)
-MSL_FILLING(down, Down)
-#undef MSL_FILLING
 #undef MSL_OPERAND
 
 // ---- 8 x 8 matrices over a simdgroup ------------------------------------------------------------------------
@@ -407,21 +304,6 @@ inline void simdgroup_multiply_accumulate(
   emulator::emulator_collective("simdgroup_multiply_accumulate", site, &lane, collective::multiply<D, A, B, C>);
   d.elements = lane.d;
 #endif
-}
-
-template <typename D, typename A, typename B>
-inline void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a,
-                               thread simdgroup_matrix<B, 8, 8>& b, Site site = Site::here()) {
-  simdgroup_matrix<D, 8, 8> zero;
-  zero.elements = vec<D, 2>(D(0));
-  simdgroup_multiply_accumulate(d, a, b, zero, site);
-}
-
-template <typename T, int Columns, int Rows>
-inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
-  simdgroup_matrix<T, Columns, Rows> m;
-  m.elements = vec<T, 2>(value);
-  return m;
 }
 
 // Pointers of every address space: a template on the pointer keeps its qualifier.
