@@ -1,4 +1,4 @@
-"""One safetensors file: what is damaged is told apart, and what is written is read by everybody."""
+"""Safetensors files: damage is an error, and written files are read by every library."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_what_is_written_is_read_by_all_libraries(rng, path):
         assert tensor.offset % tensor.dtype.size == 0
 
 
-def test_views_are_written_as_they_look(rng, path):
+def test_views_are_written_row_major(rng, path):
     values = mx.array(rng.normal(size=(6, 4)).astype(np.float32))
     arrays = {
         "transposed": values.T,
@@ -75,7 +75,7 @@ def test_the_writer_takes_the_data_in_chunks_and_counts_it(path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_what_the_disk_lacks_is_told_apart_from_what_the_source_lacks(tmp_path):
+def test_errors_of_the_disk_and_of_the_source_are_distinguished(tmp_path):
     spec = TensorSpec("a", (4,), mx.float32)
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(
@@ -109,7 +109,7 @@ DAMAGED = {
     "no JSON": struct.pack("<Q", 4) + b"\xff\xfe{}",
     "cut off": file_bytes({"a": tensor([2], 8)}, b"\0" * 7),
     "more data than tensors": file_bytes({"a": tensor([2], 8)}, b"\0" * 9),
-    "a shape that lies": file_bytes({"a": tensor([1 << 40], 8)}, b"\0" * 8),
+    "a shape larger than the data": file_bytes({"a": tensor([1 << 40], 8)}, b"\0" * 8),
     "a size that overflows": file_bytes({"a": tensor([1 << 62, 4], 8)}, b"\0" * 8),
     "overlapping tensors": file_bytes(OVERLAP, b"\0" * 12),
     "a type that MLX lacks": file_bytes({"a": tensor([1], 8, "F64")}, b"\0" * 8),
@@ -124,7 +124,7 @@ def test_damaged_files_are_refused_in_one_line(path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_any_cut_is_seen(rng, path):
+def test_any_cut_is_an_error(rng, path):
     save_file(path, random_arrays(rng))
     data = path.read_bytes()
     for keep in {0, 1, len(data) - 1, *rng.integers(0, len(data), 20).tolist()}:

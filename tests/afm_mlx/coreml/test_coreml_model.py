@@ -44,7 +44,7 @@ def wanted(model, tokens):
 def test_prompts_of_all_lengths(rng, runner, model):
     tokens = tokens_of(rng, runner, CONTEXT)
     logits = wanted(model, tokens)
-    # Up to the context's last column, where no padding fits; keys and values of other prompts lie behind each.
+    # Up to the context's last column, where no padding fits; the states still hold keys of longer prompts.
     for length in rng.permutation([1, 2, *LENGTHS, 5, 13, 17, 30, CONTEXT - 1, CONTEXT]).tolist():
         runner.rewind()
         assert_close(runner.logits(tokens[:length]), logits[length - 1], BOUND, f"{length} tokens")

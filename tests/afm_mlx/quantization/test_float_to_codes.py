@@ -56,7 +56,7 @@ def test_codes_on_a_grid_come_back(rng, monkeypatch, bits, per, dtype, blocks):
 
 
 def test_a_grid_of_a_single_scale():
-    """Codes under which float16 leaves one float32 of all scales, beside the middle of the exact bounds."""
+    """Codes under which float16 leaves one float32 of all scales, next to the middle of the exact bounds."""
     codes = np.array(
         """0 128 181 203 12 152 86 23 7 239 9 17 30 168 248 192 211 36 44 223 239 146 135 112 18 186 135
         140 109 248 219 58 232 132 166 50 3 236 204 6 79 221 133 228 207 199 224 188 102 96 81 52 232 32
@@ -87,7 +87,7 @@ def test_grids_without_their_outer_levels_and_rows_of_zeros(rng):
 def test_a_balanced_grid_gives_affine_groups_their_codes(rng):
     """`mx.quantize` stretches its grid over the ends of each group: levels end up between codes."""
     codes = rng.choice(4, (64, 512), p=[0.07, 0.43, 0.43, 0.07])
-    codes[:, ::64] = 3  # the middle levels alone would lie on a grid three times as coarse
+    codes[:, ::64] = 3  # the middle levels alone would be on a grid three times as coarse
     weight = (codes - 1.5).astype(np.float32) * rng.uniform(0.01, 0.1, (64, 1)).astype(np.float32)
     packed, exact = pack(mx.array(weight), QuantizationRule(2, "affine"))
     assert exact
@@ -135,7 +135,7 @@ def test_a_palette_of_few_values_is_exact(rng):
 
 
 def test_one_stray_weight_is_no_grid(rng, monkeypatch):
-    """A sample may lie on a grid, or in a table, that the matrix does not."""
+    """A sample may be on a grid, or in a table, that the matrix does not."""
     monkeypatch.setattr(float_to_codes, "_SAMPLE_ELEMENTS", INPUTS)
     monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 5 * INPUTS)
     for mode in ("balanced", "palette"):

@@ -1,4 +1,4 @@
-"""Tables of k-means against the best that there are."""
+"""Tables of k-means against the best ones; affine weights written as floats and packed again."""
 
 import mlx.core as mx
 import numpy as np
@@ -70,7 +70,7 @@ def rms(difference, weight):
 
 @each(("bits", "group", "dtype"), all_pairs([2, 4, 8], [32, 64, 128], FLOATS))
 def test_codes_of_mx_quantize_come_back(rng, bits, group, dtype):
-    """Whether floats are made by `mx.dequantize`, in their own dtype, or in float32 and rounded."""
+    """For floats made by `mx.dequantize`, in their own dtype, and for floats rounded from float32."""
     words, scales, biases = mx.quantize(normal(rng, dtype), group, bits)
     rule = QuantizationRule(bits, "affine", group_size=group)
     here = dequantize(PackedWeight(words, bits, "affine", scales, biases), dtype)
@@ -150,7 +150,7 @@ def test_floats_of_another_type_keep_codes(rng):
 
 
 def test_groups_of_few_levels_keep_their_numbers(rng):
-    """Two or three levels lie on many grids: which codes they had can't be told, and does not matter."""
+    """Two or three levels are on many grids: their codes are unknown, and any of them has the same numbers."""
     for bits in [2, 4, 8]:
         for group in [16, 32]:
             levels = rng.integers(0, 2**bits, (ROWS * INPUTS // group, 3))

@@ -114,8 +114,8 @@ def test_a_prompt_and_twenty_steps(
 ):
     """In float32, so that only an error in the program can make a difference of more than 1e-5.
 
-    The model computes with floats of the int8 grid: its kernels for codes round, too. A sum that lies on the
-    boundary of two codes may still fall to either side.
+    The model computes with floats of the int8 grid: its kernels for codes round, too. A sum on the boundary of
+    two codes may still be rounded to either.
     """
     monkeypatch.setattr(layouts, "_MAX_ROWS", 40)
     if packing is None:
@@ -135,7 +135,7 @@ def test_a_prompt_and_twenty_steps(
     package = Package(path, compute=np.float64)
     found = run_both(rng, package, decoded(folder, config), folder, adapter, kv="float")
     assert found.unseen == 0
-    moved = next(filter(None, found.moved), 0)  # those of later blocks follow from these
+    moved = next(filter(None, found.moved), 0)  # later blocks differ as a consequence
     assert moved <= (2 if kv_bits else 0)
     assert_same_answers(found, 1e-2 if moved else 1e-5)
 
