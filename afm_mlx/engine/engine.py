@@ -219,6 +219,7 @@ class Engine:
         return self._home.call(self._submit, prepared)
 
     def _submit(self, prepared: Prepared) -> int:
+        """Make the row of a request and queue it, in the engine's thread."""
         request, matcher = prepared.request, prepared.matcher
         given = request.cache
         cache = self._caches.make() if given is None else self._caches.checked(given)

@@ -247,10 +247,8 @@ class PrefixCache:
             near, common = page.nearest(part)
             if near is None or common < len(part) // _ID:
                 count = len(part) // _ID
-                if (
-                    near is not None and common == near.tokens
-                ):  # the new page has the same tokens, and more
-                    self._remove(near)
+                if near is not None and common == near.tokens:
+                    self._remove(near)  # the new page has the same tokens, and more
                 if not self._make_room(count * per_token + len(part) + _OVERHEAD, path):
                     break
                 columns = columns_of(start, start + count)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -48,9 +48,7 @@ class Row:
     text: AnswerText
     end_tokens: Collection[int] = ()
     start: int = 0  # tokens in the cache before the prompt
-    bound: int | None = (
-        None  # tokens that the cache may hold; None if only the request ends the row
-    )
+    bound: int | None = None  # tokens that the cache may hold; None for no limit
     seed: int = 0  # of the row's random stream
     matcher: Matcher | None = None  # the answer's state under the request's constraint
     lease: Lease | None = None  # the row's hold on its adapter
@@ -58,33 +56,24 @@ class Row:
     columns: int = 0  # that the cache can grow to; 0 if the engine has no memory budget
     draft_counts: DraftCounts | None = None  # None without speculation
 
-    position: int = field(init=False)  # tokens in the cache
-    pending: list[int] = field(init=False)  # the prompt's rest, or forced tokens, to be fed
-    tokens: list[int] = field(
-        init=False, default_factory=list
-    )  # the answer, as far as it was read back
-    sampled: int = field(init=False, default=0)  # number of the answer's tokens, read back or not
-    error: Exception | None = field(init=False, default=None)  # ends the row with its next response
-    is_prompt_fed: bool = field(init=False, default=False)
-    cached_tokens: int = field(
-        init=False, default=0
-    )  # tokens of the prompt that the prefix cache had
-    prefix_key: Hashable = field(init=False, default=None)  # None if the row has no prefix cache
-    needs_logits: bool = field(init=False)  # False if the largest logit is enough for each response
-    sampler_vocab_size: int | None = field(
-        init=False, default=None
-    )  # None until a sampler was called
-
     def __post_init__(self) -> None:
         request = self.request
-        self.position = self.start
-        self.pending = list(request.prompt)
+        self.position = self.start  # tokens in the cache
+        self.pending = list(request.prompt)  # known tokens that are still to be fed
+        self.tokens: list[int] = []  # the answer, as far as it was read back
+        self.sampled = 0  # number of the answer's tokens, read back or not
+        self.error: Exception | None = None  # ends the row with its next response
+        self.is_prompt_fed = False
+        self.cached_tokens = 0  # tokens of the prompt that the prefix cache had
+        self.prefix_key: Hashable = None  # None if the row has no prefix cache
+        # False if the largest logit is enough for each response.
         self.needs_logits = bool(
             self.matcher is not None
             or request.sampler
             or request.logits_processors
             or request.logprobs
         )
+        self.sampler_vocab_size: int | None = None  # None until a sampler was called
         self._context: mx.array | None = None  # for logits processors
         self._reported = -1 if request.on_prefill else len(request.prompt)
 
@@ -92,7 +81,7 @@ class Row:
 
     @property
     def adapter(self) -> ResidentAdapter | None:
-        """The row's adapter; None without one, and until it is loaded."""
+        """The row's adapter, which must be loaded; None without one."""
         return None if self.lease is None else self.lease.resident
 
     def release(self) -> None:

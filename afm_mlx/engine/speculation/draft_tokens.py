@@ -116,6 +116,7 @@ class Draft:
         return bool(0 <= token < self._vocab_size)
 
     def _add(self, token: int) -> bool:
+        """Append a draft token; return False if none can follow or the constraint forbids it."""
         mask = self.mask
         if not self.is_open or not (mask is None or _allows(mask, token)):
             return False

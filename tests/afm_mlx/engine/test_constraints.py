@@ -17,11 +17,10 @@ from afm_mlx.engine.request import Request
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.engine.speculation.drafting import Speculation
-from afm_mlx.errors import ContextLengthError, IncompleteError, LogitsError, RequestError
+from afm_mlx.errors import IncompleteError, LogitsError
 from afm_mlx.guidance import matcher
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.matcher import Matcher, fill_masks
-from tests.tools.cases import each
 from tests.tools.constraints import (
     CONSTRAINTS,
     EVENT,
@@ -348,19 +347,6 @@ def test_models_of_mlx_lms_zoo_are_constrained_too(rng):
         assert tokens == naive_constrained(model, tokenizer, requests[row])
 
 
-@each(
-    "options, words",
-    [
-        ({"constraint": "[a-z]"}, ["Constraint.json_schema"]),
-        ({"constraint": Constraint.regex("a"), "at_limit": "stop"}, ["at_limit", "complete"]),
-    ],
-)
-def test_requests_that_no_constraint_can_come_from(model, tokenizer, options, words):
-    with pytest.raises(RequestError) as refused:
-        Engine(model, tokenizer).submit(Request([5], **options))
-    assert all(word in str(refused.value) for word in words)
-
-
 def test_processors_that_ban_what_a_constraint_allows_end_their_row(rng, model, tokenizer):
     def banned(tokens, logits):
         assert tokens.tolist() == prompt
@@ -371,12 +357,6 @@ def test_processors_that_ban_what_a_constraint_allows_end_their_row(rng, model, 
     error = run_one(model, tokenizer, request)[-1].error
     assert isinstance(error, LogitsError)
     assert "regular expression" in str(error)
-
-
-def test_a_full_context_is_still_an_error_of_rows_without_constraints(rng, model, tokenizer):
-    engine = Engine(model, tokenizer, max_kv_size=12)
-    engine.submit(Request(a_prompt(rng, 9), 50))
-    assert isinstance(run(engine)[0][-1].error, ContextLengthError)
 
 
 @pytest.mark.parametrize("speculation", [None, Speculation(prompt_lookup=True, num_draft_tokens=2)])

@@ -102,22 +102,6 @@ def test_logits_processors_see_their_own_rows_tokens(rng, model, tokenizer):
     np.testing.assert_allclose(logprobs_of(responses), wanted, atol=1e-4)
 
 
-def test_an_error_in_a_rows_own_callable_ends_that_row_only(rng, model, tokenizer):
-    def broken(tokens, logits):
-        if tokens.size > 6:
-            raise ZeroDivisionError("mine")
-        return logits
-
-    prompts = [some_prompt(rng, 5), some_prompt(rng, 5)]
-    engine = Engine(model, tokenizer)
-    bad = engine.submit(Request(prompts[0], max_tokens=9, logits_processors=[broken]))
-    good = engine.submit(Request(prompts[1], max_tokens=9))
-    found = run(engine)
-    assert [r.token for r in found[good]] == naive_greedy(model, prompts[1], 9)
-    assert [r.finish_reason for r in found[bad]] == [None, "error"]
-    assert isinstance(found[bad][-1].error, ZeroDivisionError)
-
-
 def test_a_token_without_text_ends_its_row_only(rng):
     """A model may have more logits than its tokenizer has tokens."""
     model, tokenizer = wide_model(rng), nano_tokenizer()

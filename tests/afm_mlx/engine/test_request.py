@@ -48,6 +48,8 @@ from tests.tools.cases import each
         ({"on_prefill": "print"}, "on_prefill is 'print'"),
         ({"logprobs": np.ones(3)}, "logprobs is array"),
         ({"draft": []}, r"draft is \[\]"),
+        ({"constraint": "[a-z]"}, "Constraint.json_schema"),
+        ({"at_limit": "stop"}, "at_limit is 'stop'; allowed are error, complete"),
     ],
 )
 def test_what_no_model_could_do_is_refused(fields, message):
