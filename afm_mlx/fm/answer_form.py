@@ -67,8 +67,8 @@ class AnswerForm:
         """Decode a complete answer to content.
 
         Raises:
-            DecodingFailureError: if it is no JSON, for example because a stop string has cut it, or if it has a
-                number that no float can hold.
+            DecodingFailureError: if it is not JSON, for example because a stop string has cut it, or if a number
+                is too large for a float.
         """
         with _decoding(text):
             return GeneratedContent.of(json.loads(text))
@@ -158,8 +158,8 @@ def answer_form(
 
     Raises:
         ValueError: for more than one of them, and for a class that is not generable.
-        TypeError: for a `schema` that is no `GenerationSchema`, and a JSON schema that JSON can't hold.
-        GenerationError: for a JSON schema that is no object.
+        TypeError: for a `schema` that is not a `GenerationSchema`, and a JSON schema that JSON can't hold.
+        GenerationError: for a JSON schema that is not an object.
         UnsupportedGuideError, InvalidGenerationSchemaError: for a schema that can't be honoured.
     """
     if sum(given is not None for given in (generating, schema, json_schema)) > 1:

@@ -135,7 +135,7 @@ class SystemLanguageModel:
             locale: a locale such as "de", "de-AT", "zh_Hant_TW" or "de_AT.UTF-8"; None for the process's.
 
         Raises:
-            ValueError: for what is no locale.
+            ValueError: for a name that is not a locale.
             AssetsUnavailableError: if the model's files are not there.
         """
         if locale is None:

@@ -1,6 +1,6 @@
 """The errors of Apple's SDK, in its hierarchy, and the translation of the engine's errors to them.
 
-They are no `AFMError`s, so that a script's `except` clauses mean the same as with Apple's package.
+They are not `AFMError`s, so that a script's `except` clauses mean the same as with Apple's package.
 """
 
 from __future__ import annotations

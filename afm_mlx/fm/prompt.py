@@ -17,7 +17,7 @@ class ImagePromptError(PromptError):
 
 
 class Attachment(ABC):
-    """A part of a prompt that is no text, with or without a label."""
+    """A part of a prompt other than text, with or without a label."""
 
     @property
     @abstractmethod
@@ -40,7 +40,7 @@ class ImageAttachment(Attachment):
         self.path = Path(path)
         self._label = label
         if not self.path.is_file():
-            raise ImagePromptError(f"The image {self.path} is no file.")
+            raise ImagePromptError(f"The image {self.path} is not a file.")
 
     @property
     def label(self) -> str | None:

@@ -116,7 +116,7 @@ class LanguageModelSession:
             options: the other arguments of a session.
 
         Raises:
-            TypeError: if `transcript` is no `Transcript`, and as a session does.
+            TypeError: if `transcript` is not a `Transcript`, and as a session does.
         """
         if not isinstance(transcript, Transcript):
             raise TypeError(f"transcript is {shown(transcript)}; a Transcript is needed.")
@@ -188,7 +188,7 @@ class LanguageModelSession:
 
         Args:
             prompt, generating, schema, json_schema, options: see `respond`.
-            include_schema_in_prompt: True if the model reads the schema; answers follow it in any case.
+            include_schema_in_prompt: True if the model reads the schema; answers follow it either way.
             adapter: the adapter that answers this prompt, or None for none; the default is the session's.
             stop: a stop string, or several.
             logprobs: number of most likely tokens that `last_answer` has for each token; None for no

@@ -159,7 +159,7 @@ class FunctionTool(Tool):
         return _FunctionSchema(self._answers, self._generable)
 
     async def call(self, args: GeneratedContent) -> str:
-        """Call the function; return its result, as JSON if it is no text.
+        """Call the function; return its result, as JSON if it is not text.
 
         Raises:
             TypeError: for an argument that is missing, and one that the function doesn't have.

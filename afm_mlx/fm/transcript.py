@@ -85,7 +85,7 @@ class Transcript(Sequence[kinds.Entry]):
         """Read a transcript that `to_dict`, or an app, wrote.
 
         Raises:
-            DecodingFailureError: for what has not the form of a transcript; names the place.
+            DecodingFailureError: for JSON that is not a transcript; names the place.
         """
         transcript = cls()
         transcript._document = _checked_document(dict)
@@ -281,21 +281,21 @@ def _checked_document(document: Mapping[str, object]) -> JSON:
     try:
         found = msgspec.convert(document, _Document)
     except msgspec.ValidationError as error:
-        raise DecodingFailureError(f"This is no transcript: {error}.") from None
+        raise DecodingFailureError(f"This is not a transcript: {error}.") from None
     for index, entry in enumerate(found.transcript.entries):
         where = f"$.transcript.entries[{index}]"
         if entry.contents is None and not entry.toolCalls:
-            raise DecodingFailureError(f"This is no transcript: {where} has no `contents`.")
+            raise DecodingFailureError(f"This is not a transcript: {where} has no `contents`.")
         for content in entry.contents or []:
             if content.type in ("text", "structure") and getattr(content, content.type) is None:
                 raise DecodingFailureError(
-                    f"This is no transcript: {where} has contents of the type {content.type!r} "
+                    f"This is not a transcript: {where} has contents of the type {content.type!r} "
                     f"without `{content.type}`."
                 )
     try:
         copied: JSON = json_copy(document)
     except (TypeError, ValueError, RecursionError) as error:
         raise DecodingFailureError(
-            f"This is no transcript: it holds what JSON can't: {error}."
+            f"This is not a transcript: it holds values that JSON can't: {error}."
         ) from None
     return copied

@@ -249,7 +249,7 @@ class ToolCalls(Entry):
         """The calls.
 
         Raises:
-            DecodingFailureError: for arguments that are no JSON.
+            DecodingFailureError: for arguments that are not JSON.
         """
         try:
             return [

@@ -107,7 +107,7 @@ class Answer:
 
 
 def check_logprobs(top: object) -> None:
-    """Raise `ValueError` for what is no number of most likely tokens, see `Answer.take`."""
+    """Raise `ValueError` if `logprobs` is not a valid number of tokens, see `Answer.take`."""
     if top is not None and (type(top) is not int or top < 0):
         raise ValueError(f"logprobs is {shown(top)}; allowed are 0 and more, and None for none.")
 
@@ -383,7 +383,7 @@ async def _run_call(call: JSON, tools: Mapping[str, Tool], raises: bool) -> str:
         if raises:
             raise ToolCallError(name, error) from cause
         text = f"Tool error: {error}"
-    # Half surrogate pairs, which file names may have, are no text to the tokenizer.
+    # Half surrogate pairs, which file names may have, can't be encoded by the tokenizer.
     return text.encode("utf-8", "replace").decode()
 
 

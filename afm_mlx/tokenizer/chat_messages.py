@@ -155,7 +155,7 @@ def checked_tools(tools: object, where: str = "tools") -> list[Message]:
         where: name of the list in errors.
 
     Raises:
-        TokenizerError: for what is no list of dicts.
+        TokenizerError: for a value that is not a list of dicts.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise TokenizerError(
@@ -181,7 +181,7 @@ def parse_tool_calls(text: str, tools: object = None) -> list[Message]:
         `[{"name": ..., "arguments": ...}]`, as mlx-lm's tool parsers do.
 
     Raises:
-        TokenizerError: if the text is no JSON list of calls, for example because it was cut off.
+        TokenizerError: if the text is not a JSON list of calls, for example because it was cut off.
     """
     body = text.strip().removeprefix(_CALL_START).removesuffix(_CALL_END)
     try:

@@ -39,7 +39,7 @@ class ControlTokens:
     """The control tokens of a vocabulary.
 
     These are the markers of the prompt format, special ids, and user-defined symbols (added tokens) whose name
-    is in brackets. `<n>` is the newline and no control token, but a caller's `<n>` is three characters, too.
+    is in brackets. `<n>` is the newline, not a control token; but a caller's `<n>` is three characters, too.
 
     Args:
         vocabulary: encodes texts.

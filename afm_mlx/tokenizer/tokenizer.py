@@ -147,7 +147,7 @@ class AFMTokenizer:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # type: ignore[override]
-        # mlx-lm wraps what is no TokenizerWrapper in one, whose detokenizer loses the space after each newline
+        # mlx-lm wraps other objects in a TokenizerWrapper, whose detokenizer loses the space after each newline
         # (it decodes every line by itself). To isinstance() this object is of both classes.
         wrapper = sys.modules.get("mlx_lm.tokenizer_utils")
         return type(self) if wrapper is None else wrapper.TokenizerWrapper
@@ -167,7 +167,7 @@ class AFMTokenizer:
                 with a marker, as a rendered chat does.
 
         Raises:
-            TokenizerError: if `text` is no string, or has surrogates, which UTF-8 can't hold.
+            TokenizerError: if `text` is not a string, or has surrogates, which UTF-8 can't hold.
         """
         if not isinstance(text, str):
             raise TokenizerError(
@@ -309,8 +309,8 @@ class AFMTokenizer:
         rest = iter(written)
         if not all(token in rest for token in controls.ids_in(tokens[1:])):
             raise TokenizerError(
-                "The chat template mixes its control tokens with the messages' text, which has names of such. "
-                "Remove them from the text, or the template, to use AFM's own."
+                "The chat template mixes its control tokens with the messages' text, which has names of "
+                "control tokens. Remove the names from the text, or remove the template to use AFM's own."
             )
         return tokens
 

@@ -66,12 +66,12 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """List the tokenizer's files in a model folder of any architecture, sorted by name.
 
     Raises:
-        TokenizerError: if one of them is no regular file, or larger than any tokenizer's.
+        TokenizerError: if one of them is not a regular file, or larger than any tokenizer's.
     """
     found = {file for pattern in _FILES for file in folder.glob(pattern) if not file.is_dir()}
     for file in found:
         if not file.is_file():
-            raise TokenizerError(f"{file} is no file; copy the model folder again.")
+            raise TokenizerError(f"{file} is not a file; copy the model folder again.")
         if (size := file.stat().st_size) > VOCABULARY_BYTES:
             raise TokenizerError(
                 f"{file} has {size:,} bytes, and files of tokenizers have {VOCABULARY_BYTES:,} at most. Copy "
@@ -140,7 +140,7 @@ def _finds_damage(method: Callable[_P, _R]) -> Callable[_P, _R]:
         except BaseException as error:
             if (problem := package_problem(error)) or isinstance(error, ImportError):
                 raise TokenizerError(problem or str(error)) from error
-            # The panics of `tokenizers`, which is Rust, are no Exceptions.
+            # The panics of `tokenizers`, which is Rust, are not Exceptions.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             path = getattr(args[0], "_path", None)
@@ -171,7 +171,7 @@ class SentencePieceVocabulary:
             path: the file, for errors.
 
         Raises:
-            TokenizerError: for what is no SentencePiece model, or one without an end-of-sequence piece.
+            TokenizerError: for a file that is not a SentencePiece model, or has no end-of-sequence piece.
         """
         self._model, self._path = model, path
         from sentencepiece import SentencePieceProcessor
@@ -239,7 +239,7 @@ class SentencePieceVocabulary:
         """Ids of user-defined pieces by name; encoding finds these in a text first."""
         pieces = parse_model(self._model, self._path).pieces
         ids = [token for token, piece in enumerate(pieces) if piece.type == USER_DEFINED]
-        # `name` raises for a damaged piece that is no text.
+        # `name` raises for a damaged piece that is not text.
         return {self.name(token): token for token in ids}
 
     @cached_property
@@ -275,7 +275,7 @@ class HubVocabulary:
             config: content of tokenizer_config.json.
 
         Raises:
-            TokenizerError: for what is no tokenizer file, or one without a separator.
+            TokenizerError: for a text that is not a tokenizer file, or a file without a separator.
         """
         self._path = path
         import tokenizers

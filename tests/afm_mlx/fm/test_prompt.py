@@ -23,7 +23,7 @@ def test_other_parts_are_refused(prompt):
 
 def test_images_are_made_of_files_and_refused_in_prompts(tmp_path):
     path = tmp_path / "image.png"
-    with pytest.raises(fm.ImagePromptError, match=r"image\.png is no file"):
+    with pytest.raises(fm.ImagePromptError, match=r"image\.png is not a file"):
         fm.ImageAttachment(path)
     path.touch()
     image = fm.ImageAttachment(path, label="photo")

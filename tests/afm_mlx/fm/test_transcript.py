@@ -221,7 +221,7 @@ def test_what_is_no_transcript_is_refused(transcript):
     if transcript == {"entries": []}:
         assert written(read(document)) == document
         return
-    with pytest.raises(fm.DecodingFailureError, match="This is no transcript"):
+    with pytest.raises(fm.DecodingFailureError, match="This is not a transcript"):
         read(document)
 
 
