@@ -67,8 +67,8 @@ class AnswerForm:
         """Decode a complete answer to content.
 
         Raises:
-            DecodingFailureError: if it is not JSON, for example because a stop string has cut it, or if a number
-                is too large for a float.
+            DecodingFailureError: if it is not JSON, for example because a stop string has cut it, or has a
+                number that is too large for a float.
         """
         with _decoding(text):
             return GeneratedContent.of(json.loads(text))
