@@ -112,16 +112,10 @@ def test_layers_can_be_chosen(make_model):
         ({"num_layers": 5}, "num_layers of LoRA is 5; it must be 1 to 4, or -1"),
         ({"num_layers": 0}, "num_layers of LoRA is 0"),
         ({"keys": []}, r"the last 4 blocks have none of the keys \[\]"),
-        (
-            {"keys": ["self_attn.qkv_proj"], "num_layers": 2},
-            "the last 2 blocks have none of the keys",
-        ),
-        (
-            {"keys": ["mlp.gate"]},
-            r"no layer mlp\.gate in a block; linear layers are mlp\.down_proj, mlp",
-        ),
+        ({"keys": ["self_attn.qkv_proj"], "num_layers": 2}, "the last 2 blocks have none of the keys"),
+        ({"keys": ["mlp.gate"]}, r"no layer mlp\.gate in a block; linear layers are mlp\.down_proj, mlp"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_can_not_be_honoured(make_model, settings, says):
     with pytest.raises(RequestError, match=says):
         add_lora(make_model("float"), **{"rank": 4, "scale": 1.0, **settings})

@@ -307,32 +307,16 @@ def test_adapters_of_another_base(model, tmp_path, rng):
                 attach_adapter(model, path, force=force)
 
 
-UP_PROJ, NEW = "model.layers.0.mlp.up_proj", "model.layers.77.mlp.up_proj"
-HALVES = np.ones((64, 64), np.float16)
-
-
 @each(
     ("spoil", "words"),
     [
-        (
-            lambda path, own: write_folder(path, own | {f"{UP_PROJ}.lora_b": HALVES[:4]}),
-            r"up_proj is \[64, 4\] and \[4, 64\], and the layer needs .*\[rank, 128\]",
-        ),
-        (
-            lambda path, own: write_folder(path, {n: np.nan * own[n] for n in own}),
-            "holds NaN or infinity",
-        ),
-        (
-            lambda path, own: write_folder(
-                path, {f"{NEW}.lora_a": HALVES[:, :4], f"{NEW}.lora_b": HALVES[:4]}
-            ),
-            r"no layer for model\.layers\.77",
-        ),
+        (lambda path, own: write_folder(path, {n: t[:, 1:] if "_b" in n else t for n, t in own.items()}),
+         "the layer needs"),
+        (lambda path, own: write_folder(path, {n: np.nan * own[n] for n in own}), "holds NaN or infinity"),
         (lambda path, own: (path / TENSORS_NAME).unlink(), "safetensors is missing"),
-        (lambda path, own: (path / TENSORS_NAME).write_bytes(b"x" * 40), "no whole"),
         (lambda path, own: (path / CONFIG_NAME).write_text("{"), "not valid JSON"),
     ],
-)
+)  # fmt: skip
 def test_adapters_that_cannot_be_used(make_pool, model, rng, tmp_path, spoil, words):
     """By themselves and in a sum; the pool serves the others."""
     pool, path = make_pool(["b", "bad"]), tmp_path / "bad"
