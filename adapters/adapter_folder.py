@@ -93,12 +93,13 @@ class AdapterConfig:
         dropout, num_layers = parameters.get("dropout", 0.0), values.get("num_layers", -1)
         keys, fingerprint = parameters.get("keys") or (), values.get("base_model_fingerprint")
         is_fingerprint = fingerprint is None or is_text(fingerprint)
+        are_names = isinstance(keys, list | tuple) and all(isinstance(name, str) for name in keys)
         for name, value, holds, allowed in (
             ("rank", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
             ("scale", scale, is_number(scale), "a finite number of float32, alpha / rank"),
             ("dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
             ("num_layers", num_layers, type(num_layers) is int, "a whole number, -1 for all"),
-            ("keys", keys, _are_names(keys), "a list of layer names"),
+            ("keys", keys, are_names, "a list of layer names"),
             ("base_model_fingerprint", fingerprint, is_fingerprint, "a string of Unicode"),
         ):
             if not holds:
@@ -203,7 +204,3 @@ def check_floating(tensors: Mapping[str, LoRATensor], source: str | Path) -> Non
 def is_a(name: str) -> bool:
     """Return True if a tensor's name is of an A (inputs, rank), False for a B (rank, outputs)."""
     return ".lora_a" in name
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)

@@ -116,7 +116,14 @@ def add_lora(
     """
     targets, blocks = target_modules(model), len(model.layers)
     wanted = None if keys is None else set(keys)
-    _check_settings(rank, dropout, num_layers, blocks)
+    are_there = num_layers == -1 or 0 < num_layers <= blocks
+    for name, value, holds, allowed in (
+        ("rank", rank, rank >= 1, "1 or more"),
+        ("dropout", dropout, 0 <= dropout < 1, "in [0, 1)"),
+        ("num_layers", num_layers, are_there, f"1 to {blocks}, or -1"),
+    ):
+        if not holds:
+            raise RequestError(f"{name} of LoRA is {shown(value)}; it must be {allowed}.")
     # Layers that look up a pool's adapters count too: LoRA layers around them would hide these.
     if any(isinstance(p.layer, LoRALinear) for p in targets) or ACTIVE in model:
         raise RequestError(
@@ -146,17 +153,6 @@ def add_lora(
     )
     mx.eval(model.trainable_parameters())
     return model
-
-
-def _check_settings(rank: int, dropout: float, num_layers: int, blocks: int) -> None:
-    are_there = num_layers == -1 or 0 < num_layers <= blocks
-    for name, value, holds, allowed in (
-        ("rank", rank, rank >= 1, "1 or more"),
-        ("dropout", dropout, 0 <= dropout < 1, "in [0, 1)"),
-        ("num_layers", num_layers, are_there, f"1 to {blocks}, or -1"),
-    ):
-        if not holds:
-            raise RequestError(f"{name} of LoRA is {shown(value)}; it must be {allowed}.")
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:

@@ -224,7 +224,12 @@ def write(
     metadata = metadata or PackageMetadata(path.stem)
     model_config = config_for(tensors, model_config, path)
     signature = _signature(metadata, config, model_config)
-    _check_name(metadata.name)
+    if re.fullmatch(r"[A-Za-z0-9_]+", metadata.name) is None:
+        proposal = re.sub(r"[^A-Za-z0-9_]+", "_", metadata.name).strip("_") or "my_adapter"
+        raise CheckpointError(
+            f"The adapter's name is {shown(metadata.name)}. Apple's framework loads names of letters, digits "
+            f"and '_' only: take --name {named(proposal)}."
+        )
     if metadata.draft is not None and not check_draft(metadata.draft):
         raise CheckpointError(
             f"{metadata.draft} holds no draft model of a package, which is {' and '.join(DRAFT_NAMES)}. Name "
@@ -294,15 +299,6 @@ def _signature(metadata: PackageMetadata, config: AdapterConfig, model: ModelCon
 
 def _is_signature(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{40}", value) is not None
-
-
-def _check_name(name: str) -> None:
-    if re.fullmatch(r"[A-Za-z0-9_]+", name) is None:
-        proposal = re.sub(r"[^A-Za-z0-9_]+", "_", name).strip("_") or "my_adapter"
-        raise CheckpointError(
-            f"The adapter's name is {shown(name)}. Apple's framework loads names of letters, digits and '_' "
-            f"only: take --name {named(proposal)}."
-        )
 
 
 def _blobs(

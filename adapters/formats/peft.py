@@ -80,7 +80,11 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
         assert matched is not None
         rank, scale = settings.of(matched["layer"].removeprefix(PREFIX))
         a, b = loaded[names["A"]], loaded[names["B"]]
-        _check_pair(path, layer, a, b, rank)
+        if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (rank, rank):
+            raise CheckpointError(
+                f"{path}: the pair of {named(layer)} is {shown(list(a.shape))} and {shown(list(b.shape))}, "
+                f"and rank {rank} needs [{rank}, in] and [out, {rank}]."
+            )
         with reading(path / TENSORS_NAME):
             pairs = _pairs(path, layer, a, b)
         tensors |= pairs
@@ -134,14 +138,6 @@ def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[
                 "holds it too. A model has one or the other."
             )
     return found
-
-
-def _check_pair(path: Path, layer: str, a: mx.array, b: mx.array, rank: int) -> None:
-    if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (rank, rank):
-        raise CheckpointError(
-            f"{path}: the pair of {named(layer)} is {shown(list(a.shape))} and {shown(list(b.shape))}, and "
-            f"rank {rank} needs [{rank}, in] and [out, {rank}]."
-        )
 
 
 def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:

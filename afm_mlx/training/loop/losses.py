@@ -128,12 +128,11 @@ def _cross_entropy(logits: mx.array, taught: mx.array | None, labels: mx.array) 
 
 def _divergence(first: mx.array, second: mx.array, temperature: float) -> mx.array:
     """Return T^2 * KL(softmax(first / T) || softmax(second / T)), (n,)."""
-    log_p, log_q = (_log_softmax(logits / temperature) for logits in (first, second))
+    log_p, log_q = (
+        x - mx.logsumexp(x, axis=-1, keepdims=True)
+        for x in (first / temperature, second / temperature)
+    )
     return temperature**2 * mx.sum(mx.exp(log_p) * (log_p - log_q), axis=-1)
-
-
-def _log_softmax(x: mx.array) -> mx.array:
-    return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
 def _shared(logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
@@ -186,7 +185,7 @@ def _recomputed_head(
     total: mx.array,
 ) -> mx.array:
     """Return `total + loss(rows, h)`; the logits are computed again in the backward pass, not kept."""
-    head = _head_modules(model)
+    head = [model.model.embedding, model.model.output_norm] if is_afm(model) else []
 
     def update(parameters: list[Tree]) -> None:
         for module, values in zip(head, parameters, strict=True):
@@ -225,7 +224,3 @@ def _states(model: nn.Module, batch: Batch) -> mx.array:
 
 def _logits(model: nn.Module, h: mx.array) -> mx.array:
     return (model.head(h) if is_afm(model) else h).astype(mx.float32)
-
-
-def _head_modules(model: nn.Module) -> list[nn.Module]:
-    return [model.model.embedding, model.model.output_norm] if is_afm(model) else []

@@ -174,7 +174,14 @@ def train_by(
         "model_weights": source.fingerprint(model),
     }
     teacher = None if teacher_source is None else load_teacher(recipe, teacher_source, source)
-    loss = _loss(recipe, teacher)
+    loss: Loss = CrossEntropy()
+    if teacher is not None:
+        loss = Distillation(
+            teacher.model,
+            recipe.distillation_weight,
+            recipe.distillation_temperature,
+            recipe.divergence,
+        )
     method.prepare(model, source, data.train, options.seed)
     plan = make_plan(model, source, method.kind, teacher and teacher.model, data, options)
     check_fits(plan.memory)
@@ -199,17 +206,6 @@ def train_by(
         scores = Scores(untrained, trained, method.untrained_label) if untrained else None
         method.save(path, model, source, _facts(recipe, data, options, outcome, teacher, scores))
     return TrainingResult(path, run_path, outcome, scores)
-
-
-def _loss(recipe: Recipe, teacher: Teacher | None) -> Loss:
-    if teacher is None:
-        return CrossEntropy()
-    return Distillation(
-        teacher.model,
-        recipe.distillation_weight,
-        recipe.distillation_temperature,
-        recipe.divergence,
-    )
 
 
 _NOT_IN_MANIFEST = ("steps_per_report", "save_every", "clear_cache_threshold")  # change no number
