@@ -78,7 +78,6 @@ STEPS = (
     "All is read.",
 )
 CACHE = {"type": "ephemeral", "ttl": "1h"}
-PATHS = [f'{{"path": "{name}.txt"}}' for name in "abc"]
 
 
 @pytest.fixture
@@ -145,87 +144,16 @@ def test_an_agent_of_messages(agent):
     }  # fmt: skip
 
 
-def test_an_agent_of_responses(agent):
-    post, script = agent
-
-    def message(role, text):
-        content = [{"type": "input_text", "text": text}]
-        return {"type": "message", "role": role, "content": content}
-
-    body = {
-        "instructions": "You read files.", "client_metadata": {"session": "1"}, "store": False,
-        "reasoning": {"effort": "high", "summary": "auto"}, "include": ["reasoning.encrypted_content"],
-        "text": {"verbosity": "low"}, "prompt_cache_key": "1", "tool_choice": "auto",
-        "parallel_tool_calls": True, "truncation": "auto",
-        "tools": [
-            {"type": "function", "name": "read", "strict": False, "parameters": SCHEMA},
-            {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
-            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
-            {"type": "local_shell"},
-            {"type": "web_search", "external_web_access": False},
-        ],
-        "input": [message("developer", "Dev."), message("user", "Go.")],
-    }  # fmt: skip
-    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
-    late = {"type": "message", "role": "developer", "content": "Be quick."}
-    for count in (2, 1):
-        answer, _ = post("/v1/responses", body)
-        calls = answer["output"]
-        assert [call["type"] for call in calls] == ["function_call"] * count
-        kind = "function_call_output"
-        read = [{"type": kind, "call_id": c["call_id"], "output": c["arguments"]} for c in calls]
-        body["input"] += [thought, *calls, *reversed(read), late]
-    answer, ignored = post("/v1/responses", body)
-    assert answer["output"][0]["content"][0]["text"].strip() == "All is read."
-    assert results(script) == [*PATHS[:2], "Be quick.", PATHS[2], "Be quick."]
-    assert ignored == {
-        "client_metadata", "reasoning.effort", "reasoning.summary", "text.verbosity", "truncation",
-        "input[reasoning]", "tools[namespace]", "tools[custom]", "tools[local_shell]", "tools[web_search]",
-    }  # fmt: skip
-
-
-def test_an_agent_of_chats(agent):
-    post, script = agent
-    body = {
-        "reasoning_effort": "medium", "verbosity": "low", "service_tier": "priority", "store": True,
-        "metadata": {"run": "1"}, "prediction": {"type": "content", "content": "x"},
-        "prompt_cache_retention": "24h", "max_completion_tokens": -1, "top_k": -1, "stop": None,
-        "tools": [
-            {"type": "function", "function": {"name": "read", "parameters": SCHEMA}},
-            {"type": "custom", "custom": {"name": "apply_patch"}},
-        ],
-        "messages": [
-            {"role": "system", "content": "You read files."},
-            {
-                "role": "user", "name": "ann",
-                "content": [{"type": "text", "text": "Go.", "cache_control": CACHE}],
-            },
-        ],
-    }  # fmt: skip
-    for count in (2, 1):
-        answer, _ = post("/v1/chat/completions", body)
-        message = answer["choices"][0]["message"]
-        calls = message["tool_calls"]
-        assert len(calls) == count
-        for index, call in enumerate(calls):
-            call["index"] = index
-        # What litellm and others add to messages
-        message |= {
-            "provider_specific_fields": {"refusal": None}, "reasoning_content": "Which file?",
-            "function_call": None, "annotations": [], "audio": None,
-        }  # fmt: skip
-        read = [
-            {
-                "role": "tool", "tool_call_id": call["id"], "name": "read",
-                "content": call["function"]["arguments"],
-            }
-            for call in reversed(calls)
-        ]  # fmt: skip
-        body["messages"] += [message, *read, {"role": "system", "content": "Be quick."}]
-    answer, ignored = post("/v1/chat/completions", body)
-    assert answer["choices"][0]["message"]["content"].strip() == "All is read."
-    assert results(script) == [*PATHS[:2], "Be quick.", PATHS[2], "Be quick."]
-    assert ignored == {
-        "reasoning_effort", "verbosity", "service_tier", "store", "metadata", "prediction",
-        "prompt_cache_retention", "messages[].name", "messages[].content[].cache_control", "tools[custom]",
-    }  # fmt: skip
+def test_other_providers_tools_are_never_offered(agent):
+    post, _ = agent
+    tool = {"type": "function", "name": "read", "parameters": SCHEMA}
+    nested = {"type": "namespace", "name": "agents", "tools": [{**tool, "name": "spawn"}]}
+    others = [{"type": "custom", "name": "patch"}, {"type": "web_search"}, nested]
+    go = {"role": "user", "content": "Go."}
+    chat_tools = [{"type": "function", "function": tool}, others[0]]
+    answer, ignored = post("/v1/chat/completions", {"messages": [go], "tools": chat_tools})
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 2
+    assert ignored == {"tools[custom]"}
+    answer, ignored = post("/v1/responses", {"input": [go], "tools": [tool, *others]})
+    assert [item["type"] for item in answer["output"]] == ["function_call"] * 2
+    assert ignored == {"tools[custom]", "tools[web_search]", "tools[namespace]"}
