@@ -1,1 +1,1 @@
-"""The HTTP server: the routes that applications of OpenAI's and Anthropic's APIs speak to, and a chat page."""
+"""The HTTP server: OpenAI's and Anthropic's APIs, and a chat page."""

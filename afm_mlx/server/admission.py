@@ -128,7 +128,7 @@ class Admission:
 
 
 class _Slots:
-    """A number of slots, of which each client with a key may take a share."""
+    """A limited number of slots, of which a client with a key gets at most a share."""
 
     def __init__(self, count: int, share: float):
         self._count, self._share = count, max(1, int(count * share))
@@ -169,7 +169,7 @@ class Workers:
         }
 
     def begin(self, client: str, size: int) -> None:
-        """Make `in_thread`, in the current task, work for a client's request with a body of `size` bytes."""
+        """Set the client and the body size, in bytes, that `in_thread` in the current task accounts for."""
         _CURRENT.set(_CurrentRequest(self, client, size > LARGE))
 
     async def change_adapters(self, function: Callable[[], Result]) -> Result:

@@ -404,7 +404,7 @@ class _ChoiceTask:
         return len(self._answer)
 
     def _on_prefill(self, done: int, tokens: int) -> None:
-        """Called in MLX's thread."""
+        """Report the begin of the prefill to the metrics. Called in MLX's thread."""
         self._loop.call_soon_threadsafe(self._served.metrics.scheduled, self.clock)
 
     async def run(self) -> None:
@@ -458,7 +458,7 @@ class _ChoiceTask:
         return reason
 
     def _take(self, response: TokenResponse) -> None:
-        """Make events of a response of the engine."""
+        """Put the events of one of the engine's responses into the queue."""
         if (drafts := response.draft_counts) is not None:
             self.drafted, self.accepted = drafts.proposed, drafts.accepted
             self._served.metrics.drafts(drafts)

@@ -67,7 +67,7 @@ The newer version has no temperature, top_p and top_k; this server honours them 
 
 
 async def create_message(request: Request) -> Response:
-    """Answer, whole or as a stream."""
+    """Answer a request, whole or as a stream."""
     served: ServedModel = request.app.state.served
     _check_version(request)
     body = await read_body(request, MessageRequest)

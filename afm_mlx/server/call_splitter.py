@@ -42,7 +42,7 @@ class CallArguments:
 
 
 class CallSplitter:
-    """Splits one answer.
+    """Splits one growing answer into text and tool calls.
 
     Attributes:
         calls: number of calls that have begun.
@@ -58,7 +58,7 @@ class CallSplitter:
         self._in_arguments = self._in_string = self._is_escaped = False
 
     def feed(self, text: str, is_mark: bool = False) -> Iterator[Said | CallHead | CallArguments]:
-        """Yield the parts of more text.
+        """Yield the parts of the answer's next text.
 
         Args:
             text: the text since the last call.

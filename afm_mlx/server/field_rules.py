@@ -31,7 +31,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\[\]/-]{1,80}")
 
 @dataclass(frozen=True, eq=False)
 class Honoured:
-    """The field has its effect.
+    """A rule for fields that take effect.
 
     Args:
         text: the field's meaning and allowed values, for the documents.
@@ -48,7 +48,7 @@ class Honoured:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """The field would change the answer and can't be honoured: an error, unless it is off.
+    """A rule for fields that would change the answer and can't be honoured: an error, unless they are off.
 
     Args:
         text: why it can't be honoured.
@@ -61,7 +61,7 @@ class Refused:
 
 @dataclass(frozen=True, eq=False)
 class Ignored:
-    """The field is a hint or for another program: accepted without effect, and named in the response.
+    """A rule for hints and fields for other programs: accepted without effect, and named in the response.
 
     Args:
         text: why it has no effect.
@@ -123,7 +123,7 @@ class ValueShape:
 
 @dataclass(frozen=True, eq=False)
 class FieldRule:
-    """A field of a struct."""
+    """A field's rule and allowed values, and whether it must be given."""
 
     rule: Rule
     shape: ValueShape
@@ -172,7 +172,7 @@ def _shape(annotation: Any) -> ValueShape:
 
 
 class Reader:
-    """Reads one body.
+    """Converts one body to structs by the rules of their fields.
 
     Args:
         is_strict: True to refuse fields that would be ignored.
@@ -189,7 +189,7 @@ class Reader:
         self.ignored: dict[str, None] = {}
 
     def read(self, value: object, kind: type[Made]) -> Made:
-        """Convert a decoded JSON object to a struct; raise a 400 that names the field it can't."""
+        """Convert a decoded JSON object to a struct; raise a 400 that names the field at fault."""
         if not isinstance(value, dict):
             raise bad_request(f"The body is {shown(value)}; a JSON object is needed.")
         return self._struct(value, kind, "")

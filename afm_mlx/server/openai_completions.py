@@ -54,7 +54,7 @@ async def completions(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class _CompletionRequests:
-    """What a body asks for.
+    """The generation requests of one body.
 
     Args:
         model: the model id.

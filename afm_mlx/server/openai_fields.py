@@ -27,7 +27,7 @@ from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 
 
 def limit(name: str, value: int | None) -> int | None:
-    """Return a maximum number of new tokens, -1 for the rest of the context; raise `ApiError` for 0."""
+    """Check a maximum number of new tokens (-1 is the rest of the context); raise `ApiError` for 0."""
     if value == 0:
         raise bad_request(
             f"{name} is 0; 1 or more are allowed, or -1 for as many as the context holds.",
@@ -50,7 +50,7 @@ def check_count(n: int | None, served: ServedModel, name: str = "n", prompts: in
 
 
 class Sampling(TypedDict):
-    """Arguments of a `GenerationRequest`."""
+    """The sampling arguments of a `GenerationRequest`."""
 
     temperature: float | None
     top_p: float | None

@@ -39,7 +39,7 @@ IGNORED_HEADER = "x-afm-ignored"
 
 
 class RequestIds:
-    """ASGI middleware that gives every request an id, and its response the headers above."""
+    """ASGI middleware that adds `ID_HEADERS` and `IGNORED_HEADER` to every response."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -198,7 +198,11 @@ class ClientLeft(Exception):
 
 
 async def while_connected(request: Request, answer: Coroutine[None, None, Result]) -> Result:
-    """Await `answer`, and cancel it if the client of `request` leaves. The request's body must have been read.
+    """Await `answer`, and cancel it if the client leaves.
+
+    Args:
+        request: the client's request, whose body was read.
+        answer: the work for the client.
 
     Raises:
         ClientLeft: if the client left before `answer` was done.

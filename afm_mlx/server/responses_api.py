@@ -159,7 +159,7 @@ def _not_kept(id: str, status: int, param: str | None) -> ApiError:
 
 
 async def create_response(request: Request) -> Response:
-    """Answer, whole or as a stream."""
+    """Answer a request, whole or as a stream."""
     served: ServedModel = request.app.state.served
     body = await read_body(request, ResponseRequest)
     client = request.state.client
@@ -272,7 +272,7 @@ def _resolve_references(body: InputRequest, kept: KeptResponses, client: str) ->
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What a prompt is made of; `kept` are the messages for later requests, without `instructions`."""
+    """The inputs of a prompt; `kept` has the messages for later requests, without `instructions`."""
 
     messages: list[Message]
     kept: list[Message]
@@ -435,7 +435,7 @@ def _encoded(streamed: JsonObject) -> bytes:
 
 
 def _about_input(error: ApiError) -> ApiError:
-    """Name the conversation as this API does."""
+    """Rename an error's field `messages` to this API's `input`."""
     if error.param == "messages":
         error.param = "input"
     return error
