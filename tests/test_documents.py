@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
+from afm_mlx.cli import main
 from afm_mlx.loading.resolve import resolve_model
 from tests.tools.documents import LANGUAGES, ROOT, Reader, page_blocks
 from tests.tools.server import running_server
+from tests.tools.training_data import write_data
 
 DOCS = ROOT / "docs"
 OWN_CHECKPOINT = "a checkpoint that a reader has and we have not"
@@ -66,6 +70,7 @@ PAGES: dict[str, dict[str, str]] = {
         'python -m afm_mlx.fm "$(': "takes minutes",
     },
     "speculation.md": {"afm-mlx bench": LARGE, "afm-mlx lora": HOURS},
+    "troubleshooting.md": {},
     "training.md": {
         "afm-mlx lora": HOURS,
         "afm-mlx qat": HOURS,
@@ -150,6 +155,46 @@ def test_the_blocks_of_the_server_pages(folder, capsys):
             reader = Reader(capsys, PAGES[page], here)
             reader.read((DOCS / page).read_text())
             assert reader.used == set(PAGES[page])
+
+
+QUOTED = """
+generate hi --model nope
+generate hi --model f.pt
+generate hi --model data
+generate hi --adapter-path nope
+generate hi --model float --adapter-path {todo}
+generate hi --model float --draft-model auto
+generate hi --max-kv-size 5
+generate hi --json-schema s.json -m 3
+generate hi --regex (?=a)b
+server --host 0.0.0.0
+server --port {port}
+lora --data nofolder
+lora --data data --adapter-path {todo}
+"""
+
+
+def test_the_errors_of_the_troubleshooting_page_are_printed(folder, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (folder / "f.pt").touch()
+    (folder / "s.json").write_text('{"type": "string", "minLength": 50}')
+    write_data(folder / "data", np.random.default_rng(0))
+    assert main(["convert", "--model", "afm-nano", "--mlx-path", "float", "-d"]) == 0
+    page = (DOCS / "troubleshooting.md").read_text().replace("`ad holds", "`... holds")
+    quoted = [
+        re.sub(r"\d+", r"\\d+", re.escape(text).replace(r"\.\.\.", ".*"))
+        for text in re.findall("`([^`]+)`", page)
+        if len(text) > 30
+    ]
+    todo = resolve_model("afm-nano") / "adapters" / "todo"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for line in QUOTED.strip().splitlines():
+            capsys.readouterr()
+            line = line.format(todo=todo, port=taken.getsockname()[1])
+            assert main(line.split()) == 2, line
+            error = capsys.readouterr().err.removeprefix("afm-mlx: error: ").strip()
+            error = error.removeprefix("data/")
+            assert any(re.fullmatch(text, error) for text in quoted), error
 
 
 def test_a_block_that_prints_something_else_is_found(folder, capsys):

@@ -309,7 +309,14 @@ def answer_constraint(args: argparse.Namespace) -> AnswerConstraint | None:
         UsageError: if a file or a type can't be read.
         ConstraintError: if the constraint can't be honoured.
     """
-    from afm_mlx.guidance.constraint import Constraint
+    if all(getattr(args, name) is None for name in _CONSTRAINT_NAMES):
+        if args.at_limit != "error":
+            flags = ", ".join(map(flag_of, _CONSTRAINT_NAMES))
+            raise UsageError(
+                f"--at-limit needs one of {flags}: answers without a constraint may end anywhere."
+            )
+        return None
+    from afm_mlx.guidance.constraint import Constraint  # and llguidance
 
     if args.json_schema is not None:
         return _of_schema(args.json_schema)
@@ -317,18 +324,11 @@ def answer_constraint(args: argparse.Namespace) -> AnswerConstraint | None:
         return AnswerConstraint(Constraint.regex(args.regex))
     if args.choices is not None:
         return AnswerConstraint(Constraint.choices(args.choices))
-    if args.grammar is not None:
-        kinds = {".lark": Constraint.lark, ".gbnf": Constraint.gbnf}
-        path = Path(args.grammar)
-        if path.suffix not in kinds:
-            raise UsageError(f"--grammar is {path}; a .lark or .gbnf file is needed.")
-        return AnswerConstraint(kinds[path.suffix](_read_text(path, "--grammar")))
-    if args.at_limit != "error":
-        flags = ", ".join(map(flag_of, _CONSTRAINT_NAMES))
-        raise UsageError(
-            f"--at-limit needs one of {flags}: answers without a constraint may end anywhere."
-        )
-    return None
+    kinds = {".lark": Constraint.lark, ".gbnf": Constraint.gbnf}
+    path = Path(args.grammar)
+    if path.suffix not in kinds:
+        raise UsageError(f"--grammar is {path}; a .lark or .gbnf file is needed.")
+    return AnswerConstraint(kinds[path.suffix](_read_text(path, "--grammar")))
 
 
 def _read_text(path: Path, flag: str) -> str:
