@@ -66,30 +66,76 @@ class PieceSource(Protocol):
     def piece(self, token: int) -> Piece: ...
 
 
-class PieceJoiner:
-    """Joins pieces into text in O(1) per piece; follows `SentencePieceProcessor::Decode`."""
+class StreamingDetokenizer:
+    """Text of a growing token sequence, in O(1) per token, with the protocol of mlx-lm's detokenizers.
 
-    def __init__(self, spacing: Spacing, spells_newlines: bool = True) -> None:
-        self._spacing, self._spells_newlines = spacing, spells_newlines
+    Follows `SentencePieceProcessor::Decode`: after `finalize`, all segments joined are
+    `tokenizer.decode(tokens)`, for any ids.
+
+    Args:
+        tokenizer: has the pieces.
+        spacing: which leading spaces are dropped; None for the tokenizer's own.
+        spells_newlines: True if pieces that spell `<n>` together are a newline, as in `tokenizer.decode`.
+    """
+
+    def __init__(
+        self, tokenizer: PieceSource, spacing: Spacing | None = None, spells_newlines: bool = True
+    ) -> None:
+        self._spells_newlines = spells_newlines
+        self._piece: Callable[[int], Piece] = tokenizer.piece
+        self._spacing = spacing or tokenizer.spacing
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.tokens: list[int] = []
+        self._segments: list[str] = []
+        self._read = 0  # segments that `last_segment` has returned
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
         self._held = ""  # may be the beginning of NEWLINE
         self._at_start = True  # a leading SPACE would still be the dummy prefix
         self._dropped_space = False
         self._empty = True
 
-    def feed(self, piece: Piece) -> str:
-        """Return the text that `piece` completes, possibly empty."""
-        if piece.kind is PieceKind.BYTE:
-            return self._release(self._characters(bytes([piece.byte])))
-        return self._release(self._characters(ended=True) + self._surface(piece))
+    def add_token(self, token: int) -> None:
+        """Append one id.
 
-    def finish(self) -> str:
-        """Return the text that waited, with U+FFFD for each byte of an incomplete sequence."""
+        Raises:
+            TokenizerError: if the id is outside the vocabulary.
+        """
+        piece = self._piece(token)
+        self.tokens.append(token)
+        if piece.kind is PieceKind.BYTE:
+            text = self._characters(bytes([piece.byte]))
+        else:
+            text = self._characters(ended=True) + self._surface(piece)
+        if self._spells_newlines:
+            text = (self._held + text).replace(NEWLINE, "\n")
+            self._held = next((b for b in _BEGINNINGS_OF_NEWLINE if text.endswith(b)), "")
+            text = text[: len(text) - len(self._held)]
+        if text:
+            self._segments.append(text)
+
+    def finalize(self) -> None:
+        """End the sequence: add text that waited, with U+FFFD for each byte of an incomplete character."""
         text = self._held + self._characters(ended=True)
         self._held = ""
-        return text.replace(NEWLINE, "\n") if self._spells_newlines else text
+        self._segments.append(text.replace(NEWLINE, "\n") if self._spells_newlines else text)
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._segments)
+
+    @property
+    def last_segment(self) -> str:
+        """The text completed since this property was last read."""
+        segment = "".join(self._segments[self._read :])
+        self._read = len(self._segments)
+        return segment
 
     def _surface(self, piece: Piece) -> str:
+        """Return the text of a piece that is no byte."""
         if self._dropped_space or not self._empty:
             self._at_start = False
         self._dropped_space = False
@@ -112,67 +158,3 @@ class PieceJoiner:
         text = self._utf8.decode(more, ended)
         self._empty = self._empty and not text
         return text
-
-    def _release(self, text: str) -> str:
-        if not self._spells_newlines:
-            return text
-        text = (self._held + text).replace(NEWLINE, "\n")
-        self._held = next((b for b in _BEGINNINGS_OF_NEWLINE if text.endswith(b)), "")
-        return text[: len(text) - len(self._held)]
-
-
-class StreamingDetokenizer:
-    """Text of a growing token sequence, with the protocol of mlx-lm's detokenizers.
-
-    After `finalize`, all segments joined are `tokenizer.decode(tokens)`, for any ids.
-
-    Args:
-        tokenizer: has the pieces.
-        spacing: which leading spaces are dropped; None for the tokenizer's own.
-        spells_newlines: True if pieces that spell `<n>` together are a newline, as in `tokenizer.decode`.
-    """
-
-    def __init__(
-        self, tokenizer: PieceSource, spacing: Spacing | None = None, spells_newlines: bool = True
-    ) -> None:
-        self._spells_newlines = spells_newlines
-        self._piece: Callable[[int], Piece] = tokenizer.piece
-        self._spacing = spacing or tokenizer.spacing
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self.tokens: list[int] = []
-        self._joiner = PieceJoiner(self._spacing, self._spells_newlines)
-        self._segments: list[str] = []
-        self._read = 0
-
-    def add_token(self, token: int) -> None:
-        """Append one id.
-
-        Raises:
-            TokenizerError: if the id is outside the vocabulary.
-        """
-        piece = self._piece(token)
-        self.tokens.append(token)
-        self._append(self._joiner.feed(piece))
-
-    def finalize(self) -> None:
-        """End the sequence; text that waited is added."""
-        self._append(self._joiner.finish())
-
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        return "".join(self._segments)
-
-    @property
-    def last_segment(self) -> str:
-        """The text completed since this property was last read."""
-        segment = "".join(self._segments[self._read :])
-        self._read = len(self._segments)
-        return segment
-
-    def _append(self, text: str) -> None:
-        if text:
-            self._segments.append(text)

@@ -20,7 +20,14 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.files import read_file
 from afm_mlx.installation import package_problem
-from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, PieceJoiner, PieceKind, Spacing
+from afm_mlx.tokenizer.detokenizer import (
+    NEWLINE,
+    SPACE,
+    Piece,
+    PieceKind,
+    Spacing,
+    StreamingDetokenizer,
+)
 
 TURN_START, TURN_END = "<turn_start>", "<turn_end>"
 EXECUTABLE_START, EXECUTABLE_END = "<executable_start>", "<executable_end>"
@@ -333,8 +340,11 @@ class HubVocabulary:
 
     @_finds_damage
     def decode(self, tokens: Sequence[int]) -> str:
-        joiner = PieceJoiner(self.spacing)
-        return "".join([joiner.feed(self.piece(token)) for token in tokens]) + joiner.finish()
+        detokenizer = StreamingDetokenizer(self)
+        for token in tokens:
+            detokenizer.add_token(token)
+        detokenizer.finalize()
+        return detokenizer.text
 
     @_finds_damage
     def name(self, token: int) -> str:

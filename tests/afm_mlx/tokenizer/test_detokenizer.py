@@ -1,11 +1,12 @@
 """The streaming detokenizer against decoding the whole list."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 
 from afm_mlx.errors import TokenizerError
-from afm_mlx.tokenizer.detokenizer import Piece, PieceJoiner, PieceKind, Spacing
+from afm_mlx.tokenizer.detokenizer import Piece, PieceKind, Spacing, StreamingDetokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.tokenizers import random_ids, train_tiny_spm
 
@@ -87,7 +88,12 @@ def test_normalizers_of_other_kinds(tmp_path, rng):
 
 def test_invalid_bytes_match_one_replacement_each():
     """Overlong forms, surrogates and code points past U+10FFFF are invalid byte by byte."""
+    source = SimpleNamespace(
+        spacing=Spacing(True, False), piece=lambda byte: Piece(PieceKind.BYTE, "", byte)
+    )
     for sequence in (b"\xc0\x80", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xff"):
-        joiner = PieceJoiner(Spacing(True, False))
-        shown = "".join(joiner.feed(Piece(PieceKind.BYTE, "", byte)) for byte in sequence)
-        assert shown + joiner.finish() == "\ufffd" * len(sequence)
+        detokenizer = StreamingDetokenizer(source)
+        for byte in sequence:
+            detokenizer.add_token(byte)
+        detokenizer.finalize()
+        assert detokenizer.text == "\ufffd" * len(sequence)
