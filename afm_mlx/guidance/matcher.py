@@ -1,11 +1,10 @@
 """The state of one row under a constraint: allowed tokens, forced tokens, and the shortest completion.
 
 llguidance finds forced text, too, but continues until there is a choice: `a{1000}{1000}{1000}` takes seconds,
-    and a long word repeated a million times takes gigabytes, while all other rows wait. So its search is
-    switched off (`without_forcing`), and forced text is read off the masks, `MAX_FORCED_BYTES` at a time:
-    while all allowed tokens begin with the shortest of them, that one is certain. The text is then encoded as
-    a whole, because its tokens are mostly single bytes. Tokens at its end that a longer one could replace are
-    left to the model.
+and a long word repeated a million times takes gigabytes, while all other rows wait. So its search is switched
+off (`without_forcing`), and forced text is read off the masks, `MAX_FORCED_BYTES` at a time: while all allowed
+tokens begin with the shortest of them, that one is certain. The text is then encoded as a whole, because its
+tokens are mostly single bytes. Tokens at its end that a longer one could replace are left to the model.
 
 The shortest completion of an unfinished answer is found by a search from byte to byte. Texts of one length
 that allow the same next bytes, and have the same number of forced bytes, count as one. Texts with more forced

@@ -6,12 +6,10 @@ have no end. So it is given a grammar in its Lark syntax, compiled in four steps
     schema  --references-->  formulas  --expansion-->  cases  --containers, numbers, strings-->  rules  --> Lark
 
 - A **formula** joins schemas by and, or, not. A **case** is what they allow of one type: some numbers, some
-  strings, some arrays, some objects. A schema is the union of its cases; `allOf` intersects them, `anyOf`
-  adds more, `not` is the union of what contradicts each keyword. `oneOf`, `if` and the dependencies follow
-  from these.
+  strings, some arrays, some objects. A schema is the union of its cases: `allOf` intersects them, `anyOf` adds
+  more, `not` is the union of what contradicts each keyword; `oneOf`, `if` and dependencies follow from these.
 - Schemas of properties and items stay formulas in the cases, and become rules, which may be recursive. Rules
-  that
-  no finite document matches are removed, with the alternatives that need them.
+  that no finite document matches are removed, with the alternatives that need them.
 - Patterns and formats become sets of strings (`regular`), which have intersections and complements.
 
 | file | what it holds |
