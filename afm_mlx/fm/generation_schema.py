@@ -16,7 +16,7 @@ from afm_mlx.fm.errors import InvalidGenerationSchemaError, UnsupportedGuideErro
 
 
 class GuideType(Enum):
-    """Kinds of guides."""
+    """Kinds of limits on a field's value."""
 
     anyOf = "enum"
     constant = "constant"

@@ -106,13 +106,13 @@ class Constraint:
         return cls(LLMatcher.grammar_from_lark("start: /(.|\\n)*/"), "text")
 
     def behind(self, text: str) -> Constraint:
-        """The same constraint after a text: an answer starts with the text."""
+        """Require a text before the text that this constraint allows."""
         opening = f"start: {literal(text)} @rest"
         grammars = [{"lark_grammar": opening}, *named_grammars(self.grammar, "rest")]
         return Constraint(json.dumps({"grammars": grammars}), self.what)
 
     def checked(self) -> Constraint:
-        """Return the constraint.
+        """Check the grammar with llguidance, and return the constraint.
 
         Raises:
             ConstraintError: if llguidance refuses its grammar.
@@ -126,7 +126,7 @@ class Constraint:
 
 
 def literal(text: str) -> str:
-    """A Lark pattern of one text; Lark's strings have no escape for some characters."""
+    """A Lark pattern that matches one text; Lark's strings have no escape for some characters."""
     plain = (c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
     return f"/{''.join(plain)}/"
 

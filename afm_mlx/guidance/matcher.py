@@ -228,7 +228,7 @@ _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 @dataclass(frozen=True)
 class _Step:
-    """A certain token.
+    """A token that must come next.
 
     Args:
         token: its id.
@@ -274,7 +274,7 @@ def forced_tokens(matcher: LLMatcher, tokenizer: LLTokenizer, last: int | None) 
 
 
 def _certain(matcher: LLMatcher, texts: list[bytes]) -> list[_Step]:
-    """The shortest tokens that are certain, one after the other."""
+    """The shortest tokens that must come next, one after the other."""
     mask = np.zeros(-(-len(texts) // 32), np.uint32)
     address, size = mask.ctypes.data, mask.nbytes
     steps: list[_Step] = []
@@ -390,7 +390,7 @@ def _direct_completion(matcher: Matcher, tokens: dict[bytes, int]) -> list[int] 
             choices = [byte for byte, token in tokens.items() if allowed[token]]
             if not choices:
                 return None
-            # A bracket closes; where two kinds are allowed, they are letters of a string.
+            # Close a bracket; if both kinds are allowed, they are letters of a string.
             closing = [byte for byte in (b"}", b"]") if byte in choices]
             forced = [tokens[closing[0] if len(closing) == 1 else choices[0]]]
         text = text.then(forced)

@@ -90,11 +90,11 @@ def _own_pieces(tokenizer: AFMTokenizer) -> TokenizerWrapper:
         else:
             tokens.append(piece.text.replace(SPACE, " ").replace(NEWLINE, "\n").encode())
     return TokenizerWrapper(
-        _Pieces(tokens, sorted(special), tokenizer.eos_token_id, behind_newline(tokenizer.encode))
+        _Pieces(tokens, sorted(special), tokenizer.eos_token_id, after_newline(tokenizer.encode))
     )
 
 
-def behind_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+def after_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
     """An encoder without the dummy prefix: it encodes after a newline, which is always a separate piece."""
     newline = encode("\n")
 
@@ -133,7 +133,7 @@ def _zoo_pieces(tokenizer: Any, ends: tuple[int, ...]) -> TokenizerWrapper | str
     def encode(text: str) -> list[int]:
         return backend.encode(text, add_special_tokens=False).ids
 
-    return TokenizerWrapper(_Pieces(tokens, special, ends[0], behind_newline(encode)))
+    return TokenizerWrapper(_Pieces(tokens, special, ends[0], after_newline(encode)))
 
 
 @lru_cache(maxsize=4)

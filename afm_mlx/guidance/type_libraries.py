@@ -146,7 +146,7 @@ def members_of(hint: TypeForm) -> list[TypeForm]:
 
 
 class Library(ABC):
-    """Reads a type, `kind`, with one library."""
+    """A type, `kind`, as one library reads it: its schema and its instances."""
 
     def __init__(self, kind: TypeForm) -> None:
         self.kind = kind
@@ -340,7 +340,7 @@ def _refuse(where: str, what: object, instead: str) -> None:
 # -- schemas
 
 
-def as_afm_reads_it(schema: JsonSchema) -> JsonSchema:
+def afm_schema(schema: JsonSchema) -> JsonSchema:
     """Rewrite a schema of msgspec or pydantic to the form that AFM was trained on.
 
     The root is no reference, but may be referred to as `#`. Objects have their listed properties only, in the

@@ -24,8 +24,8 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.type_libraries import (
     Library,
     TypeForm,
+    afm_schema,
     arguments_type,
-    as_afm_reads_it,
     bare,
     fields_of,
     is_typed_dict,
@@ -129,7 +129,7 @@ def answer_type(kind: TypeForm) -> AnswerType:
         kind = arguments_type(kind)
     library = library_of(kind)
     try:
-        schema = as_afm_reads_it(library.schema())
+        schema = afm_schema(library.schema())
     except ConstraintError:
         raise
     except Exception as error:  # the libraries have no error type for this

@@ -51,7 +51,7 @@ def has_marks(grammar: str) -> bool:
 
 @dataclass(frozen=True)
 class OpenList:
-    """An open list.
+    """A list of unique items whose closing bracket has not come yet.
 
     Attributes:
         is_varied: True if its positions have different schemas.
@@ -88,12 +88,12 @@ class OpenList:
         is_inside = self.item is None or self.is_bare or self.is_text or self.depth
         return not is_inside and (self.item or b"")[-1:] in (b'"', b"]", b"}")
 
-    def begun(self, begin: State | None) -> OpenList:
-        """The list where an item begins."""
+    def with_new_item(self, begin: State | None) -> OpenList:
+        """The list with an empty item, which begins at a state."""
         return replace(self, begin=begin, item=b"", depth=0, is_text=False, is_escaped=False)
 
     def then(self, byte: bytes) -> OpenList:
-        """The list after another byte of its item."""
+        """The list with another byte of its item."""
         item = (self.item or b"") + byte
         if self.is_text:
             is_escape = byte == b"\\" and not self.is_escaped
@@ -103,7 +103,7 @@ class OpenList:
         return replace(self, item=item, is_text=byte == b'"', depth=depth)
 
     def finished(self) -> OpenList:
-        """The list after its item; raises `ValueError` if it has an equal one already."""
+        """The list with its item complete; raises `ValueError` if it has an equal one already."""
         item = self.item or b""
         if _value(item) in self.items:
             raise ValueError("an item of a list comes twice")
@@ -133,7 +133,7 @@ class State:
     lists: tuple[OpenList, ...] = ()
 
     def then(self, text: bytes) -> State:
-        """The state after further bytes, which have to be allowed."""
+        """Advance by bytes that the grammar allows."""
         state = self
         for i in range(len(text)):
             state = state._after(text[i : i + 1])
@@ -161,7 +161,7 @@ class State:
                 lists.append(replace(one, due=one.due[1:]))
             elif one.item is None and byte != b"]":
                 # Lists around it check its items themselves.
-                one = one.begun(replace(self, lists=()))
+                one = one.with_new_item(replace(self, lists=()))
                 lists.append((one.renewed() if one.is_varied else one).then(byte))
             elif one.is_bare and byte in b",]":
                 one = one.finished()
@@ -191,7 +191,7 @@ class State:
             _clear(mask, _vocabulary(self.tokenizer).starting_with(b"]"))  # the empty list
         return bool(mask.any())
 
-    def _may_go_on(self) -> bool:
+    def _may_continue(self) -> bool:
         """True if the innermost list may have another item after a comma."""
         try:
             after = self.then(_SEPARATOR)
@@ -226,12 +226,12 @@ class State:
         if last and (last.is_bare or (last.item is None and last.due == _SEPARATOR)):
             commas = vocabulary.starting_with(b",")
             is_allowed = ((mask[commas >> 5] >> (commas & 31)) & 1).any()
-            if is_allowed and not self._may_go_on():
+            if is_allowed and not self._may_continue():
                 _clear(mask, commas)
 
 
 def _may_take(one: OpenList, text: bytes) -> bool:
-    """True if a list may have a token next.
+    """True if a token may come next in a list.
 
     The token must not finish an item that the list has already, nor also begin the next item. A comma after a
     string, list or object is a separate token, so that `State.restrict` can look beyond it.
@@ -240,7 +240,7 @@ def _may_take(one: OpenList, text: bytes) -> bool:
     if one.item is None:
         if not text.startswith(one.due) or text[len(one.due) :][:1] in (b"", b"]"):
             return True
-        text, one = text[len(one.due) :], one.begun(None)
+        text, one = text[len(one.due) :], one.with_new_item(None)
     for i in range(len(text)):
         byte = text[i : i + 1]
         is_bare = bool(one.item) and one.is_bare and byte in b",]"

@@ -38,8 +38,8 @@ class Words:
 
     words: tuple[str, ...]
 
-    def meet(self, other: Words) -> Words | None:
-        """The intersection; None if it is empty."""
+    def intersect(self, other: Words) -> Words | None:
+        """Words that are in both sets; None if there are none."""
         kept = tuple(word for word in self.words if word in other.words)
         return Words(kept) if kept else None
 
@@ -81,7 +81,7 @@ class Arrays:
         """The schema of one item."""
         return self.prefix[index] if index < len(self.prefix) else self.items
 
-    def meet(self, other: Arrays) -> Arrays | None:
+    def intersect(self, other: Arrays) -> Arrays | None:
         """The intersection."""
         length = max(len(self.prefix), len(other.prefix))
         evaluated = [n for n in (self.evaluated, other.evaluated) if n is not None]
@@ -159,7 +159,7 @@ class Objects:
     names: tuple[Formula, ...] = ()
     some: tuple[Some, ...] = ()
 
-    def meet(self, other: Objects) -> Objects | None:
+    def intersect(self, other: Objects) -> Objects | None:
         """The intersection."""
         return Objects(
             layers=tuple(dict.fromkeys(self.layers + other.layers)),
@@ -200,9 +200,9 @@ def every_case() -> list[Case]:
     return [Words(("null",)), Words(("true", "false")), Numbers(), Strings(), Arrays(), Objects()]
 
 
-def met(a: Case, b: Case) -> Case | None:
+def intersection(a: Case, b: Case) -> Case | None:
     """The intersection of two cases; None if it is known to be empty."""
-    return a.meet(b) if type(a) is type(b) else None  # type: ignore[arg-type]
+    return a.intersect(b) if type(a) is type(b) else None  # type: ignore[arg-type]
 
 
 def joined(cases: Iterable[Case]) -> tuple[Case, ...]:

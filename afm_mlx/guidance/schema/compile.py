@@ -115,7 +115,7 @@ class _Grammar:
             if isinstance(case, Words):
                 return either(*map(Text, case.words))
             if isinstance(case, Numbers):
-                # Items that must differ are compared by their text.
+                # `unique_items` compares items by their text.
                 is_unique = self._document.has_unique
                 return either(*map(Terminal, number_terminals(case, is_canonical=is_unique)))
             if isinstance(case, Strings):

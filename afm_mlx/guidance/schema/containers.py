@@ -388,7 +388,7 @@ def _names(schemas: tuple[Formula, ...], parts: list[Expr], builder: Builder) ->
     options = [Strings()]
     for schema in dict.fromkeys(schemas):
         texts = [one for one in builder.expansion.cases(schema) if isinstance(one, Strings)]
-        options = [found for a in options for b in texts if (found := a.meet(b)) is not None]
+        options = [found for a in options for b in texts if (found := a.intersect(b)) is not None]
     return [right for option in options for right in string_terminals(option, both(*parts))]
 
 

@@ -34,8 +34,8 @@ from afm_mlx.guidance.schema.cases import (
     arrays,
     constants,
     every_case,
+    intersection,
     joined,
-    met,
     numbers,
     objects,
     pattern,
@@ -129,7 +129,7 @@ class Expansion:
 
     def _expanded(self, formula: Formula, place: str) -> tuple[Case, ...]:
         if formula[0] == "and":
-            # What can't be true together ends the work early; alternatives come last.
+            # Contradictions end the work early; alternatives come last.
             parts = sorted(formula[1], key=lambda part: part[0] == "or")
             result = list(self.cases(parts[0]))
             for part in parts[1:]:
@@ -144,7 +144,7 @@ class Expansion:
 
     def _product(self, a: list[Case], b: tuple[Case, ...], place: str) -> list[Case]:
         self._budget.spend(place, len(a) * len(b))
-        found = (met(x, y) for x in a for y in b)
+        found = (intersection(x, y) for x in a for y in b)
         result = list(
             dict.fromkeys(case for case in found if case is not None and not self._is_void(case))
         )
@@ -367,7 +367,7 @@ def _with_unevaluated(case: Case, rest: Formula, key: str) -> Case:
     if isinstance(case, Arrays) and key == "unevaluatedItems" and case.evaluated is not None:
         allowed = disjunction(rest, *case.evaluated_by)
         others = Arrays(prefix=(TRUE,) * case.evaluated, items=allowed, evaluated=None)
-        return case.meet(others) or case
+        return case.intersect(others) or case
     if isinstance(case, Objects) and key == "unevaluatedProperties":
         evaluating = [layer for layer in case.layers if layer.is_evaluating]
         if any(layer.is_rest_evaluated for layer in evaluating):
@@ -380,7 +380,7 @@ def _with_unevaluated(case: Case, rest: Formula, key: str) -> Case:
             rest=rest,
             is_rest_evaluated=True,
         )
-        return case.meet(Objects(layers=(own,))) or case
+        return case.intersect(Objects(layers=(own,))) or case
     return case
 
 

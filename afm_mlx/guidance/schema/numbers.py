@@ -48,10 +48,10 @@ class Numbers:
     values: tuple[str, ...] | None = None
     excluded: frozenset[Fraction] = frozenset()
 
-    def meet(self, other: Numbers) -> Numbers | None:
+    def intersect(self, other: Numbers) -> Numbers | None:
         """The intersection; None if it is empty."""
         if self.values is None and other.values is not None:
-            return other.meet(self)
+            return other.intersect(self)
         if self.values is not None:
             theirs = None if other.values is None else {exact(v) for v in other.values}
             kept = [v for v in self.values if other.has(v) and (not theirs or exact(v) in theirs)]
@@ -160,7 +160,7 @@ def number_terminals(numbers: Numbers, *, is_canonical: bool = False) -> list[st
         return _multiples(numbers, step, is_canonical)
     if not is_canonical or numbers.is_integer:
         return _forms(numbers, is_canonical=is_canonical)
-    # Of a bound, which only zeros could follow, there is one text: so there is always another number.
+    # A bound has one text: only zeros could follow it, and `unique_items` needs another number to go to.
     closed = [(numbers.low, numbers.above), (numbers.high, numbers.below)]
     bounds = dict.fromkeys(bound for bound, is_open in closed if bound is not None and not is_open)
     kept = [decimal(bound) for bound in bounds if numbers.has(decimal(bound))]
@@ -181,7 +181,7 @@ def _multiples(numbers: Numbers, step: Fraction, is_canonical: bool) -> list[str
     first, last = numbers.multiples()
     beyond = 10 ** max(1, DIGITS - places)
     if step.denominator > 1 and (numbers.is_integer or first >= beyond or last <= -beyond):
-        # Integers only; decimals out there have more digits than a binary number holds.
+        # Integers only: decimals of this size have more digits than a binary number holds.
         numbers, step = replace(numbers, is_integer=True), Fraction(step.numerator)
         places, beyond = 0, 10**DIGITS
         first, last = numbers.multiples()

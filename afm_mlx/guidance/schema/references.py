@@ -115,7 +115,7 @@ FALSE: Formula = ("false",)
 
 
 def conjunction(*parts: Formula) -> Formula:
-    """The formula that holds where all parts hold."""
+    """Join formulas by and."""
     flat: dict[Formula, None] = {}
     for part in parts:
         for one in part[1] if part[0] == "and" else [part]:
@@ -127,7 +127,7 @@ def conjunction(*parts: Formula) -> Formula:
 
 
 def disjunction(*parts: Formula) -> Formula:
-    """The formula that holds where one part or more hold."""
+    """Join formulas by or."""
     flat: dict[Formula, None] = {}
     for part in parts:
         for one in part[1] if part[0] == "or" else [part]:
@@ -139,7 +139,7 @@ def disjunction(*parts: Formula) -> Formula:
 
 
 def negation(part: Formula) -> Formula:
-    """The formula that holds where a part does not."""
+    """Negate a formula."""
     if part in (TRUE, FALSE):
         return FALSE if part == TRUE else TRUE
     if part[0] == "node":
@@ -253,7 +253,7 @@ def honoured_keywords(schema: Schema, draft: int, *, strictly: bool) -> Schema:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A schema at its place.
+    """A schema, with what is needed to read it.
 
     Attributes:
         value: the schema.
@@ -304,7 +304,7 @@ class Document:
     def node(
         self, value: Any, place: str, resolver: Any, draft: int, is_root: bool = False
     ) -> Formula:
-        """The formula of a schema; raises `ConstraintError` if the value is no schema."""
+        """Add a schema to the document; return its formula, or raise `ConstraintError` if it is no schema."""
         if value is True:
             return TRUE
         if value is not False and not isinstance(value, dict):

@@ -38,12 +38,12 @@ _MAX_COUNTED = 400
 
 
 def literal(text: str) -> Expr:
-    """The set with one string."""
+    """A set of one string."""
     return ("cat", tuple(("chars", ((ord(c), ord(c)),)) for c in text))
 
 
 def cat(*parts: Expr) -> Expr:
-    """Concatenations of strings of the parts."""
+    """The concatenation of sets of strings."""
     flat: list[Expr] = []
     for part in parts:
         flat.extend(part[1] if part[0] == "cat" else [part])
@@ -51,13 +51,13 @@ def cat(*parts: Expr) -> Expr:
 
 
 def union(*parts: Expr) -> Expr:
-    """The union of the parts."""
+    """The union of sets of strings."""
     distinct = tuple(dict.fromkeys(parts))
     return distinct[0] if len(distinct) == 1 else ("alt", distinct)
 
 
 def both(*parts: Expr) -> Expr:
-    """The intersection of the parts."""
+    """The intersection of sets of strings."""
     distinct = tuple(part for part in dict.fromkeys(parts) if part != ANY)
     if not distinct:
         return ANY
@@ -65,18 +65,18 @@ def both(*parts: Expr) -> Expr:
 
 
 def complement(part: Expr) -> Expr:
-    """Strings that are not in a set."""
+    """The complement of a set of strings."""
     return part[1] if part[0] == "not" else ("not", part)
 
 
 def overlap(a: Ranges, b: Ranges) -> Ranges:
-    """Code points in both."""
+    """The intersection of two lists of code point ranges."""
     met = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
     return tuple(sorted((low, high) for low, high in met if low <= high))
 
 
 def joined(ranges: list[tuple[int, int]]) -> Ranges:
-    """Sort ranges, and merge the ones that touch."""
+    """Sort code point ranges, and merge the ones that touch."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -87,7 +87,7 @@ def joined(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def inverted(ranges: Ranges) -> Ranges:
-    """Code points in no range."""
+    """The complement of code point ranges."""
     result, start = [], 0
     for low, high in joined(list(ranges)):
         if start < low:
@@ -250,7 +250,7 @@ def is_empty(terminal: str) -> bool | None:
 
 
 def matches(expr: Expr, text: str) -> bool:
-    """True if a set has a string.
+    """True if a string is in a set.
 
     Raises:
         ValueError: if llguidance can't tell within its limits.
@@ -292,7 +292,7 @@ def values_of(grammar: str, limit: int) -> set[Any] | None:
         if state.is_stopped():
             continue
         bits = np.unpackbits(np.frombuffer(state.compute_bitmask(), np.uint8), bitorder="little")
-        # Ends of values are tried first, ASCII before the rest. Marks (`compile.ALIKE`) are in no text.
+        # Ends of values are tried first, ASCII before the rest. Marks of unique lists are in no text.
         further = [code for code in np.flatnonzero(bits[:256]).tolist() if code >= 0x20]
         further.sort(key=lambda code: (code in b'"]}', code < 0x80))
         pending += [(state, text, bytes([code])) for code in further]

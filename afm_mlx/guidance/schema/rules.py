@@ -9,7 +9,7 @@ from afm_mlx.guidance.schema.regular import lark_string
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text."""
+    """A literal text."""
 
     text: str
 
@@ -23,7 +23,7 @@ class Terminal:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A rule by its name."""
+    """A reference to a rule, by its name."""
 
     name: str
 
@@ -100,7 +100,7 @@ def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
             good.add(name)
             pending += waiting.pop(name, {})
         else:
-            for other in missing:  # noted once for each: else it would be looked at too often
+            for other in missing:  # one entry each, or the work would be exponential
                 waiting.setdefault(other, {})[name] = None
     return {name: _pruned(rule, good) for name, rule in rules.items() if name in good}
 
@@ -180,7 +180,7 @@ class Printer:
         self._terminals: dict[str, str] = {}
 
     def grammar(self, start: str) -> str:
-        """The grammar of one rule, and the rules that it needs in depth-first order."""
+        """Write one rule as the start, and the rules that it needs in depth-first order."""
         done: set[str] = set()
         pending = [start]
         while pending:

@@ -124,10 +124,10 @@ class Strings:
     values: tuple[str, ...] | None = None
     excluded: frozenset[str] = frozenset()
 
-    def meet(self, other: Strings) -> Strings | None:
+    def intersect(self, other: Strings) -> Strings | None:
         """The intersection; None if it is empty."""
         if self.values is None and other.values is not None:
-            return other.meet(self)
+            return other.intersect(self)
         if self.values is not None:
             theirs = None if other.values is None else set(other.values)
             kept = [v for v in self.values if (theirs is None or v in theirs) and other.has(v)]

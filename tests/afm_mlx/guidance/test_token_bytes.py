@@ -6,7 +6,7 @@ import pytest
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.matcher import Matcher
-from afm_mlx.guidance.token_bytes import behind_newline, ll_tokenizer
+from afm_mlx.guidance.token_bytes import after_newline, ll_tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from tests.tools.cases import each
 from tests.tools.constraints import bytes_of, nano_tokenizer
@@ -71,7 +71,7 @@ def test_a_vocabulary_is_made_once_and_anew_for_other_ends():
 def test_tokenizers_that_do_not_say_what_their_tokens_are(rng):
     with pytest.raises(ConstraintError, match=r"tokenizer\.json"):
         ll_tokenizer(WordTokenizer(9))
-    joined = behind_newline(lambda text: [1] if text == "\n" else [2] * len(text))
+    joined = after_newline(lambda text: [1] if text == "\n" else [2] * len(text))
     with pytest.raises(ConstraintError, match="newline"):
         joined("abc")
 

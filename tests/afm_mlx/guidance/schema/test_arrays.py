@@ -1,10 +1,13 @@
 """Arrays: their items, counts, and items that must not be equal."""
 
+from contextlib import suppress
+
 import pytest
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.compile import schema_grammar
 from tests.tools.cases import each
+from tests.tools.random_schemas import random_schema
 
 PAIR = {
     "type": "object",
@@ -109,3 +112,13 @@ def test_items_that_must_differ_may_begin_alike(checker):
 
 def test_no_items_differ_without_a_list_of_one(checker):
     checker.check({"items": False, "uniqueItems": True, "type": "array"}, [[]], [[1]])
+
+
+def test_items_of_random_schemas_differ_and_never_run_out(checker, rng):
+    for _ in range(12):
+        items = {"items": random_schema(rng, 2)}
+        if rng.integers(2):
+            items["prefixItems"] = [random_schema(rng, 1), random_schema(rng, 1)]
+        schema = {"type": "array", "uniqueItems": True, "minItems": int(rng.integers(4)), **items}
+        with suppress(ConstraintError):
+            checker.check(schema, generated=3)
