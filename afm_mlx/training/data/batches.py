@@ -149,14 +149,14 @@ class Batches:
         open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted
         row_of = np.empty(len(order), np.int64)
         n_rows = 0
-        for slot, n in enumerate(lengths.tolist()):
+        for i, n in enumerate(lengths.tolist()):
             found = bisect_left(open_rows, (n, -1))
             if found < len(open_rows):
                 free, row = open_rows.pop(found)
             else:
                 free, row = self.length, n_rows
                 n_rows += 1
-            row_of[slot] = row
+            row_of[i] = row
             if free - n >= smallest:
                 insort(open_rows, (free - n, row))
                 if len(open_rows) > _OPEN_ROWS:
@@ -180,10 +180,10 @@ class Batches:
         """Exchange samples of equal length; return the samples' order, and the rows of each batch."""
         order, rows = self._order, np.arange(len(self._bounds) - 1)
         if random is not None:
-            slots = np.argsort(self._inputs[order], kind="stable")
+            by_length = np.argsort(self._inputs[order], kind="stable")
             shuffled = random.permutation(len(self))
             order = np.empty_like(order)
-            order[slots] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
+            order[by_length] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
             rows = random.permutation(len(rows))
         return order, _split(rows, self.batch_size)
 

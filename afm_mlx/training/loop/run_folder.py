@@ -54,7 +54,7 @@ class Checkpoint(NamedTuple):
 
 
 class RunExistsError(TrainingError):
-    """Raised for a new run in a folder that has a run.
+    """A new run was started in a folder that has a run.
 
     Attributes:
         path: path of the run's folder.

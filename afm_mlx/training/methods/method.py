@@ -42,9 +42,9 @@ WITHOUT_ADAPTER = "without the adapter"
 
 
 class Method:
-    """Base of the methods; its methods are in the order in which `train.train_by` calls them.
+    """Base class of training methods. `train.train_by` calls its functions in their order here.
 
-    Each method implements `prepare` and `save`, and overrides others as needed.
+    A subclass implements `prepare` and `save`, and overrides others as needed.
 
     Attributes:
         kind: name of the method, in the run's manifest.
