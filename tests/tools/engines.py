@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.target_modules import target_modules
+from afm_mlx.engine.engine import Engine
 from afm_mlx.quantization.quantize_model import dequantize_model, quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import SIZES, draw_tensors, write_folder
@@ -67,6 +68,13 @@ def run(engine):
     for response in engine.run():
         found.setdefault(response.row, []).append(response)
     return found
+
+
+def run_one(model, tokenizer, request, **options):
+    """Responses of one request alone, in an engine with these options."""
+    engine = Engine(model, tokenizer, **options)
+    row = engine.submit(request)
+    return run(engine)[row]
 
 
 def naive_greedy(model, prompt, count):

@@ -30,7 +30,7 @@ from tests.tools.constraints import (
     nano_tokenizer,
     wide_model,
 )
-from tests.tools.engines import forced, run, tokens_of
+from tests.tools.engines import forced, run, run_one, tokens_of
 from tests.tools.zoo import zoo_model, zoo_tokenizer
 
 
@@ -76,9 +76,8 @@ def test_constrained_rows_have_the_tokens_of_a_naive_loop(rng, tokenizer, max_ba
 def test_what_is_allowed_is_what_another_matcher_allows(rng, model, tokenizer):
     pattern = r"[a-f]{2,9}(-[0-9]+){0,2}"
     prompt = a_prompt(rng)
-    engine = Engine(model, tokenizer)
-    engine.submit(Request(prompt, 10, constraint=Constraint.regex(pattern), at_limit="complete"))
-    tokens = tokens_of(run(engine))[0]
+    request = Request(prompt, 10, constraint=Constraint.regex(pattern), at_limit="complete")
+    tokens = [r.token for r in run_one(model, tokenizer, request)]
     wanted = naive_by_regex(model, tokenizer, prompt, pattern, 10)
     assert tokens == wanted[: len(tokens)]
     assert wanted[len(tokens) :] in ([], [tokenizer.eos_token_id], [tokenizer.separator_id])
@@ -147,11 +146,7 @@ def test_rows_join_leave_and_are_cancelled_under_constraints(rng, model, tokeniz
             else Request(a_prompt(rng), 15, logprobs=False)
             for kind in kinds
         ]
-        wanted = []
-        for request in requests:
-            engine = Engine(model, tokenizer)
-            engine.submit(request)
-            wanted.append([r.token for r in run(engine)[0]])
+        wanted = [[r.token for r in run_one(model, tokenizer, request)] for request in requests]
         engine, found, gone = Engine(model, tokenizer, max_batch=3), [[] for _ in requests], set()
         waiting = list(requests)
         while waiting or engine.busy:
@@ -185,11 +180,8 @@ def test_the_masks_are_made_while_the_logits_are_computed(rng, model, tokenizer,
 
 def test_log_probabilities_are_those_of_allowed_tokens(rng, tokenizer):
     model = wide_model(rng)
-    engine = Engine(model, tokenizer)
-    engine.submit(
-        Request(a_prompt(rng), 60, constraint=CONSTRAINTS["schema"](), at_limit="complete")
-    )
-    responses = run(engine)[0]
+    request = Request(a_prompt(rng), 60, constraint=CONSTRAINTS["schema"](), at_limit="complete")
+    responses = run_one(model, tokenizer, request)
     sure = 0
     for response in responses:
         logprobs = np.array(response.logprobs, np.float64)
@@ -207,15 +199,13 @@ def test_prompt_caches_hold_what_was_fed(rng, model, tokenizer):
         request = replace(drawn(rng, name, logprobs=False), max_tokens=limit)
         caches = PromptCaches(model.make_cache)
         with caches.continuing(request.prompt) as turn:
-            engine = Engine(model, tokenizer)
-            engine.submit(replace(request, cache=turn.cache))
-            turn.answer += [r.token for r in run(engine)[0]]
+            responses = run_one(model, tokenizer, replace(request, cache=turn.cache))
+            turn.answer += [r.token for r in responses]
         assert tokens_in(turn.cache) <= len(request.prompt) + len(turn.answer) - 1
         second = replace(request, prompt=[*request.prompt, *turn.answer, *a_prompt(rng, 3)])
         with caches.continuing(second.prompt) as turn:
-            engine = Engine(model, tokenizer)
-            engine.submit(replace(second, prompt=turn.rest, cache=turn.cache))
-            again = [r.token for r in run(engine)[0]]
+            rest = replace(second, prompt=turn.rest, cache=turn.cache)
+            again = [r.token for r in run_one(model, tokenizer, rest)]
         assert again == naive_constrained(model, tokenizer, second)
 
 
@@ -249,12 +239,6 @@ def test_a_limit_that_comes_with_the_end_is_no_error(rng, model, tokenizer):
     assert run_one(model, tokenizer, more)[-1].error is None
 
 
-def run_one(model, tokenizer, request):
-    engine = Engine(model, tokenizer)
-    row = engine.submit(request)
-    return run(engine)[row]
-
-
 def test_an_answer_that_is_forced_as_a_whole_needs_no_step(rng, model, tokenizer):
     engine = Engine(model, tokenizer)
     engine.submit(Request(a_prompt(rng), constraint=Constraint.choices(["New York"])))
@@ -274,16 +258,11 @@ def test_stop_strings_end_an_answer_that_may_end(rng, model, tokenizer):
 
 
 def test_a_constraint_bans_control_tokens_and_keeps_the_first_space(rng, model, tokenizer):
-    text = run_one(
-        model,
-        tokenizer,
-        Request(a_prompt(rng), 25, make_sampler(temp=9.0), 3, constraint=Constraint.text()),
-    )
-    allowed = tokenizer.control_ids - tokenizer.eos_token_ids
-    assert not allowed & {r.token for r in text}
-    spaced = run_one(
-        model, tokenizer, Request(a_prompt(rng), 9, constraint=Constraint.regex(" [a-z]{3}"))
-    )
+    request = Request(a_prompt(rng), 25, make_sampler(temp=9.0), 3, constraint=Constraint.text())
+    banned = tokenizer.control_ids - tokenizer.eos_token_ids
+    assert not banned & {r.token for r in run_one(model, tokenizer, request)}
+    request = Request(a_prompt(rng), 9, constraint=Constraint.regex(" [a-z]{3}"))
+    spaced = run_one(model, tokenizer, request)
     assert text_of(spaced)[0] == " "
     assert len(text_of(spaced)) == 4
 
@@ -294,9 +273,7 @@ def test_prompts_that_end_within_a_word_are_healed(rng, model, tokenizer):
     cities = Constraint.choices(["k", "k City"])
     text = generate(model, tokenizer, prompt, constraint=cities)
     assert text in ("k", "k City")
-    healed = Engine(model, tokenizer)
-    healed.submit(Request(ids, 20, constraint=cities, heal=True))
-    responses = run(healed)[0]
+    responses = run_one(model, tokenizer, Request(ids, 20, constraint=cities, heal=True))
     assert text_of(responses) == text
     generated = b"".join(bytes_of(tokenizer, r.token) for r in responses)
     assert generated.decode().endswith(bytes_of(tokenizer, ids[-1]).decode() + text)

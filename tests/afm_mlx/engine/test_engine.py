@@ -11,7 +11,14 @@ from afm_mlx.engine.row import Row
 from afm_mlx.errors import ContextLengthError, RequestError, TokenizerError
 from tests.tools.cases import each
 from tests.tools.constraints import nano_tokenizer, wide_model
-from tests.tools.engines import logprobs_of, naive_greedy, run, some_prompt, wanted_logprobs
+from tests.tools.engines import (
+    logprobs_of,
+    naive_greedy,
+    run,
+    run_one,
+    some_prompt,
+    wanted_logprobs,
+)
 
 
 @pytest.mark.parametrize(("max_batch", "step"), [(1, 1), (2, 3), (8, 2), (8, 2048)])
@@ -130,9 +137,7 @@ def test_end_tokens_stop_strings_and_lengths(rng, model, tokenizer):
     whole = tokenizer.decode(plain)
 
     def answer(**options):
-        engine = Engine(model, tokenizer)
-        engine.submit(Request(prompt, 12, **options))
-        (responses,) = run(engine).values()
+        responses = run_one(model, tokenizer, Request(prompt, 12, **options))
         return "".join(r.text for r in responses), responses[-1].finish_reason, responses[-1].token
 
     assert answer() == (whole, "length", plain[-1])
@@ -145,15 +150,13 @@ def test_end_tokens_stop_strings_and_lengths(rng, model, tokenizer):
 
 def test_a_full_context_ends_with_an_error_or_slides(rng, model, tokenizer):
     prompt = some_prompt(rng, 10)
-    engine = Engine(model, tokenizer, max_kv_size=14)
-    engine.submit(Request(prompt, max_tokens=50))
-    (responses,) = run(engine).values()
+    responses = run_one(model, tokenizer, Request(prompt, max_tokens=50), max_kv_size=14)
     # 14 tokens fit; the fifteenth is drawn from them and ends the row.
     assert [r.token for r in responses] == naive_greedy(model, prompt, 5)
     assert [r.finish_reason for r in responses] == [None] * 4 + ["error"]
     assert isinstance(responses[-1].error, ContextLengthError)
     with pytest.raises(ContextLengthError, match="needs 15 tokens and the context holds 14"):
-        engine.submit(Request(some_prompt(rng, 15)))
+        run_one(model, tokenizer, Request(some_prompt(rng, 15)), max_kv_size=14)
 
     sliding = Engine(model, tokenizer, max_kv_size=14, sliding_window=True)
     sliding.submit(Request(some_prompt(rng, 20), max_tokens=50))

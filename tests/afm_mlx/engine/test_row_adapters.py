@@ -29,6 +29,7 @@ from tests.tools.engines import (
     forced,
     logprobs_of,
     run,
+    run_one,
     some_prompt,
     tiny,
     tokens_of,
@@ -304,7 +305,7 @@ def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_engine, model, pool, ada
 
 
 @pytest.mark.parametrize("model", [("float", None), ("llama", None)], indirect=True)
-def test_rows_with_adapters_join_and_leave(rng, make_engine, pool, model):
+def test_rows_with_adapters_join_and_leave(rng, make_engine, pool, model, tokenizer):
     """One after the other, in the middle of others' answers, more of them than fit."""
     requests = [
         Request(
@@ -321,9 +322,8 @@ def test_rows_with_adapters_join_and_leave(rng, make_engine, pool, model):
         for response in engine.step():
             found.setdefault(response.row, []).append(response)
     for row, request in zip(ids, requests, strict=True):
-        alone = make_engine()
-        alone.submit(request)
-        assert [tokens_of(found)[row]] == list(tokens_of(run(alone)).values())
+        alone = run_one(model, tokenizer, request, adapters=pool)
+        assert tokens_of(found)[row] == [r.token for r in alone]
     assert not any(entry["rows"] for entry in pool.describe()["adapters"])
 
 
@@ -337,7 +337,9 @@ def many(pool, adapters):
     return names
 
 
-def test_more_adapters_than_run_side_by_side(rng, make_engine, many, monkeypatch):
+def test_more_adapters_than_run_side_by_side(
+    rng, model, tokenizer, pool, make_engine, many, monkeypatch
+):
     most, of = [], BatchAdapters.of
     monkeypatch.setattr(BatchAdapters, "of", lambda rows: (most.append(len(rows)), of(rows))[1])
     engine, prompt = make_engine(max_batch=16), some_prompt(rng, 4)
@@ -346,9 +348,8 @@ def test_more_adapters_than_run_side_by_side(rng, make_engine, many, monkeypatch
     found = tokens_of(run(engine))
     assert max(most) == MAX_ADAPTERS + 2  # the row without, and one adapter twice
     for row, name in zip(ids, names, strict=True):
-        alone = make_engine()
-        alone.submit(Request(prompt, 3, adapter=name))
-        assert [found[row]] == list(tokens_of(run(alone)).values())
+        alone = run_one(model, tokenizer, Request(prompt, 3, adapter=name), adapters=pool)
+        assert found[row] == [r.token for r in alone]
 
 
 def test_rows_of_one_adapter_too_many_are_overtaken_for_a_while_only(make_engine, many):

@@ -12,7 +12,7 @@ from afm_mlx.engine.generation import generate, stream_generate
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import LogitsError, RequestError
-from tests.tools.engines import SIZES, Adapters, run, some_prompt, tiny
+from tests.tools.engines import SIZES, Adapters, run, run_one, some_prompt, tiny
 from tests.tools.models import WordTokenizer
 from tests.tools.zoo import zoo_model
 
@@ -31,12 +31,9 @@ def test_a_logit_that_is_no_number_is_an_error(rng, tokenizer, kind):
     embedding = model.model.embed_tokens if kind == "zoo" else model.model.embedding
     embedding["scales" if "scales" in embedding else "weight"][7] = math.nan
     for options in KINDS.values():
-        engine = Engine(model, tokenizer)
-        engine.submit(Request([1, 2, 3], 5, **options))
-        ((response,),) = run(engine).values()
+        (response,) = run_one(model, tokenizer, Request([1, 2, 3], 5, **options))
         assert isinstance(response.error, LogitsError)
         assert (response.token, response.text, response.finish_reason) == (-1, "", "error")
-        assert not engine.busy
     with pytest.raises(LogitsError, match="no token can be chosen"):
         generate(model, tokenizer, [1, 2, 3], max_tokens=5)
 
@@ -126,9 +123,7 @@ def test_a_number_whose_square_overflows_is_an_error_and_no_zeros(rng, tokenizer
     numbers.reshape(-1)[3] = 1e25
     layer[name] = mx.array(numbers)
     for options in KINDS.values():
-        engine = Engine(model, tokenizer)
-        engine.submit(Request([1, 2, 3], 5, **options))
-        ((response,),) = run(engine).values()
+        (response,) = run_one(model, tokenizer, Request([1, 2, 3], 5, **options))
         assert isinstance(response.error, LogitsError)
 
 
@@ -209,9 +204,8 @@ def test_what_a_callers_function_returns_wrongly_is_its_rows_error(
     options = {"speculation": Speculation(prompt_lookup=True, num_draft_tokens=2)}
     options = options if speculates else {}
     prompt = some_prompt(rng, 3)
-    alone = Engine(model, tokenizer)
-    alone.submit(Request(prompt, 6, logprobs=False))
-    wanted = [response.token for response in run(alone)[0]]
+    alone = run_one(model, tokenizer, Request(prompt, 6, logprobs=False))
+    wanted = [response.token for response in alone]
 
     def later(wrong, right):
         calls = []
