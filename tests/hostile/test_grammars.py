@@ -3,16 +3,14 @@
 import json
 import time
 
-import numpy as np
 import pytest
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.guidance.matcher import Matcher, fill_masks
 from tests.tools.cases import each
-from tests.tools.constraints import nano_tokenizer, wide_model
+from tests.tools.constraints import nano_tokenizer, random_answer, wide_model
 
 _DOUBLED = "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(60))
 _SQUARED = "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(40))
@@ -24,21 +22,6 @@ _DEFINED = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3000)} | {
 _REFERENCES = json.dumps({"$ref": "#/$defs/a0", "$defs": _DEFINED})
 _RULES = "\n".join(f'r{i}: "x{i}"' for i in range(3000))
 SECONDS = 10  # for compiling and 40 tokens; the slowest takes one
-
-
-def follow(rng, constraint, tokens=40):
-    """Compile a grammar, and take random allowed tokens."""
-    matcher = Matcher(constraint, nano_tokenizer())
-    for _ in range(tokens):
-        for token in matcher.forced():
-            matcher.accept(token)
-        if matcher.is_stopped:
-            return
-        bits = np.unpackbits(fill_masks([matcher])[0].view(np.uint8), bitorder="little")
-        token = int(rng.choice(np.flatnonzero(bits)))
-        matcher.accept(token)
-        if token in nano_tokenizer().eos_token_ids:
-            return
 
 
 @each(
@@ -74,10 +57,10 @@ def follow(rng, constraint, tokens=40):
 def test_grammars_are_refused_or_followed_in_time(rng, make, refused):
     start = time.monotonic()
     if refused is None:
-        follow(rng, make())
+        random_answer(rng, make(), 40)
     else:
         with pytest.raises(ConstraintError, match=refused):
-            follow(rng, make())
+            random_answer(rng, make(), 40)
     assert time.monotonic() - start < SECONDS
 
 

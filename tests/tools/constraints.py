@@ -10,6 +10,7 @@ import regex
 from llguidance import LLMatcher
 
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.matcher import Matcher, fill_masks
 from afm_mlx.guidance.token_bytes import ll_tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.adapters import SIZES
@@ -40,6 +41,28 @@ CONSTRAINTS = {
 @functools.cache
 def nano_tokenizer():
     return load_tokenizer(files("afm_mlx") / "embedded/afm-nano")
+
+
+def random_token(rng, matcher):
+    """A random token of those that a matcher allows."""
+    bits = np.unpackbits(fill_masks([matcher])[0].view(np.uint8), bitorder="little")
+    return int(rng.choice(np.flatnonzero(bits)))
+
+
+def random_answer(rng, constraint, most=300):
+    """A text of random allowed tokens; None if it has no end after `most` draws."""
+    matcher, tokenizer = Matcher(constraint, nano_tokenizer()), nano_tokenizer()
+    tokens = []
+    for _ in range(most):
+        tokens += (forced := matcher.forced())
+        for token in forced:
+            matcher.accept(token)
+        if matcher.is_stopped:
+            break
+        matcher.accept(token := random_token(rng, matcher))
+        tokens += [token] if token not in tokenizer.eos_token_ids else []
+    text = b"".join(bytes_of(tokenizer, token) for token in tokens)
+    return text.decode() if matcher.is_stopped else None
 
 
 def wide_model(rng, extra=5):

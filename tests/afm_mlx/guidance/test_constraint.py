@@ -5,17 +5,16 @@ import re
 import threading
 import time
 
-import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance import constraint, deep_stack, matcher
 from afm_mlx.guidance.constraint import MAX_TEXT, Constraint
-from afm_mlx.guidance.matcher import Matcher, fill_masks
+from afm_mlx.guidance.matcher import Matcher
 from afm_mlx.guidance.schema import compile
 from tests.tools.cases import each
-from tests.tools.constraints import CONSTRAINTS, bytes_of, nano_tokenizer
+from tests.tools.constraints import CONSTRAINTS, nano_tokenizer, random_answer
 
 
 def is_whole(constraint, text):
@@ -28,21 +27,6 @@ def is_whole(constraint, text):
     except ConstraintError:
         return False
     return matcher.is_complete
-
-
-def random_answer(rng, constraint, most=300):
-    """A text of random allowed tokens; None when it does not end."""
-    matcher, tokenizer = Matcher(constraint, nano_tokenizer()), nano_tokenizer()
-    tokens = []
-    while not matcher.is_stopped and len(tokens) < most:
-        bits = np.unpackbits(fill_masks([matcher])[0].view(np.uint8), bitorder="little")
-        token = int(rng.choice(np.flatnonzero(bits)))
-        matcher.accept(token)
-        if token in tokenizer.eos_token_ids:
-            break
-        tokens.append(token)
-    text = b"".join(bytes_of(tokenizer, token) for token in tokens)
-    return text.decode() if matcher.is_stopped else None
 
 
 @each(

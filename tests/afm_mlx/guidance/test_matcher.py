@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 from llguidance import LLMatcher
 
 from afm_mlx.guidance import matcher
@@ -11,7 +10,6 @@ from afm_mlx.guidance.deep_stack import LIMITS
 from afm_mlx.guidance.matcher import (
     MAX_FORCED_BYTES,
     Matcher,
-    fill_masks,
     shortest_completion,
     without_forcing,
 )
@@ -19,7 +17,7 @@ from afm_mlx.guidance.token_bytes import ll_tokenizer
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from bench.json_schemas import is_valid
 from tests.tools.cases import each
-from tests.tools.constraints import bytes_of, nano_tokenizer
+from tests.tools.constraints import bytes_of, nano_tokenizer, random_token
 
 _OBJECT = {
     "type": "object",
@@ -58,7 +56,7 @@ def test_forced_tokens_are_those_of_llguidance(rng, make):
             assert theirs.consume_tokens(forced)
             if ours.is_stopped:
                 break
-            token = draw(rng, ours)
+            token = random_token(rng, ours)
             ours.accept(token)
             assert theirs.consume_token(token)
             if token in tokenizer.eos_token_ids:
@@ -77,7 +75,7 @@ def test_forced_text_comes_in_bounded_pieces(rng, make):
             matcher.accept(token)
         length += piece
         if length < 5000:
-            token = draw(rng, matcher)
+            token = random_token(rng, matcher)
             matcher.accept(token)
             length += len(matcher.tokenizer.decode_bytes([token]))
 
@@ -87,12 +85,6 @@ def test_the_search_of_llguidance_is_off(grammar):
     tokenizer = ll_tokenizer(nano_tokenizer())
     assert LLMatcher(tokenizer, grammar).compute_ff_tokens()
     assert not LLMatcher(tokenizer, without_forcing(grammar)).compute_ff_tokens()
-
-
-def draw(rng, matcher):
-    """A random token of those that are allowed."""
-    bits = np.unpackbits(fill_masks([matcher])[0].view(np.uint8), bitorder="little")
-    return int(rng.choice(np.flatnonzero(bits)))
 
 
 PERSON = {

@@ -1,11 +1,14 @@
-"""Random schemas of all keywords, held against jsonschema."""
+"""Whole schemas: random ones of all keywords, and the official suite, held against jsonschema."""
 
 import json
 from itertools import permutations
 
+import pytest
+
 from afm_mlx.errors import ConstraintError
-from bench.json_schemas import is_valid
+from bench.json_schemas import Measurement, is_valid, measure_suite
 from tests.tools.cases import each
+from tests.tools.package_index import sdist
 from tests.tools.random_schemas import in_draft, random_document, random_schema
 
 DRAFTS = {
@@ -44,3 +47,17 @@ def _orders(document):
     if not isinstance(document, dict):
         return [document]
     return [{name: document[name] for name in names} for names in permutations(document)]
+
+
+@pytest.mark.slow
+def test_the_official_suite_is_kept_or_refused(rng):
+    """The suite is in jsonschema's source distribution."""
+    folder = sdist("jsonschema", "4.26.0") / "json"
+    figures = measure_suite(folder, Measurement(int(rng.integers(2**32)), documents=5))
+    assert figures.faults == []
+    assert figures.wrong == figures.invalid == 0
+    assert figures.schemas > 350
+    assert figures.honoured >= 0.85 * figures.schemas
+    assert figures.honoured > 1.5 * figures.alone
+    assert figures.accepted >= 0.9 * (figures.accepted + figures.rejected)
+    assert max(figures.seconds) < 20
