@@ -138,9 +138,9 @@ class Unavailable(argparse.Action):
         raise argparse.ArgumentError(self, self.reason)
 
 
-def unavailable(flags: str, reason: str, **others: object) -> Argument:
-    """Return the row of a refused flag of mlx-lm; `others` may hold its `nargs`."""
-    return Argument(flags, action=Unavailable, reason=reason, **others)
+def unavailable(flags: str, reason: str, nargs: int | str | None = None) -> Argument:
+    """Return the row of a refused flag of mlx-lm, which takes `nargs` values there."""
+    return Argument(flags, action=Unavailable, reason=reason, nargs=nargs)
 
 
 def add_tables(parser: argparse.ArgumentParser, tables: Tables) -> None:
@@ -300,10 +300,10 @@ def parse(name: str, command: Command, argv: Sequence[str]) -> argparse.Namespac
     args = parser.parse_args(argv)
     alternatives = getattr(command, "ALTERNATIVES", ())
     if args.config is not None:
-        names = f"the names that {parser.prog} --help lists, with _ for -"
+        known = f"the names that {parser.prog} --help lists, with _ for -"
         settings = read_yaml(Path(args.config)).items()
         given = ((f"{args.config}, line {line}", key, value) for key, (value, line) in settings)
-        values = checked_arguments(given, parser, names)
+        values = checked_arguments(given, parser, known)
         drop_alternatives(values, args, alternatives)
         parser.set_defaults(**values)
         args = parser.parse_args(argv)

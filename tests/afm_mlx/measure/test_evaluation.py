@@ -1,4 +1,4 @@
-"""Evaluation: batched greedy answers against answers one by one."""
+"""Test sets, scores, and the comparison of answers."""
 
 import json
 import re
@@ -8,8 +8,18 @@ import pytest
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine.generation import generate
 from afm_mlx.errors import DataError
-from afm_mlx.measure.evaluation import Evaluation, Example, GradedAnswer, evaluate, load_examples
+from afm_mlx.measure.evaluation import (
+    Evaluation,
+    Example,
+    GradedAnswer,
+    can_be_compared,
+    evaluate,
+    is_right,
+    load_examples,
+    natural_comparison,
+)
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from tests.tools.cases import each
 from tests.tools.models import random_config, random_model
 
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
@@ -156,3 +166,66 @@ def test_an_answer_that_is_cut_off_before_its_constraint_is_met_is_wrong(rng, to
     examples = loaded(tmp_path, record(messages=[{**message, "response_format": bad}]))
     with pytest.raises(DataError, match=r"examples.jsonl:1: .*thing"):
         evaluate(random_model(config(rng, 512), rng), tokenizer, examples, constrained=True)
+
+
+def calls(*calls, before="", after=""):
+    return f"{before}<executable_start> ```function\n{json.dumps(calls)}```<executable_end>{after}"
+
+
+CALL_OF_F = {"name": "f", "arguments": {"a": 1, "b": [True, "x"]}}
+TURNED = {"arguments": {"b": [True, "x"], "a": 1.0}, "name": "f"}
+
+
+@each(
+    "comparison, answer, expected, right",
+    [
+        ("text", " the fox\n", "the fox", True),
+        ("text", "the  fox", "the fox", False),
+        ("text", '{"a":1}', '{"a": 1}', False),
+        ("json", ' {"b": [1, 2.0], "a": null}', '{"a":null,"b":[1.0,2]}', True),
+        ("json", '{"a": [1, 2]}', '{"a": [2, 1]}', False),
+        ("json", '{"a": 1}', '{"a": true}', False),
+        ("json", "[0, 1]", "[false, true]", False),
+        ("json", '{"a": 1, "b": null}', '{"a": 1}', False),
+        ("json", '{"a": "x"}', '{"a": "x "}', False),
+        ("json", '{"a": 1}', "[1]", False),
+        ("json", "[1]", '{"a": 1}', False),
+        ("json", '{"a": 1', '{"a": 1}', False),
+        ("json", "[" * 100_000, "[]", False),
+        ("calls", calls(TURNED), calls(CALL_OF_F), True),
+        ("calls", calls(CALL_OF_F, CALL_OF_F), calls(CALL_OF_F), False),
+        ("calls", calls(CALL_OF_F, {"name": "g"}), calls({"name": "g"}, CALL_OF_F), False),
+        ("calls", calls(CALL_OF_F, before="Sure. "), calls(CALL_OF_F), False),
+        ("calls", calls(CALL_OF_F, before="Sure. \n"), calls(CALL_OF_F, before="Sure."), True),
+        ("calls", calls(CALL_OF_F, after="x"), calls(CALL_OF_F), False),
+        (
+            "calls",
+            calls({"name": "g", "arguments": CALL_OF_F["arguments"]}),
+            calls(CALL_OF_F),
+            False,
+        ),
+        ("calls", "Sure.", calls(CALL_OF_F), False),
+        ("calls", calls(CALL_OF_F)[:-20], calls(CALL_OF_F), False),
+    ],
+)
+def test_answers_are_compared_as_what_they_are(comparison, answer, expected, right):
+    assert is_right(answer, expected, comparison) is right
+    assert is_right(expected, expected, comparison)
+
+
+@each(
+    "expected, has_format, comparison",
+    [
+        ('{"a": 1}', True, "json"),
+        ('{"a": 1}', False, "text"),
+        ("a: 1", True, "text"),
+        (calls(CALL_OF_F), False, "calls"),
+        (calls(CALL_OF_F), True, "calls"),
+        ("<executable_start> f()<executable_end>", False, "text"),
+    ],
+)
+def test_the_comparison_follows_from_the_expected_answer(expected, has_format, comparison):
+    assert natural_comparison(expected, has_format) == comparison
+    assert can_be_compared(expected, comparison)
+    assert not can_be_compared("a: 1", "json")
+    assert not can_be_compared("a: 1", "calls")

@@ -1,4 +1,4 @@
-"""`afm-mlx doctor --coreml`, with an interpreter in Core ML's place, and as it is on this system."""
+"""`afm-mlx doctor --coreml`; tests/afm_mlx/measure/test_kernel_report.py has the kernels."""
 
 import json
 import platform

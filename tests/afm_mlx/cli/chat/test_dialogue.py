@@ -1,4 +1,4 @@
-"""A conversation whose keys and values are kept says what one from scratch would."""
+"""Turns of a chat, and the KV caches kept between them."""
 
 import contextlib
 import sys
