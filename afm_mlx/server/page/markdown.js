@@ -9,11 +9,14 @@ const OPTIONS = { gfm: true, breaks: true };
 const WEB = /^(https?:|mailto:)/i;
 const CONTAINERS = { strong: "strong", em: "em", del: "del", blockquote: "blockquote" };
 
+const MOST_MARKS = 600; // of emphasis in a paragraph; for more, marked takes seconds
+const FENCED = /^(```|~~~)[\s\S]*?(^\1|$(?![\s\S]))/gm;
+
 const shownBlocks = new WeakMap(); // container -> sources of the blocks that it shows
 
 /** Show `text` in `container`. Blocks that have not changed since the last call keep their elements. */
 export function showMarkdown(container, text) {
-  const blocks = lexer(text, OPTIONS).filter((token) => token.type !== "space");
+  const blocks = blocksOf(text);
   const before = shownBlocks.get(container) ?? [];
   const sources = blocks.map((block) => block.raw);
   let same = 0;
@@ -21,6 +24,18 @@ export function showMarkdown(container, text) {
   while (container.childNodes.length > same) container.lastChild.remove();
   container.append(...blocks.slice(same).map(block));
   shownBlocks.set(container, sources);
+}
+
+/** The tokens of a text; the whole text as one if it would take too long, or is nested too deeply. */
+function blocksOf(text) {
+  const paragraphs = text.replace(FENCED, "").split(/\n\s*\n/);
+  const marks = Math.max(...paragraphs.map((part) => part.match(/[*_~]/g)?.length ?? 0));
+  try {
+    if (marks <= MOST_MARKS) return lexer(text, OPTIONS).filter(({ type }) => type !== "space");
+  } catch {
+    // nested too deeply
+  }
+  return [{ type: "text", raw: text }];
 }
 
 function block(token) {
@@ -34,7 +49,8 @@ function block(token) {
     return element("p", { class: level }, ...inline(token.tokens));
   }
   if (token.type === "paragraph") return element("p", {}, ...inline(token.tokens));
-  return element("p", {}, token.raw.trim());
+  const lines = token.raw.trim().split("\n");
+  return element("p", {}, ...lines.flatMap((line, i) => (i ? [element("br"), line] : [line])));
 }
 
 function codeBlock({ lang, text }) {
