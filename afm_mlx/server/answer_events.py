@@ -354,19 +354,9 @@ def _constraint(served: ServedModel, request: GenerationRequest) -> Constraint |
 
 
 class _ChoiceTask:
-    """Generates one choice of an answer, and puts its events into a queue.
+    """Generates choice number `index`, and puts its events, or the error that ends it, into a queue.
 
-    Args:
-        served: the model.
-        request: the API's request.
-        row: the engine's request for the first choice.
-        index: number of the choice.
-        events: receives the events, and the error that ends the choice, if there is one.
-
-    Attributes:
-        cached: number of prompt tokens that the prefix cache had.
-        drafted, accepted: numbers of draft tokens.
-        clock: times of the choice's tokens.
+    `row` is the engine's request for the first choice, from which the others' differ in the seed.
     """
 
     def __init__(
@@ -383,7 +373,7 @@ class _ChoiceTask:
         self._mark = served.tokenizer.convert_tokens_to_ids(EXECUTABLE_START) if may_call else -1
         self._call_ids: list[str] = []
         self._answer: list[int] = []
-        self.cached = self.drafted = self.accepted = 0
+        self.cached = self.drafted = self.accepted = 0  # numbers of tokens
         self._loop = asyncio.get_running_loop()
         self.clock = AnswerClock()
         self._forced: TextDelta | ToolCallDelta | None = None  # waits for more forced tokens

@@ -54,14 +54,9 @@ async def completions(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class _CompletionRequests:
-    """The generation requests of one body.
+    """The generation requests of one body: one for each prompt, and the text that its choices begin with.
 
-    Args:
-        model: the model id.
-        requests: one for each prompt.
-        echoes: the text that the choices of each prompt begin with.
-        n: number of choices for each prompt in the response, the best ones of a request that has more.
-        with_logprobs: True if the response has log-probabilities.
+    The response has `n` choices for each prompt, the best ones of a request that has more.
     """
 
     model: str
@@ -188,11 +183,7 @@ async def _all_events(
 
 
 class _Logprobs:
-    """Writes a choice's log-probabilities, with offsets into its text.
-
-    Args:
-        before: the text that the choice begins with.
-    """
+    """Writes a choice's log-probabilities, with offsets into its text, which begins with `before`."""
 
     def __init__(self, before: str):
         self._start, self._bytes = len(before), b""

@@ -281,13 +281,7 @@ class _Prompt:
 
 
 def _prompt(body: InputRequest, earlier: Sequence[Message], folds: bool) -> _Prompt:
-    """Read the conversation, the tools and the answer format of a body.
-
-    Args:
-        body: the request, with resolved references.
-        earlier: the conversation that it continues.
-        folds: see `ConversationBuilder`.
-    """
+    """Read the conversation after `earlier`, the tools and the answer format of a body."""
     if body.input is None or body.input == []:
         raise bad_request(
             "input is missing; a text or items are needed.", "input", "missing_required_parameter"
@@ -372,15 +366,7 @@ def _generation_request(
 
 
 class _Answer:
-    """An answer in progress.
-
-    Args:
-        served: the model.
-        request: the request.
-        response: is filled.
-        messages: the conversation, for later requests.
-        kept: where the response is kept; None to keep it nowhere.
-    """
+    """An answer in progress, which fills `response`, and keeps it with `messages` in `kept`."""
 
     def __init__(
         self,

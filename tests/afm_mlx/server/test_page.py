@@ -241,54 +241,39 @@ def partial_json_is_read_as_far_as_it_goes(page):
     assert read["prefixes"] == read["wrong"] == []
 
 
+SHOW_MARKDOWN = """async ([text, streams]) => {
+  const { showMarkdown } = await import("/page/markdown.js");
+  const shown = document.createElement("div");
+  for (let n = streams ? 1 : text.length; n <= text.length; n += 1) showMarkdown(shown, text.slice(0, n));
+  return [shown.innerHTML, shown.textContent];
+}"""
+ESCAPED = HOSTILE.replace("<", "&lt;").replace(">", "&gt;")
+MARKDOWN = {
+    HOSTILE: f"<p>{ESCAPED}</p>",
+    f"<div>\n{HOSTILE}\n</div>": f"<p>&lt;div&gt;<br>{ESCAPED}<br>&lt;/div&gt;</p>",
+    "a **b** *c* `<i>`\nd": "<p>a <strong>b</strong> <em>c</em> <code>&lt;i&gt;</code><br>d</p>",
+    "1. x\n   - y\n2. z": '<ol start="1"><li>x<ul><li>y</li></ul></li><li>z</li></ol>',
+    "[a](javascript:alert(1)) ![c](https://d.e/f.png)": "<p>[a](javascript:alert(1)) ![c](https://d.e/f.png)</p>",
+    "2 * 3 * 4 and snake_case_name": "<p>2 * 3 * 4 and snake_case_name</p>",
+}  # fmt: skip
+
+
 def markdown_is_shown_and_html_stays_text(page):
-    blocks = page.evaluate(
-        """async (texts) => {
-          const { showMarkdown } = await import("/page/markdown.js");
-          return texts.map((text) => {
-            const shown = document.createElement("div");
-            for (let n = 1; n <= text.length; n += 1) showMarkdown(shown, text.slice(0, n));
-            return shown.innerHTML;
-          });
-        }""",
-        [
-            HOSTILE,
-            f"<div>\n{HOSTILE}\n</div>",
-            "a **b** *c* `<i>`\nd",
-            "- [ ] x\n- [x] y",
-            "1. x\n   - y\n2. z",
-            "[a](javascript:alert(1)) [b](https://b.c) ![c](https://d.e/f.png)",
-            "```js\n<b>\n```",
-            "2 * 3 * 4 and snake_case_name",
-            f"| a | b |\n| --- | ---: |\n| {HOSTILE.replace('|', '')} | 2 |",
-        ],
-    )
-    escaped = HOSTILE.replace("<", "&lt;").replace(">", "&gt;")
-    assert blocks[0] == f"<p>{escaped}</p>"
-    assert blocks[1] == f"<p>&lt;div&gt;<br>{escaped}<br>&lt;/div&gt;</p>"
-    assert blocks[2] == "<p>a <strong>b</strong> <em>c</em> <code>&lt;i&gt;</code><br>d</p>"
-    assert re.sub(r"<[^>]*>", "", blocks[3]) == "To do: xDone: y"
-    assert blocks[4] == '<ol start="1"><li>x<ul><li>y</li></ul></li><li>z</li></ol>'
-    assert blocks[5].startswith('<p>[a](javascript:alert(1)) <a href="https://b.c"')
-    assert blocks[5].endswith("![c](https://d.e/f.png)</p>")
-    assert "<code>&lt;b&gt;</code>" in blocks[6]
-    assert blocks[7] == "<p>2 * 3 * 4 and snake_case_name</p>"
-    assert f"<td>{escaped}</td>" in blocks[8]
-    assert not re.search(r"<(?:img|script)", "".join(blocks))
+    def show(text, streams=True):
+        html, content = page.evaluate(SHOW_MARKDOWN, [text, streams])
+        assert not re.search(r"<(?:img|script)", html)
+        return html, content
+
+    for text, expected in MARKDOWN.items():
+        assert show(text)[0] == expected
+    assert show("- [ ] x\n- [x] y")[1] == "To do: xDone: y"
+    assert show("[b](https://b.c)")[0].startswith('<p><a href="https://b.c"')
+    assert "<code>&lt;b&gt;</code>" in show("```js\n<b>\n```")[0]
+    assert f"<td>{ESCAPED}</td>" in show(f"| a | b |\n| --- | ---: |\n| {HOSTILE} | 2 |")[0]
     # Text that a parser of Markdown takes long for, or fails at, stays plain; code may have any marks.
-    hard = ["_a*" * 10_000, "> " * 2000 + "x", "```\n" + "_a*" * 1000 + "\n```"]
-    shown = page.evaluate(
-        """async (texts) => {
-          const { showMarkdown } = await import("/page/markdown.js");
-          return texts.map((text) => {
-            const shown = document.createElement("div");
-            showMarkdown(shown, text);
-            return [shown.firstChild.tagName, shown.textContent];
-          });
-        }""",
-        hard,
-    )
-    assert shown == [["P", hard[0]], ["P", hard[1]], ["DIV", "code" + "_a*" * 1000]]
+    for hard in ("_a*" * 10_000, "> " * 2000 + "x"):
+        assert show(hard, False)[1] == hard
+    assert show("```\n" + "_a*" * 1000 + "\n```", False)[1] == "code" + "_a*" * 1000
 
 
 def a_tree_fills_in_and_html_in_it_stays_text(page):
