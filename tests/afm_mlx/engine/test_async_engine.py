@@ -110,8 +110,12 @@ def test_a_row_is_gone_when_its_iterator_is_left_or_its_task_cancelled(rng, engi
             company.cancel()
             await asyncio.gather(company, return_exceptions=True)
             assert await idle(engine) == 0
-            assert not engine._engine.busy
-            assert not engine._turn_is_queued  # nothing goes on while there are no rows
+            assert not engine.engine.busy
+            steps = []
+            engine.engine.step = lambda steps=steps: steps.append(1) or []
+            await idle(engine)
+            assert not steps  # there are none while there are no rows
+            del engine.engine.step
 
     asyncio.run(main())
 
@@ -281,7 +285,7 @@ def held(engine, number):
         Event that is set when that step was computed; event that lets it go on; and its responses.
     """
     computed, go_on, late, seen = threading.Event(), threading.Event(), [], 0
-    step = engine._engine.step
+    step = engine.engine.step
 
     def held_step():
         nonlocal seen
@@ -293,12 +297,12 @@ def held(engine, number):
             go_on.wait(30)
         return responses
 
-    engine._engine.step = held_step
+    engine.engine.step = held_step
     try:
         yield computed, go_on, late
     finally:
         go_on.set()
-        engine._engine.step = step
+        engine.engine.step = step
 
 
 def test_responses_that_come_too_late_fail_nobody(rng):
@@ -358,7 +362,7 @@ def test_a_dropped_engine_is_freed_without_the_garbage_collector(rng, model, tok
             await answer(engine, [])
         await idle(engine)
         (root,) = prefixes._roots.values()
-        return [weakref.ref(part) for part in (engine, engine._engine, root)]
+        return [weakref.ref(part) for part in (engine, engine.engine, root)]
 
     gc.disable()
     try:
