@@ -130,13 +130,14 @@ class GeneratedContent:
             None for a missing field; an empty list if `type_class` is a list.
 
         Raises:
-            TypeError: if `type_class` is a list and the value is not; for a field if the content is no object.
+            TypeError: if `type_class` is a list and the value is not; for a field of content that is
+                not an object.
         """
         value = self._content_dict
         if for_property is not None:
             if not isinstance(value, dict):
                 raise TypeError(
-                    f"The content has no field {for_property!r}: it is no object, but {shown(value)}."
+                    f"The content has no field {for_property!r}: it is not an object, but {shown(value)}."
                 )
             value = value.get(for_property)
         return value if type_class is None else as_instances(type_class, value, for_property)
@@ -158,7 +159,7 @@ def as_instances(
 
     Raises:
         TypeError: if the type is a list and the value is not.
-        ValueError: for a value that is no member of an enum.
+        ValueError: for a value that is not a member of an enum.
     """
     type_class, is_optional = without_none(type_class)
     is_list = get_origin(type_class) is list

@@ -136,7 +136,7 @@ def guide(
         A `dataclasses.field` without a default, with the metadata `description` and `guides`.
 
     Raises:
-        ValueError: for a value that its guide can't have, and a description that is no string.
+        ValueError: for a value that its guide can't have, and a description that is not a string.
     """
     if description is not None and not isinstance(description, str):
         raise ValueError(f"description must be a string, got {shown(description)}.")
@@ -445,7 +445,7 @@ class GenerationSchema:
                 return {"$ref": "#"}
             if name not in nested:
                 raise InvalidGenerationSchemaError(
-                    f"{name} is no type that can be generated; allowed are str, int, float, bool, Literal and "
+                    f"{name} can't be generated; allowed are str, int, float, bool, Literal and "
                     "Enum, classes decorated with @generable, list[T] and Optional[T] of these."
                 )
             return {"$ref": f"#/$defs/{name}"}

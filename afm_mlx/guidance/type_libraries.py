@@ -42,7 +42,7 @@ _WRAPPERS = ("NotRequired", "Required", "ReadOnly")  # typing_extensions has its
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")  # packages
 _PYDANTICS = ("__get_pydantic_core_schema__", "__pydantic_fields__")  # attributes of its classes
 _PARAMETERS = {
-    inspect.Parameter.POSITIONAL_ONLY: "can only be given by position; remove the / behind it",
+    inspect.Parameter.POSITIONAL_ONLY: "can only be given by position; remove the / after it",
     inspect.Parameter.VAR_POSITIONAL: "takes any number of arguments; use a parameter of type list",
     inspect.Parameter.VAR_KEYWORD: "takes arguments of any names; use a parameter of type dict",
 }
@@ -343,9 +343,9 @@ def _refuse(where: str, what: object, instead: str) -> None:
 def afm_schema(schema: JsonSchema) -> JsonSchema:
     """Rewrite a schema of msgspec or pydantic to the form that AFM was trained on.
 
-    The root is no reference, but may be referred to as `#`. Objects have their listed properties only, in the
-    order of `x-order`; properties get descriptions from the class's docstring. Arrays with `prefixItems` have
-    no further items. Only classes keep their titles. The given schema stays unchanged.
+    The root is not a reference, but may be referred to as `#`. Objects have their listed properties only, in
+    the order of `x-order`; properties get descriptions from the class's docstring. Arrays with `prefixItems`
+    have no further items. Only classes keep their titles. The given schema stays unchanged.
     """
     definitions = dict(schema.get("$defs", {}))
     root = schema.get("$ref", "")

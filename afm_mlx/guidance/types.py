@@ -81,7 +81,7 @@ class AnswerType:
             value: a JSON text (str or bytes), or a decoded JSON value.
 
         Raises:
-            ConstraintError: if it is no instance, with the field that does not fit.
+            ConstraintError: if it is not an instance, with the field that does not fit.
         """
         try:
             text = value if isinstance(value, str | bytes) else msgspec.json.encode(value)

@@ -32,7 +32,7 @@ The grammar never allows an invalid document. It leaves out some valid ones:
 - A pattern means what ECMA's rules and Python's, which `jsonschema` uses, have in common.
 - Keywords of newer or older drafts (`const` in draft 4, `dependencies` in 2020-12) are honoured where they only
   rule documents out.
-- Complements leave out numbers that are no multiple, arrays with equal items, and what `unevaluated...` would
+- Complements leave out numbers that are not multiples, arrays with equal items, and what `unevaluated...` would
   refuse.
 
 Refused with their place: back-references, look-behind, word borders and look-ahead inside a repetition of

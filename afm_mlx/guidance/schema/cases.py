@@ -28,7 +28,7 @@ from afm_mlx.guidance.schema.strings import LOOSE, MAX_LENGTH, Strings
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 MAX_COUNT = 10_000
-"""Most items or properties that a schema may ask for."""
+"""Most items or properties that a schema may require."""
 Keywords = Mapping[str, Any]
 
 
@@ -330,9 +330,7 @@ def _count(value: Keywords, key: str, place: str, largest: int | None = None) ->
     if not is_number or given < 0 or given != given // 1:
         refuse(pointer(place, key), given, "it is an integer from 0 on.")
     if largest is not None and given > largest:
-        refuse(
-            pointer(place, key), given, f"at most {largest} can be asked for. Use a smaller number."
-        )
+        refuse(pointer(place, key), given, f"at most {largest} is allowed. Use a smaller number.")
     return int(min(given, 10**9))
 
 

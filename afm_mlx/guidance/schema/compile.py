@@ -91,7 +91,7 @@ class _Grammar:
         if (deep := depth(rules, start)) > MAX_DEPTH:
             refuse_at(
                 "#",
-                f"schemas name each other {deep} deep, and {MAX_DEPTH} at most. Use shorter chains.",
+                f"schemas refer to each other {deep} deep, and {MAX_DEPTH} at most. Use shorter chains.",
             )
         self._check_counts(rules)
         written = Printer(rules).grammar(start)
@@ -159,7 +159,7 @@ class _Grammar:
                 refuse(
                     place,
                     True,
-                    f"only {len(found)} items can differ, and {count} are asked for. Ask for fewer.",
+                    f"only {len(found)} items can differ, but {count} are required. Require fewer.",
                 )
 
     def drop(self, place: str) -> None:
@@ -178,7 +178,7 @@ class _Grammar:
         if dropped:
             refuse_at(
                 dropped[0],
-                "what a grammar can't express is left out, and then nothing is left. Rewrite it without that.",
+                "without the parts that a grammar can't express no document is left. Rewrite them.",
             )
         formula, visited = self._document.root, set[Formula]()
         while (
@@ -188,7 +188,7 @@ class _Grammar:
             formula = inner
         refuse_at(
             self._document.place(formula),
-            "no document can be valid: keywords exclude each other, or ask for more without an end. Fix them.",
+            "no document can be valid: keywords exclude or require each other without an end. Fix them.",
         )
 
     def _unfulfilled(self, formula: Formula, fulfilled_rules: dict[str, Rule]) -> Formula | None:

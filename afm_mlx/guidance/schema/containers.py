@@ -150,7 +150,7 @@ def _cut(case: Arrays, most: int, builder: Builder, place: str) -> Arrays:
         refuse(
             pointer(place, "uniqueItems"),
             True,
-            f"only {most} items can differ, and {case.least} are asked for. Ask for fewer.",
+            f"only {most} items can differ, but {case.least} are required. Require fewer.",
         )
     return replace(case, most=lesser(case.most, most))
 
@@ -420,7 +420,7 @@ def _members(
     if (optional := sum(not is_required for _, is_required in items)) > MAX_OPTIONAL:
         refuse_at(
             place,
-            f"{optional} properties may be left out, and {MAX_OPTIONAL} at most. Require more of them.",
+            f"{optional} properties may be left out; at most {MAX_OPTIONAL} are followed. Require more.",
         )
     n_required = sum(is_required for _, is_required in items) + (last is not None)
     is_counted = case.least > n_required or (

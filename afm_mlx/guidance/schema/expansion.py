@@ -10,7 +10,7 @@ Schemas of properties and items are expanded where the grammar reaches them. Ref
 way has no meaning and is refused.
 
 A document is invalid when one keyword rejects it, so the complement of a schema is a union. Complements that
-no grammar can express (an array with two equal items, a number that is no multiple) are left out, which
+no grammar can express (an array with two equal items, a number that is not a multiple) are left out, which
 allows less.
 """
 
@@ -112,7 +112,7 @@ class Expansion:
         if len(self._open) >= MAX_IN_PLACE:
             refuse_at(
                 place,
-                f"more than {MAX_IN_PLACE} schemas, one in the other, are about one value. Use fewer.",
+                f"more than {MAX_IN_PLACE} nested schemas apply to one value. Use fewer.",
             )
         self._open[formula] = None
         try:

@@ -79,7 +79,7 @@ class Numbers:
         if self.is_integer is not None and (value.denominator == 1) is not self.is_integer:
             return False
         if self.is_integer and not text.lstrip("-").isdigit():
-            return False  # 1.0 is no integer before draft 6
+            return False  # 1.0 is not an integer before draft 6
         if self.low is not None and (value < self.low or (self.above and value == self.low)):
             return False
         if self.high is not None and (value > self.high or (self.below and value == self.high)):

@@ -101,8 +101,8 @@ def check_count(place: str, cases: int) -> None:
     if cases > MAX_CASES:
         refuse_at(
             place,
-            f"{cases} alternatives come together, and {MAX_CASES} at most are followed. Use fewer of anyOf, "
-            "oneOf, not, if and dependencies.",
+            f"there are {cases} alternatives, and at most {MAX_CASES} are followed. Use fewer anyOf, oneOf, "
+            "not, if and dependencies.",
         )
 
 
@@ -281,7 +281,7 @@ class Document:
         has_unique: True if `uniqueItems` is.
 
     Raises:
-        ConstraintError: if it is no schema, too large, or too deep.
+        ConstraintError: if it is not a schema, too large, or too deep.
     """
 
     def __init__(self, schema: object) -> None:
@@ -304,7 +304,7 @@ class Document:
     def node(
         self, value: Any, place: str, resolver: Any, draft: int, is_root: bool = False
     ) -> Formula:
-        """Add a schema to the document; return its formula, or raise `ConstraintError` if it is no schema."""
+        """Add a schema, and return its formula; raise `ConstraintError` if it is not a schema."""
         if value is True:
             return TRUE
         if value is not False and not isinstance(value, dict):
@@ -324,7 +324,7 @@ class Document:
                 refuse(
                     place,
                     value,
-                    f"it is the schema after {MAX_NODES} others; no more are looked at.",
+                    f"the document has more than {MAX_NODES} schemas. Give a smaller one.",
                 )
             number = self._numbers[key] = len(self.nodes)
             self.nodes.append(Node(value, place, resolver, draft))
@@ -420,7 +420,7 @@ def _check_plain(value: object) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            refuse("#", value, "it has half of a surrogate pair, which is no text.")
+            refuse("#", value, "it has half of a surrogate pair, which JSON can't hold.")
     elif isinstance(value, float) and not math.isfinite(value):
         refuse("#", value, "JSON has no such number.")
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
@@ -434,7 +434,7 @@ def _check_plain(value: object) -> None:
 
 
 def _check_identifier(schema: object, draft: int, place: str) -> bool:
-    """True if a schema has an identifier; raises `ConstraintError` if that is no text."""
+    """True if a schema has an identifier; raises `ConstraintError` if that is not a text."""
     key = "id" if draft == 4 else "$id"
     if not isinstance(schema, dict) or key not in schema or (draft <= 7 and "$ref" in schema):
         return False

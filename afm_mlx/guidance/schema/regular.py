@@ -105,7 +105,7 @@ def quoted(expr: Expr) -> str:
     if (count := _floating(expr)) > _MAX_FLOATING:
         raise ValueError(
             f"{count} patterns without a ^ (or look-aheads) are about one string, and {_MAX_FLOATING} are "
-            "followed at most: together they have states beyond number"
+            "followed at most, because their states multiply"
         )
     return f'"\\"" {_lark(expr, False)} "\\""'
 

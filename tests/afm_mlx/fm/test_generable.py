@@ -194,7 +194,7 @@ def test_values_are_json_or_instances(type_class, name, expected):
 def test_values_of_another_form_are_refused():
     with pytest.raises(TypeError, match="'name' must be a list"):
         fm.GeneratedContent(FAMILY).value(list[str], for_property="name")
-    with pytest.raises(TypeError, match="no object"):
+    with pytest.raises(TypeError, match="not an object"):
         fm.GeneratedContent.from_json("[1]").value(int, for_property="x")
     with pytest.raises(ValueError, match="No Member can be made"):
         Member._from_generated_content(fm.GeneratedContent({"name": "a", "children": "none"}))
