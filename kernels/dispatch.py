@@ -61,6 +61,10 @@ class Case(NamedTuple):
     stored: mx.Dtype = mx.int8
 
 
+Obstacle = Callable[[Case], str | None]
+"""Returns why a variant can't run a case, as a clause for `doctor`; None if it can."""
+
+
 class Variant(NamedTuple):
     """One implementation of one operation.
 
@@ -68,14 +72,14 @@ class Variant(NamedTuple):
         op: name of the function in `kernels.reference`.
         name: "backend/variant", unique.
         run: a function with the same arguments.
-        obstacle: returns why the variant can't run a case, as a clause for `doctor`; None if it can.
+        obstacle: the rule that says why it can't run a case.
         merges_partials: True if it accepts `AttentionPartials` for its vectors.
     """
 
     op: str
     name: str
     run: Callable[..., Any]
-    obstacle: Callable[[Case], str | None]
+    obstacle: Obstacle
     merges_partials: bool = False
 
     @property

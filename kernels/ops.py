@@ -57,17 +57,17 @@ def decode_attention(
     kv: KeyValues,
     lengths: mx.array,
     rope: QueryRope | None = None,
-    whole: bool = True,
+    merge: bool = True,
 ) -> mx.array | AttentionPartials:
     """See `reference.decode_attention`."""
-    return _run("decode_attention", queries, kv, lengths, rope, whole)
+    return _run("decode_attention", queries, kv, lengths, rope, merge)
 
 
 def write_and_attend(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, merge: bool = True
 ) -> tuple[mx.array | AttentionPartials, mx.array]:
     """See `reference.write_and_attend`."""
-    return _run("write_and_attend", qkv, kv, lengths, options, whole)
+    return _run("write_and_attend", qkv, kv, lengths, options, merge)
 
 
 def reads_tails(dtype: mx.Dtype, head_dim: int) -> bool:
@@ -108,7 +108,7 @@ def _refuse(op: str, **given: object) -> None:
             raise ValueError(f"{op} takes no {name}; packed_matmul does.")
 
 
-def _product_case(x: mx.array | AttentionPartials, weight: PackedWeight, *_: Any) -> Case:
+def _product_case(x: mx.array | AttentionPartials, weight: PackedWeight, *_: object) -> Case:
     return _weight_case(x.dtype, math.prod(x.shape[:-1]), weight)
 
 
@@ -120,24 +120,24 @@ def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
     return Case(device(), dtype, rows, weight.mode, weight.granularity, weight.group_size)
 
 
-def _rope_case(qkv: mx.array, _: Any, options: HeadOptions) -> Case:
+def _rope_case(qkv: mx.array, _: object, options: HeadOptions) -> Case:
     rows, head_dim = qkv.shape[0] * qkv.shape[1], options.q_weight.shape[0]
     stored = qkv.dtype if options.key_scale is None else mx.int8
     return Case(device(), qkv.dtype, rows, head_dim=head_dim, stored=stored)
 
 
 def _writing_case(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, *_: Any
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, *_: object
 ) -> Case:
     return _rope_case(qkv, None, options)
 
 
-def _attention_case(queries: mx.array, kv: KeyValues, *_: Any) -> Case:
+def _attention_case(queries: mx.array, kv: KeyValues, *_: object) -> Case:
     rows, head_dim = queries.shape[0] * queries.shape[2], queries.shape[3]
     return Case(device(), queries.dtype, rows, head_dim=head_dim, stored=kv.buffer.dtype)
 
 
-def _write_case(buffer: mx.array, tokens: mx.array, *_: Any) -> Case:
+def _write_case(buffer: mx.array, tokens: mx.array, *_: object) -> Case:
     return Case(device(), buffer.dtype, tokens.shape[0] * tokens.shape[2])
 
 

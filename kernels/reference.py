@@ -154,7 +154,7 @@ def decode_attention(
     kv: KeyValues,
     lengths: mx.array,
     rope: QueryRope | None = None,
-    whole: bool = True,
+    merge: bool = True,
 ) -> mx.array | AttentionPartials:
     """Attend with a row's L newest tokens over a cache's buffers, each token up to itself.
 
@@ -165,7 +165,7 @@ def decode_attention(
             position + 1. Each token after it sees one more.
         rope: if given, `queries` are raw, and `rope_norm` is applied to them first, from position
             `lengths - 1` on.
-        whole: if False, a variant may return the result of L = 1 as partials, for `packed_matmul` to merge.
+        merge: if False, a variant may return the result of L = 1 as partials, for `packed_matmul` to merge.
 
     Returns:
         (B, n_heads, L, head_dim) in the dtype of `queries`; or its partials.
@@ -267,7 +267,7 @@ def rope_norm_quantize(
 
 
 def write_and_attend(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, merge: bool = True
 ) -> tuple[mx.array | AttentionPartials, mx.array]:
     """Run `rope_norm_quantize`, `write_tokens` and `decode_attention` for one new token per row.
 
@@ -276,7 +276,7 @@ def write_and_attend(
         kv: int8 buffers with a tail, to whose column `lengths - 1 - starts` the token is written.
         lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
         options: norms, scales, and what `rope_norm` takes.
-        whole: see `decode_attention`.
+        merge: see `decode_attention`.
 
     Returns:
         attention's output (B, n_heads, 1, head_dim) in the dtype of `qkv`, or its partials; the tail with the

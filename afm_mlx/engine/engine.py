@@ -39,7 +39,7 @@ from afm_mlx.engine.scheduler import KVMemory, Scheduler
 from afm_mlx.engine.speculation.drafting import Drafting, Speculation
 from afm_mlx.errors import ContextLengthError, RequestError, shown
 from afm_mlx.kernels import dispatch
-from afm_mlx.kernels.cpu.memory import hold_heaps_down
+from afm_mlx.kernels.cpu.memory import release_freed_memory
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.model.protocols import Cache
 from afm_mlx.threads import Home
@@ -138,7 +138,7 @@ class Engine:
         keep_compiler_out()
         chunk = chunk_while_decoding = STEP if prefill_step_size is None else prefill_step_size
         if dispatch.device() == "cpu":
-            hold_heaps_down()
+            release_freed_memory()
             chunk = chunk_while_decoding = min(chunk, CPU_STEP)
             if prefill_step_size is None:
                 chunk_while_decoding = CPU_STEP_WHILE_DECODING

@@ -80,7 +80,7 @@ def open_mlx_lm_model(
     """
     from mlx_lm import utils
 
-    from afm_mlx.model.zoo_blocks import take_blocks
+    from afm_mlx.model.zoo_blocks import replace_blocks
 
     ensure_checked()
     with _errors_of_mlx_lm(folder):
@@ -97,7 +97,7 @@ def open_mlx_lm_model(
             repack_mlx_layers(model)
     settle_scales(model)
     settle_floats(model)
-    take_blocks(model)
+    replace_blocks(model)
     model.eval()
     if adapter is not None and ours:
         attach_adapter(model, adapter)

@@ -90,7 +90,7 @@ def attend_and_write(
     cache: KVCache | TailWriter | None,
     *,
     training: bool,
-    whole: bool,
+    merge: bool,
 ) -> tuple[Attended, KeyValues]:
     """Write the new tokens' keys and values to the cache, and attend to all tokens so far.
 
@@ -100,13 +100,13 @@ def attend_and_write(
         positions: positions and mask of the new tokens.
         cache: the block's cache; None to attend to the new tokens only.
         training: True if gradients are needed.
-        whole: False if the caller also takes partials.
+        merge: False if the caller also takes partials.
 
     Returns:
         attention's output (B, L, n_heads * head_dim) or its partials, and the keys and values.
     """
     if cache is not None and positions.lengths is not None:
-        y, kv = _decode(qkv, options, positions.lengths, cache, whole)
+        y, kv = _decode(qkv, options, positions.lengths, cache, merge)
         return _merge_heads(y), kv
     if isinstance(cache, KVCache) and cache.int8:
         q, codes = rope_norm_quantize(qkv, positions.offset, options)
@@ -126,14 +126,14 @@ def attend_and_write(
 
 
 def attend(
-    q: mx.array, rope: QueryRope, positions: Positions, kv: KeyValues, whole: bool
+    q: mx.array, rope: QueryRope, positions: Positions, kv: KeyValues, merge: bool
 ) -> Attended:
     """Attend with new queries to keys and values that another block wrote.
 
     Args:
         q: the query projection, (B, L, n_heads * head_dim).
         rope: RoPE and norm of the queries.
-        positions, whole: see `attend_and_write`.
+        positions, merge: see `attend_and_write`.
         kv: keys and values of all tokens so far.
 
     Returns:
@@ -141,7 +141,7 @@ def attend(
     """
     heads = _heads(q, rope.weight.shape[0])
     if positions.lengths is not None:
-        return _merge_heads(decode_attention(heads, kv, positions.lengths, rope, whole))
+        return _merge_heads(decode_attention(heads, kv, positions.lengths, rope, merge))
     heads = rope_norm(heads, rope.weight, positions.offset, rope.theta, rope.eps)
     return _merge_heads(_attend(heads, kv, positions))
 
@@ -174,7 +174,7 @@ def _decode(
     options: HeadOptions,
     lengths: mx.array,
     cache: KVCache | TailWriter,
-    whole: bool,
+    merge: bool,
 ) -> tuple[Attended, KeyValues]:
     """Attend with a few new tokens per row, which are written to the cache's tail."""
     count = qkv.shape[1]
@@ -189,7 +189,7 @@ def _decode(
         starts,
     )
     if int8 and count == 1:
-        y, tail = write_and_attend(qkv, kv, lengths, options, whole)
+        y, tail = write_and_attend(qkv, kv, lengths, options, merge)
         cache.take_tail(tail)
         return y, kv._replace(tail=tail)
     if int8:
@@ -199,7 +199,7 @@ def _decode(
     tail = write_tokens(tail, new.astype(tail.dtype), lengths - starts + (count - 1))
     cache.take_tail(tail, count)
     kv = kv._replace(tail=tail)
-    return decode_attention(q, kv, lengths, whole=whole), kv
+    return decode_attention(q, kv, lengths, merge=merge), kv
 
 
 def _attend(queries: mx.array, kv: KeyValues, positions: Positions) -> mx.array:

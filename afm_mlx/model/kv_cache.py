@@ -366,12 +366,8 @@ class KVCache:
             cache.buffer = mx.contiguous(self.buffer[row : row + 1, :, :used])
         return cache
 
-    def filter(self, rows: Any) -> None:
-        """Keep only these rows, in this order, and drop columns that none of them uses.
-
-        Args:
-            rows: a sequence of indices, or an integer array.
-        """
+    def filter(self, rows: Sequence[int] | mx.array) -> None:
+        """Keep only the rows of these indices, in this order, and drop columns that none of them uses."""
         rows = rows.tolist() if isinstance(rows, mx.array) else list(rows)
         self.settle()
         self.tail = None
@@ -472,14 +468,14 @@ class KVCache:
     # -- state, for evaluation and files
 
     @property
-    def state(self) -> Any:
+    def state(self) -> list[mx.array]:
         """Keys, values, and tokens fed and forgotten per row, (2, B) int32; [] before the first token."""
         if self.buffer is None:
             return []
         return [*self.keys_and_values(), mx.array([self._lengths, self._forgotten], dtype=mx.int32)]
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Sequence[mx.array]) -> None:
         self.tail = self._in_buffer = None
         if not state:
             self.buffer = None
@@ -576,7 +572,7 @@ class NoKVCache:
 
     offset = 0
     nbytes = 0
-    state: Any = ()
+    state: tuple[()] = ()
 
     def size(self) -> int:
         return 0
@@ -598,16 +594,16 @@ class NoKVCache:
     def extract(self, row: int) -> NoKVCache:
         return NoKVCache()
 
-    def filter(self, rows: Any) -> None: ...
+    def filter(self, rows: object) -> None: ...
 
-    def extend(self, other: Any) -> None: ...
+    def extend(self, other: object) -> None: ...
 
-    def prepare(self, **padding: Any) -> None: ...
+    def prepare(self, **padding: object) -> None: ...
 
     def finalize(self) -> None: ...
 
     @staticmethod
-    def merge(caches: Sequence[Any]) -> NoKVCache:
+    def merge(caches: Sequence[object]) -> NoKVCache:
         return NoKVCache()
 
 

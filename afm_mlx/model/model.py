@@ -87,7 +87,7 @@ class WritingAttention(nn.Module):
             positions,
             cache,
             training=self.training,
-            whole=not is_fusable(self.out_proj),
+            merge=not is_fusable(self.out_proj),
         )
         return project(self.out_proj, y, residual), kv
 
@@ -108,7 +108,7 @@ class ReuseAttention(nn.Module):
         """Return `residual` plus the output for the normalized `x`, (B, L, D)."""
         q = project(self.q_proj, x)
         rope = QueryRope(self.q_norm.weight, self._config.rope_theta, self._config.rms_norm_eps)
-        y = attend(q, rope, positions, kv, whole=not is_fusable(self.out_proj))
+        y = attend(q, rope, positions, kv, merge=not is_fusable(self.out_proj))
         return project(self.out_proj, y, residual)
 
 

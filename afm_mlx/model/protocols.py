@@ -13,7 +13,10 @@ import mlx.core as mx
 
 
 class CacheEntry(Protocol):
-    """Keys and values of one block for one row: a `KVCache`, or one of `mlx_lm.models.cache`."""
+    """Keys and values of one block: a `KVCache`, or one of `mlx_lm.models.cache`.
+
+    Entries of a batch also have `extract`, `filter`, `extend`, `prepare` and `finalize`, see `KVCache`.
+    """
 
     state: Any
     """Arrays in nested lists and tuples, to evaluate, store and restore; empty before the first token."""
@@ -31,33 +34,8 @@ class CacheEntry(Protocol):
         """Remove up to `count` tokens from the end of every row; return how many were removed."""
 
 
-class BatchEntry(CacheEntry, Protocol):
-    """Keys and values of one block for the rows of a batch."""
-
-    def extract(self, row: int) -> Any:
-        """Return a copy of one row, as a cache entry."""
-
-    def filter(self, rows: Any) -> None:
-        """Keep only these rows, given by their indices, in this order."""
-
-    def extend(self, other: Any) -> None:
-        """Append the rows of another entry for the same block."""
-
-    def prepare(
-        self,
-        *,
-        left_padding: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
-        right_padding: Sequence[int] | None = None,
-    ) -> None:
-        """Announce that the tokens up to `finalize` end with padding in some rows."""
-
-    def finalize(self) -> None:
-        """Remove the padding."""
-
-
 Cache: TypeAlias = list[Any]
-"""One `CacheEntry` (of a batch: `BatchEntry`) for each block. They also have what `isinstance` says."""
+"""One `CacheEntry` for each block; `isinstance` tells what more an entry has."""
 
 
 class LanguageModel(Protocol):
@@ -65,18 +43,12 @@ class LanguageModel(Protocol):
 
     training: bool
 
-    def __call__(self, inputs: mx.array, /, cache: Any = None) -> mx.array:
+    def __call__(self, inputs: mx.array, /, cache: Cache | None = None) -> mx.array:
         """Return logits (B, L, vocab_size) for token ids (B, L); the cache grows by L tokens."""
 
     @property
-    def layers(self) -> Sequence[Any]:
+    def layers(self) -> Sequence[object]:
         """The blocks, each with one cache entry."""
 
     def parameters(self) -> dict[str, Any]:
         """Every parameter, in nested dicts and lists."""
-
-    def eval(self) -> Any:
-        """Leave the training mode."""
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the training mode."""

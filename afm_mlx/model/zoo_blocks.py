@@ -71,7 +71,7 @@ def _heads(x: mx.array, count: int) -> mx.array:
 _BLOCKS = {llama.TransformerBlock: LlamaBlock, qwen3.TransformerBlock: Qwen3Block}
 
 
-def take_blocks(model: nn.Module) -> None:
+def replace_blocks(model: nn.Module) -> None:
     """Make a model's Llama and Qwen3 blocks run through this package's operations, if MLX runs on a CPU."""
     if device() != "cpu":
         return

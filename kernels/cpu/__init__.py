@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.kernels.dispatch import FLOATS, Case, Variant, other_than_floats
+from afm_mlx.kernels.dispatch import FLOATS, Case, Obstacle, Variant, other_than_floats
 from afm_mlx.kernels.operands import HeadOptions, KeyValues, PackedWeight, QueryRope
 
 _extension: Any = extension.module()  # None if the rules below refuse every case
@@ -28,7 +28,7 @@ def _decode_attention(
     kv: KeyValues,
     lengths: mx.array,
     rope: QueryRope | None = None,
-    whole: bool = True,
+    merge: bool = True,
 ) -> mx.array:
     tail = {"tail": kv.tail, "starts": kv.starts}
     of_rope = {} if rope is None else {"weight": rope.weight, "theta": rope.theta, "eps": rope.eps}
@@ -38,7 +38,7 @@ def _decode_attention(
 
 
 def _write_and_attend(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, merge: bool = True
 ) -> tuple[mx.array, mx.array]:
     queries, codes = _extension.rope_norm_quantize(qkv, lengths - 1, options)
     tail = _extension.write_tokens(kv.tail, codes, lengths - kv.starts)
@@ -80,7 +80,7 @@ def _writing_obstacle(case: Case) -> str | None:
     return _attention_obstacle(case) or _rope_obstacle(case)
 
 
-def _variant(op: str, obstacle: Callable[[Case], str | None], run: Any = None) -> Variant:
+def _variant(op: str, obstacle: Obstacle, run: Callable[..., Any] | None = None) -> Variant:
     """An operation by the extension's function of that name, or by `run` if the arguments differ."""
     own: Any = getattr(_extension, op, None)
     return Variant(op, f"cpu/{op}", run or own, obstacle)

@@ -91,7 +91,7 @@ _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @functools.cache
-def hold_heaps_down() -> bool:
+def release_freed_memory() -> bool:
     """Make this process map blocks of `HEAP_BYTES` and more, so that freed memory returns to the system.
 
     Returns:

@@ -84,7 +84,7 @@ def problem(library: str) -> str | None:
     except TypeError:
         works = False
     if works:
-        _exercise(module, mx)
+        _exercise(module)
         return None
     found = ", ".join(sorted(set(_nanobind_internals()) - wanted)) or "no types of MLX"
     return (
@@ -94,8 +94,10 @@ def problem(library: str) -> str | None:
     )
 
 
-def _exercise(module: Any, mx: Any) -> None:
+def _exercise(module: Any) -> None:
     """Run kernels of every instruction set that the extension finds on this machine."""
+    import mlx.core as mx
+
     mx.set_default_device(mx.cpu)
     plain = (None, 0.0, None, (), 16)  # ProductOptions
     queries, lengths, scale = mx.ones((1, 4, 1, 64)), mx.array([40]), mx.array(0.1)

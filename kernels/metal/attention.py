@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.metal import runtime
-from afm_mlx.kernels.metal.products import MAX_MERGED, merged
+from afm_mlx.kernels.metal.products import MAX_MERGED, merge_partials
 from afm_mlx.kernels.metal.runtime import Kernel
 from afm_mlx.kernels.operands import (
     AttentionPartials,
@@ -144,7 +144,7 @@ def rope_norm_quantize(
     return queries, codes
 
 
-def _head_arrays(options: HeadOptions) -> list[Any]:
+def _head_arrays(options: HeadOptions) -> list[mx.array | None]:
     """The arrays of `q_weight`, `k_weight`, `key_scale`, `value_scale` and `constants`."""
     constants = _constants(options.q_weight.shape[0], options.theta, options.eps)
     return [options.q_weight, options.k_weight, options.key_scale, options.value_scale, constants]
@@ -195,14 +195,14 @@ def plan(
     n_kv_heads: int,
     capacity: int,
     head_dim: int,
-    whole: bool = True,
+    merge: bool = True,
     cores: int = CORES["s"],
 ) -> AttentionPlan:
     """Divide the work for a cache's shape.
 
     Args:
         batch, n_heads, n_kv_heads, capacity, head_dim: shape of queries, keys and values.
-        whole: True if another dispatch has to merge the partials.
+        merge: True if another dispatch has to merge the partials.
         cores: cores of the GPU. With two threadgroups per core, one computes while the other waits; that gains
             less than a dispatch costs.
     """
@@ -211,10 +211,10 @@ def plan(
     # the largest chips idle.
     heads = max(h for h in (1, 2) if group % h == 0)
     threadgroups = batch * n_heads // heads
-    most = MAX_SPLITS if whole else MAX_PARTIALS
-    wanted = cores if whole else 2 * cores
+    most = MAX_SPLITS if merge else MAX_PARTIALS
+    wanted = cores if merge else 2 * cores
     splits = min(-(-capacity // SPLIT), max(1, wanted // threadgroups), most)
-    single = splits == 1 or (whole and capacity <= SINGLE_PASS)
+    single = splits == 1 or (merge and capacity <= SINGLE_PASS)
     # A lane holds its dimensions of every query and of every sum: 32 registers at most. With twice as many, a
     # simdgroup would take more than an Apple GPU's instructions can name.
     units = 4 // heads
@@ -230,11 +230,11 @@ def decode_attention(
     kv: KeyValues,
     lengths: mx.array,
     rope: QueryRope | None = None,
-    whole: bool = True,
+    merge: bool = True,
 ) -> mx.array | AttentionPartials:
     """See `reference.decode_attention`.
 
-    One dispatch for each of a row's tokens. With `whole`, a second one merges the partials, beyond
+    One dispatch for each of a row's tokens. With `merge`, a second one merges the partials, beyond
     `SINGLE_PASS` columns of batches that don't fill the GPU.
     """
     count = queries.shape[2]
@@ -249,19 +249,19 @@ def decode_attention(
     columns = _columns(kv, lengths)
     inputs = [queries, *columns, kv.key_scale, kv.value_scale, of_rope.weight, constants]
     shape, dtype = queries.shape, queries.dtype
-    (out,) = _attend(_DECODE, inputs, kv, shape, dtype, whole, rope=rope is not None)
+    (out,) = _attend(_DECODE, inputs, kv, shape, dtype, merge, rope=rope is not None)
     return out
 
 
 def write_and_attend(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, merge: bool = True
 ) -> tuple[mx.array | AttentionPartials, mx.array]:
     """See `reference.write_and_attend`. As many dispatches as `decode_attention` takes."""
     batch, _, width = qkv.shape
     head_dim = kv.buffer.shape[3]
     shape = (batch, width // head_dim - 2 * options.n_kv_heads, 1, head_dim)
     inputs = [qkv, *_columns(kv, lengths), *_head_arrays(options)]
-    out, tail = _attend(_WRITE, inputs, kv, shape, qkv.dtype, whole)
+    out, tail = _attend(_WRITE, inputs, kv, shape, qkv.dtype, merge)
     return out, tail
 
 
@@ -278,7 +278,7 @@ def _attend(
     kv: KeyValues,
     shape: tuple[int, ...],
     dtype: mx.Dtype,
-    whole: bool,
+    merge: bool,
     **flags: bool,
 ) -> list[Any]:
     """Launch a kernel over the columns; return its outputs, attention's first.
@@ -289,14 +289,14 @@ def _attend(
         kv: keys and values.
         shape: (B, n_heads, 1, head_dim), of attention's output.
         dtype: type of attention's output.
-        whole: True to merge the partials.
+        merge: True to merge the partials.
         flags: template arguments that only this kernel has.
     """
     batch, n_heads, _, head_dim = shape
     # Two rows keep a GPU busy by themselves. A product merges its inputs in its threadgroups' memory.
-    whole = whole or batch > MERGED_ROWS or math.prod(shape) * dtype.size > MAX_MERGED
+    merge = merge or batch > MERGED_ROWS or math.prod(shape) * dtype.size > MAX_MERGED
     sizes = (batch, n_heads, kv.n_kv_heads, kv.buffer.shape[2], head_dim)
-    work = plan(*sizes, whole, gpu_cores())
+    work = plan(*sizes, merge, gpu_cores())
     split = work.splits > 1
     writes = [kv.tail] if kernel is _WRITE and kv.tail is not None else []
     out, *rest = runtime.launch(
@@ -321,7 +321,7 @@ def _attend(
     )
     assert kv.value_scale is not None
     parts = AttentionPartials(out, kv.value_scale, dtype)
-    return [(merged(parts).reshape(shape) if whole else parts) if split else out, *rest]
+    return [(merge_partials(parts).reshape(shape) if merge else parts) if split else out, *rest]
 
 
 def _attention_obstacle(case: Case) -> str | None:

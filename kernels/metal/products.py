@@ -117,7 +117,7 @@ def vector(product: Product, dtype: mx.Dtype) -> mx.array:
     """A product of 1 to `VECTOR_ROWS` vectors: (..., N) of `dtype`."""
     shrinks = _shrinks_inside(product)
     if isinstance(product.x, AttentionPartials) and product.adapters and not shrinks:
-        product = product._replace(x=merged(product.x))  # another kernel multiplies it with A
+        product = product._replace(x=merge_partials(product.x))  # another kernel multiplies it with A
     if shrinks:
         shape = Threadgroups(SHRINK_SIMDGROUPS, most_code_rows(product.rows), False)
     elif isinstance(product.x, AttentionPartials):
@@ -331,7 +331,7 @@ _MERGE = Kernel(
 )
 
 
-def merged(partials: AttentionPartials) -> mx.array:
+def merge_partials(partials: AttentionPartials) -> mx.array:
     """See `reference.merge_partials`. One dispatch."""
     batch, n_heads, _, width = partials.numbers.shape
     threads = -(-(width - 2) // 32) * 32

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 FOLDER = Path(__file__).parent
 
-Template = tuple[tuple[str, Any], ...]
+Template = tuple[tuple[str, int | bool | mx.Dtype], ...]
 """Names and values (int, bool or Dtype) of a kernel's template arguments."""
 
 
@@ -102,7 +101,7 @@ def ints(*values: int) -> mx.array:
 
 
 @functools.cache
-def _compiled(kernel: Kernel) -> Any:
+def _compiled(kernel: Kernel) -> Callable[..., list[mx.array]]:
     return mx.fast.metal_kernel(
         name=kernel.function,
         input_names=list(kernel.inputs),

@@ -30,7 +30,7 @@ import numpy as np
 
 from afm_mlx.kernels import dispatch, settings
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Problem, make
+from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Args, Problem, make
 from afm_mlx.kernels.selftest.specs import Spec, quick_specs
 
 # The reference dequantizes a matrix to float32, and makes several arrays of that size.
@@ -378,7 +378,7 @@ def launch_seconds() -> float:
 
 
 def _chain_seconds(
-    run: Callable[..., Any] | None, problem: Problem, args: Sequence[tuple[Any, ...]], length: int
+    run: Callable[..., Any] | None, problem: Problem, args: Sequence[Args], length: int
 ) -> float:
     """Seconds of one chain; of its additions alone if `run` is None."""
     x = problem.args[0]

@@ -38,6 +38,9 @@ _TF32 = 2.0**-11
 _ULP = 2.0**-23
 _PRECISE = 4  # table 8.1, `metal::precise`: exp, exp2, sin and cos; rsqrt is correctly rounded
 _FAST_EXP2 = (3, 2)  # table 8.2, `metal::fast`: exp2(x) by 3 + 2 |x|
+Args = tuple[Any, ...]
+"""Arguments of one call."""
+
 _THETA, _EPS = 500000.0, 1e-5
 _ADAPTERS = 3
 _OUTLIER = 1000.0  # factor to the other elements
@@ -58,7 +61,7 @@ class Problem:
     """
 
     spec: Spec
-    args: tuple[Any, ...]
+    args: Args
     wanted: tuple[np.ndarray, ...]
     bound: float
 
@@ -88,7 +91,7 @@ class Problem:
         written = self.wanted[0].size * self.spec.dtype.size * (self.spec.op != "packed_argmax")
         return sum(array.nbytes for array in _arrays(self.args)) + written
 
-    def error(self, results: Any) -> float:
+    def error(self, results: mx.array | Sequence[mx.array]) -> float:
         """Return the error of results, relative to the answer's size.
 
         The answer's size is its root mean square, at least `_LEAST_SIZE`: a few products can all be near 0 by
@@ -102,14 +105,14 @@ class Problem:
         results = results if isinstance(results, (tuple, list)) else (results,)
         return _CHECKS.get(self.spec.op, _check_floats)(self, results)
 
-    def fresh(self, count: int) -> list[tuple[Any, ...]]:
+    def fresh(self, count: int) -> list[Args]:
         """Return `count` sets of arguments with other codes, keys and values: the same work on other bytes."""
         first = [tuple(_with_codes(arg, i) for arg in self.args) for i in range(1, count)]
         mx.eval([_arrays(args) for args in first])
         return [self.args, *first]
 
 
-def _arrays(values: Sequence[Any]) -> list[mx.array]:
+def _arrays(values: Sequence[object]) -> list[mx.array]:
     """All arrays in nested tuples."""
     found: list[mx.array] = []
     for value in values:
@@ -126,7 +129,7 @@ def _used(low_rank: LowRank) -> LowRank:
     return low_rank._replace(numbers=tuple(low_rank.numbers[slot] for slot in sorted(slots)))
 
 
-def _with_codes(arg: Any, salt: int) -> Any:
+def _with_codes(arg: object, salt: int) -> object:
     if isinstance(arg, PackedWeight):
         return arg._replace(codes=arg.codes ^ mx.array(salt, mx.uint32))
     if isinstance(arg, KeyValues):
@@ -190,7 +193,7 @@ def _outlier_columns(spec: Spec) -> np.ndarray:
     return np.arange(1, spec.outliers + 1) * spec.in_dims // spec.outliers - 1
 
 
-def _draw(values: Any, dtype: mx.Dtype = mx.float32) -> mx.array:
+def _draw(values: np.ndarray | float, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.array(np.asarray(values, np.float32)).astype(dtype)
 
 
@@ -242,7 +245,7 @@ def _product_options(spec: Spec, rng: np.random.Generator) -> ProductOptions:
     )
 
 
-def _draw_product(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
+def _draw_product(spec: Spec, rng: np.random.Generator) -> Args:
     x = _activations(spec, rng, spec.in_dims)
     if spec.outliers:
         columns = mx.array(_outlier_columns(spec))
@@ -250,7 +253,7 @@ def _draw_product(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     return x, packed_weight(spec, rng), _product_options(spec, rng)
 
 
-def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
+def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> Args:
     x, gate, options = _draw_product(spec, rng)
     if spec.rank:
         (of_gate,) = options.adapters
@@ -260,7 +263,7 @@ def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     return x, gate, packed_weight(spec, rng), options
 
 
-def _draw_embedding(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
+def _draw_embedding(spec: Spec, rng: np.random.Generator) -> Args:
     tokens = rng.integers(0, spec.out_dims, (spec.batch, spec.tokens))
     tokens[0, 0] = spec.out_dims - 1
     return _int32(tokens), packed_weight(spec, rng), spec.dtype
@@ -270,7 +273,7 @@ def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
     return _draw(rng.uniform(0.5, 1.5, spec.head_dim), spec.dtype)
 
 
-def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
+def _draw_rope(spec: Spec, rng: np.random.Generator) -> Args:
     qkv = _activations(spec, rng, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     offset = _int32(rng.integers(0, 2048, spec.batch))
     q_weight, k_weight = (_head_norm(spec, rng) for _ in range(2))
@@ -290,7 +293,7 @@ def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
     return mx.array(rng.integers(-128, 128, shape, dtype=np.int8))
 
 
-def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
+def _draw_causal(spec: Spec, rng: np.random.Generator) -> Args:
     shape = (spec.batch, spec.heads, spec.tokens, spec.head_dim)
     queries = _draw(rng.standard_normal(shape), spec.dtype)
     if spec.stored != mx.int8:
@@ -300,7 +303,7 @@ def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     return queries, KeyValues(_codes(spec, rng, spec.capacity), *scales)
 
 
-def _draw_decode(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
+def _draw_decode(spec: Spec, rng: np.random.Generator) -> Args:
     rope = QueryRope(_head_norm(spec, rng), _THETA, _EPS) if spec.rope else None
     queries, kv = _draw_causal(spec, rng)
     return queries, *_draw_lengths(spec, rng, kv), rope
@@ -322,13 +325,13 @@ def _draw_lengths(
     return kv, _int32(starts + used)
 
 
-def _draw_writing(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
+def _draw_writing(spec: Spec, rng: np.random.Generator) -> Args:
     qkv, _, options = _draw_rope(spec, rng)
     kv = KeyValues(_codes(spec, rng, spec.capacity), options.key_scale, options.value_scale)
     return qkv, *_draw_lengths(spec, rng, kv), options
 
 
-def _draw_write(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
+def _draw_write(spec: Spec, rng: np.random.Generator) -> Args:
     buffer, tokens = (_codes(spec, rng, columns) for columns in (spec.capacity, spec.tokens))
     return buffer, tokens, _int32(rng.integers(spec.tokens, spec.capacity + 1, spec.batch))
 
@@ -349,7 +352,7 @@ _DRAWS = {
 # -- bounds
 
 
-def _bound(spec: Spec, args: tuple[Any, ...]) -> float:
+def _bound(spec: Spec, args: Args) -> float:
     """The largest error that rounding explains, in the units of `Problem.error`."""
     u = UNIT_ROUNDOFF.get(spec.dtype, 0.0)
     match spec.op, *args:

@@ -12,7 +12,7 @@ from afm_mlx.engine.prefix_cache import PAGE, PrefixCache
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
-from afm_mlx.model.zoo_blocks import take_blocks
+from afm_mlx.model.zoo_blocks import replace_blocks
 from tests.tools.engines import SIZES, Adapters, run, some_prompt, tiny, tokens_of
 from tests.tools.zoo import zoo_model
 
@@ -37,7 +37,7 @@ def kind_of_model(rng, kind):
         return zoo_model("llama", VOCAB, int(rng.integers(2**31)))
     if kind == "zoo blocks":  # as `load` has them, with a batch's cache of our own
         made = zoo_model("llama", VOCAB, int(rng.integers(2**31)))
-        take_blocks(made)
+        replace_blocks(made)
         return made
     return tiny(rng, kv_bits=8 if kind == "int8" else None)
 

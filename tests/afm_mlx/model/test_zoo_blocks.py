@@ -10,7 +10,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.kernels import dispatch
 from afm_mlx.model.kv_cache import STEP, TAIL, ZooKVCache
-from afm_mlx.model.zoo_blocks import LlamaBlock, Qwen3Block, take_blocks
+from afm_mlx.model.zoo_blocks import LlamaBlock, Qwen3Block, replace_blocks
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import all_pairs, each
@@ -41,7 +41,7 @@ def both(kind, rng, packed=None, biased=False):
         rule = QuantizationRule(4, packed, *groups)
         quantize_model(model, {}, rule, rule)
     ours = copy.deepcopy(model)
-    take_blocks(ours)
+    replace_blocks(ours)
     wanted = {"llama": LlamaBlock, "qwen3": Qwen3Block}[kind]
     assert {type(block) for block in ours.layers} == {wanted}
     return model, ours
@@ -118,7 +118,7 @@ def test_rows_of_different_lengths_get_the_tokens_of_mlx_lms_blocks(rng):
 
 def test_other_models_keep_their_caches(rng):
     model = zoo_model("qwen2", VOCAB, 1)
-    take_blocks(model)
+    replace_blocks(model)
     engine = Engine(model, WordTokenizer(VOCAB, ends=()))
     engine.submit(Request([1, 2, 3], max_tokens=3))
     engine.step()

@@ -66,7 +66,7 @@ print(memory.prefer_huge_pages(arrays).is_alive())
 # Pieces of 5 MB with a smaller one behind each: in a heap, the smaller ones would keep the large ones' memory.
 CODE = """
 import ctypes, os
-from afm_mlx.kernels.cpu.memory import hold_heaps_down
+from afm_mlx.kernels.cpu.memory import release_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -74,7 +74,7 @@ def resident():
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
-held = hold_heaps_down()
+held = release_freed_memory()
 libc.free(libc.malloc(30 << 20))  # from now on glibc would take 30 MB from a heap
 before = resident()
 pieces = [(libc.malloc(5 << 20), libc.malloc(1 << 20)) for _ in range(20)]

@@ -152,10 +152,10 @@ def test_parts_are_merged_before_what_can_not_merge_them(metal, rng):
     ):
         shape = (16, 2, head_dim)
         problem = drawn(rng, "decode_attention", dtype, rows, 1, *shape, capacity=capacity)
-        got = kernels.decode_attention(*problem.args, whole=False)
+        got = kernels.decode_attention(*problem.args, merge=False)
         assert isinstance(got, AttentionPartials) == in_parts, (rows, head_dim)
     problem = drawn(rng, "decode_attention", mx.float32, 1, 1, 4, 2, 16, capacity=capacity)
-    parts = kernels.decode_attention(*problem.args, whole=False)
+    parts = kernels.decode_attention(*problem.args, merge=False)
     _, *rest = make(Spec("packed_matmul", mx.float32, 1, 1, 64, 8, 4, "balanced", "row"), rng).args
     merged = kernels.packed_matmul(parts, *rest)
     with dispatch.force("reference"):

@@ -1,14 +1,17 @@
 """Metal kernels of products with packed matrices, run by the emulator, against float64 NumPy."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import BITS, dispatch
+from afm_mlx.kernels import BITS, PackedWeight, dispatch
 from afm_mlx.kernels.metal import matmul, products
+from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools.cases import all_pairs, each
+from tests.tools.low_rank import draw_low_rank, in_shared_arrays
 from tests.tools.problems import assert_solved, with_args
 
 FORMATS = (
@@ -151,3 +154,159 @@ def test_why_a_variant_cannot_run(metal, fields, variant, reason):
     case = dispatch.Case("gpu", mx.bfloat16, 1, "balanced", "group", 32)._replace(**fields)
     reasons = {v.name: found for v, found in dispatch.explain("packed_matmul", case)}
     assert (reason or "None") in str(reasons[variant])
+
+
+# -- the head: the largest product
+
+
+# A simdgroup has one tile up to 32,768 rows, or 16,384 for 3 or 4 vectors; for more, chunks are of 4,096.
+@each(
+    "rows, out_dims",
+    [(1, 1), (1, 5), (4, 70), (2, 32768), (2, 40001), (3, 16384), (6, 4096 + 37), (33, 70)],
+)
+def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
+    """Integers whose products are exact in float32, with rows of the matrix that occur again and again."""
+    x = mx.array(rng.integers(-3, 4, (rows, 16)).astype(np.float32))
+    distinct = rng.integers(0, 16, (max(1, out_dims // 9), 16))
+    codes = distinct[rng.integers(0, len(distinct), out_dims)]
+    weight = PackedWeight(kernels.pack_codes(mx.array(codes), 4), 4, "balanced", mx.array(2.0))
+    logits = np.array(x).astype(np.float64) @ (2 * codes - 15).T
+    chosen = dispatch.select("packed_argmax", case_of("packed_argmax", x, weight)).name
+    assert chosen == ("metal/argmax" if rows <= 4 else "metal/argmax_of_products")
+    index, value = kernels.packed_argmax(x, weight)
+    assert index.dtype == mx.uint32
+    assert index.tolist() == logits.argmax(-1).tolist()
+    assert value.tolist() == logits.max(-1).tolist()
+
+
+def test_the_largest_in_any_tile_is_found(metal, rng):
+    """A simdgroup of the 3B's head has 5 or 10 tiles. Here, the last simdgroup's last one has a single row."""
+    out_dims = 40_001
+    for rows in (1, 2, 3):
+        code_rows = products.most_code_rows(rows)
+        tiles = -(-out_dims // (code_rows * matmul.CHUNK))
+        assert tiles >= 2
+        assert out_dims % (tiles * code_rows) % code_rows == 1
+        # One place in each tile of a simdgroup, one of which is the last row of all.
+        first = int(rng.integers(out_dims // (tiles * code_rows))) * tiles * code_rows
+        places = [first + tile * code_rows + int(rng.integers(code_rows)) for tile in range(tiles)]
+        places[out_dims % (tiles * code_rows) // code_rows] = out_dims - 1
+        for some in (places[i : i + rows] for i in range(0, tiles, rows)):
+            signs = np.where(np.arange(16) >> np.arange(rows)[:, None] & 1, 1, -1)
+            codes = rng.integers(6, 10, (out_dims, 16))
+            codes[some] = np.where(signs[: len(some)] > 0, 15, 0)
+            weight = PackedWeight(
+                kernels.pack_codes(mx.array(codes), 4), 4, "balanced", mx.array(2.0)
+            )
+            index, value = kernels.packed_argmax(mx.array(signs.astype(np.float32)), weight)
+            assert index.tolist()[: len(some)] == some
+            assert value.tolist()[: len(some)] == [16 * 15] * len(some)
+
+
+def test_every_format(metal, rng):
+    for (mode, per), bits, dtype, rows, shape in all_pairs(
+        FORMATS, BITS, DTYPES, (1, 3), ((704, 21), (64, 8))
+    ):
+        group = 32 if per == "group" else 0
+        spec = Spec("packed_argmax", dtype, rows, 1, *shape, bits, mode, per, group, norm=rows > 1)
+        assert_solved(make(spec._replace(activation_bits=32), rng), kernels.packed_argmax)
+
+
+def test_what_is_no_number_is_the_largest_so_that_it_is_seen(metal):
+    scales = mx.array([-1.0] * 4 + [float("nan")] + [-2.0] * 4)
+    weight = PackedWeight(mx.zeros((9, 2), mx.uint32), 4, "balanced", scales)
+    index, value = kernels.packed_argmax(mx.ones((1, 16)), weight)
+    assert index.tolist() == [4]
+    assert not np.isfinite(value.tolist()[0])
+
+
+# -- adapters: many at once, of any rank
+
+
+BODY = {"bits": 2, "mode": "balanced", "granularity": "row", "activation_bits": 32}
+EXTREMES = [-(2**31), -2, 2**31 - 1]
+INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["shrink", "inside"])
+# Rows of the batch, and tokens of each.
+BATCHES = [(1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix"), (3, 4, "matrix")]
+
+
+def draw_slots(rng, rows, adapters):
+    """Every adapter if rows suffice, else some; and slots that are none's."""
+    listed = [*range(adapters), -1, int(rng.choice([adapters, *EXTREMES]))] * rows
+    return [int(rng.integers(adapters)), *rng.permutation(listed)[1:rows].tolist()]
+
+
+def assert_adapted(problem, variant, *adapters):
+    """The variant that is chosen is the one meant, and adds what the adapters say."""
+    *given, options = problem.args
+    problem = with_args(problem, *given, options._replace(adapters=adapters))
+    assert dispatch.select(problem.spec.op, problem.case).name == f"metal/{variant}"
+    assert_solved(problem, getattr(kernels, problem.spec.op))
+
+
+@INSIDE
+def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
+    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
+    cases = all_pairs(BATCHES, (1, 2, 8), (1, 2, 3), (False, True), DTYPES, DTYPES)
+    for (batch, tokens, variant), count, projections, norm, dtype, of_adapters in cases:
+        n = int(rng.integers(33, 200))
+        # Products with A that fit into a threadgroup's memory.
+        ranks = rng.choice([0, 1, 5, 8, 16, 33, 64], count).tolist()
+        ranks[int(rng.integers(count))] = 12
+        slots, sections = draw_slots(rng, batch, count), (n // 3, n // 3 + 7, n)[-projections:]
+        adapters = draw_low_rank(rng, slots, 144, sections, ranks, [of_adapters])
+        spec = Spec("packed_matmul", dtype, batch, tokens, 144, n, **BODY)
+        problem = make(spec._replace(norm=norm, residual=(projections > 1) != norm), rng)
+        assert_adapted(problem, variant, adapters)
+
+
+PAIRS = {
+    "gate": [(4, 0)],
+    "up": [(0, 9)],
+    "both": [(3, 20)],
+    "eight": [(16, 16), (0, 5), (7, 0), (0, 0), (8, 1), (2, 40), (33, 3), (1, 1)],
+}
+
+
+@INSIDE
+@pytest.mark.parametrize("name", PAIRS)
+def test_adapters_of_a_pair(metal, rng, monkeypatch, name, inside):
+    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
+    for (batch, tokens, variant), shared in all_pairs(BATCHES[1:4], (False, True)):
+        n = int(rng.integers(9, 41))
+        spec = Spec("packed_swiglu", mx.float32, batch, tokens, 80, n, **BODY, norm=True)
+        slots = draw_slots(rng, batch, len(PAIRS[name]))
+        pair = [draw_low_rank(rng, slots, 80, (n,), own) for own in zip(*PAIRS[name], strict=True)]
+        pair = in_shared_arrays(*pair) if shared else pair
+        assert_adapted(make(spec, rng), f"swiglu_{variant}", *pair)
+
+
+@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (8, "matrix")])
+def test_an_adapter_that_leaves_the_matrix_alone_may_be_of_any_size(metal, rng, rows, variant):
+    spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=8, **BODY)
+    given = draw_low_rank(rng, [1] * rows, 64, (8,), [0, 5])
+    few = mx.array([float("nan")] * 3, mx.float16)  # 3 elements would be in another address space
+    adapters = given._replace(numbers=(few, given.numbers[1]))
+    assert_adapted(make(spec, rng), variant, adapters)
+
+
+# -- what is refused, and what it costs
+
+
+def test_what_metal_can_not_add_is_refused(rng):
+    given = draw_low_rank(rng, [0], 16, (4,), [1] * 9)
+    with pytest.raises(ValueError, match="up to 8 adapters of one type at a time; got 9 of"):
+        products.adapter_inputs((given,))
+    mixed = given.numbers[0], given.numbers[1].astype(mx.float32)
+    with pytest.raises(ValueError, match=r"got 2 of .*float16, .*float32"):
+        products.adapter_inputs((given._replace(numbers=mixed, parts=given.parts[:2]),))
+
+
+def test_another_adapter_in_the_same_place_is_another_array_and_no_other_table(rng):
+    given = draw_low_rank(rng, [0], 64, (24,), [7])
+    other = given._replace(numbers=(given.numbers[0] * 2,))
+    of_given, of_other = (products.adapter_inputs((adapters,)) for adapters in (given, other))
+    first, second = of_given["adapter0"], of_other["adapter0"]
+    table, same_table = of_given["parts"], of_other["parts"]
+    assert (first is given.numbers[0], second is other.numbers[0]) == (True, True)
+    assert table is same_table
