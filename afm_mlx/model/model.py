@@ -36,7 +36,7 @@ from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.fused_layers import Normed, head_argmax, head_logits, is_fusable, project, swiglu
 from afm_mlx.model.kv_cache import KVCache, NoKVCache, TailWriter
 
-Cache: TypeAlias = Sequence[KVCache | NoKVCache]
+ModelCache: TypeAlias = Sequence[KVCache | NoKVCache]
 T = TypeVar("T")
 
 
@@ -213,7 +213,7 @@ class Model(nn.Module):
         self.model = Transformer(config)
         self._step = DecodeStep()
 
-    def __call__(self, inputs: mx.array, cache: Cache | None = None) -> mx.array:
+    def __call__(self, inputs: mx.array, cache: ModelCache | None = None) -> mx.array:
         """Return the logits for every given token; the cache, if given, grows by L tokens.
 
         Args:
@@ -225,7 +225,7 @@ class Model(nn.Module):
         """
         return self._next(inputs, cache, Model.head)
 
-    def greedy(self, inputs: mx.array, cache: Cache) -> tuple[mx.array, mx.array]:
+    def greedy(self, inputs: mx.array, cache: ModelCache) -> tuple[mx.array, mx.array]:
         """Return the most likely next token of every row, without writing logits to memory where possible.
 
         Args:
@@ -238,7 +238,7 @@ class Model(nn.Module):
         tokens, max_logits = self._next(inputs, cache, Model.greedy_head, few=True)
         return tokens[:, 0], max_logits[:, 0]
 
-    def verify(self, inputs: mx.array, cache: Cache) -> mx.array:
+    def verify(self, inputs: mx.array, cache: ModelCache) -> mx.array:
         """Return the logits behind a few tokens of every row: the step of speculative decoding.
 
         It reads keys and values as a decode step does, so rows may have different lengths.
@@ -253,7 +253,7 @@ class Model(nn.Module):
         """
         return self._next(inputs, cache, Model.head, few=True)
 
-    def verify_greedy(self, inputs: mx.array, cache: Cache) -> tuple[mx.array, mx.array]:
+    def verify_greedy(self, inputs: mx.array, cache: ModelCache) -> tuple[mx.array, mx.array]:
         """Return the most likely tokens behind a few tokens of every row; see `verify` and `greedy`.
 
         Returns:
@@ -264,7 +264,7 @@ class Model(nn.Module):
     def _next(
         self,
         inputs: mx.array,
-        cache: Cache | None,
+        cache: ModelCache | None,
         head: Callable[[Model, mx.array], T],
         few: bool = False,
     ) -> T:
@@ -323,7 +323,7 @@ class Model(nn.Module):
         """Most likely tokens (...) uint32 of hidden states (..., hidden_dim), and their logits (...)."""
         return head_argmax(self.model.embedding, Normed(h, self.model.output_norm))
 
-    def prefill(self, inputs: mx.array, cache: Cache) -> None:
+    def prefill(self, inputs: mx.array, cache: ModelCache) -> None:
         """Write the keys and values of prompt tokens to the cache, and compute nothing else.
 
         The reuse blocks, 37.5 % of the 3B's blocks, and the head are not run. The prompt's last token goes
@@ -338,7 +338,7 @@ class Model(nn.Module):
         self.model.write(inputs, positions, writing)
 
     def _cached_positions(
-        self, inputs: mx.array, cache: Cache, few: bool = False
+        self, inputs: mx.array, cache: ModelCache, few: bool = False
     ) -> tuple[Positions, list[KVCache]]:
         """Positions of the next tokens, and the caches of the writing blocks.
 
