@@ -117,7 +117,8 @@ def vector(product: Product, dtype: mx.Dtype) -> mx.array:
     """A product of 1 to `VECTOR_ROWS` vectors: (..., N) of `dtype`."""
     shrinks = _shrinks_inside(product)
     if isinstance(product.x, AttentionPartials) and product.adapters and not shrinks:
-        product = product._replace(x=merge_partials(product.x))  # another kernel multiplies it with A
+        # Another kernel multiplies it with A.
+        product = product._replace(x=merge_partials(product.x))
     if shrinks:
         shape = Threadgroups(SHRINK_SIMDGROUPS, most_code_rows(product.rows), False)
     elif isinstance(product.x, AttentionPartials):
