@@ -66,22 +66,18 @@ def base_of(adapter: Path) -> BaseFolder | None:
         return None
     values = read_config_json(path)
     name: Any = values.get("base_model_name_or_path" if "peft_type" in values else "model")
-    folder = _folder_here(name) if is_text(name) else None
+    folder = None
+    try:
+        if is_text(name) and (name == EMBEDDED_MODEL or Path(os.path.expanduser(name)).is_dir()):
+            found = resolve_model(name)
+            if is_afm_config(read_config_json(found / "config.json")):
+                folder = found
+    except (OSError, ValueError):  # no config, or a name that no file can have
+        pass
     if folder is not None:
         return BaseFolder.read(folder)
     embedded = BaseFolder.read(resolve_model(EMBEDDED_MODEL))
     return embedded if values.get("base_model_fingerprint") == embedded.fingerprint else None
-
-
-def _folder_here(name: str) -> Path | None:
-    try:
-        path = Path(os.path.expanduser(name))
-        if not path.is_dir() and name != EMBEDDED_MODEL:
-            return None
-        folder = resolve_model(name)
-        return folder if is_afm_config(read_config_json(folder / "config.json")) else None
-    except (OSError, ValueError):  # no config, or a name that no file can have
-        return None
 
 
 def read_for(
@@ -267,34 +263,23 @@ def verify_adapter(
         except CheckpointError as error:
             report.problems.append(str(error))
     if report.facts["format"] == "toolkit":
-        _check_sums(report, Path(path))
+        with zipfile.ZipFile(path) as archive:  # readers of .pt files don't compare checksums
+            try:
+                damaged = archive.testzip()
+            except (zipfile.BadZipFile, OSError) as error:
+                damaged = str(error)
+        if damaged is not None:
+            report.problems.append(f"its checksums do not fit ({damaged}): the file is damaged")
     if base_signature is not None:
-        _check_signature(report, report.facts.get("package"), base_signature)
-    _check_numbers(report, tensors)
-    return report
-
-
-def _check_sums(report: AdapterReport, path: Path) -> None:
-    """Compare a zip archive's checksums, which readers of `.pt` files don't."""
-    with zipfile.ZipFile(path) as archive:
-        try:
-            bad = archive.testzip()
-        except (zipfile.BadZipFile, OSError) as error:
-            bad = str(error)
-    if bad is not None:
-        report.problems.append(f"its checksums do not fit ({bad}): the file is damaged")
-
-
-def _check_signature(report: AdapterReport, package: Mapping[str, Any] | None, wanted: str) -> None:
-    if package is None:
-        report.problems.append("only .fmadapter packages have a base signature, and this is none")
-    elif (found := package["base_signature"]) != wanted:
-        report.problems.append(
-            f"the package is for the base signature {named(found)}, not {named(wanted)}"
-        )
-
-
-def _check_numbers(report: AdapterReport, tensors: Tensors) -> None:
+        package = report.facts.get("package")
+        if package is None:
+            report.problems.append(
+                "only .fmadapter packages have a base signature, and this is none"
+            )
+        elif (found := package["base_signature"]) != base_signature:
+            report.problems.append(
+                f"the package is for the base signature {named(found)}, not {named(base_signature)}"
+            )
     bad = set(not_finite(tensors))
     report.problems += [f"{named(name)} holds NaN or infinity" for name in sorted(bad)]
     for name in sorted(set(tensors) - bad):
@@ -310,3 +295,4 @@ def _check_numbers(report: AdapterReport, tensors: Tensors) -> None:
         report.problems.append("every B is zero: the adapter changes nothing")
     elif zero:
         report.notes.append(f"{zero} of {len(second)} pairs change nothing: their B is zero")
+    return report

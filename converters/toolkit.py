@@ -67,7 +67,18 @@ def find_files(path: Path) -> tuple[Path, Path, Path]:
     Raises:
         CheckpointError: names the missing file, or the `.pt` files to choose from.
     """
-    weights = _choose_weights(path) if path.is_dir() else path
+    weights = path
+    if path.is_dir():
+        files = sorted(path.glob("*.pt"))
+        weights = path / "base-model.pt"
+        if weights not in files:
+            if len(files) != 1:
+                found = ", ".join(file.name for file in files) or "none"
+                raise CheckpointError(
+                    f"{path} holds {len(files)} .pt files ({named(found)}), and none is base-model.pt. "
+                    "Give the path of the one to convert."
+                )
+            weights = files[0]
     folder, stem = weights.parent, weights.stem
     names = [f"{stem}-config.json", f"{stem}.json", "config.json"]
     config = find_toolkit_config(folder, names)
@@ -111,19 +122,29 @@ def write_toolkit(
     if options.dequantize:
         raise AFMError(f"{weights} holds float weights: there is nothing to dequantize.")
     notes = save_tokenizer(spm, folder)
-    _check_vocabulary(folder, spm, config.model.vocab_size)
+    # Of the written model, which may have more pieces than the source: tokenizer-config.json adds some.
+    pieces = SentencePieceVocabulary((folder / spm.name).read_bytes(), spm).size
+    if pieces > config.model.vocab_size:
+        raise CheckpointError(
+            f"{spm} has {pieces} pieces, and the model's embedding {config.model.vocab_size} rows. "
+            "They belong to different models: a token without a row can't be embedded."
+        )
     state, where = open_state_dict(weights), str(weights)
     keys = map_keys(state, where)
     _check_state(config.model, keys, state, where)
     adapters = {} if options.for_mlx_lm else _plan_adapters(config, keys, state, where)
-    writer = FolderWriter(config.model, _parameters(keys, state, where), options)
+    tensors = {name: (state[key], key) for name, key in keys.weights.items()}
+    for scale, pair in keys.kv_ranges.items():
+        tensors[scale] = _kv_scale(pair, state, where), pair["range"]
+    parameters = {n: _TorchParameter(t, f"{where}: {key}") for n, (t, key) in tensors.items()}
+    writer = FolderWriter(config.model, parameters, options)
     writer.write_weights(folder, progress)
     fingerprint = folder_fingerprint(config.model, folder) if adapters else None
     for adapter, plan in adapters.items():
-        tensors = read_pairs(state, keys.adapters[adapter], options.mlx_dtype, where)
-        tensors = complete_fused(tensors, config.model, plan.rank)
+        pairs = read_pairs(state, keys.adapters[adapter], options.mlx_dtype, where)
+        pairs = complete_fused(pairs, config.model, plan.rank)
         plan = dataclasses.replace(plan, base_model_fingerprint=fingerprint)
-        save_adapter(folder / "adapters" / adapter, tensors, plan)
+        save_adapter(folder / "adapters" / adapter, pairs, plan)
     tokenizer = load_tokenizer(folder)
     writer.write_texts(
         folder,
@@ -159,38 +180,6 @@ class _TorchParameter:
 
     def chunks(self, dtype: mx.Dtype) -> Iterable[Any]:
         return tensor_chunks(self.tensor, dtype, self.name)
-
-
-def _parameters(keys: KeyMap, state: State, source: str) -> dict[str, _TorchParameter]:
-    """Return the base model's parameters by our names."""
-    tensors = {name: (state[key], key) for name, key in keys.weights.items()}
-    for name, pair in keys.kv_ranges.items():
-        tensors[name] = _kv_scale(pair, state, source), pair["range"]
-    return {n: _TorchParameter(tensor, f"{source}: {key}") for n, (tensor, key) in tensors.items()}
-
-
-def _choose_weights(folder: Path) -> Path:
-    files = sorted(folder.glob("*.pt"))
-    if (folder / "base-model.pt") in files:
-        return folder / "base-model.pt"
-    if len(files) != 1:
-        found = ", ".join(file.name for file in files) or "none"
-        raise CheckpointError(
-            f"{folder} holds {len(files)} .pt files ({named(found)}), and none is base-model.pt. "
-            "Give the path of the one to convert."
-        )
-    return files[0]
-
-
-def _check_vocabulary(folder: Path, source: Path, vocab_size: int) -> None:
-    # Of the written model, which may have more pieces than the source: tokenizer-config.json adds some.
-    written = folder / source.name
-    pieces = SentencePieceVocabulary(written.read_bytes(), source).size
-    if pieces > vocab_size:
-        raise CheckpointError(
-            f"{source} has {pieces} pieces, and the model's embedding {vocab_size} rows. "
-            "They belong to different models: a token without a row can't be embedded."
-        )
 
 
 def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -> None:

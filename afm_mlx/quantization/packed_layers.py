@@ -281,48 +281,39 @@ def check_width(in_dims: int, bits: int, name: str) -> None:
 
 def check_packed(packed: PackedWeight, name: str) -> None:
     """Raise `CheckpointError`, which names the layer and the part, unless a packed matrix is consistent."""
-    _need(packed.bits in BITS, name, "bits", repr(packed.bits), f"one of {_listed(BITS)}")
-    _need(packed.mode in MODES, name, "mode", repr(packed.mode), f"one of {_listed(MODES)}")
-    codes = packed.codes
+
+    def need(holds: bool, part: str, wanted: str) -> None:
+        if not holds:
+            value = packed.codes if part == "weight" else getattr(packed, part)
+            got = repr(value) if part in ("bits", "mode") else _described(value)
+            raise CheckpointError(f"{name}: {part} is {got}; it must be {wanted}.")
+
+    need(packed.bits in BITS, "bits", f"one of {_listed(BITS)}")
+    need(packed.mode in MODES, "mode", f"one of {_listed(MODES)}")
+    codes, table, scales, biases = packed.codes, packed.table, packed.scales, packed.biases
     whole = codes.dtype == mx.uint32 and codes.ndim == 2 and codes.size > 0
-    _need(whole, name, "weight", _described(codes), "uint32 of shape [N, K * bits / 32]")
-    (_check_palette if packed.mode == "palette" else _check_scales)(packed, name)
-
-
-def _check_palette(packed: PackedWeight, name: str) -> None:
-    table, rows, entries = packed.table, packed.out_dims, 2**packed.bits
-    fits = table is not None and _is_float(table) and table.ndim == 2 and table.shape[1] == entries
-    if table is not None and fits:
-        fits = table.shape[0] > 0 and rows % table.shape[0] == 0
-    wanted = f"float of shape [T, {entries}], where T divides {rows}"
-    _need(fits, name, "table", _described(table), wanted)
-    for part in ("scales", "biases"):
-        array = getattr(packed, part)
-        _need(array is None, name, part, _described(array), "absent in a palette")
-
-
-def _check_scales(packed: PackedWeight, name: str) -> None:
-    scales, biases, rows, inputs = packed.scales, packed.biases, packed.out_dims, packed.in_dims
+    need(whole, "weight", "uint32 of shape [N, K * bits / 32]")
+    rows, inputs, entries = packed.out_dims, packed.in_dims, 2**packed.bits
+    if packed.mode == "palette":
+        shape = table.shape if table is not None and _is_float(table) else ()
+        fits = len(shape) == 2 and shape[1] == entries and shape[0] > 0 and rows % shape[0] == 0
+        need(fits, "table", f"float of shape [T, {entries}], where T divides {rows}")
+        need(scales is None, "scales", "absent in a palette")
+        need(biases is None, "biases", "absent in a palette")
+        return
     fits = False
     if scales is not None and _is_float(scales):
         fits = scales.shape in ((), (rows,))
         if scales.ndim == 2 and scales.shape[0] == rows:
             fits = scales.shape[1] > 0 and inputs % scales.shape[1] == 0
-    wanted = f"float of shape [], [{rows}] or [{rows}, G], where G divides {inputs}"
-    _need(fits, name, "scales", _described(scales), wanted)
-    _need(packed.table is None, name, "table", _described(packed.table), "absent outside a palette")
+    need(fits, "scales", f"float of shape [], [{rows}] or [{rows}, G], where G divides {inputs}")
+    need(table is None, "table", "absent outside a palette")
     if packed.mode == "balanced":
-        _need(biases is None, name, "biases", _described(biases), "absent in a balanced matrix")
+        need(biases is None, "biases", "absent in a balanced matrix")
     else:
         assert scales is not None
         fits = biases is not None and _is_float(biases) and biases.shape == scales.shape
-        wanted = f"float of shape {list(scales.shape)}, as its scales"
-        _need(fits, name, "biases", _described(biases), wanted)
-
-
-def _need(holds: bool, name: str, part: str, got: str, wanted: str) -> None:
-    if not holds:
-        raise CheckpointError(f"{name}: {part} is {got}; it must be {wanted}.")
+        need(fits, "biases", f"float of shape {list(scales.shape)}, as its scales")
 
 
 def _is_float(array: mx.array) -> bool:

@@ -106,7 +106,7 @@ def test_files_that_are_no_json_object(tmp_path, content):
         ModelConfig.from_file(tmp_path / "config.json")
 
 
-# -- test_architecture
+# -- parameters
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -80,8 +80,6 @@ def test_a_predicate_decides():
         ({"q_group_size": 48}, r"model\..* has 64 inputs, which groups of 48"),
         ({"quant_predicate": "mixed_2_6"}, "layers of 3 or 6 bits, or is none.* mixed_4_8"),
         ({"quant_predicate": "mixed_3_6", "target_bpw": 3}, "'mixed_3_6' does not go with"),
-        ({"quant_predicate": lambda path, module: False}, "No layer was chosen"),
-        ({"quant_predicate": lambda path, module: 3}, "the predicate returned 3"),
         ({"quant_predicate": lambda path, module: {"bit": 3}}, r"model\..*: unknown keys bit"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`convert --target-bpw`: what the folder weighs, what it holds, and what is refused."""
+"""`convert --target-bpw`: folders meet their target; sensitivities are measured and bits chosen as described."""
 
 import copy
 import dataclasses
@@ -149,7 +149,7 @@ def test_what_cannot_be_met_is_refused(make_checkpoint, text, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-# -- test_sensitivity
+# -- models for measurements
 
 SIZES = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0}
 VOCAB = 64

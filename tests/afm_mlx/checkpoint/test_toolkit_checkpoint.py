@@ -1,4 +1,4 @@
-"""PyTorch's files: read without running what they hold, refused when damaged; their numbers as bytes."""
+"""Toolkit checkpoints: files are read without running code, or refused; configs; names of tensors."""
 
 import json
 import os
@@ -134,7 +134,7 @@ def test_equal_tensors_may_lie_elsewhere(rng):
     assert not equal(one, other)
 
 
-# -- test_toolkit_config
+# -- configs
 
 KV = {"__tamm_type__": "ao:KVQuantArchOptimizer"}
 LORA = {"__tamm_type__": "adapters:LoRAModelAdapter"}
@@ -197,7 +197,7 @@ def test_what_cannot_be_honoured_is_named(read, values, words):
         read(values)
 
 
-# -- test_toolkit_keys
+# -- names
 
 
 def test_every_key_of_the_3b_model_is_used_once():

@@ -1,4 +1,4 @@
-"""A package's runner, with an interpreter in Core ML's place, against the package's model."""
+"""Running packages: an interpreter replaces Core ML, and the package's model has the expected logits."""
 
 import functools
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_lengths_that_core_ml_takes_for_others(runner, monkeypatch):
         runner.prefill([0] * 12)
 
 
-# -- test_prompt_chunks
+# -- prompts
 
 
 @each(
@@ -157,7 +157,7 @@ def least(count, lengths, room):
     return min([*ways, seconds(ONE_TOKEN) + least(count - 1, lengths, room)])
 
 
-# -- test_functions
+# -- coremltools' functions, with its own signatures; what they do needs a Mac
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_what_core_ml_refuses(tools, tmp_path):
         coreml_model.CompiledPackage(tmp_path / "my.mlpackage")
 
 
-# -- test_devices
+# -- devices
 
 
 class MLGPUComputeDevice: ...

@@ -46,7 +46,7 @@ def test_a_table_is_near_the_best_there_is(rng):
             assert got <= factor * least_error(line, entries)
 
 
-# -- test_affine_grids
+# -- affine
 
 ROWS, INPUTS = 64, 256
 FLOATS = [mx.float32, mx.float16, mx.bfloat16]

@@ -2,7 +2,7 @@
 
 Floats come in the type in which they are computed; the caller casts results to the program's types. Parameters
 have the opset's names. Where Apple leaves a result undefined, such as for an index out of bounds, the operation
-raises. Operations are those of iOS 15, 17 and 18 that our packages use.
+raises. The operations that our packages use are of iOS 15, 17 and 18.
 """
 
 from __future__ import annotations
