@@ -128,7 +128,7 @@ class ConversionOptions:
 
     @property
     def mlx_dtype(self) -> mx.Dtype | None:
-        """The MLX type of the name `dtype`; None when none is given."""
+        """The MLX type of the name `dtype`; None without one."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
     def check_source(self, source: Path, quantized: bool) -> None:

@@ -61,7 +61,7 @@ def check_finite(tensors: Mapping[str, mx.array], source: str | Path) -> None:
 
 
 def not_finite(tensors: Mapping[str, mx.array]) -> list[str]:
-    """Names of the tensors that hold NaN, infinity or numbers over `LARGEST`; integers pass."""
+    """Return the names of tensors that hold NaN, infinity or numbers over `LARGEST`; integers pass."""
     floats = {name: t for name, t in tensors.items() if mx.issubdtype(t.dtype, mx.floating)}
     small = {name: t for name, t in floats.items() if t.size <= _SMALL}
     large = {name: t for name, t in floats.items() if t.size > _SMALL}

@@ -71,7 +71,7 @@ class Rows:
         """Make rows of an array in memory.
 
         Raises:
-            CheckpointError: when it is no float matrix.
+            CheckpointError: if it is no float matrix.
         """
         if array.ndim != 2 or not mx.issubdtype(array.dtype, mx.floating):
             raise CheckpointError(
