@@ -1,4 +1,4 @@
-"""`convert --target-bpw`: folders meet their target; sensitivities are measured and bits chosen as described."""
+"""`convert --target-bpw`: folders meet their target; sensitivities and the choice of bits are right."""
 
 import copy
 import dataclasses
