@@ -54,7 +54,7 @@ Figures = dict[str, Any]
 
 
 def swaps(model: Any, ranks: Sequence[int], steps: int) -> Figures:
-    """Seconds of a swap, and of the token after it beside tokens without a swap.
+    """Measure seconds of a swap, of the token after it, and of tokens without a swap.
 
     Args:
         model: without an adapter.
@@ -107,7 +107,7 @@ def _timed(calls: Any) -> list[float]:
 
 
 def loads(model: Any, rank: int, trials: int) -> Figures:
-    """Seconds to load an adapter whose file lies in the system's page cache.
+    """Measure seconds to load an adapter whose file is in the system's page cache.
 
     A virtual machine that has given memory back to its host gets it again at a tenth of the speed. So before
     each load as much memory is written to and freed, which the load then finds; how long that took is a
@@ -186,7 +186,7 @@ def operations(model: Any) -> dict[str, int]:
 
 
 def targets(figures: Figures) -> list[Target]:
-    """What was promised, beside what was measured."""
+    """Return the promised figures with the measured ones."""
     same, load, rates = figures["swaps"]["16 and 16"], figures["loads"], figures["decoding"]
     return [
         Target(

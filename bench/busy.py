@@ -1,4 +1,4 @@
-"""Speed beside busy neighbours, and its ratio to that on a quiet machine.
+"""Measure speed next to busy processes, and its ratio to the speed of a quiet machine.
 
 Neighbours are processes that compute all the time: none, one, and one per core. Workloads are products at the
 3B's shapes, packed and dense, for one row and for many. They run in one process that has all the threads, and
@@ -36,7 +36,7 @@ from bench.targets import Target, markdown, target_rows
 HIDDEN, QKV, FFN = 2048, 2560, 6656
 BLOCKS = 4
 KEPT = 1 / 3
-"""Share of the quiet speed that is to be left beside one neighbour per core."""
+"""Promised share of the quiet speed next to one busy process per core."""
 
 Speeds = dict[tuple[str, int, int], list[float]]
 """GFLOP/s of every round, by workload, threads, and neighbours."""
@@ -139,7 +139,7 @@ while time.monotonic() < end:
 
 @contextmanager
 def neighbours(count: int, own_sessions: bool = False) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """So many processes that compute until the end of the block, or for a minute."""
+    """Run busy processes until the end of the block, at most for a minute."""
     started = [
         subprocess.Popen([sys.executable, "-c", _NEIGHBOUR], start_new_session=own_sessions)
         for _ in range(count)
@@ -155,7 +155,7 @@ def neighbours(count: int, own_sessions: bool = False) -> Iterator[list[subproce
 
 
 def start_worker(threads: int) -> Peer:
-    """A process that measures with so many threads."""
+    """A process that measures with a given number of threads."""
     return Peer(f"{threads} threads", [sys.executable, "-m", "bench.busy", "--worker"], threads)
 
 
@@ -167,7 +167,7 @@ def measure(
     seconds: float,
     own_sessions: bool = False,
 ) -> Speeds:
-    """All workloads in all situations, so many times, everything in turn."""
+    """Run all workloads in all situations repeatedly, in turn."""
     speeds: Speeds = {}
     for _ in range(rounds):
         for count in situations:
@@ -199,10 +199,10 @@ def targets(speeds: Speeds, threads: int) -> list[Target]:
     most = max(count for _, _, count in speeds)
     found = []
     for name in dict.fromkeys(name for name, _, _ in speeds):
-        beside, quiet = (statistics.median(speeds[name, threads, n]) for n in (most, 0))
-        found.append(Target(f"{name}: beside {most} neighbours over quiet", beside / quiet, KEPT))
+        busy, quiet = (statistics.median(speeds[name, threads, n]) for n in (most, 0))
+        found.append(Target(f"{name}: with {most} busy processes over quiet", busy / quiet, KEPT))
         if (alone := speeds.get((name, 1, most))) and threads > 1:
-            ratio = beside / statistics.median(alone)
+            ratio = busy / statistics.median(alone)
             found.append(Target(f"{name}: the same over a single thread", ratio, 0.9))
     return found
 

@@ -63,14 +63,14 @@ def schemas(count: int) -> list[dict[str, Any]]:
 
 
 def object_with(count: int) -> dict[str, Any]:
-    """A schema of an object with so many properties."""
+    """Make the schema of an object with a given number of properties."""
     kinds = [{"type": "string"}, {"type": "integer"}, {"enum": ["a", "b"]}, {"type": "boolean"}]
     properties = {f"property_{i}": kinds[i % 4] for i in range(count)}
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def steps(model: Any, tokenizer: Any, rows: int, count: int) -> Figures:
-    """Seconds of a step of so many rows, with a constraint in each and without, in turn."""
+    """Measure seconds of a step with a constraint in each row and without, in turn."""
     constraints = [Constraint.json_schema(schema) for schema in schemas(rows)]
     engines = {
         "free": _started(model, tokenizer, [None] * rows),
@@ -115,7 +115,7 @@ def _started(model: Any, tokenizer: Any, constraints: list[Constraint | None]) -
 
 
 def masks(tokenizer: Any, rows: int, count: int) -> Figures:
-    """Seconds of the masks of so many rows, alone and in the middle of random answers."""
+    """Measure seconds of the masks of a batch, alone and in the middle of random answers."""
     rng = np.random.default_rng(0)
     matchers = [Matcher(Constraint.json_schema(schema), tokenizer) for schema in schemas(rows)]
     seconds = []

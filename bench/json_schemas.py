@@ -1,4 +1,4 @@
-"""How many JSON schemas are honoured, ours beside llguidance alone, and whether what is generated is valid.
+"""Measure how many JSON schemas are honoured, here and by llguidance alone, and if generated values are valid.
 
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite suite
     git clone https://github.com/guidance-ai/jsonschemabench schemas
@@ -239,7 +239,7 @@ def _texts(document: Any) -> Iterator[str]:
 
 
 def bench_schemas(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str, Any]]:
-    """Set, name and schema of so many schemas of JSONSchemaBench in all, as many of each set."""
+    """Return set, name and schema of a sample of JSONSchemaBench, equally many of each set."""
     sets = sorted(path for path in (folder / "data").iterdir() if path.is_dir())
     rng = np.random.default_rng(seed)
     for path in sets:
@@ -251,7 +251,7 @@ def bench_schemas(folder: Path, count: int, seed: int) -> Iterator[tuple[str, st
 def measure_sets(
     folder: Path, count: int, seed: int, measurement: Measurement
 ) -> dict[str, Figures]:
-    """The figures of each set of JSONSchemaBench: of so many schemas in all."""
+    """Return the figures of each set of JSONSchemaBench, over a sample of schemas."""
     result: dict[str, Figures] = {}
     for set_name, name, schema in bench_schemas(folder, count, seed):
         measurement.try_schema(name, schema, result.setdefault(set_name, Figures()))

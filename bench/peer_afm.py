@@ -1,4 +1,4 @@
-"""AFM in the comparison: 2-bit blocks and a 4-bit embedding, beside llama's architecture in llama.cpp.
+"""AFM in the comparison: 2-bit blocks and a 4-bit embedding, compared with llama's architecture in llama.cpp.
 
 llama.cpp can't run AFM. It runs a model of as many blocks and of the same widths and heads, which differs:
 

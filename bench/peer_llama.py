@@ -26,7 +26,7 @@ class Llama:
         path: of the GGUF file.
         threads: for prompts and for single tokens.
         capacity: tokens that the context holds.
-        repack: let llama.cpp arrange weights anew for this processor, its default. One row is faster so,
+        repack: let llama.cpp rearrange weights for this processor, its default. One row is faster so,
             and for some formats prompts are slower.
     """
 

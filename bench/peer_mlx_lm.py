@@ -101,7 +101,7 @@ def main() -> None:
         if rows != 1:
             raise ValueError("mlx-lm is measured with one row")
         times = generate(depth, tokens + 2)
-        # As in afm-mlx: the last token has no other submitted beside it.
+        # As in afm-mlx: no step is submitted with the last token.
         return {"tokens_per_second": tokens / (times[-2] - times[1])}
 
     def memory() -> Answer:

@@ -26,7 +26,7 @@ class LlamaFormat:
     Args:
         body: format of the blocks' matrices, a key of `peer_gguf.FORMATS`.
         embedding: format of the embedding.
-        repack: whether llama.cpp may arrange weights anew for the processor, its default.
+        repack: True to let llama.cpp rearrange weights for the processor, its default.
     """
 
     body: str

@@ -83,7 +83,7 @@ class Ours:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of every parameter, as they lie in memory."""
+    """Return the bytes of all parameters in memory."""
     return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 

@@ -1,4 +1,4 @@
-"""Speed beside llama.cpp and mlx-lm: the same matrix shapes, the same threads, the same run.
+"""Compare speed with llama.cpp and mlx-lm: the same matrix shapes, the same threads, the same run.
 
 Every peer is a process of its own. They take turns (A B C, A B C, ...), so that a machine that slows down
 slows all of them, and each figure is the median of its rounds. It needs a Python with llama-cpp-python; a peer
@@ -67,7 +67,7 @@ class Plan:
         yield "prefill", "prefill", {"tokens": self.prompt}
         yield "decode", "decode", one
         yield "batch", "decode", one | {"rows": self.rows}
-        # llama.cpp would have to compute so many keys and values first: minutes for every round.
+        # llama.cpp would have to compute these keys and values first: minutes for every round.
         if not peer.startswith(LLAMA):
             yield "deep", "decode", one | {"depth": self.deep}
 

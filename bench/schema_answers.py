@@ -3,8 +3,8 @@
     python -m bench.schema_answers --suite suite --schemas schemas --count 200
 
 The embedded model, and one of its shape with random weights, answer every schema that is honoured; the
-folders are those of `bench.json_schemas`. Answers that reach their limit of tokens are completed, and all
-of them validated, by `jsonschema` and the draft that the schema is written in.
+folders are the same as for `bench.json_schemas`. Answers that reach their limit of tokens are
+completed. All are validated with `jsonschema`, by the draft that the schema is written in.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Servers under load, beside each other: afm-mlx's, llama.cpp's and mlx-lm's, on models of one size.
+"""Compare servers under load: afm-mlx's, llama.cpp's and mlx-lm's, on models of one size.
 
 Each is a process of its own with the same number of threads. They take turns with the same requests, so that a
-machine that slows down slows all of them. A turn has so many clients, each of which sends its next request as
-soon as it has its answer; prompts and answers have mixed lengths. mlx-lm takes seconds for a token of the 3B's
+machine that slows down slows all of them. A turn has a number of clients; each sends its next request as
+soon as it has its answer. Prompts and answers have mixed lengths. mlx-lm takes seconds for a token of the 3B's
 shape, so it gets short prompts and answers, and few clients.
 
     python -m bench.server --llama-server /path/to/llama-server --output results

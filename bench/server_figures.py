@@ -16,7 +16,7 @@ CLIENTS = 16
 
 
 def server_targets(measured: Measured) -> list[Target]:
-    """Throughput beside the others, and how far a slow token is from a usual one."""
+    """Return throughput relative to the other servers, and the ratio of slow tokens to usual ones."""
     throughput = {
         name: by_clients[CLIENTS]["tokens_per_second"]
         for name, by_clients in measured.items()
@@ -50,7 +50,7 @@ def _spread(figures: Mapping[str, float], key: str) -> float | None:
 
 
 def table(measured: Measured) -> list[list[str]]:
-    """The figures in rows, the header first; times in milliseconds but for the first token's."""
+    """The figures in rows, the header first; times in milliseconds, the first token's in seconds."""
     rows = [
         [
             "",

@@ -2,7 +2,7 @@
 
     python -m bench.server_mlx_lm --sizes JSON --model FOLDER --port 8080
 
-Of the folder it takes the tokenizer. All arguments but the first are those of `mlx_lm server`.
+Of the folder it takes the tokenizer. All other arguments go to `mlx_lm server`.
 """
 
 from __future__ import annotations

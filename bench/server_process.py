@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def with_threads(threads: int) -> dict[str, str]:
-    """The environment of a program that may compute with so many threads."""
+    """Return the environment of a program that may use a given number of threads."""
     libraries = ("AFM_MLX_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {**os.environ, **dict.fromkeys(libraries, str(threads))}
 

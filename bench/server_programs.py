@@ -2,7 +2,7 @@
 
 All have random weights of one model's shapes (`peer_afm` says what llama.cpp runs in its place), and one
 vocabulary. Prompts are texts for afm-mlx and mlx-lm, and the ids of their tokens for llama.cpp, whose own
-tokenizer may cut a text otherwise. Answers are greedy. llama.cpp is told to ignore the end of an answer; with
+tokenizer may cut a text otherwise. Answers are greedy. llama.cpp is set to ignore the end of an answer; with
 random weights it is one token of 153,600 for the others, and an answer that ended early is counted.
 """
 

@@ -79,7 +79,7 @@ class Report:
 
 
 def memory_growth(samples: Sequence[tuple[float, int]]) -> float | None:
-    """Growth of the median of the last minute over that of the second; None before there are three minutes."""
+    """Return the last minute's median relative to the second minute's; None before three minutes."""
     last = samples[-1][0] if samples else 0.0
     if last < 180:
         return None

@@ -153,7 +153,7 @@ class Visitors:
             return outcome
 
     async def nonsense(self) -> Outcome:
-        """Sends bytes that are no HTTP, and has to be told or left alone."""
+        """A visitor that sends bytes that are not HTTP; the server must refuse or ignore it."""
         async with Exchange(self.address) as exchange:
             noise = self._rng.bytes(int(self._rng.integers(1, 2000)))
             await exchange.send_raw(noise + b"\r\n\r\n")

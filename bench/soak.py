@@ -81,7 +81,7 @@ class Sample:
 
 
 class Load:
-    """The model, an engine, adapters, and what was asked of them so far.
+    """The model, an engine, adapters, and the requests so far.
 
     Args:
         model_path: of the model; None for the embedded one.
@@ -237,7 +237,7 @@ def levelled_off(samples: Sequence[Sample]) -> bool:
 
 
 def soak(load: Load, minutes: float, every: float, trimmed: bool) -> list[Sample]:
-    """Run waves for so long, and print a sample every so many seconds."""
+    """Run waves for a duration, and print samples at an interval, both in seconds."""
     columns = [field.name for field in fields(Sample)]
     print("  ".join(f"{name:>9}" for name in columns), flush=True)
     start, samples = time.monotonic(), []

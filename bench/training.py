@@ -1,4 +1,4 @@
-"""Training steps at the 3B's widths: seconds, memory beside its estimate, and mlx-lm's own steps.
+"""Measure training steps at the 3B's widths: seconds, memory and its estimate, and mlx-lm's own steps.
 
 Every case is a process of its own, one at a time, so that its peak is its own. They take turns over the
 rounds, and each figure is the median of all steps. The model has the 3B's widths, fewer blocks, and a smaller
@@ -142,7 +142,7 @@ def table(figures: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def targets(figures: dict[str, dict[str, Any]]) -> list[Target]:
-    """What was promised, beside what was measured."""
+    """Return the promised figures with the measured ones."""
 
     def ratio(a: str, b: str, key: str = "processor_seconds") -> float | None:
         return figures[a][key] / figures[b][key] if a in figures and b in figures else None
@@ -183,9 +183,9 @@ _MAC_ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def usable_bytes(gigabytes: int) -> int:
-    """What a Mac with so many GiB lets its GPU use: two thirds up to 32, three quarters above.
+    """Return the bytes that a Mac with `gib` GiB lets its GPU use: two thirds up to 32, three quarters above.
 
-    An assumption: `mx.device_info()["max_recommended_working_set_size"]` says what it is on a Mac at hand.
+    An assumption: `mx.device_info()["max_recommended_working_set_size"]` reports it on a Mac.
     Source: Metal's `recommendedMaxWorkingSetSize` in logs that users of llama.cpp have posted: 10,923 MiB of
     16 GiB, 21,845 of 32, and 49,152 of 64.
     """
@@ -196,7 +196,7 @@ def usable_bytes(gigabytes: int) -> int:
 def largest_length(
     config: ModelConfig, budget: int, kind: str, *, limit: int | None = None, **settings: object
 ) -> int:
-    """The most tokens that one row may have within so many bytes, a multiple of 64; 0 where none fit.
+    """Return the maximum tokens of one row that fit in a number of bytes, a multiple of 64; 0 if none fit.
 
     Args:
         config: architecture.

@@ -1,7 +1,7 @@
 """A worker that measures one kind of training step: seconds, and MLX's peak memory.
 
-`ours` are the steps of this package, `peer_mlx_lm` those of mlx-lm's own trainer on its `afm7`. Both run with
-the BLAS that this package installs, so that the difference is that of the steps.
+`ours` are the steps of this package, `peer_mlx_lm` steps of mlx-lm's own trainer on its `afm7`. Both run with
+the BLAS that this package installs, so that only the steps differ.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def mlx_lm_step(config: ModelConfig, case: Case, stack: ExitStack) -> Callable[[
 
 
 def measure(config: ModelConfig, case: Case, steps: int, warm_up: int = 1) -> Answer:
-    """Seconds of each of so many steps, and the most bytes that MLX held during them.
+    """Measure the seconds of each step, and MLX's peak bytes.
 
     Processor seconds, of all threads, mean something on a machine that others use too.
     """

@@ -3,7 +3,7 @@
     python examples/bench_plot.py speed.png                      the embedded model
     python examples/bench_plot.py speed.png --preset afm-3b      the 3B's shape, random weights
 
-Beside what was measured it draws what memory would allow if each step read its bytes at the measured bandwidth:
+Besides the measurements it draws what memory would allow if each step read its bytes at the measured bandwidth:
 where the two part, decoding is bound by something else.
 """
 

@@ -98,7 +98,7 @@ def mlx_draws_from_the_seed(rng):
 
 @pytest.fixture
 def exact_memory():
-    """MLX's figures are sums of what arrays need: none lies in a larger buffer that was kept from others."""
+    """MLX's figures are sums of what arrays need: none is in a larger buffer that was kept from others."""
     gc.collect()
     gc.freeze()  # so that collecting again and again looks only at what the test makes
     limit = mx.set_cache_limit(0)

@@ -68,7 +68,7 @@ def change(node: ast.AST, rng: random.Random) -> bool:
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node that a fault may lie in: no annotation, message or import for types."""
+    """Yield every node that a fault may change: no annotation, message or import for types."""
     for field, value in ast.iter_fields(tree):
         for child in value if isinstance(value, list) else [value]:
             if field in ("annotation", "returns", "decorator_list") or not isinstance(
@@ -104,7 +104,7 @@ def draw_faults(count: int, seed: int, under: list[str]) -> list[Fault]:
             rooms.setdefault(path.parent, []).append(path)
     if not rooms:
         sys.exit(
-            f"No Python file lies below {', '.join(under)}: name folders such as afm_mlx/engine."
+            f"There is no Python file below {', '.join(under)}: name folders such as afm_mlx/engine."
         )
     faults: dict[Fault, None] = {}
     while len(faults) < count:

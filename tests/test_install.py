@@ -116,7 +116,7 @@ def test_an_ordinary_install_works_from_anywhere(wheel, tmp_path):
     venv.create(tmp_path / "env", with_pip=True)
     python = str(tmp_path / "env" / "bin" / "python")
     said([python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)])
-    # Its dependencies are those of this very interpreter; the editable finder of ours must not come along.
+    # Its dependencies are this interpreter's; our editable finder must not come along.
     site = said([python, "-c", "print(__import__('sysconfig').get_path('platlib'))"]).strip()
     paths = os.pathsep.join([site, sysconfig.get_path("platlib")])
     for folder in (ROOT, tmp_path):

@@ -7,7 +7,7 @@ A message from a customer is made of clauses, and every task is a view of them:
     triage   how urgent it is, which team gets it, and who wrote
 
 Answers are a function of the prompt, so the measure is exact match. Values that are copied come from the
-generator of the embedded model (`examples/nano/values.py`): those of the test split never occur in training.
+generator of the embedded model (`examples/nano/values.py`): names of the test split never occur in training.
 
     python inbox.py            # print one message and what each task makes of it
     python inbox.py todo 64    # print training chats, a line of JSON each

@@ -54,8 +54,8 @@ def measure(out: Path, adapters: Mapping[str, Path]) -> Figures:
         adapters: folders by the name of their task.
 
     Returns:
-        By adapter, `NO_ADAPTER` among them: the accuracy of each task, new and old; of an adapter also that of
-        its own task under `SWITCHING`.
+        By adapter, including `NO_ADAPTER`: the accuracy of each task, new and old; for an adapter also
+        the accuracy of its own task under `SWITCHING`.
     """
     report = out / "report.json"
     known = json.loads(report.read_text()) if report.is_file() else {}

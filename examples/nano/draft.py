@@ -98,9 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--packing-steps", type=int, default=PACKING_STEPS, help="of 16 samples, on the grid"
     )
-    parser.add_argument(
-        "--samples", type=int, default=_SAMPLES, help="lines of data for the latter"
-    )
+    parser.add_argument("--samples", type=int, default=_SAMPLES, help="lines of data to draft from")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
     parser.add_argument(
         "--limit", type=int, help="held-out prompts per task that are measured; all"

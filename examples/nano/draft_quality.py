@@ -152,7 +152,7 @@ def proposals(answer: Answer, choices: np.ndarray) -> dict[str, Propose]:
 
 
 def measure(draft: Path, target: Path, limit: int | None = None) -> Figures:
-    """All figures of a draft beside its target, by task.
+    """Measure a draft model with its target, by task.
 
     Returns:
         By task, and for all chats: `positions`; `agreement` of the greedy tokens; `acceptance`, the share of

@@ -4,7 +4,7 @@
         --adapter nano/models/recovery-row --out afm_mlx/embedded/afm-nano
 
 Weights are copied as they are, so the figures of `quality.json` hold for the folder and go into its card. New
-are the test data, the length of the context, and golden tokens: those of tamm with the very same weights.
+are the test data, the length of the context, and golden tokens, which tamm gives with the same weights.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def report(source: Path, limit: int | None = None) -> int:
             continue
         rows.append(_row(variant, source, known, limit))
         print(summary(rows[-1]), flush=True)
-        # After each, so that an interrupt loses none; those of the last report stay until they are replaced.
+        # After each, so that an interrupt loses none; figures of the last report stay until they are replaced.
         later = [row for row in known if row["name"] not in {r["name"] for r in rows}]
         content = {"machine": _machine(), "chats_per_task": limit, "variants": [*rows, *later]}
         _write(path, json.dumps(content, indent=2) + "\n")
@@ -81,7 +81,7 @@ def report(source: Path, limit: int | None = None) -> int:
 
 
 def _row(variant: Variant, source: Path, known: Iterable[Row], limit: int | None) -> Row:
-    """A variant's figures: those of the last report if no file has changed since."""
+    """Return a variant's figures, from the last report if no file has changed since."""
     facts = {key: getattr(variant, key) for key in ("name", "label", "stage", "base")}
     facts["command"] = f"afm-mlx {variant.command}"
     model, adapter = places(variant, source)
@@ -219,7 +219,7 @@ def distance(row: Row, reference: Row) -> tuple[float, float]:
 
 
 def reaches_goal(row: Row, reference: Row) -> bool:
-    """Whether every task is within two points of float, and perplexity within 5 %."""
+    """True if every task is within two points of float, and perplexity within 5 %."""
     worst, ratio = distance(row, reference)
     return worst >= -GOAL_POINTS - 1e-9 and ratio <= GOAL_PERPLEXITY
 

@@ -53,7 +53,7 @@ def _draw_accuracy(axes: Axes, rows: list[dict[str, Any]], colors: list[str]) ->
     axes.barh(range(len(rows)), [100 * row["mean"] for row in rows], color=colors, height=0.6)
     for y, row in enumerate(rows):
         points = [100 * value for value in row["tasks"].values()]
-        # White rims keep the ticks visible on the bars as well as beside them.
+        # White rims keep the ticks visible on the bars and next to them.
         axes.scatter(points, [y] * len(points), marker="|", s=90, color="white", linewidths=2.6)
         axes.scatter(points, [y] * len(points), marker="|", s=90, color="#444444", linewidths=1.0)
         axes.text(103, y, f"{100 * row['mean']:.1f}", va="center", fontsize=8)

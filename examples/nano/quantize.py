@@ -25,7 +25,7 @@ from afm_mlx import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status, that of the first `afm-mlx` that fails."""
+    """Run a subcommand; return the exit status of the first `afm-mlx` that fails, else 0."""
     args = _parser().parse_args(argv)
     data = args.data or args.source / "data"
     if not (args.source / "checkpoint" / "base-model.pt").is_file():

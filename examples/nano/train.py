@@ -83,7 +83,7 @@ def train(
     """Train, or resume what `out` holds, and leave the checkpoint there.
 
     Args:
-        out: gains `train-log.jsonl` and `train-state.pt`, and in its folder `checkpoint`, beside the
+        out: gains `train-log.jsonl` and `train-state.pt`, and in its folder `checkpoint`, next to the
             tokenizer, `base-model.pt` and `base-model-config.json`.
         plan: steps, seed and threads.
         batches: the batch of each step.

@@ -66,7 +66,7 @@ def train_tokenizer(folder: Path, docstrings: list[str], seed: int) -> AFMTokeni
             num_threads=2,
             minloglevel=2,
         )
-    # The file names its neighbour, whatever folder the checkpoint lies in.
+    # The file names its neighbour, whatever folder the checkpoint is in.
     (folder / "tokenizer-config.json").write_text(
         tamm_json.dumps(_config("tokenizer.model"), indent=2)
     )

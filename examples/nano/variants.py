@@ -1,7 +1,7 @@
 """The variants of the model that `quantize.py` makes: one command of `afm-mlx` each.
 
-In a command, {checkpoint} is the folder of the trained checkpoint, {data} that of `write_data.py`, {out} what
-the command makes, and any other name in braces the folder of that variant.
+In a command, {checkpoint} is the folder of the trained checkpoint, {data} the folder of `write_data.py`, {out}
+the command's output, and any other name in braces the folder of that variant.
 """
 
 from __future__ import annotations
@@ -127,14 +127,14 @@ def folder(name: str, source: Path) -> Path:
 
 
 def is_made(variant: Variant, source: Path) -> bool:
-    """Whether a variant is there, whole."""
+    """True if a variant is complete."""
     # The folder of an adapter holds its training run while that goes on.
     last = "adapters.safetensors" if variant.base else "config.json"
     return (folder(variant.name, source) / last).is_file()
 
 
 def was_interrupted(variant: Variant, source: Path) -> bool:
-    """Whether a training run of the variant waits to be continued."""
+    """True if a training run of the variant is interrupted."""
     place = folder(variant.name, source)
     runs = (place / "run", place.with_name(f"{variant.name}-run"))
     return variant.stage != "ptq" and any((run / "run.json").is_file() for run in runs)

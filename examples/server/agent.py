@@ -30,7 +30,7 @@ TOOLS: dict[str, Callable[..., dict]] = {"check_price": check_price, "track_orde
 
 
 def definition(name: str, argument: str) -> FunctionToolParam:
-    """A tool as the model is told of it."""
+    """A tool as it is described to the model."""
     return {
         "type": "function",
         "name": name,

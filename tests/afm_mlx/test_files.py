@@ -102,11 +102,11 @@ def test_an_error_of_writing_names_the_output(tmp_path):
     assert caught.value.filename is None
     for kind in (AFMError, RuntimeError, ValueError):
         with (
-            pytest.raises(kind, match=f"{path}/model is damaged") as told,
+            pytest.raises(kind, match=f"{path}/model is damaged") as named,
             atomic_folder(path) as place,
         ):
             raise kind(f"{place}/model is damaged")
-        assert ".afm-mlx" not in str(told.value)
+        assert ".afm-mlx" not in str(named.value)
 
 
 def test_a_written_file_takes_its_place(tmp_path):

@@ -25,7 +25,7 @@ def load():
 
 def stream(count=40, pause=0.0):
     options = {"seed": 1, "sampler": lambda logprobs: logprobs.argmax(-1)}
-    options |= {"max_kv_size": 64, "sliding_window": True}  # which goes on for ever
+    options |= {"max_kv_size": 64, "sliding_window": True}  # which goes on forever
     for _ in afm_mlx.stream_generate(model, tokenizer, "hello", count, **options):
         begun.set()
         time.sleep(pause)
@@ -97,7 +97,7 @@ ENDS += ["rows_of_a_daemon", "rows_of_a_loop_that_is_closed"]
 
 
 def ends(ways):
-    """Run processes two at a time; what they say beside the last line, and their exit statuses."""
+    """Run processes two at a time; what they say besides the last line, and their exit statuses."""
     found = []
     for pair in zip(ways[::2], ways[1::2], strict=True):
         command = [sys.executable, "-c", SCRIPT]

@@ -1,4 +1,4 @@
-"""Speed beside busy neighbours: the benchmark's arithmetic by hand, and, slowly, what it promises."""
+"""Speed next to busy processes: the benchmark's arithmetic by hand, and, slowly, what it promises."""
 
 import pytest
 

@@ -29,7 +29,7 @@ def test_prices():
     assert cycles(7, convert=1) == 4
     assert cycles(7, convert=1, float=3) == 5
     assert cycles(7, convert=2, float=1) == 8
-    # M3: integers beside floats.
+    # M3: integers and floats overlap.
     assert cycles(9, float=3, bit=2) == 3
     assert cycles(9, float=1, bit=2, load=1) == 3
     assert (cycles(7, bfloat=1), cycles(9, bfloat=1)) == (4, 1)

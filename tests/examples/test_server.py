@@ -1,4 +1,4 @@
-"""The launchd property list starts the command line's server with the YAML file beside it."""
+"""The launchd property list starts the command line's server with the YAML file next to it."""
 
 import plistlib
 from pathlib import Path

@@ -119,7 +119,7 @@ def until(condition):
 def memory_falls_to(nbytes):
     """Wait until MLX's arrays take no more than that.
 
-    Garbage, and other threads' frames, let go of theirs a moment later; those of earlier tests may, too, and
+    Garbage, and other threads' frames, release theirs a moment later; garbage of earlier tests may, too, and
     then it is less.
     """
 

@@ -69,7 +69,7 @@ def assert_close(
 
 
 def same(got: Any, wanted: Any) -> bool:
-    """Whether two arrays have one shape and the same numbers, to the last bit; NaN equals NaN."""
+    """True if two arrays have one shape and the same numbers, to the last bit; NaN equals NaN."""
     return np.array_equal(exact(got), exact(wanted), equal_nan=True)
 
 
@@ -117,7 +117,7 @@ def assert_parity(
         bound: of every prompt's error; with ties, of the least.
         ties: bound of the median error where keys and values are int8; None where they are floats. A number on
             the boundary between two codes may fall to either side, which moves the logits of its prompt, rarely
-            by much; a wrong weight moves those of every prompt.
+            by much; a wrong weight moves the logits of every prompt.
     """
     errors = [error(ours(tokens), theirs(tokens)) for tokens in prompts]
     listed = ", ".join(f"{e:.2g}" for e in errors)

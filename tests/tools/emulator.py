@@ -24,7 +24,7 @@ def emulator(machine: str) -> str:
 def python_on(cpu: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
     """Run a Python on another x86 processor. Its child processes run on this machine's own."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        pytest.skip("emulates a Linux on x86 where the libraries are those of one")
+        pytest.skip("emulates Linux on x86, and needs its libraries")
     # The emulator tells on stderr which of a processor's features it lacks.
     python = options.pop("python", sys.executable)
     command = [emulator("x86_64"), "-cpu", cpu, python, *arguments]

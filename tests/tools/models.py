@@ -36,7 +36,7 @@ def random_config(rng: np.random.Generator, **fixed: Any) -> ModelConfig:
 def tamm_model(config: ModelConfig, rng: np.random.Generator) -> Any:
     """A `tamm` model (Apple's PyTorch implementation) with random weights, fp32, in eval mode.
 
-    Weights are large enough for peaked attention; norms are random; int8 ranges are those of the
+    Weights are large enough for peaked attention; norms are random; int8 ranges fit the
     model's own keys and values on random tokens, as calibration would leave them.
     """
     import torch
@@ -156,7 +156,7 @@ def mlx_lm_twin(model: Model) -> Any:
 
 
 class WordTokenizer:
-    """A tokenizer without files: token i is the word `wi`; the last id ends a text, or those of `ends`."""
+    """A tokenizer without files: token i is the word `wi`; the last id ends a text, or the ids of `ends`."""
 
     bos_token = None
 

@@ -88,7 +88,7 @@ def plain_text(rng: np.random.Generator) -> str:
 
 
 def same_ids(spm_path: Path, first: list[int], second: list[int]) -> bool:
-    """Whether segmentations are equal, or have the same Unigram score, so that rounding decides which."""
+    """True if segmentations are equal, or have the same Unigram score, so that rounding decides which."""
     if first == second:
         return True
     proto = parse_model(spm_path.read_bytes(), spm_path)

@@ -89,7 +89,7 @@ def test_a_package(adapter, convert, tmp_path):
         "draft_token_count": 5,
         "draft_model": False,
     }
-    # A package of a package keeps what is not set anew, and takes a draft model along.
+    # A package of a package keeps what is not set again, and its draft model.
     draft = tmp_path / "draft"
     draft.mkdir()
     for name in ("draft.mil", "draft_weights.bin"):
@@ -275,7 +275,7 @@ def test_a_model_that_is_not_here_is_passed_over(adapter, done, tmp_path):
 
 def test_a_pt_file_without_alpha(make_adapter, convert, done, fails, tmp_path):
     convert(make_adapter("small", rank=6), "toolkit", tmp_path / "a.pt")
-    (tmp_path / "a.pt").rename(tmp_path / "b.pt")  # the alpha is in the config beside a.pt
+    (tmp_path / "a.pt").rename(tmp_path / "b.pt")  # the alpha is in the config next to a.pt
     argv = ("adapter", "info", tmp_path / "b.pt", "--json")
     assert "no alpha" in fails(*argv)
     assert json.loads(done(*argv, "--alpha", 9))["scale"] == 1.5

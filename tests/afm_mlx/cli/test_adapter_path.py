@@ -59,7 +59,7 @@ def test_another_model_s_adapter_is_one_line_and_can_be_forced(folder, adapter, 
 
 
 def test_a_chat_switches(make_adapter, scratch, chat):
-    """Each answer is that of the adapter that is switched on, after all that was said before."""
+    """Each answer comes from the active adapter, after the whole conversation."""
     paths = {name: make_adapter(name, rank) for name, rank in (("first", 3), ("second", 5))}
     typed, messages, wanted = [], [], []
     for number, name in enumerate([None, "first", "second", "first", None]):

@@ -65,7 +65,7 @@ def test_bash_completes_commands_actions_flags_choices_and_files(scripts, tmp_pa
         "afm-mlx convert --mlx-path my-": ["my-model"],
         "afm-mlx completion f": ["fish"],
         "afm-mlx adapter convert --t": ["--to"],
-        # Adapters by name: the embedded model's, or those of --model; then files.
+        # Adapters by name: the embedded model's or the --model's; then files.
         "afm-mlx chat --adapter-path tri": ["triage"],
         "afm-mlx adapter info red": ["redact"],
         "afm-mlx generate --model my-model --adapter-path ''": ["poet", "my-model", "script.bash"],

@@ -23,7 +23,7 @@ def send(number):
 
 @pytest.fixture
 def handlers():
-    """Those of the test's process are as before, whatever happens."""
+    """Restore the signal handlers of the test's process."""
     before = {number: signal.getsignal(number) for number in (TERM, HUP, INT)}
     yield before
     assert {number: signal.getsignal(number) for number in before} == before

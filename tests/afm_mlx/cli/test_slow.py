@@ -26,9 +26,9 @@ def test_each_command_that_runs_a_model_says_that_it_is_slow(trainable_folder, d
     for argv, what in commands.items():
         status, _, err = run(*argv, "--model", trainable_folder)
         assert status == 0, err
-        told = [line for line in err.splitlines() if "warning" in line]
+        warned = [line for line in err.splitlines() if "warning" in line]
         slow = "is right, but slow: it runs on plain MLX, without this package's kernels"
-        assert told == [f"afm-mlx: warning: {what} {slow} ({WHY})"], argv
+        assert warned == [f"afm-mlx: warning: {what} {slow} ({WHY})"], argv
 
 
 def test_doctor_and_info_say_it(tmp_path, monkeypatch, run):

@@ -1,4 +1,4 @@
-"""Guesses from the command line: `--draft-model`, `--prompt-lookup`, `--num-draft-tokens`."""
+"""Draft tokens from the command line: `--draft-model`, `--prompt-lookup`, `--num-draft-tokens`."""
 
 import json
 import shutil

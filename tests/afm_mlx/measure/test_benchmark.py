@@ -29,7 +29,7 @@ def model(rng):
 def test_rates_are_tokens_of_all_rows_over_the_times_of_the_engine(model, rng, monkeypatch):
     now = 0.0
     until_first, steps = rng.uniform(1, 2, (5, 1)), rng.uniform(0.1, 0.2, (5, 5))
-    at_once = np.zeros((5, 1))  # the last token, beside which nothing is submitted
+    at_once = np.zeros((5, 1))  # the last token, with which nothing is submitted
     runs = iter([np.ones(3), *np.concatenate([until_first, steps, at_once], axis=1)])
 
     class Timed(Engine):

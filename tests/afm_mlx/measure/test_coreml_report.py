@@ -1,4 +1,4 @@
-"""Packages beside MLX, with an interpreter in Core ML's place."""
+"""Packages compared with MLX, with an interpreter in Core ML's place."""
 
 import os
 import shutil

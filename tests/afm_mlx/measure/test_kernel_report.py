@@ -115,7 +115,7 @@ def test_a_faulty_kernel(run, monkeypatch):
     with pytest.warns(RuntimeWarning, match="cpu/fake failed its self-test"):
         checks.ensure_checked()
     checks.ensure_checked.cache_clear()
-    # And a kernel that was mended is back after the next test.
+    # And a kernel that was fixed is back after the next test.
     offer(monkeypatch, reference.packed_matmul)
     assert run()[0] == 0
     assert dispatch.disabled() == {}

@@ -68,7 +68,7 @@ class Screen:
         os.write(self._master, text.encode())
 
     def wait_for(self, text, more=0):
-        """Read until a text comes, and so many characters after it."""
+        """Read until a text comes, and a number of characters after it."""
         end = time.monotonic() + 60
         while len(self.text.partition(text)[2]) < more or text not in self.text:
             assert select.select([self._master], [], [], end - time.monotonic())[0], self.text
