@@ -53,7 +53,7 @@ LEAST: dict[Any, dict[str, Any]] = {
     CompletionRequest: {"prompt": "Hi", "max_tokens": 1},
     ResponseRequest: {"input": [USER], "max_output_tokens": 1},
     MessageRequest: {"messages": [USER], "max_tokens": 1},
-}
+}  # fmt: skip
 
 
 def chat(*messages, **fields):
@@ -71,7 +71,6 @@ def claude(*blocks, **fields):
 
 
 TAKEN = [
-    # Named by the issues of real clients: each with what the header says.
     (chat(reasoning_effort="high"), "reasoning_effort"),
     (chat(verbosity="low"), "verbosity"),
     (chat(service_tier="priority"), "service_tier"),
@@ -97,26 +96,13 @@ TAKEN = [
     (chat(response_format={}, structured_outputs={}, tool_choice="", logprobs=0), ""),
     (chat({"role": "system", "content": None}, {**USER, "content": None}), ""),
     (chat({**CHAT_ANSWER, "tool_calls": [{**CHAT_CALL, "function": {"name": "look", "arguments": None}}]},
-          CHAT_RESULT), ""),
+     CHAT_RESULT), ""),
     ((CompletionRequest, {"logprobs": False, "structured_outputs": {}}), ""),
     (chat(min_tokens=0, ignore_eos=False, stop_token_ids=[], repeat_penalty=1.0), ""),
-    (
-        chat(
-            {
-                **CHAT_ANSWER,
-                "tool_calls": [{**CHAT_CALL, "index": 0, "unheard_of": {}}],
-                "refusal": None,
-                "audio": None,
-                "function_call": None,
-                "annotations": [{"type": "url_citation"}],
-                "reasoning_content": "Hm.",
-                "thinking_blocks": [],
-                "provider_specific_fields": {"refusal": None},
-            },
-            {**CHAT_RESULT, "name": "look"},
-        ),
-        "",
-    ),
+    (chat({**CHAT_ANSWER, "tool_calls": [{**CHAT_CALL, "index": 0, "unheard_of": {}}], "refusal": None,
+     "audio": None, "function_call": None, "annotations": [{"type": "url_citation"}],
+     "reasoning_content": "Hm.", "thinking_blocks": [], "provider_specific_fields": {"refusal": None}},
+     {**CHAT_RESULT, "name": "look"}), ""),
     ((CompletionRequest, {"suffix": "", "best_of": None, "store": True, "top_k": -1}), "store"),
     (responses(client_metadata={"a": "b"}), "client_metadata"),
     (responses(reasoning={"effort": "high", "summary": "auto"}), "reasoning.effort, reasoning.summary"),
@@ -129,45 +115,24 @@ TAKEN = [
      "prompt_cache_retention, stream_options.include_obfuscation"),
     (responses(max_output_tokens=-1, instructions="", previous_response_id=""), ""),
     (responses(tools=[{**TOOL, "defer_loading": True, "output_schema": {}}]), "tools[].defer_loading"),
-    (
-        responses(
-            tools=[
-                {"type": "web_search", "external_web_access": True},
-                {"type": "namespace", "name": "mcp", "tools": [TOOL]},
-                {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
-                {"type": "local_shell"},
-                {"type": "computer_use_preview"},
-                TOOL,
-            ]
-        ),
-        "tools[web_search], tools[namespace], tools[custom], tools[local_shell], tools[computer_use_preview]",
-    ),
+    (responses(tools=[{"type": "web_search", "external_web_access": True}, {"type": "namespace",
+     "name": "mcp", "tools": [TOOL]}, {"type": "custom", "name": "apply_patch",
+     "format": {"type": "grammar"}}, {"type": "local_shell"}, {"type": "computer_use_preview"}, TOOL]),
+     "tools[web_search], tools[namespace], tools[custom], tools[local_shell], tools[computer_use_preview]"),
     (responses({"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}, USER),
      "input[reasoning]"),
     (responses({"role": "developer", "content": "Be brief"}, {**USER, "unheard_of": 1}), ""),
     (responses({**USER, "content": None}, {**CALL, "arguments": None}, RESULT, tool_choice={}), ""),
-    (
-        responses(
-            {
-                "role": "assistant",
-                "id": "msg_1",
-                "status": "completed",
-                "phase": "commentary",
-                "content": [{**OUTPUT_TEXT, "annotations": [{}], "logprobs": []}],
-            },
-            {**CALL, "id": "fc_1", "status": "completed", "namespace": None},
-            {**RESULT, "output": [INPUT_TEXT], "internal_chat_message_metadata_passthrough": {}},
-        ),
-        "",
-    ),
+    (responses({"role": "assistant", "id": "msg_1", "status": "completed", "phase": "commentary",
+     "content": [{**OUTPUT_TEXT, "annotations": [{}], "logprobs": []}]}, {**CALL, "id": "fc_1",
+     "status": "completed", "namespace": None}, {**RESULT, "output": [INPUT_TEXT],
+     "internal_chat_message_metadata_passthrough": {}}), ""),
     (claude(CLAUDE_RESULT, thinking={"type": "adaptive"}), "thinking"),
     (claude(CLAUDE_RESULT, thinking={"type": "enabled", "budget_tokens": 1024}), "thinking"),
     (claude(CLAUDE_RESULT, thinking={"type": "disabled"}, service_tier="auto", mcp_servers=[]), ""),
     (claude(CLAUDE_RESULT, output_config={"effort": "high"}), "output_config.effort"),
-    (
-        claude(CLAUDE_RESULT, context_management={"edits": [{"type": "clear_thinking_20251015"}]}),
-        "context_management",
-    ),
+    (claude(CLAUDE_RESULT, context_management={"edits": [{"type": "clear_thinking_20251015"}]}),
+     "context_management"),
     (claude(CLAUDE_RESULT, service_tier="standard", inference_geo="us"), "service_tier, inference_geo"),
     (claude(CLAUDE_RESULT, metadata={"user_id": "me"}, speed="fast"), "metadata, speed"),
     (claude(CLAUDE_RESULT, mcp_servers=[{"type": "url"}], container="c"), "mcp_servers, container"),
@@ -175,62 +140,20 @@ TAKEN = [
     (claude(CLAUDE_RESULT, system=[{**TEXT, "cache_control": CACHE}]), "system[].cache_control"),
     (claude({**CLAUDE_RESULT, "content": [{"type": "tool_reference", "tool_name": "look"}]}),
      "messages[].content[].content[tool_reference]"),
-    (
-        claude(
-            CLAUDE_RESULT,
-            tools=[
-                {**CLAUDE_TOOL, "defer_loading": True, "input_examples": [{}]},
-                {"type": "web_search_20260318", "name": "web_search"},
-                {"type": "bash_20250124", "name": "bash"},
-            ],
-            tool_choice={"type": "auto"},
-            top_k=-1,
-        ),
-        "tools[].defer_loading, tools[].input_examples, tools[web_search_20260318], tools[bash_20250124]",
-    ),
-    (
-        (
-            MessageRequest,
-            {
-                "messages": [
-                    {"role": "system", "content": "Be kind"},
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "thinking", "thinking": "Hm.", "signature": "x"},
-                            {"type": "redacted_thinking", "data": "x"},
-                            {**TEXT, "citations": [{}]},
-                        ],
-                    },
-                    {"role": "system", "content": [TEXT]},
-                ],
-            },
-        ),
-        "messages[].content[thinking], messages[].content[redacted_thinking]",
-    ),
-    (
-        (
-            MessageRequest,
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
-                            {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
-                            TEXT,
-                        ],
-                    },
-                    USER,
-                ],
-            },
-        ),
-        "messages[].content[server_tool_use], messages[].content[web_search_tool_result]",
-    ),
+    (claude(CLAUDE_RESULT, tools=[{**CLAUDE_TOOL, "defer_loading": True, "input_examples": [{}]},
+     {"type": "web_search_20260318", "name": "web_search"}, {"type": "bash_20250124", "name": "bash"}],
+     tool_choice={"type": "auto"}, top_k=-1),
+     "tools[].defer_loading, tools[].input_examples, tools[web_search_20260318], tools[bash_20250124]"),
+    ((MessageRequest, {"messages": [{"role": "system", "content": "Be kind"}, USER, {"role": "assistant",
+     "content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "redacted_thinking",
+     "data": "x"}, {**TEXT, "citations": [{}]}]}, {"role": "system", "content": [TEXT]}]}),
+     "messages[].content[thinking], messages[].content[redacted_thinking]"),
+    ((MessageRequest, {"messages": [USER, {"role": "assistant", "content": [{"type": "server_tool_use",
+     "id": "s", "name": "web_search", "input": {}}, {"type": "web_search_tool_result", "tool_use_id": "s",
+     "content": []}, TEXT]}, USER]}),
+     "messages[].content[server_tool_use], messages[].content[web_search_tool_result]"),
 ]  # fmt: skip
-"""Requests of real clients, and the ignored fields in the header."""
+"""Requests of real clients, many from their issues, and the ignored fields in the header."""
 
 
 @pytest.fixture(scope="module")
@@ -309,19 +232,12 @@ def test_a_strict_server_refuses_ignored_fields(strict, asked, place):
     "asked",
     [
         chat(user="me", safety_identifier="me", prompt_cache_key="k", verbosity="medium", tools=[]),
-        chat(
-            {**CHAT_ANSWER, "refusal": None, "annotations": []},
-            {**CHAT_RESULT, "name": "look"},
-            tools=[{**CHAT_TOOL, "function": {"name": "look", "strict": True}}],
-        ),
-        claude(
-            {**CLAUDE_RESULT, "cache_control": CACHE},
-            cache_control=CACHE,
-            metadata={"user_id": "me"},
-            tools=[{**CLAUDE_TOOL, "cache_control": CACHE, "eager_input_streaming": True}],
-        ),
+        chat({**CHAT_ANSWER, "refusal": None, "annotations": []}, {**CHAT_RESULT, "name": "look"},
+         tools=[{**CHAT_TOOL, "function": {"name": "look", "strict": True}}]),
+        claude({**CLAUDE_RESULT, "cache_control": CACHE}, cache_control=CACHE, metadata={"user_id": "me"},
+         tools=[{**CLAUDE_TOOL, "cache_control": CACHE, "eager_input_streaming": True}]),
     ],
-)
+)  # fmt: skip
 def test_a_strict_server_takes_user_ids_and_its_own_answers(strict, asked):
     kind, fields = asked
     taken = strict.post(PATHS[kind], json=body(kind, fields))
@@ -331,51 +247,22 @@ def test_a_strict_server_takes_user_ids_and_its_own_answers(strict, asked):
 # -- the table itself
 
 BASES: dict[Any, list[dict[str, Any]]] = {
-    ChatRequest: [
-        {
-            "messages": [{"role": "user", "content": [TEXT]}, CHAT_ANSWER],
-            "tools": [CHAT_TOOL],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": "auto", "tools": [CHAT_TOOL]},
-            },
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x"}},
-            "stream_options": {},
-            "structured_outputs": {},
-        },
-        {"messages": [CHAT_RESULT]},
-        {"messages": [{"role": "assistant", "content": [TEXT]}]},
-    ],
+    ChatRequest: [{"messages": [{"role": "user", "content": [TEXT]}, CHAT_ANSWER], "tools": [CHAT_TOOL],
+     "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CHAT_TOOL]}},
+     "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}, "stream_options": {},
+     "structured_outputs": {}}, {"messages": [CHAT_RESULT]}, {"messages": [{"role": "assistant",
+     "content": [TEXT]}]}],
     CompletionRequest: [{"prompt": "Hi", "stream_options": {}, "structured_outputs": {}}],
-    ResponseRequest: [
-        {
-            "input": [{"role": "user", "content": [INPUT_TEXT]}],
-            "tools": [TOOL],
-            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]},
-            "reasoning": {},
-            "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
-            "stream_options": {},
-        },
-        {"input": [CALL]},
-        {"input": [{**RESULT, "output": [OUTPUT_TEXT]}]},
-        {"input": [{**RESULT, "output": [INPUT_TEXT]}]},
-        {"input": [{"role": "user", "content": [OUTPUT_TEXT]}]},
-    ],
-    MessageRequest: [
-        {
-            "max_tokens": 1,
-            "messages": [{"role": "user", "content": [TEXT]}],
-            "system": [TEXT],
-            "tools": [CLAUDE_TOOL],
-            "output_config": {},
-        },
-        {"max_tokens": 1, "messages": [{"role": "assistant", "content": [CLAUDE_CALL]}]},
-        {
-            "max_tokens": 1,
-            "messages": [{"role": "user", "content": [{**CLAUDE_RESULT, "content": [TEXT]}]}],
-        },
-    ],
-}
+    ResponseRequest: [{"input": [{"role": "user", "content": [INPUT_TEXT]}], "tools": [TOOL],
+     "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}, "reasoning": {},
+     "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}, "stream_options": {}},
+     {"input": [CALL]}, {"input": [{**RESULT, "output": [OUTPUT_TEXT]}]}, {"input": [{**RESULT,
+     "output": [INPUT_TEXT]}]}, {"input": [{"role": "user", "content": [OUTPUT_TEXT]}]}],
+    MessageRequest: [{"max_tokens": 1, "messages": [{"role": "user", "content": [TEXT]}], "system": [TEXT],
+     "tools": [CLAUDE_TOOL], "output_config": {}}, {"max_tokens": 1, "messages": [{"role": "assistant",
+     "content": [CLAUDE_CALL]}]}, {"max_tokens": 1, "messages": [{"role": "user",
+     "content": [{**CLAUDE_RESULT, "content": [TEXT]}]}]}],
+}  # fmt: skip
 """Bodies that together have every object with ignored or refused fields."""
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -95,20 +94,6 @@ def test_a_second_signal_ends_at_once(started):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=5)
     assert process.returncode == 130
-
-
-def test_another_process_uses_the_prefix_cache_folder(tmp_path):
-    """As after a restart: the two servers share only the folder."""
-    long = [{"role": "user", "content": "Sum up: " + "one two three " * 40}]
-    cached = []
-    for _ in range(2):
-        with running_server(prompt_cache_folder=tmp_path / "prompts") as running:
-            answer = running.openai().chat.completions.create(
-                model="afm-nano", messages=long, max_tokens=2
-            )
-            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
-    assert cached[0] == 0
-    assert cached[1] >= 64
 
 
 def test_a_unix_socket_is_this_users_alone(tmp_path):
@@ -236,36 +221,3 @@ def test_a_full_disk_for_prompts_is_one_warning(tmp_path):
         assert "Traceback" not in log.read_text()
     finally:
         subprocess.run(["umount", folder], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="counts the files of another process")
-def test_ten_thousand_idle_connections_do_no_harm():
-    """The server keeps the allowed number of connections, and answers all requests."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 10_500
-    try:  # mlx-lm lowers both limits of a process that imports it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, max(needed, hard)))
-    except ValueError:
-        pytest.skip(f"this system lets a process open {hard} files, and {needed} are needed")
-    with ExitStack() as opened, server("--port", 0, "--max-connections", 300) as (running, http):
-        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        assert http.post("/v1/completions", json=SHORT).status_code == 200
-        before = open_files(running)
-        url, address = http.base_url.join("/v1/completions"), ("127.0.0.1", http.base_url.port)
-        with begun(http, LONG_PROMPT) as events:
-            for number in range(10_000):
-                connection = opened.enter_context(socket.create_connection(address, 20))
-                if number % 3 == 0:
-                    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
-                # By a connection of its own: those that are open without a request are closed.
-                if number % 2500 == 0:
-                    assert httpx2.post(url, json=SHORT, timeout=60).status_code == 200
-            until(lambda: open_files(running) - before <= 301)
-            assert list(events)[-1]["choices"][0]["finish_reason"] == "length"
-        opened.close()
-        until(lambda: open_files(running) <= before)
-
-
-def open_files(running):
-    return len(os.listdir(f"/proc/{running.pid}/fd"))
