@@ -295,7 +295,9 @@ def check_packed(packed: PackedWeight, name: str) -> None:
     need(whole, "weight", "uint32 of shape [N, K * bits / 32]")
     rows, inputs, entries = packed.out_dims, packed.in_dims, 2**packed.bits
     if packed.mode == "palette":
-        shape = table.shape if table is not None and _is_float(table) else ()
+        shape: tuple[int, ...] = ()
+        if table is not None and _is_float(table):
+            shape = table.shape
         fits = len(shape) == 2 and shape[1] == entries and shape[0] > 0 and rows % shape[0] == 0
         need(fits, "table", f"float of shape [T, {entries}], where T divides {rows}")
         need(scales is None, "scales", "absent in a palette")
