@@ -398,6 +398,7 @@ def test_an_adapter_that_no_load_waits_for_takes_new_rows_at_once(make_pool, siz
     waiting = pool.request("c")
     settled(pool)
     assert pool.request("a").ready
+    pool.load("b")  # by a program: b is still the one to evict
     late = pool.request("b")
     assert not late.ready
     leases["b"].release()
@@ -442,6 +443,16 @@ def test_only_load_takes_an_adapter_that_is_to_be_evicted(make_pool, size):
     waiting.release()
     assert late.wait(WAIT)
     assert late.ready
+
+
+def test_load_takes_free_memory_before_a_load_that_waits_for_rows(make_pool, folder, size):
+    pool = make_pool("ab", budget=2 * size)
+    pool.register("large", folder("large", 8))
+    held, waiting = hold_and_wait(pool, "a", "large")
+    assert pool.load("b").nbytes == size
+    held.release()
+    assert waiting.wait(WAIT)
+    assert pool.resident == ["large"]
 
 
 def test_an_adapter_serves_again_once_the_load_that_waits_for_it_is_given_up(make_pool, size):
