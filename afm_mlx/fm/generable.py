@@ -26,6 +26,7 @@ from afm_mlx.fm.errors import InvalidGenerationSchemaError
 from afm_mlx.fm.generation_schema import (
     GenerationSchema,
     Property,
+    TypeForm,
     guide,
     inner_types,
     is_same_class,
@@ -63,10 +64,10 @@ class GeneratedContent:
         TypeError: for a value that JSON can't hold.
     """
 
-    def __init__(self, content_dict: Any = None, id: GenerationID | None = None) -> None:
+    def __init__(self, content_dict: object = None, id: GenerationID | None = None) -> None:
         self._set({} if content_dict is None else content_dict, id)
 
-    def _set(self, value: Any, id: GenerationID | None, is_complete: bool = True) -> None:
+    def _set(self, value: object, id: GenerationID | None, is_complete: bool = True) -> None:
         try:
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -77,7 +78,7 @@ class GeneratedContent:
 
     @classmethod
     def of(
-        cls, value: Any, id: GenerationID | None = None, is_complete: bool = True
+        cls, value: object, id: GenerationID | None = None, is_complete: bool = True
     ) -> GeneratedContent:
         """Make content of a JSON value; None is null.
 
@@ -118,7 +119,7 @@ class GeneratedContent:
         """True if it was generated to its end."""
         return self._is_complete
 
-    def value(self, type_class: Any = None, for_property: str | None = None) -> Any:
+    def value(self, type_class: TypeForm = None, for_property: str | None = None) -> Any:
         """Return the whole content, or one field.
 
         Args:
@@ -147,7 +148,7 @@ class GeneratedContent:
 
 
 def as_instances(
-    type_class: Any, value: Any, name: str | None = None, is_partial: bool = False
+    type_class: TypeForm, value: object, name: str | None = None, is_partial: bool = False
 ) -> Any:
     """Convert a JSON value to a type: objects to generable classes, values to enum members.
 
@@ -172,7 +173,7 @@ def as_instances(
         (element,) = get_args(type_class)
         return [as_instances(element, v, name, is_partial) for v in value]
     if isinstance(type_class, Generable):
-        made: Any = type_class.PartiallyGenerated if is_partial else type_class
+        made: TypeForm = type_class.PartiallyGenerated if is_partial else type_class
         return made._from_generated_content(GeneratedContent(value))
     if isinstance(type_class, type) and issubclass(type_class, Enum):
         return type_class(value)
@@ -210,7 +211,7 @@ class Generable(metaclass=_GenerableType):
     _generable_description: str | None = None
     PartiallyGenerated: Any = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         raise TypeError(
             "Subclassing Protocol Generable is not allowed. Use the @fm.generable() decorator instead."
         )
@@ -261,7 +262,7 @@ def generable(arg: Any = None) -> Any:
 
 
 def _apply_generable_decorator(
-    cls: Any, description: str | None, frame: FrameType | None = None
+    cls: TypeForm, description: str | None, frame: FrameType | None = None
 ) -> Any:
     """Make `cls` generable; its annotations may use local names of `frame`."""
     if not isinstance(cls, type):
@@ -275,7 +276,7 @@ def _apply_generable_decorator(
             f"{cls.__name__} is an enum, and needs no decorator to be the type of a field.\n"
             f"{_example('Correct usage', 'MyClass', line)}"
         )
-    made: Any = _as_dataclass(cls)
+    made: TypeForm = _as_dataclass(cls)
     hints = _type_hints(made, frame)
     made._generable = True
     made._generable_description = description
@@ -321,7 +322,7 @@ def _as_dataclass(cls: type) -> type:
     return cls
 
 
-def _type_hints(cls: type, frame: FrameType | None) -> dict[str, Any]:
+def _type_hints(cls: type, frame: FrameType | None) -> dict[str, TypeForm]:
     try:
         # Before Python 3.13 `f_locals` keeps the frame's objects alive until it ends: read only if needed.
         written = vars(cls).get("__annotations__", {}).values()
@@ -336,13 +337,13 @@ def _type_hints(cls: type, frame: FrameType | None) -> dict[str, Any]:
         ) from error
 
 
-def _has_text(annotation: Any) -> bool:
+def _has_text(annotation: TypeForm) -> bool:
     """True if an annotation, or a part of it, is written as text."""
     is_text = isinstance(annotation, str | ForwardRef)
     return is_text or any(map(_has_text, get_args(annotation)))
 
 
-def generation_schema(cls: Any, description: str | None = None) -> GenerationSchema:
+def generation_schema(cls: TypeForm, description: str | None = None) -> GenerationSchema:
     """The schema of a generable class.
 
     Args:
@@ -356,11 +357,13 @@ def generation_schema(cls: Any, description: str | None = None) -> GenerationSch
     return _schema(cls, description or cls._generable_description, nested)
 
 
-def _schema(cls: Any, description: str | None, nested: list[GenerationSchema]) -> GenerationSchema:
+def _schema(
+    cls: TypeForm, description: str | None, nested: list[GenerationSchema]
+) -> GenerationSchema:
     return GenerationSchema(cls, description, list(cls._generable_properties), nested)
 
 
-def referenced_classes(cls: Any) -> list[Any]:
+def referenced_classes(cls: TypeForm) -> list[TypeForm]:
     """The generable classes that a class refers to, directly or not, without the class itself."""
     found = [cls]
     for one in found:
@@ -372,7 +375,7 @@ def referenced_classes(cls: Any) -> list[Any]:
     return found[1:]
 
 
-def _from_generated_content(cls: Any, content: GeneratedContent) -> Any:
+def _from_generated_content(cls: TypeForm, content: GeneratedContent) -> Any:
     """Make an instance with the content's fields.
 
     Raises:
@@ -393,7 +396,7 @@ def _generated_content(self: Any) -> GeneratedContent:
     return GeneratedContent({n: _as_json(v) for n, v in values.items() if v is not None})
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     if isinstance(value, Generable):
         content: GeneratedContent = value.generated_content  # type: ignore[attr-defined]
         return content.value()
@@ -402,7 +405,7 @@ def _as_json(value: Any) -> Any:
     return [_as_json(v) for v in value] if isinstance(value, list) else value
 
 
-def _partially_generated(cls: Any) -> type:
+def _partially_generated(cls: TypeForm) -> type:
     """Make a dataclass of the same fields, all None by default, and `id`."""
     properties = cls._generable_properties
     fields: list[Any] = [(p.name, Any, dataclasses.field(default=None)) for p in properties]
@@ -410,10 +413,10 @@ def _partially_generated(cls: Any) -> type:
     if not has_id:
         fields.append(("id", GenerationID, dataclasses.field(default_factory=GenerationID)))
 
-    def _from_generated_content(cls: Any, content: GeneratedContent) -> Any:
+    def _from_generated_content(cls: TypeForm, content: GeneratedContent) -> Any:
         """Make an instance with the fields that the content has; the rest are None."""
         found = content.value()
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             p.name: as_instances(p.type_class, found[p.name], p.name, is_partial=True)
             for p in properties
             if found.get(p.name) is not None

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from afm_mlx.errors import shown
 from afm_mlx.fm.errors import InvalidGenerationSchemaError, UnsupportedGuideError
@@ -156,19 +156,19 @@ def guide(
     return field(metadata={"description": description, "guides": guides})
 
 
-def _is_string(value: Any) -> bool:
+def _is_string(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_strings(value: Any) -> bool:
+def _is_strings(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return is_whole or (isinstance(value, float) and math.isfinite(value))
 
@@ -179,7 +179,7 @@ def _is_range(value: Any) -> bool:
 
 
 # For each kind: its argument of `guide`, the check of its value, and what is allowed.
-_VALUES: dict[GuideType, tuple[str, Callable[[Any], bool], str]] = {
+_VALUES: dict[GuideType, tuple[str, Callable[[object], bool], str]] = {
     GuideType.anyOf: ("anyOf", _is_strings, "a list of strings, at least one"),
     GuideType.constant: ("constant", _is_string, "a string"),
     GuideType.count: ("count", lambda value: _is_count(value) and value > 0, "a positive integer"),
@@ -200,6 +200,10 @@ _VALUES: dict[GuideType, tuple[str, Callable[[Any], bool], str]] = {
 # -- fields
 
 Schema = dict[str, Any]
+TypeForm = Any
+"""A type as annotations have it."""
+Reference = Callable[[TypeForm], Schema]
+"""Makes the schema that refers to a class."""
 
 _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _OF_STRINGS = {GuideType.anyOf, GuideType.constant, GuideType.regex}
@@ -220,7 +224,7 @@ class Property:
     """
 
     name: str
-    type_class: Any
+    type_class: TypeForm
     description: str | None = None
     guides: list[GenerationGuide] = field(default_factory=list)
 
@@ -237,7 +241,7 @@ class Property:
                 "Write list[str], for example."
             )
 
-    def to_dict(self, reference: Callable[[Any], Schema]) -> Schema:
+    def to_dict(self, reference: Reference) -> Schema:
         """The field's JSON schema.
 
         Args:
@@ -254,7 +258,7 @@ class Property:
         return schema | ({"description": self.description} if self.description else {})
 
 
-def without_none(type_class: Any) -> tuple[Any, bool]:
+def without_none(type_class: TypeForm) -> tuple[TypeForm, bool]:
     """Split an optional type: `(T, True)` for `Optional[T]` or a `Literal` with None, else `(T, False)`."""
     if get_origin(type_class) is Literal and None in get_args(type_class):
         return Literal[tuple(v for v in get_args(type_class) if v is not None)], True
@@ -265,7 +269,7 @@ def without_none(type_class: Any) -> tuple[Any, bool]:
     return type_class, False
 
 
-def choices_of(type_class: Any) -> list[Any] | None:
+def choices_of(type_class: TypeForm) -> list[object] | None:
     """The JSON values of a `Literal` or an `Enum`; None for any other type."""
     if get_origin(type_class) is Literal:
         return list(get_args(type_class))
@@ -274,7 +278,7 @@ def choices_of(type_class: Any) -> list[Any] | None:
     return None
 
 
-def inner_types(type_class: Any) -> list[Any]:
+def inner_types(type_class: TypeForm) -> list[TypeForm]:
     """A type, the type of its elements, of their elements, ..., each without None."""
     found = [without_none(type_class)[0]]
     while get_origin(found[-1]) is list:
@@ -283,9 +287,7 @@ def inner_types(type_class: Any) -> list[Any]:
     return found
 
 
-def _value(
-    type_class: Any, guides: Sequence[GenerationGuide], reference: Callable[[Any], Schema]
-) -> Schema:
+def _value(type_class: TypeForm, guides: Sequence[GenerationGuide], reference: Reference) -> Schema:
     type_class, _ = without_none(type_class)
     if get_origin(type_class) is list:
         return _list(get_args(type_class)[0], guides, reference)
@@ -304,7 +306,7 @@ def _value(
     return schema
 
 
-def _choice(type_class: Any, choices: Sequence[Any]) -> Schema:
+def _choice(type_class: TypeForm, choices: Sequence[Any]) -> Schema:
     for kind in (str, int):
         is_flag = isinstance(type_class, type) and issubclass(type_class, Flag)
         if choices and not is_flag and all(_is_plain(value, kind) for value in choices):
@@ -314,13 +316,11 @@ def _choice(type_class: Any, choices: Sequence[Any]) -> Schema:
     )
 
 
-def _is_plain(value: Any, kind: type) -> bool:
+def _is_plain(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool | Enum)
 
 
-def _list(
-    element: Any, guides: Sequence[GenerationGuide], reference: Callable[[Any], Schema]
-) -> Schema:
+def _list(element: TypeForm, guides: Sequence[GenerationGuide], reference: Reference) -> Schema:
     inner, _ = without_none(element)
     # A choice of strings on a list of strings is a choice for each of them.
     of_each = {GuideType.anyOf, GuideType.constant} if inner is str else set()
@@ -388,7 +388,7 @@ def _refuse(guides: Sequence[GenerationGuide], allowed: set[GuideType], name: st
             )
 
 
-def _present(**values: Any) -> Schema:
+def _present(**values: object) -> Schema:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -439,7 +439,7 @@ class GenerationSchema:
         """
         nested = self._nested_by_name()
 
-        def reference(type_class: Any) -> Schema:
+        def reference(type_class: TypeForm) -> Schema:
             name = type_class.__name__ if isinstance(type_class, type) else str(type_class)
             if name == self.name:
                 return {"$ref": "#"}
@@ -458,13 +458,13 @@ class GenerationSchema:
             raise type(error)(f"Invalid generation schema {self.name!r}. {error}") from None
         return schema
 
-    def response_format(self) -> dict[str, Any]:
+    def response_format(self) -> Schema:
         """The schema as the `response_format` of a chat message; raises what `to_dict` raises."""
         described = {"description": self.description} if self.description else {}
         schema = {"name": self.name, **described, "schema": self.to_dict()}
         return {"type": "json_schema", "json_schema": schema}
 
-    def object_schema(self, reference: Callable[[Any], Schema]) -> Schema:
+    def object_schema(self, reference: Reference) -> Schema:
         """Convert to JSON schema without `$defs`; arguments and errors as for `Property.to_dict`."""
         described = {"description": self.description} if self.description else {}
         return {

@@ -226,11 +226,11 @@ class State:
         if last and (last.is_bare or (last.item is None and last.due == _SEPARATOR)):
             commas = vocabulary.starting_with(b",")
             is_allowed = ((mask[commas >> 5] >> (commas & 31)) & 1).any()
-            others = mask.copy()
-            _clear(others, commas)
-            _clear(others, vocabulary.starting_with(b"]"))
+            further = mask.copy()
+            _clear(further, commas)
+            _clear(further, vocabulary.starting_with(b"]"))
             # Where a number may go on, the number that it then is can be the next item.
-            is_sure = last.is_bare and not last.is_varied and others.any()
+            is_sure = last.is_bare and not last.is_varied and further.any()
             if is_allowed and not is_sure and not self._may_continue():
                 _clear(mask, commas)
 

@@ -25,11 +25,11 @@ from afm_mlx.guidance.schema.regular import compile_error, values_of
 from afm_mlx.guidance.schema.rules import (
     NOTHING,
     Either,
+    LarkTerminal,
     Named,
     Printer,
     Rule,
     Seq,
-    Terminal,
     Text,
     depth,
     either,
@@ -117,9 +117,9 @@ class _Grammar:
             if isinstance(case, Numbers):
                 # `unique_items` compares items by their text.
                 is_unique = self._document.has_unique
-                return either(*map(Terminal, number_terminals(case, is_canonical=is_unique)))
+                return either(*map(LarkTerminal, number_terminals(case, is_canonical=is_unique)))
             if isinstance(case, Strings):
-                return either(*map(Terminal, string_terminals(case)))
+                return either(*map(LarkTerminal, string_terminals(case)))
             key = (case, place)
             if key not in self._names:
                 self._names[key] = name = self._fresh(place)

@@ -56,9 +56,9 @@ from afm_mlx.guidance.schema.rules import (
     COMMA,
     EMPTY,
     NOTHING,
+    LarkTerminal,
     Named,
     Rule,
-    Terminal,
     Text,
     either,
     maybe,
@@ -365,7 +365,7 @@ def _free(
         parts += [complement(searched(text, wide=True)) for text in patterns if text not in matched]
         parts += [complement(union(*taken))] if taken else []
         names = _names((*case.names, some.name), parts, builder)
-        result += [seq(Terminal(name), COLON, builder.value(schema)) for name in names]
+        result += [seq(LarkTerminal(name), COLON, builder.value(schema)) for name in names]
     return result
 
 

@@ -15,7 +15,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Terminal:
+class LarkTerminal:
     """A Lark terminal, or a `%json` rule, by its right side."""
 
     right: str
@@ -51,7 +51,7 @@ class Times:
     high: int | None
 
 
-Rule = Text | Terminal | Named | Seq | Either | Times
+Rule = Text | LarkTerminal | Named | Seq | Either | Times
 NOTHING: Rule = Either(())
 EMPTY: Rule = Seq(())
 COMMA: Rule = Text(", ")
@@ -196,7 +196,7 @@ class Printer:
             return lark_string(part.text)
         if isinstance(part, Named):
             return part.name
-        if isinstance(part, Terminal):
+        if isinstance(part, LarkTerminal):
             return self._terminal(part.right)
         if isinstance(part, Times):
             inner = self._lark(part.part)
