@@ -1,4 +1,4 @@
-"""Choices of variants that no other test has made."""
+"""A fixture that resets the choice of variants for each test."""
 
 import pytest
 

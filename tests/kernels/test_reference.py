@@ -1,4 +1,4 @@
-"""What the self-test doesn't run of the plain-MLX operations, against float64 NumPy."""
+"""Cases of the plain-MLX operations that the self-test doesn't run, against float64 NumPy."""
 
 import mlx.core as mx
 import numpy as np

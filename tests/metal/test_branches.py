@@ -1,4 +1,4 @@
-"""The record of ways through the Metal texts: it sees what launches do, and says what none did."""
+"""The record of the branches that launches of Metal kernels take, and the list of those never taken."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""What the emulator makes of what Metal leaves open: accuracy of functions, order of sums, denormals."""
+"""The emulator's choices where Metal's specification leaves one: accuracy, order of sums, denormals."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""The texts that Apple's compiler is given on a Mac: every kernel's, whole, and what becomes of its verdict."""
+"""The texts for Apple's compiler: every kernel's, complete; and the exit status if one doesn't compile."""
 
 import sys
 

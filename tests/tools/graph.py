@@ -48,7 +48,7 @@ TWO_PASSES = 1024
 
 @dataclass
 class Cost:
-    """What a traced function would do on Metal.
+    """Cost of a traced function on Metal.
 
     Args:
         dispatches: kernels that are launched.
@@ -67,7 +67,7 @@ class Cost:
 
 
 def count_dispatches(function: Callable, *args: Any, **options: Any) -> Cost:
-    """The cost of `function` on Metal, from its graph; nothing is computed, and no Metal is needed.
+    """Count the cost of `function` on Metal in its graph; nothing is computed, and no Metal is needed.
 
     Raises:
         NotImplementedError: when the graph has a primitive that no rule above describes.

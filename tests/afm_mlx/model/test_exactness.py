@@ -1,4 +1,4 @@
-"""How near the kernels come to the reference over the embedded model, and rows in company to rows alone."""
+"""The kernels against the reference over the embedded model, and rows of a batch against rows alone."""
 
 import mlx.core as mx
 import numpy as np

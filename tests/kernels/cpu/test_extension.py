@@ -128,7 +128,7 @@ def fatal(tmp_path, monkeypatch):
     return library
 
 
-def test_what_a_library_dies_of_is_told_by_name(known, fatal, trials):
+def test_the_signal_that_kills_a_library_is_named(known, fatal, trials):
     for _ in range(2):
         module, reason = extension._loaded.__wrapped__()
         assert module is None

@@ -1,4 +1,4 @@
-"""Huge pages under weights: contents stay, and where there is nothing to gain nothing happens."""
+"""Huge pages keep the contents of weights and skip small arrays; freed memory returns to the system."""
 
 import platform
 import sys

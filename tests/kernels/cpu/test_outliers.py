@@ -1,4 +1,4 @@
-"""Vectors some of whose elements are far larger than the others: what integers of one scale would lose."""
+"""Vectors with outliers: integers with one scale would lose the other elements' precision."""
 
 import mlx.core as mx
 import numpy as np

@@ -67,7 +67,7 @@ def test_the_extension_runs_what_the_processor_has(cpu):
 
 
 @pytest.mark.parametrize("code", [None, "import afm_mlx; afm_mlx.load"])
-def test_a_processor_that_numpy_does_not_run_on_is_told(code):
+def test_a_processor_that_numpy_does_not_run_on_is_an_error(code):
     """NumPy 2.4 and later end the process there before they ask."""
     if tuple(map(int, numpy.__version__.split(".")[:2])) < (2, 4):
         pytest.skip("this NumPy runs on every x86-64")

@@ -1,4 +1,4 @@
-"""The fixture that runs the project's Metal kernels: on the GPU where there is one, else in the emulator."""
+"""The fixture that runs the project's Metal kernels: on a GPU, or in the emulator without one."""
 
 import mlx.core as mx
 import pytest

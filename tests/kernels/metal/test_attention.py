@@ -109,7 +109,7 @@ def returning(*results):
 
 
 def halves(y, dtype):
-    """Attention's output (B, n_heads, 1, head_dim) in two parts, each with a score of its own."""
+    """Attention's output (B, n_heads, 1, head_dim) as two partials, each with its own score."""
     y = y.astype(mx.float32)
     ones = mx.ones((*y.shape[:3], 1))
     numbers = [mx.concatenate([2 * y, 0 * ones, 2 * ones], axis=-1)]
@@ -117,7 +117,7 @@ def halves(y, dtype):
     return AttentionPartials(mx.concatenate(numbers, axis=2), mx.array(1.0), dtype)
 
 
-def test_a_product_merges_the_parts_of_attention(metal, rng, monkeypatch):
+def test_a_product_merges_the_partials_of_attention(metal, rng, monkeypatch):
     """With adapters that it multiplies with A itself, and with those that another kernel does."""
     split = attention.SPLIT
     # A threadgroup of 256 threads merges fewer heads and numbers than it has threads, or more.
@@ -142,7 +142,7 @@ def test_a_product_merges_the_parts_of_attention(metal, rng, monkeypatch):
         assert_solved(product, returning(got), 2 * product.bound)
 
 
-def test_parts_are_merged_before_what_can_not_merge_them(metal, rng):
+def test_partials_are_merged_before_products_that_can_not_merge_them(metal, rng):
     """Too many rows, too much memory of a threadgroup, or a kernel that takes vectors only."""
     capacity = 2 * attention.SPLIT
     for rows, dtype, head_dim, in_parts in (

@@ -1,4 +1,4 @@
-"""What a decoded token costs on Metal, counted in the traced graph."""
+"""Dispatches and bytes of a decoded token on Metal, counted in the traced graph."""
 
 import mlx.core as mx
 import mlx.nn as nn

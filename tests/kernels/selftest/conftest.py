@@ -1,4 +1,4 @@
-"""A machine without a verdict."""
+"""Fixtures: a machine without a verdict, and a variant before the reference."""
 
 import pytest
 

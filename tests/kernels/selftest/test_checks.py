@@ -1,4 +1,4 @@
-"""The self-test finds what is wrong, leaves alone what is right, and tells both."""
+"""The self-test finds faulty variants, passes correct ones, and stores its verdict."""
 
 import os
 import sys
@@ -260,7 +260,7 @@ def test_a_machine_is_checked_once(cache, offer, monkeypatch):
     assert len(list(cache.iterdir())) == 2
 
 
-def test_a_failure_is_told_at_every_start(cache, offer):
+def test_a_failure_is_reported_at_every_start(cache, offer):
     run = counted(without_last_word)
     offer("packed_matmul", run)
     calls = set()
@@ -274,7 +274,7 @@ def test_a_failure_is_told_at_every_start(cache, offer):
     assert len(calls) == 1
 
 
-def test_a_fault_in_the_reference_is_told_at_every_start_and_not_disabled(
+def test_a_fault_in_the_reference_is_reported_at_every_start_and_not_disabled(
     cache, offer, monkeypatch
 ):
     monkeypatch.setattr(reference, "packed_embedding", next_token)

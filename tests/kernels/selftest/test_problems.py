@@ -1,4 +1,4 @@
-"""What a call reads and writes, and other bytes for the same work."""
+"""Problems of the self-test: their bytes, their lists, and the oracle's answers."""
 
 import itertools
 
