@@ -1,4 +1,4 @@
-"""Lines of data files: JSONL with a text, a chat or a completion in each.
+"""Read data files: JSONL with a text, a chat or a completion in each line.
 
     {"text": ...}
     {"prompt": ..., "completion": ..., "tools"?: [...]}
@@ -30,7 +30,7 @@ from afm_mlx.errors import DataError, shown
 from afm_mlx.files import read_file
 
 MAX_BYTES = 4 << 30
-"""Bytes of a data file, which is read whole."""
+"""Maximum bytes of a data file, which is read whole."""
 
 KINDS = (
     '{"text": ...}, {"messages": [...]}, {"prompt": ..., "completion": ...}, a list of messages, '
@@ -47,7 +47,7 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class ChatRecord:
-    """A record that is a conversation; messages and tools are as they were found, unchecked."""
+    """A record that is a conversation; messages and tools are unchecked."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -57,17 +57,17 @@ class ChatRecord:
 
 
 def is_data_file(path: Path) -> bool:
-    """True if a file's name has a suffix of data files, `.gz` apart."""
+    """True if a file's name has a data file's suffix, with or without `.gz`."""
     return path.name.removesuffix(".gz").endswith(_SUFFIXES)
 
 
 def data_file(folder: Path, stem: str) -> Path | None:
-    """The file of a data set's split in a folder; None without one.
+    """Find a data set's split in a folder; None if it has none.
 
-    That is `stem.jsonl`, or one of another format, or with another name for validation data.
+    The file is `stem.jsonl`, or has another format, or another name for validation data.
 
     Raises:
-        DataError: when there are several, and none is `stem.jsonl`.
+        DataError: if there are several, and none is `stem.jsonl`.
     """
     stems = (stem, *_OTHER_STEMS.get(stem, ()))
     names = [f"{one}{suffix}{gz}" for one in stems for suffix in _SUFFIXES for gz in ("", ".gz")]
@@ -93,10 +93,10 @@ def data_files(folder: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The content of a text file, unpacked if it is gzipped: UTF-8, or UTF-16 or 32.
+    """Read a text file in UTF-8, UTF-16 or UTF-32, which may be gzipped.
 
     Raises:
-        DataError: when it is missing or is no text.
+        DataError: if the file is missing or not text.
     """
     text = _text(path)
     for number, line in enumerate(text.split("\n"), start=1):
@@ -108,13 +108,13 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield "file:line" and the JSON text of every record of a data file.
+    """Yield "file:line" and the JSON text of each record of a data file.
 
-    That is every line that is not blank; every item of a file that is one JSON array of records, or holds
-    objects over several lines each; or every row of a CSV file, as an object by the names in its first row.
+    A record is a line that is not blank, an item of a JSON array, an object over several lines, or a row of a
+    CSV file, as an object with the names of the first row.
 
     Raises:
-        DataError: when the file can't be read.
+        DataError: if the file can't be read.
     """
     text = _text(path)
     name = path.name.removesuffix(".gz")
@@ -132,7 +132,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _is_array(text: str) -> bool:
-    """True if a text is one JSON array of records, not JSON lines, of which one may be an array of messages."""
+    """True if a text is one JSON array of records, and not lines, which may be arrays of messages."""
     begin = text.lstrip()
     if not begin.startswith("["):
         return False
@@ -140,7 +140,7 @@ def _is_array(text: str) -> bool:
     try:
         found = json.loads(first_line)
     except (ValueError, RecursionError):
-        # An array over several lines, or a wrong line: one that has messages, as the lines behind it have.
+        # An array over several lines, or a wrong line with messages, like the lines after it.
         is_open = not first_line.rstrip().endswith("]") and begin.rstrip().endswith("]")
         return first_line.strip() == "[" or (bool(rest.strip()) and is_open)
     is_chat = all(isinstance(m, dict) and ("role" in m or "from" in m) for m in found)
@@ -148,11 +148,11 @@ def _is_array(text: str) -> bool:
 
 
 def _values(path: Path, text: str, at: int, end_mark: str) -> Iterator[tuple[int, str]]:
-    """The number of its line, and the text, of each JSON value from a place up to a mark."""
+    """Yield line number and text of each JSON value from position `at` up to `end_mark`."""
     decoder, space = json.JSONDecoder(), re.compile(r"[\s,]*")
     number, counted = 1, 0
     while True:
-        at = space.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        at = space.match(text, at).end()  # type: ignore[union-attr]  # it also matches the empty text
         number += text.count("\n", counted, at)
         counted = at
         if text[at : at + 1] in ("]", ""):
@@ -170,7 +170,7 @@ def _values(path: Path, text: str, at: int, end_mark: str) -> Iterator[tuple[int
 
 
 def _rows(path: Path, text: str) -> Iterator[tuple[int, str]]:
-    """The number of its last line, and an object by the names in the first row, of each row of a CSV file."""
+    """Yield the last line's number, and the row as JSON with the first row's names, of each CSV row."""
     header = text.partition("\n")[0]
     delimiter = max(",;\t", key=header.count)
     csv.field_size_limit(MAX_BYTES)
@@ -181,17 +181,17 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, str]]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                raise csv.Error(f"the row has not the {len(names)} fields that the first row names")
+                raise csv.Error(f"the row doesn't have the {len(names)} fields of the first row")
             yield reader.line_num, json.dumps(row, ensure_ascii=False)
     except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num}: {error}.") from None
 
 
 def parse_line(line: str) -> Any:
-    """The JSON of a line.
+    """Parse a line of JSON.
 
     Raises:
-        DataError: when it is no UTF-8 or no JSON, or an object has a key twice.
+        DataError: if the line is not UTF-8 or not JSON, or an object has a key twice.
     """
     _check_text(line)
     try:
@@ -211,10 +211,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield "file:line" and the JSON of every record of a data file, see `read_lines`.
+    """Yield "file:line" and the value of each record of a data file, see `read_lines`.
 
     Raises:
-        DataError: names the line that is no JSON.
+        DataError: names the line that is not JSON.
     """
     for where, line in read_lines(path):
         try:
@@ -247,11 +247,11 @@ def _unpacked(path: Path, content: bytes) -> bytes:
 
 
 def _text(path: Path) -> str:
-    """The content of a text file; bytes that are no UTF-8 are surrogates."""
+    """Read and decode a text file; bytes that are not UTF-8 become surrogates."""
     content = _unpacked(path, _read(path))
     for start, kind in _OTHERS.items():
         if content.startswith(start):
-            raise DataError(f"{path} is {kind}, and no text. {_CONVERSION}")
+            raise DataError(f"{path} is {kind}, not text. {_CONVERSION}")
     encoding = next((name for mark, name in _MARKS.items() if content.startswith(mark)), "utf-8")
     if encoding == "utf-8" and content[1:2] == b"\0" != content[:1]:
         encoding = "utf-16-le"
@@ -260,7 +260,7 @@ def _text(path: Path) -> str:
     try:
         return content.decode(encoding, "surrogateescape" if "8" in encoding else "strict")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no {encoding.upper()} text ({error.reason}).") from None
+        raise DataError(f"{path} is not {encoding.upper()} text ({error.reason}).") from None
 
 
 def _check_text(text: str) -> None:
@@ -299,7 +299,7 @@ _CONVERSION = (
 
 
 def _key_of_records(record: Mapping[str, Any]) -> str | None:
-    """The key of an object under which it holds a list of records; None when it holds none."""
+    """Return the key of an object whose value is a list of records; None if there is none."""
     for key, value in record.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, Mapping) and any(all(k in first for k in keys) for keys in _KEYS):
@@ -308,15 +308,15 @@ def _key_of_records(record: Mapping[str, Any]) -> str | None:
 
 
 def document_of(record: Any) -> TextRecord | ChatRecord:
-    """The text or the chat that a record holds; a prompt with its completion is a chat of two turns.
+    """Convert a record to a text or a chat; a prompt with its completion is a chat of two turns.
 
     Raises:
-        DataError: when it is none of the kinds, or could be two of them.
+        DataError: if the record has none of the known forms, or two.
     """
     if isinstance(record, list):
         return ChatRecord(_messages(record))
     if not isinstance(record, Mapping):
-        raise DataError(f"a JSON {type(record).__name__} is no document; allowed are {KINDS}.")
+        raise DataError(f"a JSON {type(record).__name__} is not a document; allowed are {KINDS}.")
     kinds = [keys for keys in _KEYS if all(key in record for key in keys)]
     if len(kinds) > 1:
         found = " and ".join(repr(key) for keys in kinds for key in keys)
@@ -351,7 +351,7 @@ def document_of(record: Any) -> TextRecord | ChatRecord:
     elif keys[0] == "prompt":
         messages = _turns(_string(record, "prompt"), _string(record, "completion"))
     else:
-        # Alpaca: what the instruction is about stands below it.
+        # Alpaca: the input follows the instruction.
         asked = [
             _string(record, "instruction"),
             _string(record, "input") if record.get("input") else "",
@@ -397,7 +397,7 @@ def _pairs(history: Any) -> list[Any]:
 
 
 def _messages(messages: Any) -> Any:
-    """Return messages with `role` and `content`, renamed from ShareGPT's `from` and `value` if need be."""
+    """Rename `from` and `value` in ShareGPT's messages to `role` and `content`."""
     if not isinstance(messages, list):
         return messages
     return [_message(i, m) if _is_sharegpt(m) else m for i, m in enumerate(messages)]
@@ -429,7 +429,7 @@ def _string(record: Mapping[str, Any], key: str) -> str:
 
 
 def encode_text(text: str, tokenizer: Any) -> list[int]:
-    """The ids of a text: between two separators, or as a tokenizer of mlx-lm's zoo begins and ends it."""
+    """Encode a text between two separators, or as a tokenizer of mlx-lm begins and ends it."""
     tokens = list(tokenizer.encode(text, add_special_tokens=True))
     end = getattr(tokenizer, "separator_id", tokenizer.eos_token_id)
     return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]

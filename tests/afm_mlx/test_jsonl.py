@@ -28,7 +28,7 @@ def test_every_kind(record, found):
 @each(
     ("record", "words"),
     [
-        (5, "a JSON int is no document"),
+        (5, "a JSON int is not a document"),
         ({}, "the keys none; allowed are"),
         ({"text": "a", "messages": []}, "has 'messages' and 'text'; which one is meant"),
         ({"prompt": "a", "completion": None}, "'completion' is a NoneType; a string is needed"),

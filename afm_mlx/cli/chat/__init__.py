@@ -79,6 +79,6 @@ def _entries(terminal: bool, adapters: AdapterPool) -> Entries:
     # Emacs' shell and others like it edit lines themselves, and have no cursor movements.
     if not terminal or os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
         return Lines(terminal)
-    from afm_mlx.cli.chat.terminal import Terminal
+    from afm_mlx.cli.chat.terminal import TerminalEntries
 
-    return Terminal(adapters)
+    return TerminalEntries(adapters)

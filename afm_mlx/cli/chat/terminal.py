@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
 
 
-class Terminal:
+class TerminalEntries:
     """Entries that a person types on a terminal.
 
     Args:

@@ -5,7 +5,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from afm_mlx.cli.chat.loop import next_message
-from afm_mlx.cli.chat.terminal import Terminal
+from afm_mlx.cli.chat.terminal import TerminalEntries
 
 
 class Adapters:
@@ -28,7 +28,7 @@ def keyboard():
 
 @pytest.fixture
 def terminal(keyboard):
-    return lambda: Terminal(Adapters(), keyboard, DummyOutput())
+    return lambda: TerminalEntries(Adapters(), keyboard, DummyOutput())
 
 
 @pytest.fixture
