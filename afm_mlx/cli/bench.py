@@ -20,8 +20,11 @@ from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
     from afm_mlx.measure.benchmark import BenchmarkCase, BenchmarkResult, SpeculationResult
     from afm_mlx.measure.machine import Bandwidth
+    from afm_mlx.tokenizer.protocol import Tokenizer
 
 THREADS_VARIABLE = "AFM_MLX_THREADS"
 MAX_CASES, MAX_TOKENS, MAX_RANK = 10_000, 1 << 20, 1 << 16
@@ -179,7 +182,7 @@ def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
 
 
 def _facts(
-    args: argparse.Namespace, name: str, model: Any, threads: int, bandwidth: Bandwidth
+    args: argparse.Namespace, name: str, model: nn.Module, threads: int, bandwidth: Bandwidth
 ) -> dict[str, Any]:
     from mlx.utils import tree_flatten
 
@@ -296,7 +299,11 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def _run_speculation(
-    args: argparse.Namespace, name: str, model: Any, tokenizer: Any, cases: Sequence[BenchmarkCase]
+    args: argparse.Namespace,
+    name: str,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    cases: Sequence[BenchmarkCase],
 ) -> None:
     """Run every case with every number of draft tokens, and print the gain over plain decoding."""
     import numpy as np
@@ -347,7 +354,7 @@ def _run_speculation(
         )
 
 
-def _draft_model(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
+def _draft_model(args: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer) -> Any:
     """Load or make the draft model that the arguments name; None for none."""
     if args.draft_model is None:
         return None

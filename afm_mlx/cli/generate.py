@@ -32,7 +32,10 @@ from afm_mlx.cli.output import input_bytes, print_answer, print_json
 from afm_mlx.errors import CacheFileError, reason_of, shown
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
     from afm_mlx.guidance.constraint import Constraint
+    from afm_mlx.tokenizer.protocol import Tokenizer
 
 MAX_PROMPT_BYTES = 16 << 20
 MAX_FILE_BYTES = 16 << 20
@@ -153,7 +156,7 @@ def _prompt_text(args: argparse.Namespace) -> str:
 
 
 def _encode(
-    args: argparse.Namespace, text: str, tokenizer: Any, form: AnswerConstraint | None
+    args: argparse.Namespace, text: str, tokenizer: Tokenizer, form: AnswerConstraint | None
 ) -> list[int]:
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         why = "--ignore-chat-template leaves out" if args.ignore_chat_template else "is missing"
@@ -169,20 +172,21 @@ def _encode(
         messages.insert(0, {"role": "system", "content": args.system_prompt})
     if args.prefill_response is not None:
         messages.append({"role": "assistant", "content": args.prefill_response})
-    own = {
+    own: dict[str, Any] = {
         "add_generation_prompt": args.prefill_response is None,
         "continue_final_message": args.prefill_response is not None,
     }
     variables = args.chat_template_config or {}
     if taken := sorted({*own, "messages", "conversation", "tokenize", "self"} & set(variables)):
         raise UsageError(f"--chat-template-config can't set {', '.join(taken)}: the command does.")
-    return tokenizer.apply_chat_template(messages, **own, **variables)
+    options: dict[str, Any] = own | variables
+    return tokenizer.apply_chat_template(messages, **options)
 
 
 def _generate(
     args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: Tokenizer,
     prompt: list[int],
     form: AnswerConstraint | None,
     **arguments: Any,
@@ -228,8 +232,8 @@ def _generate(
 
 def _generate_with_file(
     args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: Tokenizer,
     prompt: list[int],
     form: AnswerConstraint | None,
     **arguments: Any,
@@ -247,7 +251,7 @@ def _generate_with_file(
         save_prompt_cache(path, prompt_cache, model, metadata={"tokens": json.dumps(prompt)})
 
 
-def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:
+def _checked_cache_path(args: argparse.Namespace, model: nn.Module) -> Path:
     from afm_mlx.model.model import is_afm
 
     path = Path(args.prompt_cache_file)
@@ -268,7 +272,7 @@ def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:
     return path
 
 
-def _read_cache(path: Path, model: Any) -> tuple[list[Any], list[int]]:
+def _read_cache(path: Path, model: nn.Module) -> tuple[list[Any], list[int]]:
     from afm_mlx.engine.prompt_cache import load_prompt_cache, tokens_in
 
     cache, metadata = load_prompt_cache(path, model)

@@ -12,9 +12,12 @@ from afm_mlx.errors import shown
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
     from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.engine.request import Sampler
     from afm_mlx.engine.speculation.drafting import Speculation
+    from afm_mlx.tokenizer.protocol import Tokenizer
 
 MAX_SEED = 2**64 - 1
 
@@ -155,7 +158,7 @@ def sampling_arguments(seed: int | None) -> list[Argument]:
     ]
 
 
-def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Sampler | None:
+def sampler_of(args: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer) -> Sampler | None:
     """Make the sampler that the arguments describe; None to take the most likely token.
 
     Raises:
@@ -213,8 +216,8 @@ def check_speculation(args: argparse.Namespace) -> None:
 
 def speculation_of(
     args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: Tokenizer,
     adapters: Mapping[str, Path] | None = None,
 ) -> Speculation | None:
     """Make the `Speculation` that the arguments ask for; None for plain decoding.
@@ -268,7 +271,7 @@ CACHE = [
 # fmt: on
 
 
-def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+def cache_options(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
     """Return the arguments of `stream_generate` that the arguments of `CACHE` set.
 
     Raises:
@@ -284,7 +287,7 @@ def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     return {row.name: getattr(args, row.name) for row in _CACHE}
 
 
-def new_cache(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
+def new_cache(args: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer) -> list[Any]:
     """Make an empty KV cache as the arguments of `CACHE` say."""
     from afm_mlx.engine.engine import Engine
 

@@ -36,6 +36,7 @@ from afm_mlx.jsonl import read_jsonl
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.chat_messages import parse_tool_calls
+from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 TEXT, JSON, CALLS = "text", "json", "calls"
@@ -176,7 +177,7 @@ def _dict(value: Any) -> dict[str, Any]:
 
 def evaluate(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     examples: Sequence[Example],
     *,
     batch_size: int = 16,
@@ -218,7 +219,7 @@ def evaluate(
     return Evaluation(graded, time.perf_counter() - start)
 
 
-def _submit(engine: Engine, tokenizer: Any, example: Example, constrained: bool) -> int:
+def _submit(engine: Engine, tokenizer: Tokenizer, example: Example, constrained: bool) -> int:
     try:
         prompt = tokenizer.apply_chat_template(
             example.messages, tools=example.tools, add_generation_prompt=True

@@ -36,6 +36,7 @@ from afm_mlx.jsonl import (
     read_text,
 )
 from afm_mlx.progress import Progress
+from afm_mlx.tokenizer.protocol import Tokenizer
 
 SEQUENCE_LENGTH = 512  # tokens of a piece, mlx-lm's default
 SPLITS = ("test", "valid", "train")
@@ -67,7 +68,7 @@ class Perplexity:
 # -- documents
 
 
-def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
+def load_documents(path: str | Path, tokenizer: Tokenizer) -> list[list[int]]:
     """Read and tokenize documents.
 
     Args:
@@ -107,7 +108,7 @@ def _split_of(folder: Path) -> Path:
     )
 
 
-def _encode_record(record: Any, tokenizer: Any) -> list[int]:
+def _encode_record(record: Any, tokenizer: Tokenizer) -> list[int]:
     document = document_of(record)
     if isinstance(document, TextRecord):
         return encode_text(document.text, tokenizer)

@@ -9,12 +9,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.generation import GenerationResponse, stream_generate
 from afm_mlx.engine.prompt_cache import PromptCaches
 from afm_mlx.errors import AFMError, RequestError, TokenizerError, reason_of, shown
 from afm_mlx.files import atomic_write, read_file
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
+from afm_mlx.tokenizer.protocol import Tokenizer
 
 MAX_BYTES = 4 << 20
 """Maximum bytes of a conversation file: a million tokens, more than any context."""
@@ -49,8 +52,8 @@ class Dialogue:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: nn.Module,
+        tokenizer: Tokenizer,
         new_cache: Callable[[], list[Any]],
         system_prompt: str | None = None,
         adapters: AdapterPool | None = None,
