@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import re
@@ -184,29 +185,22 @@ def run(args: argparse.Namespace) -> None:
 def _options(args: argparse.Namespace) -> ServerOptions:
     from afm_mlx.server.server_options import ServerOptions
 
-    same: dict[str, Any] = {
-        name: getattr(args, name)
-        for name in (
-            "host port max_tokens top_p top_k min_p prefill_step_size max_kv_size kv_memory prompt_cache_bytes "
-            "prompt_cache_folder_bytes max_queue max_choices max_body max_connections timeout body_timeout "
-            "send_timeout ping_interval idle_timeout grace log_prompts strict kept_responses kept_bytes "
-            "draft_model num_draft_tokens prompt_lookup"
-        ).split()
+    names = [field.name for field in dataclasses.fields(ServerOptions)]
+    values: dict[str, Any] = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    values |= {
+        "unix_socket": _path(args.unix_socket),
+        "api_keys": _keys(args, "api", KEY_VARIABLE),
+        "admin_keys": _keys(args, "admin", ADMIN_KEY_VARIABLE),
+        "allowed_hosts": tuple(args.allowed_host),
+        "cors_origins": tuple(args.cors_origin),
+        "adapter_folders": tuple(_folder(path) for path in args.adapter_folder),
+        "temperature": args.temp,
+        "prompt_cache_folder": _path(args.prompt_cache_folder),
+        "chat_template_args": args.chat_template_args or {},
+        "max_batch": args.decode_concurrency,
+        "kv": "float" if args.kv_bits == 16 else "int8",
     }
-    return ServerOptions(
-        unix_socket=_path(args.unix_socket),
-        api_keys=_keys(args, "api", KEY_VARIABLE),
-        admin_keys=_keys(args, "admin", ADMIN_KEY_VARIABLE),
-        allowed_hosts=tuple(args.allowed_host),
-        cors_origins=tuple(args.cors_origin),
-        adapter_folders=tuple(_folder(path) for path in args.adapter_folder),
-        temperature=args.temp,
-        prompt_cache_folder=_path(args.prompt_cache_folder),
-        chat_template_args=args.chat_template_args or {},
-        max_batch=args.decode_concurrency,
-        kv="float" if args.kv_bits == 16 else "int8",
-        **same,
-    )
+    return ServerOptions(**values)
 
 
 def _path(path: str | None) -> Path | None:
