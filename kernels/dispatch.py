@@ -198,8 +198,7 @@ def forced() -> str:
 @functools.cache
 def _problem(wanted: str) -> str:
     """Why a backend or variant can't be selected on this machine; empty if it can."""
-    from afm_mlx.kernels.cpu import extension
-
+    extension = importlib.import_module("afm_mlx.kernels.cpu.extension")  # as variants are found
     backend, _, variant = wanted.partition("/")
     names = {v.name for op in OPS for v in variants(op)}
     if backend not in BACKENDS or (variant and wanted not in names):

@@ -11,6 +11,7 @@
 | `generation.py` | `generate`, `stream_generate`, `batch_generate`, and the typed and async variants |
 | `async_engine.py` | one engine for all tasks of asyncio |
 | `sampling.py`, `samplers.py` | from logits to the next token; the samplers and logits processors |
+| `draft_length.py` | how many draft tokens pay: what steps cost, how many tokens are accepted |
 | `speculation/` | draft tokens, several of which the model verifies in one step |
 | `prefix_cache.py`, `prefix_cache_folder.py` | pages that rows share if their prompts begin alike |
 | `prompt_cache.py` | a caller's KV cache: in a file, and from one prompt to the next |

@@ -28,9 +28,9 @@ from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.batch import fit_empty, kind_of
+from afm_mlx.engine.draft_length import DraftCounts
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import LogitsProcessor, Request, Sampler, token_ids
-from afm_mlx.engine.speculation.draft_length import DraftCounts
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.model import is_afm

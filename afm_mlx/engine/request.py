@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.engine.speculation.draft_length import DraftCounts
+from afm_mlx.engine.draft_length import DraftCounts
 from afm_mlx.errors import RequestError, shown
 
 if TYPE_CHECKING:

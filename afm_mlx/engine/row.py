@@ -22,8 +22,8 @@ from afm_mlx.adapters.active import BatchAdapters, adapter_fingerprint, bind
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice, Lease
 from afm_mlx.adapters.resident import ResidentAdapter
+from afm_mlx.engine.draft_length import DraftCounts
 from afm_mlx.engine.request import MASK64, Request, TokenResponse
-from afm_mlx.engine.speculation.draft_length import DraftCounts
 from afm_mlx.errors import (
     ConstraintError,
     ContextLengthError,

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from afm_mlx.engine.speculation.draft_length import DraftCounts
+from afm_mlx.engine.draft_length import DraftCounts
 
 PREFIX = "afm_mlx:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -12,8 +12,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "build" / "site-package" / "afm_mlx"
-BESIDE = ("adapters", "converters", "kernels")
-"""Rooms that lie beside `afm_mlx/` in the repository, and within it once it is installed."""
+MAPPED = ("adapters", "converters", "kernels")
+"""Rooms next to `afm_mlx/` in the repository that an install puts into it."""
 
 ROOMS: dict[str, list[str]] = {
     "afm_mlx": [],
@@ -31,9 +31,9 @@ ROOMS: dict[str, list[str]] = {
     ],
     "loading": [
         "load.load",
-        "draft_models.load_draft",
-        "draft_models.model_draft",
-        "draft_models.load_drafts",
+        "load.load_draft",
+        "resolve.model_draft",
+        "load.load_drafts",
     ],
     "coreml": [],
     "quantization": [],
@@ -75,7 +75,7 @@ ROOMS: dict[str, list[str]] = {
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Lay the package out as it is installed: docstrings are found by folders, not by Python's finders."""
     shutil.rmtree(PACKAGE.parent, ignore_errors=True)
-    for source, target in ((ROOT / "afm_mlx", PACKAGE), *((ROOT / n, PACKAGE / n) for n in BESIDE)):
+    for source, target in ((ROOT / "afm_mlx", PACKAGE), *((ROOT / n, PACKAGE / n) for n in MAPPED)):
         shutil.copytree(source, target, ignore=_no_python)
     return config
 

@@ -1,7 +1,7 @@
 """Files of the repository that pages link to, on the site: texts as pages, others as files to fetch.
 
-On the site they lie below `repository/` under their own paths, and links to them lead there, so that one link
-works where the repository is read and on the site.
+On the site these files are under `repository/`, with their own paths, and links point there, so the same link
+works in the repository and on the site.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _outside(file: File) -> list[str]:
 
 
 def _repository_path(file: File) -> str | None:
-    """Where a page's text lies in the repository; None for pages that a hook has written."""
+    """Return the path of a page's text in the repository; None for pages that a hook writes."""
     if file.src_uri.startswith(FOLDER):
         return file.src_uri.removeprefix(FOLDER)
     return None if file.generated_by else f"docs/{file.src_uri}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from afm_mlx.engine.speculation.draft_length import (
+from afm_mlx.engine.draft_length import (
     MOST,
     Acceptance,
     DraftCounts,
