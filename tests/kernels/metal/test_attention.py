@@ -75,6 +75,14 @@ def test_codes_are_rounded_half_to_even_and_clamped(metal):
     assert codes.flatten().tolist() == [0] * 8 + [0, 2, 0, -2, 127, 127, -128, -128]
 
 
+def test_queries_whose_squares_overflow_give_nan(metal):
+    ones, scale = mx.ones((8,)), mx.array(1.0)
+    options = HeadOptions(ones, ones, scale, scale, 1, 1e4, 1e-5)
+    qkv = mx.array([3e19] * 8 + [0.0] * 16).reshape(1, 1, 24)
+    queries, _ = kernels.rope_norm_quantize(qkv, 0, options)
+    assert mx.isnan(queries).all().item()
+
+
 # -- attention of one new token per row
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import BITS, PackedWeight, dispatch
+from afm_mlx.kernels import BITS, PackedWeight, ProductOptions, dispatch
 from afm_mlx.kernels.metal import matmul, products
 from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest.problems import make, packed_weight
@@ -154,6 +154,13 @@ def test_why_a_variant_cannot_run(metal, fields, variant, reason):
     case = dispatch.Case("gpu", mx.bfloat16, 1, "balanced", "group", 32)._replace(**fields)
     reasons = {v.name: found for v, found in dispatch.explain("packed_matmul", case)}
     assert (reason or "None") in str(reasons[variant])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_norm_whose_squares_overflow_gives_nan(metal, rows):
+    weight = PackedWeight(mx.zeros((8, 4), mx.uint32), 4, "balanced", mx.ones((8,)))
+    options = ProductOptions(norm=mx.ones((32,)))
+    assert mx.isnan(kernels.packed_matmul(mx.full((rows, 32), 3e19), weight, options)).all().item()
 
 
 # -- the head: the largest product
