@@ -61,6 +61,12 @@ class PackedWeight(NamedTuple):
         return self.in_dims // self.scales.shape[1]
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """Shapes and format; one kernel can multiply by two matrices whose layouts are equal."""
+        scales = None if self.scales is None else self.scales.shape
+        return self.codes.shape, self.bits, self.mode, scales
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its arrays, which one product with a vector reads."""
         return sum(array.nbytes for array in self if isinstance(array, mx.array))

@@ -100,10 +100,8 @@ class DecodeStep:
         ):  # a caller has settled one of them, for instance
             for entry in cache:
                 entry.settle()
-        config, count = model.args, inputs.shape[1]
-        opened = [
-            entry.open_tail(2 * config.num_kv_heads, config.head_dim, count) for entry in cache
-        ]
+        heads, head_dim, count = 2 * model.args.num_kv_heads, model.args.head_dim, inputs.shape[1]
+        opened = [entry.open_tail(heads, head_dim, count) for entry in cache]
         buffers, tails = [tail.buffer for tail in opened], [tail.tail for tail in opened]
         # Another choice of kernels needs another trace, and so do adapters with another layout.
         choices = (dispatch.device(), dispatch.generation(), adapters_layout(model))

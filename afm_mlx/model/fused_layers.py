@@ -77,10 +77,11 @@ def project_each(layers: Sequence[nn.Module], x: Normed) -> list[mx.array]:
 
 def swiglu(gate: nn.Module, up: nn.Module, x: Normed) -> mx.array:
     """Return `silu(gate(norm(x))) * up(norm(x))`, (..., N), for x (..., K)."""
-    if is_fusable(gate) and is_fusable(up) and _alike(gate, up):
-        adapters = _adapters(gate.low_rank(x.x.shape[0]), up.low_rank(x.x.shape[0]))
-        options = _options(gate, x.norm, adapters=adapters)
-        return packed_swiglu(x.x, gate.packed, up.packed, options)
+    if is_fusable(gate) and is_fusable(up) and gate.activation_bits == up.activation_bits:
+        a, b = gate.packed, up.packed
+        if a.layout == b.layout:
+            adapters = _adapters(gate.low_rank(x.x.shape[0]), up.low_rank(x.x.shape[0]))
+            return packed_swiglu(x.x, a, b, _options(gate, x.norm, adapters=adapters))
     normed = x.computed()
     return nn.silu(gate(normed)) * up(normed)
 
@@ -108,14 +109,6 @@ def is_fusable(layer: nn.Module) -> TypeGuard[PackedLinear]:
     """True if a layer's kernel computes the norm and the addition, and takes attention's partials."""
     # A bias is added by the layer itself; training needs differentiable operations.
     return isinstance(layer, PackedLinear) and not layer.training and "bias" not in layer
-
-
-def _alike(a: PackedLinear, b: PackedLinear) -> bool:
-    """True if two layers differ only in their weights, so that one kernel can run both."""
-    return a.activation_bits == b.activation_bits and all(
-        getattr(a.packed, name) == getattr(b.packed, name)
-        for name in ("out_dims", "in_dims", "bits", "mode", "granularity", "group_size")
-    )
 
 
 def _adapters(*of_matrices: LowRank | None) -> tuple[LowRank, ...]:
