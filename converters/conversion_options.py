@@ -135,8 +135,9 @@ class ConversionOptions:
         """Raise `AFMError` unless a folder, quantized or not, can be converted with these options."""
         if quantized and self.quantize:
             raise AFMError(
-                f"{source} is quantized already; rounding it again would add one error to the other. Convert "
-                "the checkpoint that the folder was made of, or make float weights of it first (-d)."
+                f"{source} is quantized already; rounding it again would add one error to the other. "
+                f"Convert the checkpoint that the folder was made from, or turn it into float weights first "
+                f"(convert -d)."
             )
         if quantized and self.dtype is not None and not self.dequantize:
             raise AFMError(

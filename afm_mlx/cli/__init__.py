@@ -39,16 +39,16 @@ COMMANDS = {
     "server": "serve a model to programs that speak OpenAI's or Anthropic's API",
     "convert": "make a model folder from a checkpoint or another folder",
     "lora": "train an adapter, or all float weights",
-    "qat": "train weights that keep their quality in 2 or 4 bits",
-    "adapter": "show, convert, check and add up adapters",
+    "qat": "train a model for 2- or 4-bit weights (quantization-aware training)",
+    "adapter": "info, convert, verify, compose: show, convert, check or add up adapters",
     "bench": "measure tokens per second, memory, and the share of the memory bandwidth",
-    "info": "show what a model is, and what would run it here",
+    "info": "show a model's sizes and format, and which kernels would run it here",
     "doctor": "test every kernel on this machine, and write a report",
     "perplexity": "measure how well a model predicts a text",
     "evaluate": "measure how many tasks of a test set a model solves",
-    "completion": "print a script for completion in a shell",
+    "completion": "print a completion script for bash, zsh or fish",
 }
-RUN = "afm-mlx run [MODEL [TEXT]] is chat with a model; with TEXT, generate.\n"
+RUN = "afm-mlx run [MODEL] starts a chat; afm-mlx run MODEL TEXT generates one answer.\n"
 USAGE_ERROR, INTERRUPTED = 2, 130
 
 

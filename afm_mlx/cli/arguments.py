@@ -264,7 +264,8 @@ _COMMON = [
     Argument(
         "-c --config",
         None,
-        "take arguments from a YAML file: the same names, with _ for -; the command line takes precedence",
+        "take arguments from a YAML file: with the flags' names, - written as _; the command line takes "
+        "precedence",
         metavar="FILE.yaml",
     ),
     Argument("--debug", FLAG, "show the traceback of an error, for bug reports"),

@@ -19,7 +19,8 @@ ARGUMENTS = {
         Argument("--dtype", ["float16", "bfloat16", "float32"],
                  "type of the weights; by default the source's"),
         Argument("--to", ["afm-mlx", "mlx-lm", "coreml"],
-                 "mlx-lm leaves out what stock mlx-lm does not read; balanced layers become affine. coreml "
+                 "mlx-lm: a folder that unmodified mlx-lm reads, with affine layers in place of balanced "
+                 "ones. coreml "
                  "makes a Core ML package of a model folder",
                  "afm-mlx"),
         unavailable("--upload-repo", "nothing is uploaded; `hf upload` does that"),
@@ -31,9 +32,10 @@ ARGUMENTS = {
                  "bits per weight: 2, 4 or 8; 2 by default for balanced weights, else 4"),
         Argument("--q-mode", ["balanced", "affine", "palette", "mxfp4", "mxfp8", "nvfp4"],
                  "balanced (scale only), affine (MLX's own format) or palette (a table); balanced by default "
-                 "for AFM models, affine for others, and the rest for others only"),
+                 "for AFM models, affine for others; mxfp4, mxfp8 and nvfp4 are not for AFM models"),
         Argument("--q-group-size", integer(1),
-                 "inputs that share a scale, or rows that share a palette; 64, and 16 rows, by default"),
+                 "number of inputs that share a scale (default 64), or of rows that share a palette "
+                 "(default 16)"),
         Argument("--q-granularity", ["tensor", "row", "group"],
                  "what shares a scale; row by default for balanced weights, else group"),
         Argument("--q-embedding-bits", integer(1, 8),
@@ -58,7 +60,7 @@ ARGUMENTS = {
     ],
     "Core ML packages": [
         Argument("--ane", FLAG,
-                 "arrange operators as the Neural Engine asks: channels first, convolutions, split heads"),
+                 "arrange operators for the Neural Engine: channels first, convolutions, split heads"),
         Argument("--prompt-lengths", integer(1),
                  "numbers of tokens that prefill takes; 64 and 512 by default, 32 with --ane. "
                  "One alone makes a fixed shape",

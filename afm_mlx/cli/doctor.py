@@ -28,7 +28,7 @@ _OF_BACKEND = ("runs on ", "MLX has no ", "the C++ extension ")
 
 ARGUMENTS = {
     "options": [
-        Argument("--quick", FLAG, "a few problems in a second, and nothing is timed"),
+        Argument("--quick", FLAG, "run a few problems, in about a second, without timing"),
         Argument(
             "--report",
             None,
@@ -36,7 +36,7 @@ ARGUMENTS = {
             "afm-mlx-report-coreml-DATE.json",
             metavar="FILE",
         ),
-        Argument("--retry", FLAG, "also run kernels that ended the process the last time"),
+        Argument("--retry", FLAG, "also run kernels that crashed the process last time"),
         Argument(
             "--seed",
             integer(0, MAX_SEED),

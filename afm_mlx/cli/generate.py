@@ -63,7 +63,8 @@ _CONSTRAINT = [
 ]
 ARGUMENTS = {
     "options": [
-        Argument("text", None, "the prompt, as with --prompt", nargs="?", metavar="TEXT"),
+        Argument("text", None, "the prompt, in quotation marks; short for --prompt TEXT",
+                 nargs="?", metavar="TEXT"),
         *model_options.LOADING,
         Argument("--prompt -p", None,
                  r"prompt, with \n and \t for line break and tab; "
@@ -77,10 +78,11 @@ ARGUMENTS = {
         Argument("--max-tokens -m", integer(-1), "maximum new tokens; -1 for no limit", 100),
         Argument("--stop", None, "stop strings, which end the answer and are not part of it", [],
                  nargs="+", metavar="TEXT"),
-        Argument("--extra-eos-token", None, "more tokens that end the answer", [], nargs="+", metavar="TOKEN"),
+        Argument("--extra-eos-token", None, "additional tokens that end the answer", [],
+                 nargs="+", metavar="TOKEN"),
         Argument("--prompt-cache-file", None,
-                 "file with the KV cache of an earlier prompt: its common beginning is not computed again. The "
-                 "file is made if it does not exist, and never changed",
+                 "file with the KV cache of an earlier prompt: the part with which both prompts begin is "
+                 "not computed again. The file is created if it does not exist, and never changed",
                  metavar="FILE.safetensors"),
         Argument("--verbose", boolean, "False prints the answer alone, without figures", True),
         model_options.JSON,

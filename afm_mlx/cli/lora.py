@@ -1,4 +1,5 @@
-"""Train a LoRA adapter, all float weights, or a draft model; with a teacher, let a packed model recover."""
+"""Train a LoRA adapter, all float weights, or a draft model; with a teacher, restore a packed model's "
+"quality."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ ALTERNATIVES = (*training_runs.ALTERNATIVES, *_LORA_ALTERNATIVES)
 # fmt: off
 _ADAPTER_PATH = Argument(
     "--adapter-path", None,
-    f"folder of the adapter, {ADAPTER_FOLDER} by default; its run is the folder run in it")
+    f"folder of the adapter, {ADAPTER_FOLDER} by default; checkpoints and logs are in its subfolder run")
 _KIND = [
     Argument("--train", FLAG,
              "train: needed with --test only, which alone measures an adapter"),
@@ -86,7 +87,7 @@ _KIND = [
              "clipped to 1, weight decay 0.01; other arguments override it"),
     _ADAPTER_PATH,
     Argument("--save-path", None,
-             "model folder that full and draft training make; its run is SAVE_PATH-run"),
+             "model folder that full and draft training make; checkpoints and logs are in SAVE_PATH-run"),
     Argument("--draft-preset", DRAFT_PRESETS,
              "start a draft model of these sizes from random weights (by --seed), with the teacher's "
              "tokenizer, instead of --model"),
@@ -98,7 +99,7 @@ _IN_LORA_PARAMETERS = [
     Argument("--dropout", number(0, 0.999),
              "share of the adapter's inputs that is dropped in training; 0 by default"),
     Argument("--keys", None,
-             "layers by their names in a block, such as mlp.up_proj; all linear ones by default",
+             "layers to adapt, by their names in a block, such as mlp.up_proj; all linear ones by default",
              nargs="+", metavar="NAME"),
 ]
 _LORA = [

@@ -34,7 +34,7 @@ JSON = Argument("--json", FLAG, "print one JSON object, for programs")
 
 TRUST_REMOTE_CODE = Argument(
     "--trust-remote-code", FLAG,
-    "let code in the folder of a model that mlx-lm loads run; AFM folders have none")
+    "run Python code from the model's folder, which some mlx-lm models need; AFM folders have none")
 
 LOADING = [
     MODEL,
@@ -82,10 +82,11 @@ def gigabytes(text: str) -> int:
 # fmt: off
 ADAPTERS = [
     Argument("--adapter", named_path,
-             "another adapter to switch to; may be repeated. Those that come with the model are always there",
+             "another adapter to switch to; may be repeated. Adapters that come with the model need no flag",
              [], action="append", metavar="NAME=PATH"),
     Argument("--adapter-memory", gigabytes,
-             "memory that all adapters may take; the least recently used are evicted. No limit by default",
+             "gigabytes that all loaded adapters together may take; the least recently used are evicted. No "
+             "limit by default",
              metavar="GB"),
 ]
 # fmt: on
@@ -141,9 +142,10 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
 _SAMPLING = [
     Argument("--temp", number(0), "temperature; 0 takes the most likely token", 0.0),
     Argument("--top-p", number(0, 1), "keep the most likely tokens, up to this sum of probabilities", 1.0),
-    Argument("--min-p", number(0, 1), "drop tokens below this share of the best one's probability", 0.0),
-    Argument("--top-k", integer(0), "keep this many tokens; 0 keeps all", 0),
-    Argument("--xtc-probability", number(0, 1), "how often XTC drops top choices", 0.0),
+    Argument("--min-p", number(0, 1), "drop tokens less likely than this share of the most likely one", 0.0),
+    Argument("--top-k", integer(0), "keep only this many most likely tokens; 0 keeps all", 0),
+    Argument("--xtc-probability", number(0, 1), "probability with which XTC drops the top choices of a "
+                                                "step", 0.0),
     Argument("--xtc-threshold", number(0, 0.5), "probability that makes a token one of XTC's top choices", 0.1),
     Argument("--min-tokens-to-keep", integer(1), "tokens that --min-p never drops", 1),
 ]
@@ -201,7 +203,8 @@ SPECULATION = [
              metavar="PATH"),
     Argument("--num-draft-tokens", integer(1, 7), "draft tokens at a time; by default as many as pay off"),
     Argument("--prompt-lookup", FLAG,
-             "draft the tokens that followed the last few tokens earlier in the text: for answers that copy"),
+             "draft by copying: find where the last few tokens occurred before, and propose what followed "
+             "there: for answers that copy"),
 ]
 # fmt: on
 
@@ -260,7 +263,8 @@ _CACHE = [
              "when the context is full, forget the oldest tokens instead of ending with an error"),
     Argument("--kv-bits", integer(1, 16),
              "8 for the checkpoint's int8 (the default where it has scales), 16 for floats"),
-    Argument("--prefill-step-size", integer(1), "maximum prompt tokens at a time; fewer need less memory",
+    Argument("--prefill-step-size", integer(1), "prompt tokens that are computed at a time, at most; fewer "
+                                                "need less memory",
              2048),
 ]
 CACHE = [

@@ -83,7 +83,8 @@ _DISTILLATION = [
     Argument("--teacher", None, "model whose predictions to imitate", metavar="MODEL"),
     Argument("--teacher-adapter", None, "adapter that the teacher runs with", metavar="FOLDER"),
     Argument("--distillation-weight", number(0, 1),
-             "weight of the distance from the teacher, 1 by default; the data's cross-entropy has the rest"),
+             "weight of the distance from the teacher, 1 by default; the loss on the data itself gets the "
+             "rest"),
     Argument("--distillation-temperature", number(1e-3),
              "temperature of the predictions: above 1, the teacher's unlikely tokens count more; 1 by default"),
     Argument("--distillation-divergence", ["forward", "reverse"],
@@ -124,7 +125,7 @@ def training_tables(learning_rate: str, *own: Argument) -> Tables:
                      "samples"),
             Argument("--packing", SWITCH,
                      "put several samples, which don't see each other, into a row; the default for AFM models"),
-            Argument("--mask-prompt", SWITCH, "train on what the assistant wrote only", True),
+            Argument("--mask-prompt", SWITCH, "train only on what the assistant wrote", True),
             Argument("--prompt-weight", number(0),
                      "weight of the loss of tokens that the assistant did not write; by default 0, and 1 with "
                      "--no-mask-prompt"),
@@ -149,7 +150,7 @@ def training_tables(learning_rate: str, *own: Argument) -> Tables:
             Argument("--final-learning-rate", number(0),
                      "learning rate at the end of the cosine; 0 by default"),
             Argument("--lr-schedule", json_object,
-                     "the learning rate in mlx-lm's words: name, arguments, warmup and warmup_init in one "
+                     "learning rate schedule in mlx-lm's form: name, arguments, warmup and warmup_init in one "
                      "object"),
             Argument("--grad-accumulation-steps", integer(1), "batches that make one step; 1 by default"),
             Argument("--grad-checkpoint", FLAG,
@@ -177,8 +178,8 @@ def training_tables(learning_rate: str, *own: Argument) -> Tables:
             Argument("--steps-per-eval", integer(1), "steps between evaluations on valid.jsonl", 200),
             Argument("--save-every", integer(1), "steps between checkpoints", 100),
             Argument("--patience", integer(1),
-                     "stop after this many evaluations without a better one; the best weights are kept "
-                     "anyway"),
+                     "stop after this many evaluations without improvement; the best weights are kept in "
+                     "any case"),
             Argument("--ema-decay", number(0, 0.999999),
                      "keep an average of the weights with this decay; 0 for none"),
             Argument("--test", FLAG,

@@ -28,7 +28,7 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(:\d{1,5})?")
 
 
 def is_loopback(host: str) -> bool:
-    """True if an address to listen at can be reached from this machine only."""
+    """True if an address to listen on can be reached from this machine only."""
     if host == "localhost":
         return True
     try:

@@ -40,7 +40,7 @@ def check_access(options: ServerOptions) -> None:
     if options.unix_socket is None and not is_loopback(options.host) and not has_key:
         raise RequestError(
             f"The host {options.host} can be reached from other machines, and that needs a key: give "
-            "--api-key, --api-key-file or the environment variable AFM_MLX_API_KEY; or listen at 127.0.0.1."
+            "--api-key, --api-key-file or the environment variable AFM_MLX_API_KEY; or listen on 127.0.0.1."
         )
 
 
@@ -62,7 +62,7 @@ def bind(options: ServerOptions) -> socket.socket:
         made.listen(0)  # otherwise a second server would find the port in use only when it listens
     except OSError as error:
         raise RequestError(
-            f"The server can't listen at {options.host}, port {options.port}: {error.strerror or error}. "
+            f"The server can't listen on {options.host}, port {options.port}: {error.strerror or error}. "
             "Choose another --host or --port; port 0 takes a free one."
         ) from None
     return made
@@ -79,13 +79,13 @@ def _bind_unix(path: Path) -> socket.socket:
     except OSError as error:
         made.close()
         raise RequestError(
-            f"The server can't listen at {path}: {error.strerror or error}. Choose another --unix-socket."
+            f"The server can't listen on {path}: {error.strerror or error}. Choose another --unix-socket."
         ) from None
     return made
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the file of a Unix socket that no process listens at; raise `OSError` if one does."""
+    """Remove the file of a Unix socket that no process listens on; raise `OSError` if one does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.setblocking(False)  # a socket with a full queue would block
         found = other.connect_ex(str(path))

@@ -13,8 +13,8 @@ class ServerOptions:
     """Settings of a server.
 
     Args:
-        host, port: address to listen at; port 0 takes a free one.
-        unix_socket: path of a Unix socket to listen at, instead of an address.
+        host, port: address to listen on; port 0 takes a free one.
+        unix_socket: path of a Unix socket to listen on, instead of an address.
         api_keys: keys of clients, each key a client; empty for a server without keys.
         admin_keys: keys that also allow changing adapters and reading metrics. A server without keys of either
             kind allows them to everybody.

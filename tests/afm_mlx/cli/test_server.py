@@ -61,7 +61,7 @@ def test_what_keeps_it_from_starting_is_one_line(capsys, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for argv, says in (
-            (["--port", port], f"error: The server can't listen at 127.0.0.1, port {port}: "),
+            (["--port", port], f"error: The server can't listen on 127.0.0.1, port {port}: "),
             (["--port", port], "Address already in use"),
             (["--host", "0.0.0.0"], "needs a key"),
             (["--host", "no.such.host.invalid", "--api-key", "k"], "can't listen"),
