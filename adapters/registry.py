@@ -218,7 +218,7 @@ class Registry(dict[Key, PoolEntry]):
         return self.get(key) or PoolEntry(key, dict(key))
 
     def files(self, entry: PoolEntry) -> Files:
-        """Return the files that an entry is read from."""
+        """Return the paths of the files from which an entry's adapter is read."""
         if isinstance(entry.source, Path):
             return entry.source
         return [(Path(self.named(name).origin), weight) for name, weight in entry.source.items()]
@@ -256,7 +256,7 @@ def _path_of(name: str, source: str | Path) -> Path:
 
 
 def _finite(name: str, weight: object) -> float:
-    """Return a weight of any numeric type, NumPy's included, as a float; raise if it is not finite."""
+    """Return an adapter's weight in a sum as a float; raise an error with its `name` if it is not finite."""
     try:
         is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         value = float(weight) if is_number else math.nan  # type: ignore[arg-type]

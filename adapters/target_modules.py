@@ -84,7 +84,7 @@ def target_shapes(model: nn.Module) -> Shapes:
 
 
 def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
-    """Replace the layers at these paths; kernels are chosen and steps are traced again for them."""
+    """Replace the layers at these paths, so that kernels are selected and steps are traced again."""
     if layers:
         replace_modules(model, layers)
         dispatch.invalidate()

@@ -163,7 +163,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def remove_folder(path: str | Path) -> None:
-    """Remove a folder atomically: if interrupted, the rest is in a temporary folder."""
+    """Rename a folder to a temporary name and delete it; an interruption leaves the rest under that name."""
     path = Path(path)
     with place_beside(path) as place:
         os.rename(path, place / path.name)

@@ -151,12 +151,12 @@ def convert_adapter(
 def package_metadata(
     output: Path, to: str, source: str | Path | None, fields: Mapping[str, Any]
 ) -> PackageMetadata | None:
-    """Return the metadata of a package to be written: these fields over the source's.
+    """Return the metadata of a new package: the source package's, overridden by `fields`.
 
     Args:
         output: the package, whose name is the default identifier.
         to: the format to be written; None is returned unless it is "fmadapter".
-        source: the adapter that is converted; None for another origin. A package gives its own metadata.
+        source: the adapter that is converted; only a package has metadata. None without one source.
         fields: fields of `PackageMetadata`. A `draft` of None drops the draft model of the source.
     """
     if to != "fmadapter":

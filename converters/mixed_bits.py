@@ -381,7 +381,7 @@ def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: in
 def mix_of_folder(
     source: Path, options: ConversionOptions, data: Path, progress: Progress | None
 ) -> Mix:
-    """Choose the bits of an AFM model's layers; see `choose_mix`.
+    """Choose how many bits each layer of an AFM folder gets, by the errors on `data`; see `choose_mix`.
 
     Args:
         source: a folder with float weights.

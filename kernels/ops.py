@@ -71,7 +71,7 @@ def write_and_attend(
 
 
 def reads_tails(dtype: mx.Dtype, head_dim: int) -> bool:
-    """True if `decode_attention` reads floats in place; the reference copies the buffer and its tail."""
+    """True if `decode_attention` has a kernel that reads a float KV cache and its tail without a copy."""
     case = Case(device(), dtype, 1, head_dim=head_dim, stored=dtype)
     return select("decode_attention", case).backend != "reference"
 

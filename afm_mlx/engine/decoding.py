@@ -293,12 +293,12 @@ class DrawnToken:
 def _verify(
     model: Model, cache: Cache, drafts: Sequence[Draft], width: int
 ) -> list[dict[int, DrawnToken]]:
-    """Run the model on drafts, padded to `width`, and draw the tokens that follow their tokens.
+    """Run the model once on all drafts, padded to `width`, and draw its own token at each position to verify.
 
     The cache grows by `width` tokens in every row.
 
     Returns:
-        For each draft the drawn tokens, by the index into `fed` that they follow. All is evaluated.
+        For each draft, the drawn tokens by the index into `fed` of the token before each. They are evaluated.
     """
     inputs = mx.array([[*d.fed] + [0] * (width - len(d.fed)) for d in drafts], mx.int32)
     if not any(draft.row.needs_logits for draft in drafts):

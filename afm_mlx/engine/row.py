@@ -335,7 +335,10 @@ class AnswerText:
         return self._detokenizer.text[self._hidden :]
 
     def show(self, ended: bool) -> tuple[str, bool]:
-        """Return the text to show next, all of it if `ended`; and True if a stop string ends it."""
+        """Return the text that can be shown now, and True if a stop string ends the answer.
+
+        The possible beginning of a stop string is held back until `ended`.
+        """
         if ended:
             self._detokenizer.finalize()
         segment = self._detokenizer.last_segment

@@ -266,7 +266,7 @@ class Scheduler:
                 self.prefills.remove(prefill)
 
     def drop_started(self) -> list[Row]:
-        """Remove rows that have begun or have responses, and release their adapters; caches are not returned.
+        """Remove all rows that have started or have responses; release their adapters, drop their caches.
 
         Returns:
             The rows that were in prefills.
@@ -311,7 +311,7 @@ def _must_not_overtake(row: Row, earlier: Iterable[WaitingRow]) -> bool:
 
 
 class KVMemory:
-    """A budget in bytes for the keys and values of an engine's rows, reserved for what they can grow to.
+    """Byte budget for the KV caches of an engine's rows; each row reserves the most that it can grow to.
 
     A batch has one rectangular cache for each of the model's blocks, with as many columns for each row as the
     longest one has. When that row leaves, its columns go with it. So rows can take
@@ -327,7 +327,7 @@ class KVMemory:
         caches: makes the rows' caches.
         budget: bytes at most; None for no budget.
         chunk: tokens of a prompt that are written at once, at most.
-        surplus: tokens that a row can be fed in vain, at most: rejected draft tokens.
+        surplus: most draft tokens of a row that can be rejected in a step.
         drafts: caches of draft models; a row has one of them at most.
 
     Raises:

@@ -445,11 +445,11 @@ _marks: contextvars.ContextVar[frozenset[_Hold]] = contextvars.ContextVar(
 
 
 class _SessionLock:
-    """A lock for one request at a time; others wait in the order in which they came.
+    """An asyncio lock that admits one request at a time, in order of arrival, and refuses deadlocks.
 
-    It serves the tasks of one event loop, and changes loops while nobody holds it. It refuses a request that
-    would wait for itself: one in the loop over the session's own stream or in one of its tools, also in a task
-    that was started there (`gather`, `wait_for`, a `TaskGroup`).
+    It serves the tasks of one event loop, and can move to another while nobody holds it. It refuses a request
+    that would wait for itself: one in an `async for` over the session's own stream or in one of its tools, also
+    in a task that was started there (`gather`, `wait_for`, a `TaskGroup`).
     """
 
     def __init__(self) -> None:

@@ -117,9 +117,9 @@ class Transcript(Sequence[kinds.Entry]):
         return other
 
     def merge(self, draft: Transcript) -> None:
-        """Take over, in one step, what a request has changed in a copy of this transcript.
+        """Apply to this transcript, in one step, the changes that a request made to its copy.
 
-        These are the last turn, and older entries that were removed, or added after the instructions.
+        The changes are a new last turn, older entries removed, and entries added after the instructions.
         """
         with _merging:
             copied, kept = ({id(e) for e in t} for t in (draft._copied, draft._entries))

@@ -348,7 +348,7 @@ _PREFERRED = b'"}]),:. \n01etrufalsn-{[(aA'
 
 @dataclass(frozen=True)
 class _Text:
-    """A possible completion: tokens, length in bytes, number of forced bytes, and the state."""
+    """A candidate in the search for the shortest completion: tokens, bytes, forced bytes, and matcher state."""
 
     tokens: tuple[int, ...]
     length: int

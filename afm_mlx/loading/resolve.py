@@ -75,7 +75,7 @@ def model_draft(folder: str | Path) -> Path | None:
 def adapter_draft(adapter_path: str | Path) -> Path | None:
     """Return the folder of the draft model that comes with an adapter; None without one.
 
-    A draft in a file of Apple's toolkit is a compiled program, which does not run here.
+    Drafts in files of Apple's toolkit are ignored: they are compiled programs, which can't run here.
 
     Args:
         adapter_path: the adapter's folder, or a file in it.

@@ -401,7 +401,7 @@ def _are_whole(share: Array, slack: Array, steps: int) -> Array:
 def _fit_line(
     units: Array, low: Array, high: Array, steps: int, dtype: mx.Dtype
 ) -> tuple[Array, Array, Array]:
-    """Return scales and biases (U,) under which codes 0 to `steps` give the weights, and (U,) True if any do.
+    """Find a scale and a bias for each unit with which codes 0 to `steps` give its weights exactly.
 
     Under a scale s, a bias has to be at least every `lower - s * code` and at most every `upper - s * code`,
     where `lower` to `upper` are the numbers that round to a weight. The gap between these two bounds is a

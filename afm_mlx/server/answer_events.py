@@ -103,11 +103,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """More of a choice's text.
+    """The next piece of a choice's text.
 
     Args:
         index: the choice.
-        text: the text; empty while it may be the beginning of a stop string.
+        text: the new text; empty if all of it is held back as the possible beginning of a stop string.
         logprobs: log-probabilities of the tokens since the last delta, if they were requested.
     """
 

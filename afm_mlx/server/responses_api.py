@@ -388,7 +388,7 @@ class _Answer:
         return self._stream.response
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded events of the stream; the first ones come once the answer has begun."""
+        """Yield the encoded events of the stream, the first ones once the engine has begun the answer."""
         has_begun = False
         try:
             async with aclosing(answer_events(self._served, self._request)) as parts:

@@ -199,7 +199,7 @@ def strings_in(value: object) -> list[str]:
 
 
 def marked(value: _Value, mark: str) -> _Value:
-    """Copy nested lists and dicts, with each string as `CallerText`.
+    """Copy nested lists and dicts; each string becomes `CallerText`, in which control tokens are plain text.
 
     Raises:
         RecursionError: if they are nested too deeply.

@@ -260,7 +260,7 @@ class SentencePieceVocabulary:
 
     @_finds_damage
     def renamed(self, names: Mapping[int, str]) -> SentencePieceVocabulary:
-        """Return a vocabulary with the same ids that finds symbols under other names, given by id."""
+        """Return a vocabulary with the same ids, in which the symbols with the given ids have other names."""
         proto = parse_model(self._model, self._path)
         for token, name in names.items():
             proto.pieces[token].piece, proto.pieces[token].type = name, USER_DEFINED

@@ -84,7 +84,7 @@ class Caches:
         self._now[name] = mb.coreml_update_state(state=self._states[name], value=updated)
 
     def read(self, name: str, block: int, dtype: str) -> Var:
-        """Return all columns of a block, (1, num_kv_heads, columns, head_dim)."""
+        """Return a block's keys or values at all positions, (1, num_kv_heads, columns, head_dim)."""
         now = self._now[name]
         part = mb.slice_by_index(x=now, begin=[block, 0, 0, 0], end=[block + 1, *now.shape[1:]])
         return part if dtype == "fp16" else mb.cast(x=part, dtype=dtype)
@@ -148,7 +148,7 @@ class Layout(ABC):
 
     @abstractmethod
     def values(self, x: Var, factor: float, codes: bool) -> Var:
-        """Return projected values, as codes times `factor` and rounded, (1, num_kv_heads, L, head_dim)."""
+        """Return projected values, (1, num_kv_heads, L, head_dim); for `codes`, times `factor` and rounded."""
 
     @abstractmethod
     def attend(

@@ -109,7 +109,7 @@ class Product(NamedTuple):
 
 
 def _or_nothing(array: mx.array | None) -> mx.array:
-    """The array, or one that is never read if it is None."""
+    """Return the array; for None, a placeholder that the kernel never reads."""
     return floats(0.0) if array is None else array
 
 
@@ -154,7 +154,7 @@ class Threadgroups(NamedTuple):
     split: bool
 
     def groups(self, code_rows: int) -> int:
-        """Number of threadgroups for `code_rows` rows of codes in all."""
+        """Number of threadgroups for `code_rows` rows of packed weights, summed over all matrices."""
         return -(-code_rows // (self.code_rows * (1 if self.split else self.simdgroups)))
 
 
@@ -279,7 +279,7 @@ def _adapter_inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.a
 
 
 def matrix_inputs(weight: PackedWeight) -> dict[str, mx.array | str]:
-    """`matrix_arrays` by their names; scales replace the biases of a mode without them."""
+    """Name the arrays of a matrix as kernel inputs; a mode without biases gets its scales as a placeholder."""
     codes, scales, biases = matrix_arrays(weight)
     return {"codes": codes, "scales": scales, "biases": "scales" if biases is scales else biases}
 
@@ -310,7 +310,7 @@ def _shrink(product: Product) -> mx.array | None:
 
 
 def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
-    """Unpack rows `start` to `stop` of a packed matrix: (stop - start, K) of `dtype`. One dispatch."""
+    """Dequantize rows `start` to `stop` of a packed matrix in one dispatch: (stop - start, K) of `dtype`."""
     words = weight.codes.shape[1]
     threads = min(256, -(-words // 32) * 32)
     (out,) = runtime.launch(
@@ -374,8 +374,10 @@ def have_one_table(adapters: tuple[LowRank, ...]) -> bool:
 
 
 def adapters_width(adapters: tuple[LowRank, ...], sections: int | None = None) -> int:
-    """Largest number of products with A for one vector, in `sections` of the first matrix (default all)
-    and in the second."""
+    """Return the size of the buffer for `A x` of one vector: the sum of an adapter's ranks, at its largest.
+
+    Of the first matrix, only `sections` sections count (default all).
+    """
     return max(_widths(adapters, len(adapters[0].sections) if sections is None else sections))
 
 

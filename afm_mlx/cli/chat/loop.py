@@ -55,7 +55,7 @@ class Entries(Protocol):
         """Return the next entry; raise EOFError at the end."""
 
     def busy(self) -> AbstractContextManager[None]:
-        """Return a context for the time in which nothing is read, such as during an answer."""
+        """Return a context manager for a period in which the chat reads no input, such as an answer."""
 
 
 class Lines:

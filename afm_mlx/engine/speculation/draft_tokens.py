@@ -52,7 +52,7 @@ class Draft:
 
     @property
     def n_pending(self) -> int:
-        """Number of pending tokens in `fed`."""
+        """Number of tokens in `fed` that are known (the last one and forced ones), before the draft tokens."""
         return self._n_pending
 
     @property
@@ -87,7 +87,7 @@ class Draft:
 
     @property
     def drawn(self) -> list[int]:
-        """Indices into `fed` of the tokens after which one is drawn: before each draft token, and last."""
+        """Indices into `fed` after which a token is drawn: before each draft token, and after the last."""
         before = [i - 1 for i in self._proposed]
         return before if self._is_followed else [*before, len(self._fed) - 1]
 

@@ -123,7 +123,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Some:
-    """The condition that an object has a property of a kind.
+    """The condition that an object has at least one property whose name and value match.
 
     Attributes:
         value: schema of its value.

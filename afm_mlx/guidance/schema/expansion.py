@@ -175,7 +175,7 @@ class Expansion:
         return result
 
     def raw_cases(self, formula: Formula) -> list[Case]:
-        """The cases of a schema's own keywords, empty ones included."""
+        """Return the alternatives that a schema's own keywords allow, also those that nothing satisfies."""
         node = self.document.nodes[formula[1]] if formula[0] == "node" and formula[2] else None
         if node is None or not isinstance(node.value, dict):
             return list(self.cases(formula))

@@ -188,7 +188,7 @@ class Batches:
         return order, _split(rows, self.batch_size)
 
     def _sorted(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Sort samples by length within groups of batches; return the order, and the rows of each batch."""
+        """Sort samples by length within groups of batches; return the order, and each batch's indices."""
         order = self._order if random is None else random.permutation(len(self))
         windows = _split(order, self.batch_size * _BATCHES_SORTED)
         order = np.concatenate([w[np.argsort(self._inputs[w], kind="stable")] for w in windows])
