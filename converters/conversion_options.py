@@ -46,7 +46,7 @@ class ConversionOptions:
             in other layers.
         quant_predicate: a recipe's name (`RECIPES`; mlx-lm's for other architectures), or a function of path
             and module, see `quantize_model`.
-        target_bpw: the most bits that a weight of the folder takes on average, scales and tables included.
+        target_bpw: maximum average number of bits per weight of the folder, scales and tables included.
             Layers get 2 or 4 bits, or the bits in the recipe's name, by their sensitivity on text; see
             `mixed_bits`. The model is read into memory for that, and the folder gets a `sensitivity.json`.
         data: the text for `target_bpw`: a `.jsonl` or `.txt` file, or a folder with `train.jsonl`; by default
@@ -128,11 +128,17 @@ class ConversionOptions:
 
     @property
     def mlx_dtype(self) -> mx.Dtype | None:
-        """The MLX type of the name `dtype`; None without one."""
+        """The MLX type that `dtype` names; None if `dtype` is None."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
     def check_source(self, source: Path, quantized: bool) -> None:
-        """Raise `AFMError` unless a folder, quantized or not, can be converted with these options."""
+        """Raise `AFMError` unless a source folder can be converted with these options.
+
+        Args:
+            source: the folder, for errors.
+            quantized: True if the folder holds packed layers: it can't be packed again or cast, but
+                dequantized.
+        """
         if quantized and self.quantize:
             raise AFMError(
                 f"{source} is quantized already; rounding it again would add one error to the other. "
@@ -161,10 +167,10 @@ class ConversionOptions:
 
     @property
     def bits_to_mix(self) -> tuple[int, int]:
-        """The fewer and the more bits between which `target_bpw` chooses.
+        """The two numbers of bits, the smaller first, of which each layer gets one under `target_bpw`.
 
         Raises:
-            ConfigError: for a recipe of mlx-lm, which has other bits.
+            ConfigError: if `quant_predicate` names a recipe of mlx-lm, which has other bits.
         """
         if not isinstance(self.quant_predicate, str):
             return 2, 4
@@ -176,10 +182,10 @@ class ConversionOptions:
         return RECIPES[self.quant_predicate]
 
     def rule(self, mode: str) -> QuantizationRule:
-        """Return the rule of most layers, in a mix of the layers with more bits.
+        """Return the rule of most layers; with `target_bpw`, of the layers that get more bits.
 
         Args:
-            mode: the default of `q_mode`.
+            mode: the mode if `q_mode` is None.
         """
         mode = self.q_mode or mode
         bits = self.q_bits or (2 if mode == "balanced" else 4)

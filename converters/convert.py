@@ -54,8 +54,8 @@ def convert(
     Args:
         model: a toolkit checkpoint, a model folder, or a hub id.
         mlx_path: path of the folder, which must not exist. A package's name ends with `.mlpackage`.
-        progress: called with bytes written and bytes in all.
-        measuring: called with passes over the calibration text that are done, and passes in all.
+        progress: called with the bytes written and the total number of bytes.
+        measuring: called with the passes over the calibration text that are done, and their total number.
         options: type, target and packing, see `ConversionOptions`; by default all as in the source.
 
     Returns:

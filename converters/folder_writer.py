@@ -220,7 +220,7 @@ class _PackedLayer:
         ]
 
     def read(self, spec: TensorSpec) -> list[np.ndarray]:
-        """Return the bytes of a part."""
+        """Return the bytes of a packed layer's part: the codes, scales, biases or table that `spec` names."""
         if not self._parts:
             packed, self.exact = self.make()
             arrays = (packed.codes, packed.scales, packed.biases, packed.table)

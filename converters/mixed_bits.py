@@ -186,7 +186,7 @@ def measure_sensitivity(
         model: a model with float weights, ours or one of mlx-lm's; called as `model(tokens)`.
         pieces: token ids of the calibration text.
         low_rule, high_rule: rules of linear layers, with fewer and with more bits.
-        progress: called with passes done and passes in all.
+        progress: called with the passes done and their total number.
         embedding_rule: rule of embeddings and heads, which are not measured; see `quantize_model`.
         predicate: as in `quantize_model`. Layers for which it returns True are measured; those that get a rule
             of their own keep it, and those for which it returns False stay float.
@@ -319,9 +319,10 @@ def choose_bits(
     target_bpw: float,
     size: tuple[int, int] | None = None,
 ) -> Rules:
-    """Choose the layers that go low so that a weight takes at most the wanted bits on average.
+    """Choose the layers that get the fewer bits, so that the average of bits per weight is within the target.
 
-    Layers go low in the order of rise per byte saved until the average holds. Then layers that suffer go back
+    Layers get their low rule in the order of rise per byte saved until the average holds. Then layers that
+    suffer go back
     if the average allows it, the most sensitive first. The order of the list makes no difference.
 
     Args:
@@ -363,7 +364,8 @@ def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: in
     Args:
         target_bpw: bits per weight.
         weights: number of weights in the whole model.
-        low_bytes, high_bytes: bytes of the whole model with all free layers low, and high.
+        low_bytes, high_bytes: bytes of the whole model with all free layers packed by their low rule, and by
+            their high rule.
     """
     least, most = 8 * low_bytes / weights, 8 * high_bytes / weights
     if not least <= target_bpw <= most:

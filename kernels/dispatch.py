@@ -48,7 +48,7 @@ class Case(NamedTuple):
         rows: vectors that are multiplied, B * L; tokens that are looked up, attend or are written.
         mode, granularity, group_size: format of the matrix (gate's in `packed_swiglu`), see `PackedWeight`.
         head_dim: width of a head, in attention and RoPE.
-        stored: dtype of keys and values there; int8 codes have scales, floats have none.
+        stored: dtype of keys and values in attention; int8 codes have scales, floats have none.
     """
 
     device: str
@@ -88,7 +88,7 @@ class Variant(NamedTuple):
 
 
 def other_than_floats(case: Case) -> str | None:
-    """Why a variant for float activations can't run a case, or None."""
+    """Return why a variant for float activations can't run a case, or None if it can."""
     if case.dtype in FLOATS:
         return None
     return f"takes float32, float16 or bfloat16, not {str(case.dtype).removeprefix('mlx.core.')}"
@@ -117,7 +117,7 @@ def select(op: str, case: Case) -> Variant:
 
 
 def explain(op: str, case: Case) -> list[tuple[Variant, str | None]]:
-    """Return every variant in order of preference, with the reason why it can't run this case, or None."""
+    """Return every variant in order of preference, with the reason why it can't run; None if it can."""
     return [(v, _obstacle(v, case)) for v in variants(op)]
 
 
@@ -197,7 +197,7 @@ def forced() -> str:
 
 @functools.cache
 def _problem(wanted: str) -> str:
-    """Why a backend or variant can't be selected on this machine; empty if it can."""
+    """Return why a backend or variant can't be selected on this machine; empty if it can."""
     extension = importlib.import_module("afm_mlx.kernels.cpu.extension")  # as variants are found
     backend, _, variant = wanted.partition("/")
     names = {v.name for op in OPS for v in variants(op)}
@@ -215,5 +215,5 @@ def _problem(wanted: str) -> str:
 
 
 def device() -> str:
-    """ "gpu" or "cpu": where MLX runs by default."""
+    """Return "gpu" or "cpu": where MLX runs by default."""
     return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"

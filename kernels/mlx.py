@@ -36,7 +36,7 @@ Multiply = Callable[[mx.array, PackedWeight], mx.array]
 
 
 def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
-    """`x W^T` by products with the codes."""
+    """Return `x W^T`; MLX's quantized product multiplies with the codes."""
     scales, biases, group_size = _affine(weight, x.dtype)
     return mx.quantized_matmul(
         x, weight.codes, scales, biases, transpose=True, group_size=group_size, bits=weight.bits
@@ -44,7 +44,7 @@ def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
 
 
 def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
-    """`x W^T` by dense products with dequantized rows, a block of rows at a time."""
+    """Return `x W^T` by dense products with dequantized rows of W, a block of rows at a time."""
     rows = max(1, BLOCK // weight.in_dims)
     parts: list[mx.array] = []
     for start in range(0, weight.out_dims, rows):
@@ -57,13 +57,13 @@ def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
 
 
 def _dequantize(weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
-    """The matrix as numbers, (N, K)."""
+    """Return the matrix as numbers, (N, K)."""
     scales, biases, group_size = _affine(weight, dtype)
     return mx.dequantize(weight.codes, scales, biases, group_size, weight.bits)
 
 
 def _affine(weight: PackedWeight, dtype: mx.Dtype) -> tuple[mx.array, mx.array, int]:
-    """Scales and biases, (N, K / group_size), and the group size, in MLX's format."""
+    """Return scales and biases, (N, K / group_size), and the group size, in MLX's format."""
     assert weight.scales is not None
     scales, biases = weight.scales.astype(mx.float32), weight.biases
     if biases is None:
@@ -86,7 +86,7 @@ def _mlx_group(group_size: int) -> int | None:
 
 
 def _inner_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """Type of a product's operands: on a CPU, MLX sums in that type, and half types are slow."""
+    """Return the type of a product's operands: on a CPU, MLX sums in that type, and half types are slow."""
     return mx.float32 if dispatch.device() == "cpu" else dtype
 
 
@@ -96,13 +96,13 @@ def _inner_dtype(dtype: mx.Dtype) -> mx.Dtype:
 def packed_matmul(
     multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> mx.array:
-    """See `reference.packed_matmul`."""
+    """See `reference.packed_matmul`; `multiply` computes the product with the matrix."""
     y = _product(multiply, _normed(x.astype(_inner_dtype(x.dtype)), options), weight, options)
     return (y if options.residual is None else y + options.residual).astype(x.dtype)
 
 
 def silu_product(gate: mx.array, up: mx.array) -> mx.array:
-    """`silu(gate) * up`."""
+    """Return `silu(gate) * up`."""
     return gate * mx.sigmoid(gate) * up
 
 
@@ -115,7 +115,9 @@ def packed_swiglu(
     *,
     combine: Callable[[mx.array, mx.array], mx.array] = silu_product,
 ) -> mx.array:
-    """See `reference.packed_swiglu`; `combine` computes `silu_product`."""
+    """See `reference.packed_swiglu`; `multiply` computes each product, and `combine` is used for
+    `silu_product`.
+    """
     wide = _normed(x.astype(_inner_dtype(x.dtype)), options)
     g = _product(multiply, wide, gate, options.of_matrix(0))
     u = _product(multiply, wide, up, options.of_matrix(1))
@@ -125,7 +127,7 @@ def packed_swiglu(
 def packed_argmax(
     multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`."""
+    """See `reference.packed_argmax`; `multiply` computes the product with the matrix."""
     products = multiply(_normed(x.astype(mx.float32), options), weight)
     return mx.argmax(products, axis=-1), mx.max(products, axis=-1)
 
@@ -170,7 +172,13 @@ def _few_rows(case: Case) -> str | None:
 
 
 def _by_both(op: str, run: Callable[..., Any], suffix: str = "") -> tuple[Variant, ...]:
-    """An operation's two variants: by products with codes, and with dequantized numbers."""
+    """Return an operation's two variants: by products with codes, and with dequantized numbers.
+
+    Args:
+        op: name of the operation in `kernels.reference`.
+        run: called with one of the two ways to multiply as its first argument.
+        suffix: appended to the variants' names.
+    """
     return (
         Variant(op, f"mlx/quantized{suffix}", partial(run, multiply_quantized), _few_rows),
         Variant(op, f"mlx/dequantized{suffix}", partial(run, multiply_dequantized), _obstacle),

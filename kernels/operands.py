@@ -111,7 +111,8 @@ class LowRank(NamedTuple):
         parts: offsets of each adapter's A and B for this matrix.
         scales: (adapters,) float32, alpha / rank.
         slots: (B,) int32, index of each batch row's adapter; another number, such as -1, for none.
-        sections: last row + 1 of every section; (N,) for a plain matrix.
+        sections: for every section (the rows of one projection), the index after its last row; (N,) for a plain
+            matrix.
     """
 
     numbers: tuple[mx.array, ...]
@@ -145,7 +146,7 @@ class ProductOptions(NamedTuple):
     activation_bits: int = 16
 
     def of_matrix(self, index: int) -> ProductOptions:
-        """The options of a product with only one of the matrices."""
+        """Return the options of a product with only the matrix of this index, with its adapters alone."""
         return self._replace(adapters=self.adapters[index : index + 1])
 
 
@@ -160,10 +161,12 @@ class KeyValues(NamedTuple):
         buffer: (B, 2 * n_kv_heads, S, head_dim), heads of keys and then of values, float, or int8 codes.
         key_scale: 0-d float32 that a code is multiplied by, or None for float keys.
         value_scale: 0-d float32 that a value's code is multiplied by, or None.
-        tail: the newest tokens' columns, (B, 2 * n_kv_heads, T, head_dim); None if `buffer` has all columns. A
+        tail: keys and values of the newest tokens, which are not in `buffer` yet, (B, 2 * n_kv_heads, T,
+            head_dim); None if `buffer` has the keys and values of all tokens. A
             step that writes a token copies this short array, and not the buffer, which the previous step may
             still be reading. `decode_attention` only.
-        starts: (B,) int32, columns of each row in `buffer`; later columns are in `tail`. None without a tail.
+        starts: (B,) int32, number of tokens of each batch row in `buffer`; later tokens are in `tail`. None if
+            there is no tail.
     """
 
     buffer: mx.array
@@ -178,7 +181,7 @@ class KeyValues(NamedTuple):
 
     @property
     def keys(self) -> mx.array:
-        """(B, n_kv_heads, S, head_dim), a view."""
+        """The keys in `buffer`, (B, n_kv_heads, S, head_dim), a view."""
         return self.buffer[:, : self.n_kv_heads]
 
     @property
@@ -286,7 +289,7 @@ def dequantize(weight: PackedWeight, dtype: mx.Dtype = mx.float32) -> mx.array:
 
 
 def _per_input(weight: PackedWeight, array: mx.array) -> mx.array:
-    """Scales or biases in a shape that broadcasts to the codes', (N, K)."""
+    """Return scales or biases in a shape that broadcasts to the shape of the codes, (N, K)."""
     array = array.astype(mx.float32)
     if weight.granularity == "group":
         return mx.repeat(array, weight.group_size, axis=-1)

@@ -71,7 +71,15 @@ def write_and_attend(
 
 
 def reads_tails(dtype: mx.Dtype, head_dim: int) -> bool:
-    """True if `decode_attention` has a kernel that reads a float KV cache and its tail without a copy."""
+    """True if `decode_attention` has a kernel here that reads a float KV cache and its tail without joining
+    them.
+
+    The tail holds the newest tokens' keys and values, which are not in the cache's buffer yet.
+
+    Args:
+        dtype: type of the queries, keys and values.
+        head_dim: width of a head.
+    """
     case = Case(device(), dtype, 1, head_dim=head_dim, stored=dtype)
     return select("decode_attention", case).backend != "reference"
 
@@ -94,7 +102,9 @@ def rope_norm_quantize(
 
 
 def case_of(op: str, *args: Any) -> Case:
-    """What the choice of a variant depends on, for a call with these arguments."""
+    """Return the properties of a call of operation `op` with these arguments that a variant's choice depends
+    on.
+    """
     return _CASES[op](*args)
 
 

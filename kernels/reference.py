@@ -45,12 +45,12 @@ def quantize_int8(x: mx.array, scale: mx.array) -> mx.array:
 
 
 def dequantize_int8(codes: mx.array, scale: mx.array, dtype: mx.Dtype) -> mx.array:
-    """`codes * scale`, multiplied in float32 and returned as `dtype`."""
+    """Return `codes * scale`, multiplied in float32 and returned as `dtype`."""
     return (codes.astype(mx.float32) * scale).astype(dtype)
 
 
 def fake_int8(x: mx.array, scale: mx.array, gradient_scale: float = 1.0) -> mx.array:
-    """`dequantize_int8(quantize_int8(x))` with gradients, which go straight through the rounding:
+    """Return `dequantize_int8(quantize_int8(x))` with gradients, which go straight through the rounding:
 
         d/dx = 1 where the rounded value is within the codes, else 0
         d/dscale = gradient_scale * (code - x / scale) within, gradient_scale * code outside
@@ -78,7 +78,7 @@ def fake_int8(x: mx.array, scale: mx.array, gradient_scale: float = 1.0) -> mx.a
 def rope_norm(
     x: mx.array, weight: mx.array, offset: int | mx.array, theta: float, eps: float
 ) -> mx.array:
-    """Rotary embedding on adjacent pairs, then RMSNorm over the head's dimensions.
+    """Apply rotary embedding to adjacent pairs, then RMSNorm over the head's dimensions.
 
     Args:
         x: queries or keys, (B, n_heads, L, head_dim).
@@ -104,7 +104,8 @@ def rope_norm(
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """`x * weight / sqrt(mean(x^2) + eps)`; NaN if the mean overflows, where MLX's own norm returns zeros.
+    """Return `x * weight / sqrt(mean(x^2) + eps)`; NaN if the mean overflows, where MLX's own norm returns
+    zeros.
 
     Args:
         x: (..., K).
@@ -120,7 +121,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 def attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) -> mx.array:
-    """Scaled dot-product attention with grouped heads over float or int8 keys and values.
+    """Compute scaled dot-product attention with grouped heads over float or int8 keys and values.
 
     Static scales are factored out of the sums, `softmax(s_k (q . k) / sqrt(d)) v s_v`, so codes are not
     dequantized.
@@ -186,7 +187,9 @@ def decode_attention(
 
 
 def _first_columns(buffer: mx.array, counts: mx.array) -> mx.array:
-    """Mask (B, 1, L, capacity) of the first `counts` (B, L) columns of each row of a buffer."""
+    """Return a mask (B, 1, L, capacity), True at the first `counts` (B, L) positions of each batch row of a
+    buffer.
+    """
     return mx.arange(buffer.shape[2]) < counts[:, None, :, None]
 
 
@@ -230,7 +233,8 @@ def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.ar
 
 @functools.lru_cache(maxsize=8)
 def _places(rows: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Indices of rows and heads, and distances of `count` tokens from a row's end.
+    """Return indices of `rows` batch rows and of `heads` heads, and distances of `count` tokens from a row's
+    end.
 
     Arrays made on the host cost a GPU nothing, and a trace computes with the same arrays once for all blocks.
     """
@@ -313,7 +317,7 @@ def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = P
 
 
 def _product(x: mx.array, weight: PackedWeight) -> mx.array:
-    """`x W^T`, whose gradient (of `x` only) dequantizes W again instead of storing it."""
+    """Return `x W^T`, whose gradient (of `x` only) dequantizes W again instead of storing it."""
 
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
@@ -329,7 +333,7 @@ def _product(x: mx.array, weight: PackedWeight) -> mx.array:
 
 
 def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:
-    """The adapters' product, (B, ..., N) float32 for x (B, ..., K): zeros in rows without an adapter."""
+    """Return the adapters' product, (B, ..., N) float32 for x (B, ..., K): zeros in rows without an adapter."""
     rows = x.astype(mx.float32).reshape(x.shape[0], -1, x.shape[-1])
     y = mx.zeros((*rows.shape[:2], low_rank.sections[-1]))
     for slot, part in enumerate(low_rank.parts):
@@ -346,7 +350,7 @@ def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:
 
 
 def low_rank_factors(low_rank: LowRank, slot: int, in_dims: int) -> tuple[mx.array, mx.array]:
-    """A (sections * rank, K) and B (N, rank) of one adapter, float32."""
+    """Return A (sections * rank, K) and B (N, rank) of the adapter at index `slot`, float32."""
     numbers, part = low_rank.numbers[slot], low_rank.parts[slot]
     rows, out_dims = len(low_rank.sections) * part.rank, low_rank.sections[-1]
     blocks = -(-out_dims // BLOCK)
@@ -359,7 +363,7 @@ def low_rank_factors(low_rank: LowRank, slot: int, in_dims: int) -> tuple[mx.arr
 def packed_swiglu(
     x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions = PLAIN
 ) -> mx.array:
-    """`silu(x' G^T) * (x' U^T)` with `x' = rms_norm(x) * norm`; arguments as in `packed_matmul`.
+    """Return `silu(x' G^T) * (x' U^T)` with `x' = rms_norm(x) * norm`; arguments as in `packed_matmul`.
 
     Returns:
         (..., N) in the dtype of `x`.
@@ -371,7 +375,7 @@ def packed_swiglu(
 
 
 def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
-    """Rows of a packed matrix: (..., K) of `dtype` for integer tokens (...)."""
+    """Return rows of a packed matrix: (..., K) of `dtype` for integer tokens (...)."""
     return dequantize_rows(weight, tokens, dtype)
 
 

@@ -45,10 +45,10 @@ class SettingError(ValueError):
 
 
 def is_on(switch: str) -> bool:
-    """True unless the variable is 0.
+    """True unless the environment variable `switch` is 0.
 
     Raises:
-        SettingError: if it is neither 0 nor 1.
+        SettingError: if the variable is set to neither 0 nor 1.
     """
     value = os.environ.get(switch, "")
     if value not in ("", "0", "1"):

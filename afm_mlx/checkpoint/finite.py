@@ -95,7 +95,7 @@ def _are_usable(tensor: mx.array) -> bool:
 
 
 def _is_finite_on_cpu(tensor: mx.array) -> bool:
-    """True if a tensor is finite, by NumPy: on a CPU, MLX's sums take 3 to 30 times as long."""
+    """True if a tensor is finite, computed by NumPy: on a CPU, MLX's sums take 3 to 30 times as long."""
     if tensor.dtype not in _LARGEST_HALF:
         values = np.array(tensor.reshape(-1), copy=False)
         with np.errstate(all="ignore"):

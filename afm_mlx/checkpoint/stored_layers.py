@@ -37,10 +37,10 @@ _MLX_MOST_BITS, _MLX_MOST_IN_GROUP = 8, 128
 
 
 def quantization_of(values: Mapping[str, Any], source: str | Path) -> dict[str, Any]:
-    """Return `quantization` of a config.json; empty for a folder that is not quantized.
+    """Return the object `quantization` in the content of a config.json; empty if the folder is not quantized.
 
     Raises:
-        ConfigError: if it is no object.
+        ConfigError: if `quantization` is no JSON object; names `source`.
     """
     quantization = values.get("quantization") or values.get("quantization_config") or {}
     if not isinstance(quantization, dict):

@@ -63,7 +63,7 @@ def import_torch() -> Any:
 
 
 def open_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
-    """Map the tensors of a state dict that `torch.save` wrote.
+    """Open a state dict that `torch.save` wrote, its tensors mapped into memory, by their keys.
 
     Raises:
         CheckpointError: if the file is missing, cut off, damaged, no such checkpoint, or holds anything that
@@ -275,7 +275,7 @@ def is_toolkit_config(values: Mapping[str, Any]) -> bool:
 
 
 def find_toolkit_config(folder: Path, names: Iterable[str]) -> Path | None:
-    """Return the first existing file of these in a folder that tamm wrote; None if there is none."""
+    """Return the first of the files `names` in a folder that is a config of tamm; None if none is."""
     files = [folder / name for name in names if (folder / name).is_file()]
     return next((file for file in files if is_toolkit_config(read_config_json(file))), None)
 
@@ -442,7 +442,7 @@ def adapter_key(name: str, adapter: str, segmented: bool) -> str:
 
     Args:
         name: our name of the tensor, such as `model.layers.0.self_attn.qkv_proj.lora_a.0`.
-        adapter: the id.
+        adapter: id of the adapter.
         segmented: True if the model has blocks that reuse keys and values.
     """
     _, kind, layer, group, leaf, matrix, *part = name.split(".")

@@ -125,9 +125,9 @@ def write_weights(
         specs: the tensors, in the order in which shards are filled.
         read: called once for each tensor; yields its data, row-major and little-endian, in chunks with the
             buffer protocol.
-        max_shard_bytes: the size of a shard; a larger tensor gets its own.
+        max_shard_bytes: maximum size of a shard; a larger tensor gets a shard of its own.
         total_parameters: number of parameters for the index; by default the number of elements.
-        progress: called after each chunk with bytes written and bytes in all.
+        progress: called after each chunk with the bytes written and the total number of bytes.
 
     Returns:
         The paths of the shards.

@@ -26,7 +26,7 @@ class LoadedFunction(Protocol):
         """Return keys and values of zeros, which functions of one package share."""
 
     def predict(self, inputs: dict[str, np.ndarray], state: Any) -> Mapping[str, np.ndarray]:
-        """Return outputs by name, and write into the state."""
+        """Run the function; return its outputs by name, and write new keys and values into `state`."""
 
 
 class CompiledPackage:
@@ -188,7 +188,7 @@ class CoreMLModel:
 
         Args:
             tokens: ids of the prompt, which continues from `position`.
-            max_tokens: the most tokens to generate.
+            max_tokens: maximum number of tokens to generate.
             end_tokens: ids that end the answer and are not part of it.
         """
         logits = self.logits(tokens)
@@ -201,10 +201,10 @@ class CoreMLModel:
                 logits = self.decode(token)
 
     def rewind(self, position: int = 0) -> None:
-        """Drop the tokens from a position on.
+        """Drop the keys and values of all tokens from `position` on.
 
         Raises:
-            AFMError: for a position beyond `position`.
+            AFMError: if there are fewer tokens than `position`.
         """
         if not 0 <= position <= self.position:
             raise AFMError(

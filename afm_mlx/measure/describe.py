@@ -106,7 +106,12 @@ def describe_config(config: ModelConfig) -> Facts:
 
 
 def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts:
-    """Describe the sizes of stored weights, including scales."""
+    """Describe the sizes of stored weights, including scales.
+
+    Args:
+        tensors: the folder's tensors, by name.
+        parameters: number of the model's parameters, by which the bytes are divided.
+    """
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     kinds = {str(tensor.dtype).removeprefix("mlx.core.") for tensor in tensors.values()}
     return {

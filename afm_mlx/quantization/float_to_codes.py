@@ -219,7 +219,9 @@ def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
 def _affine_units(
     units: Array, rule: QuantizationRule, dtype: mx.Dtype, search: bool
 ) -> tuple[Array, AffineGrids]:
-    """Return codes of units (U, L) and their grids; the grids that the weights are on if `search` is true."""
+    """Return codes of units (U, L) and their grids; if `search`, look for grids that the weights are on
+    first.
+    """
     if rule.is_mlx_format:
         return mlx_codes(units, rule.bits, dtype, search)
     centers = units.mean(axis=1)
@@ -248,7 +250,7 @@ def _pack_affine_tensor(rows: Rows, rule: QuantizationRule) -> Packing:
 
 
 def _distinct(rows: Rows, most: int) -> Array | None:
-    """Return the distinct weights of a matrix, ascending; None if there are more than `most`."""
+    """Return the distinct weights of a matrix, ascending; None if there are more than `most` of them."""
     distinct = np.empty(0, np.float32)
     # The first row alone rules out nearly every matrix that has more.
     for block in itertools.chain([rows.read(0, 1)], (block for _, _, block in rows.blocks())):

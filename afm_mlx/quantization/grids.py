@@ -114,7 +114,7 @@ def _accept(
 
 
 def _may_be_grid(units: Array, bits: int) -> Array:
-    """Return (U,), False for units of which a few weights have more magnitudes than a grid has levels."""
+    """Return (U,) bool, False for units in which a few weights have more magnitudes than a grid has levels."""
     sample = np.sort(np.abs(units[:, : 4 << bits]), axis=1)
     return 1 + (sample[:, 1:] != sample[:, :-1]).sum(axis=1) <= 1 << (bits - 1)
 
@@ -384,7 +384,9 @@ def any_grids(units: Array, centers: Array, bits: int, dtype: mx.Dtype) -> Affin
 
 
 def _shares_of_range(units: Array, low: Array, high: Array, dtype: mx.Dtype) -> tuple[Array, Array]:
-    """Return weights (U, S) as shares of their unit's range, and how far rounding may have moved these."""
+    """Return where weights (U, S) are in their unit's range, 0 to 1, and how far rounding may have moved
+    them.
+    """
     width = (high - low)[:, None]
     ends = np.maximum(np.abs(low), np.abs(high))[:, None]
     moved = (np.abs(units) + ends) * np.float32(2.0 ** -digits(dtype))
@@ -393,7 +395,13 @@ def _shares_of_range(units: Array, low: Array, high: Array, dtype: mx.Dtype) -> 
 
 
 def _are_whole(share: Array, slack: Array, steps: int) -> Array:
-    """Return (U,), True for units whose weights may all be whole numbers of `steps` in the range."""
+    """Return (U,) bool, True for units whose weights may all be on one of `steps` equal steps of the range.
+
+    Args:
+        share: (U, S), where weights are in their unit's range, 0 to 1.
+        slack: how far rounding may have moved the shares.
+        steps: number of steps.
+    """
     place = share * np.float32(steps)
     return np.asarray((np.abs(place - np.rint(place)) <= slack * np.float32(steps)).all(axis=1))
 
@@ -401,12 +409,22 @@ def _are_whole(share: Array, slack: Array, steps: int) -> Array:
 def _fit_line(
     units: Array, low: Array, high: Array, steps: int, dtype: mx.Dtype
 ) -> tuple[Array, Array, Array]:
-    """Find a scale and a bias for each unit with which codes 0 to `steps` give its weights exactly.
+    """Find a scale and a bias for each unit (weights that share them) with which codes reproduce its weights.
 
     Under a scale s, a bias has to be at least every `lower - s * code` and at most every `upper - s * code`,
     where `lower` to `upper` are the numbers that round to a weight. The gap between these two bounds is a
     concave function of s. Its maximum is bisected by the sign of its slope, until 2/3 of it are reached, or it
     is known to be below 0.
+
+    Args:
+        units: (U, L) float32, the weights of each unit.
+        low, high: (U,) float32, numbers that get code 0 and code `steps`.
+        steps: the last code.
+        dtype: type that the weights were rounded to.
+
+    Returns:
+        Scales (U,) and biases (U,), float32; and (U,) bool, True for units whose weights all come back after
+        rounding to `dtype`.
     """
     codes = np.rint((units - low[:, None]) * (np.float32(steps) / (high - low))[:, None])
     upper, lower = _roundable(units, low, high, dtype)

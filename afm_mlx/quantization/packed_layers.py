@@ -156,7 +156,9 @@ class PackedLinear(_Packed):
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
     def low_rank(self, batch: int) -> LowRank | None:
-        """Return the adapters of a batch's rows; see `LayerAdapters`."""
+        """Return the adapters of this layer for a batch of `batch` rows; None if there are none. See
+        `LayerAdapters`.
+        """
         return None if self.adapters is None else self.adapters(batch)
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
@@ -271,7 +273,7 @@ def _check_codes(codes: mx.array, bits: int, name: str) -> None:
 
 
 def check_width(in_dims: int, bits: int, name: str) -> None:
-    """Raise `CheckpointError` unless K codes fill whole 32-bit words."""
+    """Raise `CheckpointError`, which has the layer's `name`, unless `in_dims` codes fill whole 32-bit words."""
     if in_dims * bits % 32:
         raise CheckpointError(
             f"{name} has {in_dims} inputs, which can't be packed in {bits} bits: rows have to fill 32-bit "

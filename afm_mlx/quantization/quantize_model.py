@@ -117,7 +117,7 @@ def is_outer(path: str, module: nn.Module) -> bool:
 
 
 def pack_layer(module: nn.Module, rule: QuantizationRule, name: str) -> nn.Module:
-    """Return the packed layer of a linear layer or an embedding."""
+    """Return a linear layer or an embedding packed by `rule`; `name` is its name in errors."""
     packed = pack(module.weight, rule, name=name).packed
     return packed_layer_for(module, packed, module.weight.dtype)
 
@@ -147,7 +147,9 @@ def quantized_config(
 
 
 def with_quantization(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json with these entries as `quantization`; without it if there are none."""
+    """Return the content of config.json with `entries` as `quantization`; without that key if `entries` is
+    empty.
+    """
     keys = ("quantization", "quantization_config")
     others = {key: value for key, value in config.items() if key not in keys}
     return others | dict.fromkeys(keys, entries) if entries else others
@@ -173,7 +175,7 @@ def quantization_entries(
 
 
 def replace_modules(model: nn.Module, leaves: list[tuple[str, nn.Module]]) -> None:
-    """Replace the layers at these paths, as `named_modules` names them."""
+    """Replace a model's layers; `leaves` has the path of each, as in `named_modules`, and its new layer."""
     for path, module in leaves:
         *parents, last = path.split(".")
         owner: Any = model

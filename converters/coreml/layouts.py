@@ -70,7 +70,14 @@ class Caches:
         self._now = {name: mb.read_state(input=state) for name, state in self._states.items()}
 
     def write(self, name: str, block: int, new: Var, positions: TokenPositions) -> None:
-        """Write (1, num_kv_heads, L, head_dim) of a block into the columns of a call's tokens."""
+        """Write a block's keys or values into the state, at the positions of a call's tokens.
+
+        Args:
+            name: the state, "keys" or "values".
+            block: index of the block among those that write.
+            new: (1, num_kv_heads, L, head_dim).
+            positions: positions of the call's tokens.
+        """
         now = self._now[name]
         _, heads, _, width = now.shape
         corner = [np.array([block, 0], np.int32), positions.first, np.array([0], np.int32)]
@@ -84,7 +91,13 @@ class Caches:
         self._now[name] = mb.coreml_update_state(state=self._states[name], value=updated)
 
     def read(self, name: str, block: int, dtype: str) -> Var:
-        """Return a block's keys or values at all positions, (1, num_kv_heads, columns, head_dim)."""
+        """Return a block's keys or values at all positions, (1, num_kv_heads, positions, head_dim).
+
+        Args:
+            name: the state, "keys" or "values".
+            block: index of the block among those that write.
+            dtype: type of the result, "fp16" or "fp32".
+        """
         now = self._now[name]
         part = mb.slice_by_index(x=now, begin=[block, 0, 0, 0], end=[block + 1, *now.shape[1:]])
         return part if dtype == "fp16" else mb.cast(x=part, dtype=dtype)
@@ -124,41 +137,63 @@ class Layout(ABC):
 
     @abstractmethod
     def embed(self, tokens: Var) -> Var:
-        """Return x of tokens (1, L) int32."""
+        """Return the embeddings of token ids (1, L) int32, as x."""
 
     @abstractmethod
     def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
-        """Return the positions of tokens in `columns` (1, L) int32."""
+        """Return what attention needs to know about the positions of a call's tokens.
+
+        Args:
+            columns: (1, L) int32, position of each token.
+            first, after: see `TokenPositions`.
+        """
 
     @abstractmethod
     def norm(self, x: Var, name: str) -> Var:
-        """Return RMSNorm with the weight of that name."""
+        """Apply RMSNorm to x, with the model's parameter `name` as its weight."""
 
     @abstractmethod
     def product(self, x: Var, weight: Var) -> Var:
-        """Return x times a matrix, which has `weight_axes`."""
+        """Return x times a matrix, whose variable has the further axes `weight_axes`."""
 
     @abstractmethod
     def queries(self, x: Var, weight: np.ndarray, positions: TokenPositions) -> Var | list[Var]:
-        """Return RoPE and norm of projected queries, as an argument of `attend`."""
+        """Apply RoPE and a norm with `weight` to projected queries x; return them as an argument of
+        `attend`.
+        """
 
     @abstractmethod
     def keys(self, x: Var, weight: np.ndarray, positions: TokenPositions, codes: bool) -> Var:
-        """Return RoPE and norm of projected keys, (1, num_kv_heads, L, head_dim)."""
+        """Apply RoPE and a norm with `weight` to projected keys x; return (1, num_kv_heads, L, head_dim).
+
+        Args:
+            x: the projected keys.
+            weight: weight of the norm.
+            positions: positions of the call's tokens.
+            codes: True to round the result to int8 codes, False if the state holds floats.
+        """
 
     @abstractmethod
     def values(self, x: Var, factor: float, codes: bool) -> Var:
-        """Return projected values, (1, num_kv_heads, L, head_dim); for `codes`, times `factor` and rounded."""
+        """Return projected values x in the shape of the state, (1, num_kv_heads, L, head_dim).
+
+        Args:
+            x: the projected values.
+            factor: factor that makes codes of numbers, the inverse of their scale; unused if `codes` is False.
+            codes: True to return int8 codes (x times `factor`, rounded), False if the state holds floats.
+        """
 
     @abstractmethod
     def attend(
         self, queries: Var | list[Var], keys: Var, values: Var, positions: TokenPositions
     ) -> Var:
-        """Return x of the heads' outputs; `keys` and `values` are results of `Caches.read`."""
+        """Return attention's outputs of all heads, side by side as x; `keys` and `values` are results of
+        `Caches.read`.
+        """
 
     @abstractmethod
     def logits(self, x: Var) -> Var:
-        """Return (1, vocab_size) of one token's x after the final norm."""
+        """Return logits (1, vocab_size) for one token's x after the final norm."""
 
     # -- what they share
 
@@ -305,7 +340,7 @@ class Layout(ABC):
 
     @staticmethod
     def _int8_codes(x: Var) -> Var:
-        """Round numbers to the nearest code of int8."""
+        """Round numbers to the nearest int8 code."""
         kind = np.float16 if x.dtype.__name__ == "fp16" else np.float32
         return mb.minimum(x=mb.maximum(x=mb.round(x=x), y=kind(-128)), y=kind(127))
 

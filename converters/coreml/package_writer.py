@@ -46,7 +46,7 @@ def write_package(plan: PackagePlan, folder: Path, progress: Progress | None = N
     Args:
         plan: the model folder, and how it is converted.
         folder: an empty folder whose name ends with `.mlpackage`; it becomes the package.
-        progress: called with bytes written and bytes in all.
+        progress: called with the bytes written and the total number of bytes.
 
     Raises:
         CheckpointError: if the disk has no room.

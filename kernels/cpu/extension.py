@@ -67,7 +67,7 @@ class Status(NamedTuple):
 
 
 def module() -> ModuleType | None:
-    """The extension, or None where it can't be used.
+    """Return the extension, or None where it can't be used.
 
     Raises:
         SettingError: a setting in the environment that the extension can't follow.
@@ -76,7 +76,7 @@ def module() -> ModuleType | None:
 
 
 def unavailable() -> str:
-    """Why `module()` is None, as a clause; empty if it isn't None."""
+    """Return why `module()` is None, as a clause; empty if it isn't None."""
     return _loaded()[1]
 
 
@@ -134,7 +134,7 @@ def _rebuild() -> str:
 
 
 def _death_in_trial(path: Path) -> str:
-    """What killed the process that tried this library on this machine, now or before; empty if nothing did."""
+    """Return what killed the process that tried this library on this machine, now or before; empty if none."""
     key = _trial_key(path)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     file = settings.cache_folder() / f"extension-{digest}.json"
@@ -158,7 +158,7 @@ def _death_in_trial(path: Path) -> str:
 
 
 def _trial_key(path: Path) -> dict[str, str]:
-    """Properties on which a trial's result depends; several machines can share a home folder."""
+    """Return the properties on which a trial's result depends; several machines can share a home folder."""
     file = path.stat()
     processor = platform.machine()
     try:
@@ -181,7 +181,9 @@ def _file_name() -> str:
 
 
 def _find(name: str) -> Path | None:
-    """A built file in this folder, or in the installed package's if this is a source checkout."""
+    """Find a built file in this folder, or, from a source checkout, in the installed package; None without
+    one.
+    """
     installed = Path(sysconfig.get_path("platlib")) / "afm_mlx" / "kernels" / "cpu"
     for folder in (Path(__file__).parent, installed):
         if (path := folder / name).is_file():

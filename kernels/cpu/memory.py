@@ -29,7 +29,7 @@ def prefer_huge_pages(arrays: Iterable[mx.array]) -> threading.Thread | None:
     The system moves the pages; readers don't have to wait. `AFM_MLX_HUGE_PAGES=0` prevents it.
 
     Returns:
-        The thread; None on a GPU, for small models, and without the C++ extension.
+        The thread; None if nothing is moved: on a GPU, for small models, and without the C++ extension.
     """
     arrays = list(arrays)
     native = extension.module()
@@ -68,7 +68,9 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _end() -> None:
-    """Stop the threads: one that returned to Python after the interpreter's end would crash the process."""
+    """Stop the threads that move pages: one that returned to Python after the interpreter's end would crash
+    the process.
+    """
     running = [thread for thread in _threads if thread.is_alive()]
     if running and (native := extension.module()) is not None:
         native.stop_huge_pages()
@@ -95,7 +97,7 @@ def release_freed_memory() -> bool:
     """Make this process map blocks of `HEAP_BYTES` and more, so that freed memory returns to the system.
 
     Returns:
-        True if it does; False without glibc, and if the environment sets a threshold
+        True if the process now does so; False without glibc, and if the environment sets a threshold
         (`MALLOC_MMAP_THRESHOLD_`, or `glibc.malloc.mmap_threshold` in `GLIBC_TUNABLES`).
     """
     if os.environ.get("MALLOC_MMAP_THRESHOLD_"):

@@ -68,7 +68,7 @@ def _signal_name(number: int) -> str:
 
 
 def problem(library: str) -> str | None:
-    """Why this process can't use the extension in the file `library`, or None."""
+    """Return why this process can't use the extension in the file `library`, or None if it can."""
     import mlx.core as mx
 
     wanted = set(_nanobind_internals())
@@ -120,7 +120,9 @@ def _exercise(module: Any) -> None:
 
 
 def _nanobind_internals() -> list[str]:
-    """Versions of nanobind's internals that modules of this process have registered for MLX's types."""
+    """Return the versions of nanobind's internals that modules of this process have registered for MLX's
+    types.
+    """
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]

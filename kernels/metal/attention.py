@@ -60,7 +60,10 @@ _WRITE = Kernel(
 
 @functools.cache
 def _constants(head_dim: int, theta: float, eps: float) -> mx.array:
-    """(head_dim / 2 + 1,) float32: the frequency of each pair of a head, `theta ** (-2i / head_dim)`, then eps.
+    """Return RoPE's frequency of each pair of a head, `theta ** (-2i / head_dim)`, and then eps, in one array.
+
+    Its shape is (head_dim / 2 + 1,), its type float32.
+
 
     Powers that a kernel computes are off by up to 4 ulps, and the position multiplies that error.
     """
@@ -70,12 +73,12 @@ def _constants(head_dim: int, theta: float, eps: float) -> mx.array:
 
 @functools.lru_cache(maxsize=8)
 def _position(offset: int) -> mx.array:
-    """A position as an array, the same one for all blocks of a step."""
+    """Return a position as an array, the same one for all blocks of a step."""
     return mx.array([offset])
 
 
 def _obstacle(case: Case) -> str | None:
-    """Why no kernel of this file can run a case, or None."""
+    """Return why no kernel of this file can run a case, or None if one can."""
     return other_than_floats(case) or (None if case.rows else "takes one row at least")
 
 
@@ -145,7 +148,9 @@ def rope_norm_quantize(
 
 
 def _head_arrays(options: HeadOptions) -> list[mx.array | None]:
-    """The arrays of `q_weight`, `k_weight`, `key_scale`, `value_scale` and `constants`."""
+    """Return the arrays for the kernel inputs `q_weight`, `k_weight`, `key_scale`, `value_scale` and
+    `constants`.
+    """
     constants = _constants(options.q_weight.shape[0], options.theta, options.eps)
     return [options.q_weight, options.k_weight, options.key_scale, options.value_scale, constants]
 
@@ -172,7 +177,8 @@ class AttentionPlan(NamedTuple):
         heads: query heads of one simdgroup; divides the heads that share a KV head.
         lanes: lanes that share a key, a power of two.
         units: runs of four dimensions per lane.
-        splits: ranges that a row's columns are divided into; partials are merged if there are several.
+        splits: ranges that the positions of a sequence are divided into; if there are several, each makes a
+            partial result, and these are merged.
     """
 
     heads: int
@@ -183,7 +189,7 @@ class AttentionPlan(NamedTuple):
 
 @functools.cache
 def gpu_cores() -> int:
-    """Cores of this machine's GPU, at most; a Max's if the name is unknown."""
+    """Return the maximum number of cores of this machine's kind of GPU; a Max's if the name is unknown."""
     architecture = str(mx.device_info().get("architecture", ""))
     return CORES.get(architecture[-1:], CORES["s"])
 
@@ -198,11 +204,11 @@ def plan(
     merge: bool = True,
     cores: int = CORES["s"],
 ) -> AttentionPlan:
-    """Divide the work for a cache's shape.
+    """Divide attention's work among threadgroups and lanes, for a KV cache of this shape.
 
     Args:
         batch, n_heads, n_kv_heads, capacity, head_dim: shape of queries, keys and values.
-        merge: True if another dispatch has to merge the partials.
+        merge: True if another dispatch has to merge the partial results of several ranges.
         cores: cores of the GPU. With two threadgroups per core, one computes while the other waits; that gains
             less than a dispatch costs.
     """
@@ -266,7 +272,11 @@ def write_and_attend(
 
 
 def _columns(kv: KeyValues, lengths: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The inputs `_COLUMNS`; without a tail, `starts` is past all columns in use, so none is read from it."""
+    """Return the kernel inputs that `_COLUMNS` names.
+
+    Without a tail (the newest tokens' positions, not yet in the buffer), `starts` is past all positions in use,
+    so that the kernel reads none from the tail's placeholder.
+    """
     if kv.tail is None or kv.starts is None:
         return kv.buffer, kv.buffer, lengths, lengths
     return kv.buffer, kv.tail, kv.starts, lengths
@@ -281,11 +291,11 @@ def _attend(
     merge: bool,
     **flags: bool,
 ) -> list[Any]:
-    """Launch a kernel over the columns; return its outputs, attention's first.
+    """Launch a kernel that attends to the cached positions; return its outputs, attention's first.
 
     Args:
         kernel: the kernel, whose first output is attention's.
-        inputs: its inputs.
+        inputs: the kernel's own inputs.
         kv: keys and values.
         shape: (B, n_heads, 1, head_dim), of attention's output.
         dtype: type of attention's output.

@@ -51,14 +51,14 @@ _SELECT = Kernel(
 def packed_matmul(
     multiply: Fused, x: mx.array | AttentionPartials, weight: PackedWeight, options: ProductOptions
 ) -> mx.array:
-    """See `reference.packed_matmul`; one kernel computes all of it."""
+    """See `reference.packed_matmul`; `multiply` computes norm, product, adapters and residual in one kernel."""
     return multiply(Product(x, (weight,), options), x.dtype)
 
 
 def packed_swiglu(
     multiply: Fused, x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions
 ) -> mx.array:
-    """See `reference.packed_swiglu`; one kernel computes all of it if the two matrices have one format."""
+    """See `reference.packed_swiglu`; `multiply` needs one kernel if the two matrices have the same format."""
     if _is_pair(gate, up) and have_one_table(options.adapters):
         return multiply(Product(x, (gate, up), options), x.dtype)
     g = multiply(Product(x, (gate,), options.of_matrix(0)), mx.float32)
@@ -80,7 +80,7 @@ def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
 
 
 def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mx.array:
-    """`x W^T`, (..., N), by unpacking a block of rows of W at a time."""
+    """Return `x W^T`, (..., N); unpack a block of rows of W at a time."""
     rows = max(1, BLOCK // weight.in_dims)
     starts = range(0, weight.out_dims, rows)
     ends = [min(start + rows, weight.out_dims) for start in starts]
@@ -138,7 +138,7 @@ def argmax_of_products(
 
 
 def _products(x: mx.array, weight: PackedWeight, options: ProductOptions) -> mx.array:
-    """(rows, N) float32."""
+    """Return the products of all rows of x with the matrix, (rows, N) float32."""
     rows = math.prod(x.shape[:-1])
     x = x.reshape(rows, -1)
     if rows > products.MATRIX_ROWS or not products.has_whole_groups(weight):

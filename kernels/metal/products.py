@@ -104,7 +104,7 @@ class Product(NamedTuple):
 
     @property
     def code_rows(self) -> int:
-        """Rows of codes of all matrices."""
+        """Number of rows of codes, summed over the matrices."""
         return self.out_dims * len(self.matrices)
 
 
@@ -114,7 +114,7 @@ def _or_nothing(array: mx.array | None) -> mx.array:
 
 
 def vector(product: Product, dtype: mx.Dtype) -> mx.array:
-    """A product of 1 to `VECTOR_ROWS` vectors: (..., N) of `dtype`."""
+    """Compute a product of 1 to `VECTOR_ROWS` vectors: (..., N) of `dtype`."""
     shrinks = _shrinks_inside(product)
     if isinstance(product.x, AttentionPartials) and product.adapters and not shrinks:
         # Another kernel multiplies it with A.
@@ -134,7 +134,7 @@ def vector(product: Product, dtype: mx.Dtype) -> mx.array:
 
 
 def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
-    """A product of 1 to `MATRIX_ROWS` vectors: (..., N) of `dtype`."""
+    """Compute a product of 1 to `MATRIX_ROWS` vectors: (..., N) of `dtype`."""
     template = (("BLOCKS", -(-product.rows // 8)),)
     shape = Threadgroups(SIMDGROUPS, 16, False)
     return _launch(_MATRIX, product, _shrink(product), dtype, template, shape)
@@ -154,17 +154,25 @@ class Threadgroups(NamedTuple):
     split: bool
 
     def groups(self, code_rows: int) -> int:
-        """Number of threadgroups for `code_rows` rows of packed weights, summed over all matrices."""
+        """Return the number of threadgroups for `code_rows` rows of packed weights, summed over all
+        matrices.
+        """
         return -(-code_rows // (self.code_rows * (1 if self.split else self.simdgroups)))
 
 
 def most_code_rows(rows: int) -> int:
-    """Rows of codes for which a simdgroup has registers; more rows share the preparation of inputs."""
+    """Return the maximum number of rows of codes for which a simdgroup has registers.
+
+    The more rows it has, the more of them share the preparation of inputs.
+
+    Args:
+        rows: number of vectors.
+    """
     return 8 if rows <= 2 else 4
 
 
 def vector_threadgroups(rows: int, code_rows: int, in_dims: int) -> Threadgroups:
-    """Sizes of threadgroups that stream `code_rows` rows of `in_dims` codes for `rows` vectors.
+    """Return sizes of threadgroups that stream `code_rows` rows of `in_dims` codes for `rows` vectors.
 
     The inputs of a small matrix are split among the simdgroups of a threadgroup, with at least one step each,
     so that the whole chip is busy. If that isn't enough, simdgroups have fewer rows.
@@ -182,7 +190,9 @@ def vector_threadgroups(rows: int, code_rows: int, in_dims: int) -> Threadgroups
 
 
 def _shrinks_inside(product: Product) -> bool:
-    """True if each threadgroup of a product multiplies with A itself."""
+    """True if each threadgroup of a product multiplies with the adapters' A itself, without a dispatch
+    before.
+    """
     if not product.adapters:
         return False
     code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows)
@@ -206,7 +216,16 @@ def _launch(
     template: Template,
     shape: Threadgroups,
 ) -> mx.array:
-    """Run `kernel` with threadgroups of these sizes."""
+    """Run a kernel that computes a product; return the product.
+
+    Args:
+        kernel: the kernel.
+        product: the product to compute.
+        hidden: the vectors' products with the adapters' A; None if the kernel computes them or has no adapters.
+        dtype: type of the result.
+        template: template arguments of the kernel.
+        shape: sizes of the threadgroups.
+    """
     given = _LOW_RANK if product.adapters else {}
     if isinstance(product.x, AttentionPartials):
         given = _PARTIALS | given
@@ -235,7 +254,13 @@ def _launch(
 
 
 def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | str]:
-    """A kernel's inputs: an array, or the name of the input that replaces one which the product hasn't."""
+    """Return a kernel's inputs: arrays, or, for what the product lacks, the name of the input used as a
+    placeholder.
+
+    Args:
+        product: the product.
+        hidden: see `_launch`.
+    """
     x, options = product.x, product.options
     vectors: dict[str, mx.array | str] = {}
     if isinstance(x, AttentionPartials):
@@ -260,12 +285,12 @@ def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | s
 
 
 def has_whole_groups(format_: PackedWeight | Case) -> bool:
-    """True if all inputs of a lane's step have one scale."""
+    """True if the inputs that a lane reads in one step share a scale."""
     return format_.granularity != "group" or format_.group_size % VALUES == 0
 
 
 def matrix_arrays(weight: PackedWeight) -> list[mx.array]:
-    """The arrays that `MATRIX_INPUTS` names."""
+    """Return the arrays of a matrix, in the order of the kernel inputs in `MATRIX_INPUTS`."""
     scales = weight.table if weight.scales is None else weight.scales
     assert scales is not None
     biases = scales if weight.biases is None else weight.biases
@@ -279,18 +304,22 @@ def _adapter_inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.a
 
 
 def matrix_inputs(weight: PackedWeight) -> dict[str, mx.array | str]:
-    """Name the arrays of a matrix as kernel inputs; a mode without biases gets its scales as a placeholder."""
+    """Return a matrix' arrays by the names of the kernel inputs "codes", "scales" and "biases".
+
+    A palette's tables are the input "scales". For a matrix without biases, "biases" maps to the name "scales",
+    an input that the kernel gets in its place.
+    """
     codes, scales, biases = matrix_arrays(weight)
     return {"codes": codes, "scales": scales, "biases": "scales" if biases is scales else biases}
 
 
 def vector_arrays(options: ProductOptions) -> list[mx.array]:
-    """The arrays that `VECTOR_INPUTS` names."""
+    """Return the norm's weight and eps, in the order of the kernel inputs in `VECTOR_INPUTS`."""
     return [_or_nothing(options.norm), floats(options.eps)]
 
 
 def format_template(weight: PackedWeight) -> Template:
-    """Template arguments of `Format` in packed_codes.metal."""
+    """Return the template arguments of `Format` in packed_codes.metal."""
     return (
         ("BITS", weight.bits),
         ("MODE", _MODES[weight.mode]),
@@ -301,7 +330,7 @@ def format_template(weight: PackedWeight) -> Template:
 
 
 def _shrink(product: Product) -> mx.array | None:
-    """The products with A; None without adapters."""
+    """Return the vectors' products with the adapters' A (see `shrink`); None if the product has no adapters."""
     if not product.adapters:
         return None
     assert isinstance(product.x, mx.array)
@@ -387,13 +416,15 @@ def most_rows(adapters: tuple[LowRank, ...]) -> int:
 
 
 def _widths(adapters: tuple[LowRank, ...], sections: int) -> list[int]:
-    """Sum of each adapter's ranks in `sections` sections of the first matrix and in the second matrix."""
+    """Return the sum of each adapter's ranks in `sections` sections of the first matrix and in the second
+    matrix.
+    """
     first, *second = ([part.rank for part in low_rank.parts] for low_rank in adapters)
     return [sections * rank + sum(others) for rank, *others in zip(first, *second, strict=True)]
 
 
 def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
-    """The inputs `ADAPTER_INPUTS`: arrays, or names of inputs that replace them.
+    """Return the inputs that `ADAPTER_INPUTS` names: arrays, or names of inputs that replace them.
 
     One adapter takes one buffer of numbers, and several take eight, so that not every count compiles a kernel.
 
@@ -425,7 +456,9 @@ def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
 def _table(
     sections: tuple[int, ...], columns: int, parts: tuple[tuple[Part, ...], ...]
 ) -> mx.array:
-    """The table `parts` of low_rank.metal; the argument has every adapter's parts, for one or two matrices."""
+    """Return the table `parts` of low_rank.metal; the argument has every adapter's parts, for one or two
+    matrices.
+    """
     of_matrices = [number for of_matrix in parts for part in of_matrix for number in part]
     table = [len(parts[0]), len(sections), columns, *sections, *of_matrices]
     return mx.array(table, dtype=mx.int32)
@@ -434,7 +467,10 @@ def _table(
 def shrink(
     x: mx.array, norm: mx.array | None, eps: float, adapters: tuple[LowRank, ...]
 ) -> mx.array:
-    """`scale * A (rms_norm(x) * norm)` of each row's adapter: (rows, `adapters_width`) float32 for x (rows, K).
+    """Compute `scale * A (rms_norm(x) * norm)`, each row of x (rows, K) with the A of its own adapter.
+
+    The result is (rows, `adapters_width`) float32.
+
 
     Rows without an adapter get zeros, and so do the ends of rows whose adapter has a lower rank.
     """

@@ -83,20 +83,20 @@ def reduced(kernel: Kernel, inputs: Mapping[str, mx.array | str]) -> tuple[Kerne
 
 @functools.cache
 def _read(name: str) -> str:
-    """A file's text without comments and indentation: MLX reads all of it at each launch."""
+    """Return a file's text without comments and indentation: MLX reads the whole text at each launch."""
     text = (FOLDER / f"{name}.metal").read_text(encoding="utf-8")
     return "\n".join(line.partition("//")[0].strip() for line in text.splitlines())
 
 
 @functools.cache
 def floats(*values: float) -> mx.array:
-    """A float32 array, cached."""
+    """Return these values as a float32 array, cached."""
     return mx.array(values, dtype=mx.float32)
 
 
 @functools.cache
 def ints(*values: int) -> mx.array:
-    """An int32 array, cached."""
+    """Return these values as an int32 array, cached."""
     return mx.array(values, dtype=mx.int32)
 
 

@@ -128,7 +128,9 @@ def check(
 
 
 def _too_large(variant: dispatch.Variant, spec: Spec) -> str | None:
-    """Why the reference isn't tested on a problem, or None; a lookup dequantizes single rows only."""
+    """Return why the reference isn't tested on a problem, None if it is; a lookup dequantizes single rows
+    only.
+    """
     if variant.name != "reference" or spec.op == "packed_embedding":
         return None
     size = spec.in_dims * spec.out_dims
@@ -268,7 +270,7 @@ class Verdict:
         self._remove_leftovers()
 
     def forget(self, *, keep_ended: bool = False) -> None:
-        """Drop the failures, with `keep_ended` except variants that killed a process."""
+        """Drop the failures; with `keep_ended`, keep the failures of variants that killed a process."""
         kept = self.failures.items() if keep_ended else ()
         self.failures = {name: reason for name, reason in kept if reason == ENDED}
         self.done = False
@@ -289,7 +291,7 @@ class Verdict:
 
 
 def machine_key() -> dict[str, str]:
-    """Properties of machine and installation on which a verdict depends."""
+    """Return the properties of machine and installation on which a verdict depends."""
     return {
         "afm-mlx": _version("afm-mlx"),
         "mlx": _version("mlx"),
@@ -327,7 +329,7 @@ def _sources_digest() -> str:
 
 
 def _age(path: Path) -> float:
-    """Seconds since a file was written; 0 if it doesn't exist."""
+    """Return the seconds since a file was written; 0 if it doesn't exist."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -380,7 +382,7 @@ def launch_seconds() -> float:
 def _chain_seconds(
     run: Callable[..., Any] | None, problem: Problem, args: Sequence[Args], length: int
 ) -> float:
-    """Seconds of one chain; of its additions alone if `run` is None."""
+    """Measure the seconds of a chain of `length` calls of `run`; of its additions alone if `run` is None."""
     x = problem.args[0]
     for arguments in itertools.islice(itertools.cycle(args), length):
         y = x
@@ -393,7 +395,7 @@ def _chain_seconds(
 
 
 def _seconds_of(x: mx.array) -> float:
-    """Seconds of an array's evaluation."""
+    """Measure the seconds that evaluating an array takes."""
     start = time.perf_counter()
     mx.eval(x)
     return time.perf_counter() - start

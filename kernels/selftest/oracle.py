@@ -26,25 +26,25 @@ _ROWS_AT_A_TIME = 4096  # rows of a matrix: the head's is gigabytes in float64
 
 
 def float64(array: mx.array) -> np.ndarray:
-    """The numbers of an array, exactly."""
+    """Return an array's numbers, exactly, as float64."""
     if array.dtype in (mx.bfloat16, mx.float16):
         array = array.astype(mx.float32)
     return np.array(array).astype(np.float64)
 
 
 def matrix(weight: PackedWeight) -> np.ndarray:
-    """The numbers that a packed matrix stands for, (N, K)."""
+    """Return the numbers that a packed matrix stands for, (N, K)."""
     return np.concatenate(list(_blocks(weight)))
 
 
 def _blocks(weight: PackedWeight) -> Iterator[np.ndarray]:
-    """Consecutive rows of the matrix."""
+    """Yield the numbers of the matrix in blocks of consecutive rows."""
     for start in range(0, weight.out_dims, _ROWS_AT_A_TIME):
         yield _rows(weight, np.arange(start, min(start + _ROWS_AT_A_TIME, weight.out_dims)))
 
 
 def _rows(weight: PackedWeight, rows: np.ndarray) -> np.ndarray:
-    """These rows of the matrix, (rows, K)."""
+    """Return the numbers of these rows of the matrix, (rows, K)."""
     words = np.array(weight.codes, copy=False)[rows]
     optional = (weight.scales, weight.biases, weight.table)
     scales, biases, table = (None if array is None else float64(array) for array in optional)
@@ -118,7 +118,7 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
 
 
 def rope(x: np.ndarray, offset: int | mx.array, theta: float) -> np.ndarray:
-    """Rotary embedding on adjacent pairs of (B, n_heads, L, head_dim), at positions from `offset` on."""
+    """Apply rotary embedding to adjacent pairs of (B, n_heads, L, head_dim), at positions from `offset` on."""
     offsets = np.broadcast_to(np.array(offset), x.shape[:1]).astype(np.float64)
     positions = offsets[:, None] + np.arange(x.shape[2])
     frequencies = theta ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
@@ -180,7 +180,7 @@ def write_and_attend(
 
 
 def _joined(kv: KeyValues, lengths: np.ndarray) -> KeyValues:
-    """Keys and values whose buffer holds all columns up to each row's length."""
+    """Return keys and values without a tail: its tokens are moved into the buffer, behind each row's others."""
     if kv.tail is None:
         return kv
     buffer, tail, starts = float64(kv.buffer), float64(kv.tail), np.array(kv.starts)
@@ -200,7 +200,7 @@ def causal_attention(queries: mx.array, kv: KeyValues) -> np.ndarray:
 
 
 def _attend(q: np.ndarray, kv: KeyValues, seen: np.ndarray) -> np.ndarray:
-    """Attention of every query over the first `seen[row, token]` tokens of its row."""
+    """Compute the attention of every query over the first `seen[row, token]` tokens of its row."""
     k, v = float64(kv.keys), float64(kv.values)
     if kv.key_scale is not None and kv.value_scale is not None:
         k, v = k * float64(kv.key_scale), v * float64(kv.value_scale)

@@ -113,7 +113,7 @@ class Problem:
 
 
 def _arrays(values: Sequence[object]) -> list[mx.array]:
-    """All arrays in nested tuples."""
+    """List all arrays in nested tuples."""
     found: list[mx.array] = []
     for value in values:
         if isinstance(value, mx.array):
@@ -124,7 +124,7 @@ def _arrays(values: Sequence[object]) -> list[mx.array]:
 
 
 def _used(low_rank: LowRank) -> LowRank:
-    """The adapters that at least one row uses."""
+    """Return the adapters that at least one batch row uses, without the others."""
     slots = {slot for slot in np.array(low_rank.slots).tolist() if slot >= 0}
     return low_rank._replace(numbers=tuple(low_rank.numbers[slot] for slot in sorted(slots)))
 
@@ -173,7 +173,7 @@ def packed_weight(spec: Spec, rng: np.random.Generator) -> PackedWeight:
 
 
 def _weight_without_outliers(spec: Spec, codes: mx.array, rng: np.random.Generator) -> PackedWeight:
-    """An affine matrix whose weights in the columns of outliers are 0, which its grid contains."""
+    """Make an affine matrix whose weights in the columns of outliers are 0, which its grid contains."""
     if spec.mode != "affine":
         raise ValueError(
             f"outliers need a matrix with weights of 0, which is affine, not {spec.mode}"
@@ -189,7 +189,7 @@ def _weight_without_outliers(spec: Spec, codes: mx.array, rng: np.random.Generat
 
 
 def _outlier_columns(spec: Spec) -> np.ndarray:
-    """Columns of outliers: spread over the whole vector, one of them last."""
+    """Return the indices of outliers in a vector: spread over the whole vector, one of them last."""
     return np.arange(1, spec.outliers + 1) * spec.in_dims // spec.outliers - 1
 
 
@@ -353,7 +353,7 @@ _DRAWS = {
 
 
 def _bound(spec: Spec, args: Args) -> float:
-    """The largest error that rounding explains, in the units of `Problem.error`."""
+    """Return the largest error that rounding explains, in the units of `Problem.error`."""
     u = UNIT_ROUNDOFF.get(spec.dtype, 0.0)
     match spec.op, *args:
         case "write_tokens", *_:
@@ -379,12 +379,14 @@ def _bound(spec: Spec, args: Args) -> float:
 
 
 def _angle_error(position: int) -> float:
-    """Largest error of an angle: a frequency of at most 1, and its product with the position, are rounded."""
+    """Return the largest error of an angle: a frequency of at most 1, and its product with the position, are
+    rounded.
+    """
     return 2 * UNIT_ROUNDOFF[mx.float32] * position
 
 
 def _weight_error(score: float, length: int) -> float:
-    """Largest relative error of a weight of a softmax that is computed online.
+    """Return the largest relative error of a weight of a softmax that is computed online.
 
     The weight is multiplied by `exp2` of its score's distance from the largest score so far; again whenever a
     larger score follows, which in a random order happens some `ln(length)` times; and in up to 7 merges: of
@@ -487,7 +489,7 @@ def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
 
 
 def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
-    """The output must belong to the codes that were written."""
+    """Return the error of `write_and_attend`; its output must belong to the codes that it wrote."""
     (output, tail), (qkv, kv, lengths, options) = results, problem.args
     error = _check_codes(problem.wanted[1], tail)
     wanted, _ = oracle.write_and_attend(qkv, kv, lengths, options, tail)
@@ -496,7 +498,9 @@ def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
 
 
 def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
-    """Codes can be off by half a code, plus the error of the number before rounding."""
+    """Return the error of codes; they can be off by half a code, plus the error of the number before
+    rounding.
+    """
     wanted_k, wanted_v = np.split(wanted, 2, axis=1)
     k, v = np.split(_float64(codes, wanted.shape, mx.int8), 2, axis=1)
     # Values are only divided, in float32.
@@ -507,7 +511,9 @@ def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
 
 
 def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
-    """Products must be the largest, and belong to the returned rows; ties are free."""
+    """Return the error of an argmax: products must be the largest, and belong to the returned rows; ties are
+    free.
+    """
     products = problem.wanted[0]
     index = _float64(results[0], products.shape[:-1], mx.uint32).astype(np.int64)
     values = _float64(results[1], products.shape[:-1], mx.float32)
