@@ -57,9 +57,9 @@ def swaps(model: Any, ranks: Sequence[int], steps: int) -> Figures:
     """Measure seconds of a swap, of the token after it, and of tokens without a swap.
 
     Args:
-        model: without an adapter.
-        ranks: of the two adapters that take turns.
-        steps: tokens of each kind.
+        model: a model without an adapter.
+        ranks: ranks of the two adapters that take turns.
+        steps: number of tokens after a swap, and of tokens without one.
     """
     active, residents = bind(model), [_resident(model, rank, i) for i, rank in enumerate(ranks)]
     swapping = _timed(
@@ -110,7 +110,8 @@ def loads(model: Any, rank: int, trials: int) -> Figures:
     """Measure seconds to load an adapter whose file is in the system's page cache.
 
     A virtual machine that has given memory back to its host gets it again at a tenth of the speed. So before
-    each load as much memory is written to and freed, which the load then finds; how long that took is a
+    each load as much memory as the adapter takes is written to and freed, which the load then finds; how
+    long that took is a
     figure of its own.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -131,10 +132,10 @@ def loads(model: Any, rank: int, trials: int) -> Figures:
 def in_turn(
     model: Any, cases: dict[str, BenchmarkCase], rounds: int
 ) -> Iterator[tuple[str, Bench, bool]]:
-    """Every case, round after round, while its adapters are the model's.
+    """Yield every case in each round, and keep its adapters in the model until the next one.
 
     Returns:
-        Name, benchmark, and whether the round counts: the first is a warm-up.
+        An iterator over the case's name, its benchmark, and False in the first round, which is a warm-up.
     """
     active, batches = bind(model), {name: _batch(model, case) for name, case in cases.items()}
     for turn in range(rounds + 1):
@@ -145,7 +146,7 @@ def in_turn(
 
 
 def decoding(model: Any, cases: dict[str, BenchmarkCase], rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of cases that take turns, by their names."""
+    """Measure decoding in tokens per second; return each round's value by case name. The cases take turns."""
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for name, bench, counts in in_turn(model, cases, rounds):
         bench.run(4)
@@ -156,7 +157,9 @@ def decoding(model: Any, cases: dict[str, BenchmarkCase], rounds: int) -> dict[s
 
 
 def prompts(model: Any, cases: dict[str, BenchmarkCase], rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of one row's prompt, up to the first token, of cases that take turns."""
+    """Measure prompts in tokens per second up to the first new token; return each round's value by case
+    name.
+    """
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for name, bench, counts in in_turn(model, cases, rounds):
         first, _ = bench.run(3)
@@ -166,7 +169,7 @@ def prompts(model: Any, cases: dict[str, BenchmarkCase], rounds: int) -> dict[st
 
 
 def _batch(model: Any, case: BenchmarkCase) -> BatchAdapters | None:
-    """A case's adapters, loaded once, as a pool's are."""
+    """Make the random adapters of a case's rows, as a pool holds them; return None if its rank is 0."""
     if not case.adapter_rank:
         return None
     residents = [_resident(model, case.adapter_rank, seed) for seed in range(case.adapters)]
@@ -174,7 +177,7 @@ def _batch(model: Any, case: BenchmarkCase) -> BatchAdapters | None:
 
 
 def operations(model: Any) -> dict[str, int]:
-    """Of a decode step: without an adapter, with one, and of eight rows with eight of several ranks."""
+    """Count the operations of a decode step without an adapter, with one, and of 8 rows with 8 ranks."""
     counts = {"none": count_operations(model)}
     attach_random_adapters(model, 16)
     counts["rank 16"] = count_operations(model)
@@ -231,12 +234,14 @@ def targets(figures: Figures) -> list[Target]:
 
 
 def _ratio(rates: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds: what was measured in one round met the same moods."""
+    """Return the median over rounds of `rates` / `others`; both were measured close together in a round."""
     return statistics.median(a / b for a, b in zip(rates, others, strict=True))
 
 
 def measure(preset: str, rank: int, rounds: int, generated: int) -> Figures:
-    """Everything, on one random model."""
+    """Measure swaps, loads, decoding and prompts on one random model, and count operations; return the
+    figures.
+    """
     model = random_packed_model(PRESETS[preset])
     one = BenchmarkCase(16, generated, 1)
     eight = BenchmarkCase(16, generated, 8, adapter_rank=rank)

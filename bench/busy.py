@@ -76,7 +76,7 @@ Workload = tuple[Callable[[], mx.array], float]
 
 
 def workloads(blocks: int = BLOCKS) -> dict[str, Workload]:
-    """What is measured."""
+    """Return the workloads by name; `blocks` is the number of transformer blocks that the packed ones run."""
     stack, norm = [_Block() for _ in range(blocks)], mx.ones((HIDDEN,))
 
     def packed(rows: int) -> Workload:
@@ -110,7 +110,7 @@ def workloads(blocks: int = BLOCKS) -> dict[str, Workload]:
 
 
 def worker() -> None:
-    """Measure what the other process asks for."""
+    """Serve the parent process: measure the GFLOP/s of each workload that it asks for."""
     mx.set_default_device(mx.cpu)
     found = workloads()
 
@@ -139,7 +139,7 @@ while time.monotonic() < end:
 
 @contextmanager
 def neighbours(count: int, own_sessions: bool = False) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run busy processes until the end of the block, at most for a minute."""
+    """Run `count` busy processes, each in a session of its own if `own_sessions`, while the context is open."""
     started = [
         subprocess.Popen([sys.executable, "-c", _NEIGHBOUR], start_new_session=own_sessions)
         for _ in range(count)
@@ -155,7 +155,7 @@ def neighbours(count: int, own_sessions: bool = False) -> Iterator[list[subproce
 
 
 def start_worker(threads: int) -> Peer:
-    """A process that measures with a given number of threads."""
+    """Start a process that measures with a given number of threads."""
     return Peer(f"{threads} threads", [sys.executable, "-m", "bench.busy", "--worker"], threads)
 
 
@@ -167,7 +167,9 @@ def measure(
     seconds: float,
     own_sessions: bool = False,
 ) -> Speeds:
-    """Run all workloads in all situations repeatedly, in turn."""
+    """Measure the workloads `names` with each number of busy neighbours in `situations`, in turn, in each
+    round.
+    """
     speeds: Speeds = {}
     for _ in range(rounds):
         for count in situations:
@@ -180,7 +182,7 @@ def measure(
 
 
 def table(speeds: Speeds) -> list[list[str]]:
-    """Medians in rows, the header first, with the ratio to the same threads on a quiet machine."""
+    """Return a table's rows, the header first: medians, and their ratios to those without neighbours."""
     situations = sorted({count for _, _, count in speeds})
     heads = [f"{n} neighbour{'s' * (n > 1)}" if n else "quiet" for n in situations]
     rows = [["GFLOP/s", "threads", *heads]]
@@ -195,7 +197,7 @@ def table(speeds: Speeds) -> list[list[str]]:
 
 
 def targets(speeds: Speeds, threads: int) -> list[Target]:
-    """A third of the quiet speed with one neighbour per core; and no less than a single thread has."""
+    """Return the targets: with a neighbour per core a third of the quiet speed, and at least one thread's."""
     most = max(count for _, _, count in speeds)
     found = []
     for name in dict.fromkeys(name for name, _, _ in speeds):

@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 class Bystanders:
-    """Processor time that others take from here on: on a busy machine, what is measured means little.
+    """Measures the processor time that other processes take after this object is made.
+
+    On a busy machine the measurements of a benchmark mean little.
 
     Counts what `/proc/stat` says is busy (stolen by other virtual machines too), less this process and those
     of its children that have ended. Linux only.
@@ -19,7 +21,7 @@ class Bystanders:
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """Seconds: of the clock, of all processors that were busy, and our own of those."""
+        """Return seconds: of the clock, of all processors while busy, and of this process; None if unknown."""
         try:
             line = Path("/proc/stat").read_text().split("\n", 1)[0]
         except OSError:
@@ -31,7 +33,7 @@ class Bystanders:
         return time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), mine
 
     def processors(self) -> float | None:
-        """How many processors others kept busy on average since the start."""
+        """Return the mean number of processors that other processes kept busy since this object was made."""
         end = self._now()
         if self._start is None or end is None:
             return None

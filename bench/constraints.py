@@ -40,7 +40,7 @@ _NAMES = "title author year pages language publisher summary tags".split()
 
 
 def schemas(count: int) -> list[dict[str, Any]]:
-    """Different schemas of objects with texts, numbers, choices and lists."""
+    """Make `count` different schemas of objects with texts, numbers, choices and lists."""
     kinds: list[dict[str, Any]] = [
         {"type": "string"},
         {"type": "integer", "minimum": 0},
@@ -132,7 +132,7 @@ def masks(tokenizer: Any, rows: int, count: int) -> Figures:
 
 
 def compiling(tokenizer: Any, properties: int, rounds: int) -> Figures:
-    """Seconds until a new schema can be used, and a known one."""
+    """Measure seconds until a schema with `properties` properties can be used: a new one, and a known one."""
     new, known = [], []
     for i in range(rounds):
         schema = object_with(properties) | {"title": f"Schema {i}"}
@@ -145,7 +145,7 @@ def compiling(tokenizer: Any, properties: int, rounds: int) -> Figures:
 
 
 def first_token(model: Any, tokenizer: Any, rounds: int) -> Figures:
-    """Seconds from a request to its first drawn token, with a known schema and without, in turn."""
+    """Measure seconds from a request to its first sampled token, with a known schema and with none, in turn."""
     # Nothing is forced at the beginning: forced tokens would come before the prompt is read.
     constraint = Constraint.json_schema({"type": ["string", "array", "integer"]})
     seconds: dict[str, list[float]] = {"free": [], "constrained": []}

@@ -29,7 +29,7 @@ _MAX_ELEMENTS = 153600 * 2048
 
 
 def make_checkpoint(folder: Path, num_layers: int, num_kv_reuse_layers: int) -> int:
-    """Write a toolkit checkpoint with the 3B model's widths; returns the size of its `.pt` file."""
+    """Write a toolkit checkpoint with the 3B model's widths; return the bytes of its `.pt` file."""
     import torch
     from tamm.adapters import LoRAModelAdapter
     from tamm.ao.arch_optimizers import KVQuantArchOptimizer
@@ -104,7 +104,7 @@ class AnonymousMemory(threading.Thread):
 
 
 def measure(source: Path, target: Path, dtype: str, quantize: bool) -> dict[str, float | None]:
-    """Convert in a process of its own; bytes and seconds."""
+    """Convert `source` to `target` in a process of its own; return its peak bytes and its seconds."""
     mode = "quantize" if quantize else "float"
     command = [sys.executable, "-c", _CHILD, str(source), str(target), dtype, mode]
     with subprocess.Popen(

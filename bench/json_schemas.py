@@ -71,14 +71,14 @@ class Figures:
     """What was counted of one set of schemas.
 
     Attributes:
-        schemas: that were tried.
-        alone: that llguidance honours alone.
-        refused: places of keywords that ours refuses, the last of each.
-        valid, cut, invalid: generated documents.
-        accepted, rejected: valid documents of the suite.
-        wrong: invalid documents of the suite that the grammar accepts.
-        seconds: of processor time for making and compiling each grammar.
-        faults: what must not happen, with the schema.
+        schemas: number of schemas that were tried.
+        alone: number of schemas that llguidance honours without our grammar.
+        refused: number of schemas that we refuse, by the keyword that the error names.
+        valid, cut, invalid: numbers of generated documents; `cut` ones reached the token limit.
+        accepted, rejected: numbers of valid documents of the suite that the grammar accepts and rejects.
+        wrong: number of invalid documents of the suite that the grammar accepts.
+        seconds: processor seconds for making and compiling each grammar.
+        faults: descriptions of our errors, such as an invalid document, each with the schema's name.
     """
 
     schemas: int = 0
@@ -96,14 +96,14 @@ class Figures:
 
 
 class Measurement:
-    """Tries schemas.
+    """Tries schemas: makes their grammars, and generates documents from these.
 
     Args:
-        seed: of what is generated.
-        documents: to generate for each schema.
+        seed: seed of the generated documents.
+        documents: number of documents to generate for each schema.
 
     Attributes:
-        rng: draws tokens.
+        rng: random generator that chooses tokens.
     """
 
     def __init__(self, seed: int, documents: int) -> None:
@@ -115,7 +115,9 @@ class Measurement:
         self._is_ending[list(self._tokenizer.eos_token_ids)] = True
 
     def try_schema(self, name: str, schema: Any, figures: Figures) -> Matcher | None:
-        """Count one schema; the matcher of its grammar where it is honoured."""
+        """Try a schema, and add the outcome to `figures`; return its grammar's matcher, None if it is
+        refused.
+        """
         figures.schemas += 1
         figures.alone += _is_honoured_alone(schema)
         start = time.process_time()
@@ -140,11 +142,11 @@ class Measurement:
         return matcher
 
     def compiled(self, grammar: str) -> Matcher:
-        """A grammar at its start, for the embedded model's tokenizer."""
+        """Return a matcher at the start of a grammar, for the embedded model's tokenizer."""
         return Matcher(Constraint(grammar, "JSON schema"), self._tokenizer)
 
     def try_document(self, text: str, matcher: Matcher) -> bool:
-        """True if a grammar has a document."""
+        """True if the grammar of `matcher` accepts the whole document `text`."""
         matcher = matcher.copy()
         try:
             for token in self._inner.tokenize_str(text):
@@ -166,7 +168,7 @@ class Measurement:
             figures.faults.append(f"{name}: invalid {text[:200]}")
 
     def sample(self, matcher: Matcher) -> tuple[str, bool, str]:
-        """A text of random allowed tokens, whether it is whole, and what went wrong."""
+        """Generate a text of random allowed tokens; return it, True if it is complete, and an error or ""."""
         matcher = matcher.copy()
         tokens: list[int] = []
         try:
@@ -202,20 +204,20 @@ def _is_honoured_alone(schema: Any) -> bool:
 
 
 def _keyword(message: str) -> str:
-    """The last keyword of the place that a refusal names, or its reason."""
+    """Return the last keyword of the place that a refusal's `message` names, or its reason."""
     found = re.search(r"honoured: (?:at \S+, (.{30,50}?) |\S*/(\S+) is )", message)
     return (found[1] or found[2]) if found else message[:60]
 
 
 def suite_cases(folder: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
-    """Name, schema and documents of the suite's cases of draft 2020-12, without the optional ones."""
+    """Yield name, schema and documents of the suite's cases of draft 2020-12, without the optional ones."""
     for file in sorted((folder / "tests" / "draft2020-12").glob("*.json")):
         for case in json.loads(file.read_text()):
             yield f"{file.stem}: {case['description']}", case["schema"], case["tests"]
 
 
 def measure_suite(folder: Path, measurement: Measurement) -> Figures:
-    """The figures of the official suite."""
+    """Try the official suite in `folder`, and return the figures."""
     figures = Figures()
     for name, schema, tests in suite_cases(folder):
         matcher = measurement.try_schema(name, schema, figures)
@@ -230,7 +232,7 @@ def measure_suite(folder: Path, measurement: Measurement) -> Figures:
 
 
 def _texts(document: Any) -> Iterator[str]:
-    """Texts of a document, with the properties of the outermost object in any order."""
+    """Yield a document as JSON, once for each order of the outermost object's properties."""
     if not isinstance(document, dict):
         yield json.dumps(document, ensure_ascii=False)
         return
@@ -239,7 +241,7 @@ def _texts(document: Any) -> Iterator[str]:
 
 
 def bench_schemas(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str, Any]]:
-    """Return set, name and schema of a sample of JSONSchemaBench, equally many of each set."""
+    """Yield set, name and schema of a sample of JSONSchemaBench: `count` schemas of each set."""
     sets = sorted(path for path in (folder / "data").iterdir() if path.is_dir())
     rng = np.random.default_rng(seed)
     for path in sets:
@@ -259,7 +261,7 @@ def measure_sets(
 
 
 def table(sets: dict[str, Figures]) -> str:
-    """The figures as a table in Markdown, and the reasons of refusals below."""
+    """Return the figures as a table in Markdown, followed by the reasons of refusals."""
     heads = "schemas,honoured,llguidance alone,valid,cut,invalid,ms median,p99,max"
     lines = [f"| set | {' | '.join(heads.split(','))} |", "|---" * 10 + "|"]
     for name, one in sets.items():
@@ -275,7 +277,7 @@ def table(sets: dict[str, Figures]) -> str:
 
 
 def total(sets: list[Figures]) -> Figures:
-    """The figures of several sets together."""
+    """Return the sums of the figures of several sets."""
     result = Figures()
     for one in sets:
         for name, value in vars(one).items():

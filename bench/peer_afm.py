@@ -27,7 +27,7 @@ FORMATS = (
 
 
 def afm_model(preset: str, layers: int | None = None) -> PeerModel:
-    """A preset, with fewer blocks where `layers` says so."""
+    """Return a preset as a `PeerModel`, with `layers` blocks if given."""
     config = PRESETS[preset] if layers is None else shrunk(PRESETS[preset], layers)
     sizes = config.to_dict()
     for ours_only in ("model_type", "kv_bits", "context_length"):
@@ -45,7 +45,7 @@ def afm_model(preset: str, layers: int | None = None) -> PeerModel:
 
 
 def shrunk(config: ModelConfig, layers: int) -> ModelConfig:
-    """The same model with fewer blocks, as large a share of them reusing keys and values."""
+    """Return the configuration with `layers` blocks, of which the same share reuses keys and values."""
     reuse = round(layers * config.num_kv_reuse_layers / config.num_layers)
     return dataclasses.replace(
         config, num_layers=layers, num_kv_reuse_layers=min(reuse, layers - 1)
@@ -53,7 +53,7 @@ def shrunk(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def llama_shapes(config: ModelConfig) -> Shapes:
-    """The nearest model that llama.cpp can run."""
+    """Return the shapes of the most similar model that llama.cpp can run."""
     return Shapes(
         "llama",
         config.num_layers,
@@ -86,7 +86,7 @@ def write_folder(config: ModelConfig, folder: Path) -> None:
 
 
 def prompt_weights(config: ModelConfig, peer: str) -> int:
-    """Weights of matrices that a peer multiplies for a prompt token."""
+    """Return the number of weights that the program named `peer` multiplies for a prompt token."""
     if peer.startswith(LLAMA):
         return llama_shapes(config).matrix_parameters
     d, kv = config.hidden_dim, config.num_kv_heads * config.head_dim

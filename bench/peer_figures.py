@@ -12,7 +12,7 @@ _DERIVED = ("prefill GFLOP/s", "decode GB/s", "load s", "resident GB")
 
 
 def best_of_llama(medians: Medians, figure: str) -> float | None:
-    """The largest figure of llama.cpp, whatever the format and arrangement it took."""
+    """Return llama.cpp's largest value of a figure over all formats; None if it has none."""
     found = [m[figure] for name, m in medians.items() if name.startswith(LLAMA) and figure in m]
     return max(found, default=None)
 
@@ -22,7 +22,7 @@ def _ratio(top: float | None, bottom: float | None) -> float | None:
 
 
 def zoo_targets(medians: Medians, limit: float) -> list[Target]:
-    """The targets of a model that llama.cpp runs as it is: to be no slower than its best.
+    """Return the targets of a model that llama.cpp runs unchanged: no slower than its best format.
 
     Args:
         medians: figures of all peers.
@@ -40,7 +40,7 @@ def zoo_targets(medians: Medians, limit: float) -> list[Target]:
 
 
 def afm_targets(medians: Medians, limit: float) -> list[Target]:
-    """The targets of an AFM model; see `zoo_targets`."""
+    """Return the targets of an AFM model; the arguments are as in `zoo_targets`."""
 
     def of(name: str, figure: str) -> float | None:
         return medians.get(name, {}).get(figure)
@@ -78,7 +78,7 @@ def afm_targets(medians: Medians, limit: float) -> list[Target]:
 
 
 def table(medians: Medians, model: PeerModel) -> list[list[str]]:
-    """The figures in rows, the header first."""
+    """Return the figures as a table's rows, the header first."""
 
     def cell(value: float | None, scale: float = 1, digits: int = 1) -> str:
         return "-" if value is None or value != value else f"{value * scale:.{digits}f}"
@@ -98,7 +98,7 @@ def table(medians: Medians, model: PeerModel) -> list[list[str]]:
 
 
 def plot(path: Path, medians: Medians, limit: float, title: str) -> None:
-    """Bars of prefill and decode; a line where reading the weights once per token meets the bandwidth."""
+    """Write a plot of prefill and decode to `path`, with a line at the speed that the bandwidth allows."""
     import matplotlib
 
     matplotlib.use("Agg")

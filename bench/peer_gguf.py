@@ -32,9 +32,9 @@ class Shapes:
         architecture: "llama", or "qwen3", which has a norm of queries and keys besides.
         num_layers: blocks, each with keys and values of its own.
         hidden_dim, ffn_dim: widths.
-        num_heads, num_kv_heads, head_dim: of attention.
+        num_heads, num_kv_heads, head_dim: numbers of query heads and of key heads, and a head's width.
         vocab_size: rows of the embedding.
-        context_length: tokens that the model is said to see.
+        context_length: maximum tokens of the context, as the file declares them.
         rope_theta, rms_norm_eps: constants of RoPE and of the norms.
     """
 
@@ -52,7 +52,7 @@ class Shapes:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """(rows, inputs) of a block's matrices by llama.cpp's names."""
+        """Mapping from llama.cpp's name of each matrix of a block to (rows, inputs)."""
         d, ffn = self.hidden_dim, self.ffn_dim
         queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
@@ -67,7 +67,7 @@ class Shapes:
 
     @property
     def norms(self) -> dict[str, int]:
-        """Widths of a block's norms by llama.cpp's names."""
+        """Mapping from llama.cpp's name of each norm of a block to its width."""
         norms = {"attn_norm": self.hidden_dim, "ffn_norm": self.hidden_dim}
         if self.architecture == "qwen3":
             norms |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
@@ -75,18 +75,18 @@ class Shapes:
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights of all blocks' matrices; the embedding not counted."""
+        """Number of weights in all blocks' matrices, without the embedding."""
         return self.num_layers * sum(rows * inputs for rows, inputs in self.matrices.values())
 
 
 def quantized_bytes(format: str, rows: int, inputs: int) -> int:
-    """Bytes of a matrix in one of llama.cpp's formats."""
+    """Return the bytes of a matrix of (rows, inputs) in one of llama.cpp's formats."""
     block_bytes, block_weights, _ = FORMATS[format]
     return rows * inputs // block_weights * block_bytes
 
 
 def random_blocks(format: str, rows: int, inputs: int, rng: np.random.Generator) -> np.ndarray:
-    """Random codes with fitting scales, (rows, bytes of a row) uint8.
+    """Make a matrix of random codes with fitting scales in a format: (rows, bytes of a row) uint8.
 
     Raises:
         ValueError: when a row does not fill whole blocks.
@@ -112,15 +112,15 @@ def write_gguf(
     seed: int = 0,
     vocabulary: bytes | None = None,
 ) -> None:
-    """Write the model.
+    """Write a model with random codes to a GGUF file.
 
     Args:
-        path: of the file.
-        shapes: of the model.
+        path: the file to write.
+        shapes: shapes of the model.
         body: format of the blocks' matrices, a key of `FORMATS`.
         embedding: format of the embedding, which is the head too.
-        seed: of the codes.
-        vocabulary: a `tokenizer.model` of SentencePiece's; without it the model has ids and no texts.
+        seed: seed of the random codes.
+        vocabulary: a `tokenizer.model` of SentencePiece's; None for a model that has token ids without texts.
     """
     import gguf
 
@@ -164,7 +164,7 @@ def write_gguf(
 
 
 def _add_vocabulary(writer: Any, vocabulary: bytes) -> None:
-    """The pieces of a SentencePiece model, which llama.cpp's types and scores were made for."""
+    """Add the pieces of a SentencePiece model to the file, with their types and scores."""
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto.FromString(vocabulary)  # type: ignore[attr-defined]

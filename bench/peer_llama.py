@@ -20,12 +20,12 @@ ROWS = 8  # sequences that a context may hold
 
 
 class Llama:
-    """A model and a context.
+    """A model that llama.cpp has loaded, and a context to run it.
 
     Args:
-        path: of the GGUF file.
-        threads: for prompts and for single tokens.
-        capacity: tokens that the context holds.
+        path: path of the GGUF file.
+        threads: number of threads, for prompts and for single tokens.
+        capacity: maximum number of tokens in the context.
         repack: let llama.cpp rearrange weights for this processor, its default. One row is faster so,
             and for some formats prompts are slower.
     """
@@ -80,7 +80,7 @@ class Llama:
         self.depth = (0, 0)
 
     def fill(self, rows: int, depth: int) -> None:
-        """Have `depth` tokens in the memory of each of `rows` sequences."""
+        """Fill the KV cache so that each of `rows` sequences has `depth` tokens."""
         if self.depth == (rows, depth):
             for row in range(rows):
                 llama_cpp.llama_memory_seq_rm(self.memory, row, depth, -1)

@@ -24,7 +24,7 @@ from bench.peer_protocol import Answer, peak_resident, serve
 
 
 def quantized_model(sizes: dict[str, Any]) -> afm7.Model:
-    """The model with random codes; float weights are never made, because MLX computes only what is read."""
+    """Make the model with random codes; its float weights are never computed, as nothing reads them."""
     model = afm7.Model(afm7.ModelArgs(model_type="afm7", **sizes))
     leaves = []
     for path, module in model.named_modules():
@@ -81,7 +81,7 @@ def main() -> None:
     model.eval()
 
     def generate(prompt: int, tokens: int) -> list[float]:
-        """When each token came, and the start before them."""
+        """Generate tokens; return the times in seconds of the start and of each token."""
         ids = mx.random.randint(0, model.args.vocab_size, (prompt,))
         mx.eval(ids)
         times = [time.perf_counter()]

@@ -21,7 +21,7 @@ Medians: TypeAlias = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class LlamaFormat:
-    """How llama.cpp holds a model.
+    """The formats in which llama.cpp stores a model.
 
     Args:
         body: format of the blocks' matrices, a key of `peer_gguf.FORMATS`.
@@ -35,7 +35,7 @@ class LlamaFormat:
 
     @property
     def peer(self) -> str:
-        """Name of the peer that runs it."""
+        """Name of the peer that runs this format, for tables."""
         return f"{LLAMA} {self.body}" + ("" if self.repack else ", not repacked")
 
 
@@ -44,10 +44,10 @@ class PeerModel:
     """A model that the programs are compared on.
 
     Args:
-        name: as the command line has it.
-        config: content of its config.json.
+        name: the model's name on the command line.
+        config: content of the model's config.json.
         shapes: the model that llama.cpp runs.
-        formats: how llama.cpp holds it, one peer for each.
+        formats: llama.cpp's formats of the model; each is a peer.
         write_folder: writes the folder that this package loads, with random codes.
         mlx_lm_arguments: arguments of mlx-lm's worker, given that folder.
         prompt_weights: weights of matrices that a peer multiplies for a prompt token, given its name.
@@ -71,13 +71,13 @@ class PeerModel:
 def commands(
     model: PeerModel, folder: Path, threads: int, capacity: int, llama_python: str | None
 ) -> dict[str, list[str]]:
-    """How to start every peer; writes the model of each that is missing.
+    """Return the command line that starts each peer, by name; write the models that are missing.
 
     Args:
-        model: what they run.
-        folder: holds its files.
-        threads: that each may compute with.
-        capacity: tokens that llama.cpp's cache has place for.
+        model: the model that the peers run.
+        folder: folder of the model's files.
+        threads: number of threads of each peer.
+        capacity: maximum number of tokens in llama.cpp's cache.
         llama_python: a Python that has llama-cpp-python; None leaves llama.cpp out.
     """
     ours = folder / "afm-mlx"

@@ -21,7 +21,7 @@ from bench.peer_protocol import Answer, peak_resident, serve
 
 
 def load(folder: Path) -> tuple[nn.Module, float]:
-    """The model of a folder, without a tokenizer, and the seconds that it took."""
+    """Load the model of a folder, without a tokenizer; return it and the seconds that loading took."""
     if is_afm_config(read_config_json(folder / "config.json")):
         start = time.perf_counter()
         return load_model(folder), time.perf_counter() - start
@@ -45,7 +45,7 @@ class Ours:
         self._warm: set[BenchmarkCase] = set()
 
     def run(self, case: BenchmarkCase) -> tuple[float, float]:
-        """Seconds to the first token, and from there to the last but one."""
+        """Run a case; return seconds to the first token, and from there to the last but one."""
         bench = Bench(self.model, case, "int8", None, np.random.default_rng(len(self._warm)))
         if case not in self._warm:
             bench.run(3)

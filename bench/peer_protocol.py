@@ -20,7 +20,9 @@ Answer = dict[str, Any]
 
 
 def serve(hello: Answer, measurements: Mapping[str, Callable[..., Answer]]) -> None:
-    """Answer on the standard output what comes in on the standard input."""
+    """Write `hello`, then answer each request on standard input, with the measurement it names, on standard
+    output.
+    """
     _send(hello)
     for line in sys.stdin:
         request = json.loads(line)
@@ -36,7 +38,7 @@ def _send(answer: Answer) -> None:
 
 
 def peak_resident() -> int:
-    """Bytes that this process had in memory at most, mapped files included."""
+    """Return the maximum bytes that this process had in memory, mapped files included."""
     status = Path("/proc/self/status")
     if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
         return int(found[1]) * 1024
@@ -51,15 +53,15 @@ class PeerError(RuntimeError):
 
 
 class Peer:
-    """One worker.
+    """A worker process that runs one program's measurements.
 
     Args:
-        name: for tables.
-        command: that starts it.
-        threads: that it may compute with.
+        name: name for tables.
+        command: command line that starts the worker.
+        threads: number of threads that the worker may compute with.
 
     Raises:
-        PeerError: when it can't start, with the last line that it wrote.
+        PeerError: if the worker can't start; the message has the last line that it wrote.
     """
 
     def __init__(self, name: str, command: Sequence[str], threads: int):
@@ -79,7 +81,7 @@ class Peer:
         self.hello = self._receive()
 
     def measure(self, name: str, **arguments: Any) -> Answer:
-        """Ask for one measurement."""
+        """Ask the worker for the measurement `name` with `arguments`, and return its answer."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"measure": name, **arguments}) + "\n")

@@ -37,7 +37,7 @@ FORMATS = (
 
 
 def zoo_model(name: str, layers: int | None = None) -> PeerModel:
-    """A model of `CONFIGS`, with fewer blocks where `layers` says so."""
+    """Return a model of `CONFIGS`, with `layers` blocks if given."""
     config = dict(CONFIGS[name])
     if layers is not None:
         config["num_hidden_layers"] = layers
@@ -55,7 +55,7 @@ def zoo_model(name: str, layers: int | None = None) -> PeerModel:
 
 
 def llama_shapes(config: dict[str, Any]) -> Shapes:
-    """The very model, as llama.cpp has it."""
+    """Return llama.cpp's shapes of the same model."""
     return Shapes(
         config["model_type"],
         config["num_hidden_layers"],

@@ -30,11 +30,11 @@ MAX_NUMBER = 1e30
 
 
 class UsageError(AFMError):
-    """Arguments that can't be used."""
+    """An error about arguments on the command line or in a YAML file that can't be used."""
 
 
 def check_text(where: str, value: Any) -> None:
-    """Refuse text that file systems, tokenizers or terminals don't take, in lists and maps too.
+    """Refuse text that file systems, tokenizers or terminals reject; lists and maps are searched for it.
 
     Raises:
         UsageError: for a NUL character, or a lone surrogate, which stands for a byte that is not UTF-8.
@@ -127,7 +127,7 @@ Command = ModuleType | Action
 
 
 class Unavailable(argparse.Action):
-    """Refuse a flag of mlx-lm that would have no effect here."""
+    """An action that raises `UsageError` for a flag of mlx-lm that would have no effect here."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, reason: str, **options: Any):
         hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -280,7 +280,7 @@ def command_parser(name: str, command: Command) -> Parser:
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
-    """Add all arguments of a command to a parser, and what every command has."""
+    """Add the arguments of a command to a parser, and those that every command has, such as --help."""
     add_tables(parser, {**command.ARGUMENTS, "options": [*command.ARGUMENTS["options"], *_COMMON]})
 
 
@@ -324,7 +324,7 @@ def _shown_name(parser: Parser, name: str) -> str:
 def drop_alternatives(
     values: dict[str, Any], args: argparse.Namespace, alternatives: Iterable[tuple[str, str, str]]
 ) -> None:
-    """Remove from `values` each argument whose alternative is set in `args`; see `parse`."""
+    """Remove from `values` each argument whose alternative is set in `args`; `parse` says what these are."""
     for one, other, _ in alternatives:
         for given, name in ((one, other), (other, one)):
             if getattr(args, given) is not None:

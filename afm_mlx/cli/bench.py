@@ -355,7 +355,7 @@ def _run_speculation(
 
 
 def _draft_model(args: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer) -> Any:
-    """Load or make the draft model that the arguments name; None for none."""
+    """Load or make the draft model that the arguments name; return None if they name none."""
     if args.draft_model is None:
         return None
     from afm_mlx.loading.load import load_drafts

@@ -300,7 +300,7 @@ class AnswerConstraint:
     Args:
         constraint: the constraint.
         response_format: the response format in a chat's message; None to show nothing.
-        check: raises `ConstraintError` if the answer is not an instance of the type; None without a type.
+        check: raises `ConstraintError` if the answer is not an instance of the type; None if no type was given.
     """
 
     constraint: Constraint
@@ -309,7 +309,7 @@ class AnswerConstraint:
 
 
 def answer_constraint(args: argparse.Namespace) -> AnswerConstraint | None:
-    """Return the constraint that the arguments ask for; None for none.
+    """Return the constraint that the arguments ask for; return None if they ask for none.
 
     Raises:
         UsageError: if a file or a type can't be read.

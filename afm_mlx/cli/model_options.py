@@ -93,7 +93,7 @@ ADAPTERS = [
 
 
 def named_adapters(given: list[tuple[str, str]]) -> dict[str, str]:
-    """Return the paths of `--adapter` by name.
+    """Return a mapping from name to path for the values of `--adapter`.
 
     Raises:
         UsageError: if a name is given twice.
@@ -223,7 +223,7 @@ def speculation_of(
     tokenizer: Tokenizer,
     adapters: Mapping[str, Path] | None = None,
 ) -> Speculation | None:
-    """Make the `Speculation` that the arguments ask for; None for plain decoding.
+    """Make the `Speculation` that the arguments ask for; return None if they ask for plain decoding.
 
     Args:
         args: the parsed arguments of `SPECULATION`.
@@ -231,7 +231,7 @@ def speculation_of(
         adapters: paths of the adapters that may answer, by name; draft models may come with them.
 
     Raises:
-        UsageError: as `check_speculation`.
+        UsageError: if `check_speculation` raises it.
     """
     check_speculation(args)
     if args.draft_model is None and not args.prompt_lookup:

@@ -16,7 +16,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def input_bytes() -> BinaryIO:
-    """Return standard input as a stream of bytes, also if a caller replaced it by a text stream."""
+    """Return standard input as a stream of bytes, even if a caller has replaced `sys.stdin` by a text
+    stream.
+    """
     buffer: BinaryIO | None = getattr(sys.stdin, "buffer", None)
     return io.BytesIO(sys.stdin.read().encode()) if buffer is None else buffer
 

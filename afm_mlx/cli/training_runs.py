@@ -197,14 +197,14 @@ WARMUP_SHARE = 0.05
 
 
 def fill(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    """Set each of these arguments that has no value."""
+    """Set each argument of `args` that has no value to its value in `values`."""
     for name, value in values.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
 
 
 def fields_given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """Return the values of arguments that have the name of a dataclass's field."""
+    """Return the values of the arguments that are named like a field of the dataclass `kind`."""
     values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -296,7 +296,7 @@ def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _features(args: argparse.Namespace) -> dict[str, str]:
-    """Return the renamed keys of records, by "prompt", "completion", "messages" and "text"."""
+    """Return a mapping from "prompt", "completion", "messages" or "text" to the key that the records use."""
     names = {name: getattr(args, f"{name}_feature") for name in FEATURES}
     names["messages"] = names.pop("chat")
     return {name: key for name, key in names.items() if key not in (None, name)}
@@ -513,7 +513,7 @@ def scores_dict(scores: Scores) -> dict[str, Any]:
 
 @contextmanager
 def _advice(args: argparse.Namespace, run_path: Path) -> Iterator[None]:
-    """If a run can't start or is stopped, add how to resume it and how to start over to the error."""
+    """Add notes on how to resume a run, and how to start over, to an error that prevents or stops the run."""
     from afm_mlx.training.loop.run_folder import RunExistsError
 
     resume = args.command_line if args.resume else f"{args.command_line} --resume"

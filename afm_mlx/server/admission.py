@@ -70,8 +70,9 @@ class Admission:
 
         Args:
             client: the client's id; only clients with keys have a share of their own.
-            answers: number of rows.
-            end: called with the error that ends the answers when the server stops.
+            answers: number of answers that the request asks for; each takes a slot.
+            end: ends the answers with the error that it is called with; `end_all` calls it when the server
+                stops.
 
         Raises:
             ApiError: 503 if the server is stopping, 429 if the queue is full or the client's share is used up.
@@ -87,16 +88,18 @@ class Admission:
                 self._seconds += 0.1 * (time.monotonic() - began - self._seconds)
 
     def preparing(self, client: str) -> AbstractContextManager[None]:
-        """Reserve a slot for a request whose answers have no slots yet. Raises as `admitted` does."""
+        """Reserve a slot for a request that is read or prepared; raise `ApiError` as `admitted` does."""
         self._refuse_if_draining()
         return self._reserved(self._slots, client, 1, "requests")
 
     def preparing_large(self, client: str) -> AbstractContextManager[None]:
-        """Reserve one of the few slots for requests with large bodies. Raises as `admitted` does."""
+        """Reserve one of the few slots for requests with large bodies; raise `ApiError` 429 if there is
+        none.
+        """
         return self._reserved(self._large, client, 1, "large requests")
 
     def reading(self, client: str, count: int) -> AbstractContextManager[None]:
-        """Reserve memory for `count` bytes of a request's body. Raises as `admitted` does."""
+        """Reserve memory for `count` bytes of a request's body; raise `ApiError` as `admitted` does."""
         self._refuse_if_draining()
         return self._reserved(self._bytes, client, count, "bytes of bodies")
 
@@ -136,7 +139,9 @@ class _Slots:
         self._by_client: Counter[str] = Counter()
 
     def refusal(self, client: str, count: int, what: str) -> str | None:
-        """Return why a client can't have `count` more slots, or None if it can."""
+        """Return why a client can't have `count` more slots, None if it can; `what` names the slots in the
+        text.
+        """
         own = self._by_client[client]
         is_full = self.taken + count > self._count
         if not is_full and (not client or own + count <= self._share):
@@ -148,7 +153,7 @@ class _Slots:
         )
 
     def take(self, client: str, count: int) -> None:
-        """Take slots, or free them if `count` is negative."""
+        """Reserve `count` slots for a client, or free them if `count` is negative."""
         self.taken += count
         self._by_client[client] += count
         if not self._by_client[client]:
@@ -156,7 +161,7 @@ class _Slots:
 
 
 class Workers:
-    """The threads that requests' side work runs in.
+    """The threads that run requests' work outside of the model, such as encoding prompts.
 
     Args:
         admission: counts the work that waits and runs.
@@ -173,17 +178,17 @@ class Workers:
         _CURRENT.set(_CurrentRequest(self, client, size > LARGE))
 
     async def change_adapters(self, function: Callable[[], Result]) -> Result:
-        """Run a change of the adapters, which may wait for files to be read."""
+        """Run a function that changes the adapters, in the thread for such changes; return its result."""
         return await self.run("adapters", function)
 
     async def run(self, kind: str, function: Callable[[], Result]) -> Result:
-        """Run a function in one of the threads for a kind of work."""
+        """Run a function in one of the threads for `kind`, a key of `_THREADS`; return its result."""
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads[kind], context.run, function)
 
     def close(self) -> None:
-        """End the threads without waiting for the work that they have begun."""
+        """End the threads: drop work that has not begun, and don't wait for work that has."""
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -204,9 +209,10 @@ async def in_thread(
     """Run a part of the current request's work in a thread.
 
     Args:
-        function: the work.
+        function: the work, called without arguments; its result is returned.
         compiles: True for work that can take long however small the body is, such as compiling a grammar.
-        is_admitted: True if the request has its slot already.
+        is_admitted: True if the caller has reserved slots (`Admission.admitted`), so that none is reserved
+            here.
 
     Raises:
         ApiError: 429 if too much work waits, 503 if the server is stopping.

@@ -60,11 +60,11 @@ class GenerationRequest:
         seed: seed of the first choice, from which the other choices' are derived; None for random seeds.
         frequency_penalty, presence_penalty: penalties for tokens that the answer has.
         repetition_penalty: penalty for tokens that the prompt or the answer has.
-        logit_bias: added to the logits, by token id.
+        logit_bias: token ids with the numbers added to their logits.
         stop: stop strings.
         n: number of choices.
         logprobs: number of most likely tokens reported for each token; None for no log-probabilities.
-        client: the client's id, for fairness and the prefix cache.
+        client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.
     """
 
     messages: Sequence[Message] | None = None
@@ -106,9 +106,9 @@ class TextDelta:
     """The next piece of a choice's text.
 
     Args:
-        index: the choice.
-        text: the new text; empty if all of it is held back as the possible beginning of a stop string.
-        logprobs: log-probabilities of the tokens since the last delta, if they were requested.
+        index: number of the choice in the response, from 0.
+        text: the new text; empty while the engine holds it back because it may begin a stop string.
+        logprobs: log-probabilities of the tokens since the previous `TextDelta`; empty if not requested.
     """
 
     index: int
@@ -118,7 +118,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class ToolCallBegins:
-    """The beginning of a tool call: the choice, the call's number in it, the call's id, and the tool's name."""
+    """The beginning of a tool call: the choice's number, the call's number in it, its id, the tool's name."""
 
     index: int
     call: int
@@ -140,7 +140,7 @@ class Ended:
     """The end of a choice.
 
     Args:
-        index: the choice.
+        index: number of the choice in the response, from 0.
         reason: "stop" for the model's own end or a stop string, "length" for `max_tokens` or a full context
             (JSON is unfinished then), or "tool_calls".
         stop_string: the stop string that ended the choice, if one did.
@@ -282,7 +282,7 @@ def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
 
 
 def _sampler(served: ServedModel, request: GenerationRequest) -> Sampler | None:
-    """Make the sampler of a request; None takes the most likely token."""
+    """Make the sampler of a request; return None if it takes the most likely token."""
     options = served.options
     temperature = options.temperature if request.temperature is None else request.temperature
     if (
@@ -394,11 +394,11 @@ class _ChoiceTask:
         return len(self._answer)
 
     def _on_prefill(self, done: int, tokens: int) -> None:
-        """Report the begin of the prefill to the metrics. Called in MLX's thread."""
+        """Report to the metrics that the prefill has begun; the engine calls this in MLX's thread."""
         self._loop.call_soon_threadsafe(self._served.metrics.scheduled, self.clock)
 
     async def run(self) -> None:
-        """Generate the choice; its last event is `Ended` or an error."""
+        """Generate the choice; the last event put into the queue is `Ended` or an `ApiError`."""
         reason = "abort"
         self._served.metrics.waits()
         try:
@@ -523,7 +523,7 @@ class _ChoiceTask:
             self._forced = None
 
     def _stop_string(self) -> str | None:
-        """Return the stop string that ended the choice; the engine has cut it off."""
+        """Return the stop string that ended the choice, found in its tokens; None if there is none."""
         tokens = [t for t in self._answer if t not in self._served.tokenizer.eos_token_ids]
         text = self._served.tokenizer.decode(tokens)
         found = [(at, stop) for stop in self._row.stop if (at := text.find(stop)) >= 0]

@@ -321,7 +321,7 @@ class MessageStream:
             yield self._delta("text_delta", "text", text)
 
     def _close(self) -> Iterator[JsonObject]:
-        """End the open block, if there is one."""
+        """Yield the event that ends the open block, if there is one."""
         block, text = self._open, "".join(self._texts)
         self._open = None
         if block is None:

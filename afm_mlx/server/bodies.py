@@ -75,7 +75,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
 
 async def _content(request: Request, admission: Admission, held: ExitStack) -> bytes:
-    """Read all of a body; its memory is reserved until `held` is closed."""
+    """Read a whole body; `held` gets the reservation of its memory, and frees it when closed."""
     seconds, parts = request.app.state.options.body_timeout, []
     try:
         async with asyncio.timeout(seconds):
@@ -90,7 +90,7 @@ async def _content(request: Request, admission: Admission, held: ExitStack) -> b
 
 
 def decoded(content: bytes) -> object:
-    """Decode the JSON of a body; raise a 400 for anything else."""
+    """Decode the JSON of a body; raise a 400 if it is not JSON."""
     try:
         if len(content) <= LARGE:
             return _DECODER.decode(content)

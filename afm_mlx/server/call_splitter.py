@@ -20,7 +20,7 @@ _HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
 
 @dataclass(frozen=True)
 class Said:
-    """Text outside of calls."""
+    """Text of an answer outside of tool calls."""
 
     text: str
 
@@ -91,7 +91,7 @@ class CallSplitter:
                 return
 
     def _end_of_arguments(self, text: str) -> int:
-        """Return where the arguments end in `text`, or its length if they go on."""
+        """Return the index in `text` at which the JSON of the arguments ends; its length if they go on."""
         for i, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -97,7 +97,9 @@ class ConversationBuilder:
         self._paragraphs.append(text)
 
     def _join_paragraphs(self) -> None:
-        """Join the paragraphs of the user's message at once; joining them one by one takes quadratic time."""
+        """Set the last message's text to the paragraphs collected for it; adding each alone would be
+        quadratic.
+        """
         if self._paragraphs:
             self.messages[-1]["content"] = PARAGRAPH.join(self._paragraphs)
             self._paragraphs = []
@@ -196,7 +198,7 @@ class ConversationBuilder:
 
         Args:
             place: where the messages are in the body.
-            instructions: come before all other instructions.
+            instructions: text to put before all other instructions; None for none.
 
         Raises:
             ApiError: 400 if there is no message, or a call has no result.
@@ -265,7 +267,7 @@ NO_TOOLS = OfferedTools()
 def offered_tools(
     tools: Sequence[Tool], choice: str, *, parallel: bool, allowed: Sequence[str] | None = None
 ) -> OfferedTools:
-    """Make `OfferedTools` of these arguments.
+    """Make `OfferedTools` of the client's fields; its arguments have the same meaning.
 
     Raises:
         ApiError: 400 if a call is required without tools, or `allowed` has a name that no tool has.

@@ -35,9 +35,9 @@ class Honoured:
 
     Args:
         text: the field's meaning and allowed values, for the documents.
-        hint: what to do next, for errors.
+        hint: advice on how to go on, for error messages.
         off: values that mean the same as null.
-        shapes_answers: True if the field changes answers, so that routes without it refuse it.
+        shapes_answers: True if the field changes answers, so that routes that lack it refuse it.
     """
 
     text: str = ""
@@ -61,7 +61,7 @@ class Refused:
 
 @dataclass(frozen=True, eq=False)
 class Ignored:
-    """A rule for hints and fields for other programs: accepted without effect, and named in the response.
+    """A rule for fields that are accepted without effect, such as hints; the response names them.
 
     Args:
         text: why it has no effect.
@@ -81,7 +81,7 @@ Rule = Honoured | Refused | Ignored
 
 @dataclass(frozen=True, eq=False)
 class Kinds:
-    """A rule for objects whose tag is none of a union's structs.
+    """A rule for objects of a union whose tag (the value of `type`) belongs to none of its structs.
 
     Args:
         text: why other tags can't be honoured.
@@ -105,7 +105,7 @@ class ValueShape:
     """The values that a field's annotation allows.
 
     Args:
-        annotation: for msgspec.
+        annotation: the type that msgspec converts to.
         structs: the structs that an object may be, by tag; a struct without a tag has None.
         tag_field: the name of the tag's field.
         kinds: the rule for other tags.
@@ -267,7 +267,7 @@ class Reader:
         )
 
     def _name(self, where: str, kind: str | None = None) -> None:
-        """Add a field to `ignored`, or the elements of a list with a tag."""
+        """Add the field at `where` to `ignored`; with `kind`, the list elements that have this tag."""
         name = re.sub(r"\[\d+\]", "[]", where)
         if kind is not None:
             name = f"{name.removesuffix('[]')}[{kind}]"
@@ -277,7 +277,7 @@ class Reader:
 
 
 def _converted(value: object, annotation: object, place: str, hint: str) -> Any:
-    """Convert a value with msgspec; raise a 400 that names the element which it refuses."""
+    """Convert a value at `place` to `annotation`; raise a 400 that names the refused element, with `hint`."""
     try:
         return msgspec.convert(value, annotation)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -330,7 +330,7 @@ def is_one_of(value: object, values: tuple[object, ...]) -> bool:
 
 
 def refuse(value: object, name: str, why: str, *allowed: object) -> None:
-    """Raise a 400 for a field that can't be honoured, unless it is null or has an allowed value."""
+    """Raise a 400 for the field `name`, with the reason `why`, unless it is null or one of `allowed`."""
     if is_one_of(value, (None, *allowed)):
         return
     words = ", ".join(json.dumps(each) for each in (*allowed, None))

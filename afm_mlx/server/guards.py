@@ -140,7 +140,7 @@ class Guards:
 
 
 def check_admin(request: Request) -> None:
-    """Raise a 403 for a request that concerns other clients, unless it has an admin key."""
+    """Raise a 403 unless the request has an admin key; handlers that touch other clients' data call it."""
     if request.state.is_admin:
         return
     has_key = bool(request.app.state.options.admin_keys)
@@ -153,7 +153,7 @@ def check_admin(request: Request) -> None:
 
 
 class _Bounded:
-    """Wraps `receive`, and raises once the body is too large."""
+    """Wraps the ASGI `receive` of a request, and raises a 413 once its body has more than `most` bytes."""
 
     def __init__(self, receive: Receive, most: int):
         self._receive, self._left, self._most = receive, most, most

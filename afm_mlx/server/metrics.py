@@ -28,8 +28,8 @@ class AnswerClock:
 
     Attributes:
         arrived: when the answer was requested.
-        scheduled: when its prefill began; None before.
-        first, last: when its first and its last token so far were sampled; None before.
+        scheduled: when its prefill began; None until then.
+        first, last: when its first and its last token so far were sampled; None until then.
         sampled: number of sampled tokens.
         has_left: True once the answer has ended.
     """
@@ -43,7 +43,7 @@ class AnswerClock:
 
     @property
     def until_first(self) -> float | None:
-        """Seconds until the first token was sampled; None before."""
+        """Seconds from the request to the first sampled token; None until then."""
         return None if self.first is None else self.first - self.arrived
 
     @property
@@ -121,7 +121,7 @@ class Metrics:
     # -- one answer
 
     def waits(self) -> None:
-        """Count an answer that was requested."""
+        """Count an answer that was requested and now waits for its prefill."""
         self._waiting.inc()
 
     def scheduled(self, clock: AnswerClock) -> None:

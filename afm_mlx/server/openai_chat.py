@@ -113,7 +113,7 @@ def chat_messages(messages: Sequence[ChatMessage], folds: bool) -> list[Message]
     """Convert messages for the chat template.
 
     Args:
-        messages: of the body's field `messages`.
+        messages: the value of the body's field `messages`.
         folds: see `ConversationBuilder`.
 
     Raises:

@@ -54,7 +54,7 @@ async def completions(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class _CompletionRequests:
-    """The generation requests of one body: one for each prompt, and the text that its choices begin with.
+    """The generation requests of one body, one per prompt, and the text that each prompt's choices begin with.
 
     The response has `n` choices for each prompt, the best ones of a request that has more.
     """
@@ -183,13 +183,13 @@ async def _all_events(
 
 
 class _Logprobs:
-    """Writes a choice's log-probabilities, with offsets into its text, which begins with `before`."""
+    """Converts a choice's log-probabilities to JSON, with offsets into its text, which begins with `before`."""
 
     def __init__(self, before: str):
         self._start, self._bytes = len(before), b""
 
     def written(self, tokens: Sequence[TokenLikelihood]) -> JsonObject:
-        """Write the log-probabilities of the next tokens."""
+        """Return the `logprobs` object of the choice's next tokens."""
         offsets = []
         for token in tokens:
             offsets.append(self._start + len(self._bytes.decode("utf-8", "ignore")))
@@ -207,7 +207,7 @@ class _Logprobs:
 
 
 def _name(token: TokenLikelihood) -> str:
-    """Return a token's text, or its bytes if they are a part of a character."""
+    """Return a token's text, or its bytes in OpenAI's notation if they are only a part of a character."""
     try:
         return token.bytes.decode()
     except UnicodeDecodeError:

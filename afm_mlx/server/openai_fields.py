@@ -145,7 +145,7 @@ async def format_of(body: SampledRequest, response_format: ChatFormat | None) ->
 
 
 def _structured_outputs(body: SampledRequest) -> tuple[StructuredOutputs | None, str]:
-    """Return vLLM's field, made of its older names (`guided_json` and so on) if they are used, and its name."""
+    """Return vLLM's `structured_outputs`, or its older fields such as `guided_json` as one, and its name."""
     names = (name for name in body.__struct_fields__ if name.startswith("guided_"))
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if not given:
@@ -194,7 +194,7 @@ def _structured_format(
 
 
 def chat_logprobs(tokens: Sequence[TokenLikelihood]) -> JsonObject:
-    """Write log-probabilities in the form of chat completions."""
+    """Return log-probabilities as the `logprobs` object of chat completions."""
 
     def one(token: TokenLikelihood) -> JsonObject:
         return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
@@ -204,7 +204,7 @@ def chat_logprobs(tokens: Sequence[TokenLikelihood]) -> JsonObject:
 
 
 def usage(counts: TokenCounts) -> JsonObject:
-    """Write numbers of tokens in OpenAI's form."""
+    """Return numbers of tokens as OpenAI's `usage` object."""
     written: JsonObject = {
         "prompt_tokens": counts.prompt,
         "completion_tokens": counts.completion,
@@ -220,7 +220,7 @@ def usage(counts: TokenCounts) -> JsonObject:
 
 
 def timings(counts: TokenCounts) -> dict[str, float | None]:
-    """Write the first choice's times, without forced tokens; null if nothing was sampled."""
+    """Return the first choice's times, which leave out forced tokens; None values if nothing was sampled."""
     first = counts.until_first
     return {
         "first_token_ms": None if first is None else round(1000 * first, 3),

@@ -82,11 +82,12 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: what is wrong, what was got, what is allowed and what to do next; long ones are cut.
+        message: what is wrong, what was got, what is allowed and what to do next; a long message is cut.
         param: the field that the error is about, such as `messages[0].content`.
         code: a word for programs, such as `model_not_found`.
-        type: OpenAI's kind of error; by default the status's.
-        retry_after: seconds after which another try makes sense.
+        type: OpenAI's error type; by default the one for `status`.
+        retry_after: seconds after which the client should try again, for the Retry-After header; None for no
+            advice.
         headers: further headers of the response.
     """
 
@@ -297,7 +298,9 @@ class EventStream(Response):
             await asyncio.sleep(seconds - idle)
 
     async def _send(self, send: Send, data: bytes) -> None:
-        """Send an event, the first one after the status; raise `ClientLeft` if it stays unread."""
+        """Send an event, before the first one the status; raise `ClientLeft` if the client doesn't read in
+        time.
+        """
         if self._sent_at is None:
             self._sent_at = time.monotonic()
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})

@@ -64,7 +64,7 @@ class ResponseStream:
     that are not streamed are filled in the same way, so that both are equal.
 
     Args:
-        response: from `new_response`.
+        response: the result of `new_response`, which is filled in place.
     """
 
     def __init__(self, response: JsonObject):
@@ -116,7 +116,7 @@ class ResponseStream:
         return self._event(kind, response=self.response)
 
     def _item_event(self, kind: str, **fields: Any) -> JsonObject:
-        """Make an event about the open item, which is the last one."""
+        """Make an event of type `kind` with `fields` about the open item, the last item of the response."""
         assert self._open is not None
         index = len(self.response["output"]) - 1
         if self._open["type"] == "message":
@@ -150,7 +150,7 @@ class ResponseStream:
             yield self._item_event("output_text.delta", delta=text, logprobs=logprobs)
 
     def _close(self, status: str) -> Iterator[JsonObject]:
-        """End the open item, if there is one."""
+        """End the open item, if there is one, with `status`; yield its last events."""
         item, text = self._open, "".join(self._texts)
         if item is None:
             return
@@ -201,7 +201,7 @@ def _top_logprob(token: TokenLikelihood) -> JsonObject:
 
 
 def input_items(output: list[JsonObject]) -> dict[str, InputItem]:
-    """Convert a response's items to the form of requests, by their ids."""
+    """Return a mapping from item id to the response's item in the form of requests."""
     return {
         item["id"]: MessageItem(role="assistant", content=_text(item))
         if item["type"] == "message"

@@ -80,7 +80,7 @@ class KeptResponse:
     Args:
         body: the response as it was sent.
         messages: the conversation with the answer, without the request's instructions.
-        items: the answer's items in the form of requests, by their ids.
+        items: mapping from item id to the answer's item in the form of requests.
     """
 
     body: bytes
@@ -127,7 +127,7 @@ class KeptResponses:
         return self._kept[client, id][0]
 
     def find_item(self, client: str, id: str) -> InputItem | None:
-        """Return an item of this client's kept responses, or None."""
+        """Return the item `id` of this client's kept responses, or None if no response has it."""
         found = self.get(client, self._response_of_item.get((client, id), ""))
         return None if found is None else found.items[id]
 
@@ -421,7 +421,7 @@ def _encoded(streamed: JsonObject) -> bytes:
 
 
 def _about_input(error: ApiError) -> ApiError:
-    """Rename an error's field `messages` to this API's `input`."""
+    """Change an error about the field `messages` to one about this API's `input`, in place; return it."""
     if error.param == "messages":
         error.param = "input"
     return error

@@ -35,7 +35,7 @@ _LOG = logging.getLogger("afm_mlx.server")
 
 
 def check_access(options: ServerOptions) -> None:
-    """Raise `RequestError` for an address that other machines can reach, without a key."""
+    """Raise `RequestError` if other machines can reach the address and the server has no key."""
     has_key = bool(options.api_keys or options.admin_keys)
     if options.unix_socket is None and not is_loopback(options.host) and not has_key:
         raise RequestError(
@@ -208,7 +208,7 @@ class _LingeringTransport:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """True from `close` on."""
+        """True once `close` was called."""
         return self._timer is not None or self._transport.is_closing()
 
     def close(self) -> None:
@@ -246,9 +246,9 @@ def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool
     """Serve until an event is set; then let running answers finish.
 
     Args:
-        app: from `make_app`.
-        listening: from `bind`; it is closed.
-        stop: ends the server.
+        app: the result of `make_app`.
+        listening: the result of `bind`; this function closes it.
+        stop: event that ends the server once it is set.
 
     Returns:
         True if all answers have finished within the grace period; others were ended with an error.
@@ -257,7 +257,7 @@ def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool
 
 
 async def serve(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
-    """Do what `run` does, in a running event loop."""
+    """Do what `run` does, in the event loop that runs now; see `run` for the arguments and the result."""
     options: ServerOptions = app.state.options
     # The engine compiles constraints in these threads; few, because the model needs the processor, too.
     compiling = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "engine-compiling")

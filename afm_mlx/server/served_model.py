@@ -52,7 +52,7 @@ class TokenLikelihood:
 
     Args:
         token: the token's id.
-        bytes: what it adds to the text, as UTF-8; maybe a part of a character.
+        bytes: UTF-8 bytes that the token adds to the text; may be a part of a character.
         logprob: the log-probability, `LEAST_LOGPROB` or more; 0 if a constraint allowed no other token.
         top: the most likely tokens at its position, the likeliest first.
     """
@@ -81,7 +81,7 @@ class TokenTexts:
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """Return what a token adds to a text; nothing for ids that no text has."""
+        """Return the bytes that a token adds to a text; empty for ids above the tokenizer's."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._bytes_of(token)
@@ -208,10 +208,10 @@ class ServedModel:
             name: the model's id in the APIs; the last part of `source` by default.
             adapter_path: adapter of requests for the model's own id: a path, or the name of one that comes with
                 the model.
-            adapters: adapters by their names, besides those that come with the model.
+            adapters: mapping from name to path of further adapters, besides those that come with the model.
             adapter_memory: bytes that adapters may take; None for no limit.
             options: the server's settings.
-            force_adapters: take adapters that were made for another model, if their shapes fit.
+            force_adapters: True to accept adapters that were made for another model, if their shapes fit.
             load_options: further arguments of `load`.
             engine_options: further options of `Engine`.
 
@@ -298,7 +298,7 @@ class ServedModel:
 
         Args:
             texts: all texts of the prompt.
-            place: where they are in the body.
+            place: location of the texts in the body, such as `messages`, for the error.
 
         Raises:
             ApiError: 400, if no tokenization could fit.
@@ -313,7 +313,7 @@ class ServedModel:
             )
 
     def check_tokens(self, tokens: Sequence[int], place: str) -> None:
-        """Raise a 400 for more token ids than the context holds; `place` is where they are in the body."""
+        """Raise a 400 for more token ids than the context holds; the error names `place`, their body field."""
         if len(tokens) > max(_LONG, self.context_size):
             raise bad_request(
                 f"{place} has {len(tokens)} tokens, and the context of {self.name} holds {self.context_size}. "

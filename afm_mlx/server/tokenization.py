@@ -45,7 +45,7 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True):
 
 
 async def tokenize(request: Request) -> Response:
-    """Return the token ids of a text, or of a chat as the chat template writes it."""
+    """Return the token ids of a text, or of a chat that the chat template has rendered."""
     served: ServedModel = request.app.state.served
     body = await read_body(request, TokenizeRequest)
     if body.model is not None:

@@ -46,7 +46,7 @@ class Dialogue:
 
     Attributes:
         adapter: name of the adapter that answers, or None.
-        last_response: final response of the last answer, with its figures; None without one.
+        last_response: final response of the last answer, with its figures; None before the first answer.
         prompt_tokens: number of tokens of the last question and the dialogue before it.
     """
 
@@ -81,7 +81,7 @@ class Dialogue:
 
     @property
     def system(self) -> str | None:
-        """Instructions for all turns; None for the chat template's own.
+        """Instructions for all turns; None to use the chat template's own.
 
         Raises:
             TokenizerError: if the value that is set is not text.
@@ -156,8 +156,7 @@ class Dialogue:
             The final response, with its figures; None after Ctrl-C.
 
         Raises:
-            AFMError: if the question can't be answered, or not to the end. The dialogue is then
-                unchanged.
+            AFMError: if the answer can't be begun or finished. The dialogue is then unchanged.
         """
         self._question = [*self._turns, {"role": "user", "content": question}]
         return self._answer(show, arguments)
@@ -226,7 +225,7 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
     """Return messages that can be encoded and saved.
 
     Raises:
-        TokenizerError: names the message that can't.
+        TokenizerError: if a message can't be encoded or saved; the error names it.
     """
     checked = checked_messages(messages) if messages else []
     for index, message in enumerate(checked):

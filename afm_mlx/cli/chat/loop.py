@@ -55,7 +55,7 @@ class Entries(Protocol):
         """Return the next entry; raise EOFError at the end."""
 
     def busy(self) -> AbstractContextManager[None]:
-        """Return a context manager for a period in which the chat reads no input, such as an answer."""
+        """Return a context manager around a period such as an answer, in which `read` is not called."""
 
 
 class Lines:
@@ -314,7 +314,9 @@ class ChatLoop:
         return seed
 
     def _can_go_on(self, error: AFMError) -> bool:
-        """True if there are turns to lose, or only this question caused the error."""
+        """True if the chat should go on after an error: it has turns, or only this question caused the
+        error.
+        """
         of_question = (CheckpointError, ConfigError, ContextLengthError, TokenizerError)
         return bool(self.dialogue.turns) or isinstance(error, of_question)
 
