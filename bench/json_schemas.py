@@ -72,7 +72,7 @@ class Figures:
 
     Attributes:
         schemas: number of schemas that were tried.
-        alone: number of schemas that llguidance honours without our grammar.
+        alone: number of schemas that llguidance honours by itself, without `schema_grammar`.
         refused: number of schemas that we refuse, by the keyword that the error names.
         valid, cut, invalid: numbers of generated documents; `cut` ones reached the token limit.
         accepted, rejected: numbers of valid documents of the suite that the grammar accepts and rejects.
@@ -232,7 +232,7 @@ def measure_suite(folder: Path, measurement: Measurement) -> Figures:
 
 
 def _texts(document: Any) -> Iterator[str]:
-    """Yield a document as JSON, once for each order of the outermost object's properties."""
+    """Yield a document as JSON, in up to 120 orders of the outermost object's properties."""
     if not isinstance(document, dict):
         yield json.dumps(document, ensure_ascii=False)
         return
@@ -241,7 +241,7 @@ def _texts(document: Any) -> Iterator[str]:
 
 
 def bench_schemas(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str, Any]]:
-    """Yield set, name and schema of a sample of JSONSchemaBench: `count` schemas of each set."""
+    """Yield set, name and schema of `count` schemas of JSONSchemaBench, equally many of each set."""
     sets = sorted(path for path in (folder / "data").iterdir() if path.is_dir())
     rng = np.random.default_rng(seed)
     for path in sets:

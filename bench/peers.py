@@ -48,10 +48,10 @@ class Plan:
     Args:
         prompt: tokens of the prompt.
         tokens: decode steps that are timed.
-        rows: of the batch.
+        rows: number of sequences in the batch.
         depth: tokens in the cache while decoding.
-        deep: the same, for decoding far into the context.
-        rounds: how often everything is measured.
+        deep: tokens in the cache while the figure "deep" is measured, far into the context.
+        rounds: number of times that every figure is measured.
     """
 
     prompt: int = 512
@@ -62,7 +62,7 @@ class Plan:
     rounds: int = 3
 
     def measurements(self, peer: str) -> Iterator[tuple[str, str, dict[str, int]]]:
-        """Name of the figure, what to ask the worker for, and its arguments."""
+        """Yield, for each figure of a peer: its name, the measurement to ask for, and its arguments."""
         one = {"tokens": self.tokens, "rows": 1, "depth": self.depth}
         yield "prefill", "prefill", {"tokens": self.prompt}
         yield "decode", "decode", one
@@ -77,7 +77,7 @@ class Plan:
 
 @contextmanager
 def started(commands: Mapping[str, list[str]], threads: int) -> Iterator[dict[str, Peer]]:
-    """Start every peer and warm it up; those that can't are left out."""
+    """Start every peer, and warm it up; leave out peers that can't start."""
     peers: dict[str, Peer] = {}
     try:
         for name, command in commands.items():
@@ -95,10 +95,10 @@ def started(commands: Mapping[str, list[str]], threads: int) -> Iterator[dict[st
 
 
 def measure(peers: dict[str, Peer], plan: Plan) -> tuple[Medians, dict[str, Any]]:
-    """Every figure of every peer.
+    """Measure every figure of every peer.
 
     Returns:
-        The medians, and all that was answered, by peer and measurement.
+        The medians, and the workers' answers, both by peer and figure.
     """
     answers: dict[str, dict[str, list[Any]]] = {name: {} for name in peers}
 
@@ -167,8 +167,8 @@ def compare(
 
     Args:
         model, plan: what is measured.
-        threads: of every peer.
-        options: of the command line.
+        threads: number of threads of each peer.
+        options: arguments of the command line.
         folder: the model's files, which are written where they are missing.
     """
     capacity = max(plan.prompt, plan.depth + plan.rows * plan.tokens) + 256

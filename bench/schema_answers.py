@@ -37,7 +37,7 @@ Schema = tuple[str, Any, Constraint]
 
 
 def honoured(schemas: Iterator[tuple[str, Any]]) -> list[Schema]:
-    """The schemas that a constraint can be made of."""
+    """Return the named schemas of which a constraint can be made."""
     found = []
     for name, schema in schemas:
         try:
@@ -48,7 +48,7 @@ def honoured(schemas: Iterator[tuple[str, Any]]) -> list[Schema]:
 
 
 def random_twin(model: Model, seed: int) -> Model:
-    """A float model of the same shape, whose answers have nothing to do with anything."""
+    """Make a float model of the same shape with random weights, whose answers are noise."""
     mx.random.seed(seed)
     twin = Model(model.args)
     twin.update(tree_map(_randomized, twin.parameters()))
@@ -73,7 +73,7 @@ def answers(
     """Answer each schema once.
 
     Returns:
-        How many answers were whole, completed, invalid or failed; and what went wrong, with the schema's name.
+        Numbers of whole, completed, invalid and failed answers; and the errors, each with its schema's name.
     """
     engine = Engine(model, tokenizer, max_batch=16)
     prompt = tokenizer.apply_chat_template(

@@ -41,11 +41,11 @@ class Plan:
 
     Args:
         clients: numbers of clients, a turn with each.
-        seconds: of a turn.
-        rounds: how often everything is measured.
-        prompts, answers: least and most tokens.
-        seed: of the requests.
-        slow_clients, slow_seconds: mlx-lm's.
+        seconds: seconds of a turn.
+        rounds: number of times that every turn is run.
+        prompts, answers: minimum and maximum number of tokens.
+        seed: seed of the requests.
+        slow_clients, slow_seconds: `clients` and `seconds` for mlx-lm.
         slow_tokens: tokens of each of mlx-lm's prompts and answers.
     """
 
@@ -61,7 +61,7 @@ class Plan:
 
 
 class Running:
-    """A server that runs, and what was seen of it: turns by number of clients."""
+    """A running server, with its turns by number of clients."""
 
     def __init__(self, program: Program, server: ServerProcess):
         self.program, self.server = program, server
@@ -79,7 +79,7 @@ class Running:
         _note(f"{self.program.name}: {turn.tokens_per_second:.1f} tokens/s")
 
     def found(self) -> dict[str, Any]:
-        """All that is known of it."""
+        """Return the server's figures for the results file."""
         answers = [answer for turns in self.turns.values() for t in turns for answer in t.answers]
         return {
             "figures": {clients: figures(turns) for clients, turns in self.turns.items()},
@@ -92,7 +92,7 @@ class Running:
 async def measure(
     found: dict[str, Program], plan: Plan, folder: Path, threads: int
 ) -> dict[str, dict[str, Any]]:
-    """Every turn of every program; those that can't start are left out.
+    """Run every turn of every program; leave out programs that can't start.
 
     Args:
         found: the programs.
@@ -101,7 +101,7 @@ async def measure(
         threads: of each server.
 
     Returns:
-        What `Running.found` has of each.
+        Mapping from each program's name to its `Running.found`.
     """
     short = (plan.slow_tokens, plan.slow_tokens)
     jobs = Jobs(folder / "afm-mlx", plan.prompts, plan.answers)
@@ -152,7 +152,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     """Measure one model's servers, print what came out, and write it down.
 
     Args:
-        options: of the command line.
+        options: arguments of the command line.
         folder: the models' files, which are written where they are missing.
     """
     plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})

@@ -35,7 +35,7 @@ class Exchange:
                 ...
 
     Args:
-        address: of the server.
+        address: address of the server.
 
     Raises:
         OSError: by any method, when the connection breaks.
@@ -106,11 +106,11 @@ class Exchange:
                 return self.status
 
     async def body(self) -> bytes:
-        """The response's body."""
+        """Return the response's body."""
         return b"".join([part async for part in self._parts()])
 
     async def events(self) -> AsyncIterator[str]:
-        """The data of each event of a stream, as it comes."""
+        """Yield the data of each event of a stream, as it comes."""
         rest = b""
         async for part in self._parts():
             *lines, rest = (rest + part).split(b"\n")
@@ -135,7 +135,7 @@ class Exchange:
 
 
 async def get(address: Address, path: str) -> tuple[int, bytes]:
-    """Status and body of a GET."""
+    """Send a GET request; return the status and the body of the response."""
     async with Exchange(address) as exchange:
         await exchange.send("GET", path)
         return exchange.status, await exchange.body()

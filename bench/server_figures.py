@@ -50,7 +50,7 @@ def _spread(figures: Mapping[str, float], key: str) -> float | None:
 
 
 def table(measured: Measured) -> list[list[str]]:
-    """The figures in rows, the header first; times in milliseconds, the first token's in seconds."""
+    """Return a table's rows, the header first; times in milliseconds, of the first token in seconds."""
     rows = [
         [
             "",
@@ -79,7 +79,7 @@ def table(measured: Measured) -> list[list[str]]:
 
 
 def memory_rows(memory: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """Resident memory in rows, the header first."""
+    """Return a table's rows of resident memory, the header first."""
     rows = [["resident MB", "when ready", "after a minute under load", "at the end"]]
     for name, found in memory.items():
         cells = [f"{found[key] / 1e6:.0f}" for key in ("first", "after_a_minute", "last")]

@@ -28,9 +28,9 @@ class Answer:
     Args:
         sent: when the connection was opened.
         times: when each part of the text came.
-        prompt, tokens: tokens that the server counted.
-        wanted: tokens that were asked for.
-        error: why there is no whole answer.
+        prompt, tokens: tokens of the prompt and of the answer, as the server counted them.
+        wanted: number of answer tokens that were asked for.
+        error: why the answer is missing or incomplete; None for a whole one.
     """
 
     sent: float
@@ -42,12 +42,12 @@ class Answer:
 
     @property
     def first(self) -> float | None:
-        """Seconds to the first part of the text."""
+        """Seconds from the connection to the first part of the text; None if no text came."""
         return self.times[0] - self.sent if self.times else None
 
     @property
     def per_token(self) -> float | None:
-        """Mean seconds of a token behind the first."""
+        """Mean seconds per token after the first; None after an error, or for fewer than two tokens."""
         if self.error is not None or self.tokens < 2:
             return None
         return (self.times[-1] - self.times[0]) / (self.tokens - 1)
@@ -63,9 +63,9 @@ class Turn:
     """What clients saw of a server for a while.
 
     Args:
-        answers: all of them, those that ended after the time was up, too.
-        seconds: that requests were sent for.
-        start: when the first was.
+        answers: all answers, including those that ended after `seconds`.
+        seconds: seconds for which requests were sent.
+        start: time at which the first request was sent.
     """
 
     answers: Sequence[Answer]
@@ -115,7 +115,7 @@ async def ask(program: Program, address: Address, job: Job) -> Answer:
 async def drive(
     program: Program, address: Address, jobs: Iterator[Job], clients: int, seconds: float
 ) -> Turn:
-    """Have clients send one request after the other for so long, and wait for their last answers."""
+    """Let `clients` clients each send one request after the other for `seconds`; await their last answers."""
     answers: list[Answer] = []
     start = time.perf_counter()
 
@@ -134,7 +134,7 @@ async def drive(
 
 
 def figures(turns: Sequence[Turn]) -> dict[str, float]:
-    """Of all turns with one number of clients; times in seconds, NaN where there is none."""
+    """Return the figures of all turns with one number of clients; times in seconds, NaN if there are none."""
     answers = [answer for turn in turns for answer in turn.answers]
     firsts = [answer.first for answer in answers if answer.first is not None]
     per_token = [answer.per_token for answer in answers if answer.per_token is not None]
@@ -167,7 +167,7 @@ class Memory:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Sample while the body runs."""
+        """Take samples while the context is open."""
         start = time.perf_counter()
 
         async def sample() -> None:
@@ -186,7 +186,7 @@ class Memory:
             self._loaded += time.perf_counter() - start
 
     def summary(self) -> dict[str, float]:
-        """First, after a minute under load, and last; NaN for the minute when there was none."""
+        """Return the first sample, that after a minute under load (NaN if there is none), and the last."""
         minute = [size for passed, size in self.samples if passed >= 60]
         return {
             "first": self.first,

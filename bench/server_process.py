@@ -20,11 +20,11 @@ HOST = "127.0.0.1"
 
 
 class ServerError(RuntimeError):
-    """A server that does not start, or that ended on its own."""
+    """An error about a server that does not start, or that ended on its own."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """Return a port on which no process listens at this moment."""
     with socket.socket() as found:
         found.bind((HOST, 0))
         port: int = found.getsockname()[1]
@@ -42,13 +42,13 @@ class ServerProcess:
 
     Args:
         command: makes the command line for a port.
-        ready_path: what answers with status 200 once requests can be served.
+        ready_path: URL path that answers with status 200 once requests can be served.
         log: file of everything that the server writes.
-        environment: of the process; this one's by default.
-        patience: seconds until it has to be ready.
+        environment: environment of the server; by default this process's.
+        patience: maximum seconds until the server is ready.
 
     Raises:
-        ServerError: on entering, when it is not ready in time.
+        ServerError: on entering the context, if the server is not ready in time.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """All that it has written."""
+        """Everything that the server has written to its log."""
         return self._log.read_text("utf-8", "replace")
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         self._process.kill()
         self._process.wait()
 
     def resident_bytes(self) -> int:
-        """Memory that the process has now."""
+        """Return the bytes of memory that the server has now."""
         return resident_bytes(self.pid)
 
     async def _wait_until_ready(self) -> None:
@@ -135,7 +135,7 @@ class ServerProcess:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process has now, as the system counts it; 0 once it has ended."""
+    """Return the bytes of memory that a process has now, as the system counts them; 0 once it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

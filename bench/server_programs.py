@@ -32,8 +32,8 @@ class Job:
 
     Args:
         prompt: ids of the prompt's tokens.
-        text: the same as text.
-        tokens: of the answer.
+        text: the prompt as text.
+        tokens: number of tokens of the answer.
     """
 
     prompt: tuple[int, ...]
@@ -43,12 +43,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Part:
-    """What an event of a stream tells.
+    """The information in an event of a stream.
 
     Args:
-        has_text: whether a part of the answer came with it.
+        has_text: True if the event has a part of the answer.
         prompt, tokens: tokens of the prompt and of the answer, once the program counts them.
-        error: what went wrong.
+        error: error that the server reported; None if there is none.
     """
 
     has_text: bool = False
@@ -59,14 +59,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Program:
-    """A server.
+    """A program that serves a model.
 
     Args:
-        name: for tables.
+        name: name for tables.
         command: makes the command line for a port.
-        path: what is posted to.
-        body: makes the body for a job.
-        read: reads the data of an event; None for one that says nothing.
+        path: URL path that requests are posted to.
+        body: makes a request's body from a job.
+        read: converts the data of an event; returns None if it has no information.
     """
 
     name: str
@@ -92,7 +92,7 @@ def openai_body(model: str, job: Job) -> dict[str, Any]:
 
 
 def read_openai(data: str) -> Part | None:
-    """An event of /v1/completions."""
+    """Convert the data of an event of /v1/completions."""
     if data == "[DONE]":
         return None
     event = json.loads(data)
@@ -119,7 +119,7 @@ def llama_body(job: Job) -> dict[str, Any]:
 
 
 def read_llama(data: str) -> Part | None:
-    """An event of /completion."""
+    """Convert the data of an event of /completion, llama.cpp's route."""
     event = json.loads(data)
     if error := event.get("error"):
         return Part(error=str(error))
@@ -140,13 +140,13 @@ def programs(
     llama: str | None,
     options: Sequence[str] = (),
 ) -> dict[str, Program]:
-    """All servers, whose models are written where they are missing.
+    """Return all programs by name; write the models that are missing.
 
     Args:
-        model: what they run.
-        folder: holds its files.
-        threads: that each may compute with.
-        clients: requests at the same time that each has to have place for.
+        model: the model that the programs serve.
+        folder: folder of the model's files.
+        threads: number of threads of each program.
+        clients: maximum number of simultaneous requests.
         longest: tokens of the longest prompt with its answer.
         llama: path of llama.cpp's `llama-server`; None leaves it out.
         options: further options of our server.
@@ -220,8 +220,8 @@ class Jobs:
     """Prompts of random words, whose texts have as many tokens as they have ids.
 
     Args:
-        folder: of the tokenizer.
-        prompts, answers: least and most tokens; lengths are spread evenly on a logarithmic scale.
+        folder: folder of the tokenizer.
+        prompts, answers: minimum and maximum tokens; lengths are spread evenly on a logarithmic scale.
     """
 
     def __init__(self, folder: Path, prompts: tuple[int, int], answers: tuple[int, int]):
@@ -229,7 +229,7 @@ class Jobs:
         self._prompts, self._answers = prompts, answers
 
     def stream(self, *seed: int) -> Iterator[Job]:
-        """Jobs without end, the same ones for the same seed."""
+        """Yield jobs without end, the same ones for the same seed."""
         rng = np.random.default_rng(seed)
         while True:
             chosen = rng.integers(len(self._words), size=_length(rng, self._prompts))
@@ -244,7 +244,7 @@ def _length(rng: np.random.Generator, bounds: tuple[int, int]) -> int:
 
 
 def _single_token_words(tokenizer: AFMTokenizer) -> list[tuple[str, int]]:
-    """Words that are one token each, wherever they stand between spaces."""
+    """Return (word, token id) of the words that are one token each between spaces, in any sentence."""
     found = []
     for piece, token in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         word = piece[1:]
