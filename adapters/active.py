@@ -127,7 +127,7 @@ class ActiveAdapters(dict[str, Any]):
             self.set(before)
 
     def of_layer(self, target: TargetModule) -> LayerAdapters:
-        """Return the function that a target module calls for its adapters."""
+        """Return the function that maps a batch size to the `LowRank` of the target, or to None."""
         outputs = sum(width for _, width in target.shapes.values())
         return partial(self._low_rank, target.path, target.sections or (outputs,))
 

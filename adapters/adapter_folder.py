@@ -40,7 +40,7 @@ class AdapterConfig:
         scale: alpha / rank.
         num_layers: how many blocks, counted from the last, may carry the adapter (mlx-lm's meaning).
         keys: adapted layers by their names within a block, such as `mlp.up_proj`.
-        dropout: share of the inputs of A that training zeroed.
+        dropout: dropout rate of the inputs of A in training; it has no effect on inference.
         base_model_fingerprint: fingerprint of the model that the adapter was made for; None when unknown, as in
             folders that mlx-lm wrote.
     """

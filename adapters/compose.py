@@ -40,11 +40,12 @@ def weighted_sum(
     """Return the scale of a sum and the terms of each of its tensors; no tensor is read.
 
     Args:
-        adapters: tensors of each adapter, by their names in an adapter folder, and its scale.
-        weights: factor of each adapter.
+        adapters: for each adapter its tensors, by their names in an adapter folder, and its scale.
+        weights: for each adapter its weight in the sum.
 
     Returns:
-        the scale; and by a tensor's name, the terms of the adapters that have the tensor, in order.
+        the scale; and a mapping from each tensor's name to a term for every adapter that has the tensor, in the
+        order of `adapters`.
 
     Raises:
         RequestError: for a weight that is not finite, or too large for the adapter's scale.

@@ -37,7 +37,7 @@ class LoRALinear(LinearWrapper):
         linear: maps (..., K) to (..., N); it is frozen.
         rank: columns of A and rows of B.
         scale: alpha / rank.
-        dropout: share of the adapter's inputs that are zeroed while training.
+        dropout: dropout rate of the adapter's inputs in training mode, 0 to less than 1.
         sections: end of each projection's outputs; None for one projection.
         key: random key that A is drawn with; None for MLX's global random state.
 

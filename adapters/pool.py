@@ -98,7 +98,7 @@ class AdapterPool:
             source: an adapter of any format; or weights of registered adapters, for their weighted sum.
 
         Raises:
-            RequestError: for a name that is taken or no name, and weights that can't be used.
+            RequestError: for a name that is taken or not printable text, and weights that can't be used.
             CheckpointError: when there is no such path.
         """
         with self._lock:
@@ -199,7 +199,7 @@ class AdapterPool:
             return lease.resident
 
     def wait(self, leases: Iterable[Lease], timeout: float | None = None) -> bool:
-        """Wait until a lease is ready or has failed; return False if `timeout` seconds pass before."""
+        """Wait until one of `leases` is ready or has failed; return False if `timeout` seconds pass before."""
         leases = list(leases)
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -341,7 +341,7 @@ class AdapterPool:
         self._advance()
 
     def _used(self) -> int:
-        """Bytes of the resident adapters, and of those that are being read."""
+        """Return the number of bytes of adapters that are in memory or being read into it."""
         counted = ("loading", "resident")
         return sum(entry.nbytes for entry in self._registry.values() if entry.state in counted)
 
@@ -369,7 +369,7 @@ class AdapterPool:
         self._lock.notify_all()
 
     def _first_load(self) -> PoolEntry:
-        """Return the load that gets memory next: one of `load` or `pin`, else the oldest."""
+        """Return the queued entry that gets memory next: one that `load` or `pin` wait for, else the oldest."""
         impatient = (e for e in self._queue if not all(lease.patient for lease in e.waiting))
         return next(impatient, self._queue[0])
 
@@ -404,7 +404,7 @@ class AdapterPool:
         return victims
 
     def _make_room(self, entry: PoolEntry) -> bool:
-        """Evict what the first load needs; return False and evict nothing while too much is in use."""
+        """Evict unused adapters to make room for `entry`; return False, and evict none, if they are too few."""
         unused = [victim for victim in self._victims() if not victim.held]
         freed = sum(victim.nbytes for victim in unused)
         if self.budget is not None and self._used() - freed + entry.nbytes > self.budget:
@@ -417,7 +417,7 @@ class AdapterPool:
         return True
 
     def _refuse_impatient(self) -> bool:
-        """Refuse the leases that must not wait for rows to end; return True if there were any."""
+        """Fail the queued leases that are not patient; return True if there were any, False during a load."""
         if any(e.state == "loading" for e in self._registry.values()):
             return False  # what is being read may turn out to be in no use
         impatient = [lease for e in self._queue for lease in e.waiting if not lease.patient]
@@ -461,7 +461,7 @@ class AdapterPool:
         self._executor.submit(run)
 
     def _open(self, entry: PoolEntry, files: Files) -> None:
-        """Read headers, and queue for memory."""
+        """Read the headers of the entry's `files`, and put the entry into the queue for memory."""
         opened = self._opened(entry, files)
         with self._lock:
             if not self._closed:
@@ -477,7 +477,7 @@ class AdapterPool:
         return open_sum(parts, self._base, entry.name)
 
     def _read(self, entry: PoolEntry, files: Files, opened: OpenAdapter | None) -> None:
-        """Read the numbers; `opened` is None after a wait for memory."""
+        """Read the entry's numbers, and grant its leases; if `opened` is None, open `files` again first."""
         opened = opened or self._opened(entry, files)
         if opened.nbytes > entry.nbytes:
             raise CheckpointError(
@@ -503,7 +503,7 @@ class AdapterPool:
             self._advance()
 
     def _fail(self, entry: PoolEntry, error: Exception) -> None:
-        """End a load; leases that wait for it get the error."""
+        """End the load of `entry` with `error`, which becomes the `error` of the leases that wait for it."""
         self._counts["failures"] += 1
         entry.error = str(error) if isinstance(error, AFMError) else repr(error)
         # The frames that errors have passed through would keep arrays.

@@ -30,8 +30,8 @@ class PoolEntry:
         key: name, or the sum's names and weights.
         source: folder or file; of a sum, weights of adapters that have files.
         state: "registered", "opening" (headers are read), "waiting" (for memory), "loading" or "resident".
-        order: time of the last use; larger is later.
-        held: number of leases that have the adapter.
+        order: counter value at the last use; larger is later.
+        held: number of leases that have been granted and not released.
         waiting: leases that wait for the adapter.
         dropped: True if the adapter was unloaded while it was read.
         pinned: True if the adapter is never evicted.
@@ -58,7 +58,7 @@ class PoolEntry:
 
     @property
     def name(self) -> str:
-        """Name; of an unnamed sum, its formula."""
+        """Registered name; of an unnamed sum, its formula, such as "0.5 * a - 2 * b"."""
         return self.key if isinstance(self.key, str) else _formula(self.key)
 
     @property
@@ -92,7 +92,7 @@ class PoolEntry:
 
 
 class _Pool(Protocol):
-    """What a lease calls of its pool."""
+    """The methods of a pool that its leases call."""
 
     def wait(self, leases: Collection[Lease], timeout: float | None = None) -> bool: ...
 
@@ -118,7 +118,7 @@ class Lease:
 
     @property
     def name(self) -> str:
-        """The adapter's name in listings."""
+        """Name of the adapter in listings; of an unnamed sum, its formula, such as "0.5 * a - 2 * b"."""
         return self._entry.name
 
     @property

@@ -81,7 +81,7 @@ class ResidentAdapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of its pairs."""
+        """Largest rank among the adapter's pairs."""
         return max(part.rank for part in self.parts.values())
 
 
@@ -159,7 +159,17 @@ def _fill_layer(
     path: str,
     source: str | Path,
 ) -> np.uint64:
-    """Copy one layer's pairs into its part; return the sum of the part's 64-bit words."""
+    """Copy one layer's pairs into its part; return the sum of the part's 64-bit words.
+
+    Args:
+        view: the numbers of all layers.
+        part: where in `view` the layer's A and B are.
+        sections: (inputs, outputs) of each pair that the layer can have, see `TargetModule.shapes`.
+        pairs: the pair (A, B) of each section, None for a section that is not adapted.
+        read: reads a tensor as a NumPy array.
+        path: path of the layer, for errors.
+        source: where the adapter comes from, for errors.
+    """
     outputs, start = sum(width for _, width in sections.values()), 0
     mine = view[part.a : part.b + part.rank * _filled_up(outputs)]
     if not _covers(part, outputs, pairs):
@@ -176,7 +186,7 @@ def _fill_layer(
 
 
 def _covers(part: Part, outputs: int, of_sections: Sequence[Pair | None]) -> bool:
-    """Return True if the pairs fill the layer's part, so that nothing has to be zeroed."""
+    """Return True if the pairs of a layer's sections fill its whole `part`; otherwise it must be zeroed."""
     ranks = {0 if pair is None else pair[0].shape[1] for pair in of_sections}
     inputs = next(pair[0].shape[0] for pair in of_sections if pair is not None)
     whole = outputs % BLOCK == len(of_sections) * part.rank * inputs % BLOCK == 0
@@ -188,7 +198,10 @@ def _filled_up(count: int) -> int:
 
 
 def _fill_b(view: np.ndarray, part: Part, outputs: int, start: int, b: np.ndarray) -> None:
-    """Copy B (rank, width) to the layer's outputs from `start` on."""
+    """Copy B (rank, width) into `view`, in the layer's `part`, as outputs `start` to `start + width`.
+
+    `outputs` is the number of outputs of the whole layer, all its sections together.
+    """
     rank, width = b.shape
     blocks = _filled_up(outputs) // BLOCK
     target = view[part.b : part.b + blocks * part.rank * BLOCK]
@@ -283,7 +296,7 @@ def _numbers_fingerprint(
 def pairs_by_layer(
     tensors: Mapping[str, Readable], shapes: Shapes, source: str | Path
 ) -> dict[str, list[Pair | None]]:
-    """Return the pairs (A, B) of each adapted layer's sections, by its path; None for a section without one.
+    """Return a mapping from each adapted layer's path to one pair (A, B) for each section, or None for it.
 
     Args:
         tensors: whole pairs by their names in an adapter folder; only their shapes are read.

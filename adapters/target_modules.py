@@ -59,7 +59,7 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def target_modules(model: nn.Module) -> list[TargetModule]:
-    """Return the linear layers of all blocks, block by block."""
+    """Return the linear layers of all blocks, block by block; a wrapper counts as the layer that it wraps."""
     blocks = {id(block): index for index, block in enumerate(model.layers)}
     paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
     found = []
@@ -84,7 +84,12 @@ def target_shapes(model: nn.Module) -> Shapes:
 
 
 def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
-    """Replace the layers at these paths, so that kernels are selected and steps are traced again."""
+    """Replace layers of a model in place, and have its kernels selected and its steps traced again.
+
+    Args:
+        model: the model.
+        layers: the path and the new layer of each replacement; if it is empty, nothing happens.
+    """
     if layers:
         replace_modules(model, layers)
         dispatch.invalidate()

@@ -161,7 +161,7 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
 
 
 def _restore(tensors: Tensors, rank: int, notes: Mapping[str, object]) -> tuple[int, float]:
-    """Restore, in place, the rank and scale that the notes name, if that changes no result; return both.
+    """Convert tensors, in place, to the rank and scale in the notes if no result changes; return the two used.
 
     Notes are untrusted: whatever they say, the adapter computes the same as without them.
     """

@@ -90,7 +90,7 @@ def read_blobs(path: Path) -> list[np.ndarray]:
 
 
 def check_blob(path: Path, start: int) -> None:
-    """Check that a file has a whole blob of any type, whose record starts at a byte.
+    """Check that a file has a whole blob, of any type, whose record is at byte `start` of the file.
 
     Raises:
         CheckpointError: when the file is missing, cut off or damaged.
@@ -116,7 +116,10 @@ def check_blob(path: Path, start: int) -> None:
 
 
 def _read_blob(path: Path, data: np.ndarray, start: int, index: int) -> tuple[np.ndarray, int]:
-    """Return a blob and the end of its data."""
+    """Return the float16 blob whose record is at byte `start` of `data`, and the byte after its numbers.
+
+    `path` and `index`, the blob's number, are for errors.
+    """
     where = f"{path}: blob {index} at byte {start:,}"
     if start + ALIGNMENT > len(data):
         raise CheckpointError(f"{where} is beyond the file's {len(data):,} bytes. It is cut off.")

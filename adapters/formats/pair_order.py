@@ -172,7 +172,7 @@ def check_fits(tensors: Mapping[str, Shaped], config: ModelConfig, source: objec
 def config_for(
     tensors: Mapping[str, Shaped], config: ModelConfig | None, source: object
 ) -> ModelConfig:
-    """Return the given architecture; without one, Apple's 3B model's, if the tensors fit it.
+    """Return `config`; if it is None, return the architecture of Apple's 3B model. The tensors must fit it.
 
     Raises:
         CheckpointError: when the tensors do not fit, or the architecture is unknown.

@@ -107,7 +107,11 @@ def _fingerprint(path: Path) -> str | None:
 
 
 def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, str]]:
-    """Return the names of each layer's A and B in the file."""
+    """Return a mapping from each layer's path to the names that its "A" and "B" have in the file.
+
+    Raises:
+        CheckpointError: for tensors that are no LoRA pairs of an AFM model, and for half a pair.
+    """
     found: dict[str, dict[str, str]] = {}
     for name, tensor in stored.items():
         match = _NAME.fullmatch(name)
@@ -176,7 +180,13 @@ def _is_block_diagonal(sections: list[mx.array]) -> bool:
 
 
 def _common(tensors: Tensors, scales: Mapping[str, float], path: Path) -> tuple[int, float]:
-    """Give all pairs the highest rank and the largest scale, in place; return rank and scale."""
+    """Convert all pairs, in place, to the highest rank and the largest scale; return that rank and scale.
+
+    Args:
+        tensors: the pairs, by their names in an adapter folder.
+        scales: scale of each tensor's pair, by the same names.
+        path: path of the adapter, for errors.
+    """
     ranks = {name: tensors[name].shape[1 if is_a(name) else 0] for name in tensors}
     rank, scale = max(ranks.values()), max(scales.values(), key=abs)
     stored = sum(tensor.size for tensor in tensors.values())
@@ -301,7 +311,7 @@ class LoRASettings:
         rank, alpha: rank and alpha of layers that no pattern matches.
         rs: True for rsLoRA's scales.
         ranks, alphas: ranks and alphas of single layers, by patterns of layer names.
-        dropout: share of a layer's inputs that training dropped.
+        dropout: dropout rate of the adapter's inputs in training.
     """
 
     rank: int

@@ -67,7 +67,7 @@ def read_pairs(
 
     Args:
         state: what `open_state_dict` returned.
-        keys: keys of the state, by the arrays' names.
+        keys: maps the name of each array to return to its tensor's key in `state`.
         dtype: type of the arrays; None for the stored type.
         source: where the tensors come from, for errors.
 
@@ -132,7 +132,16 @@ def read(
 
 
 def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
-    """Return a config's entry for the adapter; if it has only one, under whatever id."""
+    """Return the entry for an adapter in tamm's config; return None if the config has no adapters.
+
+    Args:
+        adapters: the config's entries by adapter id; a single one is returned whatever its id is.
+        adapter: id of the adapter in the `.pt` file.
+        config: path of the config, for errors.
+
+    Raises:
+        ConfigError: when no entry is for the adapter, or the adapter is not of LoRA.
+    """
     if not adapters:
         return None
     entry = adapters.get(adapter) or next(iter(adapters.values()))

@@ -137,7 +137,8 @@ class Batches:
         """Assign samples to rows: best fit, in a random order; unpacked, one sample to a row.
 
         Returns:
-            the samples in the order of their rows, and the rows' bounds in it.
+            the indices of the samples in the order of their rows; and bounds, by which row r holds the samples
+            `order[bounds[r] : bounds[r + 1]]`.
         """
         order = np.arange(len(self))
         if not self.packed:
@@ -177,7 +178,11 @@ class Batches:
         return _Plan(order, batches, widths, [_round_up(int(n), TARGET_MULTIPLE) for n in sizes])
 
     def _exchanged(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Exchange samples of equal length; return the samples' order, and the rows of each batch."""
+        """Exchange samples of equal length between rows, and shuffle the rows; if `random` is None, do neither.
+
+        Returns:
+            the indices of the samples in the order of their rows, and for each batch the indices of its rows.
+        """
         order, rows = self._order, np.arange(len(self._bounds) - 1)
         if random is not None:
             by_length = np.argsort(self._inputs[order], kind="stable")
@@ -188,7 +193,14 @@ class Batches:
         return order, _split(rows, self.batch_size)
 
     def _sorted(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Sort samples by length within groups of batches; return the order, and each batch's indices."""
+        """Sort samples by length within windows of several batches, one sample to a row.
+
+        Args:
+            random: shuffles the samples first, and the batches afterwards; None to keep the given order.
+
+        Returns:
+            the indices of the samples in their new order, and for each batch the positions in this order.
+        """
         order = self._order if random is None else random.permutation(len(self))
         windows = _split(order, self.batch_size * _BATCHES_SORTED)
         order = np.concatenate([w[np.argsort(self._inputs[w], kind="stable")] for w in windows])

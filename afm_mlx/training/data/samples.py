@@ -98,10 +98,10 @@ def load_split(
             format of `read_lines`; or one such file, which is read for any `split`.
         split: "train", "valid" or "test".
         tokenizer: the model's tokenizer.
-        max_seq_length: most tokens of a sample. A longer text is cut, a longer chat is an error.
+        max_seq_length: maximum number of tokens in a sample. A longer text is cut, a longer chat is an error.
         prompt_weight: loss weight of tokens that the assistant did not write.
-        features: the lines' keys for "prompt", "completion", "messages" or "text", by these names.
-        progress: called with the numbers of finished and of all lines.
+        features: maps "prompt", "completion", "messages" or "text" to the key that the file uses for it.
+        progress: called after each line with the number of finished lines and the number of all lines.
 
     Returns:
         Samples with int32 tokens and float32 weights, in the order of the file.
@@ -155,7 +155,7 @@ def _file_of(path: Path, split: str) -> Path:
 
 
 def _document(record: object, features: Mapping[str, str]) -> TextRecord | ChatRecord:
-    """Return the text or chat of a record whose keys are named by `features`."""
+    """Return the text or chat in a record; `features` maps standard names of keys to the record's own."""
     keys = record if isinstance(record, Mapping) else ()
     missing = [f"{key!r} as the {name}" for name, key in features.items() if key not in keys]
     wrong = DataError(
@@ -180,7 +180,7 @@ def _document(record: object, features: Mapping[str, str]) -> TextRecord | ChatR
 
 
 def _renamed(record: object, features: Mapping[str, str]) -> Any:
-    """Return a record with the standard names of its keys."""
+    """Return the record with its own keys, the values of `features`, replaced by the standard names."""
     if not features or not isinstance(record, Mapping):
         return record
     standard = {key: name for name, key in features.items()}
@@ -361,7 +361,7 @@ class _Chat:
         self.tokens = self._encode(self._text, len(messages))
 
     def span(self, index: int, earliest: int) -> tuple[int, int]:
-        """Return the start and end, in tokens, of the assistant's message `index`."""
+        """Return the token positions [start, end) of the assistant's message `index`; start >= `earliest`."""
         start = max(earliest, self._start(index))
         end = self._end(index, start)
         # Text that a template adds after the end of a turn is not the assistant's.
@@ -400,12 +400,12 @@ class _Chat:
         return ends[0]
 
     def _ends(self, start: int, end: int | None) -> list[int]:
-        """Return the positions after every stop token from `start` to `end`."""
+        """Return the index after each stop token in [start, end); end=None means the end of the chat."""
         stops = np.isin(self.tokens[start:end], list(self._tokenizer.eos_token_ids))
         return (start + 1 + np.flatnonzero(stops)).tolist()
 
     def _render(self, count: int, start: bool = False) -> str:
-        """Return the text of the first `count` messages; with `start`, and the start of an answer."""
+        """Render the first `count` messages as text; if `start`, add the start of the assistant's next turn."""
         return _guarded(
             "chat",
             lambda: self._tokenizer.apply_chat_template(
@@ -417,7 +417,7 @@ class _Chat:
         )
 
     def _encode(self, text: str, count: int, start: bool = False) -> np.ndarray:
-        """Return the ids of the first `count` messages, which are rendered as `text`."""
+        """Return the token ids of `text`, which `_render` returned for the same `count` and `start`."""
         if self._is_afm:  # the text doesn't distinguish control tokens from messages' text
             tokens = _guarded(
                 "chat",

@@ -136,7 +136,7 @@ def _divergence(first: mx.array, second: mx.array, temperature: float) -> mx.arr
 
 
 def _shared(logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
-    """Return the sum of min(model, teacher) over the vocabulary, (n,)."""
+    """Return the sum of min(model, teacher) of the probabilities over the vocabulary, (n,), from logits."""
     return mx.minimum(mx.softmax(logits, axis=-1), mx.softmax(taught, axis=-1)).sum(axis=-1)
 
 
@@ -154,7 +154,14 @@ def _check_vocabulary(taught: mx.array, logits: mx.array) -> None:
 def _weighted_sum(
     model: nn.Module, teacher: nn.Module | None, batch: Batch, of_targets: TargetLoss
 ) -> mx.array:
-    """Return the sum over targets of weight * loss, () float32."""
+    """Return the sum of weight * loss over the batch's targets, () float32.
+
+    Args:
+        model: the model that is trained or measured.
+        teacher: a second model, whose logits `of_targets` gets; None to pass it None.
+        batch: the batch.
+        of_targets: the loss of each target, see `TargetLoss`.
+    """
     h = _states(model, batch)
     taught = None if teacher is None else mx.stop_gradient(_states(teacher, batch))
 

@@ -271,7 +271,7 @@ class RunFolder:
     # -- best weights
 
     def save_best(self, tensors: Mapping[str, mx.array], state: Mapping[str, object]) -> None:
-        """Replace the best weights so far.
+        """Replace the best weights by `tensors`, named by parameter, with `state`: "step" and "valid_loss".
 
         Raises:
             TrainingError: when they can't be written; the best weights so far are unchanged.
@@ -283,7 +283,11 @@ class RunFolder:
             _write_json(self._best / STATE_NAME, state)
 
     def load_best(self) -> tuple[dict[str, mx.array], dict[str, Any]] | None:
-        """Return the best weights and their state; None before any were saved."""
+        """Return the best weights, and their "step" and "valid_loss"; return None if none were saved.
+
+        Raises:
+            CheckpointError: when the file is damaged, or does not name the step.
+        """
         path = self._best / f"{TRAINABLE}.safetensors"
         if not path.exists():
             return None
@@ -314,7 +318,7 @@ class RunFolder:
             file.write(json.dumps(values) + "\n")
 
     def truncate_metrics(self, step: int) -> None:
-        """Remove the metrics of later steps, and an incomplete last line."""
+        """Remove from metrics.jsonl the lines of steps after `step`, and an incomplete last line."""
         if not self.metrics_path.exists():
             return
         lines = read_file(self.metrics_path, _MAX_BYTES).decode("utf-8").splitlines()
@@ -324,7 +328,7 @@ class RunFolder:
 
     @contextmanager
     def _written(self, what: str) -> Iterator[None]:
-        """Turn errors of writing into `TrainingError`, with the newest checkpoint."""
+        """Turn write errors in the context into a `TrainingError` with `what` and the last checkpoint."""
         try:
             yield
         except (OSError, CheckpointError) as error:

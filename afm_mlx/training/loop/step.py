@@ -178,7 +178,12 @@ class TrainingStep:
         mx.eval(result, self.model.state, self.optimizer.state, self.average, mx.random.state)
 
     def gradients(self, batch: Batch, weight: mx.array) -> tuple[mx.array, Tree]:
-        """Return `loss / weight` of a batch and its gradients."""
+        """Return the batch's loss divided by `weight`, and the gradients of the trainable parameters.
+
+        Args:
+            batch: a micro-batch.
+            weight: sum of the targets' weights over all micro-batches of the step.
+        """
         parameters = self.model.trainable_parameters()
 
         def scaled(parameters: Tree) -> mx.array:
@@ -202,7 +207,7 @@ class TrainingStep:
         return loss, tree_map(lambda a, g: a + g.astype(mx.float32), accumulated, gradients)
 
     def _apply(self, loss: mx.array, gradients: Tree) -> mx.array:
-        """Update all state if loss and gradient are finite; return the gradient's norm."""
+        """Update weights, optimizer and average if loss and gradient are finite; return the gradient's norm."""
         optimizer, before = self.optimizer, self.model.trainable_parameters()
         # A copy of the containers: the optimizer replaces arrays in its own.
         state_before = tree_map(lambda a: a, optimizer.state)
@@ -224,7 +229,7 @@ class TrainingStep:
 
 
 def _batch(arrays: dict[str, mx.array]) -> Batch:
-    """Make a batch of its arrays that are not None: a compiled function takes no None."""
+    """Make a batch from its arrays by name; `segments` may be missing, as compiled functions take no None."""
     return Batch(**({"segments": None} | arrays))
 
 

@@ -38,14 +38,14 @@ from afm_mlx.training.loop.training_options import TrainingOptions
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run resumes after the checkpoint of `step`."""
+    """Event for `on_event`: the run continues from the checkpoint of `step`."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step has ended.
+    """Event for `on_event`: a step has ended.
 
     Args:
         step: number of the step, from 1.
@@ -58,7 +58,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Report:
-    """Training metrics, a line of metrics.jsonl.
+    """Event for `on_event`: training metrics, which are also a line of metrics.jsonl.
 
     Args:
         step: number of the last step.
@@ -67,7 +67,7 @@ class Report:
         grad_norm: global norm of the last step's gradient, before clipping.
         tokens: number of targets since step 1.
         tokens_per_second: speed since the previous report, without evaluation and saving.
-        peak_memory: most bytes that MLX has held in this process.
+        peak_memory: maximum number of bytes that MLX has held in this process.
     """
 
     step: int
@@ -81,7 +81,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Validation:
-    """The result of an evaluation, a line of metrics.jsonl.
+    """Event for `on_event`: the result of an evaluation, which is also a line of metrics.jsonl.
 
     Args:
         step: number of the last step before the evaluation; 0 before the first step.
@@ -96,7 +96,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint was written."""
+    """Event for `on_event`: the checkpoint of `step` was written to the folder `path`."""
 
     step: int
     path: Path
@@ -104,7 +104,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Testing:
-    """The test split is about to be measured.
+    """Event for `on_event`: the test split is about to be measured.
 
     Args:
         what: the model that is measured, such as "without the adapter"; None for the trained model.
@@ -184,7 +184,7 @@ def train(
         options: settings of the loop.
         run: folder of checkpoints, best weights and metrics.
         valid: batches for evaluation; None for no evaluation.
-        on_event: called at each step, report, evaluation and checkpoint.
+        on_event: called with an `Event` at each resume, step, report, evaluation and checkpoint.
         stopping: entered around the loop, see `Stopping`; its flag may be set by any thread.
 
     Returns:
@@ -409,7 +409,12 @@ class _Trainer:
 
 
 def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
-    """Return the tree with its arrays replaced by a file's.
+    """Return the tree with each array replaced by the one of `tensors` that has its name.
+
+    Args:
+        tree: arrays whose names, shapes and types are kept.
+        tensors: arrays by their names in a file of the run.
+        what: kind of the tensors, such as "optimizer", for errors.
 
     Raises:
         CheckpointError: when names or shapes differ.

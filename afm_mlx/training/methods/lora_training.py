@@ -43,11 +43,11 @@ class LoRATraining(Method):
     """Train LoRA pairs on a frozen model; see `adapters.lora.add_lora`.
 
     Args:
-        rank: columns of A and rows of B; None for the initial adapter's rank, or 16 without one.
-        scale: alpha / rank; None for the initial adapter's scale, or 0.5 without one.
-        keys: names of adapted layers within a block; None for the initial adapter's, or all linear layers.
+        rank: columns of A and rows of B; None for the initial adapter's rank, or 16 if there is no adapter.
+        scale: alpha / rank; None for the initial adapter's scale, or 0.5 if there is no adapter.
+        keys: names of adapted layers within a block; None for the initial adapter's keys, or all linear layers.
         num_layers: number of adapted blocks, counted from the last; -1 for the initial adapter's, or all.
-        dropout: probability that a number of the adapter's input is dropped.
+        dropout: dropout rate of the adapter's inputs in training.
         initial_adapter: adapter to start from, such as a recovery adapter; see `read_initial`.
         force: accept an initial adapter that was made for another model, if its shapes fit.
         save_dtype: "float16" or "float32", the type of the saved numbers. Training is in float32, and the test
@@ -170,7 +170,7 @@ class LoRATraining(Method):
 
 
 def _adapted_blocks(model: nn.Module, tensors: Mapping[str, mx.array]) -> int:
-    """Return the number of blocks from the first that has tensors to the last; -1 if none has."""
+    """Return the number of blocks from the first one with tensors to the model's last; -1 if none has any."""
     layers = {name.rpartition(".lora_")[0] for name in tensors}
     has_adapter: dict[str, bool] = {}  # by the paths of blocks, in their order
     for target in target_modules(model):

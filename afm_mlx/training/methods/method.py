@@ -198,7 +198,7 @@ class FullTraining(Method):
         save_model_folder(path, model, source.values, source, what=self._what(), facts=facts)
 
     def _what(self) -> str:
-        """A sentence for the model card."""
+        """Return the sentence of the model card that describes the weights."""
         if self.num_layers == -1:
             return "Float weights, all of them trained further."
         return f"Float weights; the last {self.num_layers} blocks were trained further."
@@ -208,7 +208,8 @@ class FullTraining(Method):
 class DraftTraining(FullTraining):
     """Train float weights of a draft model to predict the tokens of its target, the recipe's teacher.
 
-    Apple's toolkit uses the reverse divergence, which the recipe must name: `divergence="reverse"`.
+    The divergence is the recipe's, "forward" by default. Apple's toolkit uses the reverse one:
+    `Recipe(divergence="reverse")`.
 
     Args:
         num_layers: number of trained blocks, counted from the last; -1 for the whole model.

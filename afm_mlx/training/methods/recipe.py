@@ -38,15 +38,16 @@ class Recipe:
         model: the model to start from: a folder, a hub id, the embedded model's name; or a draft model of
             random weights, `FreshSource.for_target(...)`.
         epochs: passes over the data; replaces `options.iters`.
-        steps_between: least and most steps that `epochs` may become; None for any.
-        warmup_share: share of the steps that warm up, at most 100; replaces `options.warmup_iters`.
+        steps_between: minimum and maximum number of steps that `epochs` is converted to; None for no limits.
+        warmup_share: share of the steps that warm up, but no more than 100 steps; replaces
+            `options.warmup_iters`.
         warmup_epochs: passes over the data that warm up; replaces `options.warmup_iters`.
         batch_size: rows of a micro-batch.
         max_seq_length: most tokens of a sample, and of a row. None allows a sample 2,048, or the model's
             context if that is less, and a packed row about four samples.
         packing: put several samples into a row; None for True if the model can keep them apart.
         prompt_weight: loss weight of tokens that the assistant did not write.
-        features: the data's keys for "prompt", "completion", "messages" or "text", by these names.
+        features: maps "prompt", "completion", "messages" or "text" to the key that the data uses for it.
         teacher: model to imitate; "self" for `model` as it is before quantization-aware training.
         teacher_adapter: folder of an adapter that the teacher runs with.
         force: accept adapters that were made for other models, if their shapes fit.
@@ -174,7 +175,7 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
 
 
 def _sample_length(recipe: Recipe, source: ModelSource) -> int:
-    """Return the most tokens that a sample may have."""
+    """Return the maximum number of tokens in a sample: the recipe's, limited by the model's context."""
     length = MAX_SEQ_LENGTH if recipe.max_seq_length is None else recipe.max_seq_length
     contexts = [source.values.get("context_length")]
     if recipe.max_seq_length is None:  # mlx-lm's models have another key
@@ -183,7 +184,13 @@ def _sample_length(recipe: Recipe, source: ModelSource) -> int:
 
 
 def _row_length(samples: Sequence[Sample], recipe: Recipe, limit: int) -> int:
-    """Return the tokens of a packed row: at most as many as put all samples into one batch."""
+    """Return the number of tokens in a packed row, no more than it takes to put all samples into one batch.
+
+    Args:
+        samples: the samples of the split.
+        recipe: batch size, and the limit of a row's length if it names one.
+        limit: maximum length of a row if the recipe names none.
+    """
     inputs = [len(sample.tokens) - 1 for sample in samples]
     longest, total = max([*inputs, 1]), sum(inputs)
     wanted = max(longest, math.ceil(total / recipe.batch_size))

@@ -147,8 +147,8 @@ def train_by(
         path: folder to make for the result.
         run_path: folder of checkpoints and metrics; None for `<path>-run`, or `<path>/run` of an adapter.
         resume: resume the run in `run_path`, which was started with the same arguments.
-        on_plan: called before training starts.
-        on_event: called by the loop.
+        on_plan: called with the `Plan` of the run before training starts.
+        on_event: called with each `Event` of the loop, and with `Testing` before each test.
         stopping: see `trainer.train`.
 
     Raises:
@@ -231,7 +231,7 @@ def _facts(
     teacher: Teacher | None,
     scores: Scores | None,
 ) -> dict[str, str]:
-    """Return the rows of the model card."""
+    """Return the facts for the model card's table, by their labels."""
     rows = recipe.batch_size * options.grad_accumulation_steps
     rate = f"{options.learning_rate:g}, warm-up of {options.warmup_iters} steps, {options.schedule}"
     if options.lr_schedule is not None:
@@ -317,7 +317,7 @@ def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> T
 
 
 def _check_vocabulary(teacher: ModelSource, student: ModelSource) -> None:
-    """Raise `ConfigError` if the tokens or the embeddings' rows differ."""
+    """Raise `ConfigError` if the models' tokens, or the numbers of rows of their embeddings, differ."""
     pieces, other_pieces = (source.tokenizer.get_vocab() for source in (teacher, student))
     rows, other_rows = (source.values.get("vocab_size") for source in (teacher, student))
     if pieces != other_pieces:
@@ -415,8 +415,8 @@ def measure_adapter(
     Args:
         recipe: model, data, and the batches' sizes.
         adapter_path: see `load_adapter`; None to measure only the base.
-        on_data: called before measuring starts.
-        progress: called with the numbers of finished and of all batches, of each measurement.
+        on_data: called with the batches of the test split before measuring starts.
+        progress: called after each batch of a measurement with the number of finished and of all batches.
 
     Raises:
         AFMError: for data, a model or an adapter that can't be used.

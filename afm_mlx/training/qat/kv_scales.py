@@ -63,7 +63,14 @@ def calibrate_kv_scales(model: Model, batches: Iterable[Batch], momentum: float 
 def _observe(
     model: Model, batch: Batch, ranges: list[mx.array | None], share: float
 ) -> list[mx.array | None]:
-    """Run the writing blocks, each with its new scales; return ranges (keys or values, low or high)."""
+    """Run the writing blocks on a batch, set each block's scales, and return the updated ranges.
+
+    Args:
+        model: the model whose blocks are run.
+        batch: the batch.
+        ranges: average of each block so far, (2, 2): keys and values, low and high; None at the first batch.
+        share: weight of this batch in the average.
+    """
     positions, used = row_positions(batch.inputs, batch.segments), _used(batch)
     h, averages = model.model.embedding(batch.inputs), []
     for block, average in zip(model.model.layers, ranges, strict=True):
@@ -87,7 +94,7 @@ def _keys_and_values(
 
 
 def _used(batch: Batch) -> mx.array:
-    """Return a mask of the tokens that are no padding, (B, 1, L, 1)."""
+    """Return a mask (B, 1, L, 1), False for padding, and in rows of one sample after the last target."""
     if batch.segments is not None:
         used = batch.segments != 0
     else:
@@ -101,6 +108,6 @@ def _used(batch: Batch) -> mx.array:
 
 
 def _range(x: mx.array, used: mx.array) -> mx.array:
-    """Return the least and the greatest number of x at the masked tokens, (2,) float32."""
+    """Return the least and the greatest number of x at the tokens where `used` is True, (2,) float32."""
     x = x.astype(mx.float32)
     return mx.stack([mx.where(used, x, mx.inf).min(), mx.where(used, x, -mx.inf).max()])

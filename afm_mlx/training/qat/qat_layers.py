@@ -311,7 +311,11 @@ def _middle(bits: int) -> float:
 
 
 def _centered(weight: mx.array, rule: QuantizationRule) -> tuple[mx.array, mx.array | None]:
-    """Return units (U, L) in float32 minus their centers, and centers (U, 1); None if all centers are 0."""
+    """Return the matrix as centered units in float32, (U, L), and the centers that were subtracted, (U, 1).
+
+    A unit is the L weights that share a scale: a tensor, a row or a group, by the rule. Returns None as the
+    centers for a balanced rule, whose centers are all 0.
+    """
     length = {"tensor": weight.size, "row": weight.shape[1], "group": rule.group_size}
     units = weight.astype(mx.float32).reshape(-1, length[rule.granularity or ""])
     if rule.mode == "balanced":
@@ -324,7 +328,10 @@ def _centered(weight: mx.array, rule: QuantizationRule) -> tuple[mx.array, mx.ar
 def _grid(
     weight: mx.array, clip: mx.array, rule: QuantizationRule
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Return centered units (U, L), scales (U, 1), and centers (U, 1) or None."""
+    """Return centered units (U, L), scales (U, 1), and centers (U, 1) or None; see `_centered` for units.
+
+    A unit's scale is |clip factor| * largest magnitude / half of the highest code.
+    """
     units, center = _centered(weight, rule)
     largest = mx.abs(mx.stop_gradient(units)).max(axis=-1, keepdims=True)
     # A large step may make a factor negative; its magnitude counts.
@@ -333,7 +340,7 @@ def _grid(
 
 
 def _codes(units: mx.array, scale: mx.array, bits: int) -> mx.array:
-    """Return the nearest codes, in float32."""
+    """Return each weight's nearest code, 0 to 2^bits - 1, in float32, for units with their scales."""
     return mx.clip(mx.round(units / scale + _middle(bits)), 0, 2**bits - 1)
 
 
