@@ -58,7 +58,7 @@ class RowBatch:
         self.keep([i for i, row in enumerate(self.rows) if row.id not in ids])
 
     def keep(self, indices: list[int]) -> None:
-        """Remove all rows except these, and release their adapters."""
+        """Keep the rows of these indices; remove all others, and release the removed rows' adapters."""
         if len(indices) == len(self.rows):
             return
         for i in set(range(len(self.rows))) - set(indices):
@@ -252,9 +252,10 @@ class RowCaches:
         return merged
 
     def bound(self, cache: Cache) -> int | None:
-        """Return the tokens after which a row has to end; None with a sliding window, and for zoo models.
+        """Return the number of tokens at which a row has to end.
 
-        An engine that was given no limit of its own takes the cache's, however large.
+        Returns None with a sliding window, and for mlx-lm's models. If the engine was given no limit, the
+        cache's limit holds, however large.
         """
         if not self._is_afm or self.sliding:
             return None
@@ -316,9 +317,14 @@ def kind_of(cache: Cache) -> tuple[str | None, int | None, bool]:
 
 
 def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
-    """Replace an empty cache's entries by ones with another storage or sliding window; None for no change.
+    """Replace an empty cache's entries by ones with another storage or sliding window.
 
     A cache that holds tokens, or has a window, stays as it is.
+
+    Args:
+        cache: the cache, which is changed.
+        kv: "int8" or "float" storage; None to leave it.
+        window: number of tokens in the sliding window; None for no window.
     """
     for i, entry in enumerate(cache):
         if isinstance(entry, KVCache) and entry.empty() and not entry.sliding_window:
@@ -328,9 +334,14 @@ def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
 
 
 def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: str) -> None:
-    """Fill a caller's cache with a batch's row, without its last `surplus` tokens, evaluated for any thread.
+    """Fill a caller's cache with a batch's row, evaluated so that any thread can use it.
 
-    `adapter` is the fingerprint of the row's adapter.
+    Args:
+        batch: the batch's cache.
+        row: index of the row in the batch.
+        theirs: the caller's cache, which is changed.
+        surplus: number of tokens to leave out at the row's end.
+        adapter: fingerprint of the row's adapter, "" if it has none.
     """
     for source, target in zip(batch, theirs, strict=True):
         ours = source.extract(row)

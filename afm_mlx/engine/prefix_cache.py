@@ -107,7 +107,11 @@ class _Page:
         return columns + len(self.name) + _OVERHEAD
 
     def nearest(self, name: bytes) -> tuple[_Page | None, int]:
-        """Return the page below that shares the most of these tokens from the first on, and how many."""
+        """Find the page below whose tokens have the longest common prefix with `name` (tokens as bytes).
+
+        Returns:
+            The page, or None if none shares a token; and the length of the common prefix in tokens.
+        """
         # In the order of names, it is one of the two neighbours.
         at = bisect_left(self.names, name)
         best, most = None, 0
@@ -468,9 +472,13 @@ class RowPrefixes:
             row.pending = row.pending[found:]
 
     def keep(self, row: Row, cache: Cache, index: int, fed: int | None = None) -> None:
-        """Keep what the row at an index of a batch's cache has computed.
+        """Keep the keys and values that a row has computed.
 
-        `fed` is the number of its tokens in the cache; None for its prompt and answer.
+        Args:
+            row: the row.
+            cache: the cache of the row's batch.
+            index: index of the row in the batch.
+            fed: number of the row's tokens that are in the cache; None for its whole prompt and answer.
         """
         if row.prefix_key is not None and (arrays := _arrays(cache, index)) is not None:
             count = row.position - row.surplus if fed is None else fed

@@ -114,7 +114,7 @@ class Row:
         return self.tokens[known - 1] if known else int(self.request.prompt[-1])
 
     def settle(self, fed: int) -> None:
-        """Record that the cache holds `fed` more tokens, and that all of the answer was read back."""
+        """Record that a step ended: the cache holds `fed` more tokens, and all of the answer was read back."""
         self.position += fed
         self.sampled, self._context = len(self.tokens), None
 
@@ -392,7 +392,7 @@ class StopStrings:
 
 
 def _borders(string: str) -> list[int]:
-    """For each beginning of a string, the length of its longest proper beginning that it also ends with."""
+    """Return, for each prefix of a string, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(string)
     length = 0
     for i in range(1, len(string)):

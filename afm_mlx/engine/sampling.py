@@ -27,10 +27,13 @@ class Draw(NamedTuple):
 def sample(
     rows: Sequence[Row], logits: mx.array, inputs: mx.array, forced: Mapping[int, int]
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Draw the next token of each row; arguments and results as in `draw`.
+    """Draw the next token of each row; for the results, see `draw`.
 
     Args:
-        forced: the tokens that constraints have forced, by the rows' indices; nothing is drawn for these rows.
+        rows: the B rows of a batch.
+        logits: (B, vocab_size) logits.
+        inputs: (B,) tokens that the logits follow.
+        forced: mapping from a row's index to the token that its constraint forces, in place of a drawn one.
     """
     matched = {
         i: r.matcher for i, r in enumerate(rows) if r.matcher is not None and i not in forced
@@ -96,7 +99,12 @@ def draw(
 
 
 def _allowed(masks: Mapping[int, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return which logits of `shape` (B, vocab_size) masks allow, given by their rows' indices."""
+    """Return booleans, True for each logit that is allowed.
+
+    Args:
+        masks: mapping from a row's index to its mask, one bit per token; rows without a mask allow all tokens.
+        shape: (B, vocab_size), the shape of the logits and the result.
+    """
     bits = np.unpackbits(np.stack(list(masks.values())).view(np.uint8), axis=1, bitorder="little")
     width = min(bits.shape[1], shape[1])  # embeddings may have more rows than there are tokens
     allowed = np.ones(shape, np.bool_)

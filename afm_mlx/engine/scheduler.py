@@ -318,17 +318,18 @@ class KVMemory:
 
         (number of rows) x (most columns that one of them can need) x (bytes of a column)
 
-    and temporarily more: when rows join or leave or the cache grows, which happens block by block, one block
-    has its old and its new array; and while a step copies the tail, there are two tails. The budget counts
+    (a column is one position of the cache) and temporarily more: when rows join or leave or the cache grows,
+    which happens block by block, one block has its old and its new array; and while a step copies the tail (the
+    newest tokens' columns, not yet in the buffer), there are two tails. The budget counts
     these copies, and counts a draft model's cache like the model's. A prefix cache has a budget of its own. A
     cache that a caller passes in is counted while its row runs, not before or after.
 
     Args:
         caches: makes the rows' caches.
-        budget: bytes at most; None for no budget.
-        chunk: tokens of a prompt that are written at once, at most.
-        surplus: most draft tokens of a row that can be rejected in a step.
-        drafts: caches of draft models; a row has one of them at most.
+        budget: maximum number of bytes; None for no budget.
+        chunk: maximum number of a prompt's tokens that are written at once.
+        surplus: maximum number of a row's draft tokens that can be rejected in a step.
+        drafts: makers of the draft models' caches; a row uses at most one draft model.
 
     Raises:
         RequestError: if the budget is too small for one token, or the model's caches don't say what they take.

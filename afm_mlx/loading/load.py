@@ -182,13 +182,14 @@ def load_drafts(
     """Load the draft model that a user names, and the draft models that come with adapters.
 
     Args:
-        path: folder or hub id of the draft model; "auto" takes the one that comes with the model, None none.
+        path: folder or hub id of the draft model; "auto" for the one that comes with the model. Pass None to
+            load no draft model at all, not even an adapter's.
         model, tokenizer: the target and its tokenizer.
         folder: the target's folder.
-        adapters: paths of adapters by their names.
+        adapters: mapping from adapters' names to their paths.
 
     Returns:
-        The draft model or None; and the adapters' draft models, by the adapters' names.
+        The draft model or None; and a mapping from adapters' names to their draft models.
 
     Raises:
         AFMError: see `load_draft`; and for "auto" if none comes with the model or an adapter.
@@ -213,8 +214,8 @@ def load_draft(path: str | Path, model: nn.Module, tokenizer: Tokenizer | None) 
     Args:
         path: folder or hub id of the draft model, such as `model_draft` returns.
         model: the target.
-        tokenizer: the target's tokenizer; a tokenizer in the draft's folder must have the same pieces. None
-            compares none.
+        tokenizer: the target's tokenizer; a tokenizer in the draft's folder must have the same pieces. Pass
+            None to skip that comparison.
 
     Returns:
         The draft model in eval mode; an AFM `Model` if its folder holds one.

@@ -47,7 +47,7 @@ def warn_if_slow(model: nn.Module, what: str = "the model") -> None:
 
 
 def _lacking(model: nn.Module | None) -> dict[str, list[str]]:
-    """Return the operations that run without our kernels, by the reason."""
+    """Return a mapping from each reason to the operations that run without our kernels because of it."""
     own = "cpu" if dispatch.device() == "cpu" else "metal"
     lacking: dict[str, list[str]] = {}
     for op, case in dict.fromkeys(_calls(model)):

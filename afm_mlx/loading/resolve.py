@@ -43,7 +43,7 @@ def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> P
 
 
 def model_adapters(folder: Path) -> dict[str, Path]:
-    """Return the adapters that come with a model, in `adapters` in its folder: folders by their names."""
+    """Return a mapping from names to folders of the adapters in a model folder's subfolder `adapters`."""
     return {path.name: path for path in sorted(folder.glob("adapters/*")) if path.is_dir()}
 
 
@@ -73,7 +73,7 @@ def model_draft(folder: str | Path) -> Path | None:
 
 
 def adapter_draft(adapter_path: str | Path) -> Path | None:
-    """Return the folder of the draft model that comes with an adapter; None without one.
+    """Return the folder of the draft model that comes with an adapter; None if there is none.
 
     Drafts in files of Apple's toolkit are ignored: they are compiled programs, which can't run here.
 

@@ -100,7 +100,8 @@ def attend_and_write(
         positions: positions and mask of the new tokens.
         cache: the block's cache; None to attend to the new tokens only.
         training: True if gradients are needed.
-        merge: False if the caller also takes partials.
+        merge: True to return attention's output; False if the caller also accepts partials (results over
+            parts of the columns, which the next product merges).
 
     Returns:
         attention's output (B, L, n_heads * head_dim) or its partials, and the keys and values.

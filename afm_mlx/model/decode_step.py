@@ -91,9 +91,10 @@ class DecodeStep:
         Args:
             model: the model whose step this is.
             inputs: (B, L) integers.
-            lengths: (B,) int32, of `KVCache.decode_lengths`.
+            lengths: (B,) int32, the result of `KVCache.decode_lengths`.
             cache: caches of the writing blocks.
-            head: makes the result, a tree of arrays, of hidden states; the same function in every call.
+            head: function from the model and its hidden states to the result, a tree of arrays. Pass the same
+                function object in every call: traces are kept by it.
         """
         if (
             len({entry.in_tail for entry in cache}) > 1

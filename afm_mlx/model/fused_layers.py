@@ -87,17 +87,27 @@ def swiglu(gate: nn.Module, up: nn.Module, x: Normed) -> mx.array:
 
 
 def head_logits(embedding: nn.Module, x: Normed) -> mx.array:
-    """Logits (..., vocab_size) of a tied head, for x (..., K)."""
+    """Return the logits (..., vocab_size) of a tied head.
+
+    Args:
+        embedding: the embedding, whose matrix is the head's.
+        x: the norm of hidden states (..., K).
+    """
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
         return packed_matmul(x.x, embedding.packed, _options(embedding, x.norm))
     return embedding.as_linear(rms_norm(x.x, x.norm.weight, x.norm.eps))
 
 
 def head_argmax(embedding: nn.Module, x: Normed) -> tuple[mx.array, mx.array]:
-    """Max logit of a tied head, for x (..., K).
+    """Find the largest logit of a tied head.
+
+    Args:
+        embedding: the embedding, whose matrix is the head's.
+        x: the norm of hidden states (..., K).
 
     Returns:
-        its index, (...) uint32, and itself, (...): NaN or infinity if any logit is NaN or +infinity.
+        The largest logit's index (the token), (...) uint32; and the largest logit, (...), which is NaN or
+        infinity if any logit is NaN or +infinity.
     """
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
         return packed_argmax(x.x, embedding.packed, _options(embedding, x.norm))
@@ -148,7 +158,8 @@ class AdaptedLinear(LinearWrapper):
 
     Args:
         linear: maps (B, ..., K) to (B, ..., N).
-        adapters: returns the layer's adapters for a number of rows.
+        adapters: function from the batch size B to the adapters of its rows for this layer; it returns None
+            if no row has one.
     """
 
     def __init__(self, linear: nn.Module, adapters: LayerAdapters):
@@ -162,6 +173,9 @@ class AdaptedLinear(LinearWrapper):
 
 
 def adapters_layout(model: nn.Module) -> str:
-    """Key of the layout of a model's active adapters, on which a traced step depends; "" without adapters."""
+    """Return a key of the layout of a model's active adapters; "" if none are active.
+
+    A traced step depends on the layout.
+    """
     active = model.get(ACTIVE)
     return "" if active is None else active.layout

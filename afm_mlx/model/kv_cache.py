@@ -130,7 +130,7 @@ class KVCache:
         return [n - f for n, f in zip(self._lengths, self._forgotten, strict=True)]
 
     def size(self) -> int:
-        """Columns in use by the longest row."""
+        """Return the number of columns (positions) that the longest row uses."""
         return max(self._columns)
 
     def empty(self) -> bool:
@@ -165,10 +165,12 @@ class KVCache:
         return visible
 
     def decode_lengths(self, count: int = 1) -> mx.array | None:
-        """Return the columns per row that the next token sees, its own included; call it before it is written.
+        """Return how many columns (positions) each row's next token sees, its own included.
+
+        Call it before the token is written.
 
         Args:
-            count: tokens of every row that are going to be written.
+            count: number of tokens that are going to be written, per row.
 
         Returns:
             (B,) int32; None if a sliding window drops tokens, where only `make_mask` says what is visible.
@@ -222,6 +224,8 @@ class KVCache:
     def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail:
         """Return the arrays of a decode step, with space for `count` more tokens of every row in the tail.
 
+        The tail holds the newest tokens' columns, which are not yet in the buffer.
+
         Not for a sliding window that is about to forget tokens, nor for floats before the first token, whose
         dtype is not known yet.
 
@@ -249,12 +253,17 @@ class KVCache:
         return OpenTail(self.buffer, self.tail, self._starts)
 
     def take_tail(self, tail: mx.array, count: int = 1) -> None:
-        """Replace the tail of `open_tail` by one with `count` more tokens of every row."""
+        """Store the tail that a decode step has written, and count its tokens.
+
+        Args:
+            tail: the tail that `open_tail` returned, with `count` more tokens of every row.
+            count: number of tokens that were written, per row.
+        """
         self.tail = tail
         self._lengths = [n + count for n in self._lengths]
 
     def settle(self) -> None:
-        """Move the tail's tokens to the buffer.
+        """Move the tail's tokens (the newest, not yet in the buffer) to the buffer.
 
         In rows with fewer tokens than others, unused columns are copied too; later tokens overwrite them.
         """
@@ -358,7 +367,7 @@ class KVCache:
     # -- rows
 
     def extract(self, row: int) -> KVCache:
-        """Return a copy of one row, as a cache of one row."""
+        """Return a copy of the batch's row of this index, as a cache of one row."""
         self.settle()
         cache = self._like([row])
         if self.buffer is not None:
@@ -538,15 +547,15 @@ class ZooKVCache(KVCache):
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None
     ) -> mx.array:
-        """Append the next tokens of every row, and attend with them to all tokens so far.
+        """Append the new keys and values, and return the queries' attention over the whole cache.
 
         Args:
-            queries: (B, n_heads, L, head_dim).
-            keys, values: (B, n_kv_heads, L, head_dim).
-            mask: of `make_mask`.
+            queries: queries of the L new tokens of every row of the batch, (B, n_heads, L, head_dim).
+            keys, values: keys and values of the same tokens, (B, n_kv_heads, L, head_dim).
+            mask: the result of `make_mask(L)`, called before the tokens are appended.
 
         Returns:
-            (B, n_heads, L, head_dim).
+            attention's output, (B, n_heads, L, head_dim).
         """
         kv = mx.concatenate([keys, values], axis=1)
         if kv.shape[2] == 1 and not self.empty() and reads_tails(kv.dtype, kv.shape[3]):

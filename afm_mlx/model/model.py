@@ -53,7 +53,7 @@ class WritingAttention(nn.Module):
         self.set_config(config)
 
     def set_config(self, config: ModelConfig) -> None:
-        """Take a config; if it has int8 scales, set them to 1, for a checkpoint or calibration to replace."""
+        """Set the config; if it has int8 scales, set them to 1, for a checkpoint or calibration to replace."""
         self._config = config
         if config.kv_bits:
             self.quant_key_scale = mx.array(1.0)
@@ -340,9 +340,12 @@ class Model(nn.Module):
     def _cached_positions(
         self, inputs: mx.array, cache: ModelCache, few: bool = False
     ) -> tuple[Positions, list[KVCache]]:
-        """Positions of the next tokens, and the caches of the writing blocks.
+        """Return the positions of the next tokens, and the caches of the writing blocks.
 
-        `few` decodes with several tokens per row, too.
+        Args:
+            inputs: (B, L) token ids.
+            cache: a cache of `make_cache`.
+            few: True if L tokens per row are read as in a decode step, and not as a prompt.
         """
         length = inputs.shape[1]
         writing = [entry for entry in cache if isinstance(entry, KVCache)]

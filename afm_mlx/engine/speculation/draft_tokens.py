@@ -52,7 +52,10 @@ class Draft:
 
     @property
     def n_pending(self) -> int:
-        """Number of tokens in `fed` that are known (the last one and forced ones), before the draft tokens."""
+        """Number of pending tokens in `fed`: forced by the constraint, known, and not in the cache yet.
+
+        They stand after the row's last token, `fed[0]`, which is not counted, and before the draft tokens.
+        """
         return self._n_pending
 
     @property
@@ -87,14 +90,18 @@ class Draft:
 
     @property
     def drawn(self) -> list[int]:
-        """Indices into `fed` after which a token is drawn: before each draft token, and after the last."""
+        """Indices into `fed` of the tokens after which the model draws one of its own.
+
+        These are the token before each draft token, so that the two can be compared; and the last token of
+        `fed`, unless a known token follows it.
+        """
         before = [i - 1 for i in self._proposed]
         return before if self._is_followed else [*before, len(self._fed) - 1]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append draft tokens, up to the draft's limit and as far as the row's constraint allows them.
 
-        A draft token that is not one of the model's tokens is the row's error.
+        If one is not a token of the model, nothing is raised: `Row.error` is set, which ends the row.
         """
         for token in tokens:
             if self.is_open and not self._is_token(token):
@@ -107,7 +114,7 @@ class Draft:
                 return
 
     def close(self) -> None:
-        """Let no more tokens follow."""
+        """Refuse further draft tokens: `is_open` is False from now on."""
         self._limit = len(self._fed)
 
     def _is_token(self, token: object) -> bool:
@@ -172,10 +179,10 @@ class Drafter(Protocol):
     """
 
     def propose(self, drafts: Sequence[Draft], count: int) -> None:
-        """Append `count` draft tokens at most to each draft."""
+        """Append up to `count` draft tokens to each draft, by `Draft.extend`."""
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Drop what is kept for rows, by their ids."""
+        """Drop what is kept for the rows of these ids."""
 
 
 LENGTHS = (4, 3, 2)

@@ -151,7 +151,10 @@ class Drafting:
 
     @property
     def surplus(self) -> int:
-        """Tokens that a row can be fed in vain, at most: draft tokens, and padding in a draft model's batch."""
+        """Maximum number of tokens fed to a row in a step that its cache drops again.
+
+        They are rejected draft tokens, or padding in a draft model's batch.
+        """
         return max(MOST, FEW) if self._draft_models else MOST
 
     def plan(self, rows: Sequence[Row]) -> int:
@@ -183,8 +186,8 @@ class Drafting:
 
         Args:
             rows: the rows of a batch; all of their answers was read back.
-            count: draft tokens for each row, of `plan`.
-            limit: tokens that a row may be fed at most.
+            count: number of draft tokens for each row, which `plan` returned.
+            limit: maximum number of tokens that a row may be fed.
         """
         start = time.perf_counter()
         drafts = [self._draft(row, min(limit, _most_tokens(row))) for row in rows]
