@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -37,9 +37,10 @@ CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
 
 _EMBEDDING = Kernel("embedding", ("tokens", "codes", "scales", "biases", "table"), ("out",))
 _HEADERS = ("common", "rope", "attention")
+_HEAD_INPUTS = ("q_weight", "k_weight", "key_scale", "value_scale", "constants")
 _ROPE = Kernel(
     "rope_norm_quantize",
-    ("qkv", "offset", "q_weight", "k_weight", "key_scale", "value_scale", "constants"),
+    ("qkv", "offset", *_HEAD_INPUTS),
     ("queries", "codes"),
     headers=("common", "rope"),
 )
@@ -52,7 +53,7 @@ _DECODE = Kernel(
 )
 _WRITE = Kernel(
     "write_and_attend",
-    ("qkv", *_COLUMNS, "q_weight", "k_weight", "key_scale", "value_scale", "constants"),
+    ("qkv", *_COLUMNS, *_HEAD_INPUTS),
     ("out", "new_tail"),
     _HEADERS,
 )
@@ -71,12 +72,6 @@ def _constants(head_dim: int, theta: float, eps: float) -> mx.array:
     return mx.array([*frequencies, eps], dtype=mx.float32)
 
 
-@functools.lru_cache(maxsize=8)
-def _position(offset: int) -> mx.array:
-    """Return a position as an array, the same one for all blocks of a step."""
-    return mx.array([offset])
-
-
 def _obstacle(case: Case) -> str | None:
     """Return why no kernel of this file can run a case, or None if one can."""
     return other_than_floats(case) or (None if case.rows else "takes one row at least")
@@ -90,7 +85,7 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
     words = weight.codes.shape[1]
     threads = min(256, -(-words // 32) * 32)
     # Optional arrays that a mode has not are bound to one that it has, and never read.
-    given = weight.scales if weight.scales is not None else weight.table
+    given = weight.table if weight.scales is None else weight.scales
     assert given is not None
     optional = (weight.scales, weight.biases, weight.table)
     arrays = [given if array is None else array for array in optional]
@@ -126,15 +121,13 @@ def rope_norm_quantize(
     head_dim, n_kv_heads = options.q_weight.shape[0], options.n_kv_heads
     heads = width // head_dim
     n_heads = heads - 2 * n_kv_heads
-    offsets = _position(offset) if isinstance(offset, int) else offset.reshape(-1)
+    offsets = runtime.ints(offset) if isinstance(offset, int) else offset.reshape(-1)
     queries, codes = runtime.launch(
         _ROPE,
         [qkv, offsets, *_head_arrays(options)],
         template=(
-            ("T", qkv.dtype),
-            ("head_dim", head_dim),
-            ("n_heads", n_heads),
-            ("n_kv_heads", n_kv_heads),
+            *(("T", qkv.dtype), ("head_dim", head_dim)),
+            *(("n_heads", n_heads), ("n_kv_heads", n_kv_heads)),
         ),
         grid=(32, heads, batch * length),
         threadgroup=(32, math.gcd(heads, 8), 1),
@@ -252,10 +245,9 @@ def decode_attention(
     # Without RoPE, the norm's weight is bound to the queries, and never read.
     of_rope = QueryRope(queries, 1.0, 0.0) if rope is None else rope
     constants = _constants(queries.shape[-1], of_rope.theta, of_rope.eps)
-    columns = _columns(kv, lengths)
-    inputs = [queries, *columns, kv.key_scale, kv.value_scale, of_rope.weight, constants]
-    shape, dtype = queries.shape, queries.dtype
-    (out,) = _attend(_DECODE, inputs, kv, shape, dtype, merge, rope=rope is not None)
+    inputs = [queries, *_columns(kv, lengths), kv.key_scale, kv.value_scale]
+    inputs += [of_rope.weight, constants]
+    out, _ = _attend(_DECODE, inputs, kv, queries.shape, merge, ("rope", rope is not None))
     return out
 
 
@@ -267,7 +259,7 @@ def write_and_attend(
     head_dim = kv.buffer.shape[3]
     shape = (batch, width // head_dim - 2 * options.n_kv_heads, 1, head_dim)
     inputs = [qkv, *_columns(kv, lengths), *_head_arrays(options)]
-    out, tail = _attend(_WRITE, inputs, kv, shape, qkv.dtype, merge)
+    out, (tail,) = _attend(_WRITE, inputs, kv, shape, merge)
     return out, tail
 
 
@@ -287,22 +279,14 @@ def _attend(
     inputs: list[mx.array],
     kv: KeyValues,
     shape: tuple[int, ...],
-    dtype: mx.Dtype,
     merge: bool,
-    **flags: bool,
-) -> list[Any]:
-    """Launch a kernel that attends to the cached positions; return its outputs, attention's first.
+    *flags: tuple[str, bool],
+) -> tuple[mx.array | AttentionPartials, list[mx.array]]:
+    """Launch a kernel that attends; return attention's output, (B, n_heads, 1, head_dim), and its others.
 
-    Args:
-        kernel: the kernel, whose first output is attention's.
-        inputs: the kernel's own inputs.
-        kv: keys and values.
-        shape: (B, n_heads, 1, head_dim), of attention's output.
-        dtype: type of attention's output.
-        merge: True to merge the partials.
-        flags: template arguments that only this kernel has.
+    The output has the type of the first input. `flags` are template arguments that only this kernel has.
     """
-    batch, n_heads, _, head_dim = shape
+    (batch, n_heads, _, head_dim), dtype = shape, inputs[0].dtype
     # Two rows keep a GPU busy by themselves. A product merges its inputs in its threadgroups' memory.
     merge = merge or batch > MERGED_ROWS or math.prod(shape) * dtype.size > MAX_MERGED
     sizes = (batch, n_heads, kv.n_kv_heads, kv.buffer.shape[2], head_dim)
@@ -313,13 +297,9 @@ def _attend(
         kernel,
         inputs,
         template=(
-            ("O", mx.float32 if split else dtype),
-            ("head_dim", head_dim),
-            ("heads", work.heads),
-            ("lanes", work.lanes),
-            ("units", work.units),
-            ("split", split),
-            *flags.items(),
+            *(("O", mx.float32 if split else dtype), ("head_dim", head_dim)),
+            *(("heads", work.heads), ("lanes", work.lanes), ("units", work.units)),
+            *(("split", split), *flags),
         ),
         grid=(256 * n_heads // work.heads, batch, work.splits),
         threadgroup=(256, 1, 1),
@@ -329,9 +309,11 @@ def _attend(
         ],
         output_dtypes=[mx.float32 if split else dtype, *(tail.dtype for tail in writes)],
     )
+    if not split:
+        return out, rest
     assert kv.value_scale is not None
     parts = AttentionPartials(out, kv.value_scale, dtype)
-    return [(merge_partials(parts).reshape(shape) if merge else parts) if split else out, *rest]
+    return merge_partials(parts).reshape(shape) if merge else parts, rest
 
 
 def _attention_obstacle(case: Case) -> str | None:

@@ -2,8 +2,7 @@
 
 vector      up to 4 rows: a stream over the codes; all fusions in one dispatch
 matrix      up to 32 rows: 8x8 matrices, each code unpacked once for all rows; the same fusions
-many rows   the matrix is unpacked block by block for `mx.matmul`, or passed to `mx.quantized_matmul` if MLX
-has
+many rows   the matrix is unpacked block by block for `mx.matmul`, or passed to `mx.quantized_matmul` if MLX has
             the format: only MLX's own products use the M5's neural accelerators
 """
 
@@ -18,14 +17,8 @@ import mlx.core as mx
 from afm_mlx.kernels import mlx
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.metal import products, runtime
-from afm_mlx.kernels.metal.products import (
-    MATRIX_ROWS,
-    VALUES,
-    VECTOR_ROWS,
-    Product,
-    have_one_table,
-)
-from afm_mlx.kernels.metal.runtime import Kernel
+from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
+from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
 from afm_mlx.kernels.mlx import GROUPS
 from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOptions
 
@@ -40,12 +33,10 @@ _ARGMAX = Kernel(
     ("values", "indices"),
     (*products.HEADERS, "packed_order"),
 )
-_SELECT = Kernel(
-    "packed_select",
-    ("values", "indices"),
-    ("top_values", "top_indices"),
-    ("common", "packed_order"),
-)
+_SELECTED = ("top_values", "top_indices")
+_SELECT = Kernel("packed_select", ("values", "indices"), _SELECTED, ("common", "packed_order"))
+
+silu_product = mx.compile(mlx.silu_product, shapeless=True)  # one kernel
 
 
 def packed_matmul(
@@ -59,45 +50,30 @@ def packed_swiglu(
     multiply: Fused, x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions
 ) -> mx.array:
     """See `reference.packed_swiglu`; `multiply` needs one kernel if the two matrices have the same format."""
-    if _is_pair(gate, up) and have_one_table(options.adapters):
+    if _format(gate) == _format(up) and products.have_one_table(options.adapters):
         return multiply(Product(x, (gate, up), options), x.dtype)
     g = multiply(Product(x, (gate,), options.of_matrix(0)), mx.float32)
     u = multiply(Product(x, (up,), options.of_matrix(1)), mx.float32)
     return silu_product(g, u).astype(x.dtype)
 
 
-def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
-    """True if two matrices have the same format, shapes and dtypes, so that one kernel takes both."""
-
-    def format_of(weight: PackedWeight) -> list[object]:
-        arrays = products.matrix_arrays(weight)
-        return [products.format_template(weight), *((a.dtype, a.shape) for a in arrays)]
-
-    return format_of(gate) == format_of(up)
-
-
-# -- products of many vectors, by MLX
+def _format(weight: PackedWeight) -> list[object]:
+    """Return what two matrices must have in common for one kernel to take both."""
+    arrays = products.matrix_arrays(weight)
+    return [products.format_template(weight), *((a.dtype, a.shape) for a in arrays)]
 
 
 def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mx.array:
     """Return `x W^T`, (..., N); unpack a block of rows of W at a time."""
     rows = max(1, BLOCK // weight.in_dims)
-    starts = range(0, weight.out_dims, rows)
-    ends = [min(start + rows, weight.out_dims) for start in starts]
-    blocks = [
-        products.unpack(weight, start, end, x.dtype)
-        for start, end in zip(starts, ends, strict=True)
-    ]
-    parts = [x @ block.T for block in blocks]
+    parts = []
+    for start in range(0, weight.out_dims, rows):
+        end = min(start + rows, weight.out_dims)
+        parts.append(x @ products.unpack(weight, start, end, x.dtype).T)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
-silu_product = mx.compile(mlx.silu_product, shapeless=True)  # one kernel
-
 unpacked_matmul = partial(mlx.packed_matmul, multiply_unpacked)
-unpacked_swiglu = partial(mlx.packed_swiglu, multiply_unpacked, combine=silu_product)
-mlx_matmul = partial(mlx.packed_matmul, mlx.multiply_quantized)
-mlx_swiglu = partial(mlx.packed_swiglu, mlx.multiply_quantized, combine=silu_product)
 
 
 # -- the head: the largest product
@@ -107,14 +83,13 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
     """See `reference.packed_argmax`. Two dispatches: largest of neighbouring rows, and the largest of these."""
     rows = math.prod(x.shape[:-1])
     code_rows = products.most_code_rows(rows)
-    tiles = -(
-        -weight.out_dims // (code_rows * CHUNK)
-    )  # so that the first dispatch's results fit one chunk
-    per_simdgroup = code_rows * tiles
-    groups = -(-weight.out_dims // (per_simdgroup * products.SIMDGROUPS))
+    # So many that the first dispatch's results fit one chunk.
+    tiles = -(-weight.out_dims // (code_rows * CHUNK))
+    groups = -(-weight.out_dims // (code_rows * tiles * products.SIMDGROUPS))
+    norm = floats(0.0) if options.norm is None else options.norm  # a placeholder is never read
     values, indices = runtime.launch(
         _ARGMAX,
-        [x, *products.matrix_arrays(weight), *products.vector_arrays(options)],
+        [x, *products.matrix_arrays(weight), norm, floats(options.eps)],
         template=(
             *products.format_template(weight),
             ("NORM", options.norm is not None),
@@ -134,17 +109,14 @@ def argmax_of_products(
     x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> tuple[mx.array, mx.array]:
     """See `reference.packed_argmax`; the products are written to memory, for more than `VECTOR_ROWS` rows."""
-    return _largest(_products(x, weight, options), None, x.shape[:-1])
-
-
-def _products(x: mx.array, weight: PackedWeight, options: ProductOptions) -> mx.array:
-    """Return the products of all rows of x with the matrix, (rows, N) float32."""
-    rows = math.prod(x.shape[:-1])
+    shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
     x = x.reshape(rows, -1)
-    if rows > products.MATRIX_ROWS or not products.has_whole_groups(weight):
-        return unpacked_matmul(x.astype(mx.float32), weight, options)
-    multiply = products.vector if rows <= products.VECTOR_ROWS else products.matrix
-    return multiply(Product(x, (weight,), options), mx.float32)
+    if rows > MATRIX_ROWS or not products.has_whole_groups(weight):
+        y = unpacked_matmul(x.astype(mx.float32), weight, options)
+    else:
+        multiply = products.vector if rows <= VECTOR_ROWS else products.matrix
+        y = multiply(Product(x, (weight,), options), mx.float32)
+    return _largest(y, None, shape)
 
 
 def _largest(
@@ -162,7 +134,7 @@ def _largest(
         chunks = -(-length // CHUNK)
         values, indices = runtime.launch(
             _SELECT,
-            [values, runtime.ints(0) if indices is None else indices],
+            [values, ints(0) if indices is None else indices],
             template=(("NAMED", indices is not None),),
             grid=(256 * chunks, rows, 1),
             threadgroup=(256, 1, 1),
@@ -198,16 +170,19 @@ def _mlx_obstacle(case: Case) -> str | None:
 
 
 _few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
+_unpacked_swiglu = partial(mlx.packed_swiglu, multiply_unpacked, combine=silu_product)
+_mlx_matmul = partial(mlx.packed_matmul, mlx.multiply_quantized)
+_mlx_swiglu = partial(mlx.packed_swiglu, mlx.multiply_quantized, combine=silu_product)
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few, True),
     Variant("packed_matmul", "metal/matrix", partial(packed_matmul, products.matrix), _some),
-    Variant("packed_matmul", "metal/mlx_quantized", mlx_matmul, _mlx_obstacle),
+    Variant("packed_matmul", "metal/mlx_quantized", _mlx_matmul, _mlx_obstacle),
     Variant("packed_matmul", "metal/unpacked", unpacked_matmul, other_than_floats),
     Variant("packed_swiglu", "metal/swiglu_vector", partial(packed_swiglu, products.vector), _few),
     Variant("packed_swiglu", "metal/swiglu_matrix", partial(packed_swiglu, products.matrix), _some),
-    Variant("packed_swiglu", "metal/swiglu_mlx_quantized", mlx_swiglu, _mlx_obstacle),
-    Variant("packed_swiglu", "metal/swiglu_unpacked", unpacked_swiglu, other_than_floats),
+    Variant("packed_swiglu", "metal/swiglu_mlx_quantized", _mlx_swiglu, _mlx_obstacle),
+    Variant("packed_swiglu", "metal/swiglu_unpacked", _unpacked_swiglu, other_than_floats),
     Variant("packed_argmax", "metal/argmax", argmax, _few),
     Variant("packed_argmax", "metal/argmax_of_products", argmax_of_products, other_than_floats),
 )

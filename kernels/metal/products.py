@@ -32,10 +32,8 @@ MATRIX_ROWS = 32
 VALUES = 16  # inputs of a lane's step, as in packed_codes.metal
 STEP = 32 * VALUES  # inputs of a simdgroup's step
 SIMDGROUPS = 2  # simdgroups of a threadgroup
-# Simdgroups of a threadgroup that share the inputs of the same rows, at most.
-MAX_SPLIT = 8
-# Simdgroups of a threadgroup that also multiplies with A, or merges its inputs: fewer threadgroups repeat
-# that.
+MAX_SPLIT = 8  # simdgroups of a threadgroup that share the inputs of the same rows
+# Simdgroups of a threadgroup that also multiplies with A, or merges its inputs: fewer threadgroups repeat that.
 SHRINK_SIMDGROUPS = 8
 MAX_MERGED = 16 << 10  # bytes of a threadgroup's memory for inputs that it merges
 MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
@@ -50,28 +48,26 @@ _GRANULARITIES = {"tensor": 0, "row": 1, "group": 2, "table": 0}
 HEADERS = ("common", "packed_codes")
 MATRIX_INPUTS = ("codes", "scales", "biases")
 VECTOR_INPUTS = ("norm", "eps")
-_INPUTS = (
-    "x",
-    *MATRIX_INPUTS,
-    *(f"{name}2" for name in MATRIX_INPUTS),
-    *VECTOR_INPUTS,
-    "residual",
-)
+_INPUTS = ("x", *MATRIX_INPUTS, *(f"{n}2" for n in MATRIX_INPUTS), *VECTOR_INPUTS, "residual")
 ADAPTER_INPUTS = (*(f"adapter{i}" for i in range(MAX_ADAPTERS)), "parts", "adapter_scales", "slots")
 # Inputs that only some calls have, by the macro that the kernel's text tests.
-_PARTIALS = {"PARTIALS": ("value_scale",)}
-_LOW_RANK = {"LOW_RANK": ("hidden", *ADAPTER_INPUTS)}
+_OPTIONAL = {"PARTIALS": ("value_scale",), "LOW_RANK": ("hidden", *ADAPTER_INPUTS)}
 
-
-def _kernel(name: str, given: dict[str, tuple[str, ...]]) -> Kernel:
-    headers = (*HEADERS, "low_rank") if "LOW_RANK" in given else HEADERS
-    inputs = (*_INPUTS, *itertools.chain.from_iterable(given.values()))
-    return Kernel(name, inputs, ("out",), headers, tuple((macro, "1") for macro in given))
-
-
-_VECTOR = _kernel("packed_vector", _PARTIALS | _LOW_RANK)
-_MATRIX = _kernel("packed_matrix", _LOW_RANK)
 _UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "start"), ("out",), HEADERS)
+_MERGE = Kernel(
+    "attention_merge", ("partial", "value_scale"), ("out",), ("common", "rope", "attention")
+)
+_SHRINK = Kernel(
+    "low_rank_shrink", ("x", *VECTOR_INPUTS, *ADAPTER_INPUTS), ("hidden",), (*HEADERS, "low_rank")
+)
+
+
+@functools.cache
+def _kernel(name: str, *macros: str) -> Kernel:
+    """Return the form of a product's kernel that has these macros, and their inputs."""
+    inputs = [*_INPUTS, *itertools.chain.from_iterable(_OPTIONAL[macro] for macro in macros)]
+    headers = (*HEADERS, "low_rank") if "LOW_RANK" in macros else HEADERS
+    return Kernel(name, tuple(inputs), ("out",), headers, tuple((macro, "1") for macro in macros))
 
 
 class Product(NamedTuple):
@@ -99,18 +95,9 @@ class Product(NamedTuple):
         return math.prod(self.x.shape[:-1])
 
     @property
-    def out_dims(self) -> int:
-        return self.matrices[0].out_dims
-
-    @property
     def code_rows(self) -> int:
         """Number of rows of codes, summed over the matrices."""
-        return self.out_dims * len(self.matrices)
-
-
-def _or_nothing(array: mx.array | None) -> mx.array:
-    """Return the array; for None, a placeholder that the kernel never reads."""
-    return floats(0.0) if array is None else array
+        return self.matrices[0].out_dims * len(self.matrices)
 
 
 def vector(product: Product, dtype: mx.Dtype) -> mx.array:
@@ -130,14 +117,14 @@ def vector(product: Product, dtype: mx.Dtype) -> mx.array:
         *(("CODE_ROWS", shape.code_rows), ("SPLIT", shape.split)),
     )
     hidden = None if shrinks else _shrink(product)
-    return _launch(_VECTOR, product, hidden, dtype, template, shape)
+    return _launch("packed_vector", product, hidden, dtype, template, shape)
 
 
 def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
     """Compute a product of 1 to `MATRIX_ROWS` vectors: (..., N) of `dtype`."""
     template = (("BLOCKS", -(-product.rows // 8)),)
     shape = Threadgroups(SIMDGROUPS, 16, False)
-    return _launch(_MATRIX, product, _shrink(product), dtype, template, shape)
+    return _launch("packed_matrix", product, _shrink(product), dtype, template, shape)
 
 
 class Threadgroups(NamedTuple):
@@ -153,20 +140,11 @@ class Threadgroups(NamedTuple):
     code_rows: int
     split: bool
 
-    def groups(self, code_rows: int) -> int:
-        """Return the number of threadgroups for `code_rows` rows of packed weights, summed over all
-        matrices.
-        """
-        return -(-code_rows // (self.code_rows * (1 if self.split else self.simdgroups)))
-
 
 def most_code_rows(rows: int) -> int:
-    """Return the maximum number of rows of codes for which a simdgroup has registers.
+    """Return how many rows of codes a simdgroup has registers for, with `rows` vectors.
 
     The more rows it has, the more of them share the preparation of inputs.
-
-    Args:
-        rows: number of vectors.
     """
     return 8 if rows <= 2 else 4
 
@@ -182,17 +160,11 @@ def vector_threadgroups(rows: int, code_rows: int, in_dims: int) -> Threadgroups
     while 2 * split <= min(MAX_SPLIT, steps) and code_rows // most * split < MANY_SIMDGROUPS:
         split *= 2
     of_each = most if code_rows // most * split >= FEW_SIMDGROUPS else 4
-    return (
-        Threadgroups(split, of_each, True)
-        if split > 1
-        else Threadgroups(SIMDGROUPS, of_each, False)
-    )
+    return Threadgroups(split if split > 1 else SIMDGROUPS, of_each, split > 1)
 
 
 def _shrinks_inside(product: Product) -> bool:
-    """True if each threadgroup of a product multiplies with the adapters' A itself, without a dispatch
-    before.
-    """
+    """True if each threadgroup of a product multiplies with A itself, without a dispatch before."""
     if not product.adapters:
         return False
     code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows)
@@ -200,88 +172,78 @@ def _shrinks_inside(product: Product) -> bool:
     first = product.adapters[0]
     # Sections that one threadgroup touches, at most.
     touched = 1 + sum(end % outputs > 0 for end in first.sections[:-1])
-    nbytes = most_rows(product.adapters) * product.x.shape[-1]
-    nbytes *= first.numbers[0].dtype.size
+    # Rows of A that a batch uses in one section, at most: each of its rows has one adapter.
+    most_rows = sum(sorted(_widths(product.adapters, 1))[-first.slots.size :])
+    nbytes = most_rows * product.x.shape[-1] * first.numbers[0].dtype.size
     return (
-        product.rows * adapters_width(product.adapters, touched) <= MAX_INNER
+        product.rows * max(_widths(product.adapters, touched)) <= MAX_INNER
         and -(-product.code_rows // code_rows) * touched * nbytes <= MAX_SHRINK_BYTES
     )
 
 
 def _launch(
-    kernel: Kernel,
+    name: str,
     product: Product,
     hidden: mx.array | None,
     dtype: mx.Dtype,
     template: Template,
     shape: Threadgroups,
 ) -> mx.array:
-    """Run a kernel that computes a product; return the product.
+    """Run a kernel that computes a product.
 
     Args:
-        kernel: the kernel.
+        name: name of the kernel.
         product: the product to compute.
         hidden: the vectors' products with the adapters' A; None if the kernel computes them or has no adapters.
         dtype: type of the result.
-        template: template arguments of the kernel.
+        template: template arguments that only this kernel has.
         shape: sizes of the threadgroups.
     """
-    given = _LOW_RANK if product.adapters else {}
-    if isinstance(product.x, AttentionPartials):
-        given = _PARTIALS | given
-        *_, parts, width = product.x.numbers.shape
-        sizes = (("N_PARTIALS", parts), ("HEAD_DIM", width - 2), ("K", product.x.shape[2]))
+    x, matrices, options = product
+    adapters, macros = product.adapters, []
+    # Arrays, or, for what the product lacks, the name of the input that its macro aliases.
+    inputs: dict[str, mx.array | str] = {}
+    if isinstance(x, AttentionPartials):
+        macros.append("PARTIALS")
+        inputs |= {"x": x.numbers, "value_scale": x.value_scale}
+        *_, parts, width = x.numbers.shape
+        sizes = (("N_PARTIALS", parts), ("HEAD_DIM", width - 2), ("K", x.shape[2]))
         template = (*template, *sizes)
-    kernel, inputs = runtime.reduced(_kernel(kernel.name, given), _inputs(product, hidden))
+    else:
+        inputs["x"] = x.reshape(product.rows, -1)
+    for number, weight in zip(("", "2"), matrices, strict=False):
+        codes, scales, biases = matrix_arrays(weight)
+        inputs |= {f"codes{number}": codes, f"scales{number}": scales}
+        inputs[f"biases{number}"] = f"scales{number}" if biases is scales else biases
+    if len(matrices) == 1:
+        inputs |= {f"{array}2": array for array in MATRIX_INPUTS}
+    inputs["norm"] = "x" if options.norm is None else options.norm
+    inputs["eps"] = floats(options.eps)
+    inputs["residual"] = "x" if options.residual is None else options.residual
+    if adapters:
+        macros.append("LOW_RANK")
+        inputs["hidden"] = "x" if hidden is None else hidden
+        inputs |= adapter_inputs(adapters)
+    kernel, arrays = runtime.reduced(_kernel(name, *macros), inputs)
+    groups = -(-product.code_rows // (shape.code_rows * (1 if shape.split else shape.simdgroups)))
     (out,) = runtime.launch(
         kernel,
-        inputs,
+        arrays,
         template=(
             ("T", dtype),
-            *format_template(product.matrices[0]),
-            ("PAIR", len(product.matrices) == 2),
-            ("NORM", product.options.norm is not None),
-            ("RESIDUAL", product.options.residual is not None),
+            *format_template(matrices[0]),
+            ("PAIR", len(matrices) == 2),
+            ("NORM", options.norm is not None),
+            ("RESIDUAL", options.residual is not None),
             ("SIMDGROUPS", shape.simdgroups),
             *template,
         ),
-        grid=(32, shape.simdgroups * shape.groups(product.code_rows), 1),
+        grid=(32, shape.simdgroups * groups, 1),
         threadgroup=(32, shape.simdgroups, 1),
-        output_shapes=[(*product.x.shape[:-1], product.out_dims)],
+        output_shapes=[(*x.shape[:-1], matrices[0].out_dims)],
         output_dtypes=[dtype],
     )
     return out
-
-
-def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | str]:
-    """Return a kernel's inputs: arrays, or, for what the product lacks, the name of the input used as a
-    placeholder.
-
-    Args:
-        product: the product.
-        hidden: see `_launch`.
-    """
-    x, options = product.x, product.options
-    vectors: dict[str, mx.array | str] = {}
-    if isinstance(x, AttentionPartials):
-        vectors = {"x": x.numbers, "value_scale": x.value_scale}
-    else:
-        vectors = {"x": x.reshape(product.rows, -1)}
-    first, *second = map(matrix_inputs, product.matrices)
-    # A single matrix replaces the second one.
-    of_second = second[0] if second else {name: name for name in MATRIX_INPUTS}
-    return {
-        **vectors,
-        **first,
-        **{
-            f"{name}2": f"{array}2" if second and isinstance(array, str) else array
-            for name, array in of_second.items()
-        },
-        "norm": "x" if options.norm is None else options.norm,
-        "eps": floats(options.eps),
-        "residual": "x" if options.residual is None else options.residual,
-        **(_adapter_inputs(product, hidden) if product.adapters else {}),
-    }
 
 
 def has_whole_groups(format_: PackedWeight | Case) -> bool:
@@ -290,32 +252,16 @@ def has_whole_groups(format_: PackedWeight | Case) -> bool:
 
 
 def matrix_arrays(weight: PackedWeight) -> list[mx.array]:
-    """Return the arrays of a matrix, in the order of the kernel inputs in `MATRIX_INPUTS`."""
+    """Return the arrays of a matrix, in the order of the kernel inputs in `MATRIX_INPUTS`.
+
+    A palette's tables are the input "scales"; without biases, the last array is the scales again.
+    """
     scales = weight.table if weight.scales is None else weight.scales
     assert scales is not None
-    biases = scales if weight.biases is None else weight.biases
     # MLX passes a 0-d array by reference, others by pointer.
-    pointers = {id(a): a.reshape(1) if a.ndim == 0 else a for a in (scales, biases)}
-    return [weight.codes, pointers[id(scales)], pointers[id(biases)]]
-
-
-def _adapter_inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | str]:
-    return {"hidden": "x" if hidden is None else hidden, **adapter_inputs(product.adapters)}
-
-
-def matrix_inputs(weight: PackedWeight) -> dict[str, mx.array | str]:
-    """Return a matrix' arrays by the names of the kernel inputs "codes", "scales" and "biases".
-
-    A palette's tables are the input "scales". For a matrix without biases, "biases" maps to the name "scales",
-    an input that the kernel gets in its place.
-    """
-    codes, scales, biases = matrix_arrays(weight)
-    return {"codes": codes, "scales": scales, "biases": "scales" if biases is scales else biases}
-
-
-def vector_arrays(options: ProductOptions) -> list[mx.array]:
-    """Return the norm's weight and eps, in the order of the kernel inputs in `VECTOR_INPUTS`."""
-    return [_or_nothing(options.norm), floats(options.eps)]
+    scales = scales.reshape(1) if scales.ndim == 0 else scales
+    biases = scales if weight.biases is None else weight.biases
+    return [weight.codes, scales, biases.reshape(1) if biases.ndim == 0 else biases]
 
 
 def format_template(weight: PackedWeight) -> Template:
@@ -327,15 +273,6 @@ def format_template(weight: PackedWeight) -> Template:
         ("GROUP", weight.group_size if weight.granularity == "group" else 0),
         ("ALIGNED", weight.in_dims % VALUES == 0),
     )
-
-
-def _shrink(product: Product) -> mx.array | None:
-    """Return the vectors' products with the adapters' A (see `shrink`); None if the product has no adapters."""
-    if not product.adapters:
-        return None
-    assert isinstance(product.x, mx.array)
-    x = product.x.reshape(product.rows, -1)
-    return shrink(x, product.options.norm, product.options.eps, product.adapters)
 
 
 def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
@@ -352,13 +289,6 @@ def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.a
         output_dtypes=[dtype],
     )
     return out
-
-
-# -- partials of attention
-
-_MERGE = Kernel(
-    "attention_merge", ("partial", "value_scale"), ("out",), ("common", "rope", "attention")
-)
 
 
 def merge_partials(partials: AttentionPartials) -> mx.array:
@@ -379,15 +309,6 @@ def merge_partials(partials: AttentionPartials) -> mx.array:
 
 # -- low-rank adapters
 
-_SHRINK = Kernel(
-    "low_rank_shrink",
-    ("x", "norm", "eps", *ADAPTER_INPUTS),
-    ("hidden",),
-    ("common", "packed_codes", "low_rank"),
-)
-# Tables that are kept: one for every matrix of a model, with a few sets of adapters.
-_TABLES = 4096
-
 
 def have_one_table(adapters: tuple[LowRank, ...]) -> bool:
     """True if one kernel can add the adapters of gate and up: the same arrays, on plain matrices."""
@@ -402,23 +323,8 @@ def have_one_table(adapters: tuple[LowRank, ...]) -> bool:
     )
 
 
-def adapters_width(adapters: tuple[LowRank, ...], sections: int | None = None) -> int:
-    """Return the size of the buffer for `A x` of one vector: the sum of an adapter's ranks, at its largest.
-
-    Of the first matrix, only `sections` sections count (default all).
-    """
-    return max(_widths(adapters, len(adapters[0].sections) if sections is None else sections))
-
-
-def most_rows(adapters: tuple[LowRank, ...]) -> int:
-    """Largest number of rows of A that a batch uses in one section; each of its rows has one adapter."""
-    return sum(sorted(_widths(adapters, 1))[-adapters[0].slots.size :])
-
-
 def _widths(adapters: tuple[LowRank, ...], sections: int) -> list[int]:
-    """Return the sum of each adapter's ranks in `sections` sections of the first matrix and in the second
-    matrix.
-    """
+    """Return each adapter's ranks, summed over these sections of the first matrix, and the second matrix."""
     first, *second = ([part.rank for part in low_rank.parts] for low_rank in adapters)
     return [sections * rank + sum(others) for rank, *others in zip(first, *second, strict=True)]
 
@@ -438,52 +344,51 @@ def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
             f"Metal adds up to {MAX_ADAPTERS} adapters of one type at a time; got {len(first.numbers)} of "
             f"{', '.join(sorted(map(str, dtypes)))}."
         )
-    # Adapters without this matrix are never read, and can be of any size: an adapter that is read replaces
-    # them.
+    # Adapters without this matrix are never read, and can be of any size: one that is read replaces them.
     used = _widths(adapters, 1)
     stand_in = next(n for n, rows in zip(first.numbers, used, strict=True) if rows)
     numbers = [n if rows else stand_in for n, rows in zip(first.numbers, used, strict=True)]
     rest: list[mx.array | str] = ["adapter0" if len(numbers) == 1 else stand_in]
     rest *= MAX_ADAPTERS - len(numbers)
     parts = tuple(low_rank.parts for low_rank in adapters)
-    table = _table(first.sections, adapters_width(adapters), parts)
+    table = _table(first.sections, max(_widths(adapters, len(first.sections))), parts)
     return dict(
         zip(ADAPTER_INPUTS, [*numbers, *rest, table, first.scales, first.slots], strict=True)
     )
 
 
-@functools.lru_cache(_TABLES)
+@functools.lru_cache(4096)  # one for every matrix of a model, with a few sets of adapters
 def _table(
     sections: tuple[int, ...], columns: int, parts: tuple[tuple[Part, ...], ...]
 ) -> mx.array:
-    """Return the table `parts` of low_rank.metal; the argument has every adapter's parts, for one or two
-    matrices.
-    """
+    """Return the table `parts` of low_rank.metal; `parts` has every adapter's, for one or two matrices."""
     of_matrices = [number for of_matrix in parts for part in of_matrix for number in part]
     table = [len(parts[0]), len(sections), columns, *sections, *of_matrices]
     return mx.array(table, dtype=mx.int32)
 
 
-def shrink(
-    x: mx.array, norm: mx.array | None, eps: float, adapters: tuple[LowRank, ...]
-) -> mx.array:
-    """Compute `scale * A (rms_norm(x) * norm)`, each row of x (rows, K) with the A of its own adapter.
+def _shrink(product: Product) -> mx.array | None:
+    """Compute `scale * A (rms_norm(x) * norm)`, each vector with the A of its own adapter.
 
-    The result is (rows, `adapters_width`) float32.
-
-
-    Rows without an adapter get zeros, and so do the ends of rows whose adapter has a lower rank.
+    Returns:
+        (rows, the largest adapter's size of `A x`) float32, zeros where an adapter has a lower rank, and in
+        rows without an adapter. None if the product has no adapters.
     """
-    rows, columns = x.shape[0], adapters_width(adapters)
-    own = {"x": x, "norm": "x" if norm is None else norm, "eps": floats(eps)}
+    adapters, norm = product.adapters, product.options.norm
+    if not adapters:
+        return None
+    assert isinstance(product.x, mx.array)
+    x = product.x.reshape(product.rows, -1)
+    columns = max(_widths(adapters, len(adapters[0].sections)))
+    own = {"x": x, "norm": "x" if norm is None else norm, "eps": floats(product.options.eps)}
     kernel, arrays = runtime.reduced(_SHRINK, {**own, **adapter_inputs(adapters)})
     (hidden,) = runtime.launch(
         kernel,
         arrays,
         template=(("PAIR", len(adapters) == 2), ("NORM", norm is not None)),
-        grid=(32, columns, rows),
+        grid=(32, columns, product.rows),
         threadgroup=(32, math.gcd(columns, 8), 1),
-        output_shapes=[(rows, columns)],
+        output_shapes=[(product.rows, columns)],
         output_dtypes=[mx.float32],
     )
     return hidden

@@ -50,11 +50,12 @@ class Kernel:
 
     @property
     def header(self) -> str:
+        """The functions that the body calls, and then the macros."""
         return "\n".join([*map(_read, self.headers), self.definitions])
 
     @property
     def definitions(self) -> str:
-        """The macros as lines, which follow the headers."""
+        """The macros as lines."""
         return "".join(f"#define {name} {meaning}\n" for name, meaning in self.macros)
 
 
@@ -68,7 +69,7 @@ def reduced(kernel: Kernel, inputs: Mapping[str, mx.array | str]) -> tuple[Kerne
     """Make a kernel that takes only the inputs that a call has: each input costs MLX time at every launch.
 
     Args:
-        kernel: the kernel.
+        kernel: a kernel.
         inputs: an array for each of its inputs, or, if its body never reads the input, the name of another
             input, which a macro makes an alias.
 
@@ -77,8 +78,7 @@ def reduced(kernel: Kernel, inputs: Mapping[str, mx.array | str]) -> tuple[Kerne
     """
     stand_ins = tuple((name, x) for name, x in inputs.items() if isinstance(x, str))
     kernel = _reduced(kernel, stand_ins)
-    arrays = [x for name in kernel.inputs if not isinstance(x := inputs[name], str)]
-    return kernel, arrays
+    return kernel, [x for name in kernel.inputs if not isinstance(x := inputs[name], str)]
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def floats(*values: float) -> mx.array:
     return mx.array(values, dtype=mx.float32)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # positions are among them
 def ints(*values: int) -> mx.array:
     """Return these values as an int32 array, cached."""
     return mx.array(values, dtype=mx.int32)
