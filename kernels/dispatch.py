@@ -1,10 +1,9 @@
 """Choice of the variant of an operation that runs, by device and shape.
 
-Every backend lists its variants (`VARIANTS` of `kernels/metal`, `kernels/cpu` and `kernels/mlx.py`), each
-with a function of the reference's signature and a rule that returns why it can't run a case, or None. The
-first variant
-whose rule returns None runs: our kernels for one device come before MLX's own operations (the backend "mlx",
-on any device), and these before the reference. A variant that failed the self-test on this machine is
+Every backend lists its variants (`VARIANTS` of `kernels/metal`, `kernels/cpu` and `kernels/mlx.py`), each with
+a function of the reference's signature and a rule that returns why it can't run a case, or None. The first
+variant whose rule returns None runs: our kernels for one device come before MLX's own operations (the backend
+"mlx", on any device), and these before the reference. A variant that failed the self-test on this machine is
 disabled, and the next one runs; `afm-mlx doctor` and `explain` show the choice, and why other variants were
 not chosen.
 """
@@ -69,9 +68,8 @@ class Variant(NamedTuple):
     """One implementation of one operation.
 
     Args:
-        op: name of the function in `kernels.reference`.
+        op: name of the function in `kernels.reference`, whose arguments `run` takes.
         name: "backend/variant", unique.
-        run: a function with the same arguments.
         obstacle: the rule that says why it can't run a case.
         merges_partials: True if it accepts `AttentionPartials` for its vectors.
     """
@@ -101,7 +99,7 @@ _generation = 0
 
 @functools.cache
 def variants(op: str) -> tuple[Variant, ...]:
-    """Return every variant of an operation, in order of preference; the reference is the last."""
+    """Return an operation's variants, in order of preference; the reference is the last."""
     modules = [
         importlib.import_module(f"afm_mlx.kernels.{name}") for name in ("metal", "cpu", "mlx")
     ]
@@ -112,7 +110,6 @@ def variants(op: str) -> tuple[Variant, ...]:
 
 @functools.lru_cache(maxsize=4096)  # every number of prompt tokens is another case
 def select(op: str, case: Case) -> Variant:
-    """Return the variant that runs this case."""
     return next(v for v, obstacle in explain(op, case) if obstacle is None)
 
 

@@ -28,9 +28,7 @@ GROUPS = (128, 64, 32)  # group sizes of MLX, the cheapest first
 # dequantizing takes 3 to 10 ns, once. It pays from 4 (256 inputs) to 9 rows (2,048) if dense products run on
 # OpenBLAS, and from 12 to 28 rows if they run on the BLAS of MLX's own wheel.
 CPU_ROWS = 8
-BLOCK = (
-    1 << 21
-)  # numbers that are dequantized at a time: 8 MB in float32, 24 MB during the computation
+BLOCK = 1 << 21  # numbers dequantized at a time: 8 MB in float32, 24 MB during the computation
 
 Multiply = Callable[[mx.array, PackedWeight], mx.array]
 
@@ -57,7 +55,6 @@ def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
 
 
 def _dequantize(weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
-    """Return the matrix as numbers, (N, K)."""
     scales, biases, group_size = _affine(weight, dtype)
     return mx.dequantize(weight.codes, scales, biases, group_size, weight.bits)
 
@@ -70,12 +67,12 @@ def _affine(weight: PackedWeight, dtype: mx.Dtype) -> tuple[mx.array, mx.array, 
         biases = scales * (-(2**weight.bits - 1) / 2)
     size = _mlx_group(weight.group_size)
     assert size is not None
-    shape = (weight.out_dims, weight.in_dims // size)
 
     def spread(array: mx.array) -> mx.array:
         if array.ndim == 2:
             repeats = weight.group_size // size
             return array if repeats == 1 else mx.repeat(array, repeats, axis=1)
+        shape = (weight.out_dims, weight.in_dims // size)
         return mx.broadcast_to(array[:, None] if array.ndim else array, shape)
 
     return spread(scales).astype(dtype), spread(biases).astype(dtype), size
@@ -85,11 +82,6 @@ def _mlx_group(group_size: int) -> int | None:
     return next((size for size in GROUPS if group_size % size == 0), None)
 
 
-def _inner_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """Return the type of a product's operands: on a CPU, MLX sums in that type, and half types are slow."""
-    return mx.float32 if dispatch.device() == "cpu" else dtype
-
-
 # -- the operations, by a function that multiplies
 
 
@@ -97,12 +89,11 @@ def packed_matmul(
     multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> mx.array:
     """See `reference.packed_matmul`; `multiply` computes the product with the matrix."""
-    y = _product(multiply, _normed(x.astype(_inner_dtype(x.dtype)), options), weight, options)
+    y = _product(multiply, _normed(x, options), weight, options)
     return (y if options.residual is None else y + options.residual).astype(x.dtype)
 
 
 def silu_product(gate: mx.array, up: mx.array) -> mx.array:
-    """Return `silu(gate) * up`."""
     return gate * mx.sigmoid(gate) * up
 
 
@@ -115,12 +106,10 @@ def packed_swiglu(
     *,
     combine: Callable[[mx.array, mx.array], mx.array] = silu_product,
 ) -> mx.array:
-    """See `reference.packed_swiglu`; `multiply` computes each product, and `combine` is used for
-    `silu_product`.
-    """
-    wide = _normed(x.astype(_inner_dtype(x.dtype)), options)
-    g = _product(multiply, wide, gate, options.of_matrix(0))
-    u = _product(multiply, wide, up, options.of_matrix(1))
+    """See `reference.packed_swiglu`; `multiply` computes each product, `combine` silu(gate) * up."""
+    normed = _normed(x, options)
+    g = _product(multiply, normed, gate, options.of_matrix(0))
+    u = _product(multiply, normed, up, options.of_matrix(1))
     return combine(g, u).astype(x.dtype)
 
 
@@ -139,6 +128,8 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
 
 
 def _normed(x: mx.array, options: ProductOptions) -> mx.array:
+    # On a CPU, MLX sums in its operands' type, and half types are slow.
+    x = x.astype(mx.float32) if dispatch.device() == "cpu" else x
     norm = options.norm
     return x if norm is None else rms_norm(x, norm.astype(x.dtype), options.eps)
 
@@ -172,13 +163,7 @@ def _few_rows(case: Case) -> str | None:
 
 
 def _by_both(op: str, run: Callable[..., Any], suffix: str = "") -> tuple[Variant, ...]:
-    """Return an operation's two variants: by products with codes, and with dequantized numbers.
-
-    Args:
-        op: name of the operation in `kernels.reference`.
-        run: called with one of the two ways to multiply as its first argument.
-        suffix: appended to the variants' names.
-    """
+    """Return an operation's two variants: `run` by products with codes, and with dequantized numbers."""
     return (
         Variant(op, f"mlx/quantized{suffix}", partial(run, multiply_quantized), _few_rows),
         Variant(op, f"mlx/dequantized{suffix}", partial(run, multiply_dequantized), _obstacle),

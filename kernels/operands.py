@@ -29,8 +29,8 @@ class PackedWeight(NamedTuple):
         bits: 2, 4 or 8.
         mode: "balanced", "affine" or "palette".
         scales: float; () per tensor, (N,) per row, (N, K / group_size) per group; None in a palette.
-        biases: float of an affine matrix, in the shape of `scales`; None otherwise.
-        table: (T, 2**bits) float32 of a palette; T divides N, and N / T rows share a table. None otherwise.
+        biases: float of an affine matrix, in the shape of `scales`.
+        table: (T, 2**bits) float32 of a palette; T divides N, and N / T rows share a table.
     """
 
     codes: mx.array
@@ -146,7 +146,7 @@ class ProductOptions(NamedTuple):
     activation_bits: int = 16
 
     def of_matrix(self, index: int) -> ProductOptions:
-        """Return the options of a product with only the matrix of this index, with its adapters alone."""
+        """Return the options of a product with only the matrix of this index."""
         return self._replace(adapters=self.adapters[index : index + 1])
 
 
@@ -159,14 +159,11 @@ class KeyValues(NamedTuple):
 
     Args:
         buffer: (B, 2 * n_kv_heads, S, head_dim), heads of keys and then of values, float, or int8 codes.
-        key_scale: 0-d float32 that a code is multiplied by, or None for float keys.
-        value_scale: 0-d float32 that a value's code is multiplied by, or None.
-        tail: keys and values of the newest tokens, which are not in `buffer` yet, (B, 2 * n_kv_heads, T,
-            head_dim); None if `buffer` has the keys and values of all tokens. A
-            step that writes a token copies this short array, and not the buffer, which the previous step may
-            still be reading. `decode_attention` only.
-        starts: (B,) int32, number of tokens of each batch row in `buffer`; later tokens are in `tail`. None if
-            there is no tail.
+        key_scale, value_scale: 0-d float32 that a key's and a value's code is multiplied by; None for floats.
+        tail: newest tokens' keys and values, not in `buffer` yet, (B, 2 * n_kv_heads, T, head_dim); None if
+            `buffer` has all. A step that writes a token copies this short array, and not the buffer, which the
+            previous step may still be reading. `decode_attention` only.
+        starts: (B,) int32, tokens of each batch row in `buffer`; later ones are in `tail`. None without a tail.
     """
 
     buffer: mx.array
@@ -181,7 +178,7 @@ class KeyValues(NamedTuple):
 
     @property
     def keys(self) -> mx.array:
-        """The keys in `buffer`, (B, n_kv_heads, S, head_dim), a view."""
+        """(B, n_kv_heads, S, head_dim), a view."""
         return self.buffer[:, : self.n_kv_heads]
 
     @property
@@ -193,8 +190,7 @@ class KeyValues(NamedTuple):
 class AttentionPartials(NamedTuple):
     """Split-K partials of attention, one for each range of the columns, for a product that merges them first.
 
-    With a range's sum v_s of weighted codes, largest score t_s in base 2, and sum of weights w_s, the output
-    is
+    With a range's sum v_s of weighted codes, largest score t_s in base 2, and sum of weights w_s, the output is
 
         value_scale * sum_s 2**(t_s - t) v_s / sum_s 2**(t_s - t) w_s,  t = max_s t_s
 
@@ -216,13 +212,7 @@ class AttentionPartials(NamedTuple):
 
 
 class QueryRope(NamedTuple):
-    """Arguments of the `rope_norm` that is applied to raw queries before attention.
-
-    Args:
-        weight: weight of the norm, (head_dim,) float.
-        theta: base of the frequencies.
-        eps: added to the mean square.
-    """
+    """Arguments of the `rope_norm` that is applied to raw queries before attention; weight is (head_dim,)."""
 
     weight: mx.array
     theta: float
@@ -233,10 +223,8 @@ class HeadOptions(NamedTuple):
     """Norms, scales and RoPE that make queries, keys and values of a fused QKV projection.
 
     Args:
-        q_weight: weight of the queries' norm, (head_dim,) float.
-        k_weight: weight of the keys' norm, (head_dim,) float.
-        key_scale: 0-d float32 that a key's code is multiplied by, or None for float keys.
-        value_scale: 0-d float32 that a value's code is multiplied by, or None.
+        q_weight, k_weight: weights of the queries' and the keys' norm, (head_dim,) float.
+        key_scale, value_scale: 0-d float32 that a key's and a value's code is multiplied by; None for floats.
         n_kv_heads: heads of the keys, and of the values.
         theta: base of the frequencies.
         eps: added to the mean square by both norms.
@@ -289,7 +277,7 @@ def dequantize(weight: PackedWeight, dtype: mx.Dtype = mx.float32) -> mx.array:
 
 
 def _per_input(weight: PackedWeight, array: mx.array) -> mx.array:
-    """Return scales or biases in a shape that broadcasts to the shape of the codes, (N, K)."""
+    """Return scales or biases in a shape that broadcasts to the codes' (N, K)."""
     array = array.astype(mx.float32)
     if weight.granularity == "group":
         return mx.repeat(array, weight.group_size, axis=-1)

@@ -71,14 +71,9 @@ def write_and_attend(
 
 
 def reads_tails(dtype: mx.Dtype, head_dim: int) -> bool:
-    """True if `decode_attention` has a kernel here that reads a float KV cache and its tail without joining
-    them.
+    """True if a kernel attends to a float KV cache and its tail (the newest tokens) without joining them.
 
-    The tail holds the newest tokens' keys and values, which are not in the cache's buffer yet.
-
-    Args:
-        dtype: type of the queries, keys and values.
-        head_dim: width of a head.
+    `dtype` is the type of queries, keys and values.
     """
     case = Case(device(), dtype, 1, head_dim=head_dim, stored=dtype)
     return select("decode_attention", case).backend != "reference"
@@ -102,9 +97,7 @@ def rope_norm_quantize(
 
 
 def case_of(op: str, *args: Any) -> Case:
-    """Return the properties of a call of operation `op` with these arguments that a variant's choice depends
-    on.
-    """
+    """Return what a variant's choice depends on, for operation `op` with these arguments."""
     return _CASES[op](*args)
 
 
@@ -122,10 +115,6 @@ def _product_case(x: mx.array | AttentionPartials, weight: PackedWeight, *_: obj
     return _weight_case(x.dtype, math.prod(x.shape[:-1]), weight)
 
 
-def _lookup_case(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> Case:
-    return _weight_case(dtype, tokens.size, weight)
-
-
 def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
     return Case(device(), dtype, rows, weight.mode, weight.granularity, weight.group_size)
 
@@ -136,29 +125,21 @@ def _rope_case(qkv: mx.array, _: object, options: HeadOptions) -> Case:
     return Case(device(), qkv.dtype, rows, head_dim=head_dim, stored=stored)
 
 
-def _writing_case(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, *_: object
-) -> Case:
-    return _rope_case(qkv, None, options)
-
-
 def _attention_case(queries: mx.array, kv: KeyValues, *_: object) -> Case:
     rows, head_dim = queries.shape[0] * queries.shape[2], queries.shape[3]
     return Case(device(), queries.dtype, rows, head_dim=head_dim, stored=kv.buffer.dtype)
-
-
-def _write_case(buffer: mx.array, tokens: mx.array, *_: object) -> Case:
-    return Case(device(), buffer.dtype, tokens.shape[0] * tokens.shape[2])
 
 
 _CASES: dict[str, Callable[..., Case]] = {
     "packed_matmul": _product_case,
     "packed_swiglu": _product_case,
     "packed_argmax": _product_case,
-    "packed_embedding": _lookup_case,
+    "packed_embedding": lambda tokens, weight, dtype: _weight_case(dtype, tokens.size, weight),
     "rope_norm_quantize": _rope_case,
-    "write_tokens": _write_case,
+    "write_tokens": lambda buffer, tokens, lengths: Case(
+        device(), buffer.dtype, tokens.shape[0] * tokens.shape[2]
+    ),
     "decode_attention": _attention_case,
-    "write_and_attend": _writing_case,
+    "write_and_attend": lambda qkv, kv, lengths, options, *_: _rope_case(qkv, None, options),
     "causal_attention": _attention_case,
 }

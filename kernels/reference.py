@@ -27,16 +27,9 @@ INT8_MIN, INT8_MAX = -128, 127
 
 
 def quantize_int8(x: mx.array, scale: mx.array) -> mx.array:
-    """Quantize symmetrically with a static scale: `clamp(round(x / scale), -128, 127)`.
+    """Return `clamp(round(x / scale), -128, 127)`, int8, of the shape of `x`; `scale` is 0-d, float, positive.
 
     Rounds half to even, in float32 for any dtype of `x`.
-
-    Args:
-        x: any shape, float.
-        scale: 0-d, float, positive.
-
-    Returns:
-        int8 codes of the shape of `x`.
 
     Source: tamm 0.2.0, `tamm/ao/layers/functional.py`, `fake_quantize`.
     """
@@ -55,13 +48,7 @@ def fake_int8(x: mx.array, scale: mx.array, gradient_scale: float = 1.0) -> mx.a
         d/dx = 1 where the rounded value is within the codes, else 0
         d/dscale = gradient_scale * (code - x / scale) within, gradient_scale * code outside
 
-    Args:
-        x: any shape, float.
-        scale: 0-d, float, positive.
-        gradient_scale: factor of the gradient of `scale`; the value does not depend on it.
-
-    Returns:
-        The shape and dtype of `x`; computed in float32.
+    Computed in float32, returned in the dtype of `x`. The value does not depend on `gradient_scale`.
 
     Source: LSQ, Esser et al. 2020, equations 1 to 5.
     """
@@ -78,18 +65,15 @@ def fake_int8(x: mx.array, scale: mx.array, gradient_scale: float = 1.0) -> mx.a
 def rope_norm(
     x: mx.array, weight: mx.array, offset: int | mx.array, theta: float, eps: float
 ) -> mx.array:
-    """Apply rotary embedding to adjacent pairs, then RMSNorm over the head's dimensions.
+    """Apply rotary embedding to adjacent pairs, then RMSNorm over the head's dimensions; keep shape and dtype.
 
     Args:
         x: queries or keys, (B, n_heads, L, head_dim).
         weight: weight of the norm, (head_dim,).
-        offset: position of the first of the L tokens: one for all rows, or (B,) int32; or (B, L) int32,
-            of every token.
+        offset: position of the first of the L tokens: one for all rows, or (B,) int32; or (B, L) int32, of
+            every token.
         theta: base of the frequencies, `theta ** (-2i / head_dim)`.
         eps: added to the mean square.
-
-    Returns:
-        The shape and dtype of `x`.
     """
     rope = functools.partial(
         mx.fast.rope, dims=x.shape[-1], traditional=True, base=theta, scale=1.0
@@ -104,16 +88,9 @@ def rope_norm(
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Return `x * weight / sqrt(mean(x^2) + eps)`; NaN if the mean overflows, where MLX's own norm returns
-    zeros.
+    """Return `x * weight / sqrt(mean(x^2) + eps)` over the last axis, in the dtype of `x`.
 
-    Args:
-        x: (..., K).
-        weight: (K,).
-        eps: added to the mean square.
-
-    Returns:
-        The shape and dtype of `x`.
+    NaN if the mean overflows, where MLX's own norm returns zeros.
     """
     squares = mx.mean(mx.square(x.astype(mx.float32)), axis=-1, keepdims=True)
     normed = mx.fast.rms_norm(x, weight, eps)
@@ -127,13 +104,10 @@ def attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) -> 
     dequantized.
 
     Args:
-        queries: (B, n_heads, L, head_dim), float.
+        queries: (B, n_heads, L, head_dim), float; the output has their shape and dtype.
         kv: keys and values of S >= L tokens; `n_heads` is a multiple of their heads.
-        mask: None, "causal" (the L queries are the last of the S tokens), or a boolean array that
-            broadcasts to (B, n_heads, L, S), True where a query sees a key.
-
-    Returns:
-        (B, n_heads, L, head_dim) in the dtype of `queries`.
+        mask: None, "causal" (the L queries are the last of the S tokens), or a boolean array that broadcasts to
+            (B, n_heads, L, S), True where a query sees a key.
     """
     dtype = queries.dtype
     if kv.key_scale is not None:
@@ -160,16 +134,13 @@ def decode_attention(
     """Attend with a row's L newest tokens over a cache's buffers, each token up to itself.
 
     Args:
-        queries: (B, n_heads, L, head_dim), float.
+        queries: (B, n_heads, L, head_dim), float; the output has their shape and dtype.
         kv: buffers of any capacity, with a tail or without; columns after a row's newest token are not read.
-        lengths: (B,) int32, columns that the first of a row's L tokens sees, its own included: its
-            position + 1. Each token after it sees one more.
-        rope: if given, `queries` are raw, and `rope_norm` is applied to them first, from position
-            `lengths - 1` on.
+        lengths: (B,) int32, columns that the first of a row's L tokens sees, its own included: its position +
+            1. Each token after it sees one more.
+        rope: if given, `queries` are raw, and `rope_norm` is applied to them first, from position `lengths -
+            1` on.
         merge: if False, a variant may return the result of L = 1 as partials, for `packed_matmul` to merge.
-
-    Returns:
-        (B, n_heads, L, head_dim) in the dtype of `queries`; or its partials.
     """
     if rope is not None:
         queries = rope_norm(queries, rope.weight, lengths - 1, rope.theta, rope.eps)
@@ -187,9 +158,7 @@ def decode_attention(
 
 
 def _first_columns(buffer: mx.array, counts: mx.array) -> mx.array:
-    """Return a mask (B, 1, L, capacity), True at the first `counts` (B, L) positions of each batch row of a
-    buffer.
-    """
+    """Return a mask (B, 1, L, capacity), True at the first `counts` (B, L) columns of each batch row."""
     return mx.arange(buffer.shape[2]) < counts[:, None, :, None]
 
 
@@ -204,26 +173,19 @@ def merge_partials(partials: AttentionPartials) -> mx.array:
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
     """Attend with the L last of S tokens, each up to itself, as in a prompt.
 
-    Args:
-        queries: (B, n_heads, L, head_dim), float.
-        kv: floats of S >= L tokens, or int8 codes with scales.
-
-    Returns:
-        (B, n_heads, L, head_dim) in the dtype of `queries`.
+    Queries are (B, n_heads, L, head_dim) float, and the output has their shape and dtype.
     """
     return attention(queries, kv, "causal")
 
 
 def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
-    """Write the newest tokens of every row to the row's last columns of a cache's buffer.
+    """Write the newest tokens of every row to the row's last columns of a cache's buffer, in place if nothing
+    else holds it.
 
     Args:
         buffer: (B, heads, capacity, head_dim); heads of keys and of values.
         tokens: (B, heads, L, head_dim), of the same dtype.
         lengths: (B,) int32, columns in use per row, the L new ones included; at most `capacity`.
-
-    Returns:
-        The buffer, written in place if nothing else holds it.
     """
     row, head, back = _places(*tokens.shape[:3])
     written = buffer[...]
@@ -233,8 +195,7 @@ def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.ar
 
 @functools.lru_cache(maxsize=8)
 def _places(rows: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return indices of `rows` batch rows and of `heads` heads, and distances of `count` tokens from a row's
-    end.
+    """Return indices of batch rows and of heads, and distances of `count` tokens from a row's end.
 
     Arrays made on the host cost a GPU nothing, and a trace computes with the same arrays once for all blocks.
     """
@@ -256,8 +217,8 @@ def rope_norm_quantize(
         options: norms, scales, and what `rope_norm` takes.
 
     Returns:
-        queries (B, n_heads, L, head_dim) in the dtype of `qkv`; keys and then values,
-        (B, 2 * n_kv_heads, L, head_dim): int8 codes, or in the dtype of `qkv` without scales.
+        queries (B, n_heads, L, head_dim) in the dtype of `qkv`; keys and then values, (B, 2 * n_kv_heads, L,
+        head_dim): int8 codes, or in the dtype of `qkv` without scales.
     """
     heads = qkv.reshape(*qkv.shape[:2], -1, options.q_weight.shape[0]).swapaxes(1, 2)
     n_heads = heads.shape[1] - 2 * options.n_kv_heads
@@ -294,15 +255,10 @@ def write_and_attend(
 
 
 def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> mx.array:
-    """Return `residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`.
+    """Return `residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`, for x (..., K) and W (N, K).
 
-    Args:
-        x: (..., K) float.
-        weight: (N, K).
-        options: norm, residual and adapters, each optional. `activation_bits` is ignored here.
-
-    Returns:
-        (..., N) in the dtype of `x`; sums are float32.
+    Norm, residual and adapters are optional; `activation_bits` is ignored here. Sums are float32, the result
+    (..., N) has the dtype of `x`.
     """
     dtype = x.dtype
     x = x.astype(mx.float32)
@@ -363,11 +319,7 @@ def low_rank_factors(low_rank: LowRank, slot: int, in_dims: int) -> tuple[mx.arr
 def packed_swiglu(
     x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions = PLAIN
 ) -> mx.array:
-    """Return `silu(x' G^T) * (x' U^T)` with `x' = rms_norm(x) * norm`; arguments as in `packed_matmul`.
-
-    Returns:
-        (..., N) in the dtype of `x`.
-    """
+    """Return `silu(x' G^T) * (x' U^T)` with `x' = rms_norm(x) * norm`; options as in `packed_matmul`."""
     wide = x.astype(mx.float32)
     g = packed_matmul(wide, gate, options.of_matrix(0))
     u = packed_matmul(wide, up, options.of_matrix(1))
@@ -384,9 +336,8 @@ def packed_argmax(
 ) -> tuple[mx.array, mx.array]:
     """Find the row with the largest product, the first on a tie: the next token of greedy decoding.
 
-    Returns:
-        indices (...) uint32, and their products (...) float32: NaN or infinity if any product is NaN or
-        +infinity.
+    Returns indices (...) uint32, and their products (...) float32: NaN or infinity if any product is NaN or
+    +infinity.
     """
     logits = packed_matmul(x.astype(mx.float32), weight, options)
     return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)

@@ -52,8 +52,8 @@ class Replay:
     Args:
         function: called as `function(*trees, *constants)`; returns a tree of arrays, and evaluates none.
             Arrays that change from call to call must come from `trees` or `state`.
-        state: nested dicts and lists, such as `Module.state`, whose arrays `function` uses; each call looks
-            them up.
+        state: nested dicts and lists, such as `Module.state`, whose arrays `function` uses, looked up by each
+            call.
     """
 
     def __init__(self, function: Callable[..., Any], state: Any):
@@ -101,14 +101,14 @@ class Replay:
 
 
 def _filled(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Copy a tree of lists and tuples, with its leaves replaced by `leaves` in order."""
+    """Copy a tree of lists and tuples, with its leaves replaced in order."""
     if isinstance(tree, (list, tuple)):
         return type(tree)([_filled(item, leaves) for item in tree])
     return next(leaves)
 
 
 def _put(tree: Any, arrays: Iterator[mx.array]) -> None:
-    """Replace the arrays in nested dicts and lists by `arrays`, in the extension's order of leaves."""
+    """Replace the arrays in nested dicts and lists, in the extension's order of leaves."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in list(items):
         if isinstance(value, mx.array):

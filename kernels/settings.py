@@ -45,10 +45,10 @@ class SettingError(ValueError):
 
 
 def is_on(switch: str) -> bool:
-    """True unless the environment variable `switch` is 0.
+    """True unless the variable `switch` is 0.
 
     Raises:
-        SettingError: if the variable is set to neither 0 nor 1.
+        SettingError: if it is set to neither 0 nor 1.
     """
     value = os.environ.get(switch, "")
     if value not in ("", "0", "1"):
@@ -57,7 +57,7 @@ def is_on(switch: str) -> bool:
 
 
 def threads() -> int | None:
-    """Return the number of threads that the variable sets; None without it.
+    """Return the number that `AFM_MLX_THREADS` sets; None without it.
 
     Raises:
         SettingError: if it is no number from 1 to `MAX_THREADS`.
@@ -74,11 +74,10 @@ def threads() -> int | None:
 
 
 def check() -> None:
-    """Check every variable except `AFM_MLX_KERNELS`, which `dispatch.forced` checks.
+    """Check every variable except `AFM_MLX_KERNELS`, which `dispatch.forced` checks, and the temporary folder.
 
     Raises:
-        SettingError: for an unknown name or a value that can't be used; says what is allowed. Also if the
-            folder of temporary files doesn't exist.
+        SettingError: for an unknown name or a value that can't be used; says what is allowed.
     """
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in VARIABLES:

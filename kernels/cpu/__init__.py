@@ -81,13 +81,7 @@ def _writing_obstacle(case: Case) -> str | None:
 
 
 def _variant(op: str, obstacle: Obstacle, run: Callable[..., Any] | None = None) -> Variant:
-    """Return the variant of operation `op` that calls the extension's function of that name.
-
-    Args:
-        op: name of the operation in `kernels.reference`.
-        obstacle: says why the variant can't run a case.
-        run: called instead of the extension's function, if their arguments differ.
-    """
+    """Return the variant that calls the extension's function of that name, or `run` if its arguments differ."""
     own: Any = getattr(_extension, op, None)
     return Variant(op, f"cpu/{op}", run or own, obstacle)
 

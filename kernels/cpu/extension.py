@@ -44,8 +44,7 @@ class Status(NamedTuple):
     Args:
         reason: why it isn't used, as a clause; empty if it is used.
         path: path of the library, used or not; None if there is none.
-        mlx: version of MLX that it was built against.
-        nanobind: version of nanobind that it was built with.
+        mlx, nanobind: versions that it was built with.
         compiler: name and version of the compiler.
         instruction_set: the one in use, of `instruction_sets`.
         instruction_sets: instruction sets that this processor runs, best first.
@@ -70,7 +69,7 @@ def module() -> ModuleType | None:
     """Return the extension, or None where it can't be used.
 
     Raises:
-        SettingError: a setting in the environment that the extension can't follow.
+        SettingError: for a setting in the environment that the extension can't follow.
     """
     return _loaded()[0]
 
@@ -81,7 +80,6 @@ def unavailable() -> str:
 
 
 def status() -> Status:
-    """Return the state of the extension in this process."""
     native, reason = _loaded()
     if native is None:
         return Status(reason, _find(_file_name()))
@@ -104,7 +102,10 @@ def _loaded() -> tuple[ModuleType | None, str]:
         return None, f"switched off by {SWITCH}=0; unset it to use the extension"
     path = _find(_file_name())
     if path is None:
-        return None, _why_not_built()
+        note = _find("native_reason.txt")
+        if reason := note.read_text(encoding="utf-8").strip() if note is not None else "":
+            return None, f"{reason}; {_rebuild()} once that is fixed"
+        return None, f"{_file_name()} is missing; {_rebuild()}"
     if died := _death_in_trial(path):
         return None, f"{path.name} was {died} while it was tried on this machine; {_rebuild()}"
     spec = importlib.util.spec_from_file_location(f"{__package__}.{_NAME}", path)
@@ -181,22 +182,12 @@ def _file_name() -> str:
 
 
 def _find(name: str) -> Path | None:
-    """Find a built file in this folder, or, from a source checkout, in the installed package; None without
-    one.
-    """
+    """Find a built file in this folder, or, from a source checkout, in the installed package."""
     installed = Path(sysconfig.get_path("platlib")) / "afm_mlx" / "kernels" / "cpu"
     for folder in (Path(__file__).parent, installed):
         if (path := folder / name).is_file():
             return path
     return None
-
-
-def _why_not_built() -> str:
-    note = _find("native_reason.txt")
-    reason = note.read_text(encoding="utf-8").strip() if note is not None else ""
-    if not reason:
-        return f"{_file_name()} is missing; {_rebuild()}"
-    return f"{reason}; {_rebuild()} once that is fixed"
 
 
 def _configure(native: ModuleType) -> None:

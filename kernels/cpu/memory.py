@@ -42,12 +42,9 @@ def prefer_huge_pages(arrays: Iterable[mx.array]) -> threading.Thread | None:
 
 
 def unfilled(size: int) -> mx.array:
-    """Make an array for the caller to fill through a NumPy view, before anything else uses it.
+    """Make a (size,) float16 array for the caller to fill through a NumPy view, before anything else uses it.
 
     On a CPU, its memory is allocated when it is written to, in huge pages if the array is large.
-
-    Returns:
-        (size,) float16, not initialized.
     """
     native = extension.module()
     if native is None or _on_gpu():
@@ -68,9 +65,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _end() -> None:
-    """Stop the threads that move pages: one that returned to Python after the interpreter's end would crash
-    the process.
-    """
+    """Stop the threads that move pages: one that returned to Python after its end would crash the process."""
     running = [thread for thread in _threads if thread.is_alive()]
     if running and (native := extension.module()) is not None:
         native.stop_huge_pages()
@@ -96,9 +91,8 @@ _M_MMAP_THRESHOLD = -3  # of malloc.h
 def release_freed_memory() -> bool:
     """Make this process map blocks of `HEAP_BYTES` and more, so that freed memory returns to the system.
 
-    Returns:
-        True if the process now does so; False without glibc, and if the environment sets a threshold
-        (`MALLOC_MMAP_THRESHOLD_`, or `glibc.malloc.mmap_threshold` in `GLIBC_TUNABLES`).
+    Returns True if it now does so; False without glibc, and if the environment sets a threshold
+    (`MALLOC_MMAP_THRESHOLD_`, or `glibc.malloc.mmap_threshold` in `GLIBC_TUNABLES`).
     """
     if os.environ.get("MALLOC_MMAP_THRESHOLD_"):
         return False

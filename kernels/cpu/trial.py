@@ -30,11 +30,10 @@ FAULTS = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP
 
 
 def tried(library: str) -> tuple[str, str]:
-    """Try a library in a child process.
+    """Try a library in a child process; return what killed it ("killed by SIGILL"), and the problem that it
+    found.
 
-    Returns:
-        What killed the child ("killed by SIGILL"), and the problem that it found; each empty if there was
-        none.
+    Each is empty if there was none.
 
     Raises:
         OSError: no child process can be started.
@@ -120,9 +119,7 @@ def _exercise(module: Any) -> None:
 
 
 def _nanobind_internals() -> list[str]:
-    """Return the versions of nanobind's internals that modules of this process have registered for MLX's
-    types.
-    """
+    """Return the versions of nanobind's internals that this process's modules registered for MLX's types."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]

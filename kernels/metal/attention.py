@@ -61,10 +61,7 @@ _WRITE = Kernel(
 
 @functools.cache
 def _constants(head_dim: int, theta: float, eps: float) -> mx.array:
-    """Return RoPE's frequency of each pair of a head, `theta ** (-2i / head_dim)`, and then eps, in one array.
-
-    Its shape is (head_dim / 2 + 1,), its type float32.
-
+    """Return RoPE's frequency of each pair of a head and then eps: (head_dim / 2 + 1,) float32.
 
     Powers that a kernel computes are off by up to 4 ulps, and the position multiplies that error.
     """
@@ -73,7 +70,6 @@ def _constants(head_dim: int, theta: float, eps: float) -> mx.array:
 
 
 def _obstacle(case: Case) -> str | None:
-    """Return why no kernel of this file can run a case, or None if one can."""
     return other_than_floats(case) or (None if case.rows else "takes one row at least")
 
 
@@ -141,9 +137,6 @@ def rope_norm_quantize(
 
 
 def _head_arrays(options: HeadOptions) -> list[mx.array | None]:
-    """Return the arrays for the kernel inputs `q_weight`, `k_weight`, `key_scale`, `value_scale` and
-    `constants`.
-    """
     constants = _constants(options.q_weight.shape[0], options.theta, options.eps)
     return [options.q_weight, options.k_weight, options.key_scale, options.value_scale, constants]
 
@@ -170,8 +163,7 @@ class AttentionPlan(NamedTuple):
         heads: query heads of one simdgroup; divides the heads that share a KV head.
         lanes: lanes that share a key, a power of two.
         units: runs of four dimensions per lane.
-        splits: ranges that the positions of a sequence are divided into; if there are several, each makes a
-            partial result, and these are merged.
+        splits: ranges that the columns are divided into; if there are several, each makes a partial.
     """
 
     heads: int
@@ -200,8 +192,7 @@ def plan(
     """Divide attention's work among threadgroups and lanes, for a KV cache of this shape.
 
     Args:
-        batch, n_heads, n_kv_heads, capacity, head_dim: shape of queries, keys and values.
-        merge: True if another dispatch has to merge the partial results of several ranges.
+        merge: True if another dispatch has to merge the partials of several ranges.
         cores: cores of the GPU. With two threadgroups per core, one computes while the other waits; that gains
             less than a dispatch costs.
     """
@@ -264,10 +255,9 @@ def write_and_attend(
 
 
 def _columns(kv: KeyValues, lengths: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Return the kernel inputs that `_COLUMNS` names.
+    """Return the inputs that `_COLUMNS` names.
 
-    Without a tail (the newest tokens' positions, not yet in the buffer), `starts` is past all positions in use,
-    so that the kernel reads none from the tail's placeholder.
+    Without a tail, `starts` is past all columns in use, so that nothing is read from the tail's placeholder.
     """
     if kv.tail is None or kv.starts is None:
         return kv.buffer, kv.buffer, lengths, lengths

@@ -122,7 +122,8 @@ def argmax_of_products(
 def _largest(
     values: mx.array, indices: mx.array | None, shape: tuple[int, ...]
 ) -> tuple[mx.array, mx.array]:
-    """Find the largest value of each row, the first on a tie; return its index, uint32, and the value.
+    """Find the largest value of each row, the first on a tie; return its index, uint32, and the value, in
+    `shape`.
 
     Args:
         values: (rows, n) float32.

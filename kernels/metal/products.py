@@ -131,7 +131,6 @@ class Threadgroups(NamedTuple):
     """Sizes of a launch's threadgroups.
 
     Args:
-        simdgroups: simdgroups of a threadgroup.
         code_rows: rows of codes of each simdgroup.
         split: True if the simdgroups of a threadgroup have the same rows, each with a part of the inputs.
     """

@@ -90,13 +90,11 @@ def _read(name: str) -> str:
 
 @functools.cache
 def floats(*values: float) -> mx.array:
-    """Return these values as a float32 array, cached."""
     return mx.array(values, dtype=mx.float32)
 
 
 @functools.lru_cache(maxsize=64)  # positions are among them
 def ints(*values: int) -> mx.array:
-    """Return these values as an int32 array, cached."""
     return mx.array(values, dtype=mx.int32)
 
 

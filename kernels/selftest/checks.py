@@ -20,10 +20,9 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -33,8 +32,7 @@ from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Args, Problem, make
 from afm_mlx.kernels.selftest.specs import Spec, quick_specs
 
-# The reference dequantizes a matrix to float32, and makes several arrays of that size.
-_LARGEST_OF_REFERENCE = 1 << 26
+_LARGEST_OF_REFERENCE = 1 << 26  # numbers of a matrix, of which it makes several float32 arrays
 _BYTES_IN_TURN = 192 << 20  # more than the last-level cache of any Apple chip
 _MOST_COPIES = 64
 _CHAIN_SECONDS, _CHAINS = 0.02, 5
@@ -49,8 +47,7 @@ TESTING_SECONDS = 600
 _SOURCES = (".py", ".metal", ".h", ".cpp")
 
 
-@dataclass(frozen=True)
-class CheckResult:
+class CheckResult(NamedTuple):
     """Result of one variant on one problem.
 
     Args:
@@ -108,9 +105,15 @@ def check(
     results, cases = [], []
     for done, spec in enumerate(specs):
         problem = make(spec, rng)
+        # The reference dequantizes a matrix to float32, and a lookup dequantizes single rows only.
+        large = (
+            spec.op != "packed_embedding" and spec.in_dims * spec.out_dims > _LARGEST_OF_REFERENCE
+        )
         for variant, obstacle in dispatch.explain(spec.op, problem.case):
             cases.append(problem.case)
-            if obstacle := obstacle or _too_large(variant, spec):
+            if variant.name == "reference" and large:
+                obstacle = "not tested on a matrix of this size"
+            if obstacle:
                 results.append(CheckResult(spec, variant.name, obstacle=obstacle))
                 continue
             if progress is not None:
@@ -122,19 +125,9 @@ def check(
         if result.failure is not None and result.variant != "reference":
             dispatch.disable(result.variant, f"failed the self-test ({result.summary})")
     return [
-        replace(r, chosen=dispatch.select(r.spec.op, case).name == r.variant)
+        r._replace(chosen=dispatch.select(r.spec.op, case).name == r.variant)
         for r, case in zip(results, cases, strict=True)
     ]
-
-
-def _too_large(variant: dispatch.Variant, spec: Spec) -> str | None:
-    """Return why the reference isn't tested on a problem, None if it is; a lookup dequantizes single rows
-    only.
-    """
-    if variant.name != "reference" or spec.op == "packed_embedding":
-        return None
-    size = spec.in_dims * spec.out_dims
-    return "not tested on a matrix of this size" if size > _LARGEST_OF_REFERENCE else None
 
 
 def _run(variant: dispatch.Variant, problem: Problem, timed: bool) -> CheckResult:
@@ -143,15 +136,15 @@ def _run(variant: dispatch.Variant, problem: Problem, timed: bool) -> CheckResul
         outputs = variant.run(*problem.args)
         mx.eval(outputs)
         error = problem.error(outputs)
-        result = replace(result, error=error)
+        result = result._replace(error=error)
         if not error <= problem.bound:
             failure = f"error {error:.1e} is over its bound, {problem.bound:.1e}"
-            return replace(result, failure=failure)
+            return result._replace(failure=failure)
         if timed:
-            return replace(result, seconds=seconds_per_call(variant.run, problem))
+            return result._replace(seconds=seconds_per_call(variant.run, problem))
     except Exception as error:  # a kernel's compiler, MLX or our code can raise anything
         words = " ".join(str(error).split())[:_MESSAGE]
-        return replace(result, failure=f"{type(error).__name__}: {words}")
+        return result._replace(failure=f"{type(error).__name__}: {words}")
     return result
 
 
@@ -210,11 +203,9 @@ def ensure_checked() -> None:
         # Each tested kernel is compiled; kernels that the model compiles anyway cost nothing.
         record(verdict, quick_specs(dtype), np.random.default_rng(), only_what_runs=True)
     for name, reason in verdict.failures.items():
-        fault = (
-            "Plain MLX gives wrong results on this machine"
-            if name == "reference"
-            else f"The kernel {name} failed its self-test on this machine and is switched off"
-        )
+        fault = f"The kernel {name} failed its self-test on this machine and is switched off"
+        if name == "reference":
+            fault = "Plain MLX gives wrong results on this machine"
         more = "`afm-mlx doctor` shows more and writes a report to send in."
         warnings.warn(f"{fault} ({reason}). {more}", RuntimeWarning, stacklevel=2)
 
@@ -240,12 +231,9 @@ class Verdict:
     def __init__(self) -> None:
         self.done = False
         self.failures: dict[str, str] = {}
-        self._key = machine_key()
+        self._key = _machine_key()
         digest = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:16]
         self._path = settings.cache_folder() / f"selftest-{digest}.json"
-        self._read()
-
-    def _read(self) -> None:
         try:
             values = json.loads(self._path.read_text(encoding="utf-8"))
             failures, running, pid = values["failures"], values["running"], int(values["pid"])
@@ -264,10 +252,13 @@ class Verdict:
         self._write(variant)
 
     def end(self, failures: dict[str, str]) -> None:
-        """Record that the test has ended."""
+        """Record that the test has ended, and remove what processes left that were killed while they wrote."""
         self.failures, self.done = dict(failures), True
         self._write(None)
-        self._remove_leftovers()
+        for path in self._path.parent.glob(f"selftest-*{settings.TEMPORARY}"):
+            if _age(path) > TESTING_SECONDS:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def forget(self, *, keep_ended: bool = False) -> None:
         """Drop the failures; with `keep_ended`, keep the failures of variants that killed a process."""
@@ -282,16 +273,14 @@ class Verdict:
         values |= {"running": running, "pid": os.getpid()}
         settings.write_json(self._path, values)
 
-    def _remove_leftovers(self) -> None:
-        """Remove files of processes that were killed while they wrote."""
-        for path in self._path.parent.glob(f"selftest-*{settings.TEMPORARY}"):
-            if _age(path) > TESTING_SECONDS:
-                with contextlib.suppress(OSError):
-                    path.unlink()
 
-
-def machine_key() -> dict[str, str]:
+def _machine_key() -> dict[str, str]:
     """Return the properties of machine and installation on which a verdict depends."""
+    status = extension.status()
+    native = "none"
+    if status.path is not None and status.available:
+        file = status.path.stat()
+        native = f"{file.st_size} {file.st_mtime_ns} {status.instruction_set}"
     return {
         "afm-mlx": _version("afm-mlx"),
         "mlx": _version("mlx"),
@@ -299,17 +288,9 @@ def machine_key() -> dict[str, str]:
         "name": str(mx.device_info().get("device_name", "")),
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
         "kernels": _sources_digest(),
-        "extension": _extension(),
+        "extension": native,
         "variants": " ".join(v.name for op in dispatch.OPS for v in dispatch.variants(op)),
     }
-
-
-def _extension() -> str:
-    status = extension.status()
-    if status.path is None or not status.available:
-        return "none"
-    file = status.path.stat()
-    return f"{file.st_size} {file.st_mtime_ns} {status.instruction_set}"
 
 
 def _version(package: str) -> str:
@@ -382,7 +363,7 @@ def launch_seconds() -> float:
 def _chain_seconds(
     run: Callable[..., Any] | None, problem: Problem, args: Sequence[Args], length: int
 ) -> float:
-    """Measure the seconds of a chain of `length` calls of `run`; of its additions alone if `run` is None."""
+    """Measure a chain of `length` calls of `run`; its additions alone if `run` is None."""
     x = problem.args[0]
     for arguments in itertools.islice(itertools.cycle(args), length):
         y = x
@@ -395,7 +376,6 @@ def _chain_seconds(
 
 
 def _seconds_of(x: mx.array) -> float:
-    """Measure the seconds that evaluating an array takes."""
     start = time.perf_counter()
     mx.eval(x)
     return time.perf_counter() - start

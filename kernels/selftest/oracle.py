@@ -33,7 +33,6 @@ def float64(array: mx.array) -> np.ndarray:
 
 
 def matrix(weight: PackedWeight) -> np.ndarray:
-    """Return the numbers that a packed matrix stands for, (N, K)."""
     return np.concatenate(list(_blocks(weight)))
 
 
@@ -165,9 +164,7 @@ def write_and_attend(
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `reference.write_and_attend`; the tail's new column in units of a code, clamped but not rounded.
 
-    Args:
-        qkv, kv, lengths, options: its arguments.
-        written: the tail to attend to; by default the returned one, rounded to codes.
+    `written` is the tail to attend to; by default the returned one, rounded to codes.
     """
     q, codes = rope_norm_quantize(qkv, lengths - 1, options)
     assert kv.tail is not None
@@ -180,7 +177,7 @@ def write_and_attend(
 
 
 def _joined(kv: KeyValues, lengths: np.ndarray) -> KeyValues:
-    """Return keys and values without a tail: its tokens are moved into the buffer, behind each row's others."""
+    """Return keys and values without a tail: its tokens follow each row's others in the buffer."""
     if kv.tail is None:
         return kv
     buffer, tail, starts = float64(kv.buffer), float64(kv.tail), np.array(kv.starts)

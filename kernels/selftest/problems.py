@@ -53,11 +53,7 @@ _CREST = {16: 128 / (5 / 8) ** 0.5, 8: 32 / (1 / 4) ** 0.5}
 class Problem:
     """An operation's arguments, and the answer in float64.
 
-    Args:
-        spec: sizes and format of the problem.
-        args: arguments of the call.
-        wanted: the oracle's answer.
-        bound: the largest error that rounding explains; see `error`.
+    `bound` is the largest error that rounding explains; see `error`.
     """
 
     spec: Spec
@@ -113,29 +109,27 @@ class Problem:
 
 
 def _arrays(values: Sequence[object]) -> list[mx.array]:
-    """List all arrays in nested tuples."""
+    """List all arrays in nested tuples; of adapters, only those that a batch row uses."""
     found: list[mx.array] = []
     for value in values:
         if isinstance(value, mx.array):
             found.append(value)
+        elif isinstance(value, LowRank):
+            used = {slot for slot in np.array(value.slots).tolist() if slot >= 0}
+            numbers = tuple(value.numbers[slot] for slot in sorted(used))
+            found += _arrays((*numbers, value.scales, value.slots))
         elif isinstance(value, tuple):
-            found += _arrays(_used(value) if isinstance(value, LowRank) else value)
+            found += _arrays(value)
     return found
-
-
-def _used(low_rank: LowRank) -> LowRank:
-    """Return the adapters that at least one batch row uses, without the others."""
-    slots = {slot for slot in np.array(low_rank.slots).tolist() if slot >= 0}
-    return low_rank._replace(numbers=tuple(low_rank.numbers[slot] for slot in sorted(slots)))
 
 
 def _with_codes(arg: object, salt: int) -> object:
     if isinstance(arg, PackedWeight):
         return arg._replace(codes=arg.codes ^ mx.array(salt, mx.uint32))
     if isinstance(arg, KeyValues):
-        if arg.key_scale is None:
-            return arg._replace(buffer=arg.buffer + mx.array(salt % 128, arg.buffer.dtype))
-        return arg._replace(buffer=arg.buffer ^ mx.array(salt % 128, arg.buffer.dtype))
+        other = mx.array(salt % 128, arg.buffer.dtype)
+        floats = arg.key_scale is None
+        return arg._replace(buffer=arg.buffer + other if floats else arg.buffer ^ other)
     return arg
 
 
@@ -206,7 +200,7 @@ def _activations(spec: Spec, rng: np.random.Generator, *last: int) -> mx.array:
 
 
 def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = None) -> LowRank:
-    """Draw adapters of different ranks, with `shared` in the arrays of `shared`, as gate's and up's are."""
+    """Draw adapters of different ranks; behind the numbers of `shared`, as up's are behind gate's."""
     ends = [spec.out_dims * (i + 1) // spec.sections for i in range(spec.sections)]
     ranks = [max(1, spec.rank - 3 * i) for i in range(_ADAPTERS)]
     if spec.batch > _ADAPTERS:
@@ -233,24 +227,22 @@ def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = Non
     return LowRank(tuple(numbers), tuple(parts), scales, slots, tuple(ends))
 
 
-def _product_options(spec: Spec, rng: np.random.Generator) -> ProductOptions:
+def _draw_product(spec: Spec, rng: np.random.Generator) -> Args:
+    x = _activations(spec, rng, spec.in_dims)
+    if spec.outliers:
+        columns = mx.array(_outlier_columns(spec))
+        x[..., columns] = _OUTLIER * (x[..., columns] + mx.sign(x[..., columns]))
+    weight = packed_weight(spec, rng)
     # Outliers increase the norm's divisor; a larger weight restores the other elements' size.
     size = (1 + spec.outliers * _OUTLIER**2 / max(1, spec.in_dims)) ** 0.5
-    return ProductOptions(
+    options = ProductOptions(
         norm=_draw(size * rng.uniform(0.5, 1.5, spec.in_dims), spec.dtype) if spec.norm else None,
         eps=_EPS,
         residual=_activations(spec, rng, spec.out_dims) if spec.residual else None,
         adapters=(_low_rank(spec, rng),) if spec.rank else (),
         activation_bits=spec.activation_bits,
     )
-
-
-def _draw_product(spec: Spec, rng: np.random.Generator) -> Args:
-    x = _activations(spec, rng, spec.in_dims)
-    if spec.outliers:
-        columns = mx.array(_outlier_columns(spec))
-        x[..., columns] = _OUTLIER * (x[..., columns] + mx.sign(x[..., columns]))
-    return x, packed_weight(spec, rng), _product_options(spec, rng)
+    return x, weight, options
 
 
 def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> Args:
@@ -276,13 +268,10 @@ def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
 def _draw_rope(spec: Spec, rng: np.random.Generator) -> Args:
     qkv = _activations(spec, rng, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     offset = _int32(rng.integers(0, 2048, spec.batch))
-    q_weight, k_weight = (_head_norm(spec, rng) for _ in range(2))
+    norms = [_head_norm(spec, rng) for _ in range(2)]
     # The largest numbers are clamped.
-    key_scale, value_scale = (_draw(scale) for scale in rng.uniform(0.015, 0.03, 2))
-    scales: tuple[mx.array | None, mx.array | None] = (key_scale, value_scale)
-    if spec.stored != mx.int8:
-        scales = (None, None)
-    return qkv, offset, HeadOptions(q_weight, k_weight, *scales, spec.kv_heads, _THETA, _EPS)
+    scales = [_draw(s) if spec.stored == mx.int8 else None for s in rng.uniform(0.015, 0.03, 2)]
+    return qkv, offset, HeadOptions(*norms, *scales, spec.kv_heads, _THETA, _EPS)
 
 
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
@@ -327,7 +316,7 @@ def _draw_lengths(
 
 def _draw_writing(spec: Spec, rng: np.random.Generator) -> Args:
     qkv, _, options = _draw_rope(spec, rng)
-    kv = KeyValues(_codes(spec, rng, spec.capacity), options.key_scale, options.value_scale)
+    kv = KeyValues(_codes(spec, rng, spec.capacity), *options[2:4])
     return qkv, *_draw_lengths(spec, rng, kv), options
 
 
@@ -353,7 +342,6 @@ _DRAWS = {
 
 
 def _bound(spec: Spec, args: Args) -> float:
-    """Return the largest error that rounding explains, in the units of `Problem.error`."""
     u = UNIT_ROUNDOFF.get(spec.dtype, 0.0)
     match spec.op, *args:
         case "write_tokens", *_:
@@ -379,9 +367,7 @@ def _bound(spec: Spec, args: Args) -> float:
 
 
 def _angle_error(position: int) -> float:
-    """Return the largest error of an angle: a frequency of at most 1, and its product with the position, are
-    rounded.
-    """
+    """Return the largest error of an angle: a frequency and its product with the position are rounded."""
     return 2 * UNIT_ROUNDOFF[mx.float32] * position
 
 
@@ -399,8 +385,7 @@ def _weight_error(score: float, length: int) -> float:
 
 
 def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
-    """Error of a product: operands, partial sums and result rounded to the dtype, sums in float32, and
-    activations rounded to integers.
+    """Error of a product: operands, partial sums and result are rounded to the dtype, activations to integers.
 
     An integer activation of b bits is off by up to half of `max|x| / (2**(b-1) - 1)`, evenly distributed,
     which makes an error of `crest / sqrt(12) / (2**(b-1) - 1)` of a product's size, where `crest` is the
@@ -414,9 +399,7 @@ def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
     vectors = oracle.float64(x)
     if options.norm is not None:
         vectors = oracle.rms_norm(vectors, oracle.float64(options.norm), options.eps)
-    others = vectors
-    if spec.outliers:
-        others = np.delete(vectors, _outlier_columns(spec), axis=-1)
+    others = np.delete(vectors, _outlier_columns(spec), axis=-1) if spec.outliers else vectors
     size = np.sqrt((others**2).mean(-1))
     crest = min((np.abs(others).max(-1) / size).max(), _CREST.get(spec.activation_bits, np.inf))
     levels = 2 ** (spec.activation_bits - 1) - 1
@@ -498,9 +481,7 @@ def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
 
 
 def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
-    """Return the error of codes; they can be off by half a code, plus the error of the number before
-    rounding.
-    """
+    """Return the error of codes: half a code, plus the error of the number before rounding, is allowed."""
     wanted_k, wanted_v = np.split(wanted, 2, axis=1)
     k, v = np.split(_float64(codes, wanted.shape, mx.int8), 2, axis=1)
     # Values are only divided, in float32.
@@ -511,9 +492,7 @@ def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
 
 
 def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
-    """Return the error of an argmax: products must be the largest, and belong to the returned rows; ties are
-    free.
-    """
+    """Return the error of an argmax: products must be the largest, and of the returned rows; ties are free."""
     products = problem.wanted[0]
     index = _float64(results[0], products.shape[:-1], mx.uint32).astype(np.int64)
     values = _float64(results[1], products.shape[:-1], mx.float32)

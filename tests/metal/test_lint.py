@@ -3,6 +3,7 @@
 import importlib
 import itertools
 
+from afm_mlx.kernels.metal import products
 from afm_mlx.kernels.metal.runtime import FOLDER, Kernel
 from tests.metal.lint import problems
 from tests.metal.machine import MAX_BUFFERS
@@ -18,6 +19,7 @@ KERNELS = {
     for kernel in vars(module).values()
     if isinstance(kernel, Kernel)
 }
+KERNELS |= {n: products._kernel(n, *products._OPTIONAL) for n in ("packed_vector", "packed_matrix")}
 FILES = sorted(FOLDER.glob("*.metal"))
 
 
