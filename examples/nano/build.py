@@ -59,10 +59,7 @@ def main() -> None:
 
 
 def _write_golden(
-    path: Path,
-    model: AFMTextV7,
-    preprocessor: AFMChatTemplateV6Preprocessor,
-    samples: list[dict],
+    path: Path, model: AFMTextV7, preprocessor: AFMChatTemplateV6Preprocessor, samples: list[dict]
 ) -> None:
     """What tamm itself answers to a few prompts: the reference of another runtime's tests."""
     golden = []

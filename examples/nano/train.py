@@ -74,11 +74,7 @@ def model_config(**overrides: Any) -> AFMTextV7.Config:
 
 
 def train(
-    out: Path,
-    plan: Plan,
-    batches: Batches,
-    test_samples: list[dict[str, Any]],
-    held_out: list[str],
+    out: Path, plan: Plan, batches: Batches, test_samples: list[dict[str, Any]], held_out: list[str]
 ) -> AFMTextV7:
     """Train, or resume what `out` holds, and leave the checkpoint there.
 

@@ -73,10 +73,7 @@ VARIANTS = (
     ),
     Variant("affine-2", "RTN, affine 2 bits per 64", "ptq", f"{_AFFINE} --q-bits 2"),
     Variant(
-        "balanced-2-row",
-        "RTN, balanced 2 bits per row",
-        "ptq",
-        f"{_BALANCED} --q-granularity row",
+        "balanced-2-row", "RTN, balanced 2 bits per row", "ptq", f"{_BALANCED} --q-granularity row"
     ),
     Variant(
         "balanced-2-tensor",

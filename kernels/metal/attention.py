@@ -52,10 +52,7 @@ _DECODE = Kernel(
     _HEADERS,
 )
 _WRITE = Kernel(
-    "write_and_attend",
-    ("qkv", *_COLUMNS, *_HEAD_INPUTS),
-    ("out", "new_tail"),
-    _HEADERS,
+    "write_and_attend", ("qkv", *_COLUMNS, *_HEAD_INPUTS), ("out", "new_tail"), _HEADERS
 )
 
 

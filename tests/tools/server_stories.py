@@ -4,10 +4,7 @@ FORMAL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 FORMAL_ANSWER = "Dear Hana, I am unable to attend the Film Lecture."
 
 ALARM = "I need to get up at 11:17."
-ALARM_TOOLS = {
-    "set_alarm": ("Set an alarm", "time"),
-    "play_music": ("Play a song", "song"),
-}
+ALARM_TOOLS = {"set_alarm": ("Set an alarm", "time"), "play_music": ("Play a song", "song")}
 STOP = "Stop report Safety Dinner for me."
 STOP_TOOLS = {"stop_report": ("Stop a report", "report")}
 STOP_RESULT = '{"state": "blocked"}'

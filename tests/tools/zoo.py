@@ -43,9 +43,7 @@ def write_zoo_folder(folder: Path, model_type: str, model: Any, tokenizer_json: 
     vocab_size = model.args.vocab_size
     (folder / "config.json").write_text(json.dumps(zoo_config(model_type, vocab_size)))
     mx.save_safetensors(
-        str(folder / "model.safetensors"),
-        dict(tree_flatten(model.parameters())),
-        {"format": "mlx"},
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
     )
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     (folder / "tokenizer_config.json").write_text(

@@ -188,8 +188,7 @@ def test_variants_with_an_obstacle_are_not_run(rng, offer):
 
 
 @pytest.mark.parametrize(
-    ("run", "names"),
-    [(reference.packed_matmul, ["cpu/fake"]), (raises, ["cpu/fake", "reference"])],
+    ("run", "names"), [(reference.packed_matmul, ["cpu/fake"]), (raises, ["cpu/fake", "reference"])]
 )
 def test_what_runs_is_tested_and_what_stands_behind_a_fault(rng, offer, run, names):
     offer("packed_matmul", run)

@@ -122,10 +122,7 @@ class Function:
         return {name: np.zeros(a.shape, self._compute) for name, a in self._states.items()}
 
     def predict(
-        self,
-        inputs: Mapping[str, Any],
-        state: dict[str, np.ndarray],
-        keep: Iterable[str] = (),
+        self, inputs: Mapping[str, Any], state: dict[str, np.ndarray], keep: Iterable[str] = ()
     ) -> dict[str, np.ndarray]:
         """Run the function once.
 
