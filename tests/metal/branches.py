@@ -29,6 +29,7 @@ from afm_mlx.kernels.metal.runtime import FOLDER, _read
 
 from . import toolchain
 from .lint import without_comments
+from .translation import closing
 
 SWITCH = "AFM_METAL_BRANCHES"
 OUTCOMES = {
@@ -72,15 +73,10 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 class Site(NamedTuple):
-    """A place where the text may go more than one way.
+    """A place where the text may go more than one way; `kind` is one of `OUTCOMES`.
 
-    Args:
-        file: name of the `.metal` file.
-        line: of the file, from 1.
-        kind: one of `OUTCOMES`.
-        begin, end: of the condition, of the three parts of a loop's head, or of the two arguments.
-        start: where the statement or call begins.
-        text: the part of the file from `begin` to `end`.
+    `begin` to `end` is the condition, the three parts of a loop's head, or the two arguments, which are `text`;
+    the statement or call begins at `start`.
     """
 
     file: str
@@ -90,16 +86,6 @@ class Site(NamedTuple):
     end: int
     start: int
     text: str
-
-
-def _closing(code: str, at: int) -> int:
-    """Index of the bracket that closes the one at `at`."""
-    depth = 0
-    for i in range(at, len(code)):
-        depth += (code[i] in _OPENING) - (code[i] in _CLOSING)
-        if depth == 0:
-            return i
-    raise ValueError(f"no bracket closes the one at {at}: {code[at : at + 40]!r}")
 
 
 def _is_edge(code: str, i: int) -> bool:
@@ -141,7 +127,7 @@ def _operand_after(code: str, at: int) -> int:
 def _is_constant(code: str, at: int) -> bool:
     """True if the compiler knows a statement's expressions."""
     for head in re.finditer(r"\bconstexpr\b[^;{}()=]*\([^;{}]*\)[^;{}]*\{", code):
-        if head.end() <= at < _closing(code, head.end() - 1):
+        if head.end() <= at < closing(code, head.end() - 1):
             return True
     start = max(code.rfind(c, 0, at) for c in ";{}") + 1
     return bool(re.match(r"\s*(?:#.*\n\s*)*(?:[\w\s]*\bconstexpr\b|threadgroup\b)", code[start:at]))
@@ -151,7 +137,7 @@ def _found(code: str) -> Iterator[tuple[str, int, int, int]]:
     """Kind, begin, end and start of every site."""
     for match in re.finditer(r"\b(if|while|for)\s*\(", code):
         begin = match.end()
-        end = _closing(code, begin - 1)
+        end = closing(code, begin - 1)
         if match[1] != "for":
             yield "condition", begin, end, begin
         elif not re.search(r"UNROLL\s*$", code[: match.start()]):
@@ -165,7 +151,7 @@ def _found(code: str) -> Iterator[tuple[str, int, int, int]]:
     for begin, end in operands:
         yield "condition", begin, begin + len(code[begin:end].rstrip()), begin
     for match in re.finditer(r"(?<![\w.:])(?:metal::)?(min|max)\s*\(", code):
-        yield match[1], match.end(), _closing(code, match.end() - 1), match.start()
+        yield match[1], match.end(), closing(code, match.end() - 1), match.start()
 
 
 @functools.cache
@@ -184,9 +170,7 @@ def sites() -> tuple[Site, ...]:
 
 def instrumented(name: str, text: str) -> str:
     """The text of a file of the project with a record at every site, on the same lines."""
-    edits: list[
-        tuple[int, int, int, str]
-    ] = []  # from, order among edits there, to, and what instead
+    edits: list[tuple[int, int, int, str]] = []  # from, order among these, to, what instead
     for number, site in enumerate(sites()):
         if site.file != name:
             continue
@@ -235,11 +219,7 @@ def source(name: str, text: str) -> str:
 
 
 def untaken(folder: Path) -> list[str]:
-    """One line for each way that no launch took, other than impossible ones.
-
-    Raises:
-        ValueError: when there are no records of these texts.
-    """
+    """One line for each way that no launch took, other than impossible ones."""
     taken = np.zeros((len(sites()), WIDTH), bool)
     records = sorted(folder.glob(f"{_digest()}-*.taken"))
     if not records:
@@ -261,7 +241,6 @@ def untaken(folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print what was never taken; 1 if there is anything."""
     lines = untaken(Path(sys.argv[1]))
     ways = sum(len(OUTCOMES[site.kind]) for site in sites())
     print(*lines, f"{len(lines)} of {ways} ways were never taken", sep="\n")

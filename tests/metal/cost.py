@@ -1,16 +1,23 @@
 """What a kernel costs a GPU: operations of one lane by class, bytes from memory, registers.
 
-The very text that MLX would compile is optimized for a register machine (`register_machine.py`), and one lane
-is walked through it (`walk.py`) with the grid and the arrays' shapes of a launch, so that every block is
-counted as often as it runs. Prices of the classes are `bench/predict.py`'s.
+The very text that MLX would compile is optimized for a register machine, and one lane is walked through it
+(`walk.py`) with the grid and the arrays' shapes of a launch, so that every block is counted as often as it
+runs. Prices of the classes are `bench/predict.py`'s.
+
+clang's AMD target stands for Apple's, which is not to be had: a machine with 32-bit registers and 32 lanes,
+whose optimizer unrolls and keeps arrays in registers as a GPU's does. What lanes do together is an opaque
+call that is known by its name.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,15 +26,18 @@ import numpy as np
 from afm_mlx.kernels.metal import runtime as metal_runtime
 from bench.predict import Launch
 
-from . import llvm_ir
-from .emulator import Unit, project_kernel, shape_buffers
+from . import llvm_ir, toolchain
+from .emulator import project_kernel, shape_buffers
 from .llvm_ir import Block
+from .machine import Unit
 from .operations import operations
-from .register_machine import CostError, optimized
 from .registers import registers, uniform_names
-from .translation import entry
+from .toolchain import CompileError
 from .walk import Pointer, Walk
 
+TARGET = ("-triple", "amdgcn-amd-amdhsa", "-target-cpu", "gfx1100")
+# All of a kernel in one function; arrays that the optimizer leaves in memory stay visible as such.
+_PASSES = ("-inline-threshold=1000000", "-disable-promote-alloca-to-vector")
 LANES = 32
 # 32-bit registers of a lane: the most that Apple's instructions can name.
 REGISTERS = 128
@@ -66,14 +76,12 @@ def _thread(grid: Sequence[int], threadgroup: Sequence[int]) -> dict[int, int]:
     return {4 * i: n for i, n in enumerate(numbers)}
 
 
-class Argument(NamedTuple):
-    """A buffer of a launch.
+class CostError(RuntimeError):
+    """What would make a kernel slow on every GPU, such as an array in memory."""
 
-    Args:
-        name: for messages.
-        nbytes: its size.
-        contents: what control flow may depend on; None for numbers that nobody knows.
-    """
+
+class Argument(NamedTuple):
+    """A buffer of a launch; control flow may depend on its `contents`, None for numbers that nobody knows."""
 
     name: str
     nbytes: int
@@ -81,40 +89,52 @@ class Argument(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _parsed(unit: str, include: tuple) -> tuple[dict[str, Block], dict[str, str]]:
-    ir = optimized(unit, include)
+def _parsed(unit: Unit) -> tuple[dict[str, Block], dict[str, str]]:
+    """The blocks of a unit's LLVM IR at -O2, and its constants."""
+    key = f"{toolchain._salt()}{unit.include}{unit.whole}"
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
+    with toolchain._cached(f"{name}.ll") as (file, out):
+        if out is not None:
+            source = out.with_name("kernel.cpp")
+            source.write_text(unit.whole, encoding="utf-8")
+            _optimize(source, out, unit.include)
+    ir = file.read_text(encoding="utf-8")
     return llvm_ir.parse(ir, "emulator_entry"), llvm_ir.constants_of(ir)
 
 
-def unit_of(text: str, instance: str, parameters: str) -> str:
-    """The translation unit of a kernel as the emulator runs it."""
-    return f'{text}\n#line 1 "emulator"\n{entry(instance, parameters)}'
+def _optimize(source: Path, out: Path, include: tuple[Path, ...]) -> None:
+    # Variables that the emulator fills with a pattern are left alone here.
+    language = (flag for flag in toolchain.LANGUAGE if "auto-var-init" not in flag)
+    flags = ("-O2", "-std=c++17", "-x", "c++", "-DMSL_OPAQUE", "-fgnuc-version=4.2.1")
+    passes = (flag for each in _PASSES for flag in ("-mllvm", each))
+    try:
+        toolchain._run(
+            *(toolchain.zig(), "clang", "-cc1", *TARGET, *flags, "-ffp-contract=on"),
+            *("-Werror=pass-failed", *passes, *language, *toolchain.WARNINGS),
+            *(*toolchain._search(include), "-emit-llvm", "-o", str(out), str(source)),
+        )
+    except CompileError as error:
+        if "-Werror,-Wpass-failed" not in str(error):
+            raise
+        lines = "\n".join(re.findall(r"^.*pass-failed.*$", str(error), re.MULTILINE))
+        raise CostError(f"a loop can't be unrolled:\n{lines}") from None
 
 
 def count(
     name: str,
-    unit: str,
+    unit: Unit,
     arguments: Sequence[Argument],
     grid: Sequence[int],
     threadgroup: Sequence[int],
     *,
-    include: tuple = (),
     registers_at_most: float = REGISTERS,
 ) -> Launch:
-    """The cost of a launch, from the walk of its first lane.
-
-    Args:
-        name: of the kernel.
-        unit: see `unit_of`.
-        arguments: its buffers in order.
-        grid, threadgroup: in threads.
-        include: folders of headers.
-        registers_at_most: budget of 32-bit registers.
+    """The cost of a launch, from the walk of its first lane; `grid` and `threadgroup` are in threads.
 
     Raises:
         CostError: for an array that stays in memory, a loop that should unroll and does not, or more registers.
     """
-    blocks, strings = _parsed(unit, include)
+    blocks, strings = _parsed(unit)
     check(name, blocks, registers_at_most)
     thread = _thread(grid, threadgroup)
 
@@ -138,7 +158,32 @@ def count(
     }
     given = {"%t": Pointer("thread", 0), "%b": Pointer("buffers", 0)}
     walk = Walk(blocks, given, memory, calls)
-    return _launch(name, blocks, strings, walk, arguments, grid, threadgroup)
+
+    lane: Counter[str] = Counter()
+    uniform = uniform_names(blocks)
+    for label, times in walk.visits.items():
+        block = operations(blocks[label], strings, uniform)
+        lane.update({kind: times * n for kind, n in block.items()})
+    loaded: Counter[str] = Counter()
+    for (label, place, buffer), times in walk.touched.items():
+        code = blocks[label].code[place]
+        if code.name not in uniform:
+            loaded[buffer] += times * llvm_ir.size_of(code.type)
+    groups = math.prod(-(-g // t) for g, t in zip(grid, threadgroup, strict=True))
+    simdgroups = groups * -(-math.prod(threadgroup) // LANES)
+    device = {int(b): n for b, n in loaded.items() if b.isdigit()}
+    shared = sum(n for b, n in loaded.items() if b.startswith("threadgroup"))
+    return Launch(
+        name,
+        groups,
+        simdgroups,
+        {kind: n for kind, n in sorted(lane.items()) if n},
+        lane_bytes=sum(device.values()) + shared,
+        # What all lanes touch together may be the same: no array is read twice from memory.
+        memory_bytes=sum(
+            min(arguments[i].nbytes, simdgroups * LANES * n) for i, n in device.items()
+        ),
+    )
 
 
 def check(name: str, blocks: Mapping[str, Block], registers_at_most: float = REGISTERS) -> None:
@@ -152,42 +197,6 @@ def check(name: str, blocks: Mapping[str, Block], registers_at_most: float = REG
             f"kernel `{name}`: about {wide:.0f} registers of 32 bits are live at once in a loop; the budget is "
             f"{registers_at_most}"
         )
-
-
-def _launch(
-    name: str,
-    blocks: Mapping[str, Block],
-    strings: Mapping[str, str],
-    walk: Walk,
-    arguments: Sequence[Argument],
-    grid: Sequence[int],
-    threadgroup: Sequence[int],
-) -> Launch:
-    lane: Counter[str] = Counter()
-    uniform = uniform_names(blocks)
-    for label, times in walk.visits.items():
-        block = operations(blocks[label], strings, uniform)
-        lane.update({kind: times * n for kind, n in block.items()})
-    loaded: Counter[str] = Counter()
-    for (label, place, buffer), times in walk.touched.items():
-        code = blocks[label].code[place]
-        if code.name not in uniform:
-            loaded[buffer] += times * llvm_ir.size_of(code.type)
-    groups = [-(-g // t) for g, t in zip(grid, threadgroup, strict=True)]
-    simdgroups = math.prod(groups) * -(-math.prod(threadgroup) // LANES)
-    lanes = simdgroups * LANES
-    device = {int(b): n for b, n in loaded.items() if b.isdigit()}
-    # What all lanes touch together may be the same: no array is read twice from memory.
-    memory = sum(min(arguments[i].nbytes, lanes * n) for i, n in device.items())
-    shared = sum(n for b, n in loaded.items() if b.startswith("threadgroup"))
-    return Launch(
-        name,
-        math.prod(groups),
-        simdgroups,
-        {kind: n for kind, n in sorted(lane.items()) if n},
-        lane_bytes=sum(device.values()) + shared,
-        memory_bytes=memory,
-    )
 
 
 def count_launch(
@@ -209,8 +218,7 @@ def count_launch(
         arguments[name] = Argument(name, x.nbytes, known)
         arguments |= {k: Argument(k, v.nbytes, v) for k, v in shape_buffers(name, x).items()}
     given = [arguments[name] for name in unit.buffers]
-    size = options["grid"], options["threadgroup"]
-    return count(kernel.name, unit_of(*unit[:3]), given, *size)
+    return count(kernel.name, unit, given, options["grid"], options["threadgroup"])
 
 
 def check_launch(
@@ -220,7 +228,7 @@ def check_launch(
     registers_at_most: float = REGISTERS,
 ) -> None:
     """Raise `CostError` for what makes the kernel of a launch slow on every GPU, see `count`."""
-    blocks, _ = _parsed(unit_of(*_unit(kernel, inputs, options)[:3]), ())
+    blocks, _ = _parsed(_unit(kernel, inputs, options))
     check(kernel.name, blocks, registers_at_most)
 
 

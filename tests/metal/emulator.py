@@ -21,7 +21,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import mlx.core as mx
@@ -31,7 +31,7 @@ from afm_mlx.kernels import replay
 from afm_mlx.kernels.metal import runtime as metal_runtime
 
 from . import branches
-from .machine import EmulatorError, Program, run
+from .machine import EmulatorError, Program, Unit, run
 from .translation import translate
 
 # Registers may allow no more threads in a threadgroup on older GPUs.
@@ -54,29 +54,11 @@ def shape_buffers(name: str, array: mx.array) -> dict[str, np.ndarray]:
     }
 
 
-class Unit(NamedTuple):
-    """A text of MLX as a translation unit for clang.
-
-    Args:
-        text: the unit.
-        instance: the kernel in it, with its template arguments.
-        parameters: the text between the parentheses of its declaration.
-        buffers: names of its buffers in order.
-    """
-
-    text: str
-    instance: str
-    parameters: str
-    buffers: tuple[str, ...]
-
-
 class Kernel:
     """`mx.fast.metal_kernel`, run by the emulator: a function of one call's inputs, shapes and grid.
 
-    Args:
-        name, input_names, output_names, source, header: as for `mx.fast.metal_kernel`.
-        of_project: whether it keeps to the project's own stricter rules; its header then names the files that
-            lines are counted in.
+    With `of_project`, it keeps to the project's own stricter rules, and its header names the files that lines
+    are counted in.
     """
 
     def __init__(
@@ -148,7 +130,7 @@ class Kernel:
         if key not in self._programs:
             unit = self.unit(inputs, output_dtypes, template)
             options = {"bfloat_arithmetic": not self.of_project}
-            self._programs[key] = Program(self.name, *unit[:3], **options), unit.buffers
+            self._programs[key] = Program(self.name, unit, **options), unit.buffers
         program, names = self._programs[key]
         values: dict[str, bytes | int] = {}
         for name, x in zip(self.input_names, inputs, strict=True):
@@ -185,11 +167,7 @@ def project_kernel(kernel: metal_runtime.Kernel) -> Kernel:
 def launch(
     kernel: metal_runtime.Kernel, inputs: Sequence[mx.array], **options: Any
 ) -> list[mx.array]:
-    """`kernels.metal.runtime.launch`, run by the emulator under the project's own limits.
-
-    Raises:
-        EmulatorError: for a threadgroup that older GPUs may not run, or one that the grid cuts, as well.
-    """
+    """`kernels.metal.runtime.launch`, run by the emulator under the project's own limits."""
     grid, threadgroup = options["grid"], options["threadgroup"]
     if math.prod(threadgroup) > PROJECT_THREADS:
         raise EmulatorError(

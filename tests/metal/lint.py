@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .toolchain import CompileError
-from .translation import declaration_end, split
+from .translation import closing, declaration_end, split
 
 
 class Problem(NamedTuple):
@@ -61,7 +60,6 @@ _TOKENS = {
     "a literal of type double": r"(?<![\w.])(?:\d+\.\d*|\.\d+|\d+(?=[eE][+-]?\d))(?:[eE][+-]?\d+)?(?![\w.])",
 }
 
-_FOREIGN = re.compile(r"[^\x00-\x7f]")
 _SIMDGROUP_CALL = re.compile(r"\b(?:simd|quad)_(?!any\b|all\b|ballot\b|vote\b)\w+\s*\(")
 _REFUSED_TYPE = r"(?:bool|u?long|u?int64_t|size_t|u?intptr_t|ptrdiff_t)"
 _TRUTH = re.compile(r"[<>!=]=|&&|\|\||(?<![<\w-])<(?![<\w])|(?<![>-])>(?!>)|!|\b(?:true|false)\b")
@@ -88,34 +86,22 @@ def without_comments(text: str) -> str:
 
 
 def problems(text: str, *, is_header: bool) -> list[Problem]:
-    """What is wrong with the text of a `.metal` file.
-
-    Args:
-        text: of the file.
-        is_header: functions and constants; else the body of a kernel.
-    """
+    """What is wrong with the text of a `.metal` file: a header's functions, or a kernel's body."""
     code = without_comments(text)
     found = [*_tokens(code), *_pointers(code), *_recursion(code), *_simdgroup_operands(code)]
     # Comments too: MLX hands the text over as a C string, whose encoding is the system's.
-    found += [
-        _problem("a character that isn't ASCII", text, m.start()) for m in _FOREIGN.finditer(text)
-    ]
+    foreign = re.finditer(r"[^\x00-\x7f]", text)
+    found += [_problem("a character that isn't ASCII", text, match.start()) for match in foreign]
     if is_header:
         found += [*_program_scope(code), *_threadgroup_in_functions(code)]
         if text and not text.endswith("\n"):
-            found.append(
-                Problem("a header that doesn't end its last line", code.count("\n") + 1, text[-40:])
-            )
+            found.append(_problem("a header that doesn't end its last line", code, len(code)))
     found += _static_variables(code, is_header)
     return sorted(set(found), key=lambda p: (p.line, p.rule))
 
 
-def _line(code: str, at: int) -> int:
-    return code.count("\n", 0, at) + 1
-
-
 def _problem(rule: str, code: str, at: int) -> Problem:
-    line = _line(code, at)
+    line = code.count("\n", 0, at) + 1
     return Problem(rule, line, code.splitlines()[line - 1].strip())
 
 
@@ -126,31 +112,19 @@ def _tokens(code: str) -> Iterator[Problem]:
 
 
 def _simdgroup_operands(code: str) -> Iterator[Problem]:
-    """Functions of a simdgroup take numbers of 8 to 32 bits; as far as a text shows what it hands them.
+    """Functions of a simdgroup take numbers of 8 to 32 bits; the emulator's compiler sees what no text shows.
 
-    `simd_any`, `simd_all` and `simd_ballot` take a bool. The emulator's compiler sees the rest.
+    `simd_any`, `simd_all` and `simd_ballot` take a bool.
     """
     names = re.findall(rf"\b{_REFUSED_TYPE}(?:\s*[&*]\s*|\s+)(\w+)\s*[=;,)\[({{]", code)
     refused = re.compile(
         rf"\s*(?:{_REFUSED_TYPE}\s*\(|(?:{'|'.join(names) or '$^'})\s*(?:\[[^\]]*\])?\s*$)"
     )
     for match in _SIMDGROUP_CALL.finditer(code):
-        operand = split(code[match.end() : _matching(code, match.end() - 1)])[0]
+        operand = split(code[match.end() : closing(code, match.end() - 1)])[0]
         chosen = operand.partition("?")[2] or operand
         if refused.match(operand) or _TRUTH.search(chosen):
             yield _problem("a 64-bit or bool operand of a simdgroup function", code, match.start())
-
-
-def _matching(code: str, at: int) -> int:
-    """Index of the bracket that closes the one at `at`."""
-    opening = code[at]
-    closing = {"(": ")", "{": "}", "[": "]"}[opening]
-    depth = 0
-    for i in range(at, len(code)):
-        depth += (code[i] == opening) - (code[i] == closing)
-        if depth == 0:
-            return i
-    raise CompileError(f"no `{closing}` for the `{opening}` of line {_line(code, at)}")
 
 
 class Function(NamedTuple):
@@ -165,14 +139,14 @@ def functions(code: str) -> list[Function]:
     for match in _FUNCTION.finditer(code):
         if match[1] in _NOT_FUNCTIONS:
             continue
-        close = _matching(code, match.end() - 1)
+        close = closing(code, match.end() - 1)
         after = re.match(
             r"\s*(?:const\s*)?(?:thread\s*|device\s*|constant\s*|threadgroup\s*)?(?::[^{;]*)?\{",
             code[close + 1 :],
         )
         if after:
             begin = close + after.end()
-            result.append(Function(match[1], (match.end(), close), (begin, _matching(code, begin))))
+            result.append(Function(match[1], (match.end(), close), (begin, closing(code, begin))))
     return result
 
 
@@ -213,7 +187,7 @@ def _outside_functions(code: str) -> str:
     """The code with the bodies of functions and of structs blanked."""
     result, end = "", 0
     while (begin := code.find("{", end)) >= 0:
-        result, close = result + code[end : begin + 1], _matching(code, begin)
+        result, close = result + code[end : begin + 1], closing(code, begin)
         result, end = result + re.sub(r"[^\n]", " ", code[begin + 1 : close]), close
     return result + code[end:]
 

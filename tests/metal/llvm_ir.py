@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .translation import split
+
 _DEFINE = re.compile(r"^define [^\n]*@(\w+)\([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _LABEL = re.compile(r'^("?[\w.$-]+"?):')
 _INSTRUCTION = re.compile(r"^  (?:(%[\w.$-]+) = )?(?:tail |musttail |notail )?(\w+)\s*(.*)$")
@@ -14,31 +16,15 @@ _WORDS = re.compile(
     r"\b(?:nsw|nuw|nneg|exact|disjoint|inbounds|nusw|samesign|volatile|fast|nnan|ninf|nsz|arcp|contract|afn|"
     r"reassoc|noundef|addrspace\(\d+\)|inrange\([^)]*\))(?![\w.])\s*"
 )
-_BYTES = {
-    "i1": 1,
-    "i8": 1,
-    "i16": 2,
-    "half": 2,
-    "bfloat": 2,
-    "i32": 4,
-    "float": 4,
-    "ptr": 8,
-    "i64": 8,
-    "double": 8,
-}
+_WIDTHS = {1: "i1 i8", 2: "i16 half bfloat", 4: "i32 float", 8: "i64 double ptr"}
+_BYTES = {name: size for size, names in _WIDTHS.items() for name in names.split()}
 
 
 class Instruction(NamedTuple):
-    """One instruction: `name = op type operands`.
+    """One instruction: `name = op type operands`; the type is of the result, or of what is stored or compared.
 
-    Args:
-        name: of the result, "" without one.
-        op: LLVM's name of the operation; of a call `call`.
-        type: of the result, or of what is stored or compared.
-        operands: names and constants.
-        detail: the predicate of a comparison, the name of what is called, the element type of an address,
-            "exact"
-            for a sum that can't wrap around (`or` of different bits, too).
+    `detail` is the predicate of a comparison, the name of what is called, the element type of an address, or
+    "exact" for a sum that can't wrap around (`or` of different bits, too).
     """
 
     name: str
@@ -50,14 +36,11 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Block:
-    """A basic block.
+    """A basic block: `phis` (values by the block that control comes from) and `code`, except its last
+    instruction.
 
-    Args:
-        phis: for each name, the value by the block that control comes from.
-        code: its other instructions, except the last.
-        condition: what the last one asks, "" when it doesn't.
-        successors: where it goes: when true, when false; none at a return; where no case fits, then the cases'.
-        cases: what the condition is compared with for each successor but the first; none for true and false.
+    That goes to `successors` by a `condition`: when it is true, when it is false; or where none of `cases`
+    fits, and then those of the cases.
     """
 
     phis: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -69,18 +52,10 @@ class Block:
 
 
 def split_arguments(text: str) -> list[str]:
-    """Parts at commas outside of brackets."""
-    parts, depth, begin = [], 0, 0
-    for i, c in enumerate(text):
-        depth += (c in "([{<") - (c in ")]}>")
-        if c == "," and depth == 0:
-            parts.append(text[begin:i].strip())
-            begin = i + 1
-    return [*parts, text[begin:].strip()] if text.strip() else parts
+    return [part.strip() for part in split(text)] if text.strip() else []
 
 
 def size_of(type_: str) -> int:
-    """Bytes of a type."""
     if array := re.fullmatch(r"[<\[](\d+) x (.*)[>\]]", type_):
         return int(array[1]) * size_of(array[2])
     return _BYTES[type_]
@@ -96,20 +71,15 @@ def parse(ir: str, function: str) -> dict[str, Block]:
     body = next(text for name, text in _DEFINE.findall(ir) if name == function)
     blocks: dict[str, Block] = {}
     label = "%entry"
-    for line in _joined(body):
+    # The cases of a `switch` are on several lines.
+    cases = re.compile(r"\[\n(.*?)\n\s*\]", re.DOTALL)
+    for line in cases.sub(lambda m: "[" + " ".join(m[1].split()) + "]", body).split("\n"):
         if found := _LABEL.match(line):
             label = f"%{found[1]}"
             blocks[label] = Block()
         elif found := _INSTRUCTION.match(line):
             _add(blocks.setdefault(label, Block()), found[1] or "", found[2], found[3])
     return blocks
-
-
-def _joined(body: str) -> list[str]:
-    """Lines, with the cases of a `switch` on one."""
-    return re.sub(
-        r"\[\n(.*?)\n\s*\]", lambda m: "[" + " ".join(m[1].split()) + "]", body, flags=re.DOTALL
-    ).split("\n")
 
 
 def _add(block: Block, name: str, op: str, rest: str) -> None:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,22 +35,36 @@ class EmulatorError(RuntimeError):
     """What a kernel did that it must not do, with the thread and, where known, the line."""
 
 
-class Program:
-    """A compiled kernel, ready to launch on buffers.
+class Unit(NamedTuple):
+    """A text with a kernel function, as a translation unit for clang.
 
     Args:
-        name: for messages.
-        text: the translation unit, with a kernel function in it.
-        instance: the kernel to run, with its template arguments.
+        text: the text.
+        instance: the kernel in it, with its template arguments.
         parameters: the text between the parentheses of its declaration.
-        options: see `toolchain.compile_library`.
+        buffers: names of its buffers in order.
+        include: folders of the headers that it includes.
     """
 
-    def __init__(self, name: str, text: str, instance: str, parameters: str, **options):
+    text: str
+    instance: str
+    parameters: str
+    buffers: tuple[str, ...] = ()
+    include: tuple[Path, ...] = ()
+
+    @property
+    def whole(self) -> str:
+        """The text and the function that calls the kernel."""
+        return f'{self.text}\n#line 1 "emulator"\n{entry(self.instance, self.parameters)}'
+
+
+class Program:
+    """A compiled kernel, ready to launch on buffers; for `options` see `toolchain.compile_library`."""
+
+    def __init__(self, name: str, unit: Unit, **options):
         self.name = name
-        unit = f'{text}\n#line 1 "emulator"\n{entry(instance, parameters)}'
         try:
-            self.library = toolchain.compile_library(unit, **options)
+            self.library = toolchain.compile_library(unit.whole, include=unit.include, **options)
         except CompileError as error:
             raise CompileError(f"kernel `{name}` doesn't compile:\n{error}") from None
         toolchain.runtime()
@@ -62,29 +77,19 @@ class Program:
 
 class _Buffer(ctypes.Structure):
     _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("data", ctypes.c_void_p),
-        ("size", ctypes.c_ulong),
-        ("is_output", ctypes.c_int),
-        ("written", ctypes.c_void_p),
+        *(("name", ctypes.c_char_p), ("data", ctypes.c_void_p), ("size", ctypes.c_ulong)),
+        *(("is_output", ctypes.c_int), ("written", ctypes.c_void_p)),
     )
 
 
 class _Launch(ctypes.Structure):
     _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("entry", ctypes.c_void_p),
-        ("buffers", ctypes.POINTER(_Buffer)),
-        ("n_buffers", ctypes.c_uint),
-        ("grid", ctypes.c_uint * 3),
-        ("threadgroup", ctypes.c_uint * 3),
-        ("seed", ctypes.c_ulong),
-        ("schedule", ctypes.c_int),
-        ("seconds", ctypes.c_uint),
-        ("threadgroup_bytes", ctypes.c_uint),
-        ("code_begin", ctypes.c_ulong),
-        ("code_end", ctypes.c_ulong),
-        ("lets_equals_race", ctypes.c_int),
+        *(("name", ctypes.c_char_p), ("entry", ctypes.c_void_p)),
+        *(("buffers", ctypes.POINTER(_Buffer)), ("n_buffers", ctypes.c_uint)),
+        *(("grid", ctypes.c_uint * 3), ("threadgroup", ctypes.c_uint * 3)),
+        *(("seed", ctypes.c_ulong), ("schedule", ctypes.c_int), ("seconds", ctypes.c_uint)),
+        *(("threadgroup_bytes", ctypes.c_uint), ("code_begin", ctypes.c_ulong)),
+        *(("code_end", ctypes.c_ulong), ("lets_equals_race", ctypes.c_int)),
     )
 
 
@@ -93,7 +98,7 @@ _launches: collections.Counter[str] = collections.Counter()
 
 
 def _seed() -> int:
-    """Of this launch: within a test run drawn from its seed, the test and the launch's number in it."""
+    """A launch's seed: in a test run, drawn from the run's seed, the test, and the launch's number in it."""
     run = os.environ.get("AFM_TEST_SEED")
     if not run:
         return random.getrandbits(48)
@@ -119,9 +124,6 @@ def run(
             explain, since one of the two runs flushes them.
         lets_equals_race: let threads write what another one wrote, with no barrier in between, if they write
             the same value. It is undefined in Metal, too, but kernels of others live by it.
-
-    Raises:
-        EmulatorError: at the first thing that a kernel must not do, or when two schedules disagree.
     """
     seed = _seed() if seed is None else seed
 
@@ -148,27 +150,20 @@ def run(
     return [data for data, _ in runs[0]]
 
 
-_TINY = 2.0**-100
-
-
 def _alike(a: np.ndarray, b: np.ndarray, kind: str | None) -> np.ndarray:
-    """Which bytes of two outputs are of numbers that denormals explain.
-
-    They are next to nothing in both, or neighbours: a sum halfway between two floats goes to the side that a
-    denormal is on.
-    """
+    """Which bytes of two outputs are of numbers that denormals explain: next to nothing, or neighbours."""
     if kind == "float32":
         numbers = [x.view(np.float32) for x in (a, b)]
     elif kind == "bfloat16":
         numbers = [(x.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for x in (a, b)]
     else:
         return np.zeros(a.shape, bool)
-    tiny = [np.abs(x) < _TINY for x in numbers]
+    tiny = [np.abs(x) < 2.0**-100 for x in numbers]
     with np.errstate(invalid="ignore"):  # infinities and NaN are alike in nothing but their bytes
         ulp = np.spacing(np.abs(numbers[0])) * (1 if kind == "float32" else 1 << 16)
+        # A sum halfway between two floats goes to the side that a denormal is on.
         near = np.abs(numbers[0] - numbers[1]) <= ulp
-    alike = (tiny[0] & tiny[1]) | near
-    return np.repeat(alike, a.size // max(1, numbers[0].size))
+    return np.repeat((tiny[0] & tiny[1]) | near, a.size // max(1, numbers[0].size))
 
 
 def _run_twice(
@@ -198,19 +193,9 @@ def _run_twice(
             else:
                 slot.size, slot.data = len(data), ctypes.cast(data, ctypes.c_void_p)
         launches[schedule] = _Launch(
-            name=program.name.encode(),
-            entry=program.entry,
-            buffers=table,
-            n_buffers=len(buffers),
-            grid=tuple(grid),
-            threadgroup=tuple(threadgroup),
-            seed=seed,
-            schedule=schedule,
-            seconds=SECONDS,
-            threadgroup_bytes=THREADGROUP_BYTES,
-            code_begin=program.code[0],
-            code_end=program.code[1],
-            lets_equals_race=lets_equals_race,
+            *(program.name.encode(), program.entry, table, len(buffers)),
+            *(tuple(grid), tuple(threadgroup), seed, schedule, SECONDS, THREADGROUP_BYTES),
+            *(*program.code, lets_equals_race),
         )
         runs.append(results)
     failed = toolchain.runtime().emulator_run(

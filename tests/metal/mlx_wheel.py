@@ -11,15 +11,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from . import toolchain, translation
-from .machine import Program
-from .translation import translate
+from .machine import Program, Unit
+from .translation import closing, translate
 
 KERNELS = "mlx/backend/metal/kernels"
 # Headers that the shim has its own version of; see their comments.
@@ -35,11 +33,7 @@ class Unavailable(RuntimeError):
 
 @functools.cache
 def headers(version: str = mx.__version__) -> Path:
-    """Folder with MLX's kernel headers, translated for clang; downloaded once.
-
-    Raises:
-        Unavailable: when the wheel can't be downloaded.
-    """
+    """Folder with MLX's kernel headers, translated for clang; downloaded once, or raises `Unavailable`."""
     wheel = _wheel(version)
     digest = hashlib.sha256(Path(translation.__file__).read_bytes() + Path(__file__).read_bytes())
     include = wheel.parent / f"include-{digest.hexdigest()[:16]}"
@@ -79,41 +73,19 @@ def _unpack(wheel: Path, include: Path) -> None:
             _, found, path = name.partition(f"mlx/include/{KERNELS}/")
             if not found or not path.endswith(".h") or path in REPLACED:
                 continue
+            # Loggers have no address space, since C++ has constructors for none.
+            text = archive.read(name).decode()
+            text = text.replace("constant mlx::os_log", "static const mlx::os_log")
+            # Function constants, set when a pipeline is made, become macros.
+            text = _FUNCTION_CONSTANT.sub(r"constant \1 \2 = \1(FUNCTION_CONSTANT_\3);", text)
             target = include / KERNELS / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(_translate(archive.read(name).decode()), encoding="utf-8")
-
-
-def _translate(text: str) -> str:
-    """As every text of the emulator, and what only MLX has.
-
-    Function constants, set when a pipeline is made, become macros. Loggers have no address space, since C++
-    has constructors for none.
-    """
-    text = text.replace("constant mlx::os_log", "static const mlx::os_log")
-    return translate(_FUNCTION_CONSTANT.sub(r"constant \1 \2 = \1(FUNCTION_CONSTANT_\3);", text))
-
-
-class Source(NamedTuple):
-    """A kernel of MLX as a translation unit for clang.
-
-    Args:
-        text: the unit.
-        instance: the kernel in it, with its template arguments.
-        parameters: the text between the parentheses of its declaration.
-        include: folders of the headers that it includes.
-    """
-
-    text: str
-    instance: str
-    parameters: str
-    include: tuple[Path, ...]
+            target.write_text(translate(text), encoding="utf-8")
 
 
 def program(header: str, function: str, template: str, **options) -> Program:
     """A kernel of MLX, instantiated and compiled; see `source`."""
-    found = source(header, function, template, **options)
-    return Program(function, *found[:3], include=found.include, strict=False)
+    return Program(function, source(header, function, template, **options), strict=False)
 
 
 def source(
@@ -121,23 +93,20 @@ def source(
     function: str,
     template: str,
     *,
-    constants: Mapping[int, str] | None = None,
     before: tuple[str, ...] = ("utils.h",),
     without_barriers: bool = False,
-) -> Source:
-    """A kernel of MLX, instantiated.
+) -> Unit:
+    """A kernel of MLX, instantiated; all its function constants are 0.
 
     Args:
         header: its file, below MLX's folder of kernels.
         function: its name.
         template: its template arguments, as text.
-        constants: values of its function constants by index; 0 for others.
         before: headers that MLX puts in front of it.
         without_barriers: break it, to see that this is noticed.
     """
     include = headers()
-    values = {**dict.fromkeys(range(MAX_FUNCTION_CONSTANTS), "0"), **(constants or {})}
-    text = "".join(f"#define FUNCTION_CONSTANT_{i} {v}\n" for i, v in values.items())
+    text = "".join(f"#define FUNCTION_CONSTANT_{i} 0\n" for i in range(MAX_FUNCTION_CONSTANTS))
     if without_barriers:
         text += "#include <metal_stdlib>\n#define threadgroup_barrier(flags)\n"
     text += "".join(f'#include "{KERNELS}/{name}"\n' for name in (*before, header))
@@ -145,8 +114,5 @@ def source(
     found = re.search(rf"\[\[kernel[^\]]*\]\]\s*void\s+{function}\s*\(", kernels)
     if found is None:
         raise ValueError(f"no kernel `{function}` in {header}")
-    depth, end = 1, found.end()
-    while depth:
-        depth += {"(": 1, ")": -1}.get(kernels[end], 0)
-        end += 1
-    return Source(text, f"{function}<{template}>", kernels[found.end() : end - 1], (include,))
+    parameters = kernels[found.end() : closing(kernels, found.end() - 1)]
+    return Unit(text, f"{function}<{template}>", parameters, include=(include,))

@@ -27,46 +27,16 @@ _CLASSES = {
 # Of functions, by a part of their name; the first that fits.
 _FUNCTIONS = {
     "simdgroup_multiply_accumulate": "matrix",
-    "fmuladd": "float",
-    "llvm.fma": "float",
-    "minnum": "float",
-    "maxnum": "float",
-    "minimum": "float",
-    "maximum": "float",
-    "llvm.umin": "integer",
-    "llvm.umax": "integer",
-    "llvm.smin": "integer",
-    "llvm.smax": "integer",
-    "llvm.abs": "integer",
-    "llvm.fabs": "",
-    "copysign": "bit",
-    "llvm.usub": "integer",
-    "llvm.uadd": "integer",
-    "llvm.fsh": "shift",
-    "llvm.ct": "shift",
-    "llvm.bitreverse": "shift",
-    "llvm.bswap": "shift",
-    "llvm.is.fpclass": "integer",
-    "divide": "reciprocal",
-    "fmod": "divide",
-    "sqrt": "root",
-    "exp": "exponent",
-    "log": "exponent",
-    "pow": "power",
-    "sin": "sine",
-    "cos": "sine",
-    "tan": "sine",
-    "erf": "sine",
-    "floor": "convert",
-    "ceil": "convert",
-    "rint": "convert",
-    "round": "convert",
-    "trunc": "convert",
-    "llvm.assume": "",
-    "llvm.experimental.noalias": "",
-    "emulator_lane": "",
-    "emulator_threadgroup_variable": "",
-    "emulator_barrier": "barrier",
+    **dict.fromkeys("fmuladd llvm.fma minnum maxnum minimum maximum".split(), "float"),
+    **dict.fromkeys("llvm.umin llvm.umax llvm.smin llvm.smax llvm.abs".split(), "integer"),
+    **{"llvm.fabs": "", "copysign": "bit", "llvm.usub": "integer", "llvm.uadd": "integer"},
+    **dict.fromkeys("llvm.fsh llvm.ct llvm.bitreverse llvm.bswap".split(), "shift"),
+    **{"llvm.is.fpclass": "integer", "divide": "reciprocal", "fmod": "divide", "sqrt": "root"},
+    **{"exp": "exponent", "log": "exponent", "pow": "power"},
+    **dict.fromkeys("sin cos tan erf".split(), "sine"),
+    **dict.fromkeys("floor ceil rint round trunc".split(), "convert"),
+    **dict.fromkeys("llvm.assume llvm.experimental.noalias emulator_lane".split(), ""),
+    **{"emulator_threadgroup_variable": "", "emulator_barrier": "barrier"},
 }
 # Bytes that one instruction loads or stores at most, and numbers.
 _VECTOR_BYTES, _VECTOR = 16, 4
@@ -74,9 +44,8 @@ _VECTOR_BYTES, _VECTOR = 16, 4
 
 def _class(code: Instruction, fused: set[str], strings: Mapping[str, str]) -> tuple[str, int]:
     """The class of an instruction ("" for none), and how many of it there are."""
-    lanes = 1
-    if found := re.match(r"<(\d+) x", code.type):
-        lanes = int(found[1])
+    found = re.match(r"<(\d+) x", code.type)
+    lanes = int(found[1]) if found else 1
     wide = 2 if "i64" in code.type else 1
     if code.op == "call":
         return _function(code, strings), lanes

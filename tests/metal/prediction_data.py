@@ -38,7 +38,6 @@ class _Counted:
         self._known: dict[tuple, int] = {}
 
     def add(self, launch: Launch) -> int:
-        """Its number in the data."""
         frozen = launch._replace(operations=tuple(launch.operations.items()))
         return self.launches.setdefault(frozen, len(self.launches))
 
@@ -54,7 +53,6 @@ class _Counted:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `prediction.json` holds."""
     counted = _Counted()
     presets = {name: _preset(name, counted) for name in PRESETS}
     kernels = [[*launch[:3], dict(launch.operations), *launch[4:]] for launch in counted.launches]
@@ -131,12 +129,10 @@ def chips_table() -> str:
     for name, chip in CHIPS.items():
         short, long = (predict("afm-3b", context, chip) for context in CONTEXTS)
         rates = f"{short.tokens_per_second:.0f} | {long.tokens_per_second:.0f}"
-        models = (
-            f for f in published.FIGURES if f.chip == name and isinstance(f.runs, published.Model)
-        )
         there = "; ".join(
-            f"{f.what.split(', ')[0]}, {f.what.split(', ')[1]}: {f.measured:.4g} ({f.predicted():.4g})"
-            for f in models
+            f"{', '.join(f.what.split(', ')[:2])}: {f.measured:.4g} ({f.predicted():.4g})"
+            for f in published.FIGURES
+            if f.chip == name and isinstance(f.runs, published.Model)
         )
         lines.append(
             f"| {chip.label} | {rates} | {short.share:.0%} | {short.over_mlx:.2f}x | {there} |"
@@ -145,7 +141,6 @@ def chips_table() -> str:
 
 
 def with_tables(page: str) -> str:
-    """A page with both tables between their marks."""
     for mark, table in ("published", published.table()), ("chips", chips_table()):
         begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
         before, _, rest = page.partition(begin)

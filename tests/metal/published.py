@@ -20,7 +20,7 @@ from bench import predict as prediction
 from bench.predict import CHIPS, Chip, Launch, Seconds
 
 from . import mlx_wheel
-from .cost import Argument, count, unit_of
+from .cost import Argument, count
 
 QUANTIZED = ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h")
 SIZES = {"half": 2, "bfloat16_t": 2, "float": 4}
@@ -30,9 +30,8 @@ GITHUB = "https://github.com"
 @functools.cache
 def qmv(kind: str, bits: int, group: int, n: int, k: int) -> Launch:
     """MLX's `affine_qmv_fast` for one vector: a matrix (n, k) of codes, activations and scales of a type."""
-    source = mlx_wheel.source(
-        "quantized.h", "affine_qmv_fast", f"{kind}, {group}, {bits}, false", before=QUANTIZED
-    )
+    template = f"{kind}, {group}, {bits}, false"
+    unit = mlx_wheel.source("quantized.h", "affine_qmv_fast", template, before=QUANTIZED)
     size = SIZES[kind]
     sizes = [Argument(name, 4, np.array(value, np.int32)) for name, value in (("K", k), ("N", n))]
     arguments = [
@@ -42,9 +41,7 @@ def qmv(kind: str, bits: int, group: int, n: int, k: int) -> Launch:
         *sizes,
         *(Argument(name, 8, np.zeros(1, np.int64)) for name in "abcdefgh"),
     ]
-    unit = unit_of(source.text, source.instance, source.parameters)
-    grid, threadgroup = (32, 2 * (-(-n // 8)), 1), (32, 2, 1)
-    return count("affine_qmv_fast", unit, arguments, grid, threadgroup, include=source.include)
+    return count("affine_qmv_fast", unit, arguments, (32, 2 * (-(-n // 8)), 1), (32, 2, 1))
 
 
 class Products(NamedTuple):
@@ -62,13 +59,9 @@ class Products(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model of mlx-lm.
+    """A model of mlx-lm: its layers, (N, K) of its head, the format of its weights.
 
-    Args:
-        parts: its layers.
-        head: (N, K) of the last product.
-        kind, bits, group: format of the weights.
-        token_bytes: read besides, keys and values for instance.
+    `token_bytes` are read besides, such as keys and values.
     """
 
     parts: tuple[Products, ...]
@@ -79,8 +72,6 @@ class Model(NamedTuple):
     token_bytes: float = 0
 
     def seconds(self, chip: Chip) -> Seconds:
-        """Of a token."""
-
         def launches(shapes: Sequence[tuple[int, int]]) -> list[Launch]:
             return [qmv(self.kind, self.bits, self.group, n, k) for n, k in shapes]
 
@@ -129,14 +120,11 @@ BONSAI_27B = Model(
 
 
 class Figure(NamedTuple):
-    """A published figure.
+    """A published figure: milliseconds of a matrix, or tokens per second of a model.
 
     Args:
-        what: model or matrix.
         chip: its name in `CHIPS`.
-        measured: milliseconds of a matrix, tokens per second of a model.
         runs: a `Model`, or the arguments of `qmv`.
-        source: where it was published.
         fitted: whether a number of the cost model was chosen to meet it.
         note: what the source leaves open.
     """
@@ -184,17 +172,15 @@ def _figures() -> Iterator[Figure]:
     for n, k, ms in (4096, 4096, 0.093), (14336, 4096, 0.415), (4096, 14336, 0.246):
         what, shape = f"{n} x {k}, 4 bits, groups of 64", ("half", 4, 64, n, k)
         yield Figure(what, "m5", ms, shape, f"{_MLX}/pull/3753")
-    bonsai = (
-        ("m1-pro", 14.97, 159),
-        ("m4", 12.65, 150),
-        ("m4-pro", 24.82, 133),
-        ("m5-pro", 29.53, 100),
-    )
-    for chip, tps, pull in bonsai:
-        note = cores if chip == "m5-pro" else ""
-        yield Figure(
-            "Ternary-Bonsai-27B, 2 bits", chip, tps, BONSAI_27B, f"{_DEMO}/{pull}", note=note
-        )
+    measured = {
+        "m1-pro": (14.97, 159),
+        "m4": (12.65, 150),
+        "m4-pro": (24.82, 133),
+        "m5-pro": (29.53, 100),
+    }
+    for chip, (tps, pull) in measured.items():
+        what, note = "Ternary-Bonsai-27B, 2 bits", cores if chip == "m5-pro" else ""
+        yield Figure(what, chip, tps, BONSAI_27B, f"{_DEMO}/{pull}", note=note)
     card = "https://huggingface.co/prism-ml/Ternary-Bonsai-8B-mlx-2bit"
     yield Figure("Ternary-Bonsai-8B, 2 bits", "m4-pro", 82, _BONSAI_8B, card)
     benchmarks = f"{_MLX_LM}/blob/main/mlx_lm/BENCHMARKS.md"
@@ -203,9 +189,8 @@ def _figures() -> Iterator[Figure]:
         yield Figure(what, "m4-max", tps, qwen3_4b(bits, group), benchmarks)
     what = "Qwen3-4B, 4 bits, groups of 64, 2,048 tokens"
     yield Figure(what, "m3-pro", 44.62, qwen3_4b(4, 64), f"{_MLX_LM}/pull/1569", note=cores)
-    yield Figure(
-        "Qwen2.5-7B, 4 bits", "m2-max", 71.39, _QWEN_7B, f"{_MLX_LM}/issues/193", note=cores
-    )
+    what, source = "Qwen2.5-7B, 4 bits", f"{_MLX_LM}/issues/193"
+    yield Figure(what, "m2-max", 71.39, _QWEN_7B, source, note=cores)
     source = f"{GITHUB}/AlexsJones/llmfit/pull/1031"
     yield Figure("Llama-3.1-8B, 4 bits", "m2-pro", 36.2, _LLAMA_8B, source, note=cores)
     source = f"{GITHUB}/waybarrios/vllm-mlx/issues/531"
@@ -233,23 +218,16 @@ def table() -> str:
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for figure in FIGURES:
-        source = (
-            figure.source.removeprefix(f"{GITHUB}/").removeprefix("https://").split("/blob/")[0]
-        )
-        link = f"[{source}]({figure.source})" + (f"; {figure.note}" if figure.note else "")
+        source = figure.source.removeprefix(f"{GITHUB}/").removeprefix("https://")
+        link = f"[{source.split('/blob/')[0]}]({figure.source})"
+        link += f"; {figure.note}" if figure.note else ""
         off = f"{figure.off():+.0%}" + (", fitted" if figure.fitted else "")
-        measured, predicted = (f"{x:.4g}" for x in (figure.measured, figure.predicted()))
         with mock.patch.object(prediction, "lane_cycles", return_value=0.0):
             alone = f"{figure.off():+.0%}"
-        cells = (
-            figure.what,
-            CHIPS[figure.chip].label,
-            f"{measured} {figure.unit}",
-            predicted,
-            off,
-            alone,
+        measured = f"{figure.measured:.4g} {figure.unit} | {figure.predicted():.4g}"
+        lines.append(
+            f"| {figure.what} | {CHIPS[figure.chip].label} | {measured} | {off} | {alone} | {link} |"
         )
-        lines.append(f"| {' | '.join(cells)} | {link} |")
     return "\n".join(lines)
 
 

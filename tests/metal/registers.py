@@ -36,10 +36,9 @@ def _registers_of(type_: str) -> float:
 
 
 def registers(blocks: Mapping[str, Block]) -> float:
-    """Most 32-bit registers that are live at once in a loop, or anywhere where there is none.
+    """Most 32-bit registers that are live at once in a loop, or anywhere where there is none: an estimate.
 
-    What follows from sizes alone is not counted: Apple's GPUs compute it once for all threads, into registers
-    of its own. An estimate: Apple's compiler has another order.
+    What follows from sizes alone is not counted: Apple's GPUs compute it once for all threads.
     """
     blocks, uniform = _with_offsets_in_accesses(blocks), uniform_names(blocks)
     live_out = _live_out(blocks)
@@ -51,10 +50,7 @@ def registers(blocks: Mapping[str, Block]) -> float:
 
 
 def _with_offsets_in_accesses(blocks: Mapping[str, Block]) -> dict[str, Block]:
-    """The blocks without addresses that are another one and a constant: that is part of the access.
-
-    LLVM's optimizer computes them ahead of a loop, and its code generator moves them back.
-    """
+    """The blocks without addresses that are another one and a constant, which is part of the access."""
     bases = {
         code.name: code.operands[0]
         for block in blocks.values()
@@ -82,7 +78,6 @@ def _with_offsets_in_accesses(blocks: Mapping[str, Block]) -> dict[str, Block]:
 
 
 def _live_out(blocks: Mapping[str, Block]) -> dict[str, set[str]]:
-    """Names that are needed behind each block."""
     used, made = {}, {}
     for label, block in blocks.items():
         live = {block.condition} - {""}
@@ -108,7 +103,6 @@ def _live_out(blocks: Mapping[str, Block]) -> dict[str, set[str]]:
 
 
 def _reaches(blocks: Mapping[str, Block], label: str) -> bool:
-    """True if a block is in a loop."""
     seen, todo = set(), list(blocks[label].successors)
     while todo:
         at = todo.pop()

@@ -8,10 +8,10 @@ from afm_mlx.kernels import PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import matmul, products
 from bench.predict import Launch
 from tests.metal import llvm_ir, mlx_wheel, published, toolchain
-from tests.metal.cost import REGISTERS, Argument, check, check_launch, count, unit_of
+from tests.metal.cost import REGISTERS, Argument, CostError, check, check_launch, count
 from tests.metal.launches import record
+from tests.metal.machine import Unit
 from tests.metal.operations import operations
-from tests.metal.register_machine import CostError
 from tests.tools.cases import each
 
 _reason = toolchain.why_unavailable()
@@ -32,7 +32,7 @@ def cost(body: str, n: int = 4, threads: int = 64, **options) -> Launch:
         Argument("n", 4, np.array(n, np.int32)),
         Argument("places", 4096),
     ]
-    unit = unit_of(text, "small", SIGNATURE)
+    unit = Unit(text, "small", SIGNATURE)
     return count("small", unit, arguments, (threads, 1, 1), (32, 1, 1), **options)
 
 

@@ -83,7 +83,6 @@ def write(folder: Path, recorded: Iterable[Recorded]) -> list[Path]:
 
 
 def compiled(file: Path, compiler: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run the compiler over a file; what it says, and its status."""
     spec = importlib.util.find_spec("mlx.core")
     assert spec is not None
     assert spec.origin is not None

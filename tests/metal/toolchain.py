@@ -146,23 +146,11 @@ def _without_address_spaces(ir: str) -> str:
     return re.sub(r"^declare .*\n", "", ir, flags=re.MULTILINE) + "".join(declared)
 
 
-def _refuse(messages: str) -> None:
-    refused = [line for line in messages.splitlines() if REFUSED.search(line)]
-    if refused:
-        raise CompileError(
-            "conversions that Metal doesn't make implicitly (to bfloat), or has no type for (double):\n"
-            + "\n".join(refused)
-        )
-
-
 def _refuse_bfloat_arithmetic(ir: str) -> None:
     operations = re.findall(r"= f(?:add|sub|mul|div|neg)\b[^\n]*\bbfloat\b[^\n]*!dbg !(\d+)", ir)
     if operations:
-        lines = {
-            int(n): line
-            for n, line in re.findall(r"^!(\d+) = !DILocation\(line: (\d+)", ir, re.MULTILINE)
-        }
-        where = sorted({lines.get(int(n), "?") for n in operations})
+        lines = dict(re.findall(r"^!(\d+) = !DILocation\(line: (\d+)", ir, re.MULTILINE))
+        where = sorted({lines.get(number, "?") for number in operations})
         raise CompileError(
             f"arithmetic on bfloat, which older GPUs lack, in lines {', '.join(where)}: convert to float first"
         )
@@ -182,9 +170,6 @@ def compile_library(
         include: folders of further headers.
         strict: refuse implicit conversions to bfloat and double, and require C++14 as well as C++17.
         bfloat_arithmetic: whether it is allowed.
-
-    Raises:
-        CompileError: with clang's messages.
     """
     what = f"{_salt()}{include}{strict}{bfloat_arithmetic}{text}"
     with _cached(f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.so") as (library, out):
@@ -200,8 +185,11 @@ def compile_library(
             *("-disable-llvm-passes", "-emit-llvm", "-debug-info-kind=line-tables-only"),
             *("-dwarf-version=4", "-o", str(ir), *paths, str(source)),
         )
-        if strict:
-            _refuse(messages)
+        if strict and (refused := [m for m in messages.splitlines() if REFUSED.search(m)]):
+            raise CompileError(
+                "conversions that Metal doesn't make implicitly (to bfloat), or has no type for (double):\n"
+                + "\n".join(refused)
+            )
         intermediate = ir.read_text(encoding="utf-8")
         if not bfloat_arithmetic:
             _refuse_bfloat_arithmetic(intermediate)
@@ -212,11 +200,7 @@ def compile_library(
 
 
 def check(text: str, *, include: tuple[Path, ...] = ()) -> None:
-    """Compile a Metal text without making anything of it.
-
-    Raises:
-        CompileError: with clang's messages.
-    """
+    """Compile a Metal text without making anything of it; raises `CompileError` with clang's messages."""
     with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
         source = Path(name) / "kernel.cpp"
         source.write_text(text, encoding="utf-8")
@@ -232,10 +216,8 @@ def runtime() -> ctypes.CDLL:
     """The machine that kernels run on, loaded so that their libraries find it."""
     with _cached(f"runtime-{_salt()[:32]}.so") as (library, out):
         if out:
-            obj, flags = (
-                out.with_name("runtime.o"),
-                ("-fPIC", "-fno-exceptions", "-fno-rtti", "-g0"),
-            )
+            obj = out.with_name("runtime.o")
+            flags = ("-fPIC", "-fno-exceptions", "-fno-rtti", "-g0")
             source = ("-fno-sanitize=all", "-c", str(FOLDER / "runtime.cpp"), "-o", str(obj))
             _run(zig(), "c++", "-std=c++17", "-O2", *flags, *source)
             _link(obj, out)

@@ -23,6 +23,18 @@ def split(text: str, separator: str = ",") -> list[str]:
     return [*parts, text[begin:]]
 
 
+def closing(text: str, at: int) -> int:
+    """Index of the bracket that closes the one at `at`; other kinds are not counted."""
+    opening, depth = text[at], 0
+    other = {"(": ")", "{": "}", "[": "]"}[opening]
+    for i in range(at, len(text)):
+        depth += (text[i] == opening) - (text[i] == other)
+        if depth == 0:
+            return i
+    line = text.count("\n", 0, at) + 1
+    raise CompileError(f"no `{other}` for the `{opening}` of line {line}")
+
+
 def declaration_end(text: str, begin: int) -> int | None:
     """Where a declaration of variables ends, or None for a pointer, a parameter or an expression."""
     depth = 0

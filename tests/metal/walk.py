@@ -26,18 +26,10 @@ Memory = Callable[[Pointer, str], Any]
 """A value of a type in memory; None if it is unknown."""
 
 _UNSIGNED: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "shl": operator.lshift,
-    "lshr": operator.rshift,
-    "udiv": operator.floordiv,
-    "urem": operator.mod,
-    "@llvm.umin": min,
-    "@llvm.umax": max,
+    **{"add": operator.add, "sub": operator.sub, "mul": operator.mul},
+    **{"and": operator.and_, "or": operator.or_, "xor": operator.xor},
+    **{"shl": operator.lshift, "lshr": operator.rshift},
+    **{"udiv": operator.floordiv, "urem": operator.mod, "@llvm.umin": min, "@llvm.umax": max},
 }
 _SIGNED: dict[str, Callable[[int, int], int]] = {
     "sdiv": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
@@ -63,8 +55,6 @@ class Walk:
     """One lane's way through a function.
 
     Args:
-        blocks: of the function.
-        arguments: values of its parameters by name.
         memory: what is known of memory.
         calls: results of functions that are no intrinsics of LLVM, by a part of their name.
 

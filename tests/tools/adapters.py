@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import threading
-import time
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +11,7 @@ from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.adapters.lora import lora_tensors
 from afm_mlx.adapters.resident import OpenAdapter
 from afm_mlx.adapters.target_modules import target_shapes
+from tests.tools.cases import until
 
 SIZES = {
     "vocab_size": 64,
@@ -108,20 +108,8 @@ def gated_reads(monkeypatch):
     opened.set()
 
 
-def until(condition):
-    """Wait for another thread."""
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def memory_falls_to(nbytes):
-    """Wait until MLX's arrays take no more than that.
-
-    Garbage, and other threads' frames, release theirs a moment later; garbage of earlier tests may, too, and
-    then it is less.
-    """
+    """Wait until MLX's arrays take no more than that: garbage, and other threads' frames, go a moment later."""
 
     def reached():
         gc.collect()

@@ -18,7 +18,6 @@ MAC_CHROME = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 
 
 def _executable(own: str) -> str | None:
-    """A browser's path; `own` is where Playwright's would be."""
     found = next(filter(None, map(shutil.which, COMMANDS)), None)
     return found or next((str(path) for path in (MAC_CHROME, Path(own)) if path.exists()), None)
 

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import os
 import reprlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,8 +39,15 @@ def _pairs(row: list[int]) -> set[tuple]:
 
 
 def draw(rng: np.random.Generator, shape: Any, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """Normally distributed numbers."""
     return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def until(holds: Callable[[], Any], seconds: float = 60) -> None:
+    """Wait for another thread; the machine may have much else to do."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it has not come true"
+        time.sleep(0.005)
 
 
 def each(names: str | Sequence[str], rows: Sequence[Any]) -> Callable[[Callable], Callable]:

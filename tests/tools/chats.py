@@ -1,10 +1,9 @@
 """Chats as records of training data, and what is read of them."""
 
-import json
-
 import numpy as np
 
 from afm_mlx.training.data.samples import load_split
+from tests.tools.cli import lines as write
 from tests.tools.tokenizers import plain_text
 
 USER = {"role": "user", "content": "Who?"}
@@ -17,11 +16,6 @@ CALL = {
 }
 TOOL = {"type": "function", "function": {"name": "look", "description": "é <b>", "parameters": {}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "A", "schema": {"type": "object"}}}
-
-
-def write(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def load_one(tmp_path, tokenizer, record, max_seq_length=2000, **options):

@@ -25,11 +25,7 @@ def exact(array: Any) -> np.ndarray:
 
 
 def error(got: Any, wanted: Any, least: float = 0.0) -> float:
-    """The largest difference, as a share of the largest magnitude wanted; NaN where either has one.
-
-    Args:
-        least: what the largest magnitude counts for at least.
-    """
+    """The largest difference, as a share of the largest magnitude wanted, at least `least`; or NaN."""
     got, wanted = exact(got), exact(wanted)
     assert got.shape == wanted.shape, f"shape {got.shape} instead of {wanted.shape}"
     if not wanted.size:
@@ -59,11 +55,7 @@ def assert_within(got: Any, wanted: Any, allowed: Any, what: Any = "array") -> N
 def assert_close(
     got: Any, wanted: Any, bound: float = 1e-3, what: Any = "array", least: float = 0.0
 ) -> None:
-    """Raise unless no element differs by more than `bound` times the largest magnitude wanted.
-
-    Args:
-        least: what the largest magnitude counts for at least, where it may be next to nothing.
-    """
+    """Raise unless no element differs by more than `bound` times the largest magnitude wanted, or `least`."""
     size = max(float(np.abs(exact(wanted)).max(initial=0)), least)
     assert_within(got, wanted, bound * size, what)
 
@@ -108,16 +100,11 @@ def assert_parity(
     bound: float = 1e-4,
     ties: float | None = None,
 ) -> None:
-    """Raise unless two models give the same logits on several prompts.
+    """Raise unless two models give the same logits on several prompts: every error is within `bound`.
 
-    Args:
-        ours: from tokens to logits.
-        theirs: from tokens to logits.
-        prompts: tokens.
-        bound: of every prompt's error; with ties, of the least.
-        ties: bound of the median error where keys and values are int8; None where they are floats. A number on
-            the boundary between two codes may fall to either side, which moves the logits of its prompt, rarely
-            by much; a wrong weight moves the logits of every prompt.
+    Where keys and values are int8, `ties` bounds the median error, and `bound` the least one. A number on the
+    boundary between two codes may fall to either side, which moves the logits of its prompt, rarely by much; a
+    wrong weight moves the logits of every prompt.
     """
     errors = [error(ours(tokens), theirs(tokens)) for tokens in prompts]
     listed = ", ".join(f"{e:.2g}" for e in errors)

@@ -21,8 +21,6 @@ CONTEXT = 64
 
 
 class Made(NamedTuple):
-    """A model folder and its package."""
-
     folder: Path
     package: Path
     config: ModelConfig
@@ -58,7 +56,6 @@ def _read(path: Path) -> Any:
 
 
 def edit_spec(package: Path, edit: Any) -> None:
-    """Change the description of a package in place."""
     from coremltools.proto import Model_pb2
 
     (file,) = package.glob("Data/*/*.mlmodel")

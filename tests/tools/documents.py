@@ -10,6 +10,7 @@ import ast
 import asyncio
 import inspect
 import io
+import itertools
 import os
 import re
 import runpy
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from afm_mlx.cli import _command, main
 from afm_mlx.cli.arguments import parse
@@ -32,14 +34,7 @@ LANGUAGES = ("console", "python", "text")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Args:
-        language: "console", "python" or "text".
-        text: its lines.
-        file: name of the file that it is; or None.
-        output: what it prints, by the block of text right behind it; None where there is none.
-    """
+    """A fenced block: a `file` of this name, or code with its `output`, the block of text right behind it."""
 
     language: str
     text: str
@@ -93,11 +88,7 @@ class Reader:
         self.used: set[str] = set()
 
     def read(self, text: str) -> None:
-        """Run a page, and compare what it prints with what it shows.
-
-        Raises:
-            AssertionError: for a block that fails, or prints something else.
-        """
+        """Run a page; raise for a block that fails, or prints something else than it shows."""
         with asyncio.Runner() as loop:
             for block in page_blocks(text):
                 assert block.language in LANGUAGES, f"a block of {block.language!r}:\n{block.text}"
@@ -135,10 +126,16 @@ class Reader:
                     name, module, rest = _command(words[1:])
                     parse(name, module, rest)
             return
-        line, target = _without_target(last)
-        given = _piped(command) if before else ""
+        line = last[: last.index(">")] if ">" in last else last
+        given = ""
+        if before:
+            piped = command.rpartition(" | ")[0]
+            given = subprocess.run(
+                piped, shell=True, capture_output=True, text=True, check=True
+            ).stdout
         if line[0] == "afm-mlx":
-            with _stdin(given):
+            stdin = io.TextIOWrapper(io.BytesIO(given.encode()), encoding="utf-8")
+            with mock.patch.object(sys, "stdin", stdin):
                 assert main(line[1:]) == 0, f"{command}: {self._captured.readouterr().err}"
             printed = self._printed()
         elif line[0] == "python":
@@ -151,8 +148,8 @@ class Reader:
             )
             assert done.returncode == 0, f"{command}: {done.stderr}"
             printed = done.stdout
-        if target:
-            Path(target).write_text(printed)
+        if line != last:
+            Path(last[-1]).write_text(printed)
         elif output.strip():
             assert printed == output, command
 
@@ -163,43 +160,9 @@ class Reader:
 def programs_of(command: str) -> list[list[str]]:
     """Words of the programs in a pipe."""
     lexer = shlex.shlex(command, posix=True, punctuation_chars="|")
-    lexer.whitespace_split = True
-    lexer.commenters = ""
-    programs: list[list[str]] = [[]]
-    for word in lexer:
-        if word == "|":
-            programs.append([])
-        else:
-            programs[-1].append(word)
-    return programs
-
-
-def _without_target(words: list[str]) -> tuple[list[str], str | None]:
-    """Words before `> FILE`, and the file."""
-    if ">" not in words:
-        return words, None
-    place = words.index(">")
-    return words[:place], words[place + 1]
-
-
-def _piped(command: str) -> str:
-    """What the programs before the last one give it."""
-    before = command.rpartition(" | ")[0]
-    done = subprocess.run(before, shell=True, capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-class _stdin:
-    """Standard input for a command that runs in this process."""
-
-    def __init__(self, text: str):
-        self._stream = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
-
-    def __enter__(self) -> None:
-        self._before, sys.stdin = sys.stdin, self._stream
-
-    def __exit__(self, *_: object) -> None:
-        sys.stdin = self._before
+    lexer.whitespace_split, lexer.commenters = True, ""
+    is_pipe = "|".__eq__
+    return [list(words) for pipe, words in itertools.groupby(lexer, is_pipe) if not pipe]
 
 
 def _run_script(words: list[str]) -> None:

@@ -5,14 +5,7 @@ from tests.tools.engines import run
 
 
 class KnownAnswers:
-    """Draft tokens from known answers, each right with a given probability.
-
-    Args:
-        rng: decides which draft tokens are right, and draws the wrong ones.
-        answers: tokens of each answer, by its prompt.
-        rate: probability that a draft token is right.
-        vocab_size: wrong draft tokens are below.
-    """
+    """Draft tokens from known answers (by prompt), each right with the probability `rate`."""
 
     def __init__(self, rng, answers, rate, vocab_size):
         self.rng, self.answers, self.rate, self.vocab_size = rng, answers, rate, vocab_size
@@ -32,8 +25,6 @@ class KnownAnswers:
 
 
 class FaultyDrafter:
-    """A drafter that fails."""
-
     def __init__(self, propose=None, forget=None):
         self._propose, self._forget = propose, forget
 

@@ -63,7 +63,6 @@ def forced(tokens):
 
 
 def run(engine):
-    """Responses by row."""
     found = {}
     for response in engine.run():
         found.setdefault(response.row, []).append(response)
@@ -86,7 +85,6 @@ def naive_greedy(model, prompt, count):
 
 
 def tokens_of(found):
-    """Tokens by row, of responses by row."""
     return {row: [response.token for response in responses] for row, responses in found.items()}
 
 

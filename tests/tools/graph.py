@@ -51,9 +51,8 @@ class Cost:
     """Cost of a traced function on Metal.
 
     Args:
-        dispatches: kernels that are launched.
-        bytes_read: of arrays that were there before: weights and caches, once per kernel that reads them,
-            a cache at its whole capacity. Numbers that the function computes itself are not counted.
+        bytes_read: of arrays that were there before: weights and caches, once per kernel that reads them, a
+            cache at its whole capacity. Numbers that the function computes itself are not counted.
         kernels: dispatches by name of the primitive or custom kernel.
         inputs: arrays that are bound to the kernels.
         source_bytes: characters of the custom kernels' sources, which MLX goes through at each launch.
@@ -67,11 +66,7 @@ class Cost:
 
 
 def count_dispatches(function: Callable, *args: Any, **options: Any) -> Cost:
-    """Count the cost of `function` on Metal in its graph; nothing is computed, and no Metal is needed.
-
-    Raises:
-        NotImplementedError: when the graph has a primitive that no rule above describes.
-    """
+    """Count the cost of `function` on Metal in its graph; nothing is computed, and no Metal is needed."""
     events: list[dict] = []
     # On another device, MLX's fused operations are traced as the many of their fallback.
     fused = mock.patch.multiple(mx.fast, **{name: _stand_in(name) for name in FUSED})
@@ -86,13 +81,10 @@ def decode_cost(
     tokens: mx.array,
     cache: Sequence[Any],
 ) -> Cost:
-    """The cost of `run(model, tokens, cache)`.
+    """The cost of `run(model, tokens, cache)`, which returns arrays.
 
-    Args:
-        model: its weights may be arrays that were never computed; they are inputs of the graph.
-        run: returns arrays.
-        tokens: of the call.
-        cache: entries of `make_cache` that hold keys and values; they are used up.
+    The model's weights may be arrays that were never computed: they are inputs of the graph. Entries of the
+    cache that hold keys and values are used up.
     """
     filled = [entry for entry in cache if not entry.empty()]
 
@@ -113,8 +105,8 @@ def decode_cost(
 class _Count:
     """Walks the events of a trace.
 
-    Layouts are NumPy views of the arrays' shapes and strides over no memory worth the name, since NumPy
-    decides like MLX what is contiguous and which reshapes need a copy. Strides count elements.
+    Layouts are NumPy views over no memory, since NumPy decides like MLX what is contiguous and which reshapes
+    need a copy. Strides count elements.
     """
 
     def __init__(self, events: Sequence[dict]):

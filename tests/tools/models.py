@@ -36,8 +36,7 @@ def random_config(rng: np.random.Generator, **fixed: Any) -> ModelConfig:
 def tamm_model(config: ModelConfig, rng: np.random.Generator) -> Any:
     """A `tamm` model (Apple's PyTorch implementation) with random weights, fp32, in eval mode.
 
-    Weights are large enough for peaked attention; norms are random; int8 ranges fit the
-    model's own keys and values on random tokens, as calibration would leave them.
+    Weights are large enough for peaked attention; norms are random; int8 ranges fit its keys and values.
     """
     import torch
     from tamm.ao.arch_optimizers import KVQuantArchOptimizer

@@ -29,14 +29,8 @@ _ACCEPTED = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
 def sdist(name: str, version: str) -> Path:
     """The unpacked source distribution of a package: the folder that its archive holds.
 
-    The test that asks is skipped where the package index that pip uses can't be reached or lacks it.
-
-    Args:
-        name: of the package, as pip takes it.
-        version: the one version.
-
-    Raises:
-        AssertionError: when the file is not the one whose sha256 the index gives.
+    The test is skipped where the package index that pip uses can't be reached or lacks it, and fails when the
+    file is not the one whose sha256 the index gives.
     """
     stem = f"{re.sub('[-_.]+', '_', name).lower()}-{version}"
     folder = CACHE / stem
@@ -57,17 +51,6 @@ def _index() -> str:
 
 def _archive(name: str, file: str) -> bytes:
     page = f"{_index()}/{re.sub('[-_.]+', '-', name).lower()}/"
-    files = _files(page)
-    if file not in files:
-        raise LookupError(f"it has no {file}")
-    url, sha256 = files[file]
-    content = _get(url)[0]
-    assert hashlib.sha256(content).hexdigest() == sha256, f"{url} is not what the index promised"
-    return content
-
-
-def _files(page: str) -> dict[str, tuple[str, str]]:
-    """URL and sha256 of each file that a page of the index lists, by the file's name in lower case."""
     content, kind = _get(page)
     if kind.endswith("json"):
         links = [(f["url"], f["hashes"].get("sha256")) for f in json.loads(content)["files"]]
@@ -75,8 +58,13 @@ def _files(page: str) -> dict[str, tuple[str, str]]:
         parser = _Links()
         parser.feed(content.decode())
         links = [tuple(link.split("#sha256=")) for link in parser.links if "#sha256=" in link]
-    urls = [(urllib.parse.urljoin(page, url), sha256) for url, sha256 in links]
-    return {urllib.parse.urlsplit(url).path.rpartition("/")[2].lower(): (url, h) for url, h in urls}
+    for link, sha256 in links:
+        url = urllib.parse.urljoin(page, link)
+        if urllib.parse.urlsplit(url).path.rpartition("/")[2].lower() == file:
+            found = _get(url)[0]
+            assert hashlib.sha256(found).hexdigest() == sha256, f"{url} is not what was promised"
+            return found
+    raise LookupError(f"it has no {file}")
 
 
 class _Links(html.parser.HTMLParser):

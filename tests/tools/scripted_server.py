@@ -70,13 +70,7 @@ def _text(text: str) -> Constraint:
 def scripted_server(
     *steps: Calls | str, context: int = 32768, **settings: Any
 ) -> Iterator[tuple[RunningServer, Script]]:
-    """Start a server whose model follows a script.
-
-    Args:
-        steps: see `Script`.
-        context: tokens of its context.
-        settings: fields of `ServerOptions`.
-    """
+    """Start a server whose model, of a context of this size, follows a script."""
     options = ServerOptions(**{"port": 0, "grace": 1, **settings})
     script = Script(steps)
 

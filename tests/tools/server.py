@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +17,11 @@ from afm_mlx.server.app import make_app
 from afm_mlx.server.run import address_of, bind, run
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.server_options import ServerOptions
+from tests.tools.cases import until as until
 
 
 @dataclass
 class RunningServer:
-    """A server under test.
-
-    Attributes:
-        url: where it is, such as http://127.0.0.1:40123.
-        app: what it runs.
-        served: its model.
-        stop: ends it.
-    """
-
     url: str
     app: Starlette
     served: ServedModel
@@ -47,16 +38,7 @@ class RunningServer:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
 
     def http(self, **options: Any) -> httpx2.Client:
-        """A plain client."""
         return httpx2.Client(base_url=self.url, timeout=120, **options)
-
-
-def until(holds: Callable[[], Any], seconds: float = 10) -> None:
-    """Wait until a condition is true; fail after `seconds`."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it has not come true"
-        time.sleep(0.005)
 
 
 @contextmanager
@@ -67,13 +49,9 @@ def running_server(
     send_buffer: int | None = None,
     **settings: Any,
 ) -> Iterator[RunningServer]:
-    """Start a server, and stop it at the end.
+    """Start a server with a loaded model, or one that it loads from `source`, and stop it at the end.
 
-    Args:
-        served: a model that is loaded; None loads `source`.
-        source: a model's folder or name.
-        send_buffer: size of the socket's send buffer in bytes; None for the system's default.
-        settings: fields of `ServerOptions`.
+    `send_buffer` is the size of the socket's send buffer; `settings` are fields of `ServerOptions`.
     """
     options = ServerOptions(**{"port": 0, "grace": 1, **settings})
     mine = served is None

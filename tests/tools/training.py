@@ -51,7 +51,6 @@ class ToyModel(nn.Module):
 
 
 def toy_loss(model: nn.Module, batch: Batch) -> mx.array:
-    """The weighted sum of cross-entropies."""
     logits = model(batch.inputs).reshape(-1, VOCABULARY)[batch.positions]
     return (nn.losses.cross_entropy(logits, batch.labels) * batch.weights).sum()
 
@@ -78,7 +77,6 @@ class ToyBatches:
 
 
 def joined(batches: list[Batch]) -> Batch:
-    """All rows of some batches in one."""
     sizes = np.cumsum([0] + [batch.inputs.size for batch in batches])
     positions = [b.positions + int(size) for b, size in zip(batches, sizes[:-1], strict=True)]
     others = {

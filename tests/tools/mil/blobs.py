@@ -67,7 +67,6 @@ _BY_BLOB_CODE = {t.blob_code: t for t in _TYPES if t.blob_code is not None}
 
 
 def of_program(code: int) -> DataType:
-    """Return the type of this number in `MIL.proto`."""
     name = MIL_pb2.DataType.Name(code)
     if name not in _BY_NAME:
         raise MILError(f"numbers of the type {name}; known are {', '.join(_BY_NAME)}")

@@ -27,8 +27,7 @@ _TUPLES = {("concat", "values"), ("einsum", "values")}
 class Package:
     """A package whose functions can be run.
 
-        package = Package("model.mlpackage")
-        decode = package.function("decode")
+        decode = Package("model.mlpackage").function("decode")
         state = decode.make_state()
         logits = decode.predict({"tokens": tokens, "position": position}, state)["logits"]
 
@@ -51,7 +50,6 @@ class Package:
         )
 
     def function(self, name: str) -> Function:
-        """Return a function that can be run."""
         (description,) = (f for f in self.spec.description.functions if f.name == name)
         program = self.spec.mlProgram.functions[name]
         return Function(description, program, self._storage, self._compute, self._round_floats)
@@ -77,14 +75,7 @@ class _Step:
 
 
 class Function:
-    """A function of a package; raises `MILError` for operations that are not known here.
-
-    Args:
-        description: the package's description of its inputs, outputs and states.
-        function: its program.
-        storage: returns the blob storage of a file name.
-        compute, round_floats: see `Package`.
-    """
+    """A function of a package; raises `MILError` for operations that are not known here."""
 
     def __init__(
         self,
@@ -118,21 +109,15 @@ class Function:
                 self._steps.append(step)
 
     def make_state(self) -> dict[str, np.ndarray]:
-        """Return zeros for each state."""
         return {name: np.zeros(a.shape, self._compute) for name, a in self._states.items()}
 
     def predict(
         self, inputs: Mapping[str, Any], state: dict[str, np.ndarray], keep: Iterable[str] = ()
     ) -> dict[str, np.ndarray]:
-        """Run the function once.
+        """Run the function once; return its outputs by name, and other values of the program that `keep` names.
 
-        Args:
-            inputs: by name, int32 of one of the described shapes.
-            state: from `make_state` of a function with the same states; it is written to.
-            keep: names of other values of the program to return.
-
-        Returns:
-            Outputs by name, and the values in `keep`. Floats have the dtype `compute`.
+        Inputs are int32 of one of the described shapes. `state` is from `make_state` of a function with the
+        same states, and is written to. Floats have the dtype `compute`.
         """
         values = dict(self._constants)
         for name, described in self._inputs.items():
@@ -146,7 +131,6 @@ class Function:
         return {name: values[name] for name in (*self._outputs, *keep)}
 
     def _run(self, step: _Step, values: dict[str, Any], state: dict[str, np.ndarray]) -> None:
-        """Run one operation; its results are added to `values`."""
         if step.kind == "write_state":
             name, data = step.arguments["input"].name, values[step.arguments["data"].name]
             held = self._input_types[name].stateType.wrappedType
@@ -216,7 +200,6 @@ def _step(operation: MIL_pb2.Operation, storage: Callable[[str], BlobStorage]) -
 
 
 def _constant(value: MIL_pb2.Value, storage: Callable[[str], BlobStorage]) -> Any:
-    """Return a constant of the program: an array, or a string."""
     tensor = value.type.tensorType
     if tensor.dataType == MIL_pb2.STRING:
         return value.immediateValue.tensor.strings.values[0]
@@ -240,7 +223,7 @@ def _constant(value: MIL_pb2.Value, storage: Callable[[str], BlobStorage]) -> An
 
 
 def _sizes(tensor: MIL_pb2.TensorType) -> list[Any]:
-    """Return sizes by axis, None for sizes that only inputs decide."""
+    """Sizes by axis, None for sizes that only inputs decide."""
     return [
         d.constant.size if d.WhichOneof("dimension") == "constant" else None
         for d in tensor.dimensions
