@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from afm_mlx.kernels.selftest import oracle
-from afm_mlx.kernels.selftest.problems import Problem
+from afm_mlx.kernels.selftest.problems import Problem, make
+from afm_mlx.kernels.selftest.specs import Spec
 
 
 def assert_solved(problem: Problem, run: Callable, bound: float | None = None) -> None:
@@ -16,6 +17,12 @@ def assert_solved(problem: Problem, run: Callable, bound: float | None = None) -
     error = problem.error(run(*problem.args))
     spec = problem.spec
     assert error <= bound, f"{spec.op}, {spec.label}: error {error:.2g}, allowed {bound:.2g}"
+
+
+def draw_heads(rng, op, dtype, batch, tokens, shape, **options) -> Problem:
+    """A problem of attention or RoPE; `shape` is (heads, kv_heads, head_dim)."""
+    sizes = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
+    return make(Spec(op, dtype, batch, tokens, **sizes, **options), rng)
 
 
 def with_args(problem: Problem, *args: Any) -> Problem:

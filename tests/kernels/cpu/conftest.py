@@ -35,6 +35,13 @@ def isas():
 
 
 @pytest.fixture
+def set_threads(ops):
+    before = native.threads()
+    yield native.set_threads
+    native.set_threads(before)
+
+
+@pytest.fixture
 def ops():
     """The operations by their names, as `dispatch` calls them."""
     if native is None:

@@ -3,76 +3,60 @@
 import mlx.core as mx
 
 from afm_mlx.kernels import HeadOptions, KeyValues
-from afm_mlx.kernels.cpu import extension
-from afm_mlx.kernels.selftest.problems import make
-from afm_mlx.kernels.selftest.specs import DTYPES, Spec
+from afm_mlx.kernels.selftest.specs import DTYPES
 from tests.tools.cases import all_pairs, draw
 from tests.tools.compare import assert_same
-from tests.tools.problems import assert_solved, with_args
+from tests.tools.problems import assert_solved, draw_heads, with_args
 
 # (heads, kv_heads, head_dim): aligned and not, one head to a group, more than a tile's rows to one.
 SHAPES = [(16, 2, 128), (4, 2, 64), (6, 2, 80), (3, 3, 2), (40, 1, 36), (5, 1, 512)]
-
-
-def drawn(rng, op, dtype, batch, tokens, shape, **options):
-    heads, kv_heads, head_dim = shape
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return make(Spec(op, dtype, batch, tokens, **sizes, **options), rng)
 
 
 def test_decode_attention(ops, rng, isa):
     cases = all_pairs(SHAPES, DTYPES, (90, 1300), (False, True), (1, 2, 5))
     for shape, dtype, capacity, rope, tokens in cases:
         options = {"capacity": capacity, "rope": rope}
-        problem = drawn(rng, "decode_attention", dtype, 3, tokens, shape, **options)
+        problem = draw_heads(rng, "decode_attention", dtype, 3, tokens, shape, **options)
         queries, kv, lengths, query_rope = problem.args
         lengths = mx.array([1, lengths[1].item(), capacity + 1 - tokens])
         assert_solved(with_args(problem, queries, kv, lengths, query_rope), ops.decode_attention)
 
 
-def test_a_token_comes_out_the_same_whatever_is_beside_it(ops, rng, isas):
+def test_a_token_comes_out_the_same_whatever_is_beside_it(ops, rng, isas, set_threads):
     """Bit for bit: with other rows and tokens, on any number of threads, wherever the tail begins."""
-    native, (batch, tokens, tail) = extension.module(), (5, 4, 64)
+    batch, tokens, tail = 5, 4, 64
     cases = all_pairs(SHAPES[:3], (mx.int8, *DTYPES), (60, 700, 1500))
-    before = native.threads()
-    try:
-        for _ in isas():
-            for (heads, kv_heads, head_dim), stored, longest in cases:
-                columns = mx.array(
-                    rng.integers(-128, 128, (batch, 2 * kv_heads, longest + tail, head_dim))
-                ).astype(stored)
-                scales = [mx.array(0.02), mx.array(0.03)] if stored == mx.int8 else [None, None]
-                queries = draw(rng, (batch, heads, tokens, head_dim))
-                lengths = rng.integers(longest - 40, longest + 1, batch)
+    for _ in isas():
+        for (heads, kv_heads, head_dim), stored, longest in cases:
+            columns = mx.array(
+                rng.integers(-128, 128, (batch, 2 * kv_heads, longest + tail, head_dim))
+            ).astype(stored)
+            scales = [mx.array(0.02), mx.array(0.03)] if stored == mx.int8 else [None, None]
+            queries = draw(rng, (batch, heads, tokens, head_dim))
+            lengths = rng.integers(longest - 40, longest + 1, batch)
 
-                def attended(rows, of_row, kv=columns, scales=scales, q=queries, seen=lengths):
-                    starts = [
-                        max(0, int(seen[row] - rng.integers(1, tail - tokens))) for row in rows
-                    ]
-                    tails = [kv[row, :, s : s + tail] for row, s in zip(rows, starts, strict=True)]
-                    which, ends = mx.array(rows), mx.array(starts)[:, None, None, None]
-                    in_buffer = mx.arange(kv.shape[2])[:, None] < ends
-                    buffer = mx.where(in_buffer, kv[which], 1).astype(kv.dtype)
-                    given = KeyValues(buffer, *scales, mx.stack(tails), mx.array(starts))
-                    first = mx.array([int(seen[row]) + of_row.start for row in rows])
-                    return ops.decode_attention(q[which][:, :, of_row], given, first)
+            def attended(rows, of_row, kv=columns, scales=scales, q=queries, seen=lengths):
+                starts = [max(0, int(seen[row] - rng.integers(1, tail - tokens))) for row in rows]
+                tails = [kv[row, :, s : s + tail] for row, s in zip(rows, starts, strict=True)]
+                which, ends = mx.array(rows), mx.array(starts)[:, None, None, None]
+                in_buffer = mx.arange(kv.shape[2])[:, None] < ends
+                buffer = mx.where(in_buffer, kv[which], 1).astype(kv.dtype)
+                given = KeyValues(buffer, *scales, mx.stack(tails), mx.array(starts))
+                first = mx.array([int(seen[row]) + of_row.start for row in rows])
+                return ops.decode_attention(q[which][:, :, of_row], given, first)
 
-                native.set_threads(1)
-                together = attended(list(range(batch)), slice(0, tokens))
-                mx.eval(together)
-                native.set_threads(3)
-                for row, token in ((0, 0), (2, 1), (4, 3)):
-                    alone = attended([row], slice(token, token + 1))
-                    assert_same(
-                        alone[0, :, 0], together[row, :, token], (head_dim, stored, longest)
-                    )
-    finally:
-        native.set_threads(before)
+            set_threads(1)
+            together = attended(list(range(batch)), slice(0, tokens))
+            mx.eval(together)
+            set_threads(3)
+            for row, token in ((0, 0), (2, 1), (4, 3)):
+                alone = attended([row], slice(token, token + 1))
+                assert_same(alone[0, :, 0], together[row, :, token], (head_dim, stored, longest))
 
 
 def test_decode_attention_reads_buffers_where_they_are(ops, rng):
     """A slice of a cache, transposed queries and a step along the head: no copy that changes the result."""
-    problem = drawn(rng, "decode_attention", mx.float32, 2, 1, (9, 3, 32), capacity=50)
+    problem = draw_heads(rng, "decode_attention", mx.float32, 2, 1, (9, 3, 32), capacity=50)
     queries, kv, lengths, _ = problem.args
     strided = mx.contiguous(queries.swapaxes(1, 2)).swapaxes(1, 2)
     whole = mx.zeros((2, 8, 90, 64), mx.int8)
@@ -87,7 +71,9 @@ def test_decode_attention_reads_buffers_where_they_are(ops, rng):
 
 def test_decode_attention_never_looks_beyond_the_buffer(ops, rng):
     """Lengths that no cache has: more than the capacity is the capacity, and nothing seen is zero."""
-    queries, kv, *_ = drawn(rng, "decode_attention", mx.float32, 2, 1, (2, 1, 8), capacity=5).args
+    queries, kv, *_ = draw_heads(
+        rng, "decode_attention", mx.float32, 2, 1, (2, 1, 8), capacity=5
+    ).args
     got = ops.decode_attention(queries, kv, mx.array([2**30, 0]))
     assert_same(got[0], ops.decode_attention(queries, kv, mx.array([5, 5]))[0])
     assert not got[1].any()
@@ -101,12 +87,12 @@ def test_attention_over_floats(ops, rng, isas):
             SHAPES, DTYPES, DTYPES, lengths, (False, True)
         ):
             options = {"capacity": length, "stored": stored, "tail": 64 * int(rng.integers(2))}
-            problem = drawn(rng, "decode_attention", dtype, 3, 1, shape, rope=rope, **options)
+            problem = draw_heads(rng, "decode_attention", dtype, 3, 1, shape, rope=rope, **options)
             assert_solved(problem, ops.decode_attention)
         for tokens, shape, dtype, stored in all_pairs((1, 2, 7, 200), SHAPES, DTYPES, DTYPES):
             capacity = tokens + int(rng.integers(0, 150))
             options = {"capacity": capacity, "stored": stored}
-            problem = drawn(rng, "causal_attention", dtype, 2, tokens, shape, **options)
+            problem = draw_heads(rng, "causal_attention", dtype, 2, tokens, shape, **options)
             assert_solved(problem, ops.causal_attention)
 
 
@@ -114,7 +100,7 @@ def test_floats_lie_anywhere_and_may_be_anything(ops, rng, isas):
     """A step along the head, a transposed cache, large and subnormal numbers; a NaN in sight shows."""
     for dtype in (dtype for _ in isas() for dtype in DTYPES):
         sizes = {"capacity": 90, "stored": dtype}
-        queries, kv, *_ = drawn(rng, "decode_attention", dtype, 2, 1, (6, 3, 32), **sizes).args
+        queries, kv, *_ = draw_heads(rng, "decode_attention", dtype, 2, 1, (6, 3, 32), **sizes).args
 
         def attended(buffer, lengths=(80, 70), queries=queries):
             return ops.decode_attention(queries, KeyValues(buffer), mx.array(lengths))
@@ -146,14 +132,14 @@ def test_floats_lie_anywhere_and_may_be_anything(ops, rng, isas):
 def test_causal_attention(ops, rng, isa):
     for tokens, shape, dtype in all_pairs((1, 7, 200), SHAPES[:4], DTYPES):
         capacity = tokens + int(rng.integers(0, 150))
-        problem = drawn(rng, "causal_attention", dtype, 2, tokens, shape, capacity=capacity)
+        problem = draw_heads(rng, "causal_attention", dtype, 2, tokens, shape, capacity=capacity)
         assert_solved(problem, ops.causal_attention)
 
 
 def test_rope_norm_quantize(ops, rng):
     for shape, dtype, tokens, floats in all_pairs(SHAPES[:4], DTYPES, (1, 3), (False, True)):
         options = {"stored": dtype if floats else mx.int8}
-        problem = drawn(rng, "rope_norm_quantize", dtype, 2, tokens, shape, **options)
+        problem = draw_heads(rng, "rope_norm_quantize", dtype, 2, tokens, shape, **options)
         assert_solved(problem, ops.rope_norm_quantize)
         qkv, _, options = problem.args
         assert_solved(with_args(problem, qkv, 4000, options), ops.rope_norm_quantize)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from afm_mlx.kernels import BITS, MAX_ADAPTERS, LowRank, PackedWeight, ProductOptions, pack_codes
-from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.operands import PLAIN
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
@@ -217,23 +216,19 @@ def test_few_vectors_come_out_as_among_many(ops, rng, isa):
                 compare.assert_same(got, wanted[:, :count], (bits, activation_bits, count))
 
 
-def test_adapters_on_many_threads(ops, rng):
+def test_adapters_on_many_threads(ops, rng, set_threads):
     """More pieces than threads and fewer, of both matrices; the same bits whoever computes them."""
     spec = Spec("packed_matmul", mx.float32, 5, 1, *matrix(FORMATS[2], 2, 700, 1024))
     x, weight, _ = make(spec, rng).args
     low_rank = draw_low_rank(rng, [0, 1, 1, -1, 2], 1024, (300, 700), [40, 4, 1])
     options = ProductOptions(adapters=(low_rank,))
-    native, wanted = extension.module(), None
-    before = native.threads()
-    try:
-        for threads in (1, 2, 5):
-            native.set_threads(threads)
-            for got in [ops.packed_matmul(x, weight, options) for _ in range(20)]:
-                mx.eval(got)
-                wanted = got if wanted is None else wanted
-                compare.assert_same(got, wanted, f"{threads} threads")
-    finally:
-        native.set_threads(before)
+    wanted = None
+    for threads in (1, 2, 5):
+        set_threads(threads)
+        for got in [ops.packed_matmul(x, weight, options) for _ in range(20)]:
+            mx.eval(got)
+            wanted = got if wanted is None else wanted
+            compare.assert_same(got, wanted, f"{threads} threads")
 
 
 def test_silu_from_one_end_to_the_other(ops, isas):

@@ -16,15 +16,14 @@ from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
 from tests.metal import machine
 from tests.tools.cases import all_pairs, each
 from tests.tools.compare import assert_close, assert_same
-from tests.tools.problems import assert_solved, with_args
+from tests.tools.problems import assert_solved, draw_heads, with_args
 
 LONG = attention.SINGLE_PASS + 1  # columns that take two passes
 
 
-def drawn(rng, op, dtype, batch, tokens, heads, kv_heads, head_dim, **options):
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+def drawn(rng, op, dtype, batch, tokens, *shape, **options):
     # These kernels compute with floats: no error of activations as integers is allowed.
-    return make(Spec(op, dtype, batch, tokens, **sizes, **options, activation_bits=32), rng)
+    return draw_heads(rng, op, dtype, batch, tokens, shape, **options, activation_bits=32)
 
 
 # -- RoPE, QK-norm, int8 keys and values

@@ -1,17 +1,16 @@
 """Dispatches and bytes of a decoded token on Metal, counted in the traced graph."""
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters, bind
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.adapters.target_modules import target_modules
 from afm_mlx.config import PRESETS
-from afm_mlx.kernels import PackedWeight, Part
+from afm_mlx.kernels import Part
 from afm_mlx.model.model import Model
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize_model import replace_modules
+from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE
+from tests.metal.launches import cache_of, shapes_only
 from tests.tools.graph import count_dispatches, decode_cost
 
 ARRAY = mx.zeros((4, 6))
@@ -66,33 +65,13 @@ def test_bytes_are_those_of_stored_arrays_once_per_reader():
 # -- the whole model
 
 
-def packed_shapes(preset: str) -> Model:
-    """A model with 2-bit rows and a 4-bit embedding, in bfloat16, of arrays that are never computed."""
-
-    def packed(matrix: mx.array, bits: int) -> PackedWeight:
-        rows, columns = matrix.shape
-        words = mx.zeros((rows, columns * bits // 32), mx.uint32)
-        return PackedWeight(words, bits, "balanced", mx.zeros((rows,)))
-
-    model, layers = Model(PRESETS[preset]), []
-    for path, module in model.named_modules():
-        if type(module) is nn.Linear:
-            layers.append((path, PackedLinear(packed(module.weight, 2))))
-        elif type(module) is nn.Embedding:
-            layers.append((path, PackedEmbedding(packed(module.weight, 4), mx.bfloat16)))
-        elif isinstance(module, nn.RMSNorm):
-            module.weight = mx.zeros(module.weight.shape, mx.bfloat16)
-    replace_modules(model, layers)
-    return model.eval()
+def packed(preset: str) -> Model:
+    return shapes_only(PRESETS[preset], AFM_RULE, AFM_EMBEDDING_RULE)
 
 
 def step_cost(model: Model, rows: int = 1, capacity: int = 512, run=Model.__call__):
     """Of the next token of each row, for which their caches have room."""
-    config, cache = model.args, model.make_cache()
-    shape = (1, 2 * config.num_kv_heads, capacity, config.head_dim)
-    for entry in cache[: len(model.model.layers)]:
-        entry.buffer = mx.zeros(shape, mx.int8)
-        entry._lengths = [capacity - 1]  # with room for the token that is written
+    cache = cache_of(model, capacity - 1, capacity)
     cache = [type(entry).merge([entry] * rows) for entry in cache] if rows > 1 else cache
     cost = decode_cost(model, run, mx.zeros((rows, 1), mx.int32), cache)
     assert all(kernel.startswith("afm_") for kernel in cost.kernels)
@@ -101,7 +80,7 @@ def step_cost(model: Model, rows: int = 1, capacity: int = 512, run=Model.__call
 
 @pytest.mark.parametrize("run", [Model.__call__, Model.greedy], ids=["logits", "greedy"])
 def test_a_token_of_the_3b(run):
-    model = packed_shapes("afm-3b")
+    model = packed("afm-3b")
     blocks, writing = model.args.num_layers, model.args.num_kv_layers
     short = step_cost(model, run=run)
     # The head's logits are a product like the blocks'; a choice comes without them.
@@ -153,7 +132,7 @@ def with_adapters(model: Model, rows: list[int]) -> Model:
     ids=str,
 )
 def test_a_token_with_adapters(preset, ranks, shrinks):
-    model = packed_shapes(preset)
+    model = packed(preset)
     plain = step_cost(model, len(ranks))
     adapted = step_cost(with_adapters(model, ranks), len(ranks))
     wanted = shrinks * model.args.num_layers
@@ -162,5 +141,5 @@ def test_a_token_with_adapters(preset, ranks, shrinks):
 
 
 def test_a_batch_costs_no_more_dispatches_than_a_row():
-    model = packed_shapes("afm-nano")
+    model = packed("afm-nano")
     assert step_cost(model, 3).dispatches == step_cost(model).dispatches
