@@ -65,10 +65,9 @@ Obstacle = Callable[[Case], str | None]
 
 
 class Variant(NamedTuple):
-    """One implementation of one operation.
+    """One implementation of one operation, which `run` computes with the arguments of `kernels.reference`.
 
     Args:
-        op: name of the function in `kernels.reference`, whose arguments `run` takes.
         name: "backend/variant", unique.
         obstacle: the rule that says why it can't run a case.
         merges_partials: True if it accepts `AttentionPartials` for its vectors.

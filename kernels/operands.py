@@ -80,16 +80,12 @@ MAX_ADAPTERS = 8
 
 
 class Part(NamedTuple):
-    """Offsets of an adapter's A and B for one matrix in the adapter's flat array.
+    """Offsets of an adapter's A and B for one matrix in the adapter's flat array, multiples of `BLOCK`.
 
     A is (sections * rank, K), row by row. B (N, rank) is stored in blocks of `BLOCK` outputs, the last one
-    padded with zeros, as (blocks, rank, BLOCK): `B[n, j]` is at `b + ((n // 16) * rank + j) * 16 + n % 16`.
-    So a CPU multiplies a whole block at once, and a simdgroup's rows are neighbours.
-
-    Args:
-        a: index of A's first number, a multiple of `BLOCK`.
-        b: index of B's first number, a multiple of `BLOCK`.
-        rank: columns of B; 0 for an adapter without this matrix, where `a` and `b` have no meaning.
+    padded with zeros, as (blocks, rank, BLOCK): `B[n, j]` is at `b + ((n // 16) * rank + j) * 16 + n % 16`. So
+    a CPU multiplies a whole block at once, and a simdgroup's rows are neighbours. With rank 0, the adapter has
+    no such matrix, and `a` and `b` have no meaning.
     """
 
     a: int
@@ -103,16 +99,15 @@ class LowRank(NamedTuple):
         y[m] += scales[s] * B_s (A_s x[m]),  s = slots[m]
 
     A matrix whose rows are several projections (fused QKV) has one A per section: rows of section i use
-    `A[i * rank : (i + 1) * rank]`. An adapter is one array for all matrices of a model, so replacing that
-    array replaces the adapter; ranks may differ.
+    `A[i * rank : (i + 1) * rank]`. An adapter is one array for all matrices of a model, so replacing that array
+    replaces the adapter; ranks may differ.
 
     Args:
         numbers: up to `MAX_ADAPTERS` flat arrays, of one floating type.
         parts: offsets of each adapter's A and B for this matrix.
         scales: (adapters,) float32, alpha / rank.
         slots: (B,) int32, index of each batch row's adapter; another number, such as -1, for none.
-        sections: for every section (the rows of one projection), the index after its last row; (N,) for a plain
-            matrix.
+        sections: the index after the last row of every section; (N,) for a plain matrix.
     """
 
     numbers: tuple[mx.array, ...]
@@ -131,11 +126,11 @@ class ProductOptions(NamedTuple):
     """Options of a packed product: `residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`.
 
     Args:
-        norm: weight of an RMSNorm that is applied to x first, (K,) float; None for none.
+        norm: weight of an RMSNorm that is applied to x first, (K,) float.
         eps: added to the mean square by that norm.
-        residual: (..., N) float, added to the product; None for none. `packed_matmul` only.
-        adapters: LoRA adapters of each matrix, gate's and up's in `packed_swiglu`; () for none. With adapters,
-            the first axis of x is the batch. `packed_argmax` takes none.
+        residual: (..., N) float, added to the product. `packed_matmul` only.
+        adapters: LoRA adapters of each matrix, gate's and up's in `packed_swiglu`. With adapters, the first
+            axis of x is the batch. `packed_argmax` takes none.
         activation_bits: 16, or 8 where a backend may round activations to int8.
     """
 
@@ -222,12 +217,8 @@ class QueryRope(NamedTuple):
 class HeadOptions(NamedTuple):
     """Norms, scales and RoPE that make queries, keys and values of a fused QKV projection.
 
-    Args:
-        q_weight, k_weight: weights of the queries' and the keys' norm, (head_dim,) float.
-        key_scale, value_scale: 0-d float32 that a key's and a value's code is multiplied by; None for floats.
-        n_kv_heads: heads of the keys, and of the values.
-        theta: base of the frequencies.
-        eps: added to the mean square by both norms.
+    Norms' weights are (head_dim,) float. `key_scale` and `value_scale` are 0-d float32 that a code is
+    multiplied by, None for floats.
     """
 
     q_weight: mx.array

@@ -171,21 +171,16 @@ def merge_partials(partials: AttentionPartials) -> mx.array:
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
-    """Attend with the L last of S tokens, each up to itself, as in a prompt.
-
-    Queries are (B, n_heads, L, head_dim) float, and the output has their shape and dtype.
-    """
+    """Attend with the L last of S tokens, each up to itself, as in a prompt; shapes as in `attention`."""
     return attention(queries, kv, "causal")
 
 
 def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
-    """Write the newest tokens of every row to the row's last columns of a cache's buffer, in place if nothing
-    else holds it.
+    """Write the newest tokens of every row to its last columns of a cache's buffer; return the buffer.
 
-    Args:
-        buffer: (B, heads, capacity, head_dim); heads of keys and of values.
-        tokens: (B, heads, L, head_dim), of the same dtype.
-        lengths: (B,) int32, columns in use per row, the L new ones included; at most `capacity`.
+    It is written in place if nothing else holds it. Buffer and tokens are (B, heads, capacity or L, head_dim),
+    heads of keys and of values. `lengths`, (B,) int32, are columns in use per row, the L new ones included; at
+    most `capacity`.
     """
     row, head, back = _places(*tokens.shape[:3])
     written = buffer[...]
@@ -214,7 +209,6 @@ def rope_norm_quantize(
     Args:
         qkv: (B, L, (n_heads + 2 * n_kv_heads) * head_dim): queries, keys, values.
         offset: position of the first of the L tokens: one for all rows, or (B,) int32.
-        options: norms, scales, and what `rope_norm` takes.
 
     Returns:
         queries (B, n_heads, L, head_dim) in the dtype of `qkv`; keys and then values, (B, 2 * n_kv_heads, L,
@@ -240,12 +234,10 @@ def write_and_attend(
         qkv: queries, keys and values of one new token per row, (B, 1, (n_heads + 2 * n_kv_heads) * head_dim).
         kv: int8 buffers with a tail, to whose column `lengths - 1 - starts` the token is written.
         lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
-        options: norms, scales, and what `rope_norm` takes.
-        merge: see `decode_attention`.
 
     Returns:
-        attention's output (B, n_heads, 1, head_dim) in the dtype of `qkv`, or its partials; the tail with the
-        new token.
+        attention's output (B, n_heads, 1, head_dim) in the dtype of `qkv`, or with `merge=False` its partials;
+        the tail with the new token.
     """
     assert kv.tail is not None
     assert kv.starts is not None

@@ -68,9 +68,7 @@ class Replay:
     def __call__(self, *trees: Any, constants: tuple[Any, ...] = ()) -> Any:
         """Return the function's result, not evaluated.
 
-        Args:
-            trees: arrays, or lists and tuples of arrays.
-            constants: strings and ints, passed after the trees.
+        `trees` are arrays, or lists and tuples of arrays; `constants`, strings and ints, are passed after them.
         """
         if dispatch.device() == "gpu":
             if self._compiled is None:

@@ -44,10 +44,8 @@ class Status(NamedTuple):
     Args:
         reason: why it isn't used, as a clause; empty if it is used.
         path: path of the library, used or not; None if there is none.
-        mlx, nanobind: versions that it was built with.
-        compiler: name and version of the compiler.
-        instruction_set: the one in use, of `instruction_sets`.
-        instruction_sets: instruction sets that this processor runs, best first.
+        mlx, nanobind, compiler: versions that it was built with.
+        instruction_set: the one in use, of `instruction_sets`, which this processor runs, best first.
         threads: number of threads that share an operation.
     """
 

@@ -122,13 +122,10 @@ def argmax_of_products(
 def _largest(
     values: mx.array, indices: mx.array | None, shape: tuple[int, ...]
 ) -> tuple[mx.array, mx.array]:
-    """Find the largest value of each row, the first on a tie; return its index, uint32, and the value, in
-    `shape`.
+    """Find the largest value of each row of (rows, n), the first on a tie; return its index, uint32, and the
+    value.
 
-    Args:
-        values: (rows, n) float32.
-        indices: (rows, n) uint32, indices that the values belong to; None for their positions in the row.
-        shape: shape of both results.
+    `indices` are those that the values belong to, None for their positions in the row; `shape` is the results'.
     """
     rows, length = values.shape
     while True:

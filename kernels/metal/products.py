@@ -128,11 +128,9 @@ def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
 
 
 class Threadgroups(NamedTuple):
-    """Sizes of a launch's threadgroups.
+    """Sizes of a launch's threadgroups: simdgroups of each, and rows of codes of each simdgroup.
 
-    Args:
-        code_rows: rows of codes of each simdgroup.
-        split: True if the simdgroups of a threadgroup have the same rows, each with a part of the inputs.
+    With `split`, the simdgroups of a threadgroup have the same rows, each with a part of the inputs.
     """
 
     simdgroups: int
@@ -141,10 +139,7 @@ class Threadgroups(NamedTuple):
 
 
 def most_code_rows(rows: int) -> int:
-    """Return how many rows of codes a simdgroup has registers for, with `rows` vectors.
-
-    The more rows it has, the more of them share the preparation of inputs.
-    """
+    """Return how many rows of codes a simdgroup has registers for, if it multiplies `rows` vectors."""
     return 8 if rows <= 2 else 4
 
 
@@ -188,15 +183,10 @@ def _launch(
     template: Template,
     shape: Threadgroups,
 ) -> mx.array:
-    """Run a kernel that computes a product.
+    """Run the kernel of this name that computes a product.
 
-    Args:
-        name: name of the kernel.
-        product: the product to compute.
-        hidden: the vectors' products with the adapters' A; None if the kernel computes them or has no adapters.
-        dtype: type of the result.
-        template: template arguments that only this kernel has.
-        shape: sizes of the threadgroups.
+    `hidden` are the vectors' products with the adapters' A; None if the kernel computes them or has no
+    adapters. `template` has the arguments that only this kernel takes.
     """
     x, matrices, options = product
     adapters, macros = product.adapters, []

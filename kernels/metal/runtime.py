@@ -26,8 +26,7 @@ class Kernel:
 
     Args:
         name: name of the kernel, and of its file without suffix.
-        inputs: names of the input buffers, in the order in which `launch` takes them.
-        outputs: names of the output buffers.
+        inputs, outputs: names of the buffers, in the order in which `launch` takes them.
         headers: files of the functions that the body calls, without suffix, in order.
         macros: names and their meanings, for the body alone.
     """
@@ -68,13 +67,8 @@ def _reduced(kernel: Kernel, stand_ins: tuple[tuple[str, str], ...]) -> Kernel:
 def reduced(kernel: Kernel, inputs: Mapping[str, mx.array | str]) -> tuple[Kernel, list[mx.array]]:
     """Make a kernel that takes only the inputs that a call has: each input costs MLX time at every launch.
 
-    Args:
-        kernel: a kernel.
-        inputs: an array for each of its inputs, or, if its body never reads the input, the name of another
-            input, which a macro makes an alias.
-
-    Returns:
-        the kernel, and the arrays of its inputs.
+    `inputs` has an array for each input of the kernel, or, if its body never reads the input, the name of
+    another input, which a macro makes an alias. Returns the kernel, and the arrays of its inputs.
     """
     stand_ins = tuple((name, x) for name, x in inputs.items() if isinstance(x, str))
     kernel = _reduced(kernel, stand_ins)

@@ -51,8 +51,6 @@ class CheckResult(NamedTuple):
     """Result of one variant on one problem.
 
     Args:
-        spec: the problem.
-        variant: name of the variant.
         chosen: True if dispatch chooses this variant for such a call.
         obstacle: why the variant was not run; None if it was.
         error: relative to the answer's root mean square, see `Problem.error`; None without a result.
@@ -93,14 +91,10 @@ def check(
     """Run every variant that can run here on every problem, and disable variants that fail.
 
     A variant fails if it raises, returns another shape or dtype, or is off by more than rounding explains. The
-    reference can fail, too, but is never disabled: there is no other variant after it.
-
-    Args:
-        specs: the problems.
-        rng: draws their numbers.
-        timed: True to time every variant.
-        only_what_runs: True to stop at the first variant of each problem that passes.
-        progress: called before a variant runs, with specs done, specs in all, and the variant's name.
+    reference can fail, too, but is never disabled: there is no other variant after it. With `only_what_runs`,
+        a problem
+    ends at the first variant that passes. `progress` is called before a variant runs, with specs done, specs
+    in all, and the variant's name.
     """
     results, cases = [], []
     for done, spec in enumerate(specs):
@@ -221,12 +215,7 @@ def switch_off(verdict: Verdict) -> None:
 
 
 class Verdict:
-    """The failures known on this machine, in a file.
-
-    Attributes:
-        done: True if a self-test has ended.
-        failures: reasons, by the variants' names.
-    """
+    """The failures known on this machine, in a file; `done` if a self-test has ended."""
 
     def __init__(self) -> None:
         self.done = False

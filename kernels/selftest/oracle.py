@@ -164,7 +164,7 @@ def write_and_attend(
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `reference.write_and_attend`; the tail's new column in units of a code, clamped but not rounded.
 
-    `written` is the tail to attend to; by default the returned one, rounded to codes.
+    It attends to `written`; by default to the returned tail, rounded to codes.
     """
     q, codes = rope_norm_quantize(qkv, lengths - 1, options)
     assert kv.tail is not None

@@ -51,10 +51,7 @@ _CREST = {16: 128 / (5 / 8) ** 0.5, 8: 32 / (1 / 4) ** 0.5}
 
 @dataclass(frozen=True)
 class Problem:
-    """An operation's arguments, and the answer in float64.
-
-    `bound` is the largest error that rounding explains; see `error`.
-    """
+    """An operation's arguments, the answer in float64, and the largest error that rounding explains."""
 
     spec: Spec
     args: Args

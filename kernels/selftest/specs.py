@@ -24,24 +24,19 @@ _Fields = dict[str, Any]
 
 
 class Spec(NamedTuple):
-    """One call of an operation, without its numbers.
+    """One call of an operation (a function of `kernels.reference`), without its numbers.
 
     Args:
-        op: name of the function in `kernels.reference`.
-        dtype: type of the activations.
         batch, tokens: the activations' leading axes.
         in_dims, out_dims: K and N of the matrix.
         bits, mode, granularity, group_size: the matrix's format; the last two as in `PackedWeight`.
         norm, residual: True for a product with a norm before it, and with a residual.
         rank: the largest rank of the adapters, 0 for no adapters.
-        adapter_dtype: type of the adapters' numbers; None for the activations' type.
         sections: projections that share the matrix, each with its own A in an adapter.
-        activation_bits: 16 or 8.
-        outliers: columns of the activations that are 1,000 times the others, with weights of 0, so that
-            errors of the other columns are seen; not with a balanced matrix, whose grid has no 0.
-        heads, kv_heads, head_dim: heads and their width, for attention and RoPE.
-        capacity: columns of the KV buffers.
-        tail: columns of the buffers' tail, 0 for none.
+        adapter_dtype: type of the adapters' numbers; None for the activations' type.
+        outliers: columns of the activations that are 1,000 times the others, with weights of 0, so that errors
+            of the other columns are seen; not with a balanced matrix, whose grid has no 0.
+        capacity, tail: columns of the KV buffers, and of their tail; 0 for none.
         rope: True for raw queries, to which attention applies RoPE and norm.
         stored: type of the keys and values: int8 codes, or floats.
     """

@@ -1,10 +1,27 @@
-"""Seeds, tamm's preprocessor, and a record of the values that the examples' data is made of."""
+"""Where the examples' scripts are, seeds, tamm's preprocessor, and a record of the values in their data."""
 
+import string
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.tools.tokenizers import train_tiny_spm
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES / "adapters"), str(EXAMPLES / "nano")]
+
+
+@pytest.fixture(params=["redact", "todo", "triage"])
+def task(request) -> str:
+    """A task of the example adapters."""
+    return request.param
+
+
+@pytest.fixture
+def slots():
+    """A function that returns the names of a wording's values."""
+    return lambda text: {field for _, field, _, _ in string.Formatter().parse(text) if field}
 
 
 @pytest.fixture

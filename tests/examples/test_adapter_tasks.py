@@ -8,7 +8,6 @@ import json
 import random
 import re
 import string
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -18,16 +17,9 @@ from afm_mlx.adapters.adapter_folder import TENSORS_NAME, load_adapter
 from afm_mlx.loading.resolve import resolve_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES / "adapters"))
-
 import inbox  # noqa: E402
 import measure  # noqa: E402
 import values  # noqa: E402
-
-
-@pytest.fixture(params=list(inbox.TASKS))
-def task(request) -> str:
-    return request.param
 
 
 @pytest.fixture
@@ -46,10 +38,6 @@ def draw(seed: int, count: int) -> list[inbox.Inquiry]:
 
 def take(task: str, seed: int, split: str = "train") -> list[list[inbox.Message]]:
     return list(itertools.islice(inbox.training_chats(task, seed, split), 50))
-
-
-def slots(text: str) -> set[str]:
-    return {field for _, field, _, _ in string.Formatter().parse(text) if field}
 
 
 def test_equal_seeds_give_equal_chats(task, seed):
@@ -110,7 +98,7 @@ def test_the_most_urgent_problem_decides_where_a_message_goes(seed):
     assert seen == set(inbox.PRIORITIES)
 
 
-def test_every_wording_has_the_values_of_its_todo_and_belongs_to_one_clause():
+def test_every_wording_has_the_values_of_its_todo_and_belongs_to_one_clause(slots):
     clauses = (*inbox._PROBLEMS, *inbox._WISHES)
     for clause in clauses:
         for wording in clause.wordings:

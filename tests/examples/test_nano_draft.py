@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -21,12 +18,9 @@ from tests.tools.models import random_config, random_model
 pytest.importorskip("tamm", reason="the example trains with tamm: pip install '.[tamm]'")
 pytest.importorskip("sentencepiece")
 
-NANO = Path(__file__).parents[2] / "examples" / "nano"
-sys.path.insert(0, str(NANO))
-
-import draft  # noqa: E402
-import draft_quality  # noqa: E402
-from draft_quality import DRAFT_LENGTHS, Answer  # noqa: E402
+import draft
+import draft_quality
+from draft_quality import DRAFT_LENGTHS, Answer
 
 TARGET = resolve_model("afm-nano")
 

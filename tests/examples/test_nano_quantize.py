@@ -16,30 +16,28 @@ import pytest
 pytest.importorskip("tamm", reason="the example trains with tamm: pip install '.[tamm]'")
 pytest.importorskip("sentencepiece")
 
-NANO = Path(__file__).parents[2] / "examples" / "nano"
-sys.path.insert(0, str(NANO))
+import package
+import quality
+import quantize
+import tasks
+import torch
+import train
+import variants
+import write_data
+from tamm.utils import json as tamm_json
 
-import package  # noqa: E402
-import quality  # noqa: E402
-import quantize  # noqa: E402
-import tasks  # noqa: E402
-import torch  # noqa: E402
-import train  # noqa: E402
-import variants  # noqa: E402
-import write_data  # noqa: E402
-from tamm.utils import json as tamm_json  # noqa: E402
-
-import afm_mlx  # noqa: E402
-from afm_mlx.adapters.lora import add_lora, lora_layers, save_lora  # noqa: E402
-from afm_mlx.checkpoint.toolkit_checkpoint import map_keys  # noqa: E402
-from afm_mlx.cli.arguments import parse  # noqa: E402
-from afm_mlx.loading.load import load_model  # noqa: E402
-from afm_mlx.measure.perplexity import cut, load_documents, token_losses  # noqa: E402
-from afm_mlx.tokenizer.tokenizer import load_tokenizer  # noqa: E402
-from afm_mlx.training.data.samples import load_split  # noqa: E402
-from tests.tools.cases import each  # noqa: E402
-from tests.tools.compare import assert_parity  # noqa: E402
-from tests.tools.models import random_config, tamm_logits, tamm_model  # noqa: E402
+import afm_mlx
+from afm_mlx.adapters.lora import add_lora, lora_layers, save_lora
+from afm_mlx.checkpoint.toolkit_checkpoint import map_keys
+from afm_mlx.cli.arguments import parse
+from afm_mlx.loading.load import load_model
+from afm_mlx.measure.perplexity import cut, load_documents, token_losses
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from afm_mlx.training.data.samples import load_split
+from tests.tools.cases import each
+from tests.tools.cli import lines
+from tests.tools.compare import assert_parity
+from tests.tools.models import random_config, tamm_logits, tamm_model
 
 SIZES = {
     "vocab_size": 1000,
@@ -69,15 +67,15 @@ def source(rng, tmp_path, spm, monkeypatch) -> Path:
     (checkpoint / "base-model-config.json").write_text(config)
 
     test = tasks.test_samples(int(rng.integers(1 << 30)), 1)
-    write_lines(source / "evaluation.jsonl", test[:2])
+    lines(source / "evaluation.jsonl", *test[:2])
     texts = [
         {"text": text} for text in ("Read the words of a file.\n\n" * 40, "Return it.", "x = 1")
     ]
-    write_lines(source / "heldout.jsonl", texts)
+    lines(source / "heldout.jsonl", *texts)
     prompt = rng.integers(5, SIZES["vocab_size"], 12).tolist()
     (source / "golden.json").write_text(json.dumps([{"prompt": prompt, "tokens": []}]))
     (source / "data").mkdir()
-    write_lines(source / "data" / "train.jsonl", texts)
+    lines(source / "data" / "train.jsonl", *texts)
     return source
 
 
@@ -93,10 +91,6 @@ def packed(source) -> Path:
             b += mx.random.normal(b.shape)
     save_lora(model, models / ADAPTED, models / PACKED)
     return source
-
-
-def write_lines(path: Path, lines: list[dict]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 # -- data
@@ -121,8 +115,8 @@ def test_lines_are_seeded_and_have_the_share_of_texts(seed, drawn):
 
 def test_few_texts_repeat_evenly(seed):
     texts = [f"Text {i}." for i in range(20)]
-    lines, valid = write_data.draw_lines(texts, seed, 300, 100)
-    counts = [sum(line.get("text") == text for line in lines) for text in texts]
+    drawn, valid = write_data.draw_lines(texts, seed, 300, 100)
+    counts = [sum(line.get("text") == text for line in drawn) for text in texts]
     used = [count for count in counts if count]
     assert sum("text" in line for line in valid) == len(texts) - len(used) == 2
     assert max(used) - min(used) <= 1
@@ -148,11 +142,11 @@ def test_the_script_writes_what_training_reads(source, seed, monkeypatch, capsys
 
 def test_chats_have_tamms_tokens_and_labels(seed, spm, tmp_path, preprocessor):
     """What `afm-mlx qat` reads from the file is what the float model was trained on."""
-    lines = list(itertools.islice(map(write_data._chat_line, tasks.training_samples(seed)), 30))
-    write_lines(tmp_path / "train.jsonl", lines)
+    chats = list(itertools.islice(map(write_data._chat_line, tasks.training_samples(seed)), 30))
+    lines(tmp_path / "train.jsonl", *chats)
     ours = load_split(tmp_path, "train", load_tokenizer(spm.parent), max_seq_length=4096)
-    for line, sample in zip(lines, ours, strict=True):
-        ids, labels = tasks.encode(preprocessor, line)
+    for chat, sample in zip(chats, ours, strict=True):
+        ids, labels = tasks.encode(preprocessor, chat)
         assert list(sample.tokens) == ids
         # tamm's labels stand where their token is predicted, our weights where it is.
         assert [label != -100 for label in labels[:-1]] == [w == 1 for w in sample.weights[1:]]
@@ -256,9 +250,9 @@ def test_the_report_measures_each_variant_once(packed, monkeypatch):
     assert adapted["adapter_bytes"] > 0 == two["adapter_bytes"]
     assert whole["perplexity"] != two["perplexity"] != adapted["perplexity"]
     table = (packed / "report" / "quality.md").read_text().splitlines()
-    lines = [line for line in table if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) == 1
-    assert len(lines) == 2 + len(rows)
+    cells = [line.count("|") for line in table if line.startswith("|")]
+    assert len(set(cells)) == 1
+    assert len(cells) == 2 + len(rows)
     assert table[-1].startswith("Within 2 points of float on every task, and 5% in perplexity: ")
 
     config = packed / "models" / PACKED / "config.json"

@@ -7,22 +7,17 @@ import json
 import random
 import re
 import string
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tamm", reason="the example trains with tamm: pip install '.[tamm]'")
 pytest.importorskip("sentencepiece")
 
-NANO = Path(__file__).parents[2] / "examples" / "nano"
-sys.path.insert(0, str(NANO))
-
-import docstrings  # noqa: E402
-import tasks  # noqa: E402
-import text_tasks  # noqa: E402
-import tone_task  # noqa: E402
-import values  # noqa: E402
+import docstrings
+import tasks
+import text_tasks
+import tone_task
+import values
 
 
 def test_equal_seeds_give_equal_samples(seed):
@@ -70,10 +65,7 @@ def test_answers_follow_from_the_prompt(seed):
             assert number in prompt, sample
 
 
-def test_every_wording_holds_the_values_of_its_answer():
-    def slots(text: str) -> set[str]:
-        return {field for _, field, _, _ in string.Formatter().parse(text) if field}
-
+def test_every_wording_holds_the_values_of_its_answer(slots):
     for lines, summary in text_tasks._THREADS:
         for wordings in itertools.product(*lines):
             assert slots(summary) <= slots(" ".join(wordings)), wordings

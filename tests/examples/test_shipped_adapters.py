@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import afm_mlx
 from afm_mlx.adapters.adapter_folder import TENSORS_NAME, load_adapter
 from afm_mlx.adapters.pool import AdapterPool
@@ -18,16 +16,9 @@ from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import Example, evaluate, load_examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES / "adapters"))
-
 import inbox  # noqa: E402
 
 ADAPTERS = resolve_model("afm-nano") / "adapters"
-
-
-@pytest.fixture(params=list(inbox.TASKS))
-def task(request) -> str:
-    return request.param
 
 
 def right(examples: list[Example], adapter: Path | None) -> int:

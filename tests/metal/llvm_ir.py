@@ -39,8 +39,8 @@ class Block:
     """A basic block: `phis` (values by the block that control comes from) and `code`, except its last
     instruction.
 
-    That goes to `successors` by a `condition`: when it is true, when it is false; or where none of `cases`
-    fits, and then those of the cases.
+    That one goes to `successors` by a `condition`: when it is true, when it is false; or where none of `cases`
+    fits, and then for each case.
     """
 
     phis: dict[str, dict[str, str]] = field(default_factory=dict)
