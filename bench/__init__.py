@@ -1,1 +1,1 @@
-"""Benchmarks of afm-mlx, of its server and of peers: `python -m bench.NAME` in the checkout; never installed."""
+"""Benchmarks of afm-mlx, of its server and of peers: `python -m bench.NAME` in a checkout; not installed."""

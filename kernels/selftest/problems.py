@@ -265,10 +265,10 @@ def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
 def _draw_rope(spec: Spec, rng: np.random.Generator) -> Args:
     qkv = _activations(spec, rng, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     offset = _int32(rng.integers(0, 2048, spec.batch))
-    norms = [_head_norm(spec, rng) for _ in range(2)]
+    q_weight, k_weight = (_head_norm(spec, rng) for _ in range(2))
     # The largest numbers are clamped.
     scales = [_draw(s) if spec.stored == mx.int8 else None for s in rng.uniform(0.015, 0.03, 2)]
-    return qkv, offset, HeadOptions(*norms, *scales, spec.kv_heads, _THETA, _EPS)
+    return qkv, offset, HeadOptions(q_weight, k_weight, *scales, spec.kv_heads, _THETA, _EPS)
 
 
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
