@@ -267,7 +267,10 @@ def _draw_rope(spec: Spec, rng: np.random.Generator) -> Args:
     offset = _int32(rng.integers(0, 2048, spec.batch))
     q_weight, k_weight = (_head_norm(spec, rng) for _ in range(2))
     # The largest numbers are clamped.
-    scales = [_draw(s) if spec.stored == mx.int8 else None for s in rng.uniform(0.015, 0.03, 2)]
+    key_scale, value_scale = (
+        _draw(scale) if spec.stored == mx.int8 else None for scale in rng.uniform(0.015, 0.03, 2)
+    )
+    scales = (key_scale, value_scale)
     return qkv, offset, HeadOptions(q_weight, k_weight, *scales, spec.kv_heads, _THETA, _EPS)
 
 

@@ -30,7 +30,7 @@ def empty(monkeypatch):
         *((name, value, "allowed are 0 and 1")
           for name in ("NATIVE", "SELFTEST", "HUGE_PAGES", "BLAS", "HISTORY") for value in ("off", "2", " 0")),
         ("THREADS", "two", "whole number from 1 to 1024"),
-        ("THREADS", "-1", "whole number from 1 to 1024"),
+        *(("THREADS", n, "whole number from 1 to 1024") for n in ("-1", "0", "1025")),
         ("THREADS", "٣", "whole number from 1 to 1024"),
         ("THREADS", "9" * 5000, "whole number from 1 to 1024"),
         ("ISA", "avx1024", "allowed are amx, avx512"),

@@ -152,6 +152,32 @@ class Kernel:
         ]
 
 
+def probe(
+    source: str,
+    *inputs: mx.array,
+    n: int = 64,
+    outputs: int = 1,
+    dtype: mx.Dtype = mx.float32,
+    size: int | None = None,
+    seed: int | None = None,
+) -> list[mx.array]:
+    """Outputs `x`, `y`, ... of a kernel over `n` threads, of `size` numbers; `a`, `b`, ... are its inputs.
+
+    `i` is the thread, and `lane` its place in the simdgroup.
+    """
+    prelude = (
+        "uint i = thread_position_in_grid.x; uint lane = thread_index_in_simdgroup; (void)lane;\n"
+    )
+    return Kernel("probe", "abcdefg"[: len(inputs)], "xyz"[:outputs], prelude + source)(
+        inputs=inputs,
+        grid=(n, 1, 1),
+        threadgroup=(n, 1, 1),
+        output_shapes=[(n if size is None else size,)] * outputs,
+        output_dtypes=[dtype] * outputs,
+        seed=seed,
+    )
+
+
 @functools.cache
 def project_kernel(kernel: metal_runtime.Kernel) -> Kernel:
     header = "".join(

@@ -9,7 +9,7 @@ import pytest
 
 from afm_mlx.kernels.metal import runtime as metal_runtime
 from tests.metal import emulator, machine, toolchain
-from tests.metal.emulator import Kernel, emulated
+from tests.metal.emulator import Kernel, emulated, probe
 from tests.metal.machine import EmulatorError
 from tests.metal.toolchain import CompileError
 from tests.tools.cases import draw
@@ -18,33 +18,7 @@ from tests.tools.compare import assert_same, exact
 _reason = toolchain.why_unavailable()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
 
-PRELUDE = "uint i = thread_position_in_grid.x; uint lane = thread_index_in_simdgroup; (void)lane;\n"
-
-
-def launch(
-    source,
-    *inputs,
-    n=64,
-    outputs=1,
-    dtype=mx.float32,
-    size=None,
-    grid=None,
-    threads=None,
-    seed=None,
-):
-    """Outputs of a kernel over `n` threads with inputs `a`, `b`, ... and outputs `x`, `y`, ... of `size`."""
-    names = "abcdefg"[: len(inputs)]
-    return Kernel("probe", names, "xyz"[:outputs], PRELUDE + source)(
-        inputs=inputs,
-        grid=grid or (n, 1, 1),
-        threadgroup=threads or grid or (n, 1, 1),
-        output_shapes=[(n if size is None else size,)] * outputs,
-        output_dtypes=[dtype] * outputs,
-        seed=seed,
-    )
-
-
-# ---- the language -------------------------------------------------------------------------------------------
+# -- the language
 
 
 SIMD = {
@@ -68,7 +42,7 @@ def test_simdgroup_functions(rng):
     v = rng.integers(0, 1000, 32).astype(np.int32)
     calls = "".join(f"x[{32 * k} + i] = {call};\n" for k, call in enumerate(SIMD))
     source = f"int v = a[i];\n{calls}"
-    got = launch(source, mx.array(v), n=32, size=32 * len(SIMD), dtype=mx.int32)[0]
+    got = probe(source, mx.array(v), n=32, size=32 * len(SIMD), dtype=mx.int32)[0]
     for row, (call, wanted) in zip(got.reshape(-1, 32), SIMD.items(), strict=True):
         assert_same(exact(row), wanted(v), call)
 
@@ -76,7 +50,7 @@ def test_simdgroup_functions(rng):
 def test_half_and_bfloat_round_after_every_operation(rng):
     a = mx.array(rng.uniform(1, 2, 64).astype(np.float32))
     source = "half h = half(a[i]); x[i] = float(h * h + h); bfloat b = bfloat(a[i]); y[i] = float(b * b + b);"
-    got = launch(source, a, outputs=2)
+    got = probe(source, a, outputs=2)
     h, b = a.astype(mx.float16), a.astype(mx.bfloat16)
     for x, v in zip(got, (h, b), strict=True):
         assert_same(x, (v * v + v).astype(mx.float32))
@@ -84,11 +58,11 @@ def test_half_and_bfloat_round_after_every_operation(rng):
 
 def test_shapes_strides_and_scalars():
     source = "x[i] = a_shape[0] * 1000 + int(a_strides[0]) * 100 + a_ndim * 10 + int(b) + c[1];"
-    got = launch(source, mx.zeros((2, 3)), mx.array(4.0), mx.array([0, 5]), n=1, dtype=mx.int32)[0]
+    got = probe(source, mx.zeros((2, 3)), mx.array(4.0), mx.array([0, 5]), n=1, dtype=mx.int32)[0]
     assert got.item() == 2000 + 300 + 20 + 4 + 5
 
 
-# ---- seeded faults ------------------------------------------------------------------------------------------
+# -- seeded faults
 
 SWAP = "threadgroup float s[64]; s[i] = a[i]; {} x[i] = s[63 - i];"
 # What is found, and sources that do it.
@@ -147,7 +121,7 @@ FAULTS = {
 def failure(source, *inputs, error=EmulatorError, **options):
     """What a launch says that must not run."""
     try:
-        launch(source, *inputs, **options)
+        probe(source, *inputs, **options)
     except error as caught:
         return str(caught)
     return "nothing was found"
@@ -187,20 +161,15 @@ def test_text_that_metal_refuses_does_not_compile(rng):
 
 
 def test_a_small_input_lies_in_another_address_space():
-    source = PRELUDE + "const device float* p = a; x[i] = p[i];"
-    kernel, sizes = (
-        Kernel("probe", ["a"], ["x"], source),
-        {"grid": (7, 1, 1), "threadgroup": (7, 1, 1)},
-    )
-    outputs = {"output_shapes": [(7,)], "output_dtypes": [mx.float32]}
-    assert_same(kernel(inputs=[mx.ones((8,))], **sizes, **outputs)[0], mx.ones((7,)))
+    source = "const device float* p = a; x[i] = p[i];"
+    assert_same(probe(source, mx.ones((8,)), n=7)[0], mx.ones((7,)))
     with pytest.raises(CompileError):
-        kernel(inputs=[mx.ones((7,))], **sizes, **outputs)
+        probe(source, mx.ones((7,)), n=7)
 
 
 def test_too_many_threads_or_buffers():
     with pytest.raises(EmulatorError, match="2048 threads in a threadgroup"):
-        launch("x[i] = 0;", n=2048)
+        probe("x[i] = 0;", n=2048)
     with pytest.raises(EmulatorError, match="32 buffers"):
         names = [f"n{k}" for k in range(31)]
         Kernel("probe", names, ["x"], "x[0] = 0;")(
@@ -212,14 +181,14 @@ def test_too_many_threads_or_buffers():
         )
 
 
-# ---- the project's launches ---------------------------------------------------------------------------------
+# -- the project's launches
 
 
 @pytest.fixture
-def probe(tmp_path, monkeypatch):
+def launch_file(tmp_path, monkeypatch):
     """A kernel file of the project, with the launch that its wrappers use."""
 
-    def launch_file(source, a, threads=32):
+    def launch(source, a, threads=32):
         (tmp_path / "probe.metal").write_text(source, encoding="utf-8")
         monkeypatch.setattr(metal_runtime, "FOLDER", tmp_path)
         forget()
@@ -238,35 +207,35 @@ def probe(tmp_path, monkeypatch):
         metal_runtime._read.cache_clear()
         emulator.project_kernel.cache_clear()
 
-    yield launch_file
+    yield launch
     forget()
 
 
-def test_launches_of_the_project_are_emulated(probe, rng):
+def test_launches_of_the_project_are_emulated(launch_file, rng):
     a = draw(rng, (64,))
     twice = "x[thread_position_in_grid.x] = T(2.0f * float(a[thread_position_in_grid.x]));"
-    assert_same(probe(twice, a), 2 * a)
+    assert_same(launch_file(twice, a), 2 * a)
     with pytest.raises(EmulatorError, match=r"\(probe.metal:2"):
-        probe("\nx[thread_position_in_grid.x] = a[64];", a)
+        launch_file("\nx[thread_position_in_grid.x] = a[64];", a)
 
 
-def test_limits_of_the_project(probe):
+def test_limits_of_the_project(launch_file):
     source = "x[thread_position_in_grid.x] = 0.0f;"
     with pytest.raises(EmulatorError, match="512 threads in a threadgroup"):
-        probe(source, mx.zeros(512), threads=512)
+        launch_file(source, mx.zeros(512), threads=512)
     with pytest.raises(EmulatorError, match="isn't a multiple"):
-        probe(source, mx.zeros(40))
+        launch_file(source, mx.zeros(40))
     sum_in_bfloat = "uint i = thread_position_in_grid.x;\nT y = a[i] + a[0];\nx[i] = float(y);"
-    probe(sum_in_bfloat, mx.zeros(32, mx.float16))
+    launch_file(sum_in_bfloat, mx.zeros(32, mx.float16))
     with pytest.raises(CompileError, match=r"arithmetic on bfloat, .* in lines 2"):
-        probe(sum_in_bfloat, mx.zeros(32, mx.bfloat16))
+        launch_file(sum_in_bfloat, mx.zeros(32, mx.bfloat16))
 
 
-# ---- a run --------------------------------------------------------------------------------------------------
+# -- a run
 
 
 def test_what_nobody_wrote_stays_poisoned():
-    got = np.array(launch("if (i % 2) x[i] = 1.0f;")[0])
+    got = np.array(probe("if (i % 2) x[i] = 1.0f;")[0])
     assert np.isnan(got[::2]).all()
     assert (got[1::2] == 1).all()
 
@@ -275,6 +244,6 @@ def test_the_tests_go_on_after_a_crash(rng):
     """A launch is a process of its own: nothing of a kernel's faults stays."""
     pid = os.getpid()
     with pytest.raises(EmulatorError):
-        launch("((device float*)0)[i] = 1.0f; x[i] = 0.0f;", draw(rng, (64,)))
+        probe("((device float*)0)[i] = 1.0f; x[i] = 0.0f;", draw(rng, (64,)))
     assert os.getpid() == pid
-    assert_same(launch("x[i] = 1.0f;")[0], mx.ones((64,)))
+    assert_same(probe("x[i] = 1.0f;")[0], mx.ones((64,)))

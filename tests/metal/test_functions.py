@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.metal import toolchain
-from tests.metal.emulator import Kernel
+from tests.metal.emulator import probe
 from tests.metal.machine import EmulatorError
 from tests.tools.cases import draw
 from tests.tools.compare import assert_same
@@ -16,19 +16,8 @@ pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
 N = 256
 
 
-def launch(source, *inputs, outputs=1, n=N, seed=None):
-    """Outputs `x`, `y`, ... of a kernel over `n` threads, one float for each; `a`, `b`, ... are its inputs."""
-    names = "abcd"[: len(inputs)]
-    prelude = "const uint i = thread_position_in_grid.x;\n"
-    found = Kernel("probe", names, "xyz"[:outputs], prelude + source)(
-        inputs=inputs,
-        grid=(n, 1, 1),
-        threadgroup=(n, 1, 1),
-        output_shapes=[(n,)] * outputs,
-        output_dtypes=[mx.float32] * outputs,
-        seed=seed,
-    )
-    return [np.array(x) for x in found]
+def launch(source, *inputs, outputs=1, seed=None):
+    return [np.array(x) for x in probe(source, *inputs, n=N, outputs=outputs, seed=seed)]
 
 
 def off_by(got, wanted):

@@ -11,8 +11,7 @@ from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools import compare
 from tests.tools.cases import all_pairs, draw
 from tests.tools.compare import exact
-from tests.tools.low_rank import draw_low_rank
-from tests.tools.problems import assert_solved, with_args
+from tests.tools.problems import assert_solved, draw_low_rank, with_args
 
 LARGEST = {16: 32639, 8: 127}
 # (batch, tokens); more rows than a thread takes at once.

@@ -11,8 +11,7 @@ from afm_mlx.kernels.selftest.specs import Spec
 from tests.tools import compare
 from tests.tools.cases import all_pairs, draw
 from tests.tools.compare import exact
-from tests.tools.low_rank import draw_low_rank
-from tests.tools.problems import assert_solved
+from tests.tools.problems import assert_solved, draw_low_rank
 
 LARGEST = {16: 32639, 8: 127}
 STEP = 254  # from a pass's unit to the next pass's

@@ -11,18 +11,10 @@ from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools.cases import draw
 from tests.tools.compare import assert_close, assert_same
-from tests.tools.low_rank import draw_low_rank
+from tests.tools.problems import draw_low_rank
 
 N, K = 48, 96
-SPEC = Spec(
-    "packed_matmul",
-    in_dims=K,
-    out_dims=N,
-    bits=4,
-    mode="affine",
-    granularity="group",
-    group_size=32,
-)
+SPEC = Spec("packed_matmul", mx.float32, 1, 1, K, N, 4, "affine", "group", 32)
 
 
 def draw_adapters(rng, slots):

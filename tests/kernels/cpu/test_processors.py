@@ -157,18 +157,8 @@ def test_units_of_an_instruction_set_share_no_function_and_start_nothing(objects
 def installed(tmp_path_factory):
     """The Python of an environment that a wheel is installed in."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "-w",
-        str(folder),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True)
+    pip = [sys.executable, *"-m pip wheel -q --no-deps -w".split(), str(folder), str(ROOT)]
+    subprocess.run(pip, check=True)
     venv.create(folder / "env", symlinks=True)
     python = folder / "env" / "bin" / "python"
     site = next((folder / "env").glob("lib/python*/site-packages"))
@@ -190,8 +180,6 @@ def test_a_wheel_works_on_each_processor(installed, tmp_path, monkeypatch, cpu):
         assert ended.returncode == 0, ended.stdout + ended.stderr
         if arguments[0] == "doctor":
             assert f"instruction set   {SETS[cpu][0]}" in ended.stdout
-            assert (
-                str(installed.parent.parent) in (tmp_path / "x").as_posix() or "ok" in ended.stdout
-            )
+            assert "ok" in ended.stdout
         if arguments[0] == "generate":
             assert "Film Lecture" in ended.stdout

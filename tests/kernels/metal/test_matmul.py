@@ -11,8 +11,7 @@ from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools.cases import all_pairs, each
-from tests.tools.low_rank import draw_low_rank, in_shared_arrays
-from tests.tools.problems import assert_solved, with_args
+from tests.tools.problems import assert_solved, draw_low_rank, in_shared_arrays, with_args
 
 FORMATS = (
     ("palette", "table"),
@@ -39,18 +38,8 @@ def assert_right(rng, variant, op, *fields, **options):
 def test_products(metal, rng, monkeypatch, op, variant):
     monkeypatch.setattr(matmul, "BLOCK", 5 * 704)  # several blocks, the last one short
     formats = FORMATS if op == "packed_matmul" else FORMATS[::3]
-    cases = all_pairs(
-        formats,
-        BITS,
-        SHAPES,
-        ROWS[variant],
-        DTYPES,
-        (False, True),
-        (False, True),
-        (0, 4, 40),
-        (0, 1),
-        (0, 1),
-    )
+    axes = (formats, BITS, SHAPES, ROWS[variant], DTYPES)
+    cases = all_pairs(*axes, (False, True), (False, True), (0, 4, 40), (0, 1), (0, 1))
     for (mode, granularity), bits, shape, rows, dtype, norm, residual, rank, few, split in cases:
         # Some multiply with A beforehand, some have eight rows of codes for a simdgroup, and of some two
         # simdgroups share the inputs.
@@ -95,14 +84,8 @@ def test_shapes_of_launches(rows, code_rows, in_dims, wanted):
 def test_products_whose_inputs_simdgroups_share(metal, rng, monkeypatch):
     """Two to eight of them; some have no inputs left in the last step, or fewer than a lane takes."""
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 0)  # adapters don't change the shape
-    for rows, in_dims, bits, split in (
-        (1, 1028, 8, 2),
-        (3, 1032, 4, 2),
-        (1, 2064, 2, 4),
-        (2, 2048 + 64, 2, 4),
-        (4, 4112, 2, 8),
-        (1, 8192, 2, 8),
-    ):
+    few = ((1, 1028, 8, 2), (3, 1032, 4, 2), (1, 2064, 2, 4), (2, 2048 + 64, 2, 4))
+    for rows, in_dims, bits, split in (*few, (4, 4112, 2, 8), (1, 8192, 2, 8)):
         assert products.vector_threadgroups(rows, 19, in_dims) == (split, 4, True)
         matrix = {"bits": bits, "mode": "affine", "granularity": "row"}
         fusions = {"norm": rows < 4, "residual": rows > 1, "rank": 3 * (rows != 2)}
