@@ -23,14 +23,9 @@ _WHAT = {
 def write_card(
     folder: Path, task: str, examples: int, tests: int, figures: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Write the card of an adapter.
+    """Write the card of an adapter that ships, from the figures of `measure`.
 
-    Args:
-        folder: the adapter that ships, with its evaluation.jsonl.
-        task: a key of `inbox.TASKS`.
-        examples: training chats.
-        tests: held-out messages that were measured.
-        figures: of `measure`.
+    `examples` are training chats, `tests` held-out messages that were measured.
     """
     (shown,) = (each for each in inbox.switching_examples(0, _SHOWN)[-1] if each["task"] == task)
     _, config = load_adapter(folder)

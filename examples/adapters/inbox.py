@@ -266,12 +266,7 @@ def training_chats(task: str, seed: int, split: str = "train") -> Iterator[list[
     """An endless stream of chats without values of the test split; equal arguments give equal streams.
 
     One chat in five begins with a turn of what the model knew before, and one in five with another message of
-    the same task.
-
-    Args:
-        task: a key of `TASKS`.
-        seed: of all draws.
-        split: `"train"` or `"valid"`: streams of their own.
+    the same task. The splits "train" and "valid" are streams of their own.
     """
     values = Values(random.Random(f"{split}-{task}-{seed}"), "train")
     known = (small_talk, rewrite_tone, suggest_reply, summarize_thread, tag_topics)
@@ -299,8 +294,7 @@ def test_examples(task: str, seed: int, count: int) -> list[dict[str, Any]]:
 def switching_examples(seed: int, count: int) -> list[list[dict[str, Any]]]:
     """`count` held-out messages, each with all tasks in one chat: for every task in turn, the chat so far.
 
-    Returns:
-        Chats of one example for each task, in random order; what stands before a question are right answers.
+    Tasks are in random order; what stands before a question are right answers.
     """
     values = Values(random.Random(f"held-out-switching-{seed}"), "test")
     chats = []

@@ -47,15 +47,12 @@ def accuracies(test_set: Path, adapter: Path | None, label: str) -> dict[str, fl
 
 
 def measure(out: Path, adapters: Mapping[str, Path]) -> Figures:
-    """Measure the model without an adapter, and with each; what is known of the same files is kept.
+    """Measure the model without an adapter, and with each (by its task); what is known of the same files is
+    kept.
 
-    Args:
-        out: folder with evaluation.jsonl, and switching-<task>.jsonl of each task; gets report.json.
-        adapters: folders by the name of their task.
-
-    Returns:
-        By adapter, including `NO_ADAPTER`: the accuracy of each task, new and old; for an adapter also
-        the accuracy of its own task under `SWITCHING`.
+    `out` has evaluation.jsonl, and switching-<task>.jsonl of each task, and gets report.json. Returns the
+    accuracy of each task, new and old, by adapter, including `NO_ADAPTER`; for an adapter also that of its own
+    task under `SWITCHING`.
     """
     report = out / "report.json"
     known = json.loads(report.read_text()) if report.is_file() else {}

@@ -80,13 +80,7 @@ class _Row:
 
 
 class Batches:
-    """Makes the batch of any step.
-
-    Args:
-        tokenizer: the trained tokenizer.
-        texts: the plain texts to read.
-        seed: with the step, decides all draws.
-    """
+    """Makes the batch of any step: seed and step decide all draws."""
 
     def __init__(self, tokenizer: AFMTokenizer, texts: Texts, seed: int):
         self.eos_id = tokenizer.eos_id

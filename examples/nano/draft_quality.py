@@ -48,13 +48,7 @@ class Answer:
 
 
 def target_answers(folder: Path, limit: int | None = None, sampled: bool = False) -> list[Answer]:
-    """The answers of the model in a folder to its own test data.
-
-    Args:
-        folder: a model folder with evaluation.jsonl and heldout.jsonl.
-        limit: prompts of each task; None for all.
-        sampled: draw the tokens at a temperature of 1, instead of taking the most likely ones.
-    """
+    """The answers of the model in a folder to its own test data: `limit` prompts of each task, greedy or drawn."""
     model, tokenizer = afm_mlx.load(folder)
     prompts: dict[str, list[list[int]]] = {}
     for _, line in read_jsonl(folder / "evaluation.jsonl"):
@@ -130,12 +124,7 @@ def count_steps(answer: Answer, propose: Propose, k: int) -> Steps:
 
 
 def proposals(answer: Answer, choices: np.ndarray) -> dict[str, Propose]:
-    """Ways to propose: the draft's choices, look-up, and look-up with the draft where that finds nothing.
-
-    Args:
-        answer: what the target wrote.
-        choices: of `draft_choices`.
-    """
+    """Ways to propose: the draft's choices, look-up, and look-up with the draft where that finds nothing."""
     text, chosen = [*answer.prompt, *answer.tokens], choices.tolist()
 
     def look_up(at: int) -> list[int]:
@@ -152,12 +141,11 @@ def proposals(answer: Answer, choices: np.ndarray) -> dict[str, Propose]:
 
 
 def measure(draft: Path, target: Path, limit: int | None = None) -> Figures:
-    """Measure a draft model with its target, by task.
+    """Measure a draft model with its target, by task, and for all chats.
 
-    Returns:
-        By task, and for all chats: `positions`; `agreement` of the greedy tokens; `acceptance`, the share of
-        proposals that speculative sampling keeps at a temperature of 1, along drawn answers; and `tokens per
-        step` by way of proposing and k.
+    Returns `positions`; `agreement` of the greedy tokens; `acceptance`, the share of proposals that
+    speculative sampling keeps at a temperature of 1, along drawn answers; and `tokens per step` by way of
+    proposing and k.
     """
     model, tokenizer = afm_mlx.load(target)
     drafting = load_draft(draft, model, tokenizer)

@@ -48,9 +48,8 @@ Row = dict[str, Any]
 def report(source: Path, limit: int | None = None) -> int:
     """Measure what is there and write the three files into `source/report`; returns 0.
 
-    Args:
-        source: folder that build.py made.
-        limit: held-out chats per task, the first ones, for a quick look into `source/report-<limit>`.
+    With a limit, only the first held-out chats of each task count, for a quick look into
+    `source/report-<limit>`.
     """
     out = source / ("report" if limit is None else f"report-{limit}")
     out.mkdir(exist_ok=True)

@@ -53,9 +53,7 @@ _OTHER_SYSTEM_MESSAGES = (
 def draw_sample(task: str, values: Values) -> dict[str, Any]:
     """Draw one chat: `{"task", "messages"}`, with `"tools"` where the task has them.
 
-    Args:
-        task: a key of `TASKS`, `"small_talk"`, or `"conversation"` (two or three turns of several tasks).
-        values: where the copied values come from.
+    The task is a key of `TASKS`, `"small_talk"`, or `"conversation"` (two or three turns of several tasks).
     """
     if task == "conversation":
         messages, tools = _conversation(values)
@@ -125,15 +123,11 @@ def answer_text(message: dict[str, Any]) -> str:
 def encode(
     preprocessor: AFMChatTemplateV6Preprocessor, sample: dict[str, Any], generate: bool = False
 ) -> tuple[list[int], list[int] | None]:
-    """Encode a sample in the real chat format.
+    """Encode a sample in the real chat format: input ids, and labels, or None where `generate` ends with a
+    prompt.
 
-    Args:
-        preprocessor: must have `prepend_system_message=False`; samples carry their system message.
-        generate: end with the assistant's prefix, for a prompt that has no answer yet.
-
-    Returns:
-        `(input_ids, label_ids)`: labels are shifted by one and -100 outside the assistant's turns; None
-        when `generate`.
+    The preprocessor must have `prepend_system_message=False`: samples carry their system message. Labels are
+    shifted by one and -100 outside the assistant's turns.
     """
     # The preprocessor edits the messages that it is given.
     messages = copy.deepcopy(sample["messages"])

@@ -54,7 +54,6 @@ class Plan:
         steps: optimizer steps, of `batches.TOKENS_PER_STEP` tokens each.
         seed: the seed of the weights.
         report_every: steps between two reports, each of which saves a checkpoint too.
-        threads: CPU threads for PyTorch.
         sizes: what differs from `MODEL_ARGS`.
         compiled: compile the training step, which takes minutes and makes steps faster.
     """
@@ -76,18 +75,11 @@ def model_config(**overrides: Any) -> AFMTextV7.Config:
 def train(
     out: Path, plan: Plan, batches: Batches, test_samples: list[dict[str, Any]], held_out: list[str]
 ) -> AFMTextV7:
-    """Train, or resume what `out` holds, and leave the checkpoint there.
+    """Train, or resume what `out` holds, and leave the checkpoint there; returns the model in evaluation mode.
 
-    Args:
-        out: gains `train-log.jsonl` and `train-state.pt`, and in its folder `checkpoint`, next to the
-            tokenizer, `base-model.pt` and `base-model-config.json`.
-        plan: steps, seed and threads.
-        batches: the batch of each step.
-        test_samples: the held-out chats for the reports, from `tasks.test_samples`.
-        held_out: the held-out docstrings for the reports.
-
-    Returns:
-        the trained model, in evaluation mode.
+    `out` gains `train-log.jsonl` and `train-state.pt`, and in its folder `checkpoint`, next to the tokenizer,
+    `base-model.pt` and `base-model-config.json`. Reports are on held-out chats, from `tasks.test_samples`, and
+    docstrings.
     """
     torch.set_num_threads(plan.threads)
     torch.manual_seed(plan.seed)
@@ -176,9 +168,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Exact match of greedy answers for each task, and the perplexity of `held_out`, in float32.
 
-    Returns:
-        `{"exact_match": {task: share}, "perplexity": float}`; perplexity is per token, with the texts
-        encoded as the tokenizer's end-of-sequence id and the text.
+    Perplexity is per token, with the texts encoded as the tokenizer's end-of-sequence id and the text.
     """
     model.eval()
     tokenizer = preprocessor.tokenizer

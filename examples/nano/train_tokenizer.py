@@ -32,15 +32,9 @@ def _training_lines(texts: Iterable[str]) -> Iterable[str]:
 
 
 def train_tokenizer(folder: Path, docstrings: list[str], seed: int) -> AFMTokenizer:
-    """Train on docstrings and task samples; write `tokenizer.model` and `tokenizer-config.json`.
+    """Train on docstrings and task samples; write `tokenizer.model` and `tokenizer-config.json` into a folder.
 
-    Args:
-        folder: the checkpoint folder, which exists.
-        docstrings: the training docstrings.
-        seed: the seed of the task samples.
-
-    Returns:
-        the tokenizer, with `eot_id` set to `<turn_end>`.
+    The tokenizer that it returns has `<turn_end>` as its `eot_id`.
     """
     samples = islice(tasks.training_samples(seed), _TASK_SAMPLES)
     texts = [*docstrings, *map(tasks.render, samples)]

@@ -122,15 +122,7 @@ KINDS = tuple(_GENERATORS)
 
 
 class Values:
-    """Draws values of one split. Equal arguments draw equal values.
-
-    Args:
-        rng: the random state that all draws advance.
-        split: `"train"` or `"test"`.
-
-    Raises:
-        ValueError: `split` is neither.
-    """
+    """Draws values of one split, "train" or "test". Equal arguments draw equal values."""
 
     def __init__(self, rng: random.Random, split: str):
         if split not in ("train", "test"):

@@ -38,14 +38,9 @@ _PALETTE = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the comparison.
+    """One row of the comparison: a name of its folder, a label in tables, a stage of `STAGES` that makes it.
 
-    Args:
-        name: of its folder.
-        label: in tables and figures.
-        stage: one of `STAGES`; the subcommand that makes it.
-        command: what makes it, see above.
-        base: of an adapter, the variant that it belongs to.
+    `command` is described above. `base` is, of an adapter, the variant that it belongs to.
     """
 
     name: str

@@ -56,16 +56,9 @@ def main() -> None:
 def draw_lines(
     texts: list[str], seed: int, samples: int, valid_samples: int = _VALID_SAMPLES
 ) -> tuple[list[Line], list[Line]]:
-    """Draw the lines of both files; equal arguments give equal lines.
+    """Draw the lines of train.jsonl and valid.jsonl; equal arguments give equal lines.
 
-    Args:
-        texts: for training. Each comes once before one comes twice.
-        seed: of all draws.
-        samples: lines of train.jsonl.
-        valid_samples: lines of valid.jsonl.
-
-    Returns:
-        train, valid; each line is `{"text"}` or `{"messages", "tools"?}`.
+    Each of the texts comes once before one comes twice. A line is `{"text"}` or `{"messages", "tools"?}`.
     """
     rng = random.Random(f"data-{seed}")
     chats = map(_chat_line, tasks.training_samples(seed))

@@ -9,10 +9,13 @@ import pytest
 from tests.tools.tokenizers import train_tiny_spm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES / "adapters"), str(EXAMPLES / "nano")]
+sys.path.insert(0, str(EXAMPLES / "adapters"))
+sys.path.insert(0, str(EXAMPLES / "nano"))
+
+import inbox
 
 
-@pytest.fixture(params=["redact", "todo", "triage"])
+@pytest.fixture(params=list(inbox.TASKS))
 def task(request) -> str:
     """A task of the example adapters."""
     return request.param
