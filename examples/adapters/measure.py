@@ -51,8 +51,8 @@ def measure(out: Path, adapters: Mapping[str, Path]) -> Figures:
     kept.
 
     `out` has evaluation.jsonl, and switching-<task>.jsonl of each task, and gets report.json. Returns the
-    accuracy of each task, new and old, by adapter, including `NO_ADAPTER`; for an adapter also that of its own
-    task under `SWITCHING`.
+    accuracy of each task, new and old, by adapter, including `NO_ADAPTER`; and each adapter's on its own task
+    under `SWITCHING`.
     """
     report = out / "report.json"
     known = json.loads(report.read_text()) if report.is_file() else {}

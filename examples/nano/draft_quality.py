@@ -48,7 +48,7 @@ class Answer:
 
 
 def target_answers(folder: Path, limit: int | None = None, sampled: bool = False) -> list[Answer]:
-    """The answers of the model in a folder to its own test data: `limit` prompts of each task, greedy or drawn."""
+    """The answers of a model to its own test data: to `limit` prompts of each task, greedy or drawn."""
     model, tokenizer = afm_mlx.load(folder)
     prompts: dict[str, list[list[int]]] = {}
     for _, line in read_jsonl(folder / "evaluation.jsonl"):

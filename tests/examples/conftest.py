@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "adapters"))
 sys.path.insert(0, str(EXAMPLES / "nano"))
 
-import inbox
+import inbox  # noqa: E402
 
 
 @pytest.fixture(params=list(inbox.TASKS))
