@@ -84,11 +84,15 @@ class Variant(NamedTuple):
         return self.name.split("/")[0]
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def other_than_floats(case: Case) -> str | None:
     """Return why a variant for float activations can't run a case, or None if it can."""
     if case.dtype in FLOATS:
         return None
-    return f"takes float32, float16 or bfloat16, not {str(case.dtype).removeprefix('mlx.core.')}"
+    return f"takes float32, float16 or bfloat16, not {dtype_name(case.dtype)}"
 
 
 _disabled: dict[str, str] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.kernels.dispatch import FLOATS, Case, Obstacle, Variant, other_than_floats
+from afm_mlx.kernels.dispatch import FLOATS, Case, Obstacle, Variant, dtype_name, other_than_floats
 from afm_mlx.kernels.operands import HeadOptions, KeyValues, PackedWeight, QueryRope
 
 _extension: Any = extension.module()  # None if the rules below refuse every case
@@ -65,9 +65,7 @@ def _attention_obstacle(case: Case) -> str | None:
     if reason := _obstacle(case):
         return reason
     if case.stored not in (mx.int8, *FLOATS):
-        return (
-            f"takes int8 or float keys and values, not {str(case.stored).removeprefix('mlx.core.')}"
-        )
+        return f"takes int8 or float keys and values, not {dtype_name(case.stored)}"
     limit = _extension.max_head_dim
     return f"head_dim is at most {limit}" if case.head_dim > limit else None
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
+from afm_mlx.kernels.dispatch import Case, Variant, dtype_name, other_than_floats
 from afm_mlx.kernels.metal import runtime
 from afm_mlx.kernels.metal.products import MAX_MERGED, merge_partials
 from afm_mlx.kernels.metal.runtime import Kernel
@@ -140,7 +140,7 @@ def _head_arrays(options: HeadOptions) -> list[mx.array | None]:
 
 def _heads_obstacle(case: Case) -> str | None:
     if case.stored != mx.int8:
-        return f"takes int8 keys and values, not {str(case.stored).removeprefix('mlx.core.')}"
+        return f"takes int8 keys and values, not {dtype_name(case.stored)}"
     return _obstacle(case)
 
 

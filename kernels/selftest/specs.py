@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from afm_mlx.kernels.dispatch import dtype_name
+
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 FORMATS = (
     ("balanced", "row"),
@@ -69,26 +71,24 @@ class Spec(NamedTuple):
     @property
     def label(self) -> str:
         """The spec in words, without the operation."""
-        words = [f"{self.batch * self.tokens} row" + "s" * (self.batch * self.tokens > 1)]
-        if self.bits:
-            per = self.granularity.replace("group", f"g{self.group_size}")
-            words += [f"{self.out_dims}x{self.in_dims}", f"{self.bits}-bit {self.mode} {per}"]
-        if self.heads:
-            words.append(f"{self.heads}/{self.kv_heads} heads x {self.head_dim}")
-        if self.capacity:
-            words.append(f"{self.capacity} columns")
-        if self.tail:
-            words.append(f"tail of {self.tail}")
-        words += [n for n in ("norm", "residual", "rope") if getattr(self, n)]
-        if self.stored != mx.int8:
-            words.append(f"{str(self.stored).removeprefix('mlx.core.')} keys and values")
-        if self.rank:
-            words.append(f"LoRA {self.rank}")
-        if self.outliers:
-            words.append(f"{self.outliers} outliers")
-        if self.activation_bits != 16:
-            words.append(f"{self.activation_bits}-bit activations")
-        return ", ".join([*words, str(self.dtype).removeprefix("mlx.core.")])
+        rows, per = (
+            self.batch * self.tokens,
+            self.granularity.replace("group", f"g{self.group_size}"),
+        )
+        words = [
+            f"{rows} row{'s' * (rows > 1)}",
+            self.bits and f"{self.out_dims}x{self.in_dims}, {self.bits}-bit {self.mode} {per}",
+            self.heads and f"{self.heads}/{self.kv_heads} heads x {self.head_dim}",
+            self.capacity and f"{self.capacity} columns",
+            self.tail and f"tail of {self.tail}",
+            *(name for name in ("norm", "residual", "rope") if getattr(self, name)),
+            self.stored != mx.int8 and f"{dtype_name(self.stored)} keys and values",
+            self.rank and f"LoRA {self.rank}",
+            self.outliers and f"{self.outliers} outliers",
+            self.activation_bits != 16 and f"{self.activation_bits}-bit activations",
+            dtype_name(self.dtype),
+        ]
+        return ", ".join(str(word) for word in words if word)
 
 
 def full_specs() -> list[Spec]:
@@ -136,15 +136,13 @@ def _products() -> Iterator[Spec]:
 
 def _outliers() -> Iterator[Spec]:
     """A few outliers and many; in float32, whose rounding doesn't hide what they do to the others."""
-    for granularity, bits in itertools.product(("row", "group"), (2, 4, 8)):
-        matrix: _Fields = {"in_dims": 512, "out_dims": 96, "bits": bits, "mode": "affine"}
-        matrix |= {"granularity": granularity, "group_size": 64 if granularity == "group" else 0}
-        for (batch, tokens), few, exact in itertools.product(
-            ((1, 1), (2, 4)), (True, False), (True, False)
-        ):
-            fields: _Fields = {"outliers": 3 if few else 24, "activation_bits": 16 if exact else 8}
-            fields |= {"norm": few, **matrix}
-            yield Spec("packed_matmul", mx.float32, batch, tokens, **fields)
+    formats, rows = (("row", 0), ("group", 64)), ((1, 1), (2, 4))
+    cases = itertools.product(formats, (2, 4, 8), rows, (True, False), (16, 8))
+    for (granularity, group), bits, (batch, tokens), few, activation_bits in cases:
+        matrix = (512, 96, bits, "affine", granularity, group)
+        fields: _Fields = {"norm": few, "outliers": 3 if few else 24}
+        fields["activation_bits"] = activation_bits
+        yield Spec("packed_matmul", mx.float32, batch, tokens, *matrix, **fields)
 
 
 def _swiglus() -> Iterator[Spec]:
