@@ -1,4 +1,9 @@
-"""The count of a kernel's operations: on small texts, on MLX's `affine_qmv_fast`, on kernels of the project."""
+"""The count of a kernel's operations: on small texts, on MLX's `affine_qmv_fast`, on kernels of the project.
+
+And `bench.predict`, whose counts equal today's kernels' counts, and whose model meets published speeds.
+"""
+
+import json
 
 import mlx.core as mx
 import numpy as np
@@ -6,12 +11,14 @@ import pytest
 
 from afm_mlx.kernels import PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import matmul, products
-from bench.predict import Launch
-from tests.metal import llvm_ir, mlx_wheel, published, toolchain
+from bench import predict as prediction
+from bench.predict import DATA, Launch
+from tests.metal import llvm_ir, mlx_wheel, prediction_data, published, toolchain
 from tests.metal.cost import REGISTERS, Argument, CostError, check, check_launch, count
 from tests.metal.launches import record
 from tests.metal.machine import Unit
 from tests.metal.operations import operations
+from tests.metal.published import FIGURES
 from tests.tools.cases import each
 
 _reason = toolchain.why_unavailable()
@@ -106,12 +113,16 @@ def test_what_is_slow_or_unknown_is_refused():
         operations(blocks["%entry"], {})
 
 
-def test_a_vector_product_of_mlx():
-    """What can be read in `qdot` and `load_vector` of MLX's quantized.h."""
+@pytest.fixture
+def wheel():
     try:
         mlx_wheel.headers()
     except mlx_wheel.Unavailable as error:
         pytest.skip(str(error))
+
+
+def test_a_vector_product_of_mlx(wheel):
+    """What can be read in `qdot` and `load_vector` of MLX's quantized.h."""
     n, k = 64, 4096
     for bits, masks in ((2, 1), (4, 1), (8, 0)):
         launch = published.qmv("half", bits, 64, n, k)
@@ -146,3 +157,30 @@ def test_products_stay_in_registers(rows, limit):
             calls += record(lambda w=weight: matmul.argmax(x, w, options))
         for call in calls:
             check_launch(*call, registers_at_most=limit)
+
+
+# -- what is predicted from the counts
+
+
+def test_the_stored_counts_are_those_of_the_kernels(wheel):
+    stored = json.loads(DATA.read_text(encoding="utf-8"))
+    assert json.loads(prediction_data.text()) == stored, "a kernel has changed: run `make costs`"
+    page = prediction_data.DOCS.read_text(encoding="utf-8")
+    assert prediction_data.with_tables(page) == page, (
+        "the tables of docs/benchmarks.md are old: run `make costs`"
+    )
+    with pytest.raises(ValueError, match="no marks for the table `published`"):
+        prediction_data.with_tables("")
+
+
+def test_the_model_meets_figures_that_it_was_not_fitted_on(wheel):
+    assert published.fit() == (prediction.BANDWIDTH_SHARE, prediction.CORNER)
+    assert all(abs(figure.off()) < 0.1 for figure in FIGURES if figure.fitted)
+    held_out = [figure for figure in FIGURES if not figure.fitted]
+    near = [figure for figure in held_out if abs(figure.off()) < 0.2]
+    assert len(near) >= 15, [(figure.what, figure.chip, figure.off()) for figure in held_out]
+    # Arithmetic is what makes them so: without it, 2 bits on an M1 Pro would be far off.
+    slow = next(f for f in held_out if f.chip == "m1-pro")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prediction, "lane_cycles", lambda *_: 0.0)
+        assert slow.off() < -0.3

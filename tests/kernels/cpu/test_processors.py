@@ -1,8 +1,9 @@
-"""The CPU kernels on x86 processors with and without AVX2 and AVX-512, emulated where this machine is another.
+"""The CPU kernels on ARM, and on x86 with and without AVX2 and AVX-512, emulated where this machine is another.
 
 qemu 7.2 emulates no AVX-512: the AVX-512 kernels run on machines that have it.
 """
 
+import os
 import platform
 import re
 import shutil
@@ -17,7 +18,6 @@ import pytest
 
 from afm_mlx.kernels.cpu import extension
 from tests.tools.cli import ROOT
-from tests.tools.emulator import emulator, python_on
 
 HERE = Path(__file__).parent
 SOURCES = ROOT / "kernels" / "cpu"
@@ -56,6 +56,27 @@ for name in native.instruction_sets()[:1]:
     wrong = [r.summary for r in results if r.failure]
     print(name, len(run), *wrong)
 """
+
+
+def emulator(machine: str) -> str:
+    """Path of the emulator. Without one the test is skipped, or fails if AFM_MLX_REQUIRE_EMULATOR is 1."""
+    names = (f"qemu-{machine}", f"qemu-{machine}-static")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        required = os.environ.get("AFM_MLX_REQUIRE_EMULATOR") == "1"
+        (pytest.fail if required else pytest.skip)(f"needs {names[0]}: apt install qemu-user")
+    return found
+
+
+def python_on(cpu: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run a Python on another x86 processor. Its child processes run on this machine's own."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        pytest.skip("emulates Linux on x86, and needs its libraries")
+    # The emulator tells on stderr which of a processor's features it lacks.
+    python = options.pop("python", sys.executable)
+    command = [emulator("x86_64"), "-cpu", cpu, python, *arguments]
+    kept = {k: v for k, v in os.environ.items() if k not in ("AFM_MLX_ISA", "OPENBLAS_CORETYPE")}
+    return subprocess.run(command, capture_output=True, text=True, env=kept, check=False, **options)
 
 
 @needs_native
@@ -148,6 +169,74 @@ def test_units_of_an_instruction_set_share_no_function_and_start_nothing(objects
         assert all(
             re.fullmatch(r"afm::(\w+_kernels\(\)|vbmi_\w+\(\)|kAttention\w+)", s) for s in given
         )
+
+
+# -- ARM, cross-compiled by Zig's clang
+
+IS_ARM = platform.machine() in ("aarch64", "arm64") and sys.platform == "linux"
+
+
+def zig(*arguments):
+    command = [sys.executable, "-m", "ziglang", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def neon_test(tmp_path_factory):
+    pytest.importorskip("ziglang", reason="needs Zig's clang: pip install ziglang")
+    if not IS_ARM:
+        emulator("aarch64")
+    folder = tmp_path_factory.mktemp("neon")
+    # Linked without a library of C or C++, which would have to be compiled as well.
+    flags = ["-target", "aarch64-linux-musl", "-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror"]
+    flags += ["-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-mno-outline-atomics"]
+    sources = [SOURCES / f"isa{unit}.cpp" for unit in ("", "_neon", "_portable")]
+    sources += [HERE / "core_test.cpp", HERE / "bare_aarch64.cpp"]
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    for source, output in zip(sources, objects, strict=True):
+        own = ["-mcpu=generic+v8_2a+dotprod" if source.stem == "isa_neon" else "-mcpu=generic"]
+        own += ["-fno-builtin"] * (source.stem == "bare_aarch64")
+        zig("c++", *flags, *own, "-I", SOURCES, "-c", source, "-o", output)
+    program = folder / "cpu_core_test"
+    zig("ld.lld", "-static", *objects, "-o", program)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("cpu", "sets"),
+    [
+        ("max", ["neon", "portable"]),
+        ("neoverse-n1", ["neon", "portable"]),
+        ("cortex-a72", ["portable"]),  # without the dot product
+    ],
+)
+def test_neon_against_plain_loops(rng, neon_test, cpu, sets):
+    if IS_ARM and "neon" not in sets:
+        pytest.skip("this machine has the dot product")
+    run = [] if IS_ARM else [emulator("aarch64"), "-cpu", cpu]
+    seed = str(rng.integers(2**62))
+    result = subprocess.run([*run, neon_test, seed], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"seed {seed}: {result.stdout}{result.stderr}"
+    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == sets
+
+
+# -- the thread pool
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_the_thread_pool(tmp_path):
+    """Under ThreadSanitizer where the compiler has it: what loops share is written by one thread at a time."""
+    program = tmp_path / "cpu_pool_test"
+    sources = [HERE / "pool_test.cpp", SOURCES / "pool.cpp", SOURCES / "pool_size.cpp"]
+    compile_it = ["c++", "-std=c++20", "-O1", "-pthread", "-Wall", f"-I{SOURCES}", "-o", program]
+    sanitized = subprocess.run(
+        [*compile_it, "-fsanitize=thread", *sources], capture_output=True, check=False
+    )
+    if sanitized.returncode:
+        subprocess.run([*compile_it, *sources], check=True)
+    result = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 # -- a wheel
