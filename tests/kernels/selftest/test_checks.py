@@ -86,41 +86,13 @@ def without_last_word(x, weight, options):
     return reference.packed_matmul(x * (mx.arange(x.shape[-1]) < inputs), weight, options)
 
 
-def with_neighbours_scale(x, weight, options):
-    return reference.packed_matmul(x, weight._replace(scales=mx.roll(weight.scales, 1)), options)
-
-
-def without_norm(x, weight, options):
-    return reference.packed_matmul(x, weight, options._replace(norm=None))
-
-
-def with_the_first_adapter(x, weight, options):
-    (low_rank,) = options.adapters
-    first = low_rank._replace(slots=low_rank.slots * 0)
-    return reference.packed_matmul(x, weight, options._replace(adapters=(first,)))
-
-
-def with_one_section(x, weight, options):
-    (low_rank,) = options.adapters
-    whole = low_rank._replace(sections=(weight.out_dims,))
-    return reference.packed_matmul(x, weight, options._replace(adapters=(whole,)))
-
-
-def up_and_gate(x, gate, up, options):
-    return reference.packed_swiglu(x, up, gate, options)
+def next_token(tokens, weight, dtype):
+    return reference.packed_embedding((tokens + 1) % weight.out_dims, weight, dtype)
 
 
 def next_row(x, weight, options):
     index, value = reference.packed_argmax(x, weight, options)
     return (index + 1) % weight.out_dims, value
-
-
-def next_token(tokens, weight, dtype):
-    return reference.packed_embedding((tokens + 1) % weight.out_dims, weight, dtype)
-
-
-def next_position(qkv, offset, options):
-    return reference.rope_norm_quantize(qkv, offset + 1, options)
 
 
 def rounded_down(qkv, offset, options):
@@ -131,48 +103,51 @@ def rounded_down(qkv, offset, options):
     return q, mx.concatenate([k, v], axis=1)
 
 
-def past_the_end(queries, kv, lengths, rope=None):
-    return reference.decode_attention(queries, kv, lengths + 1, rope)
+def adapted(x, weight, options, **fields):
+    """A product whose adapters have other fields."""
+    adapters = (options.adapters[0]._replace(**fields),)
+    return reference.packed_matmul(x, weight, options._replace(adapters=adapters))
 
 
-def raw_queries(queries, kv, lengths, rope=None):
-    return reference.decode_attention(queries, kv, lengths)
+product, attend = reference.packed_matmul, reference.decode_attention
+SHAPES = {
+    "packed_matmul": {**MATRIX, "norm": True, "residual": True, "rank": 8, "sections": 2},
+    **dict.fromkeys(("packed_swiglu", "packed_argmax", "packed_embedding"), MATRIX),
+    "rope_norm_quantize": HEADS,
+    "decode_attention": {**HEADS, "capacity": 300, "rope": True},
+    "causal_attention": {**HEADS, "tokens": 5, "capacity": 9},
+    "write_tokens": {**HEADS, "tokens": 2, "capacity": 9},
+}
+FAULTS = {
+    "packed_matmul without the last word": without_last_word,
+    "packed_matmul with the neighbour's scale": (
+        lambda x, w, options: product(x, w._replace(scales=mx.roll(w.scales, 1)), options)
+    ),
+    "packed_matmul without norm": lambda x, w, options: product(x, w, options._replace(norm=None)),
+    "packed_matmul with the first adapter": (
+        lambda x, w, options: adapted(x, w, options, slots=options.adapters[0].slots * 0)
+    ),
+    "packed_matmul with one section": lambda x, w, o: adapted(x, w, o, sections=(w.out_dims,)),
+    "packed_swiglu of up and gate": lambda x, g, u, o: reference.packed_swiglu(x, u, g, o),
+    "packed_argmax of the next row": next_row,
+    "packed_embedding of the next token": next_token,
+    "rope_norm_quantize one position on": (
+        lambda qkv, offset, options: reference.rope_norm_quantize(qkv, offset + 1, options)
+    ),
+    "rope_norm_quantize rounding down": rounded_down,
+    "decode_attention past the end": lambda q, kv, lengths, rope: attend(q, kv, lengths + 1, rope),
+    "decode_attention of raw queries": lambda q, kv, lengths, rope: attend(q, kv, lengths),
+    "causal_attention without a mask": lambda q, kv: reference.attention(q, kv, None),
+    "write_tokens one column early": lambda b, t, n: reference.write_tokens(b, t, n - 1),
+}
 
 
-def without_a_mask(queries, kv):
-    return reference.attention(queries, kv, None)
-
-
-def one_column_early(buffer, tokens, lengths):
-    return reference.write_tokens(buffer, tokens, lengths - 1)
-
-
-FUSED = {**MATRIX, "norm": True, "residual": True, "rank": 8, "sections": 2}
-
-
-@pytest.mark.parametrize(
-    ("op", "fault", "shape"),
-    [
-        ("packed_matmul", without_last_word, FUSED),
-        ("packed_matmul", with_neighbours_scale, FUSED),
-        ("packed_matmul", without_norm, FUSED),
-        ("packed_matmul", with_the_first_adapter, FUSED),
-        ("packed_matmul", with_one_section, FUSED),
-        ("packed_swiglu", up_and_gate, MATRIX),
-        ("packed_argmax", next_row, MATRIX),
-        ("packed_embedding", next_token, MATRIX),
-        ("rope_norm_quantize", next_position, HEADS),
-        ("rope_norm_quantize", rounded_down, HEADS),
-        ("decode_attention", past_the_end, {**HEADS, "capacity": 33}),
-        ("decode_attention", raw_queries, {**HEADS, "capacity": 300, "rope": True}),
-        ("causal_attention", without_a_mask, {**HEADS, "tokens": 5, "capacity": 9}),
-        ("write_tokens", one_column_early, {**HEADS, "tokens": 2, "capacity": 9}),
-    ],
-)
-def test_faults_are_found(rng, offer, op, fault, shape):
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(rng, offer, name):
+    op = name.partition(" ")[0]
     for dtype in [mx.int8] if op == "write_tokens" else DTYPES:
-        offer(op, fault)
-        found, behind = checks.check([Spec(op, dtype, 3, **shape)], rng)
+        offer(op, FAULTS[name])
+        found, behind = checks.check([Spec(op, dtype, 3, **SHAPES[op])], rng)
         assert (found.variant, found.chosen) == ("cpu/fake", False)
         assert found.failure is not None, dtype
         assert (behind.variant, behind.chosen, behind.failure) == ("reference", True, None)
