@@ -1,6 +1,7 @@
 """The interpreter: operations compute what coremltools folds and PyTorch computes; programs are checked."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,19 +52,14 @@ def write_package(tmp_path):
 @pytest.fixture
 def a(rng):
     """Arrays that the tables below name."""
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-
-    class Arrays:
-        x, y, row, square, positive = normal(3, 4), normal(3, 4), normal(4), normal(4, 4), None
-        wide, cube, big = normal(2, 3, 4, 5), normal(2, 3, 4), 100 * normal(3, 4)
-        i = rng.integers(0, 9, (3, 4)).astype(np.int32)
-        j = rng.integers(1, 9, (3, 4)).astype(np.int32)
-        picks = rng.integers(0, 3, (2, 5)).astype(np.int32)
-        b, c = normal(3, 4) > 0, normal(3, 4) > 0
-        codes = rng.integers(0, 256, (3, 4)).astype(np.uint8)
-
-    Arrays.positive = np.exp(Arrays.y)
-    return Arrays
+    shapes = {"x": (3, 4), "y": (3, 4), "row": (4,), "square": (4, 4), "cube": (2, 3, 4)}
+    shapes |= {"wide": (2, 3, 4, 5), "big": (3, 4), "b": (3, 4), "c": (3, 4)}
+    a = SimpleNamespace(**{k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()})
+    a.positive, a.big, a.b, a.c = np.exp(a.y), 100 * a.big, a.b > 0, a.c > 0
+    a.i, a.j = (rng.integers(low, 9, (3, 4)).astype(np.int32) for low in (0, 1))
+    a.picks = rng.integers(0, 3, (2, 5)).astype(np.int32)
+    a.codes = rng.integers(0, 256, (3, 4)).astype(np.uint8)
+    return a
 
 
 def ints(*numbers):
@@ -169,16 +165,11 @@ def test_operations_compute_what_coremltools_and_pytorch_do(write_package, a):
     names = [v.name for results in variables.values() for v in results]
     found = function.predict({"zero": np.zeros(1, np.float32)}, {}, keep=names)
 
-    class Tensors:
-        pass
-
-    for name, array in vars(a).items():
-        if isinstance(array, np.ndarray):
-            setattr(Tensors, name, torch.tensor(array))
+    tensors = SimpleNamespace(**{name: torch.tensor(array) for name, array in vars(a).items()})
     for name, results in variables.items():
         for variable in results:
             if name in PYTORCH:
-                wanted = PYTORCH[name][1](Tensors).numpy()
+                wanted = PYTORCH[name][1](tensors).numpy()
             elif name in MATERIALIZED:
                 wanted = variable.op.materialized_val_inference()
             else:
@@ -276,14 +267,10 @@ def test_inputs_that_are_refused(two_functions):
 def test_blobs_are_read_as_coremltools_writes_them(rng, tmp_path):
     path, arrays = tmp_path / "weight.bin", {}
     writer = _BlobStorageWriter(str(path))
-    for name, theirs, high in (
-        ("UINT2", "uint2", 4),
-        ("UINT4", "uint4", 16),
-        ("UINT8", "uint8", 256),
-    ):
+    for bits in (2, 4, 8):
         for count in (1, *rng.integers(2, 200, 3)):
-            array = rng.integers(0, high, count).astype(np.uint8)
-            arrays[name, getattr(writer, f"write_{theirs}_data")(array)] = array
+            array = rng.integers(0, 2**bits, count).astype(np.uint8)
+            arrays[f"UINT{bits}", getattr(writer, f"write_uint{bits}_data")(array)] = array
     floats = rng.standard_normal(9).astype(np.float16)
     arrays["FLOAT16", writer.write_fp16_data(floats.view(np.uint16))] = floats
     del writer
