@@ -12,14 +12,21 @@ from tests.tools.problems import assert_solved, draw_heads, with_args
 SHAPES = [(16, 2, 128), (4, 2, 64), (6, 2, 80), (3, 3, 2), (40, 1, 36), (5, 1, 512)]
 
 
-def test_decode_attention(ops, rng, isa):
-    cases = all_pairs(SHAPES, DTYPES, (90, 1300), (False, True), (1, 2, 5))
-    for shape, dtype, capacity, rope, tokens in cases:
-        options = {"capacity": capacity, "rope": rope}
-        problem = draw_heads(rng, "decode_attention", dtype, 3, tokens, shape, **options)
-        queries, kv, lengths, query_rope = problem.args
-        lengths = mx.array([1, lengths[1].item(), capacity + 1 - tokens])
-        assert_solved(with_args(problem, queries, kv, lengths, query_rope), ops.decode_attention)
+def test_attention(ops, rng, isas):
+    """On each side of a block of keys, a piece of work, a tile of queries and the kernels' rows and vectors."""
+    lengths, stored_types = [1, 3, 63, 64, 65, 511, 513, 1300], (mx.int8, *DTYPES)
+    for _ in isas():
+        for shape, dtype, stored, length, rope, tokens in all_pairs(
+            SHAPES, DTYPES, stored_types, lengths, (False, True), (1, 2, 5)
+        ):
+            options = {"capacity": length + tokens - 1, "stored": stored, "rope": rope}
+            options["tail"] = 64 * int(rng.integers(2))
+            problem = draw_heads(rng, "decode_attention", dtype, 3, tokens, shape, **options)
+            assert_solved(problem, ops.decode_attention)
+        for tokens, shape, dtype, stored in all_pairs((1, 2, 7, 200), SHAPES, DTYPES, stored_types):
+            options = {"capacity": tokens + int(rng.integers(0, 150)), "stored": stored}
+            problem = draw_heads(rng, "causal_attention", dtype, 2, tokens, shape, **options)
+            assert_solved(problem, ops.causal_attention)
 
 
 def test_a_token_comes_out_the_same_whatever_is_beside_it(ops, rng, isas, set_threads):
@@ -79,23 +86,6 @@ def test_decode_attention_never_looks_beyond_the_buffer(ops, rng):
     assert not got[1].any()
 
 
-def test_attention_over_floats(ops, rng, isas):
-    """On each side of a block of keys, a piece of work, a tile of queries and the kernels' rows and vectors."""
-    lengths = [1, 3, 63, 64, 65, 511, 513, 1300]
-    for _ in isas():
-        for shape, dtype, stored, length, rope in all_pairs(
-            SHAPES, DTYPES, DTYPES, lengths, (False, True)
-        ):
-            options = {"capacity": length, "stored": stored, "tail": 64 * int(rng.integers(2))}
-            problem = draw_heads(rng, "decode_attention", dtype, 3, 1, shape, rope=rope, **options)
-            assert_solved(problem, ops.decode_attention)
-        for tokens, shape, dtype, stored in all_pairs((1, 2, 7, 200), SHAPES, DTYPES, DTYPES):
-            capacity = tokens + int(rng.integers(0, 150))
-            options = {"capacity": capacity, "stored": stored}
-            problem = draw_heads(rng, "causal_attention", dtype, 2, tokens, shape, **options)
-            assert_solved(problem, ops.causal_attention)
-
-
 def test_floats_lie_anywhere_and_may_be_anything(ops, rng, isas):
     """A step along the head, a transposed cache, large and subnormal numbers; a NaN in sight shows."""
     for dtype in (dtype for _ in isas() for dtype in DTYPES):
@@ -127,13 +117,6 @@ def test_floats_lie_anywhere_and_may_be_anything(ops, rng, isas):
             assert not finite[0, :2].any()
             assert finite[1, :2].tolist() == [column >= 70] * 2
             assert finite[:, 2:].all()
-
-
-def test_causal_attention(ops, rng, isa):
-    for tokens, shape, dtype in all_pairs((1, 7, 200), SHAPES[:4], DTYPES):
-        capacity = tokens + int(rng.integers(0, 150))
-        problem = draw_heads(rng, "causal_attention", dtype, 2, tokens, shape, capacity=capacity)
-        assert_solved(problem, ops.causal_attention)
 
 
 def test_rope_norm_quantize(ops, rng):
