@@ -158,8 +158,8 @@ struct OnlineSoftmax {
   }
 };
 
-// What a threadgroup of 8 simdgroups does for HEADS query heads of one KV head and up to TOKENS tokens of a row,
-// over one range of the columns, each of which is read once. Query t * HEADS + h is token t's in head h.
+// The part of attention that a threadgroup of 8 simdgroups computes: HEADS query heads of one KV head, up to TOKENS
+// tokens of a row, which follow each other, and one range of the columns. Query t * HEADS + h is token t's in head h.
 //
 // In a simdgroup, each run of RUN lanes takes a column of its own, every lane UNITS * 4 dimensions of it; the
 // simdgroups take turns over the columns, and their sums are merged at the end.
@@ -191,9 +191,9 @@ struct DecodeAttention {
     }
   }
 
-  // Columns [begin, end), of which token t sees those before `visible + t`. Lanes past the end go along with the
+  // Columns [begin, end), of which token t sees those before `shown + t`. Lanes past the end go along with the
   // last one, since shuffles need all of them. Codes are fetched a step ahead.
-  void add(Columns columns, int begin, int end, int visible) {
+  void add(Columns columns, int begin, int end, int shown) {
     int column = begin + simdgroup * KEYS + lane / RUN;
     Codes<UNITS> next;
     next.load(columns, metal::clamp(column, 0, metal::max(end - 1, 0)), first, inside);
@@ -203,7 +203,7 @@ struct DecodeAttention {
       UNROLL for (int q = 0; q < QUERIES; q++) {
         if (TOKENS == 1 || q < used) {
           const float score = query[q].template score<RUN>(codes.key);
-          if (column < (TOKENS == 1 ? end : metal::min(end, visible + q / HEADS))) {
+          if (column < (TOKENS == 1 ? end : metal::min(end, shown + q / HEADS))) {
             seen[q].add(score, codes.value);
           }
         }
@@ -212,13 +212,13 @@ struct DecodeAttention {
     }
   }
 
-  // The tokens' own columns, in the threadgroup's memory; each sees its own and those of the tokens before it.
-  void add_own(threadgroup const int8_t* fresh) {
-    for (int token = simdgroup; HEADS * token < used; token += SIMDGROUPS) {
+  // Columns of new tokens, in the threadgroup's memory, of which token t sees `shown + t`, and the last token all.
+  void add_new(threadgroup const int8_t* fresh, int shown) {
+    for (int column = simdgroup; column < shown + used / HEADS - 1; column += SIMDGROUPS) {
       Codes<UNITS> codes;
-      codes.load(fresh + token * 2 * DIM, DIM / 4, first, inside);
+      codes.load(fresh + column * 2 * DIM, DIM / 4, first, inside);
       UNROLL for (int q = 0; q < QUERIES; q++) {
-        if (TOKENS == 1 || (q < used && q >= HEADS * token)) {
+        if (TOKENS == 1 || (q < used && column < shown + q / HEADS)) {
           const float score = query[q].template score<RUN>(codes.key);
           if (lane < RUN) {
             seen[q].add(score, codes.value);
@@ -237,44 +237,45 @@ struct DecodeAttention {
       threadgroup float* maxima, threadgroup float* weights) {
     const int dim = 32 * simdgroup + lane;
     UNROLL for (int q = 0; q < QUERIES; q++) {
-      if (TOKENS > 1 && q >= used) break;
-      UNROLL for (ushort distance = RUN; distance < 32; distance *= 2) {
-        seen[q].merge(distance);
-      }
-      threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-      UNROLL for (int u = 0; u < UNITS; u++) {
-        if (lane < RUN && u < inside) {
-          UNROLL for (int c = 0; c < 4; c++) {
-            sums[simdgroup * DIM + 4 * (first + u) + c] = seen[q].values[u][c];
+      if (TOKENS == 1 || q < used) {
+        UNROLL for (ushort distance = RUN; distance < 32; distance *= 2) {
+          seen[q].merge(distance);
+        }
+        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        UNROLL for (int u = 0; u < UNITS; u++) {
+          if (lane < RUN && u < inside) {
+            UNROLL for (int c = 0; c < 4; c++) {
+              sums[simdgroup * DIM + 4 * (first + u) + c] = seen[q].values[u][c];
+            }
           }
         }
-      }
-      if (lane == 0) {
-        maxima[simdgroup] = seen[q].maximum;
-        weights[simdgroup] = seen[q].sum;
-      }
-      threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-      if (dim < DIM) {
-        float top = LOWEST;
-        UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
-          top = metal::max(top, maxima[s]);
+        if (lane == 0) {
+          maxima[simdgroup] = seen[q].maximum;
+          weights[simdgroup] = seen[q].sum;
         }
-        float sum = 0.0f;
-        float weight = 0.0f;
-        UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
-          const float share = metal::fast::exp2(maxima[s] - top);
-          sum += share * sums[s * DIM + dim];
-          weight += share * weights[s];
-        }
-        device O* target = out + q / HEADS * token_stride + q % HEADS * stride;
-        if (SPLIT) {
-          target[dim] = static_cast<O>(sum);
-          if (dim == 0) {
-            target[DIM] = static_cast<O>(top);
-            target[DIM + 1] = static_cast<O>(weight);
+        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        if (dim < DIM) {
+          float top = LOWEST;
+          UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
+            top = metal::max(top, maxima[s]);
           }
-        } else {
-          target[dim] = static_cast<O>(sum / weight * value_scale);
+          float sum = 0.0f;
+          float weight = 0.0f;
+          UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
+            const float share = metal::fast::exp2(maxima[s] - top);
+            sum += share * sums[s * DIM + dim];
+            weight += share * weights[s];
+          }
+          device O* target = out + q / HEADS * token_stride + q % HEADS * stride;
+          if (SPLIT) {
+            target[dim] = static_cast<O>(sum);
+            if (dim == 0) {
+              target[DIM] = static_cast<O>(top);
+              target[DIM + 1] = static_cast<O>(weight);
+            }
+          } else {
+            target[dim] = static_cast<O>(sum / weight * value_scale);
+          }
         }
       }
     }

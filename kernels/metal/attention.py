@@ -1,7 +1,7 @@
 """The operations around the matrix products on Metal: embedding, RoPE with QK-norm, decode attention.
 
-Attention of a row's few new tokens streams over int8 keys and values. Each threadgroup has some query heads, all
-of the row's tokens, and one range of the columns (split-K). The product that follows merges the ranges' partials if it can; if it can't, a
+Attention of a row's few new tokens streams over int8 keys and values. Each threadgroup has some query heads,
+some of the tokens, and one range of the columns (split-K). The product that follows merges the ranges' partials if it can; if it can't, a
 second dispatch does, which pays from `SINGLE_PASS` columns on.
 """
 
@@ -30,7 +30,8 @@ MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are 
 SINGLE_PASS = 1024  # columns that one dispatch reads where another one would have to merge
 SPLIT = 128  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
-MAX_TOKENS = 8  # of a row that one dispatch attends with: more queries than a lane's registers hold
+MAX_WRITTEN = 8  # tokens of a row that `write_and_attend` has memory for
+MAX_QUERIES = 4  # of a threadgroup, of up to 128 numbers: more don't fit into a lane's registers
 MERGED_ROWS = 2  # rows whose partials a product can merge
 MAX_PARTIALS = 8  # that a product merges: each of its threadgroups reads all of them
 # GPU cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX distinguishes
@@ -177,7 +178,8 @@ class AttentionPlan(NamedTuple):
 
     Args:
         heads: query heads of one threadgroup; divides the heads that share a KV head.
-        tokens: tokens per row for which the kernel has registers: 1, 2, 4 or 8, so that few kernels are compiled.
+        tokens: tokens of a row that one threadgroup attends with: 1, 2 or 4. A number for each length would be
+            a kernel more to compile.
         lanes: lanes that share a key, a power of two.
         units: runs of four dimensions per lane.
         splits: ranges that the positions of a sequence are divided into; if there are several, each makes a
@@ -216,26 +218,27 @@ def plan(
         merge: True if another dispatch has to merge the partial results of several ranges.
         cores: cores of the GPU. With two threadgroups per core, one computes while the other waits; that gains
             less than a dispatch costs.
-        tokens: new tokens of each row, `MAX_TOKENS` at most.
+        tokens: new tokens of each row.
     """
     group = n_heads // n_kv_heads
-    tokens = 1 << (tokens - 1).bit_length()
-    # Two query heads share the conversions of a key's codes. Four would take twice the registers, and leave
-    # the largest chips idle. So would two with more than four tokens.
-    heads = max(h for h in (1, 2) if group % h == 0 and h * tokens <= MAX_TOKENS)
-    threadgroups = batch * n_heads // heads
+    # Two query heads share the conversions of a key's codes. Four would leave the largest chips idle; tokens
+    # fill the threadgroup's registers.
+    heads = max(h for h in (1, 2) if group % h == 0)
+    queries = MAX_QUERIES if head_dim <= 128 else MAX_QUERIES // 2
+    per_group = min(queries // heads, 1 << (tokens - 1).bit_length())
+    threadgroups = batch * -(-tokens // per_group) * n_heads // heads
     most = MAX_SPLITS if merge else MAX_PARTIALS
     wanted = cores if merge else 2 * cores
     splits = min(-(-capacity // SPLIT), max(1, wanted // threadgroups), most)
     single = splits == 1 or (merge and capacity <= SINGLE_PASS)
     # A lane holds its dimensions of every query and of every sum: 32 registers at most. With twice as many, a
     # simdgroup would take more than an Apple GPU's instructions can name.
-    units = max(1, 4 // (heads * tokens))
+    units = max(1, 4 // (heads * per_group))
     lanes = 1
     while lanes < 32 and lanes * units * 4 < head_dim:
         lanes *= 2
     units = -(-head_dim // (4 * lanes))
-    return AttentionPlan(heads, tokens, lanes, units, 1 if single else splits)
+    return AttentionPlan(heads, per_group, lanes, units, 1 if single else splits)
 
 
 def decode_attention(
@@ -247,18 +250,10 @@ def decode_attention(
 ) -> mx.array | AttentionPartials:
     """See `reference.decode_attention`.
 
-    One dispatch for `MAX_TOKENS` of a row's tokens. With `merge`, a second one merges the partials, beyond
-    `SINGLE_PASS` columns of batches that don't fill the GPU.
+    One dispatch. With `merge`, a second one merges the partials, beyond `SINGLE_PASS` columns of batches that
+    don't fill the GPU.
     """
     batch, n_heads, count, head_dim = queries.shape
-    if count > MAX_TOKENS:
-        firsts = range(0, count, MAX_TOKENS)
-        pieces = [queries[:, :, first : first + MAX_TOKENS] for first in firsts]
-        each = [
-            decode_attention(piece, kv, lengths + first, rope)
-            for first, piece in zip(firsts, pieces, strict=True)
-        ]
-        return mx.concatenate(each, axis=2)
     # Without RoPE, the norm's weight is bound to the queries, and never read.
     of_rope = QueryRope(queries, 1.0, 0.0) if rope is None else rope
     constants = _constants(head_dim, of_rope.theta, of_rope.eps)
@@ -276,7 +271,7 @@ def write_and_attend(
 ) -> tuple[mx.array | AttentionPartials, mx.array]:
     """See `reference.write_and_attend`. As many dispatches as `decode_attention` takes."""
     batch, count, width = qkv.shape
-    if count > MAX_TOKENS:
+    if count > MAX_WRITTEN:
         queries, codes = rope_norm_quantize(qkv, lengths - 1, options)
         kv = with_new_codes(kv, codes, lengths)
         return decode_attention(queries, kv, lengths), kv.tail
@@ -334,13 +329,14 @@ def _attend(
             ("O", mx.float32 if split else dtype),
             ("head_dim", head_dim),
             ("heads", work.heads),
+            ("several", count > 1),
             ("tokens", work.tokens),
             ("lanes", work.lanes),
             ("units", work.units),
             ("split", split),
             *flags.items(),
         ),
-        grid=(256 * n_heads // work.heads, batch, work.splits),
+        grid=(256 * n_heads // work.heads, batch * -(-count // work.tokens), work.splits),
         threadgroup=(256, 1, 1),
         output_shapes=[
             (batch * count, n_heads, work.splits, head_dim + 2) if split else final,
