@@ -228,9 +228,9 @@ struct DecodeAttention {
     }
   }
 
-  // Merge all lanes and simdgroups, and write an output for each query, those of a token `stride` numbers apart and
-  // tokens `token_stride`: with SPLIT the weighted sum of codes, the largest score and the sum of weights, else
-  // attention's result.
+  // Merge all lanes and simdgroups, and write an output for each query, heads `stride` numbers apart and tokens
+  // `token_stride`: with SPLIT the weighted sum of codes, the largest score and the sum of weights, else attention's
+  // result.
   template <bool SPLIT, typename O>
   void finish(
       device O* out, size_t stride, size_t token_stride, float value_scale, threadgroup float* sums,

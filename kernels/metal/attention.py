@@ -1,8 +1,8 @@
 """The operations around the matrix products on Metal: embedding, RoPE with QK-norm, decode attention.
 
 Attention of a row's few new tokens streams over int8 keys and values. Each threadgroup has some query heads,
-some of the tokens, and one range of the columns (split-K). The product that follows merges the ranges' partials if it can; if it can't, a
-second dispatch does, which pays from `SINGLE_PASS` columns on.
+some of the tokens, and one range of the columns (split-K). The product that follows merges the ranges'
+partials if it can; if it can't, a second dispatch does, which pays from `SINGLE_PASS` columns on.
 """
 
 from __future__ import annotations
