@@ -228,22 +228,32 @@ def rope_norm_quantize(
 def write_and_attend(
     qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, merge: bool = True
 ) -> tuple[mx.array | AttentionPartials, mx.array]:
-    """Run `rope_norm_quantize`, `write_tokens` and `decode_attention` for one new token per row.
+    """Run `rope_norm_quantize`, `write_tokens` and `decode_attention` for a row's L newest tokens.
 
     Args:
-        qkv: queries, keys and values of one new token per row, (B, 1, (n_heads + 2 * n_kv_heads) * head_dim).
-        kv: int8 buffers with a tail, to whose column `lengths - 1 - starts` the token is written.
-        lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
+        qkv: the new tokens' queries, keys and values, (B, L, (n_heads + 2 * n_kv_heads) * head_dim).
+        kv: int8 buffers with a tail, to whose columns from `lengths - 1 - starts` on the tokens are written.
+        lengths: (B,) int32, columns in use per row, the first new token's included: its position + 1.
 
     Returns:
-        attention's output (B, n_heads, 1, head_dim) in the dtype of `qkv`, or with `merge=False` its partials;
-        the tail with the new token.
+        attention's output (B, n_heads, L, head_dim) in the dtype of `qkv`, or with `merge=False` its partials;
+        the tail with the new tokens.
+    """
+    queries, codes = rope_norm_quantize(qkv, lengths - 1, options)
+    kv = with_new_codes(kv, codes, lengths)
+    assert kv.tail is not None
+    return decode_attention(queries, kv, lengths), kv.tail
+
+
+def with_new_codes(kv: KeyValues, codes: mx.array, lengths: mx.array) -> KeyValues:
+    """Return keys and values whose tail has the codes of a row's L newest tokens; see `write_and_attend`.
+
+    `codes` are (B, 2 * n_kv_heads, L, head_dim) int8; `kv` has a tail.
     """
     assert kv.tail is not None
     assert kv.starts is not None
-    queries, codes = rope_norm_quantize(qkv, lengths - 1, options)
-    kv = kv._replace(tail=write_tokens(kv.tail, codes, lengths - kv.starts))
-    return decode_attention(queries, kv, lengths), kv.tail
+    ends = lengths - kv.starts + (codes.shape[2] - 1)
+    return kv._replace(tail=write_tokens(kv.tail, codes, ends))
 
 
 def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> mx.array:

@@ -189,14 +189,11 @@ def _decode(
         tail,
         starts,
     )
-    if int8 and count == 1:
-        y, tail = write_and_attend(qkv, kv, lengths, options, merge)
-        cache.take_tail(tail)
-        return y, kv._replace(tail=tail)
     if int8:
-        q, new = rope_norm_quantize(qkv, lengths - 1, options)
-    else:
-        q, new = _on_int8_grid(qkv, lengths - 1, options)
+        y, tail = write_and_attend(qkv, kv, lengths, options, merge)
+        cache.take_tail(tail, count)
+        return y, kv._replace(tail=tail)
+    q, new = _on_int8_grid(qkv, lengths - 1, options)
     tail = write_tokens(tail, new.astype(tail.dtype), lengths - starts + (count - 1))
     cache.take_tail(tail, count)
     kv = kv._replace(tail=tail)

@@ -158,109 +158,124 @@ struct OnlineSoftmax {
   }
 };
 
-// What a threadgroup of 8 simdgroups does for HEADS query heads of one KV head, over one range of the columns.
+// The part of attention that a threadgroup of 8 simdgroups computes: HEADS query heads of one KV head, up to TOKENS
+// tokens of a row, which follow each other, and one range of the columns. Query t * HEADS + h is token t's in head h.
 //
 // In a simdgroup, each run of RUN lanes takes a column of its own, every lane UNITS * 4 dimensions of it; the
 // simdgroups take turns over the columns, and their sums are merged at the end.
-template <int DIM, int HEADS, int RUN, int UNITS>
+template <int DIM, int HEADS, int TOKENS, int RUN, int UNITS>
 struct DecodeAttention {
+  static constant constexpr const int QUERIES = HEADS * TOKENS;
   static constant constexpr const int KEYS = 32 / RUN;  // per simdgroup and step
   static constant constexpr const int STEP = SIMDGROUPS * KEYS;
 
-  Query<UNITS> query[HEADS];
-  OnlineSoftmax<UNITS> seen[HEADS];
+  Query<UNITS> query[QUERIES];
+  OnlineSoftmax<UNITS> seen[QUERIES];
+  int used;  // queries of tokens that exist
   int lane;
   int simdgroup;
   int first;   // of the lane's units
   int inside;  // units from there to the end of a head
 
-  void begin(threadgroup const float* queries, uint lane_, uint simdgroup_) {
+  void begin(threadgroup const float* queries, int tokens, uint lane_, uint simdgroup_) {
+    used = HEADS * tokens;
     lane = int(lane_);
     simdgroup = int(simdgroup_);
     first = lane % RUN * UNITS;
     inside = DIM / 4 - first;
-    UNROLL for (int h = 0; h < HEADS; h++) {
-      query[h].load(queries + h * DIM, first, inside);
-      seen[h].clear();
+    UNROLL for (int q = 0; q < QUERIES; q++) {
+      if (TOKENS == 1 || q < used) {
+        query[q].load(queries + q * DIM, first, inside);
+        seen[q].clear();
+      }
     }
   }
 
-  // Columns [begin, end). Lanes past the end go along with the last one, since shuffles need all of them. Codes
-  // are fetched a step ahead.
-  void add(Columns columns, int begin, int end) {
+  // Columns [begin, end), of which token t sees those before `shown + t`. Lanes past the end go along with the
+  // last one, since shuffles need all of them. Codes are fetched a step ahead.
+  void add(Columns columns, int begin, int end, int shown) {
     int column = begin + simdgroup * KEYS + lane / RUN;
     Codes<UNITS> next;
     next.load(columns, metal::clamp(column, 0, metal::max(end - 1, 0)), first, inside);
     for (int base = begin + simdgroup * KEYS; base < end; base += STEP) {
       const Codes<UNITS> codes = next;
       next.load(columns, metal::min(column + STEP, end - 1), first, inside);
-      UNROLL for (int h = 0; h < HEADS; h++) {
-        const float score = query[h].template score<RUN>(codes.key);
-        if (column < end) {
-          seen[h].add(score, codes.value);
+      UNROLL for (int q = 0; q < QUERIES; q++) {
+        if (TOKENS == 1 || q < used) {
+          const float score = query[q].template score<RUN>(codes.key);
+          if (column < (TOKENS == 1 ? end : metal::min(end, shown + q / HEADS))) {
+            seen[q].add(score, codes.value);
+          }
         }
       }
       column += STEP;
     }
   }
 
-  // One more column, in the threadgroup's memory; the first simdgroup takes it.
-  void add_one(threadgroup const int8_t* fresh) {
-    Codes<UNITS> codes;
-    codes.load(fresh, DIM / 4, first, inside);
-    UNROLL for (int h = 0; h < HEADS; h++) {
-      const float score = query[h].template score<RUN>(codes.key);
-      if (simdgroup == 0 && lane < RUN) {
-        seen[h].add(score, codes.value);
+  // Columns of new tokens, in the threadgroup's memory, of which token t sees `shown + t`, and the last token all.
+  void add_new(threadgroup const int8_t* fresh, int shown) {
+    for (int column = simdgroup; column < shown + used / HEADS - 1; column += SIMDGROUPS) {
+      Codes<UNITS> codes;
+      codes.load(fresh + column * 2 * DIM, DIM / 4, first, inside);
+      UNROLL for (int q = 0; q < QUERIES; q++) {
+        if (TOKENS == 1 || (q < used && column < shown + q / HEADS)) {
+          const float score = query[q].template score<RUN>(codes.key);
+          if (lane < RUN) {
+            seen[q].add(score, codes.value);
+          }
+        }
       }
     }
   }
 
-  // Merge all lanes and simdgroups, and write HEADS outputs, `stride` numbers apart: with SPLIT the weighted sum
-  // of codes, the largest score and the sum of weights, else attention's result.
+  // Merge all lanes and simdgroups, and write an output for each query, heads `stride` numbers apart and tokens
+  // `token_stride`: with SPLIT the weighted sum of codes, the largest score and the sum of weights, else attention's
+  // result.
   template <bool SPLIT, typename O>
   void finish(
-      device O* out, size_t stride, float value_scale, threadgroup float* sums,
+      device O* out, size_t stride, size_t token_stride, float value_scale, threadgroup float* sums,
       threadgroup float* maxima, threadgroup float* weights) {
     const int dim = 32 * simdgroup + lane;
-    UNROLL for (int h = 0; h < HEADS; h++) {
-      UNROLL for (ushort distance = RUN; distance < 32; distance *= 2) {
-        seen[h].merge(distance);
-      }
-      threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-      UNROLL for (int u = 0; u < UNITS; u++) {
-        if (lane < RUN && u < inside) {
-          UNROLL for (int c = 0; c < 4; c++) {
-            sums[simdgroup * DIM + 4 * (first + u) + c] = seen[h].values[u][c];
+    UNROLL for (int q = 0; q < QUERIES; q++) {
+      if (TOKENS == 1 || q < used) {
+        UNROLL for (ushort distance = RUN; distance < 32; distance *= 2) {
+          seen[q].merge(distance);
+        }
+        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        UNROLL for (int u = 0; u < UNITS; u++) {
+          if (lane < RUN && u < inside) {
+            UNROLL for (int c = 0; c < 4; c++) {
+              sums[simdgroup * DIM + 4 * (first + u) + c] = seen[q].values[u][c];
+            }
           }
         }
-      }
-      if (lane == 0) {
-        maxima[simdgroup] = seen[h].maximum;
-        weights[simdgroup] = seen[h].sum;
-      }
-      threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-      if (dim < DIM) {
-        float top = LOWEST;
-        UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
-          top = metal::max(top, maxima[s]);
+        if (lane == 0) {
+          maxima[simdgroup] = seen[q].maximum;
+          weights[simdgroup] = seen[q].sum;
         }
-        float sum = 0.0f;
-        float weight = 0.0f;
-        UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
-          const float share = metal::fast::exp2(maxima[s] - top);
-          sum += share * sums[s * DIM + dim];
-          weight += share * weights[s];
-        }
-        device O* target = out + h * stride;
-        if (SPLIT) {
-          target[dim] = static_cast<O>(sum);
-          if (dim == 0) {
-            target[DIM] = static_cast<O>(top);
-            target[DIM + 1] = static_cast<O>(weight);
+        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        if (dim < DIM) {
+          float top = LOWEST;
+          UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
+            top = metal::max(top, maxima[s]);
           }
-        } else {
-          target[dim] = static_cast<O>(sum / weight * value_scale);
+          float sum = 0.0f;
+          float weight = 0.0f;
+          UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
+            const float share = metal::fast::exp2(maxima[s] - top);
+            sum += share * sums[s * DIM + dim];
+            weight += share * weights[s];
+          }
+          device O* target = out + q / HEADS * token_stride + q % HEADS * stride;
+          if (SPLIT) {
+            target[dim] = static_cast<O>(sum);
+            if (dim == 0) {
+              target[DIM] = static_cast<O>(top);
+              target[DIM + 1] = static_cast<O>(weight);
+            }
+          } else {
+            target[dim] = static_cast<O>(sum / weight * value_scale);
+          }
         }
       }
     }

@@ -1,8 +1,8 @@
 """The operations around the matrix products on Metal: embedding, RoPE with QK-norm, decode attention.
 
-Attention of a new token streams over int8 keys and values. Each threadgroup has some query heads and one
-range of the columns (split-K). The product that follows merges the ranges' partials if it can; if it can't, a
-second dispatch does, which pays from `SINGLE_PASS` columns on.
+Attention of a row's few new tokens streams over int8 keys and values. Each threadgroup has some query heads,
+some of the tokens, and one range of the columns (split-K). The product that follows merges the ranges'
+partials if it can; if it can't, a second dispatch does, which pays from `SINGLE_PASS` columns on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from afm_mlx.kernels.operands import (
     PackedWeight,
     QueryRope,
 )
+from afm_mlx.kernels.reference import with_new_codes
 
 MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are merged
 SINGLE_PASS = 1024  # columns that one dispatch reads where another one would have to merge
 SPLIT = 128  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
+MAX_WRITTEN = 8  # tokens of a row that `write_and_attend` has memory for
+MAX_QUERIES = 4  # of a threadgroup, of up to 128 numbers: more don't fit into a lane's registers
 MERGED_ROWS = 2  # rows whose partials a product can merge
 MAX_PARTIALS = 8  # that a product merges: each of its threadgroups reads all of them
 # GPU cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX distinguishes
@@ -157,13 +160,16 @@ class AttentionPlan(NamedTuple):
     """Division of attention's work among threadgroups and lanes.
 
     Args:
-        heads: query heads of one simdgroup; divides the heads that share a KV head.
+        heads: query heads of one threadgroup; divides the heads that share a KV head.
+        tokens: tokens of a row that one threadgroup attends with: 1, 2 or 4. A number for each length would be
+            a kernel more to compile.
         lanes: lanes that share a key, a power of two.
         units: runs of four dimensions per lane.
         splits: ranges that the columns are divided into; if there are several, each makes a partial.
     """
 
     heads: int
+    tokens: int
     lanes: int
     units: int
     splits: int
@@ -185,6 +191,7 @@ def plan(
     head_dim: int,
     merge: bool = True,
     cores: int = CORES["s"],
+    tokens: int = 1,
 ) -> AttentionPlan:
     """Divide attention's work among threadgroups and lanes, for a KV cache of this shape.
 
@@ -192,24 +199,27 @@ def plan(
         merge: True if another dispatch has to merge the partials of several ranges.
         cores: cores of the GPU. With two threadgroups per core, one computes while the other waits; that gains
             less than a dispatch costs.
+        tokens: new tokens of each row.
     """
     group = n_heads // n_kv_heads
-    # Two query heads share the conversions of a key's codes. Four would take twice the registers, and leave
-    # the largest chips idle.
+    # Two query heads share the conversions of a key's codes. Four would leave the largest chips idle; tokens
+    # fill the threadgroup's registers.
     heads = max(h for h in (1, 2) if group % h == 0)
-    threadgroups = batch * n_heads // heads
+    queries = MAX_QUERIES if head_dim <= 128 else MAX_QUERIES // 2
+    per_group = min(queries // heads, 1 << (tokens - 1).bit_length())
+    threadgroups = batch * -(-tokens // per_group) * n_heads // heads
     most = MAX_SPLITS if merge else MAX_PARTIALS
     wanted = cores if merge else 2 * cores
     splits = min(-(-capacity // SPLIT), max(1, wanted // threadgroups), most)
     single = splits == 1 or (merge and capacity <= SINGLE_PASS)
     # A lane holds its dimensions of every query and of every sum: 32 registers at most. With twice as many, a
     # simdgroup would take more than an Apple GPU's instructions can name.
-    units = 4 // heads
+    units = max(1, 4 // (heads * per_group))
     lanes = 1
-    while lanes * units * 4 < head_dim:
+    while lanes < 32 and lanes * units * 4 < head_dim:
         lanes *= 2
     units = -(-head_dim // (4 * lanes))
-    return AttentionPlan(heads, lanes, units, 1 if single else splits)
+    return AttentionPlan(heads, per_group, lanes, units, 1 if single else splits)
 
 
 def decode_attention(
@@ -221,21 +231,19 @@ def decode_attention(
 ) -> mx.array | AttentionPartials:
     """See `reference.decode_attention`.
 
-    One dispatch for each of a row's tokens. With `merge`, a second one merges the partials, beyond
-    `SINGLE_PASS` columns of batches that don't fill the GPU.
+    One dispatch. With `merge`, a second one merges the partials, beyond `SINGLE_PASS` columns of batches that
+    don't fill the GPU.
     """
-    count = queries.shape[2]
-    if count > 1:
-        each = [
-            decode_attention(queries[:, :, t : t + 1], kv, lengths + t, rope) for t in range(count)
-        ]
-        return mx.concatenate(each, axis=2)
+    batch, n_heads, count, head_dim = queries.shape
     # Without RoPE, the norm's weight is bound to the queries, and never read.
     of_rope = QueryRope(queries, 1.0, 0.0) if rope is None else rope
-    constants = _constants(queries.shape[-1], of_rope.theta, of_rope.eps)
-    inputs = [queries, *_columns(kv, lengths), kv.key_scale, kv.value_scale]
+    constants = _constants(head_dim, of_rope.theta, of_rope.eps)
+    # A projection has its tokens first: where they were swapped with the heads, nothing is copied.
+    ordered = queries if count == 1 else queries.swapaxes(1, 2)
+    inputs = [ordered, *_columns(kv, lengths), kv.key_scale, kv.value_scale]
     inputs += [of_rope.weight, constants]
-    out, _ = _attend(_DECODE, inputs, kv, queries.shape, merge, ("rope", rope is not None))
+    shape = (batch, count, n_heads, head_dim)
+    out, _ = _attend(_DECODE, inputs, kv, shape, merge, ("rope", rope is not None))
     return out
 
 
@@ -243,9 +251,13 @@ def write_and_attend(
     qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, merge: bool = True
 ) -> tuple[mx.array | AttentionPartials, mx.array]:
     """See `reference.write_and_attend`. As many dispatches as `decode_attention` takes."""
-    batch, _, width = qkv.shape
+    batch, count, width = qkv.shape
+    if count > MAX_WRITTEN:
+        queries, codes = rope_norm_quantize(qkv, lengths - 1, options)
+        kv = with_new_codes(kv, codes, lengths)
+        return decode_attention(queries, kv, lengths), kv.tail
     head_dim = kv.buffer.shape[3]
-    shape = (batch, width // head_dim - 2 * options.n_kv_heads, 1, head_dim)
+    shape = (batch, count, width // head_dim - 2 * options.n_kv_heads, head_dim)
     inputs = [qkv, *_columns(kv, lengths), *_head_arrays(options)]
     out, (tail,) = _attend(_WRITE, inputs, kv, shape, merge)
     return out, tail
@@ -269,38 +281,42 @@ def _attend(
     merge: bool,
     *flags: tuple[str, bool],
 ) -> tuple[mx.array | AttentionPartials, list[mx.array]]:
-    """Launch a kernel that attends; return attention's output, (B, n_heads, 1, head_dim), and its others.
+    """Launch a kernel that attends; return attention's output (B, n_heads, L, head_dim), and its other outputs.
 
-    The output has the type of the first input. `flags` are template arguments that only this kernel has.
+    `shape` is (B, L, n_heads, head_dim), of the queries. The output has the type of the first input. `flags`
+    are template arguments that only this kernel has.
     """
-    (batch, n_heads, _, head_dim), dtype = shape, inputs[0].dtype
+    (batch, count, n_heads, head_dim), dtype = shape, inputs[0].dtype
     # Two rows keep a GPU busy by themselves. A product merges its inputs in its threadgroups' memory.
-    merge = merge or batch > MERGED_ROWS or math.prod(shape) * dtype.size > MAX_MERGED
+    merge = merge or batch > MERGED_ROWS or math.prod(shape) * dtype.size > MAX_MERGED or count > 1
     sizes = (batch, n_heads, kv.n_kv_heads, kv.buffer.shape[2], head_dim)
-    work = plan(*sizes, merge, gpu_cores())
+    work = plan(*sizes, merge, gpu_cores(), count)
     split = work.splits > 1
     writes = [kv.tail] if kernel is _WRITE and kv.tail is not None else []
+    final = shape if count > 1 else (batch, n_heads, 1, head_dim)
     out, *rest = runtime.launch(
         kernel,
         inputs,
         template=(
             *(("O", mx.float32 if split else dtype), ("head_dim", head_dim)),
-            *(("heads", work.heads), ("lanes", work.lanes), ("units", work.units)),
-            *(("split", split), *flags),
+            *(("heads", work.heads), ("several", count > 1), ("tokens", work.tokens)),
+            *(("lanes", work.lanes), ("units", work.units), ("split", split), *flags),
         ),
-        grid=(256 * n_heads // work.heads, batch, work.splits),
+        grid=(256 * n_heads // work.heads, batch * -(-count // work.tokens), work.splits),
         threadgroup=(256, 1, 1),
         output_shapes=[
-            (batch, n_heads, work.splits, head_dim + 2) if split else shape,
+            (batch * count, n_heads, work.splits, head_dim + 2) if split else final,
             *(tail.shape for tail in writes),
         ],
         output_dtypes=[mx.float32 if split else dtype, *(tail.dtype for tail in writes)],
     )
-    if not split:
-        return out, rest
-    assert kv.value_scale is not None
-    parts = AttentionPartials(out, kv.value_scale, dtype)
-    return merge_partials(parts).reshape(shape) if merge else parts, rest
+    if split:
+        assert kv.value_scale is not None
+        parts = AttentionPartials(out, kv.value_scale, dtype)
+        if not merge:
+            return parts, rest
+        out = merge_partials(parts).reshape(final)
+    return out if count == 1 else out.swapaxes(1, 2), rest
 
 
 def _attention_obstacle(case: Case) -> str | None:

@@ -1,90 +1,103 @@
-// One new token per row, from its projection to attention's output, and into the tail of the int8 keys and values:
-// grid (256 * n_heads / heads, B, splits).
+// L new tokens per row, 8 at most, from their projection to attention's output, and into the tail of the int8 keys and
+// values: grid (256 * n_heads / heads, B * ceil(L / tokens), splits).
 //
-// A threadgroup has `heads` query heads of one KV head and one of the ranges that a row's older columns are divided
-// into. Its first simdgroups prepare a query each, the next two the new key and its value: each threadgroup for
-// itself, which costs less than another dispatch. Threadgroups of the first range attend to the new column, too.
+// A threadgroup has `heads` query heads of one KV head, up to `tokens` tokens of a row, and one of the ranges that the
+// row's older columns are divided into. Its simdgroups prepare the queries in turn, and then the new keys and values
+// that these see: each threadgroup for itself, which costs less than another dispatch. Threadgroups of the first range
+// attend to the new columns, too.
 //
-// qkv            (B, 1, (n_heads + 2 n_kv_heads) * head_dim)
+// qkv            (B, L, (n_heads + 2 n_kv_heads) * head_dim)
 // kv             (B, 2 n_kv_heads, capacity, head_dim) int8: keys, then values
 // tail           (B, 2 n_kv_heads, T, head_dim) int8: the columns after those
 // starts         (B,): columns of the row in `kv`
-// lengths        (B,): columns in use, the new one included
+// lengths        (B,): columns in use, the first new one included
 // q_weight       (head_dim,), and k_weight
 // key_scale      0-d, and value_scale
 // constants      (head_dim / 2 + 1,): frequency of each pair, then eps
-// out            (B, n_heads, 1, head_dim) O; with `split`, (B, n_heads, splits, head_dim + 2) float:
+// out            (B, L, n_heads, head_dim) O; with `split`, (B, L, n_heads, splits, head_dim + 2) float:
 //                weighted sum of codes, largest score, sum of weights
-// new_tail       `tail` with the new column
+// new_tail       `tail` with the new columns
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
 const int first_head = threadgroup_position_in_grid.x * heads;
-const int row = threadgroup_position_in_grid.y;
 const int range = threadgroup_position_in_grid.z;
 const int ranges = threadgroups_per_grid.z;
+const int count = several ? qkv_shape[1] : 1;
+const int groups = (count + tokens - 1) / tokens;
+const int row = int(threadgroup_position_in_grid.y) / groups;
+const int first_token = int(threadgroup_position_in_grid.y) % groups * tokens;
+const int own = metal::min(tokens, count - first_token);
 const int n_kv_heads = kv_shape[1] / 2;
 const int n_heads = qkv_shape[2] / head_dim - 2 * n_kv_heads;
 const int kv_head = first_head / (n_heads / n_kv_heads);
 const int older = int(lengths[row]) - 1;
 const int start = int(starts[row]);
 
-threadgroup float shared_queries[heads * head_dim];
-threadgroup int8_t fresh[2 * head_dim];
-if (simdgroup < heads + 2) {
-  const bool is_query = simdgroup < heads;
-  const bool is_key = simdgroup == heads;
-  const int head = is_query ? first_head + int(simdgroup) : n_heads + (is_key ? 0 : n_kv_heads) + kv_head;
+threadgroup float shared_queries[tokens * heads * head_dim];
+threadgroup int8_t fresh[(several ? 8 : 1) * 2 * head_dim];
+for (int i = simdgroup; i < own * heads + 2 * (first_token + own); i += SIMDGROUPS) {
+  const bool is_query = i < own * heads;
+  const int column = i - own * heads;  // a token's key, then its value
+  const bool is_key = column % 2 == 0;
+  const int token = is_query ? first_token + i / heads : column / 2;
+  const int head = is_query ? first_head + i % heads : n_heads + (is_key ? 0 : n_kv_heads) + kv_head;
+  const float position = float(older + token);
   Head<head_dim> x;
-  x.load(qkv, (size_t(row) * (n_heads + 2 * n_kv_heads) + head) * head_dim, lane);
+  x.load(qkv, (size_t(row * count + token) * (n_heads + 2 * n_kv_heads) + head) * head_dim, lane);
   if (is_query) {
-    x.rope_norm(q_weight, constants, float(older), lane);
+    x.rope_norm(q_weight, constants, position, lane);
     // log2(e), so that weights are powers of two.
     const float factor = float(key_scale) * metal::precise::rsqrt(float(head_dim)) * 1.44269504089f;
-    x.template store<float>(shared_queries, simdgroup * head_dim, factor, lane);
+    x.template store<float>(shared_queries, i * head_dim, factor, lane);
   } else {
-    if (is_key) x.rope_norm(k_weight, constants, float(older), lane);
+    if (is_key) x.rope_norm(k_weight, constants, position, lane);
     const float scale = is_key ? float(key_scale) : float(value_scale);
-    x.store_codes(fresh, is_key ? 0 : head_dim, scale, lane);
+    x.store_codes(fresh, column * head_dim, scale, lane);
   }
 }
 threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
-DecodeAttention<head_dim, heads, lanes, units> attention;
-attention.begin(shared_queries, lane, simdgroup);
+DecodeAttention<head_dim, heads, tokens, lanes, units> attention;
+attention.begin(shared_queries, own, lane, simdgroup);
 const int range_size = (older + ranges - 1) / ranges;
 const Columns columns = make_columns(
     kv, tail, kv_head, n_kv_heads, row, kv_shape[2], tail_shape[2], start, head_dim);
-attention.add(columns, range_size * range, metal::min(range_size * (range + 1), older));
+attention.add(columns, range_size * range, metal::min(range_size * (range + 1), older), older);
 if (range == 0) {
-  attention.add_one(fresh);
+  attention.add_new(fresh, first_token + 1);
 }
 
 threadgroup float sums[SIMDGROUPS * head_dim];
 threadgroup float maxima[SIMDGROUPS];
 threadgroup float weights[SIMDGROUPS];
 const size_t stride = split ? size_t(ranges) * (head_dim + 2) : head_dim;
-const size_t target = (row * n_heads + first_head) * stride + (split ? range * (head_dim + 2) : 0);
-attention.template finish<split>(out + target, stride, float(value_scale), sums, maxima, weights);
+const size_t target = (size_t(row * count + first_token) * n_heads + first_head) * stride +
+    (split ? range * (head_dim + 2) : 0);
+attention.template finish<split>(
+    out + target, stride, n_heads * stride, float(value_scale), sums, maxima, weights);
 
-// The row's threadgroups copy the other columns of its tail together, in runs of four numbers. The new column is
-// written by the first threadgroup of each KV head.
+// The row's threadgroups copy the other columns of its tail together, in runs of four numbers. The new columns are
+// written by the first threadgroup of each KV head that has the last token, and so all of them.
 const int units_per_head = tail_shape[2] * (head_dim / 4);
 const int first_unit = row * 2 * n_kv_heads * units_per_head;
 const device char4* from = (const device char4*)tail + first_unit;
 device char4* to = (device char4*)new_tail + first_unit;
 const int mine = 32 * int(simdgroup) + int(lane);
-const int group = int(threadgroup_position_in_grid.x) + int(threadgroups_per_grid.x) * range;
-const int threads = 256 * int(threadgroups_per_grid.x) * ranges;
+const int group = int(threadgroup_position_in_grid.x) +
+    int(threadgroups_per_grid.x) * (range + ranges * (first_token / tokens));
+const int threads = 256 * int(threadgroups_per_grid.x) * ranges * groups;
 const int new_unit = (older - start) * (head_dim / 4);
 for (int i = 256 * group + mine; i < 2 * n_kv_heads * units_per_head; i += threads) {
   const int place = i % units_per_head - new_unit;
-  if (place < 0 || place >= head_dim / 4) {
+  if (place < 0 || place >= count * (head_dim / 4)) {
     to[i] = from[i];
   }
 }
-if (range == 0 && first_head % (n_heads / n_kv_heads) == 0 && mine < head_dim / 2) {
-  const bool is_value = mine >= head_dim / 4;
-  const int unit = is_value ? mine - head_dim / 4 : mine;
-  const int at = (kv_head + (is_value ? n_kv_heads : 0)) * units_per_head + new_unit + unit;
-  to[at] = char4(fresh[4 * mine], fresh[4 * mine + 1], fresh[4 * mine + 2], fresh[4 * mine + 3]);
+if (range == 0 && first_head % (n_heads / n_kv_heads) == 0 && first_token + own == count) {
+  for (int i = mine; i < count * (head_dim / 2); i += 256) {
+    const int column = i / (head_dim / 4);  // a token's key, then its value
+    const int unit = column / 2 * (head_dim / 4) + i % (head_dim / 4);
+    const int at = (kv_head + column % 2 * n_kv_heads) * units_per_head + new_unit + unit;
+    to[at] = char4(fresh[4 * i], fresh[4 * i + 1], fresh[4 * i + 2], fresh[4 * i + 3]);
+  }
 }

@@ -162,18 +162,18 @@ def write_and_attend(
     options: HeadOptions,
     written: mx.array | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """See `reference.write_and_attend`; the tail's new column in units of a code, clamped but not rounded.
+    """See `reference.write_and_attend`; the tail's new columns in units of a code, clamped but not rounded.
 
     It attends to `written`; by default to the returned tail, rounded to codes.
     """
     q, codes = rope_norm_quantize(qkv, lengths - 1, options)
     assert kv.tail is not None
     tail = float64(kv.tail)
-    column = np.array(lengths - kv.starts) - 1
-    tail[np.arange(len(column)), :, column] = codes[:, :, 0]
+    for row, first in enumerate((lengths - kv.starts - 1).tolist()):
+        tail[row, :, first : first + codes.shape[2]] = codes[row]
     written = mx.array(np.rint(tail).astype(np.int8)) if written is None else written
-    joined = _joined(kv._replace(tail=written), np.array(lengths))
-    return _attend(q, joined, np.array(lengths)[:, None]), tail
+    seen = np.array(lengths)[:, None] + np.arange(q.shape[2])
+    return _attend(q, _joined(kv._replace(tail=written), seen[:, -1]), seen), tail
 
 
 def _joined(kv: KeyValues, lengths: np.ndarray) -> KeyValues:

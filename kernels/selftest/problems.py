@@ -360,7 +360,8 @@ def _bound(spec: Spec, args: Args) -> float:
             return _attention_bound(spec, queries, kv, spec.capacity, None)
         case "write_and_attend", qkv, kv, lengths, options:
             rope = QueryRope(options.q_weight, options.theta, options.eps)
-            return _attention_bound(spec, qkv, kv, int(lengths.max().item()), rope)
+            longest = int(lengths.max().item()) + spec.tokens - 1
+            return _attention_bound(spec, qkv, kv, longest, rope)
     bound = _product_bound(spec, args[0], args[-1])
     # Both factors are off, the slope of silu is up to 1.1, and its exponential is off, too.
     return 3 * bound + _PRECISE * _ULP if spec.op == "packed_swiglu" else bound

@@ -176,7 +176,10 @@ def _attentions() -> Iterator[Spec]:
             decode: _Fields = {"capacity": capacity, "tail": tail, "rope": rope, **shape}
             yield Spec("decode_attention", dtype, batch, **decode)
             yield Spec("decode_attention", dtype, batch, 4, **decode)
-            yield Spec("write_and_attend", dtype, batch, capacity=capacity, tail=64, **shape)
+            for count in (1, 4):
+                yield Spec(
+                    "write_and_attend", dtype, batch, count, capacity=capacity, tail=64, **shape
+                )
         for batch, tokens, capacity in ((1, 5, 5), (2, 33, 40), (1, 17, 300)):
             yield Spec("causal_attention", dtype, batch, tokens, capacity=capacity, **shape)
         floats: _Fields = {"stored": dtype, **shape}
@@ -191,6 +194,9 @@ def _attentions() -> Iterator[Spec]:
     of_3b: _Fields = {"heads": 16, "kv_heads": 2, "head_dim": 128, "capacity": 4096, "tail": 64}
     yield Spec("decode_attention", **of_3b, rope=True)
     yield Spec("write_and_attend", **of_3b)
+    # Speculation verifies up to 8 tokens at a time.
+    yield Spec("decode_attention", tokens=8, **of_3b, rope=True)
+    yield Spec("write_and_attend", tokens=5, **of_3b)
 
 
 _HEADS: _Fields = {"heads": 16, "kv_heads": 2, "head_dim": 128}

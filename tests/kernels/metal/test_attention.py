@@ -110,6 +110,27 @@ def test_decode_attention(metal, rng, dtype, batch, shape, capacity):
     assert_solved(problem, kernels.write_and_attend)
 
 
+# A threadgroup has registers for 2 tokens in 2 heads, or 4 in one; 8 tokens are written by one dispatch.
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "batch", "shape", "capacity"),
+    [
+        (mx.bfloat16, 2, 2, (4, 2, 64), 40),
+        (mx.float16, 3, 1, (16, 2, 128), 70),
+        (mx.float32, 3, 1, (3, 1, 12), LONG + 300),
+        (mx.bfloat16, 4, 1, (16, 2, 128), 70),
+        (mx.float32, 5, 2, (3, 1, 12), 40),
+        (mx.float32, 5, 1, (2, 1, 256), 33),
+        (mx.bfloat16, 8, 1, (2, 1, 128), LONG),
+        (mx.float32, 9, 2, (4, 2, 64), 40),
+    ],
+)
+def test_several_tokens_of_a_row(metal, rng, dtype, tokens, batch, shape, capacity):
+    options = {"capacity": capacity, "tail": 24}
+    for op, more in (("decode_attention", {"rope": True}), ("write_and_attend", {})):
+        problem = drawn(rng, op, dtype, batch, tokens, *shape, **options, **more)
+        assert_solved(problem, getattr(kernels, op))
+
+
 def returning(*results):
     """A function of any arguments that gives these results."""
     return lambda *_: results

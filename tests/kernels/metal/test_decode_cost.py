@@ -69,11 +69,13 @@ def packed(preset: str) -> Model:
     return shapes_only(PRESETS[preset], AFM_RULE, AFM_EMBEDDING_RULE)
 
 
-def step_cost(model: Model, rows: int = 1, capacity: int = 512, run=Model.__call__):
-    """Of the next token of each row, for which their caches have room."""
-    cache = cache_of(model, capacity - 1, capacity)
+def step_cost(
+    model: Model, rows: int = 1, capacity: int = 512, run=Model.__call__, tokens: int = 1
+):
+    """Of the next tokens of each row, for which their caches have room."""
+    cache = cache_of(model, capacity - tokens, capacity)
     cache = [type(entry).merge([entry] * rows) for entry in cache] if rows > 1 else cache
-    cost = decode_cost(model, run, mx.zeros((rows, 1), mx.int32), cache)
+    cost = decode_cost(model, run, mx.zeros((rows, tokens), mx.int32), cache)
     assert all(kernel.startswith("afm_") for kernel in cost.kernels)
     return cost
 
@@ -138,6 +140,20 @@ def test_a_token_with_adapters(preset, ranks, shrinks):
     wanted = shrinks * model.args.num_layers
     assert adapted.kernels["afm_low_rank_shrink"] == wanted
     assert adapted.dispatches == plain.dispatches + wanted
+
+
+# The choices under a constraint are drawn from logits.
+@pytest.mark.parametrize("run", [Model.verify, Model.verify_greedy], ids=["logits", "greedy"])
+@pytest.mark.parametrize("rank", [0, 16])
+def test_several_tokens_of_a_row_cost_no_more_dispatches_than_one(run, rank):
+    model = with_adapters(packed("afm-3b"), [rank])
+    for tokens in (2, 3, 4, 5, 8):
+        cost = step_cost(model, run=run, tokens=tokens)
+        # Products with A that stand alone: the fewer, the fewer vectors there are.
+        shrinks = cost.kernels["afm_low_rank_shrink"]
+        assert shrinks <= bool(rank) * (2 if tokens < 5 else 4) * model.args.num_layers
+        assert cost.dispatches - shrinks <= 330, tokens
+        assert cost.kernels["afm_write_and_attend"] == model.args.num_kv_layers
 
 
 def test_a_batch_costs_no_more_dispatches_than_a_row():
