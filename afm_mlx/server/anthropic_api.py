@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +20,7 @@ from afm_mlx.server.answer_events import (
     TokenCounts,
     ToolCallBegins,
     ToolCallDelta,
-    answer_events,
+    encoded_events,
 )
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.chat_inputs import (
@@ -37,12 +36,13 @@ from afm_mlx.server.chat_inputs import (
     schema_format,
 )
 from afm_mlx.server.replies import (
-    ApiError,
     EventStream,
     JsonObject,
     bad_request,
+    drain,
     event,
     json_response,
+    named_event,
     while_connected,
 )
 from afm_mlx.server.request_fields import (
@@ -92,19 +92,13 @@ async def create_message(request: Request) -> Response:
 
     # In a thread, because large conversations and schemas take a while.
     made = await while_connected(request, in_thread(prepared, compiles=_has_format(body)))
-    stream = MessageStream(body.model, len(made.prompt or ()))
-    events = _events(served, made, stream)
+    built = MessageBuilder(body.model, len(made.prompt or ()))
+    events = encoded_events(served, made, built)
     if body.stream:
-        ping = _encoded({"type": "ping"})
+        ping = named_event({"type": "ping"})
         return EventStream(events, request, lambda error: event(error.anthropic(), "error"), ping)
-
-    async def whole() -> JsonObject:
-        async with aclosing(events):
-            async for _ in events:
-                pass
-        return stream.message
-
-    return json_response(await while_connected(request, whole()))
+    await while_connected(request, drain(events))
+    return json_response(built.message)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -230,19 +224,10 @@ def _joined(content: str | Sequence[ClaudeText]) -> str:
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageStream:
-    """Builds a message block by block, and the events of its stream.
+class MessageBuilder:
+    """Builds `message` block by block, and the events of its stream: an `EventBuilder`."""
 
-    Each event must be encoded before the next one is taken, because events hold the message itself. Messages
-    that are not streamed are built in the same way, so that both are equal.
-
-    Args:
-        model: the model id of the request.
-        prompt_tokens: number of the prompt's tokens.
-
-    Attributes:
-        message: the message so far.
-    """
+    prompt_field = "messages"
 
     def __init__(self, model: str, prompt_tokens: int):
         self.message: JsonObject = {
@@ -260,12 +245,10 @@ class MessageStream:
         self._space = ""
 
     def begin(self) -> Iterator[JsonObject]:
-        """Yield the first events."""
         yield {"type": "message_start", "message": self.message}
         yield {"type": "ping"}
 
     def take(self, event: Event) -> Iterator[JsonObject]:
-        """Yield the stream's events for an event of the answer."""
         match event:
             case TextDelta():
                 yield from self._more_text(event.text)
@@ -347,26 +330,3 @@ def _usage(prompt: int, completion: int = 0, cached: int = 0) -> dict[str, int]:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
     }
-
-
-async def _events(
-    served: ServedModel, request: GenerationRequest, stream: MessageStream
-) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events of an answer; the first ones come once the answer has begun."""
-    has_begun = False
-    try:
-        async with aclosing(answer_events(served, request)) as parts:
-            async for part in parts:
-                for each in () if has_begun else stream.begin():
-                    yield _encoded(each)
-                has_begun = True
-                for each in stream.take(part):
-                    yield _encoded(each)
-    except ApiError as error:
-        if error.param == "prompt":
-            error.param = "messages"
-        raise
-
-
-def _encoded(streamed: JsonObject) -> bytes:
-    return event(streamed, streamed["type"])

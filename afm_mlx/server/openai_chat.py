@@ -177,63 +177,45 @@ def _head(kind: str, model: str) -> JsonObject:
     }
 
 
-class _ChatChoice:
-    """A choice of a response that is not streamed, built from events."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.calls: list[JsonObject] = []
-        self.logprobs: list[TokenLikelihood] = []
-        self.reason = ""
-
-    def take(self, part: TextDelta | ToolCallBegins | ToolCallDelta | Ended) -> None:
-        match part:
-            case TextDelta():
-                self.text += part.text
-                self.logprobs += part.logprobs
-            case ToolCallBegins():
-                self.calls.append(_call(part))
-            case ToolCallDelta():
-                self.calls[part.call]["function"]["arguments"] += part.arguments
-            case Ended():
-                self.reason = part.reason
-
-    def message(self) -> JsonObject:
-        has_text = bool(self.text.strip()) or not self.calls
-        message: JsonObject = {
-            "role": "assistant",
-            "content": self.text if has_text else None,
-            "refusal": None,
-        }
-        return {**message, "tool_calls": self.calls} if self.calls else message
-
-
 def _call(part: ToolCallBegins) -> JsonObject:
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
 
 
 async def _completion(served: ServedModel, request: GenerationRequest, model: str) -> JsonObject:
-    choices = [_ChatChoice() for _ in range(request.n)]
+    texts = ["" for _ in range(request.n)]
+    logprobs: list[list[TokenLikelihood]] = [[] for _ in texts]
+    calls: list[list[JsonObject]] = [[] for _ in texts]
+    reasons = ["" for _ in texts]
     counts: JsonObject = {}
     async with aclosing(answer_events(served, request)) as parts:
         async for part in parts:
-            if isinstance(part, TokenCounts):
-                counts = usage(part)
-            else:
-                choices[part.index].take(part)
-    return {
-        **_head("chat.completion", model),
-        "choices": [
+            match part:
+                case TextDelta(index, text, more):
+                    texts[index] += text
+                    logprobs[index] += more
+                case ToolCallBegins(index):
+                    calls[index].append(_call(part))
+                case ToolCallDelta(index, call, arguments):
+                    calls[index][call]["function"]["arguments"] += arguments
+                case Ended(index, reason):
+                    reasons[index] = reason
+                case TokenCounts():
+                    counts = usage(part)
+    choices = []
+    for index, text in enumerate(texts):
+        content = text if text.strip() or not calls[index] else None
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
+        if calls[index]:
+            message["tool_calls"] = calls[index]
+        choices.append(
             {
                 "index": index,
-                "message": choice.message(),
-                "logprobs": None if request.logprobs is None else chat_logprobs(choice.logprobs),
-                "finish_reason": choice.reason,
+                "message": message,
+                "logprobs": None if request.logprobs is None else chat_logprobs(logprobs[index]),
+                "finish_reason": reasons[index],
             }
-            for index, choice in enumerate(choices)
-        ],
-        "usage": counts,
-    }
+        )
+    return {**_head("chat.completion", model), "choices": choices, "usage": counts}
 
 
 async def _chunks(

@@ -194,6 +194,18 @@ def event(data: object, name: str | None = None) -> bytes:
     return head + b"data: " + body + b"\n\n"
 
 
+def named_event(data: JsonObject) -> bytes:
+    """Encode a server-sent event that has its own type as its name, too."""
+    return event(data, data["type"])
+
+
+async def drain(events: AsyncGenerator[bytes, None]) -> None:
+    """Take all events of a stream, and drop them."""
+    async with aclosing(events):
+        async for _ in events:
+            pass
+
+
 class ClientLeft(Exception):
     """Raised when the client has closed its connection before its answer was complete."""
 

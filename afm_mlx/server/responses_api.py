@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -14,7 +16,16 @@ from starlette.routing import Route
 
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.server.admission import in_thread
-from afm_mlx.server.answer_events import GenerationRequest, TokenCounts, answer_events
+from afm_mlx.server.answer_events import (
+    Ended,
+    Event,
+    GenerationRequest,
+    TextDelta,
+    TokenCounts,
+    ToolCallBegins,
+    ToolCallDelta,
+    encoded_events,
+)
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.chat_inputs import (
     FREE_TEXT,
@@ -35,8 +46,9 @@ from afm_mlx.server.replies import (
     JsonObject,
     api_error,
     bad_request,
-    event,
+    drain,
     json_response,
+    named_event,
     while_connected,
 )
 from afm_mlx.server.request_fields import (
@@ -46,6 +58,7 @@ from afm_mlx.server.request_fields import (
     InputRequest,
     ItemTexts,
     JsonObjectFormat,
+    MessageItem,
     ReferenceItem,
     RefusalPart,
     ResponseAllowedTools,
@@ -53,8 +66,8 @@ from afm_mlx.server.request_fields import (
     ResponseSchemaFormat,
     ResultItem,
 )
-from afm_mlx.server.response_stream import ResponseStream, answer_message, input_items, new_response
-from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+from afm_mlx.server.server_options import ServerOptions
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -173,19 +186,29 @@ async def create_response(request: Request) -> Response:
     earlier = _earlier(body, kept, client)
     _resolve_references(body, kept, client)
 
-    def prepared() -> _Answer:
+    is_kept = kept.is_on and body.store is not False
+
+    def prepared() -> tuple[GenerationRequest, ResponseBuilder]:
         prompt = _prompt(body, earlier, folds=not served.options.strict)
         made = _generation_request(served, body, prompt, client)
-        is_kept = kept.is_on and body.store is not False
-        response = new_response(body, served.options, is_kept)
-        return _Answer(served, made, response, prompt.kept, kept if is_kept else None)
+
+        def keep(response: JsonObject) -> None:
+            output = response["output"]
+            messages = [*prompt.kept, _answer_message(output)]
+            encoded = msgspec.json.encode(response)
+            kept.keep(client, response["id"], KeptResponse(encoded, messages, _input_items(output)))
+
+        response = _new_response(body, served.options, is_kept)
+        return made, ResponseBuilder(response, keep if is_kept else lambda _: None)
 
     # In a thread, because large conversations and schemas take a while.
     compiles = body.text is not None and body.text.format is not None
-    answer = await while_connected(request, in_thread(prepared, compiles=compiles))
+    made, built = await while_connected(request, in_thread(prepared, compiles=compiles))
+    events = encoded_events(served, made, built)
     if body.stream:
-        return EventStream(answer.events(), request, answer.failed)
-    return json_response(await while_connected(request, answer.whole()))
+        return EventStream(events, request, built.failed)
+    await while_connected(request, drain(events))
+    return json_response(built.response)
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -204,7 +227,10 @@ async def count_input_tokens(request: Request) -> Response:
     try:
         count = await while_connected(request, in_thread(counted, compiles=body.text is not None))
     except (ApiError, TokenizerError) as error:
-        raise _about_input(api_error(error, "input")) from error
+        reported = api_error(error, "input")
+        if reported.param == "messages":
+            reported.param = "input"
+        raise reported from error
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -362,66 +388,208 @@ def _generation_request(
     )
 
 
-# -- the answer
+# -- the response
 
 
-class _Answer:
-    """An answer in progress, which fills `response`, and keeps it with `messages` in `kept`."""
+def _new_response(body: ResponseRequest, options: ServerOptions, is_kept: bool) -> JsonObject:
+    """Make the response to a request as it is before the answer; much of it repeats the request."""
+    return {
+        "id": _new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": is_kept,
+        "temperature": options.temperature if body.temperature is None else body.temperature,
+        "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": options.top_p if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
 
-    def __init__(
-        self,
-        served: ServedModel,
-        request: GenerationRequest,
-        response: JsonObject,
-        messages: list[Message],
-        kept: KeptResponses | None,
-    ):
-        self._served, self._request = served, request
-        self._messages, self._kept = messages, kept
-        self._stream = ResponseStream(response)
 
-    async def whole(self) -> JsonObject:
-        """Return the filled response."""
-        async with aclosing(self.events()) as events:
-            async for _ in events:
-                pass
-        return self._stream.response
+class ResponseBuilder:
+    """Fills `response`, the result of `_new_response`, and calls `keep` with it: an `EventBuilder`."""
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded events of the stream, the first ones once the engine has begun the answer."""
-        has_begun = False
-        try:
-            async with aclosing(answer_events(self._served, self._request)) as parts:
-                async for part in parts:
-                    for each in () if has_begun else self._stream.begin():
-                        yield _encoded(each)
-                    has_begun = True
-                    for each in self._stream.take(part):
-                        if isinstance(part, TokenCounts):
-                            self._keep()
-                        yield _encoded(each)
-        except ApiError as error:
-            raise _about_input(error) from error.__cause__
+    prompt_field = "input"
+
+    def __init__(self, response: JsonObject, keep: Callable[[JsonObject], None]):
+        self.response = response
+        self._keep = keep
+        self._count = 0
+        self._open: JsonObject | None = None
+        self._texts: list[str] = []  # of the open item, joined at its end
+        self._space, self._space_logprobs = "", list[JsonObject]()
+        self._is_cut = self._has_ended = False
+
+    def begin(self) -> Iterator[JsonObject]:
+        yield self._response_event("created")
+        yield self._response_event("in_progress")
+
+    def take(self, event: Event) -> Iterator[JsonObject]:
+        match event:
+            case TextDelta():
+                yield from self._more_text(event.text, [_logprob(each) for each in event.logprobs])
+            case ToolCallBegins():
+                yield from self._close("completed")
+                call = {"call_id": event.id, "name": event.name, "arguments": ""}
+                yield from self._begin("function_call", "fc", **call)
+            case ToolCallDelta():
+                self._texts.append(event.arguments)
+                yield self._item_event("function_call_arguments.delta", delta=event.arguments)
+            case Ended():
+                self._is_cut, self._has_ended = event.reason == "length", True
+                if not self.response["output"]:  # an answer without text has one empty message
+                    yield from self._more_text("", [])
+                yield from self._close("incomplete" if self._is_cut else "completed")
+            case TokenCounts():
+                ended = self._end(event)
+                self._keep(self.response)
+                yield ended
 
     def failed(self, error: ApiError) -> bytes:
-        """Encode the last event of an answer that an error has ended."""
-        return b"".join(_encoded(each) for each in self._stream.fail(error))
+        """Encode the last event of an answer that an error has ended; items stay as they are."""
+        code = {429: "rate_limit_exceeded", 400: "invalid_prompt"}.get(error.status, "server_error")
+        self.response["status"] = "failed"
+        self.response["error"] = {"code": code, "message": error.message}
+        return named_event(self._response_event("failed"))
 
-    def _keep(self) -> None:
-        response = self._stream.response
-        if self._kept is not None:
-            output = response["output"]
-            messages = [*self._messages, answer_message(output)]
-            kept = KeptResponse(msgspec.json.encode(response), messages, input_items(output))
-            self._kept.keep(self._request.client, response["id"], kept)
+    def _event(self, kind: str, **fields: Any) -> JsonObject:
+        number = self._count
+        self._count += 1
+        return {"type": f"response.{kind}", **fields, "sequence_number": number}
+
+    def _response_event(self, kind: str) -> JsonObject:
+        return self._event(kind, response=self.response)
+
+    def _item_event(self, kind: str, **fields: Any) -> JsonObject:
+        """Make an event of type `kind` with `fields` about the open item, the last item of the response."""
+        assert self._open is not None
+        index = len(self.response["output"]) - 1
+        if self._open["type"] == "message":
+            fields["content_index"] = 0
+        return self._event(kind, item_id=self._open["id"], output_index=index, **fields)
+
+    def _begin(self, kind: str, prefix: str, **fields: Any) -> Iterator[JsonObject]:
+        item = {"type": kind, "id": _new_id(prefix), **fields, "status": "in_progress"}
+        self._open, self._texts = item, []
+        self.response["output"].append(item)
+        index = len(self.response["output"]) - 1
+        yield self._event("output_item.added", output_index=index, item=item)
+
+    def _more_text(self, text: str, logprobs: list[JsonObject]) -> Iterator[JsonObject]:
+        if self._open is None or self._open["type"] != "message":
+            # Space before a call makes no message; what it is shows when more text comes.
+            text, logprobs = self._space + text, self._space_logprobs + logprobs
+            self._space, self._space_logprobs = text, logprobs
+            if not text.strip() and not self._has_ended:
+                return
+            self._space, self._space_logprobs = "", []
+            yield from self._close("completed")
+            yield from self._begin("message", "msg", content=[], role="assistant")
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._open["content"].append(part)  # type: ignore[index]
+            yield self._item_event("content_part.added", part=part)
+        assert self._open is not None
+        if text or logprobs:
+            self._texts.append(text)
+            self._open["content"][0]["logprobs"] += logprobs
+            yield self._item_event("output_text.delta", delta=text, logprobs=logprobs)
+
+    def _close(self, status: str) -> Iterator[JsonObject]:
+        """End the open item, if there is one, with `status`; yield its last events."""
+        item, text = self._open, "".join(self._texts)
+        if item is None:
+            return
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            part["text"] = text
+            yield self._item_event("output_text.done", text=text, logprobs=part["logprobs"])
+            yield self._item_event("content_part.done", part=part)
+        else:
+            item["arguments"] = text
+            yield self._item_event(
+                "function_call_arguments.done", arguments=text, name=item["name"]
+            )
+        self._open = None
+        index = len(self.response["output"]) - 1
+        yield self._event("output_item.done", output_index=index, item=item)
+
+    def _end(self, counts: TokenCounts) -> JsonObject:
+        response = self.response
+        response["usage"] = {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+            "output_tokens": counts.completion,
+            "total_tokens": counts.prompt + counts.completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }
+        if self._is_cut:
+            response["status"] = "incomplete"
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            return self._response_event("incomplete")
+        response["status"] = "completed"
+        response["completed_at"] = int(time.time())
+        return self._response_event("completed")
 
 
-def _encoded(streamed: JsonObject) -> bytes:
-    return event(streamed, streamed["type"])
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _about_input(error: ApiError) -> ApiError:
-    """Change an error about the field `messages` to one about this API's `input`, in place; return it."""
-    if error.param == "messages":
-        error.param = "input"
-    return error
+def _logprob(token: TokenLikelihood) -> JsonObject:
+    top = [_top_logprob(each) for each in token.top]
+    return {**_top_logprob(token), "top_logprobs": top}
+
+
+def _top_logprob(token: TokenLikelihood) -> JsonObject:
+    return {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
+
+
+def _input_items(output: list[JsonObject]) -> dict[str, InputItem]:
+    """Return a mapping from item id to the response's item in the form of requests."""
+    return {
+        item["id"]: MessageItem(role="assistant", content=_written(item))
+        if item["type"] == "message"
+        else CallItem(call_id=item["call_id"], name=item["name"], arguments=item["arguments"])
+        for item in output
+    }
+
+
+def _answer_message(output: list[JsonObject]) -> Message:
+    """Convert a response's items to one message, for requests that continue the response."""
+    calls = [
+        {
+            "id": item["call_id"],
+            "type": "function",
+            "function": {"name": item["name"], "arguments": item["arguments"]},
+        }
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    text = "".join(_written(item) for item in output if item["type"] == "message")
+    message: Message = {"role": "assistant", "content": text}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _written(message: JsonObject) -> str:
+    return "".join(part["text"] for part in message["content"])
