@@ -41,7 +41,7 @@ async def list_adapters(request: Request) -> Response:
     """List all adapters; with an admin key, also their memory and users."""
     served: ServedModel = request.app.state.served
     pool = _pool(served)
-    known = await served.workers.change_adapters(pool.describe)
+    known = await served.workers.run("adapters", pool.describe)
     adapters = [_described(served, entry) for entry in known.pop("adapters")]
     if not request.state.is_admin:
         known = {}
@@ -63,7 +63,7 @@ async def load_adapter(request: Request) -> Response:
             param="name",
             code="name_taken",
         )
-    await served.workers.change_adapters(lambda: _load(pool, body, path))
+    await served.workers.run("adapters", lambda: _load(pool, body, path))
     return json_response(await _one(served, body.name), 201)
 
 
@@ -119,7 +119,7 @@ async def _done(served: ServedModel, name: str, action: Callable[[str], Any]) ->
             code="adapter_not_found",
         )
     try:
-        await served.workers.change_adapters(lambda: action(name))
+        await served.workers.run("adapters", lambda: action(name))
     except RequestError as error:  # rows use it, or others leave it no memory
         raise ApiError(409, str(error), code="adapter_in_use") from error
     except AFMError as error:
@@ -166,7 +166,7 @@ def _allowed_path(text: str, folders: Sequence[Path]) -> Path:
 
 
 async def _one(served: ServedModel, name: str) -> JsonObject:
-    known = await served.workers.change_adapters(_pool(served).describe)
+    known = await served.workers.run("adapters", _pool(served).describe)
     return _described(served, next(each for each in known["adapters"] if each["name"] == name))
 
 

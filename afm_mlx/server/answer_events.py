@@ -61,7 +61,6 @@ class GenerationRequest:
     Args:
         messages: a chat for the chat template; an answer at its end is continued.
         prompt: token ids, in place of messages.
-        tools: the tools that the model is offered.
         format: what an answer without calls must look like.
         adapter: the adapter that answers; None for the base model.
         max_tokens: maximum number of new tokens; None for the server's default, -1 for the rest of the context.
@@ -69,8 +68,6 @@ class GenerationRequest:
         seed: seed of the first choice, from which the other choices' are derived; None for random seeds.
         frequency_penalty, presence_penalty: penalties for tokens that the answer has.
         repetition_penalty: penalty for tokens that the prompt or the answer has.
-        logit_bias: token ids with the numbers added to their logits.
-        stop: stop strings.
         n: number of choices.
         logprobs: number of most likely tokens reported for each token; None for no log-probabilities.
         client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.
@@ -112,11 +109,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """The next piece of a choice's text.
+    """The next piece of the text of choice number `index`.
 
     Args:
-        index: number of the choice in the response, from 0.
-        text: the new text; empty while the engine holds it back because it may begin a stop string.
+        text: empty while the engine holds it back because it may begin a stop string.
         logprobs: log-probabilities of the tokens since the previous `TextDelta`; empty if not requested.
     """
 
@@ -146,14 +142,12 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a choice.
+    """The end of choice number `index` after `tokens` tokens.
 
     Args:
-        index: number of the choice in the response, from 0.
         reason: "stop" for the model's own end or a stop string, "length" for `max_tokens` or a full context
             (JSON is unfinished then), or "tool_calls".
         stop_string: the stop string that ended the choice, if one did.
-        tokens: number of the choice's tokens.
     """
 
     index: int
@@ -167,11 +161,9 @@ class TokenCounts:
     """Numbers of tokens, and times: the last event of an answer.
 
     Args:
-        prompt: tokens of the prompt.
         cached: tokens of the prompt that the prefix cache had.
         completion: tokens of all choices.
         drafted: draft tokens, see docs/speculation.md; None if the server drafts none.
-        accepted: draft tokens that were accepted.
         until_first: seconds until the first choice's first token was sampled; None if none was.
         rate: sampled tokens per second of the first choice; None if unknown.
     """
@@ -334,7 +326,7 @@ def _sampler(served: ServedModel, request: GenerationRequest) -> Sampler | None:
     temperature = options.temperature if request.temperature is None else request.temperature
     if (
         temperature == 0 or request.top_p == 0
-    ):  # 0 keeps one token in the APIs, and all in make_sampler
+    ):  # of the APIs; a top_p of 0 keeps all in make_sampler
         return None
     top_k = options.top_k if request.top_k is None else request.top_k
     return make_sampler(
@@ -581,15 +573,10 @@ class _ChoiceTask:
             self._answer.append(token)
             is_end = token in self._served.tokenizer.eos_token_ids
             in_text = self._splitter is None or not self._splitter.in_calls
-            if (
-                self._request.logprobs is not None
-                and not is_end
-                and in_text
-                and token != self._mark
-            ):
-                likelihood = self._served.token_texts.likelihood(
-                    token, response.logprobs, self._request.logprobs
-                )
+            top = self._request.logprobs
+            if top is not None and not is_end and in_text and token != self._mark:
+                texts = self._served.token_texts
+                likelihood = texts.likelihood(token, response.logprobs, top)
                 if self._drops_space and len(self._answer) == 1:
                     likelihood = replace(likelihood, bytes=likelihood.bytes.removeprefix(b" "))
                 logprobs = [likelihood]

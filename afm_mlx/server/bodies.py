@@ -46,11 +46,8 @@ _LEVELS = 4
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """Read the body of a request, and convert it to a struct.
 
-    Fields without effect are named in the log and in the response's header `IGNORED_HEADER`.
-
-    Args:
-        request: the request; `guards.py` limits the size of its body.
-        kind: a struct of `request_fields.py`, or a route's own.
+    Fields without effect are named in the log and in the response's header `IGNORED_HEADER`. `guards.py` limits
+    the size of the body.
 
     Raises:
         ApiError: 400 with the field for a body that can't be converted; 408 for a body that takes too long; 429

@@ -48,12 +48,7 @@ class Honoured:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """A rule for fields that would change the answer and can't be honoured: an error, unless they are off.
-
-    Args:
-        text: why it can't be honoured.
-        off: values that mean the same as null.
-    """
+    """A rule for fields that can't be honoured, for the reason `text`: an error, unless they are `off`."""
 
     text: str
     off: tuple[object, ...] = EMPTY
@@ -194,7 +189,7 @@ class Reader:
 
     Args:
         is_strict: True to refuse fields that would be ignored.
-        known: fields of other APIs, with the values that mean the same as null; other values are refused.
+        known: fields of other APIs that are refused, except the values that mean the same as null.
 
     Attributes:
         ignored: names of fields without effect, in order, with [] for the indices of lists.

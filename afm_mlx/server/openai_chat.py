@@ -110,15 +110,7 @@ async def _generation_request(
 
 
 def chat_messages(messages: Sequence[ChatMessage], folds: bool) -> list[Message]:
-    """Convert messages for the chat template.
-
-    Args:
-        messages: the value of the body's field `messages`.
-        folds: see `ConversationBuilder`.
-
-    Raises:
-        ApiError: 400 for messages that can't be honoured.
-    """
+    """Convert messages for the chat template; raise a 400 for those that can't be honoured."""
     conversation = ConversationBuilder(folds=folds)
     for index, message in enumerate(messages):
         place = f"messages[{index}]"

@@ -109,11 +109,7 @@ STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 
 
 async def format_of(body: SampledRequest, response_format: ChatFormat | None) -> AnswerFormat:
-    """Read what an answer must look like, from OpenAI's field and vLLM's fields.
-
-    Args:
-        body: the request.
-        response_format: OpenAI's field, which completions don't have.
+    """Read what an answer must look like, from vLLM's fields or OpenAI's, which only chats have.
 
     Raises:
         ApiError: for a format that can't be honoured, or several formats.

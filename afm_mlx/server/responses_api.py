@@ -88,17 +88,11 @@ INCLUDABLE = (
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """A response that later requests can read and continue.
-
-    Args:
-        body: the response as it was sent.
-        messages: the conversation with the answer, without the request's instructions.
-        items: mapping from item id to the answer's item in the form of requests.
-    """
+    """A response that later requests can read and continue."""
 
     body: bytes
-    messages: Sequence[Message]
-    items: Mapping[str, InputItem] = field(default_factory=dict)
+    messages: Sequence[Message]  # with the answer, without the request's instructions
+    items: Mapping[str, InputItem] = field(default_factory=dict)  # by id, in the form of requests
 
 
 class KeptResponses:

@@ -129,11 +129,8 @@ class GuardedProtocol(H11Protocol):
         super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
         self._await_request()
         if len(self.connections) > self._options.max_connections:
-            idle = [
-                each
-                for each in self.connections
-                if isinstance(each, GuardedProtocol) and each._is_idle
-            ]
+            ours = (each for each in self.connections if isinstance(each, GuardedProtocol))
+            idle = [each for each in ours if each._is_idle]
             # This connection is idle, too, and the youngest: it is closed if all others have requests.
             min(idle, key=lambda each: each._idle_since).close()
 
@@ -175,14 +172,11 @@ class GuardedProtocol(H11Protocol):
             400, "This is no valid HTTP/1.1 request, or its headers are too large.", code="bad_http"
         )
         body = msgspec.json.encode(error.openai())
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        headers["connection"] = "close"
         try:
             for event in (
-                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad Request"),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ):
@@ -243,12 +237,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
-    """Serve until an event is set; then let running answers finish.
-
-    Args:
-        app: the result of `make_app`.
-        listening: the result of `bind`; this function closes it.
-        stop: event that ends the server once it is set.
+    """Serve until `stop` is set; then let running answers finish, and close the socket.
 
     Returns:
         True if all answers have finished within the grace period; others were ended with an error.
@@ -257,7 +246,7 @@ def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool
 
 
 async def serve(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
-    """Do what `run` does, in the event loop that runs now; see `run` for the arguments and the result."""
+    """Do what `run` does, in the event loop that runs now."""
     options: ServerOptions = app.state.options
     # The engine compiles constraints in these threads; few, because the model needs the processor, too.
     compiling = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "engine-compiling")
@@ -295,11 +284,7 @@ async def serve(app: Starlette, listening: socket.socket, stop: threading.Event)
 
 
 async def _drain(served: ServedModel, seconds: float) -> bool:
-    """Refuse new requests, and wait for running answers; after `seconds`, end them with an error.
-
-    Returns:
-        True if all answers have finished in time.
-    """
+    """Refuse new requests; end answers that still run after `seconds`. Return True if there are none."""
     served.admission.draining = True
     until = time.monotonic() + seconds
     if served.admission.active:
