@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from afm_mlx.errors import shown
+from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -45,18 +46,6 @@ from afm_mlx.server.replies import (
     named_event,
     while_connected,
 )
-from afm_mlx.server.request_fields import (
-    AnyChoice,
-    ClaudeAssistant,
-    ClaudeSystem,
-    ClaudeText,
-    ClaudeUser,
-    MessageRequest,
-    NoChoice,
-    PromptRequest,
-    ToolChoice,
-    ToolResultBlock,
-)
 from afm_mlx.server.served_model import ServedModel
 
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -70,7 +59,7 @@ async def create_message(request: Request) -> Response:
     """Answer a request, whole or as a stream."""
     served: ServedModel = request.app.state.served
     _check_version(request)
-    body = await read_body(request, MessageRequest)
+    body = await read_body(request, fields.MessageRequest)
 
     def prepared() -> GenerationRequest:
         messages, tools, format = _prompt(body, folds=not served.options.strict)
@@ -105,7 +94,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of a prompt."""
     served: ServedModel = request.app.state.served
     _check_version(request)
-    body = await read_body(request, PromptRequest)
+    body = await read_body(request, fields.PromptRequest)
     served.adapter_of(body.model)
 
     def counted() -> int:
@@ -121,7 +110,7 @@ ROUTES = [
 ]
 
 
-def _has_format(body: PromptRequest) -> bool:
+def _has_format(body: fields.PromptRequest) -> bool:
     return body.output_config is not None or body.output_format is not None
 
 
@@ -137,7 +126,9 @@ def _check_version(request: Request) -> None:
 # -- from a body to a prompt
 
 
-def _prompt(body: PromptRequest, folds: bool) -> tuple[list[Message], OfferedTools, AnswerFormat]:
+def _prompt(
+    body: fields.PromptRequest, folds: bool
+) -> tuple[list[Message], OfferedTools, AnswerFormat]:
     """Read the conversation, the tools and the answer format of a body."""
     given, place = body.output_format, "output_format"
     if body.output_config is not None and body.output_config.format is not None:
@@ -155,38 +146,38 @@ def _prompt(body: PromptRequest, folds: bool) -> tuple[list[Message], OfferedToo
     return messages, _tools(body), format
 
 
-def _tools(body: PromptRequest) -> OfferedTools:
+def _tools(body: fields.PromptRequest) -> OfferedTools:
     tools = [function_tool(t.name, t.description, t.input_schema) for t in body.tools or ()]
     choice = body.tool_choice
-    if isinstance(choice, ToolChoice):
+    if isinstance(choice, fields.ToolChoice):
         return offered_tools(tools, "one", parallel=False, allowed=[choice.name])
-    if choice is None or isinstance(choice, NoChoice):
+    if choice is None or isinstance(choice, fields.NoChoice):
         return offered_tools(tools, "auto" if choice is None else "none", parallel=True)
-    word = "required" if isinstance(choice, AnyChoice) else "auto"
+    word = "required" if isinstance(choice, fields.AnyChoice) else "auto"
     return offered_tools(tools, word, parallel=not choice.disable_parallel_tool_use)
 
 
-def _messages(body: PromptRequest, folds: bool) -> list[Message]:
+def _messages(body: fields.PromptRequest, folds: bool) -> list[Message]:
     conversation = ConversationBuilder(folds=folds)
     for index, message in enumerate(body.messages):
         place = f"messages[{index}]"
-        if isinstance(message, ClaudeUser):
+        if isinstance(message, fields.ClaudeUser):
             _add_user(conversation, message, place)
-        elif isinstance(message, ClaudeSystem):
+        elif isinstance(message, fields.ClaudeSystem):
             conversation.add_system(_joined(message.content), place)
         else:
             _add_answer(conversation, message, place)
     return conversation.finished("messages", _joined(body.system) if body.system else None)
 
 
-def _add_user(conversation: ConversationBuilder, message: ClaudeUser, place: str) -> None:
+def _add_user(conversation: ConversationBuilder, message: fields.ClaudeUser, place: str) -> None:
     """Add the results of a user's message, then its texts."""
     if isinstance(message.content, str):
         conversation.add_user(message.content, place)
         return
-    texts = [block.text for block in message.content if isinstance(block, ClaudeText)]
+    texts = [block.text for block in message.content if isinstance(block, fields.ClaudeText)]
     for number, block in enumerate(message.content):
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, fields.ToolResultBlock):
             text = _joined(block.content or "")
             if block.is_error:
                 text = json.dumps({"error": text})
@@ -196,14 +187,16 @@ def _add_user(conversation: ConversationBuilder, message: ClaudeUser, place: str
         conversation.add_user(PARAGRAPH.join(texts), place)
 
 
-def _add_answer(conversation: ConversationBuilder, message: ClaudeAssistant, place: str) -> None:
+def _add_answer(
+    conversation: ConversationBuilder, message: fields.ClaudeAssistant, place: str
+) -> None:
     """Add the texts and calls of an assistant's message; nothing if it has only ignored blocks."""
     if isinstance(message.content, str):
         conversation.add_answer(message.content, place)
         return
     texts: list[str] = []
     for number, block in enumerate(message.content):
-        if isinstance(block, ClaudeText):
+        if isinstance(block, fields.ClaudeText):
             texts.append(block.text)
             continue
         where = f"{place}.content[{number}]"
@@ -215,7 +208,7 @@ def _add_answer(conversation: ConversationBuilder, message: ClaudeAssistant, pla
         conversation.add_answer(PARAGRAPH.join(texts), place)
 
 
-def _joined(content: str | Sequence[ClaudeText]) -> str:
+def _joined(content: str | Sequence[fields.ClaudeText]) -> str:
     return content if isinstance(content, str) else PARAGRAPH.join(block.text for block in content)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -37,6 +38,7 @@ from afm_mlx.server.openai_fields import (
     format_of,
     limit,
     sampling_of,
+    text_of,
     timings,
     usage,
 )
@@ -48,25 +50,13 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
-from afm_mlx.server.request_fields import (
-    AssistantMessage,
-    ChatAllowedTools,
-    ChatFunctionTool,
-    ChatMessage,
-    ChatRequest,
-    ChosenFunction,
-    RefusalPart,
-    TextPart,
-    ToolMessage,
-    UserMessage,
-)
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat, whole or as a stream."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, ChatRequest)
+    body = await read_body(request, fields.ChatRequest)
     made = await while_connected(request, _generation_request(body, served, request.state.client))
     if body.stream:
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -78,7 +68,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _generation_request(
-    body: ChatRequest, served: ServedModel, client: str
+    body: fields.ChatRequest, served: ServedModel, client: str
 ) -> GenerationRequest:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
@@ -109,48 +99,42 @@ async def _generation_request(
     )
 
 
-def chat_messages(messages: Sequence[ChatMessage], folds: bool) -> list[Message]:
+def chat_messages(messages: Sequence[fields.ChatMessage], folds: bool) -> list[Message]:
     """Convert messages for the chat template; raise a 400 for those that can't be honoured."""
     conversation = ConversationBuilder(folds=folds)
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
-        if isinstance(message, AssistantMessage):
+        if isinstance(message, fields.AssistantMessage):
             content = message.content if message.content is not None else message.refusal or ""
-            conversation.add_answer(_text(content), place)
+            conversation.add_answer(text_of(content), place)
             for number, call in enumerate(message.tool_calls or ()):
                 where = f"{place}.tool_calls[{number}]"
                 name, arguments = call.function.name, call.function.arguments
                 conversation.add_call(
                     call.id, name, arguments, f"{where}.id", f"{where}.function.arguments"
                 )
-        elif isinstance(message, ToolMessage):
-            text = _text(message.content)
+        elif isinstance(message, fields.ToolMessage):
+            text = text_of(message.content)
             conversation.add_result(message.tool_call_id, text, f"{place}.tool_call_id")
-        elif isinstance(message, UserMessage):
-            conversation.add_user(_text(message.content), place)
+        elif isinstance(message, fields.UserMessage):
+            conversation.add_user(text_of(message.content), place)
         else:
-            conversation.add_system(_text(message.content), place)
+            conversation.add_system(text_of(message.content), place)
     return conversation.finished("messages")
 
 
-def _text(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-
-
-def chat_tools(tools: Sequence[ChatFunctionTool] | None) -> list[Tool]:
+def chat_tools(tools: Sequence[fields.ChatFunctionTool] | None) -> list[Tool]:
     """Convert tool definitions for the chat template."""
     functions = (tool.function for tool in tools or ())
     return [function_tool(each.name, each.description, each.parameters) for each in functions]
 
 
-def _tools(body: ChatRequest) -> OfferedTools:
+def _tools(body: fields.ChatRequest) -> OfferedTools:
     tools, choice = chat_tools(body.tools), body.tool_choice
     parallel = body.parallel_tool_calls is not False
-    if isinstance(choice, ChosenFunction):
+    if isinstance(choice, fields.ChosenFunction):
         return offered_tools(tools, "one", parallel=parallel, allowed=[choice.function.name])
-    if isinstance(choice, ChatAllowedTools):
+    if isinstance(choice, fields.ChatAllowedTools):
         allowed = [tool.function.name for tool in choice.allowed_tools.tools]
         mode = choice.allowed_tools.mode
         return offered_tools(tools, mode, parallel=parallel, allowed=allowed)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import TokenCounts
 from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_format, schema_format
 from afm_mlx.server.replies import JsonObject, bad_request
-from afm_mlx.server.request_fields import (
-    MAX_STOP,
-    MAX_STOPS,
-    ChatFormat,
-    ChatSchemaFormat,
-    JsonObjectFormat,
-    SampledRequest,
-    Stop,
-    StructuredOutputs,
-)
+from afm_mlx.server.request_fields import MAX_STOP, MAX_STOPS
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+
+
+def text_of(content: str | Sequence[Any] | None) -> str:
+    """Join the texts and refusals of a message's parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    refusal = fields.RefusalPart
+    return "".join(part.refusal if isinstance(part, refusal) else part.text for part in content)
 
 
 def limit(name: str, value: int | None) -> int | None:
@@ -64,7 +64,7 @@ class Sampling(TypedDict):
     stop: list[str]
 
 
-def sampling_of(body: SampledRequest) -> Sampling:
+def sampling_of(body: fields.SampledRequest) -> Sampling:
     """Read the fields about sampling and stop strings; raise `ApiError` for values that can't be honoured."""
     return {
         "temperature": body.temperature,
@@ -80,7 +80,7 @@ def sampling_of(body: SampledRequest) -> Sampling:
     }
 
 
-def _stops(stop: Stop) -> list[str]:
+def _stops(stop: fields.Stop) -> list[str]:
     given = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if len(given) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP for text in given):
         raise bad_request(
@@ -108,7 +108,9 @@ STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 """The kinds of `structured_outputs`."""
 
 
-async def format_of(body: SampledRequest, response_format: ChatFormat | None) -> AnswerFormat:
+async def format_of(
+    body: fields.SampledRequest, response_format: fields.ChatFormat | None
+) -> AnswerFormat:
     """Read what an answer must look like, from vLLM's fields or OpenAI's, which only chats have.
 
     Raises:
@@ -116,9 +118,9 @@ async def format_of(body: SampledRequest, response_format: ChatFormat | None) ->
     """
     make: Callable[[], AnswerFormat] | None = None
     param = "response_format"
-    if isinstance(response_format, JsonObjectFormat):
+    if isinstance(response_format, fields.JsonObjectFormat):
         make = json_object_format
-    elif isinstance(response_format, ChatSchemaFormat):
+    elif isinstance(response_format, fields.ChatSchemaFormat):
         param = "response_format.json_schema.schema"
         given = response_format.json_schema
         schema = given.schema if given.schema is not None else {"type": "object"}
@@ -140,7 +142,7 @@ async def format_of(body: SampledRequest, response_format: ChatFormat | None) ->
         raise bad_request(str(error), param, "invalid_schema") from error
 
 
-def _structured_outputs(body: SampledRequest) -> tuple[StructuredOutputs | None, str]:
+def _structured_outputs(body: fields.SampledRequest) -> tuple[fields.StructuredOutputs | None, str]:
     """Return vLLM's `structured_outputs`, or its older fields such as `guided_json` as one, and its name."""
     names = (name for name in body.__struct_fields__ if name.startswith("guided_"))
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
@@ -152,11 +154,11 @@ def _structured_outputs(body: SampledRequest) -> tuple[StructuredOutputs | None,
             "structured_outputs",
         )
     newer = {name.removeprefix("guided_"): value for name, value in given.items()}
-    return StructuredOutputs(**newer), next(iter(given))
+    return fields.StructuredOutputs(**newer), next(iter(given))
 
 
 def _structured_format(
-    given: StructuredOutputs, place: str
+    given: fields.StructuredOutputs, place: str
 ) -> tuple[Callable[[], AnswerFormat], str]:
     """Return a function that makes the format, and the format's place in the body."""
     names = [n for n in STRUCTURED if getattr(given, n) not in (None, False)]

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -39,7 +40,7 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
     schema_format,
 )
-from afm_mlx.server.openai_fields import limit
+from afm_mlx.server.openai_fields import limit, text_of
 from afm_mlx.server.replies import (
     ApiError,
     EventStream,
@@ -50,21 +51,6 @@ from afm_mlx.server.replies import (
     json_response,
     named_event,
     while_connected,
-)
-from afm_mlx.server.request_fields import (
-    CallItem,
-    ChosenTool,
-    InputItem,
-    InputRequest,
-    ItemTexts,
-    JsonObjectFormat,
-    MessageItem,
-    ReferenceItem,
-    RefusalPart,
-    ResponseAllowedTools,
-    ResponseRequest,
-    ResponseSchemaFormat,
-    ResultItem,
 )
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 from afm_mlx.server.server_options import ServerOptions
@@ -92,7 +78,7 @@ class KeptResponse:
 
     body: bytes
     messages: Sequence[Message]  # with the answer, without the request's instructions
-    items: Mapping[str, InputItem] = field(default_factory=dict)  # by id, in the form of requests
+    items: Mapping[str, fields.InputItem] = field(default_factory=dict)  # as of requests, by id
 
 
 class KeptResponses:
@@ -133,7 +119,7 @@ class KeptResponses:
         self._kept.move_to_end((client, id))
         return self._kept[client, id][0]
 
-    def find_item(self, client: str, id: str) -> InputItem | None:
+    def find_item(self, client: str, id: str) -> fields.InputItem | None:
         """Return the item `id` of this client's kept responses, or None if no response has it."""
         found = self.get(client, self._response_of_item.get((client, id), ""))
         return None if found is None else found.items[id]
@@ -168,7 +154,7 @@ def _not_kept(id: str, status: int, param: str | None) -> ApiError:
 async def create_response(request: Request) -> Response:
     """Answer a request, whole or as a stream."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, ResponseRequest)
+    body = await read_body(request, fields.ResponseRequest)
     client = request.state.client
     kept: KeptResponses = request.app.state.kept_responses
     if body.store and not kept.is_on:
@@ -208,7 +194,7 @@ async def create_response(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a prompt."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, InputRequest)
+    body = await read_body(request, fields.InputRequest)
     served.adapter_of(body.model)
     kept: KeptResponses = request.app.state.kept_responses
     earlier = _earlier(body, kept, request.state.client)
@@ -259,7 +245,7 @@ ROUTES = [
 ]
 
 
-def _earlier(body: InputRequest, kept: KeptResponses, client: str) -> Sequence[Message]:
+def _earlier(body: fields.InputRequest, kept: KeptResponses, client: str) -> Sequence[Message]:
     """Return the conversation that a request continues."""
     if body.previous_response_id is None:
         return ()
@@ -269,12 +255,12 @@ def _earlier(body: InputRequest, kept: KeptResponses, client: str) -> Sequence[M
     return found.messages
 
 
-def _resolve_references(body: InputRequest, kept: KeptResponses, client: str) -> None:
+def _resolve_references(body: fields.InputRequest, kept: KeptResponses, client: str) -> None:
     """Replace references by the items of kept responses, in place."""
     if not isinstance(body.input, list):
         return
     for index, item in enumerate(body.input):
-        if isinstance(item, ReferenceItem):
+        if isinstance(item, fields.ReferenceItem):
             found = kept.find_item(client, item.id)
             if found is None:
                 place = f"input[{index}].id"
@@ -300,7 +286,7 @@ class _Prompt:
     format: AnswerFormat
 
 
-def _prompt(body: InputRequest, earlier: Sequence[Message], folds: bool) -> _Prompt:
+def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) -> _Prompt:
     """Read the conversation after `earlier`, the tools and the answer format of a body."""
     if body.input is None or body.input == []:
         raise bad_request(
@@ -311,51 +297,45 @@ def _prompt(body: InputRequest, earlier: Sequence[Message], folds: bool) -> _Pro
         conversation.add_user(body.input, "input")
     for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
         place = f"input[{index}]"
-        assert not isinstance(item, ReferenceItem)
-        if isinstance(item, CallItem):
+        assert not isinstance(item, fields.ReferenceItem)
+        if isinstance(item, fields.CallItem):
             conversation.add_call(
                 item.call_id, item.name, item.arguments, f"{place}.call_id", f"{place}.arguments"
             )
-        elif isinstance(item, ResultItem):
-            conversation.add_result(item.call_id, _text(item.output), f"{place}.call_id")
+        elif isinstance(item, fields.ResultItem):
+            conversation.add_result(item.call_id, text_of(item.output), f"{place}.call_id")
         elif item.role == "user":
-            conversation.add_user(_text(item.content), place)
+            conversation.add_user(text_of(item.content), place)
         elif item.role == "assistant":
-            conversation.add_answer(_text(item.content), place)
+            conversation.add_answer(text_of(item.content), place)
         else:
-            conversation.add_system(_text(item.content), place)
+            conversation.add_system(text_of(item.content), place)
     messages = kept = conversation.finished("input")
     if body.instructions is not None:
         messages = conversation.finished("input", body.instructions)
     given, format = body.text and body.text.format, FREE_TEXT
-    if isinstance(given, JsonObjectFormat):
+    if isinstance(given, fields.JsonObjectFormat):
         format = json_object_format()
-    elif isinstance(given, ResponseSchemaFormat):
+    elif isinstance(given, fields.ResponseSchemaFormat):
         format = schema_format(given.schema, given.name, given.description, "text.format.schema")
     check_format_fits(format, messages, "input")
     return _Prompt(messages, kept, _tools(body), format)
 
 
-def _tools(body: InputRequest) -> OfferedTools:
+def _tools(body: fields.InputRequest) -> OfferedTools:
     tools = [function_tool(t.name, t.description, t.parameters) for t in body.tools or ()]
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice
-    if isinstance(choice, ChosenTool):
+    if isinstance(choice, fields.ChosenTool):
         return offered_tools(tools, "one", parallel=parallel, allowed=[choice.name])
-    if isinstance(choice, ResponseAllowedTools):
+    if isinstance(choice, fields.ResponseAllowedTools):
         allowed = [tool.name for tool in choice.tools]
         return offered_tools(tools, choice.mode, parallel=parallel, allowed=allowed)
     return offered_tools(tools, choice or "auto", parallel=parallel)
 
 
-def _text(content: ItemTexts | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
-
-
 def _generation_request(
-    served: ServedModel, body: ResponseRequest, prompt: _Prompt, client: str
+    served: ServedModel, body: fields.ResponseRequest, prompt: _Prompt, client: str
 ) -> GenerationRequest:
     for name in body.include or ():
         if name not in INCLUDABLE:
@@ -385,7 +365,9 @@ def _generation_request(
 # -- the response
 
 
-def _new_response(body: ResponseRequest, options: ServerOptions, is_kept: bool) -> JsonObject:
+def _new_response(
+    body: fields.ResponseRequest, options: ServerOptions, is_kept: bool
+) -> JsonObject:
     """Make the response to a request as it is before the answer; much of it repeats the request."""
     return {
         "id": _new_id("resp"),
@@ -466,24 +448,24 @@ class ResponseBuilder:
         self.response["error"] = {"code": code, "message": error.message}
         return named_event(self._response_event("failed"))
 
-    def _event(self, kind: str, **fields: Any) -> JsonObject:
+    def _event(self, kind: str, **data: Any) -> JsonObject:
         number = self._count
         self._count += 1
-        return {"type": f"response.{kind}", **fields, "sequence_number": number}
+        return {"type": f"response.{kind}", **data, "sequence_number": number}
 
     def _response_event(self, kind: str) -> JsonObject:
         return self._event(kind, response=self.response)
 
-    def _item_event(self, kind: str, **fields: Any) -> JsonObject:
+    def _item_event(self, kind: str, **data: Any) -> JsonObject:
         """Make an event of type `kind` with `fields` about the open item, the last item of the response."""
         assert self._open is not None
         index = len(self.response["output"]) - 1
         if self._open["type"] == "message":
-            fields["content_index"] = 0
-        return self._event(kind, item_id=self._open["id"], output_index=index, **fields)
+            data["content_index"] = 0
+        return self._event(kind, item_id=self._open["id"], output_index=index, **data)
 
-    def _begin(self, kind: str, prefix: str, **fields: Any) -> Iterator[JsonObject]:
-        item = {"type": kind, "id": _new_id(prefix), **fields, "status": "in_progress"}
+    def _begin(self, kind: str, prefix: str, **data: Any) -> Iterator[JsonObject]:
+        item = {"type": kind, "id": _new_id(prefix), **data, "status": "in_progress"}
         self._open, self._texts = item, []
         self.response["output"].append(item)
         index = len(self.response["output"]) - 1
@@ -559,12 +541,14 @@ def _top_logprob(token: TokenLikelihood) -> JsonObject:
     return {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
 
 
-def _input_items(output: list[JsonObject]) -> dict[str, InputItem]:
+def _input_items(output: list[JsonObject]) -> dict[str, fields.InputItem]:
     """Return a mapping from item id to the response's item in the form of requests."""
     return {
-        item["id"]: MessageItem(role="assistant", content=_written(item))
+        item["id"]: fields.MessageItem(role="assistant", content=_written(item))
         if item["type"] == "message"
-        else CallItem(call_id=item["call_id"], name=item["name"], arguments=item["arguments"])
+        else fields.CallItem(
+            call_id=item["call_id"], name=item["name"], arguments=item["arguments"]
+        )
         for item in output
     }
 
