@@ -191,7 +191,6 @@ def test_hints_and_other_providers_tools_are_named(http, asked, ignored):
 
 
 def test_tokens_of_a_whole_request_are_counted(http):
-    """Token counts accept whole requests: fields such as `temperature` are ignored."""
     sampling = {"temperature": 0.5, "top_p": 0.9, "stream": False}
     for path, (kind, fields), named in (
         ("/v1/responses/input_tokens", responses(store=False, **sampling), "max_output_tokens"),
@@ -212,17 +211,11 @@ def test_ignored_fields_are_logged(http, caplog):
 STRICT = [
     (chat(reasoning_effort="high"), "reasoning_effort"),
     (chat(client_metadata={}), "client_metadata"),
-    (chat({**USER, "name": "Ann"}), "messages[1].name"),
     (chat({"role": "system", "content": "Be brief"}), "messages[1]"),
     (chat({**USER, "unheard_of": None}), "messages[1].unheard_of"),
     (chat(tools=[{"type": "custom"}]), "tools[0].type"),
-    (chat({**CHAT_ANSWER, "reasoning_content": "Hm."}, CHAT_RESULT), "messages[1].reasoning_content"),
-    (responses(reasoning={"summary": "auto"}), "reasoning.summary"),
-    (responses(tools=[{"type": "namespace"}]), "tools[0].type"),
     (responses({"type": "reasoning", "summary": []}), "input[1].type"),
     (responses({"role": "system", "content": "Be brief"}), "input[1]"),
-    (claude(CLAUDE_RESULT, thinking={"type": "adaptive"}), "thinking"),
-    (claude(CLAUDE_RESULT, context_management={"edits": [{}]}), "context_management"),
     (claude(CLAUDE_RESULT, tools=[{"type": "bash_20250124"}]), "tools[0].type"),
 ]  # fmt: skip
 
@@ -357,10 +350,7 @@ def test_other_apis_fields_are_refused_unless_they_are_off():
 
 @pytest.mark.slow
 def test_every_field_of_the_official_clients_is_in_the_table():
-    """A newer client's field needs a rule: does it change the answer?
-
-    It is among the slow tests because a client's release may make it fail.
-    """
+    """Among the slow tests, because a client's release may make it fail: its new field needs a rule."""
     for params, kind in (
         (chat_params.CompletionCreateParamsBase, ChatRequest),
         (completion_params.CompletionCreateParamsBase, CompletionRequest),
