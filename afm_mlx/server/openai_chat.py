@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -33,13 +31,16 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
 )
 from afm_mlx.server.openai_fields import (
+    WholeChoice,
     chat_logprobs,
     check_count,
     format_of,
+    head,
     limit,
     sampling_of,
     text_of,
     timings,
+    tool_call,
     usage,
 )
 from afm_mlx.server.replies import (
@@ -50,7 +51,7 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
-from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+from afm_mlx.server.served_model import ServedModel
 
 
 async def chat_completions(request: Request) -> Response:
@@ -144,74 +145,45 @@ def _tools(body: fields.ChatRequest) -> OfferedTools:
 # -- responses
 
 
-def _head(kind: str, model: str) -> JsonObject:
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-    }
-
-
-def _call(part: ToolCallBegins) -> JsonObject:
-    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
-
-
 async def _completion(served: ServedModel, request: GenerationRequest, model: str) -> JsonObject:
-    texts = ["" for _ in range(request.n)]
-    logprobs: list[list[TokenLikelihood]] = [[] for _ in texts]
-    calls: list[list[JsonObject]] = [[] for _ in texts]
-    reasons = ["" for _ in texts]
+    choices = [WholeChoice() for _ in range(request.n)]
     counts: JsonObject = {}
     async with aclosing(answer_events(served, request)) as parts:
         async for part in parts:
-            match part:
-                case TextDelta(index, text, more):
-                    texts[index] += text
-                    logprobs[index] += more
-                case ToolCallBegins(index):
-                    calls[index].append(_call(part))
-                case ToolCallDelta(index, call, arguments):
-                    calls[index][call]["function"]["arguments"] += arguments
-                case Ended(index, reason):
-                    reasons[index] = reason
-                case TokenCounts():
-                    counts = usage(part)
-    choices = []
-    for index, text in enumerate(texts):
-        content = text if text.strip() or not calls[index] else None
+            if isinstance(part, TokenCounts):
+                counts = usage(part)
+            else:
+                choices[part.index].take(part)
+    written: list[JsonObject] = []
+    for choice in choices:
+        content = choice.text if choice.text.strip() or not choice.calls else None
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
-        if calls[index]:
-            message["tool_calls"] = calls[index]
-        choices.append(
-            {
-                "index": index,
-                "message": message,
-                "logprobs": None if request.logprobs is None else chat_logprobs(logprobs[index]),
-                "finish_reason": reasons[index],
-            }
-        )
-    return {**_head("chat.completion", model), "choices": choices, "usage": counts}
+        if choice.calls:
+            message["tool_calls"] = choice.calls
+        logprobs = None if request.logprobs is None else chat_logprobs(choice.logprobs)
+        reply = {"index": len(written), "message": message, "logprobs": logprobs}
+        written.append({**reply, "finish_reason": choice.reason})
+    return {**head("chat.completion", "chatcmpl", model), "choices": written, "usage": counts}
 
 
 async def _chunks(
     served: ServedModel, request: GenerationRequest, model: str, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield the encoded events of a stream."""
-    head = _head("chat.completion.chunk", model)
-    if with_usage:
-        head["usage"] = None
+    start = head("chat.completion.chunk", "chatcmpl", model) | (
+        {"usage": None} if with_usage else {}
+    )
 
     def chunk(index: int, delta: JsonObject, reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
-        return event({**head, "choices": [choice]})
+        return event({**start, "choices": [choice]})
 
     begun: set[int] = set()
     async with aclosing(answer_events(served, request)) as parts:
         async for part in parts:
             if isinstance(part, TokenCounts):
                 if with_usage:
-                    last = {**head, "choices": [], "usage": usage(part)}
+                    last = {**start, "choices": [], "usage": usage(part)}
                     yield event({**last, "timings": timings(part)})
                 continue
             if part.index not in begun:
@@ -222,7 +194,7 @@ async def _chunks(
                     more: JsonObject = {"logprobs": chat_logprobs(logprobs)} if logprobs else {}
                     yield chunk(index, {"content": text}, **more)
                 case ToolCallBegins(index, call):
-                    yield chunk(index, {"tool_calls": [{"index": call, **_call(part)}]})
+                    yield chunk(index, {"tool_calls": [{"index": call, **tool_call(part)}]})
                 case ToolCallDelta(index, call, arguments):
                     delta = {"index": call, "function": {"arguments": arguments}}
                     yield chunk(index, {"tool_calls": [delta]})

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -24,7 +22,15 @@ from afm_mlx.server.answer_events import (
     answer_events,
 )
 from afm_mlx.server.bodies import read_body
-from afm_mlx.server.openai_fields import check_count, format_of, limit, sampling_of, usage
+from afm_mlx.server.openai_fields import (
+    WholeChoice,
+    check_count,
+    format_of,
+    head,
+    limit,
+    sampling_of,
+    usage,
+)
 from afm_mlx.server.replies import (
     ApiError,
     EventStream,
@@ -214,57 +220,33 @@ def _name(token: TokenLikelihood) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
 
 
-@dataclass
-class _CompletionChoice:
-    """A choice of a response that is not streamed, built from events."""
-
-    text: str = ""
-    logprobs: list[TokenLikelihood] = field(default_factory=list)
-    reason: str = ""
-
-    @property
-    def score(self) -> float:
-        """The mean log-probability of the tokens."""
-        return sum(t.logprob for t in self.logprobs) / max(1, len(self.logprobs))
-
-
-def _head(model: str) -> JsonObject:
-    return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-    }
-
-
 async def _completion(served: ServedModel, made: _CompletionRequests) -> JsonObject:
     """Return the response: the choices of the first prompt, then the choices of the next."""
-    choices = [[_CompletionChoice() for _ in range(request.n)] for request in made.requests]
+    choices = [[WholeChoice() for _ in range(request.n)] for request in made.requests]
     counts: list[TokenCounts] = []
     async with aclosing(_all_events(served, made.requests)) as events:
         async for number, each in events:
             if isinstance(each, TokenCounts):
                 counts.append(each)
-            elif isinstance(each, TextDelta):
-                choices[number][each.index].text += each.text
-                choices[number][each.index].logprobs += each.logprobs
-            elif isinstance(each, Ended):
-                choices[number][each.index].reason = each.reason
+            else:
+                choices[number][each.index].take(each)
     written: list[JsonObject] = []
     for echo, best in zip(made.echoes, choices, strict=True):
         if len(best) > made.n:
-            best = sorted(best, key=lambda choice: -choice.score)[: made.n]
+            best = sorted(best, key=_mean_logprob, reverse=True)[: made.n]
         for choice in best:
             logprobs = _Logprobs(echo).written(choice.logprobs) if made.with_logprobs else None
-            written.append(
-                {
-                    "index": len(written),
-                    "text": echo + choice.text,
-                    "logprobs": logprobs,
-                    "finish_reason": choice.reason,
-                }
-            )
-    return {**_head(made.model), "choices": written, "usage": _total(counts)}
+            reply = {"index": len(written), "text": echo + choice.text, "logprobs": logprobs}
+            written.append({**reply, "finish_reason": choice.reason})
+    return {
+        **head("text_completion", "cmpl", made.model),
+        "choices": written,
+        "usage": _total(counts),
+    }
+
+
+def _mean_logprob(choice: WholeChoice) -> float:
+    return sum(t.logprob for t in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 def _total(counts: Sequence[TokenCounts]) -> JsonObject:
@@ -284,13 +266,11 @@ async def _chunks(
     served: ServedModel, made: _CompletionRequests, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield the encoded events of a stream."""
-    head = _head(made.model)
-    if with_usage:
-        head["usage"] = None
+    start = head("text_completion", "cmpl", made.model) | ({"usage": None} if with_usage else {})
 
     def chunk(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return event({**head, "choices": [choice]})
+        return event({**start, "choices": [choice]})
 
     counts: list[TokenCounts] = []
     begun: dict[int, _Logprobs] = {}
@@ -310,5 +290,5 @@ async def _chunks(
             elif isinstance(each, Ended):
                 yield chunk(index, "", None, each.reason)
     if with_usage:
-        yield event({**head, "choices": [], "usage": _total(counts)})
+        yield event({**start, "choices": [], "usage": _total(counts)})
     yield event("[DONE]")

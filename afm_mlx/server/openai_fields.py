@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from dataclasses import dataclass, field
+from typing import TypedDict
 
 import msgspec
 
@@ -11,19 +14,26 @@ from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
-from afm_mlx.server.answer_events import TokenCounts
+from afm_mlx.server.answer_events import (
+    Ended,
+    TextDelta,
+    TokenCounts,
+    ToolCallBegins,
+    ToolCallDelta,
+)
 from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_format, schema_format
 from afm_mlx.server.replies import JsonObject, bad_request
 from afm_mlx.server.request_fields import MAX_STOP, MAX_STOPS
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 
+Part = fields.TextPart | fields.InputTextPart | fields.OutputTextPart | fields.RefusalPart
 
-def text_of(content: str | Sequence[Any] | None) -> str:
+
+def text_of(content: str | Sequence[Part] | None) -> str:
     """Join the texts and refusals of a message's parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    refusal = fields.RefusalPart
-    return "".join(part.refusal if isinstance(part, refusal) else part.text for part in content)
+    return "".join(p.refusal if isinstance(p, fields.RefusalPart) else p.text for p in content)
 
 
 def limit(name: str, value: int | None) -> int | None:
@@ -189,6 +199,41 @@ def _structured_format(
 
 
 # -- responses
+
+
+def head(kind: str, prefix: str, model: str) -> JsonObject:
+    """Return the fields that replies and all events of a stream begin with; `prefix` is the id's."""
+    new_id = f"{prefix}-{uuid.uuid4().hex}"
+    return {"id": new_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def tool_call(begun: ToolCallBegins) -> JsonObject:
+    """Return a tool call as it is before its arguments."""
+    function = {"name": begun.name, "arguments": ""}
+    return {"id": begun.id, "type": "function", "function": function}
+
+
+@dataclass
+class WholeChoice:
+    """A choice of a reply that is not streamed, built from events."""
+
+    text: str = ""
+    calls: list[JsonObject] = field(default_factory=list)
+    logprobs: list[TokenLikelihood] = field(default_factory=list)
+    reason: str = ""
+
+    def take(self, event: TextDelta | ToolCallBegins | ToolCallDelta | Ended) -> None:
+        """Add what an event has."""
+        match event:
+            case TextDelta():
+                self.text += event.text
+                self.logprobs += event.logprobs
+            case ToolCallBegins():
+                self.calls.append(tool_call(event))
+            case ToolCallDelta():
+                self.calls[event.call]["function"]["arguments"] += event.arguments
+            case Ended():
+                self.reason = event.reason
 
 
 def chat_logprobs(tokens: Sequence[TokenLikelihood]) -> JsonObject:
