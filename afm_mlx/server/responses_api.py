@@ -163,8 +163,7 @@ async def create_response(request: Request) -> Response:
             "store",
             "unsupported_parameter",
         )
-    earlier = _earlier(body, kept, client)
-    _resolve_references(body, kept, client)
+    earlier = _kept_inputs(body, kept, client)
 
     is_kept = kept.is_on and body.store is not False
 
@@ -197,8 +196,7 @@ async def count_input_tokens(request: Request) -> Response:
     body = await read_body(request, fields.InputRequest)
     served.adapter_of(body.model)
     kept: KeptResponses = request.app.state.kept_responses
-    earlier = _earlier(body, kept, request.state.client)
-    _resolve_references(body, kept, request.state.client)
+    earlier = _kept_inputs(body, kept, request.state.client)
 
     def counted() -> int:
         prompt = _prompt(body, earlier, folds=not served.options.strict)
@@ -245,24 +243,18 @@ ROUTES = [
 ]
 
 
-def _earlier(body: fields.InputRequest, kept: KeptResponses, client: str) -> Sequence[Message]:
-    """Return the conversation that a request continues."""
-    if body.previous_response_id is None:
-        return ()
-    found = kept.get(client, body.previous_response_id)
-    if found is None:
-        raise _not_kept(body.previous_response_id, 400, "previous_response_id")
-    return found.messages
-
-
-def _resolve_references(body: fields.InputRequest, kept: KeptResponses, client: str) -> None:
-    """Replace references by the items of kept responses, in place."""
-    if not isinstance(body.input, list):
-        return
-    for index, item in enumerate(body.input):
+def _kept_inputs(body: fields.InputRequest, kept: KeptResponses, client: str) -> Sequence[Message]:
+    """Return the conversation that a request continues; replace its references to kept items, in place."""
+    earlier: Sequence[Message] = ()
+    if body.previous_response_id is not None:
+        found = kept.get(client, body.previous_response_id)
+        if found is None:
+            raise _not_kept(body.previous_response_id, 400, "previous_response_id")
+        earlier = found.messages
+    for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
         if isinstance(item, fields.ReferenceItem):
-            found = kept.find_item(client, item.id)
-            if found is None:
+            referenced = kept.find_item(client, item.id)
+            if referenced is None:
                 place = f"input[{index}].id"
                 raise bad_request(
                     f"{place} is {shown(item.id)}, which is no item of a kept response. The last responses of "
@@ -270,7 +262,8 @@ def _resolve_references(body: fields.InputRequest, kept: KeptResponses, client: 
                     place,
                     "item_not_found",
                 )
-            body.input[index] = found
+            body.input[index] = referenced  # type: ignore[index]
+    return earlier
 
 
 # -- from a body to a request

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,36 +51,31 @@ def bind(options: ServerOptions) -> socket.socket:
         RequestError: if the socket can't be bound, or would need a key.
     """
     check_access(options)
-    if options.unix_socket is not None:
-        return _bind_unix(options.unix_socket)
-    try:
-        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(0)  # otherwise a second server would find the port in use only when it listens
-    except OSError as error:
-        raise RequestError(
-            f"The server can't listen on {options.host}, port {options.port}: {error.strerror or error}. "
-            "Choose another --host or --port; port 0 takes a free one."
-        ) from None
-    return made
-
-
-def _bind_unix(path: Path) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket():
-            _remove_socket(path)
-        made.bind(str(path))
-        path.chmod(0o600)  # of this user alone
-        made.listen(0)  # otherwise a second server would remove the file as a stale one
-    except OSError as error:
-        made.close()
-        raise RequestError(
-            f"The server can't listen on {path}: {error.strerror or error}. Choose another --unix-socket."
-        ) from None
+    path = options.unix_socket
+    where = f"{options.host}, port {options.port}" if path is None else path
+    other = "--host or --port; port 0 takes a free one" if path is None else "--unix-socket"
+    with ExitStack() as opened:
+        try:
+            if path is None:
+                found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+                family, kind, protocol, _, address = found[0]
+                made = opened.enter_context(socket.socket(family, kind, protocol))
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                made.bind(address)
+            else:
+                made = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                if path.is_socket():
+                    _remove_socket(path)
+                made.bind(str(path))
+                path.chmod(0o600)  # of this user alone
+            made.listen(
+                0
+            )  # now, so that a second server finds the port in use, or the file no stale one
+        except OSError as error:
+            raise RequestError(
+                f"The server can't listen on {where}: {error.strerror or error}. Choose another {other}."
+            ) from None
+        opened.pop_all()
     return made
 
 
@@ -251,7 +246,13 @@ async def serve(app: Starlette, listening: socket.socket, stop: threading.Event)
     # The engine compiles constraints in these threads; few, because the model needs the processor, too.
     compiling = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "engine-compiling")
     asyncio.get_running_loop().set_default_executor(compiling)
-    _allow_connections(options.max_connections)
+    # Connections that arrive together are all accepted before surplus ones are closed.
+    wanted = options.max_connections + BACKLOG + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     config = uvicorn.Config(
         app,
         http=GuardedProtocol,
@@ -296,14 +297,3 @@ async def _drain(served: ServedModel, seconds: float) -> bool:
     served.admission.end_all()
     await asyncio.sleep(_TICK)
     return False
-
-
-def _allow_connections(count: int) -> None:
-    """Raise the process's soft limit on open files to what the connections need."""
-    # Connections that arrive together are all accepted before surplus ones are closed.
-    wanted = count + BACKLOG + 256
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

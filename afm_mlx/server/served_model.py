@@ -361,23 +361,20 @@ class ServedModel:
 
     def without_folders(self, text: str) -> str:
         """Shorten the paths of the server's folders in a text to the folders' names."""
-        for folder in self._folders() if "/" in text else ():
-            text = text.replace(str(folder), folder.name)
-        return text
-
-    def _folders(self) -> list[Path]:
-        """List the folders that error messages can name, inner folders first."""
-        options = self.options
+        if "/" not in text:
+            return text
         given = [
             getattr(self.tokenizer, "name_or_path", ""),
-            options.draft_model or "",
-            options.prompt_cache_folder or "",
-            *options.adapter_folders,
+            self.options.draft_model or "",
+            self.options.prompt_cache_folder or "",
+            *self.options.adapter_folders,
             *(() if self.pool is None else self.pool.paths.values()),
         ]
         paths = [Path(each).absolute() for each in given if str(each)]
         found = {path for each in paths for path in (each, each.resolve()) if len(path.parts) > 2}
-        return sorted(found, key=lambda path: -len(path.parts))
+        for folder in sorted(found, key=lambda path: -len(path.parts)):  # inner folders first
+            text = text.replace(str(folder), folder.name)
+        return text
 
     # -- metrics
 
