@@ -88,7 +88,7 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
             HTTPException: _not_routed,
             ClientLeft: _left,
             ClientDisconnect: _left,
-            Exception: _failed,
+            Exception: _refused,
         },
     )
     app.state.served = served
@@ -101,6 +101,9 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
 
 
 async def _refused(request: Request, error: Exception) -> Response:
+    """Answer a request that has failed; Starlette raises an unexpected exception again, for the log."""
+    if not isinstance(error, ApiError | AFMError):
+        _LOG.error("The request %s has failed.", REQUEST_ID.get())
     served: ServedModel = request.app.state.served
     reported = served.client_error(error)
     served.metrics.failed(reported.status)
@@ -125,12 +128,6 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 async def _left(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Answer a request that an unexpected exception ended; Starlette raises it again, for the log."""
-    _LOG.error("The request %s has failed.", REQUEST_ID.get())
-    return await _refused(request, error)
 
 
 # -- health, metrics and models

@@ -37,7 +37,7 @@ from afm_mlx.server.openai_fields import (
     format_of,
     head,
     limit,
-    sampling_of,
+    sampled_request,
     text_of,
     timings,
     tool_call,
@@ -87,13 +87,13 @@ async def _generation_request(
             "max_tokens and max_completion_tokens say the same thing, and differ; choose one.",
             "max_tokens",
         )
-    return GenerationRequest(
+    return sampled_request(
+        body,
         messages=messages,
         tools=tools,
         format=format,
         adapter=adapter,
         max_tokens=older if newer is None else newer,
-        **sampling_of(body),
         n=check_count(body.n, served),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         client=client,

@@ -28,7 +28,7 @@ from afm_mlx.server.openai_fields import (
     format_of,
     head,
     limit,
-    sampling_of,
+    sampled_request,
     usage,
 )
 from afm_mlx.server.replies import (
@@ -50,8 +50,7 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     made = await while_connected(request, _completion_requests(body, served, request.state.client))
     if body.stream:
-        with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(_chunks(served, made, with_usage), request)
+        return EventStream(_chunks(served, made), request)
     return json_response(await while_connected(request, _completion(served, made)))
 
 
@@ -65,11 +64,10 @@ class _CompletionRequests:
     The response has `n` choices for each prompt, the best ones of a request that has more.
     """
 
-    model: str
+    body: CompletionRequest
     requests: Sequence[GenerationRequest]
     echoes: Sequence[str]
     n: int
-    with_logprobs: bool
 
 
 async def _completion_requests(
@@ -97,17 +95,17 @@ async def _completion_requests(
     n = check_count(body.n, served, "n", len(given))
     best_of = check_count(body.best_of or n, served, "best_of", len(given))
     prompts, echoes = await in_thread(lambda: _encoded(given, served, bool(body.echo)))
-    request = GenerationRequest(
+    request = sampled_request(
+        body,
         format=format,
         adapter=adapter,
         max_tokens=limit("max_tokens", body.max_tokens),
-        **sampling_of(body),
         n=best_of,
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,
         client=client,
     )
     requests = [replace(request, prompt=prompt) for prompt in prompts]
-    return _CompletionRequests(body.model, requests, echoes, n, body.logprobs is not None)
+    return _CompletionRequests(body, requests, echoes, n)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -230,16 +228,17 @@ async def _completion(served: ServedModel, made: _CompletionRequests) -> JsonObj
                 counts.append(each)
             else:
                 choices[number][each.index].take(each)
+    with_logprobs = made.body.logprobs is not None
     written: list[JsonObject] = []
     for echo, best in zip(made.echoes, choices, strict=True):
         if len(best) > made.n:
             best = sorted(best, key=_mean_logprob, reverse=True)[: made.n]
         for choice in best:
-            logprobs = _Logprobs(echo).written(choice.logprobs) if made.with_logprobs else None
+            logprobs = _Logprobs(echo).written(choice.logprobs) if with_logprobs else None
             reply = {"index": len(written), "text": echo + choice.text, "logprobs": logprobs}
             written.append({**reply, "finish_reason": choice.reason})
     return {
-        **head("text_completion", "cmpl", made.model),
+        **head("text_completion", "cmpl", made.body.model),
         "choices": written,
         "usage": _total(counts),
     }
@@ -262,11 +261,13 @@ def _total(counts: Sequence[TokenCounts]) -> JsonObject:
     )
 
 
-async def _chunks(
-    served: ServedModel, made: _CompletionRequests, with_usage: bool
-) -> AsyncGenerator[bytes, None]:
+async def _chunks(served: ServedModel, made: _CompletionRequests) -> AsyncGenerator[bytes, None]:
     """Yield the encoded events of a stream."""
-    start = head("text_completion", "cmpl", made.model) | ({"usage": None} if with_usage else {})
+    options = made.body.stream_options
+    with_usage = bool(options and options.include_usage)
+    start = head("text_completion", "cmpl", made.body.model) | (
+        {"usage": None} if with_usage else {}
+    )
 
     def chunk(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

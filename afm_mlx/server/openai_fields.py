@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any
 
 import msgspec
 
@@ -16,6 +16,7 @@ from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
+    GenerationRequest,
     TextDelta,
     TokenCounts,
     ToolCallBegins,
@@ -59,57 +60,37 @@ def check_count(n: int | None, served: ServedModel, name: str = "n", prompts: in
     return n or 1
 
 
-class Sampling(TypedDict):
-    """The sampling arguments of a `GenerationRequest`."""
+def sampled_request(body: fields.SampledRequest, **inputs: Any) -> GenerationRequest:
+    """Make a request with the body's sampling and stop strings, and with `inputs`, its other fields.
 
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    seed: int | None
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    logit_bias: dict[int, float]
-    stop: list[str]
-
-
-def sampling_of(body: fields.SampledRequest) -> Sampling:
-    """Read the fields about sampling and stop strings; raise `ApiError` for values that can't be honoured."""
-    return {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "min_p": body.min_p,
-        "seed": body.seed,
-        "frequency_penalty": body.frequency_penalty or 0.0,
-        "presence_penalty": body.presence_penalty or 0.0,
-        "repetition_penalty": body.repetition_penalty or 0.0,
-        "logit_bias": _biases(body.logit_bias),
-        "stop": _stops(body.stop),
-    }
-
-
-def _stops(stop: fields.Stop) -> list[str]:
-    given = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if len(given) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP for text in given):
-        raise bad_request(
-            f"stop is {shown(stop)}; allowed are up to {MAX_STOPS} texts of 1 to {MAX_STOP} characters.",
-            "stop",
-        )
-    return given
-
-
-def _biases(logit_bias: Mapping[str, float] | None) -> dict[int, float]:
-    found = {}
-    for token, bias in (logit_bias or {}).items():
+    Raises:
+        ApiError: for values that can't be honoured.
+    """
+    for token in body.logit_bias or ():
         if not (token.isascii() and token.isdigit() and len(token) < 12):
             raise bad_request(
                 f"logit_bias has the token {shown(token)}; ids of tokens are needed, see /tokenize.",
                 "logit_bias",
             )
-        found[int(token)] = bias
-    return found
+    stop = [] if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
+    if len(stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP for text in stop):
+        raise bad_request(
+            f"stop is {shown(body.stop)}; allowed are up to {MAX_STOPS} texts of 1 to {MAX_STOP} characters.",
+            "stop",
+        )
+    return GenerationRequest(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 0.0,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        stop=stop,
+        **inputs,
+    )
 
 
 # -- answer formats
