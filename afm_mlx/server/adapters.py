@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.server.bodies import read_body
-from afm_mlx.server.field_rules import Honoured
+from afm_mlx.server.field_rules import Fields, Honoured
 from afm_mlx.server.guards import check_admin
 from afm_mlx.server.replies import ApiError, JsonObject, bad_request, json_response
 from afm_mlx.server.served_model import ServedModel
@@ -23,30 +23,25 @@ from afm_mlx.server.served_model import ServedModel
 _PUBLIC_FIELDS = ("id", "object", "name", "state", "bytes", "rank", "pinned")
 """The fields that clients without an admin key see, none of them about files or other clients."""
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 
+class LoadRequest(Fields, forbid_unknown_fields=True):
+    """An adapter to load. A relative path is below one of the folders that the server allows."""
 
-class LoadRequest(Struct, forbid_unknown_fields=True):
-    """An adapter to load: a folder or file below the folders that the server allows.
-
-    Args:
-        name: letters, digits, dots, dashes and underscores; the model's id becomes `model:name`.
-        path: absolute, or relative to one of the allowed folders.
-        pinned: True to keep the adapter in memory.
-    """
-
-    name: Annotated[
-        Name, Honoured(hint="A name has letters, digits, dots, dashes and underscores, 64 at most.")
-    ]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
     path: str
     pinned: bool = False
+    rules: ClassVar = {
+        "name": Honoured(
+            hint="A name has letters, digits, dots, dashes and underscores, 64 at most."
+        )
+    }
 
 
 async def list_adapters(request: Request) -> Response:
     """List all adapters; with an admin key, also their memory and users."""
     served: ServedModel = request.app.state.served
     pool = _pool(served)
-    known = await served.workers.change_adapters(pool.describe)
+    known = await served.workers.run("adapters", pool.describe)
     adapters = [_described(served, entry) for entry in known.pop("adapters")]
     if not request.state.is_admin:
         known = {}
@@ -68,7 +63,7 @@ async def load_adapter(request: Request) -> Response:
             param="name",
             code="name_taken",
         )
-    await served.workers.change_adapters(lambda: _load(pool, body, path))
+    await served.workers.run("adapters", lambda: _load(pool, body, path))
     return json_response(await _one(served, body.name), 201)
 
 
@@ -124,7 +119,7 @@ async def _done(served: ServedModel, name: str, action: Callable[[str], Any]) ->
             code="adapter_not_found",
         )
     try:
-        await served.workers.change_adapters(lambda: action(name))
+        await served.workers.run("adapters", lambda: action(name))
     except RequestError as error:  # rows use it, or others leave it no memory
         raise ApiError(409, str(error), code="adapter_in_use") from error
     except AFMError as error:
@@ -171,7 +166,7 @@ def _allowed_path(text: str, folders: Sequence[Path]) -> Path:
 
 
 async def _one(served: ServedModel, name: str) -> JsonObject:
-    known = await served.workers.change_adapters(_pool(served).describe)
+    known = await served.workers.run("adapters", _pool(served).describe)
     return _described(served, next(each for each in known["adapters"] if each["name"] == name))
 
 

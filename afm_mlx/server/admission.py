@@ -39,18 +39,11 @@ _THREADS = {
 
 
 class Admission:
-    """Counts the answers and requests that wait and run, and refuses what exceeds the limits.
-
-    Args:
-        options: the server's settings.
-
-    Attributes:
-        draining: True once the server is stopping: nothing new begins.
-    """
+    """Counts the answers and requests that wait and run, and refuses what exceeds the limits."""
 
     def __init__(self, options: ServerOptions):
         self._options = options
-        self.draining = False
+        self.draining = False  # True once the server is stopping: nothing new begins
         self._slots = _Slots(options.max_batch + options.max_queue, options.max_share)
         self._large = _Slots(options.max_batch, options.max_share)
         self._bytes = _Slots(_BODIES * options.max_body, max(1 / _BODIES, options.max_share))
@@ -68,14 +61,11 @@ class Admission:
     ) -> Iterator[None]:
         """Reserve slots for a client's answers while the context is open.
 
-        Args:
-            client: the client's id; only clients with keys have a share of their own.
-            answers: number of answers that the request asks for; each takes a slot.
-            end: ends the answers with the error that it is called with; `end_all` calls it when the server
-                stops.
+        `end_all` calls `end` with an error when the server stops.
 
         Raises:
             ApiError: 503 if the server is stopping, 429 if the queue is full or the client's share is used up.
+                Only clients with keys have a share of their own.
         """
         self._refuse_if_draining()
         with self._reserved(self._slots, client, answers, "answers"):
@@ -93,9 +83,7 @@ class Admission:
         return self._reserved(self._slots, client, 1, "requests")
 
     def preparing_large(self, client: str) -> AbstractContextManager[None]:
-        """Reserve one of the few slots for requests with large bodies; raise `ApiError` 429 if there is
-        none.
-        """
+        """Reserve one of the few slots for requests with large bodies; raise a 429 if there is none."""
         return self._reserved(self._large, client, 1, "large requests")
 
     def reading(self, client: str, count: int) -> AbstractContextManager[None]:
@@ -139,9 +127,7 @@ class _Slots:
         self._by_client: Counter[str] = Counter()
 
     def refusal(self, client: str, count: int, what: str) -> str | None:
-        """Return why a client can't have `count` more slots, None if it can; `what` names the slots in the
-        text.
-        """
+        """Return why a client can't have `count` more slots, named `what`; None if it can."""
         own = self._by_client[client]
         is_full = self.taken + count > self._count
         if not is_full and (not client or own + count <= self._share):
@@ -161,11 +147,7 @@ class _Slots:
 
 
 class Workers:
-    """The threads that run requests' work outside of the model, such as encoding prompts.
-
-    Args:
-        admission: counts the work that waits and runs.
-    """
+    """The threads that run requests' work outside of the model, such as encoding prompts."""
 
     def __init__(self, admission: Admission):
         self.admission = admission
@@ -176,10 +158,6 @@ class Workers:
     def begin(self, client: str, size: int) -> None:
         """Set the client and the body size, in bytes, that `in_thread` in the current task accounts for."""
         _CURRENT.set(_CurrentRequest(self, client, size > LARGE))
-
-    async def change_adapters(self, function: Callable[[], Result]) -> Result:
-        """Run a function that changes the adapters, in the thread for such changes; return its result."""
-        return await self.run("adapters", function)
 
     async def run(self, kind: str, function: Callable[[], Result]) -> Result:
         """Run a function in one of the threads for `kind`, a key of `_THREADS`; return its result."""
@@ -211,8 +189,7 @@ async def in_thread(
     Args:
         function: the work, called without arguments; its result is returned.
         compiles: True for work that can take long however small the body is, such as compiling a grammar.
-        is_admitted: True if the caller has reserved slots (`Admission.admitted`), so that none is reserved
-            here.
+        is_admitted: True if the caller has reserved slots with `Admission.admitted`.
 
     Raises:
         ApiError: 429 if too much work waits, 503 if the server is stopping.

@@ -7,11 +7,14 @@ async for event in answer_events(served, GenerationRequest(messages=[...])):
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -22,7 +25,6 @@ from afm_mlx.errors import AFMError, CheckpointError, IncompleteError
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.server.admission import in_thread
-from afm_mlx.server.call_splitter import CallArguments, CallHead, CallSplitter, Said
 from afm_mlx.server.chat_inputs import (
     FREE_TEXT,
     NO_TOOLS,
@@ -32,7 +34,14 @@ from afm_mlx.server.chat_inputs import (
     is_answer,
 )
 from afm_mlx.server.metrics import AnswerClock
-from afm_mlx.server.replies import REQUEST_ID, ApiError, api_error, bad_request
+from afm_mlx.server.replies import (
+    REQUEST_ID,
+    ApiError,
+    JsonObject,
+    api_error,
+    bad_request,
+    named_event,
+)
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_START
 
@@ -52,7 +61,6 @@ class GenerationRequest:
     Args:
         messages: a chat for the chat template; an answer at its end is continued.
         prompt: token ids, in place of messages.
-        tools: the tools that the model is offered.
         format: what an answer without calls must look like.
         adapter: the adapter that answers; None for the base model.
         max_tokens: maximum number of new tokens; None for the server's default, -1 for the rest of the context.
@@ -60,8 +68,6 @@ class GenerationRequest:
         seed: seed of the first choice, from which the other choices' are derived; None for random seeds.
         frequency_penalty, presence_penalty: penalties for tokens that the answer has.
         repetition_penalty: penalty for tokens that the prompt or the answer has.
-        logit_bias: token ids with the numbers added to their logits.
-        stop: stop strings.
         n: number of choices.
         logprobs: number of most likely tokens reported for each token; None for no log-probabilities.
         client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.
@@ -103,11 +109,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """The next piece of a choice's text.
+    """The next piece of the text of choice number `index`.
 
     Args:
-        index: number of the choice in the response, from 0.
-        text: the new text; empty while the engine holds it back because it may begin a stop string.
+        text: empty while the engine holds it back because it may begin a stop string.
         logprobs: log-probabilities of the tokens since the previous `TextDelta`; empty if not requested.
     """
 
@@ -137,14 +142,12 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a choice.
+    """The end of choice number `index` after `tokens` tokens.
 
     Args:
-        index: number of the choice in the response, from 0.
         reason: "stop" for the model's own end or a stop string, "length" for `max_tokens` or a full context
             (JSON is unfinished then), or "tool_calls".
         stop_string: the stop string that ended the choice, if one did.
-        tokens: number of the choice's tokens.
     """
 
     index: int
@@ -158,11 +161,9 @@ class TokenCounts:
     """Numbers of tokens, and times: the last event of an answer.
 
     Args:
-        prompt: tokens of the prompt.
         cached: tokens of the prompt that the prefix cache had.
         completion: tokens of all choices.
         drafted: draft tokens, see docs/speculation.md; None if the server drafts none.
-        accepted: draft tokens that were accepted.
         until_first: seconds until the first choice's first token was sampled; None if none was.
         rate: sampled tokens per second of the first choice; None if unknown.
     """
@@ -245,6 +246,44 @@ async def answer_events(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class EventBuilder(Protocol):
+    """Builds an API's reply piece by piece, and the events of its stream.
+
+    Each event must be encoded before the next one is taken, because events hold parts of the reply. Replies
+    that are not streamed are built in the same way, so that both are equal.
+
+    Attributes:
+        prompt_field: the field of the API's requests that errors of the prompt are about.
+    """
+
+    prompt_field: str
+
+    def begin(self) -> Iterator[JsonObject]:
+        """Yield the first events."""
+
+    def take(self, event: Event) -> Iterator[JsonObject]:
+        """Yield the stream's events for an event of the answer."""
+
+
+async def encoded_events(
+    served: ServedModel, request: GenerationRequest, builder: EventBuilder
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream, the first ones once the answer has begun; raise as `answer_events`."""
+    has_begun = False
+    try:
+        async with aclosing(answer_events(served, request)) as parts:
+            async for part in parts:
+                for each in () if has_begun else builder.begin():
+                    yield named_event(each)
+                has_begun = True
+                for each in builder.take(part):
+                    yield named_event(each)
+    except ApiError as error:
+        if error.param == request.prompt_field:
+            error.param = builder.prompt_field
+        raise
+
+
 # -- from a request to the engine's
 
 
@@ -287,7 +326,7 @@ def _sampler(served: ServedModel, request: GenerationRequest) -> Sampler | None:
     temperature = options.temperature if request.temperature is None else request.temperature
     if (
         temperature == 0 or request.top_p == 0
-    ):  # 0 keeps one token in the APIs, and all in make_sampler
+    ):  # of the APIs; a top_p of 0 keeps all in make_sampler
         return None
     top_k = options.top_k if request.top_k is None else request.top_k
     return make_sampler(
@@ -352,6 +391,74 @@ def _constraint(served: ServedModel, request: GenerationRequest) -> Constraint |
 
 # -- from the engine's responses to events
 
+_CALL_HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
+
+
+class _CallSplitter:
+    """Splits choice number `index`, while it is generated, into text and the tool calls after it.
+
+    Calls have the form of `guidance.tool_calls`:
+
+        text <executable_start> ```function
+        [{"name": NAME, "arguments": {...}}, ...]```<executable_end>
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self.calls = 0  # that have begun
+        self.in_calls = False  # True once the mark of calls has come; no text follows it
+        self._marked = False  # the mark's token has come; its text may come later
+        self._rest = ""  # of a call's head
+        self._depth = 0  # of brackets; 0 outside of arguments
+        self._in_arguments = self._in_string = self._is_escaped = False
+
+    def feed(
+        self, text: str, is_mark: bool
+    ) -> Iterator[TextDelta | ToolCallBegins | ToolCallDelta]:
+        """Yield the events of the next text; `is_mark` if its token is the mark, which text can spell, too."""
+        self._marked = self._marked or is_mark
+        if not self.in_calls:
+            said, mark, text = text.partition(EXECUTABLE_START) if self._marked else (text, "", "")
+            self.in_calls = bool(mark)
+            if said:
+                yield TextDelta(self._index, said)
+        while text or self._rest:
+            if self._in_arguments:
+                end = self._end_of_arguments(text)
+                if end:
+                    yield ToolCallDelta(self._index, self.calls - 1, text[:end])
+                text = text[end:]
+                if self._in_arguments:
+                    return
+            self._rest += text
+            head = _CALL_HEAD.search(self._rest)
+            if head is None:
+                return
+            call_id = f"call_{uuid.uuid4().hex[:24]}"
+            yield ToolCallBegins(self._index, self.calls, call_id, json.loads(head[1]))
+            self.calls += 1
+            text, self._rest = self._rest[head.end() :], ""
+            self._in_arguments, self._depth = True, 0
+
+    def _end_of_arguments(self, text: str) -> int:
+        """Return the index in `text` at which the JSON of the arguments ends; its length if they go on."""
+        for i, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                if self._depth == 0:
+                    self._in_arguments = False
+                    return i
+                self._depth -= 1
+        return len(text)
+
 
 class _ChoiceTask:
     """Generates choice number `index`, and puts its events, or the error that ends it, into a queue.
@@ -369,9 +476,8 @@ class _ChoiceTask:
     ):
         self._served, self._request, self._index, self._events = served, request, index, events
         may_call = request.tools.may_call
-        self._splitter = CallSplitter() if may_call else None
+        self._splitter = _CallSplitter(index) if may_call else None
         self._mark = served.tokenizer.convert_tokens_to_ids(EXECUTABLE_START) if may_call else -1
-        self._call_ids: list[str] = []
         self._answer: list[int] = []
         self.cached = self.drafted = self.accepted = 0  # numbers of tokens
         self._loop = asyncio.get_running_loop()
@@ -440,7 +546,7 @@ class _ChoiceTask:
             is_cut = self.tokens >= self._row.max_tokens
             reason = "length" if is_cut else "stop"
         stop_string = self._stop_string() if reason == "stop" and self._row.stop else None
-        if reason == "stop" and self._call_ids and stop_string is None:
+        if reason == "stop" and stop_string is None and self._splitter and self._splitter.calls:
             reason = "tool_calls"
         if self._served.options.log_prompts:
             _LOG.info("Answer: %r", self._served.tokenizer.decode(self._answer))
@@ -467,15 +573,10 @@ class _ChoiceTask:
             self._answer.append(token)
             is_end = token in self._served.tokenizer.eos_token_ids
             in_text = self._splitter is None or not self._splitter.in_calls
-            if (
-                self._request.logprobs is not None
-                and not is_end
-                and in_text
-                and token != self._mark
-            ):
-                likelihood = self._served.token_texts.likelihood(
-                    token, response.logprobs, self._request.logprobs
-                )
+            top = self._request.logprobs
+            if top is not None and not is_end and in_text and token != self._mark:
+                texts = self._served.token_texts
+                likelihood = texts.likelihood(token, response.logprobs, top)
                 if self._drops_space and len(self._answer) == 1:
                     likelihood = replace(likelihood, bytes=likelihood.bytes.removeprefix(b" "))
                 logprobs = [likelihood]
@@ -485,16 +586,10 @@ class _ChoiceTask:
             if text or logprobs:
                 self._put(TextDelta(self._index, text, logprobs), is_forced)
             return
-        for part in self._splitter.feed(text, token == self._mark):
-            match part:
-                case Said(said):
-                    self._put(TextDelta(self._index, said, logprobs), is_forced)
-                    logprobs = []
-                case CallHead(call, name):
-                    self._call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
-                    self._put(ToolCallBegins(self._index, call, self._call_ids[call], name))
-                case CallArguments(call, more):
-                    self._put(ToolCallDelta(self._index, call, more), is_forced)
+        for event in self._splitter.feed(text, token == self._mark):
+            if isinstance(event, TextDelta):
+                event, logprobs = replace(event, logprobs=logprobs), []
+            self._put(event, is_forced)
         if logprobs:
             self._put(TextDelta(self._index, "", logprobs), is_forced)
 

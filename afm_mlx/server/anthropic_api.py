@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from afm_mlx.errors import shown
+from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -21,7 +21,7 @@ from afm_mlx.server.answer_events import (
     TokenCounts,
     ToolCallBegins,
     ToolCallDelta,
-    answer_events,
+    encoded_events,
 )
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.chat_inputs import (
@@ -37,25 +37,14 @@ from afm_mlx.server.chat_inputs import (
     schema_format,
 )
 from afm_mlx.server.replies import (
-    ApiError,
     EventStream,
     JsonObject,
     bad_request,
+    drain,
     event,
     json_response,
+    named_event,
     while_connected,
-)
-from afm_mlx.server.request_fields import (
-    AnyChoice,
-    ClaudeAssistant,
-    ClaudeSystem,
-    ClaudeText,
-    ClaudeUser,
-    MessageRequest,
-    NoChoice,
-    PromptRequest,
-    ToolChoice,
-    ToolResultBlock,
 )
 from afm_mlx.server.served_model import ServedModel
 
@@ -70,7 +59,7 @@ async def create_message(request: Request) -> Response:
     """Answer a request, whole or as a stream."""
     served: ServedModel = request.app.state.served
     _check_version(request)
-    body = await read_body(request, MessageRequest)
+    body = await read_body(request, fields.MessageRequest)
 
     def prepared() -> GenerationRequest:
         messages, tools, format = _prompt(body, folds=not served.options.strict)
@@ -92,26 +81,20 @@ async def create_message(request: Request) -> Response:
 
     # In a thread, because large conversations and schemas take a while.
     made = await while_connected(request, in_thread(prepared, compiles=_has_format(body)))
-    stream = MessageStream(body.model, len(made.prompt or ()))
-    events = _events(served, made, stream)
+    built = MessageBuilder(body.model, len(made.prompt or ()))
+    events = encoded_events(served, made, built)
     if body.stream:
-        ping = _encoded({"type": "ping"})
+        ping = named_event({"type": "ping"})
         return EventStream(events, request, lambda error: event(error.anthropic(), "error"), ping)
-
-    async def whole() -> JsonObject:
-        async with aclosing(events):
-            async for _ in events:
-                pass
-        return stream.message
-
-    return json_response(await while_connected(request, whole()))
+    await while_connected(request, drain(events))
+    return json_response(built.message)
 
 
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a prompt."""
     served: ServedModel = request.app.state.served
     _check_version(request)
-    body = await read_body(request, PromptRequest)
+    body = await read_body(request, fields.PromptRequest)
     served.adapter_of(body.model)
 
     def counted() -> int:
@@ -127,7 +110,7 @@ ROUTES = [
 ]
 
 
-def _has_format(body: PromptRequest) -> bool:
+def _has_format(body: fields.PromptRequest) -> bool:
     return body.output_config is not None or body.output_format is not None
 
 
@@ -143,7 +126,9 @@ def _check_version(request: Request) -> None:
 # -- from a body to a prompt
 
 
-def _prompt(body: PromptRequest, folds: bool) -> tuple[list[Message], OfferedTools, AnswerFormat]:
+def _prompt(
+    body: fields.PromptRequest, folds: bool
+) -> tuple[list[Message], OfferedTools, AnswerFormat]:
     """Read the conversation, the tools and the answer format of a body."""
     given, place = body.output_format, "output_format"
     if body.output_config is not None and body.output_config.format is not None:
@@ -161,38 +146,38 @@ def _prompt(body: PromptRequest, folds: bool) -> tuple[list[Message], OfferedToo
     return messages, _tools(body), format
 
 
-def _tools(body: PromptRequest) -> OfferedTools:
+def _tools(body: fields.PromptRequest) -> OfferedTools:
     tools = [function_tool(t.name, t.description, t.input_schema) for t in body.tools or ()]
     choice = body.tool_choice
-    if isinstance(choice, ToolChoice):
+    if isinstance(choice, fields.ToolChoice):
         return offered_tools(tools, "one", parallel=False, allowed=[choice.name])
-    if choice is None or isinstance(choice, NoChoice):
+    if choice is None or isinstance(choice, fields.NoChoice):
         return offered_tools(tools, "auto" if choice is None else "none", parallel=True)
-    word = "required" if isinstance(choice, AnyChoice) else "auto"
+    word = "required" if isinstance(choice, fields.AnyChoice) else "auto"
     return offered_tools(tools, word, parallel=not choice.disable_parallel_tool_use)
 
 
-def _messages(body: PromptRequest, folds: bool) -> list[Message]:
+def _messages(body: fields.PromptRequest, folds: bool) -> list[Message]:
     conversation = ConversationBuilder(folds=folds)
     for index, message in enumerate(body.messages):
         place = f"messages[{index}]"
-        if isinstance(message, ClaudeUser):
+        if isinstance(message, fields.ClaudeUser):
             _add_user(conversation, message, place)
-        elif isinstance(message, ClaudeSystem):
+        elif isinstance(message, fields.ClaudeSystem):
             conversation.add_system(_joined(message.content), place)
         else:
             _add_answer(conversation, message, place)
     return conversation.finished("messages", _joined(body.system) if body.system else None)
 
 
-def _add_user(conversation: ConversationBuilder, message: ClaudeUser, place: str) -> None:
+def _add_user(conversation: ConversationBuilder, message: fields.ClaudeUser, place: str) -> None:
     """Add the results of a user's message, then its texts."""
     if isinstance(message.content, str):
         conversation.add_user(message.content, place)
         return
-    texts = [block.text for block in message.content if isinstance(block, ClaudeText)]
+    texts = [block.text for block in message.content if isinstance(block, fields.ClaudeText)]
     for number, block in enumerate(message.content):
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, fields.ToolResultBlock):
             text = _joined(block.content or "")
             if block.is_error:
                 text = json.dumps({"error": text})
@@ -202,14 +187,16 @@ def _add_user(conversation: ConversationBuilder, message: ClaudeUser, place: str
         conversation.add_user(PARAGRAPH.join(texts), place)
 
 
-def _add_answer(conversation: ConversationBuilder, message: ClaudeAssistant, place: str) -> None:
+def _add_answer(
+    conversation: ConversationBuilder, message: fields.ClaudeAssistant, place: str
+) -> None:
     """Add the texts and calls of an assistant's message; nothing if it has only ignored blocks."""
     if isinstance(message.content, str):
         conversation.add_answer(message.content, place)
         return
     texts: list[str] = []
     for number, block in enumerate(message.content):
-        if isinstance(block, ClaudeText):
+        if isinstance(block, fields.ClaudeText):
             texts.append(block.text)
             continue
         where = f"{place}.content[{number}]"
@@ -221,7 +208,7 @@ def _add_answer(conversation: ConversationBuilder, message: ClaudeAssistant, pla
         conversation.add_answer(PARAGRAPH.join(texts), place)
 
 
-def _joined(content: str | Sequence[ClaudeText]) -> str:
+def _joined(content: str | Sequence[fields.ClaudeText]) -> str:
     return content if isinstance(content, str) else PARAGRAPH.join(block.text for block in content)
 
 
@@ -230,19 +217,10 @@ def _joined(content: str | Sequence[ClaudeText]) -> str:
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageStream:
-    """Builds a message block by block, and the events of its stream.
+class MessageBuilder:
+    """Builds `message` block by block, and the events of its stream: an `EventBuilder`."""
 
-    Each event must be encoded before the next one is taken, because events hold the message itself. Messages
-    that are not streamed are built in the same way, so that both are equal.
-
-    Args:
-        model: the model id of the request.
-        prompt_tokens: number of the prompt's tokens.
-
-    Attributes:
-        message: the message so far.
-    """
+    prompt_field = "messages"
 
     def __init__(self, model: str, prompt_tokens: int):
         self.message: JsonObject = {
@@ -260,12 +238,10 @@ class MessageStream:
         self._space = ""
 
     def begin(self) -> Iterator[JsonObject]:
-        """Yield the first events."""
         yield {"type": "message_start", "message": self.message}
         yield {"type": "ping"}
 
     def take(self, event: Event) -> Iterator[JsonObject]:
-        """Yield the stream's events for an event of the answer."""
         match event:
             case TextDelta():
                 yield from self._more_text(event.text)
@@ -347,26 +323,3 @@ def _usage(prompt: int, completion: int = 0, cached: int = 0) -> dict[str, int]:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
     }
-
-
-async def _events(
-    served: ServedModel, request: GenerationRequest, stream: MessageStream
-) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events of an answer; the first ones come once the answer has begun."""
-    has_begun = False
-    try:
-        async with aclosing(answer_events(served, request)) as parts:
-            async for part in parts:
-                for each in () if has_begun else stream.begin():
-                    yield _encoded(each)
-                has_begun = True
-                for each in stream.take(part):
-                    yield _encoded(each)
-    except ApiError as error:
-        if error.param == "prompt":
-            error.param = "messages"
-        raise
-
-
-def _encoded(streamed: JsonObject) -> bytes:
-    return event(streamed, streamed["type"])

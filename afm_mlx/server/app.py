@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from afm_mlx.errors import AFMError
 from afm_mlx.server import (
@@ -47,12 +47,7 @@ _LOG = logging.getLogger("afm_mlx.server")
 
 
 def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starlette:
-    """Make the application.
-
-    Args:
-        served: the model.
-        options: settings of keys, hosts and bodies; the model's by default.
-    """
+    """Make the application; its `options` of keys, hosts and bodies are the model's by default."""
     options = options or served.options
     middleware = [Middleware(RequestIds), Middleware(Guards, options=options)]
     if options.cors_origins:  # before the guards, because a browser's preflight request has no key
@@ -64,27 +59,10 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
             expose_headers=[*ID_HEADERS, IGNORED_HEADER, "Retry-After"],
         )
         middleware.insert(0, cors)
-    app = Starlette(
-        routes=_routes(),
-        middleware=middleware,
-        exception_handlers={
-            ApiError: _refused,
-            AFMError: _refused,
-            HTTPException: _not_routed,
-            ClientLeft: _left,
-            ClientDisconnect: _left,
-            Exception: _failed,
-        },
-    )
-    app.state.served = served
-    app.state.options = options
-    app.state.kept_responses = KeptResponses(options.kept_responses, options.kept_bytes)
-    return app
-
-
-def _routes() -> list[BaseRoute]:
-    return [
-        *_page_routes(),
+    files = [name for name in sorted(page_files()) if name != "index.html"]
+    routes = [
+        Route("/", _page_route("index.html")),
+        *(Route(f"/page/{name}", _page_route(name)) for name in files),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
@@ -101,12 +79,31 @@ def _routes() -> list[BaseRoute]:
         *responses_api.ROUTES,
         *anthropic_api.ROUTES,
     ]
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={
+            ApiError: _refused,
+            AFMError: _refused,
+            HTTPException: _not_routed,
+            ClientLeft: _left,
+            ClientDisconnect: _left,
+            Exception: _refused,
+        },
+    )
+    app.state.served = served
+    app.state.options = options
+    app.state.kept_responses = KeptResponses(options.kept_responses, options.kept_bytes)
+    return app
 
 
 # -- errors
 
 
 async def _refused(request: Request, error: Exception) -> Response:
+    """Answer a request that has failed; Starlette raises an unexpected exception again, for the log."""
+    if not isinstance(error, ApiError | AFMError):
+        _LOG.error("The request %s has failed.", REQUEST_ID.get())
     served: ServedModel = request.app.state.served
     reported = served.client_error(error)
     served.metrics.failed(reported.status)
@@ -131,12 +128,6 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 async def _left(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Answer a request that an unexpected exception ended; Starlette raises it again, for the log."""
-    _LOG.error("The request %s has failed.", REQUEST_ID.get())
-    return await _refused(request, error)
 
 
 # -- health, metrics and models
@@ -203,18 +194,9 @@ PAGE_TYPES = {
 }
 """Media types of the page's files, by file name extension."""
 
-CONTENT_SECURITY_POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-    ]
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 """Allows the page's own script and style files, and requests to this server; no inline code."""
 
@@ -228,24 +210,14 @@ _PAGE_HEADERS = {
 }
 
 
-def _page_routes() -> list[BaseRoute]:
-    names = sorted(page_files())
-    files = [Route(f"/page/{name}", _page_route(name)) for name in names if name != "index.html"]
-    return [Route("/", _page_route("index.html")), *files]
-
-
 @functools.cache
 def page_files() -> dict[str, bytes]:
     """Read the page's files once, by their paths, so that no request's path reaches the file system."""
     folder = resources.files("afm_mlx.server") / "page"
     files = {file.name: file for file in folder.iterdir() if file.is_file()}
-    vendored = (folder / "vendor").iterdir()
-    files |= {f"vendor/{file.name}": file for file in vendored}
-    return {
-        name: file.read_bytes()
-        for name, file in files.items()
-        if name.rpartition(".")[2] in PAGE_TYPES
-    }
+    files |= {f"vendor/{file.name}": file for file in (folder / "vendor").iterdir()}
+    typed = (name for name in files if name.rpartition(".")[2] in PAGE_TYPES)
+    return {name: files[name].read_bytes() for name in typed}
 
 
 def _page_route(name: str) -> Callable[[Request], Awaitable[Response]]:

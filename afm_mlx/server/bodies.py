@@ -7,15 +7,14 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from afm_mlx.errors import named, shown
-from afm_mlx.server.admission import LARGE, Admission, in_thread
+from afm_mlx.server.admission import LARGE, in_thread
 from afm_mlx.server.field_rules import Reader
 from afm_mlx.server.replies import ApiError, bad_request, while_connected
 from afm_mlx.server.request_fields import REQUESTS, known_elsewhere
@@ -46,11 +45,8 @@ _LEVELS = 4
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """Read the body of a request, and convert it to a struct.
 
-    Fields without effect are named in the log and in the response's header `IGNORED_HEADER`.
-
-    Args:
-        request: the request; `guards.py` limits the size of its body.
-        kind: a struct of `request_fields.py`, or a route's own.
+    Fields without effect are named in the log and in the response's header `IGNORED_HEADER`. `guards.py` limits
+    the size of the body.
 
     Raises:
         ApiError: 400 with the field for a body that can't be converted; 408 for a body that takes too long; 429
@@ -58,8 +54,20 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     """
     served: ServedModel = request.app.state.served
     options = request.app.state.options
+    parts = []
     with ExitStack() as held:
-        content = await _content(request, served.admission, held)
+        try:
+            async with asyncio.timeout(options.body_timeout):
+                async for part in request.stream():
+                    held.enter_context(served.admission.reading(request.state.client, len(part)))
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"The body did not come within {options.body_timeout:g} s.",
+                headers={"Connection": "close"},
+            ) from None
+        content = b"".join(parts)
         served.workers.begin(request.state.client, len(content))
         reader = Reader(options.strict, known_elsewhere() if kind in REQUESTS else None)
         if len(content) > LARGE:
@@ -74,28 +82,18 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     return body
 
 
-async def _content(request: Request, admission: Admission, held: ExitStack) -> bytes:
-    """Read a whole body; `held` gets the reservation of its memory, and frees it when closed."""
-    seconds, parts = request.app.state.options.body_timeout, []
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                held.enter_context(admission.reading(request.state.client, len(part)))
-                parts.append(part)
-    except TimeoutError:
-        raise ApiError(
-            408, f"The body did not come within {seconds:g} s.", headers={"Connection": "close"}
-        ) from None
-    return b"".join(parts)
-
-
 def decoded(content: bytes) -> object:
     """Decode the JSON of a body; raise a 400 if it is not JSON."""
     try:
         if len(content) <= LARGE:
             return _DECODER.decode(content)
-        with _without_gc():
+        was_on = gc.isenabled()
+        gc.disable()  # collecting takes longer than decoding if there are many lists
+        try:
             return _parts_decoded(content, _LEVELS)
+        finally:
+            if was_on:
+                gc.enable()
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         if len(content) <= LARGE and (place := _non_finite_place(content)):
             raise bad_request(
@@ -122,18 +120,6 @@ def _parts_decoded(content: bytes | msgspec.Raw, levels: int) -> object:
         if first == b"[" and bytes(content).strip(b"[] \t\r\n").translate(None, _INTEGERS):
             return [_parts_decoded(part, levels - 1) for part in _ELEMENTS.decode(content)]
     return _DECODER.decode(content)
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Suspend garbage collection, which takes longer than decoding if there are many lists."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _non_finite_place(content: bytes) -> str | None:

@@ -44,9 +44,7 @@ class ConversationBuilder:
         self._has_results = False
         self._deferred: list[tuple[Callable[[str, str], None], str, str]] = []
         self._paragraphs: list[str] = []  # of the user's last message, if it has several
-        self._joins_next = (
-            False  # the last message is a late instruction that the next user text joins
-        )
+        self._joins_next = False  # the next user text joins the last message, a late instruction
         if self.messages and self.messages[0]["role"] == "system":
             self._instructions.append(self.messages.pop(0)["content"])
         if self.messages and self.messages[-1]["role"] == "assistant":
@@ -55,11 +53,7 @@ class ConversationBuilder:
             self._begin_calls(last.get("tool_calls", ()))
 
     def add_system(self, text: str, place: str) -> None:
-        """Add instructions that are at `place` in the body.
-
-        Raises:
-            ApiError: 400 for late instructions if they are refused.
-        """
+        """Add instructions that are at `place` in the body; raise a 400 for late ones if they are refused."""
         if not self.messages:
             self._instructions.append(text)
         elif not self._folds:
@@ -97,19 +91,13 @@ class ConversationBuilder:
         self._paragraphs.append(text)
 
     def _join_paragraphs(self) -> None:
-        """Set the last message's text to the paragraphs collected for it; adding each alone would be
-        quadratic.
-        """
+        """Set the last message's text to its paragraphs; adding each alone would be quadratic."""
         if self._paragraphs:
             self.messages[-1]["content"] = PARAGRAPH.join(self._paragraphs)
             self._paragraphs = []
 
     def add_answer(self, text: str, place: str) -> None:
-        """Add a text of the assistant that is at `place` in the body.
-
-        Raises:
-            ApiError: 400 after a call without a result.
-        """
+        """Add a text of the assistant that is at `place` in the body; raise a 400 after an open call."""
         self._end_calls(place)
         self._join_paragraphs()
         self._joins_next = False
@@ -120,10 +108,8 @@ class ConversationBuilder:
     ) -> None:
         """Add a tool call to the assistant's last message, or to a new one.
 
-        Args:
-            call_id, name: the call's id and the tool's name.
-            arguments: a JSON object; None and "" stand for an empty one.
-            place, arguments_place: where the id and the arguments are in the body.
+        The id is at `place` in the body, and the arguments, a JSON object (or None or "" for an empty one), at
+        `arguments_place`.
 
         Raises:
             ApiError: 400 if another call of the answer has the id, the arguments are not a JSON object, or an
@@ -153,11 +139,7 @@ class ConversationBuilder:
         self.messages[-1]["tool_calls"] = self._calls
 
     def add_result(self, call_id: str, text: str, place: str) -> None:
-        """Add the result of a call of the last answer; its id is at `place` in the body.
-
-        Raises:
-            ApiError: 400 if there is no such call, or it has a result already.
-        """
+        """Add the result of a call of the last answer, whose id is at `place`; raise a 400 for any other id."""
         if call_id not in self._results or self._results[call_id] is not None:
             is_known = call_id in self._results
             why = "has a result already" if is_known else "the answer before it didn't make"
@@ -194,14 +176,10 @@ class ConversationBuilder:
             add(text, where)
 
     def finished(self, place: str, instructions: str | None = None) -> list[Message]:
-        """Return all messages.
-
-        Args:
-            place: where the messages are in the body.
-            instructions: text to put before all other instructions; None for none.
+        """Return all messages, with `instructions` before all other instructions.
 
         Raises:
-            ApiError: 400 if there is no message, or a call has no result.
+            ApiError: 400 about `place` in the body if there is no message, or a call has no result.
         """
         if not self.messages and not self._instructions:
             raise bad_request(
@@ -314,11 +292,7 @@ FREE_TEXT = AnswerFormat()
 
 
 def schema_format(schema: Message, name: str, description: str | None, place: str) -> AnswerFormat:
-    """Make the format of answers that are JSON under a schema. Large schemas take a while.
-
-    Raises:
-        ApiError: 400 for a schema that can't be enforced; `place` is where it is in the body.
-    """
+    """Make the format of JSON under a schema; raise a 400 about `place` if it can't be enforced."""
     try:
         constraint = Constraint.json_schema(schema)
     except ConstraintError as error:
@@ -334,11 +308,7 @@ def json_object_format() -> AnswerFormat:
 
 
 def check_format_fits(format: AnswerFormat, messages: Sequence[Message], place: str) -> None:
-    """Refuse a format for a conversation that ends with an answer to continue.
-
-    Raises:
-        ApiError: 400 with `place` as its field.
-    """
+    """Raise a 400 about `place` for a format of an answer that continues the last message."""
     if format.constraint is not None and messages[-1]["role"] == "assistant":
         raise bad_request(
             "A format applies to whole answers, and the last message is an answer to continue. Leave out the "

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -48,12 +48,7 @@ class Honoured:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """A rule for fields that would change the answer and can't be honoured: an error, unless they are off.
-
-    Args:
-        text: why it can't be honoured.
-        off: values that mean the same as null.
-    """
+    """A rule for fields that can't be honoured, for the reason `text`: an error, unless they are `off`."""
 
     text: str
     off: tuple[object, ...] = EMPTY
@@ -100,6 +95,20 @@ class Kinds:
         return self.ignored is None or kind in self.ignored
 
 
+NO_KINDS = Kinds("nothing else can be used here")
+
+
+class Fields(Struct, kw_only=True):
+    """An object of a request, whose struct fields are those that take effect.
+
+    Attributes:
+        rules: mapping from the names of fields, several with spaces between, to their rule; a text is the rule
+            `Honoured(text)`. Struct fields without one are honoured. Subclasses add to their base's.
+    """
+
+    rules: ClassVar[Mapping[str, Rule | str]] = {}
+
+
 @dataclass(frozen=True, eq=False)
 class ValueShape:
     """The values that a field's annotation allows.
@@ -114,11 +123,11 @@ class ValueShape:
     """
 
     annotation: object
-    structs: Mapping[str | None, type[Struct]]
-    tag_field: str | None
-    kinds: Kinds
-    element: ValueShape | None
-    bounds: object
+    structs: Mapping[str | None, type[Struct]] = field(default_factory=dict)
+    tag_field: str | None = None
+    kinds: Kinds = NO_KINDS
+    element: ValueShape | None = None
+    bounds: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,20 +136,24 @@ class FieldRule:
 
     rule: Rule
     shape: ValueShape
-    is_required: bool
+    is_required: bool = False
 
 
 @cache
 def rules_of(kind: type[Struct]) -> Mapping[str, FieldRule]:
-    """Return the rules of a struct's fields, in order."""
+    """Return the rules of an object's fields: its base's, its struct's own in order, then all others."""
+    base: Any = kind.__base__
+    found = {} if base is Struct else {**rules_of(base)}
+    named: dict[str, Rule] = {}
+    for names, rule in vars(kind).get("rules", {}).items():
+        rule = Honoured(rule) if isinstance(rule, str) else rule
+        named |= dict.fromkeys(names.split(), rule)
     hints = get_type_hints(kind, include_extras=True)
-    found = {}
-    for field in msgspec.structs.fields(kind):
-        annotation = hints[field.name]
-        rules = [each for each in _metadata(annotation) if isinstance(each, Rule)]
-        rule = rules[0] if rules else Honoured()
-        found[field.name] = FieldRule(rule, _shape(annotation), field.required)
-    return found
+    for each in msgspec.structs.fields(kind):
+        if each.name not in found:
+            rule = named.pop(each.name, Honoured())
+            found[each.name] = FieldRule(rule, _shape(hints[each.name]), each.required)
+    return found | {name: FieldRule(rule, ValueShape(object)) for name, rule in named.items()}
 
 
 def _metadata(annotation: Any) -> tuple[object, ...]:
@@ -150,7 +163,7 @@ def _metadata(annotation: Any) -> tuple[object, ...]:
 def _shape(annotation: Any) -> ValueShape:
     structs: dict[str | None, type[Struct]] = {}
     tag_field = element = bounds = None
-    kinds = Kinds("nothing else can be used here")
+    kinds = NO_KINDS
     open = [annotation]
     while open:
         part = open.pop()
@@ -176,7 +189,7 @@ class Reader:
 
     Args:
         is_strict: True to refuse fields that would be ignored.
-        known: fields of other APIs, with the values that mean the same as null; other values are refused.
+        known: fields of other APIs that are refused, except the values that mean the same as null.
 
     Attributes:
         ignored: names of fields without effect, in order, with [] for the indices of lists.

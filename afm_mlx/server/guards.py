@@ -29,12 +29,8 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(:\d{1,5})?")
 
 def is_loopback(host: str) -> bool:
     """True if an address to listen on can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = _address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 class Guards:
@@ -75,8 +71,11 @@ class Guards:
         hosts = headers.getlist("host")
         if self._options.unix_socket is not None or not hosts:
             return  # browsers can't reach Unix sockets, and always send a Host
-        name = _host_name(hosts[0]) if len(hosts) == 1 else None
-        if name is None or not (name in self._hosts or (not self._is_local and _is_address(name))):
+        found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        name = None if found is None else found[1].strip("[]").lower().removesuffix(".")
+        if name is None or not (
+            name in self._hosts or (not self._is_local and _address(name) is not None)
+        ):
             raise ApiError(
                 403,
                 f"The Host {named(', '.join(hosts))} is not a name of this server. --allowed-host adds one.",
@@ -183,15 +182,8 @@ def _by_digest(keys: Iterable[str]) -> Mapping[str, str]:
     return {digest: f"key-{digest[:12]}" for digest in digests}
 
 
-def _host_name(host: str) -> str | None:
-    """Return the name in a Host header without its port, or None if the header is malformed."""
-    found = _HOST.fullmatch(host)
-    return None if found is None else found[1].strip("[]").lower().removesuffix(".")
-
-
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None

@@ -26,19 +26,13 @@ class AnswerClock:
 
     Forced tokens don't count: they are known without the model, even while the answer waits.
 
-    Attributes:
-        arrived: when the answer was requested.
-        scheduled: when its prefill began; None until then.
-        first, last: when its first and its last token so far were sampled; None until then.
-        sampled: number of sampled tokens.
-        has_left: True once the answer has ended.
     """
 
     arrived: float = field(default_factory=time.monotonic)
-    scheduled: float | None = None
-    first: float | None = None
+    scheduled: float | None = None  # when the prefill began
+    first: float | None = None  # when the first token was sampled
     last: float | None = None
-    sampled: int = 0
+    sampled: int = 0  # tokens
     has_left: bool = False
 
     @property
@@ -65,57 +59,43 @@ class Metrics:
     def __init__(self, model: str, gauges: Callable[[], Iterable[tuple[str, str, float]]]):
         self.registry = CollectorRegistry()
         self._model = model
-
         labels = ["model_name"]
 
-        def counter(name: str, help: str) -> Counter:
-            made = Counter(PREFIX + name, help, labels, registry=self.registry)
-            return made.labels(self._model)
+        def counter(name: str, help: str, *more: str) -> Counter:
+            return Counter(PREFIX + name, help, [*labels, *more], registry=self.registry)
 
         def gauge(name: str, help: str) -> Gauge:
-            return Gauge(PREFIX + name, help, labels, registry=self.registry).labels(self._model)
+            return Gauge(PREFIX + name, help, labels, registry=self.registry).labels(model)
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(PREFIX + name, help, labels, registry=self.registry, buckets=buckets)
-            return made.labels(self._model)
+            return made.labels(model)
 
-        self._success = Counter(
-            PREFIX + "request_success",
-            "Answers that ended.",
-            [*labels, "finished_reason"],
-            registry=self.registry,
-        )
-        self._errors = Counter(
-            PREFIX + "request_errors",
-            "Requests that failed.",
-            [*labels, "status"],
-            registry=self.registry,
-        )
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self._generated = counter("generation_tokens", "New tokens.")
-        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
-        self._hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
-        self._drafted = counter("spec_decode_num_draft_tokens", "Draft tokens.")
-        self._accepted = counter(
-            "spec_decode_num_accepted_tokens", "Draft tokens that were accepted."
-        )
+        def total(name: str, help: str) -> Counter:
+            return counter(name, help).labels(model)
+
+        self._success = counter("request_success", "Answers that ended.", "finished_reason")
+        self._errors = counter("request_errors", "Requests that failed.", "status")
+        self._prompt = total("prompt_tokens", "Tokens of prompts.")
+        self._generated = total("generation_tokens", "New tokens.")
+        self._queries = total("prefix_cache_queries", "Prompt tokens looked up in the cache.")
+        self._hits = total("prefix_cache_hits", "Prompt tokens found in the cache.")
+        self._drafted = total("spec_decode_num_draft_tokens", "Draft tokens.")
+        accepted = "spec_decode_num_accepted_tokens"
+        self._accepted = total(accepted, "Draft tokens that were accepted.")
         self._running = gauge("num_requests_running", "Answers that run.")
         self._waiting = gauge("num_requests_waiting", "Answers that wait for the batch.")
-        self._ttft = histogram(
-            "time_to_first_token_seconds", "Until the first sampled token.", _SHORT
-        )
-        self._inter = histogram(
-            "inter_token_latency_seconds", "Between two sampled tokens.", _SHORT
-        )
-        self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean of an answer's sampled tokens.", _SHORT
-        )
+        first = "time_to_first_token_seconds"
+        self._ttft = histogram(first, "Until the first sampled token.", _SHORT)
+        between = "inter_token_latency_seconds"
+        self._inter = histogram(between, "Between two sampled tokens.", _SHORT)
+        each = "request_time_per_output_token_seconds"
+        self._per_token = histogram(each, "Mean of an answer's sampled tokens.", _SHORT)
         self._e2e = histogram("e2e_request_latency_seconds", "Duration of whole answers.", _LONG)
         self._queue = histogram("request_queue_time_seconds", "Until the prefill begins.", _LONG)
         self._prompt_sizes = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
-        self._answer_sizes = histogram(
-            "request_generation_tokens", "Tokens of one answer.", _TOKENS
-        )
+        sizes = "request_generation_tokens"
+        self._answer_sizes = histogram(sizes, "Tokens of one answer.", _TOKENS)
         self.registry.register(_Gauges(model, gauges))
 
     # -- one answer
@@ -145,12 +125,9 @@ class Metrics:
         clock.last = now
 
     def leaves(self, clock: AnswerClock, reason: str, tokens: int) -> None:
-        """Count an answer that has ended.
+        """Count an answer with `tokens` new tokens that has ended.
 
-        Args:
-            clock: the answer's times.
-            reason: "stop", "length", "tool_calls", "abort" or "error".
-            tokens: number of its new tokens.
+        `reason` is "stop", "length", "tool_calls", "abort" or "error".
         """
         clock.has_left = True
         gauge = self._waiting if clock.scheduled is None else self._running

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -32,12 +31,16 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
 )
 from afm_mlx.server.openai_fields import (
+    WholeChoice,
     chat_logprobs,
     check_count,
     format_of,
+    head,
     limit,
-    sampling_of,
+    sampled_request,
+    text_of,
     timings,
+    tool_call,
     usage,
 )
 from afm_mlx.server.replies import (
@@ -48,25 +51,13 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
-from afm_mlx.server.request_fields import (
-    AssistantMessage,
-    ChatAllowedTools,
-    ChatFunctionTool,
-    ChatMessage,
-    ChatRequest,
-    ChosenFunction,
-    RefusalPart,
-    TextPart,
-    ToolMessage,
-    UserMessage,
-)
-from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+from afm_mlx.server.served_model import ServedModel
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat, whole or as a stream."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, ChatRequest)
+    body = await read_body(request, fields.ChatRequest)
     made = await while_connected(request, _generation_request(body, served, request.state.client))
     if body.stream:
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -78,7 +69,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _generation_request(
-    body: ChatRequest, served: ServedModel, client: str
+    body: fields.ChatRequest, served: ServedModel, client: str
 ) -> GenerationRequest:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
@@ -96,69 +87,55 @@ async def _generation_request(
             "max_tokens and max_completion_tokens say the same thing, and differ; choose one.",
             "max_tokens",
         )
-    return GenerationRequest(
+    return sampled_request(
+        body,
         messages=messages,
         tools=tools,
         format=format,
         adapter=adapter,
         max_tokens=older if newer is None else newer,
-        **sampling_of(body),
         n=check_count(body.n, served),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         client=client,
     )
 
 
-def chat_messages(messages: Sequence[ChatMessage], folds: bool) -> list[Message]:
-    """Convert messages for the chat template.
-
-    Args:
-        messages: the value of the body's field `messages`.
-        folds: see `ConversationBuilder`.
-
-    Raises:
-        ApiError: 400 for messages that can't be honoured.
-    """
+def chat_messages(messages: Sequence[fields.ChatMessage], folds: bool) -> list[Message]:
+    """Convert messages for the chat template; raise a 400 for those that can't be honoured."""
     conversation = ConversationBuilder(folds=folds)
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
-        if isinstance(message, AssistantMessage):
+        if isinstance(message, fields.AssistantMessage):
             content = message.content if message.content is not None else message.refusal or ""
-            conversation.add_answer(_text(content), place)
+            conversation.add_answer(text_of(content), place)
             for number, call in enumerate(message.tool_calls or ()):
                 where = f"{place}.tool_calls[{number}]"
                 name, arguments = call.function.name, call.function.arguments
                 conversation.add_call(
                     call.id, name, arguments, f"{where}.id", f"{where}.function.arguments"
                 )
-        elif isinstance(message, ToolMessage):
-            text = _text(message.content)
+        elif isinstance(message, fields.ToolMessage):
+            text = text_of(message.content)
             conversation.add_result(message.tool_call_id, text, f"{place}.tool_call_id")
-        elif isinstance(message, UserMessage):
-            conversation.add_user(_text(message.content), place)
+        elif isinstance(message, fields.UserMessage):
+            conversation.add_user(text_of(message.content), place)
         else:
-            conversation.add_system(_text(message.content), place)
+            conversation.add_system(text_of(message.content), place)
     return conversation.finished("messages")
 
 
-def _text(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-
-
-def chat_tools(tools: Sequence[ChatFunctionTool] | None) -> list[Tool]:
+def chat_tools(tools: Sequence[fields.ChatFunctionTool] | None) -> list[Tool]:
     """Convert tool definitions for the chat template."""
     functions = (tool.function for tool in tools or ())
     return [function_tool(each.name, each.description, each.parameters) for each in functions]
 
 
-def _tools(body: ChatRequest) -> OfferedTools:
+def _tools(body: fields.ChatRequest) -> OfferedTools:
     tools, choice = chat_tools(body.tools), body.tool_choice
     parallel = body.parallel_tool_calls is not False
-    if isinstance(choice, ChosenFunction):
+    if isinstance(choice, fields.ChosenFunction):
         return offered_tools(tools, "one", parallel=parallel, allowed=[choice.function.name])
-    if isinstance(choice, ChatAllowedTools):
+    if isinstance(choice, fields.ChatAllowedTools):
         allowed = [tool.function.name for tool in choice.allowed_tools.tools]
         mode = choice.allowed_tools.mode
         return offered_tools(tools, mode, parallel=parallel, allowed=allowed)
@@ -168,52 +145,8 @@ def _tools(body: ChatRequest) -> OfferedTools:
 # -- responses
 
 
-def _head(kind: str, model: str) -> JsonObject:
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-    }
-
-
-class _ChatChoice:
-    """A choice of a response that is not streamed, built from events."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.calls: list[JsonObject] = []
-        self.logprobs: list[TokenLikelihood] = []
-        self.reason = ""
-
-    def take(self, part: TextDelta | ToolCallBegins | ToolCallDelta | Ended) -> None:
-        match part:
-            case TextDelta():
-                self.text += part.text
-                self.logprobs += part.logprobs
-            case ToolCallBegins():
-                self.calls.append(_call(part))
-            case ToolCallDelta():
-                self.calls[part.call]["function"]["arguments"] += part.arguments
-            case Ended():
-                self.reason = part.reason
-
-    def message(self) -> JsonObject:
-        has_text = bool(self.text.strip()) or not self.calls
-        message: JsonObject = {
-            "role": "assistant",
-            "content": self.text if has_text else None,
-            "refusal": None,
-        }
-        return {**message, "tool_calls": self.calls} if self.calls else message
-
-
-def _call(part: ToolCallBegins) -> JsonObject:
-    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
-
-
 async def _completion(served: ServedModel, request: GenerationRequest, model: str) -> JsonObject:
-    choices = [_ChatChoice() for _ in range(request.n)]
+    choices = [WholeChoice() for _ in range(request.n)]
     counts: JsonObject = {}
     async with aclosing(answer_events(served, request)) as parts:
         async for part in parts:
@@ -221,39 +154,36 @@ async def _completion(served: ServedModel, request: GenerationRequest, model: st
                 counts = usage(part)
             else:
                 choices[part.index].take(part)
-    return {
-        **_head("chat.completion", model),
-        "choices": [
-            {
-                "index": index,
-                "message": choice.message(),
-                "logprobs": None if request.logprobs is None else chat_logprobs(choice.logprobs),
-                "finish_reason": choice.reason,
-            }
-            for index, choice in enumerate(choices)
-        ],
-        "usage": counts,
-    }
+    written: list[JsonObject] = []
+    for choice in choices:
+        content = choice.text if choice.text.strip() or not choice.calls else None
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
+        if choice.calls:
+            message["tool_calls"] = choice.calls
+        logprobs = None if request.logprobs is None else chat_logprobs(choice.logprobs)
+        reply = {"index": len(written), "message": message, "logprobs": logprobs}
+        written.append({**reply, "finish_reason": choice.reason})
+    return {**head("chat.completion", "chatcmpl", model), "choices": written, "usage": counts}
 
 
 async def _chunks(
     served: ServedModel, request: GenerationRequest, model: str, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield the encoded events of a stream."""
-    head = _head("chat.completion.chunk", model)
-    if with_usage:
-        head["usage"] = None
+    start = head("chat.completion.chunk", "chatcmpl", model) | (
+        {"usage": None} if with_usage else {}
+    )
 
     def chunk(index: int, delta: JsonObject, reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
-        return event({**head, "choices": [choice]})
+        return event({**start, "choices": [choice]})
 
     begun: set[int] = set()
     async with aclosing(answer_events(served, request)) as parts:
         async for part in parts:
             if isinstance(part, TokenCounts):
                 if with_usage:
-                    last = {**head, "choices": [], "usage": usage(part)}
+                    last = {**start, "choices": [], "usage": usage(part)}
                     yield event({**last, "timings": timings(part)})
                 continue
             if part.index not in begun:
@@ -264,7 +194,7 @@ async def _chunks(
                     more: JsonObject = {"logprobs": chat_logprobs(logprobs)} if logprobs else {}
                     yield chunk(index, {"content": text}, **more)
                 case ToolCallBegins(index, call):
-                    yield chunk(index, {"tool_calls": [{"index": call, **_call(part)}]})
+                    yield chunk(index, {"tool_calls": [{"index": call, **tool_call(part)}]})
                 case ToolCallDelta(index, call, arguments):
                     delta = {"index": call, "function": {"arguments": arguments}}
                     yield chunk(index, {"tool_calls": [delta]})

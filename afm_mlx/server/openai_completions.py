@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -24,7 +22,15 @@ from afm_mlx.server.answer_events import (
     answer_events,
 )
 from afm_mlx.server.bodies import read_body
-from afm_mlx.server.openai_fields import check_count, format_of, limit, sampling_of, usage
+from afm_mlx.server.openai_fields import (
+    WholeChoice,
+    check_count,
+    format_of,
+    head,
+    limit,
+    sampled_request,
+    usage,
+)
 from afm_mlx.server.replies import (
     ApiError,
     EventStream,
@@ -44,8 +50,7 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     made = await while_connected(request, _completion_requests(body, served, request.state.client))
     if body.stream:
-        with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(_chunks(served, made, with_usage), request)
+        return EventStream(_chunks(served, made), request)
     return json_response(await while_connected(request, _completion(served, made)))
 
 
@@ -59,11 +64,10 @@ class _CompletionRequests:
     The response has `n` choices for each prompt, the best ones of a request that has more.
     """
 
-    model: str
+    body: CompletionRequest
     requests: Sequence[GenerationRequest]
     echoes: Sequence[str]
     n: int
-    with_logprobs: bool
 
 
 async def _completion_requests(
@@ -91,17 +95,17 @@ async def _completion_requests(
     n = check_count(body.n, served, "n", len(given))
     best_of = check_count(body.best_of or n, served, "best_of", len(given))
     prompts, echoes = await in_thread(lambda: _encoded(given, served, bool(body.echo)))
-    request = GenerationRequest(
+    request = sampled_request(
+        body,
         format=format,
         adapter=adapter,
         max_tokens=limit("max_tokens", body.max_tokens),
-        **sampling_of(body),
         n=best_of,
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,
         client=client,
     )
     requests = [replace(request, prompt=prompt) for prompt in prompts]
-    return _CompletionRequests(body.model, requests, echoes, n, body.logprobs is not None)
+    return _CompletionRequests(body, requests, echoes, n)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -214,57 +218,34 @@ def _name(token: TokenLikelihood) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
 
 
-@dataclass
-class _CompletionChoice:
-    """A choice of a response that is not streamed, built from events."""
-
-    text: str = ""
-    logprobs: list[TokenLikelihood] = field(default_factory=list)
-    reason: str = ""
-
-    @property
-    def score(self) -> float:
-        """The mean log-probability of the tokens."""
-        return sum(t.logprob for t in self.logprobs) / max(1, len(self.logprobs))
-
-
-def _head(model: str) -> JsonObject:
-    return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-    }
-
-
 async def _completion(served: ServedModel, made: _CompletionRequests) -> JsonObject:
     """Return the response: the choices of the first prompt, then the choices of the next."""
-    choices = [[_CompletionChoice() for _ in range(request.n)] for request in made.requests]
+    choices = [[WholeChoice() for _ in range(request.n)] for request in made.requests]
     counts: list[TokenCounts] = []
     async with aclosing(_all_events(served, made.requests)) as events:
         async for number, each in events:
             if isinstance(each, TokenCounts):
                 counts.append(each)
-            elif isinstance(each, TextDelta):
-                choices[number][each.index].text += each.text
-                choices[number][each.index].logprobs += each.logprobs
-            elif isinstance(each, Ended):
-                choices[number][each.index].reason = each.reason
+            else:
+                choices[number][each.index].take(each)
+    with_logprobs = made.body.logprobs is not None
     written: list[JsonObject] = []
     for echo, best in zip(made.echoes, choices, strict=True):
         if len(best) > made.n:
-            best = sorted(best, key=lambda choice: -choice.score)[: made.n]
+            best = sorted(best, key=_mean_logprob, reverse=True)[: made.n]
         for choice in best:
-            logprobs = _Logprobs(echo).written(choice.logprobs) if made.with_logprobs else None
-            written.append(
-                {
-                    "index": len(written),
-                    "text": echo + choice.text,
-                    "logprobs": logprobs,
-                    "finish_reason": choice.reason,
-                }
-            )
-    return {**_head(made.model), "choices": written, "usage": _total(counts)}
+            logprobs = _Logprobs(echo).written(choice.logprobs) if with_logprobs else None
+            reply = {"index": len(written), "text": echo + choice.text, "logprobs": logprobs}
+            written.append({**reply, "finish_reason": choice.reason})
+    return {
+        **head("text_completion", "cmpl", made.body.model),
+        "choices": written,
+        "usage": _total(counts),
+    }
+
+
+def _mean_logprob(choice: WholeChoice) -> float:
+    return sum(t.logprob for t in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 def _total(counts: Sequence[TokenCounts]) -> JsonObject:
@@ -280,17 +261,17 @@ def _total(counts: Sequence[TokenCounts]) -> JsonObject:
     )
 
 
-async def _chunks(
-    served: ServedModel, made: _CompletionRequests, with_usage: bool
-) -> AsyncGenerator[bytes, None]:
+async def _chunks(served: ServedModel, made: _CompletionRequests) -> AsyncGenerator[bytes, None]:
     """Yield the encoded events of a stream."""
-    head = _head(made.model)
-    if with_usage:
-        head["usage"] = None
+    options = made.body.stream_options
+    with_usage = bool(options and options.include_usage)
+    start = head("text_completion", "cmpl", made.body.model) | (
+        {"usage": None} if with_usage else {}
+    )
 
     def chunk(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return event({**head, "choices": [choice]})
+        return event({**start, "choices": [choice]})
 
     counts: list[TokenCounts] = []
     begun: dict[int, _Logprobs] = {}
@@ -310,5 +291,5 @@ async def _chunks(
             elif isinstance(each, Ended):
                 yield chunk(index, "", None, each.reason)
     if with_usage:
-        yield event({**head, "choices": [], "usage": _total(counts)})
+        yield event({**start, "choices": [], "usage": _total(counts)})
     yield event("[DONE]")

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
-from afm_mlx.server.answer_events import TokenCounts
+from afm_mlx.server.answer_events import (
+    Ended,
+    GenerationRequest,
+    TextDelta,
+    TokenCounts,
+    ToolCallBegins,
+    ToolCallDelta,
+)
 from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_format, schema_format
 from afm_mlx.server.replies import JsonObject, bad_request
-from afm_mlx.server.request_fields import (
-    MAX_STOP,
-    MAX_STOPS,
-    ChatFormat,
-    ChatSchemaFormat,
-    JsonObjectFormat,
-    SampledRequest,
-    Stop,
-    StructuredOutputs,
-)
+from afm_mlx.server.request_fields import MAX_STOP, MAX_STOPS
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+
+Part = fields.TextPart | fields.InputTextPart | fields.OutputTextPart | fields.RefusalPart
+
+
+def text_of(content: str | Sequence[Part] | None) -> str:
+    """Join the texts and refusals of a message's parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(p.refusal if isinstance(p, fields.RefusalPart) else p.text for p in content)
 
 
 def limit(name: str, value: int | None) -> int | None:
@@ -49,57 +60,37 @@ def check_count(n: int | None, served: ServedModel, name: str = "n", prompts: in
     return n or 1
 
 
-class Sampling(TypedDict):
-    """The sampling arguments of a `GenerationRequest`."""
+def sampled_request(body: fields.SampledRequest, **inputs: Any) -> GenerationRequest:
+    """Make a request with the body's sampling and stop strings, and with `inputs`, its other fields.
 
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    seed: int | None
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    logit_bias: dict[int, float]
-    stop: list[str]
-
-
-def sampling_of(body: SampledRequest) -> Sampling:
-    """Read the fields about sampling and stop strings; raise `ApiError` for values that can't be honoured."""
-    return {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "min_p": body.min_p,
-        "seed": body.seed,
-        "frequency_penalty": body.frequency_penalty or 0.0,
-        "presence_penalty": body.presence_penalty or 0.0,
-        "repetition_penalty": body.repetition_penalty or 0.0,
-        "logit_bias": _biases(body.logit_bias),
-        "stop": _stops(body.stop),
-    }
-
-
-def _stops(stop: Stop) -> list[str]:
-    given = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if len(given) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP for text in given):
-        raise bad_request(
-            f"stop is {shown(stop)}; allowed are up to {MAX_STOPS} texts of 1 to {MAX_STOP} characters.",
-            "stop",
-        )
-    return given
-
-
-def _biases(logit_bias: Mapping[str, float] | None) -> dict[int, float]:
-    found = {}
-    for token, bias in (logit_bias or {}).items():
+    Raises:
+        ApiError: for values that can't be honoured.
+    """
+    for token in body.logit_bias or ():
         if not (token.isascii() and token.isdigit() and len(token) < 12):
             raise bad_request(
                 f"logit_bias has the token {shown(token)}; ids of tokens are needed, see /tokenize.",
                 "logit_bias",
             )
-        found[int(token)] = bias
-    return found
+    stop = [] if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
+    if len(stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP for text in stop):
+        raise bad_request(
+            f"stop is {shown(body.stop)}; allowed are up to {MAX_STOPS} texts of 1 to {MAX_STOP} characters.",
+            "stop",
+        )
+    return GenerationRequest(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 0.0,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        stop=stop,
+        **inputs,
+    )
 
 
 # -- answer formats
@@ -108,21 +99,19 @@ STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 """The kinds of `structured_outputs`."""
 
 
-async def format_of(body: SampledRequest, response_format: ChatFormat | None) -> AnswerFormat:
-    """Read what an answer must look like, from OpenAI's field and vLLM's fields.
-
-    Args:
-        body: the request.
-        response_format: OpenAI's field, which completions don't have.
+async def format_of(
+    body: fields.SampledRequest, response_format: fields.ChatFormat | None
+) -> AnswerFormat:
+    """Read what an answer must look like, from vLLM's fields or OpenAI's, which only chats have.
 
     Raises:
         ApiError: for a format that can't be honoured, or several formats.
     """
     make: Callable[[], AnswerFormat] | None = None
     param = "response_format"
-    if isinstance(response_format, JsonObjectFormat):
+    if isinstance(response_format, fields.JsonObjectFormat):
         make = json_object_format
-    elif isinstance(response_format, ChatSchemaFormat):
+    elif isinstance(response_format, fields.ChatSchemaFormat):
         param = "response_format.json_schema.schema"
         given = response_format.json_schema
         schema = given.schema if given.schema is not None else {"type": "object"}
@@ -144,7 +133,7 @@ async def format_of(body: SampledRequest, response_format: ChatFormat | None) ->
         raise bad_request(str(error), param, "invalid_schema") from error
 
 
-def _structured_outputs(body: SampledRequest) -> tuple[StructuredOutputs | None, str]:
+def _structured_outputs(body: fields.SampledRequest) -> tuple[fields.StructuredOutputs | None, str]:
     """Return vLLM's `structured_outputs`, or its older fields such as `guided_json` as one, and its name."""
     names = (name for name in body.__struct_fields__ if name.startswith("guided_"))
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
@@ -156,11 +145,11 @@ def _structured_outputs(body: SampledRequest) -> tuple[StructuredOutputs | None,
             "structured_outputs",
         )
     newer = {name.removeprefix("guided_"): value for name, value in given.items()}
-    return StructuredOutputs(**newer), next(iter(given))
+    return fields.StructuredOutputs(**newer), next(iter(given))
 
 
 def _structured_format(
-    given: StructuredOutputs, place: str
+    given: fields.StructuredOutputs, place: str
 ) -> tuple[Callable[[], AnswerFormat], str]:
     """Return a function that makes the format, and the format's place in the body."""
     names = [n for n in STRUCTURED if getattr(given, n) not in (None, False)]
@@ -191,6 +180,41 @@ def _structured_format(
 
 
 # -- responses
+
+
+def head(kind: str, prefix: str, model: str) -> JsonObject:
+    """Return the fields that replies and all events of a stream begin with; `prefix` is the id's."""
+    new_id = f"{prefix}-{uuid.uuid4().hex}"
+    return {"id": new_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def tool_call(begun: ToolCallBegins) -> JsonObject:
+    """Return a tool call as it is before its arguments."""
+    function = {"name": begun.name, "arguments": ""}
+    return {"id": begun.id, "type": "function", "function": function}
+
+
+@dataclass
+class WholeChoice:
+    """A choice of a reply that is not streamed, built from events."""
+
+    text: str = ""
+    calls: list[JsonObject] = field(default_factory=list)
+    logprobs: list[TokenLikelihood] = field(default_factory=list)
+    reason: str = ""
+
+    def take(self, event: TextDelta | ToolCallBegins | ToolCallDelta | Ended) -> None:
+        """Add what an event has."""
+        match event:
+            case TextDelta():
+                self.text += event.text
+                self.logprobs += event.logprobs
+            case ToolCallBegins():
+                self.calls.append(tool_call(event))
+            case ToolCallDelta():
+                self.calls[event.call]["function"]["arguments"] += event.arguments
+            case Ended():
+                self.reason = event.reason
 
 
 def chat_logprobs(tokens: Sequence[TokenLikelihood]) -> JsonObject:

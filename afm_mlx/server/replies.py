@@ -78,7 +78,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An error response: a status, and a message in OpenAI's or Anthropic's form.
+    """An error response in OpenAI's or Anthropic's form.
 
     Args:
         status: HTTP status.
@@ -86,8 +86,7 @@ class ApiError(Exception):
         param: the field that the error is about, such as `messages[0].content`.
         code: a word for programs, such as `model_not_found`.
         type: OpenAI's error type; by default the one for `status`.
-        retry_after: seconds after which the client should try again, for the Retry-After header; None for no
-            advice.
+        retry_after: seconds, for the Retry-After header; None for none.
         headers: further headers of the response.
     """
 
@@ -127,7 +126,7 @@ class ApiError(Exception):
         return {"error": {**fields, "code": self.code}}
 
     def anthropic(self) -> dict[str, object]:
-        """Return the body in Anthropic's form, which has no key for the field: the message begins with it."""
+        """Return the body in Anthropic's form; the field has no key there, so the message begins with it."""
         default = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(self.status, default)
         field = self.param or ""
@@ -183,15 +182,22 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 def event(data: object, name: str | None = None) -> bytes:
-    """Encode one server-sent event.
-
-    Args:
-        data: a value that is written as JSON, or a text that is written as it is.
-        name: the event's type, for APIs that have one.
-    """
+    """Encode one server-sent event of type `name`; a `data` that is a text is written as it is, not as JSON."""
     body = data.encode() if isinstance(data, str) else msgspec.json.encode(data)
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + body + b"\n\n"
+
+
+def named_event(data: JsonObject) -> bytes:
+    """Encode a server-sent event that has its own type as its name, too."""
+    return event(data, data["type"])
+
+
+async def drain(events: AsyncGenerator[bytes, None]) -> None:
+    """Take all events of a stream, and drop them."""
+    async with aclosing(events):
+        async for _ in events:
+            pass
 
 
 class ClientLeft(Exception):
@@ -199,15 +205,7 @@ class ClientLeft(Exception):
 
 
 async def while_connected(request: Request, answer: Coroutine[None, None, Result]) -> Result:
-    """Await `answer`, and cancel it if the client leaves.
-
-    Args:
-        request: the client's request, whose body was read.
-        answer: the work for the client.
-
-    Raises:
-        ClientLeft: if the client left before `answer` was done.
-    """
+    """Await the work for a request whose body was read; raise `ClientLeft` if the client leaves before."""
 
     async def client_left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -298,9 +296,7 @@ class EventStream(Response):
             await asyncio.sleep(seconds - idle)
 
     async def _send(self, send: Send, data: bytes) -> None:
-        """Send an event, before the first one the status; raise `ClientLeft` if the client doesn't read in
-        time.
-        """
+        """Send an event, before the first one the status; raise `ClientLeft` if it isn't read in time."""
         if self._sent_at is None:
             self._sent_at = time.monotonic()
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})

@@ -12,6 +12,8 @@ have are accepted; at the top of a request they are named, or refused if `known_
 | `MessageRequest`, `PromptRequest` | `/v1/messages`, and `/v1/messages/count_tokens` |
 """
 
+# ruff: noqa: RUF012  (the rules of a class are never changed)
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +22,16 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from afm_mlx.server.field_rules import EMPTY, Honoured, Ignored, Kinds, Refused, Rule, rules_of
+from afm_mlx.server.field_rules import (
+    EMPTY,
+    Fields,
+    Honoured,
+    Ignored,
+    Kinds,
+    Refused,
+    Rule,
+    rules_of,
+)
 
 MAX_STOPS, MAX_STOP = 16, 1000
 """Limits on the number of stop strings, and on the characters of one."""
@@ -73,17 +84,12 @@ CALLERS = Refused("the model calls tools itself", (["direct"], *EMPTY))
 OTHERS_TOOL = "a tool of another provider, which the model is not offered"
 
 
-class Fields(Struct, kw_only=True):
-    """An object of a request."""
-
-
 # -- chats and completions, as OpenAI has them
 
 
 class TextPart(Fields, tag_field="type", tag="text"):
     text: str
-    cache_control: Annotated[object, CACHE] = None
-    prompt_cache_breakpoint: Annotated[object, CACHE] = None
+    rules = {"cache_control prompt_cache_breakpoint": CACHE}
 
 
 class RefusalPart(Fields, tag_field="type", tag="refusal"):
@@ -91,9 +97,12 @@ class RefusalPart(Fields, tag_field="type", tag="refusal"):
 
 
 PART = Kinds("this model reads text only")
-ANSWER_PART = Kinds(
-    PART.text, ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}), why=ECHO.text
-)
+AnswerPart = Annotated[
+    TextPart | RefusalPart,
+    Kinds(
+        PART.text, ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}), why=ECHO.text
+    ),
+]
 Texts = str | Annotated[list[Annotated[TextPart, PART]], PARTS]
 
 
@@ -105,47 +114,45 @@ class CalledFunction(Fields):
 class ChatCall(Fields, tag_field="type", tag="function"):
     id: str
     function: CalledFunction
-    index: Annotated[object, ECHO] = None
+    rules = {"index": ECHO}
 
 
-class SystemMessage(Fields, tag_field="role", tag="system"):
+AnyCall = Annotated[ChatCall, Kinds("calls are of functions", default="function")]
+
+
+class TextMessage(Fields):
     content: Texts | None
-    name: Annotated[object, NO_NAMES] = None
+    rules = {"name": NO_NAMES}
 
 
-class DeveloperMessage(Fields, tag_field="role", tag="developer"):
-    content: Texts | None
-    name: Annotated[object, NO_NAMES] = None
+class SystemMessage(TextMessage, tag_field="role", tag="system"):
+    pass
 
 
-class UserMessage(Fields, tag_field="role", tag="user"):
-    content: Texts | None
-    name: Annotated[object, NO_NAMES] = None
+class DeveloperMessage(TextMessage, tag_field="role", tag="developer"):
+    pass
+
+
+class UserMessage(TextMessage, tag_field="role", tag="user"):
+    pass
 
 
 class AssistantMessage(Fields, tag_field="role", tag="assistant"):
-    content: str | Annotated[list[Annotated[TextPart | RefusalPart, ANSWER_PART]], PARTS] | None = (
-        None
-    )
-    tool_calls: (
-        Annotated[
-            list[Annotated[ChatCall, Kinds("calls are of functions", default="function")]], PARTS
-        ]
-        | None
-    ) = None
+    content: str | Annotated[list[AnswerPart], PARTS] | None = None
+    tool_calls: Annotated[list[AnyCall], PARTS] | None = None
     refusal: str | None = None
-    name: Annotated[object, NO_NAMES] = None
-    audio: Annotated[object, Refused("this model reads text only")] = None
-    function_call: Annotated[object, Refused("tool_calls took its place")] = None
-    annotations: Annotated[object, ECHO] = None
-    reasoning_content: Annotated[object, ECHO] = None
-    provider_specific_fields: Annotated[object, ECHO] = None
+    rules = {
+        "name": NO_NAMES,
+        "audio": Refused("this model reads text only"),
+        "function_call": Refused("tool_calls took its place"),
+        "annotations reasoning_content provider_specific_fields": ECHO,
+    }
 
 
 class ToolMessage(Fields, tag_field="role", tag="tool"):
     tool_call_id: str
     content: Texts | None = None
-    name: Annotated[object, OF_USE_TO_CLIENTS] = None
+    rules = {"name": OF_USE_TO_CLIENTS}
 
 
 ChatMessage = Annotated[
@@ -158,12 +165,12 @@ class Function(Fields):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[object, KEPT_TO] = None
+    rules = {"strict": KEPT_TO}
 
 
 class ChatFunctionTool(Fields, tag_field="type", tag="function"):
     function: Function
-    cache_control: Annotated[object, CACHE] = None
+    rules = {"cache_control": CACHE}
 
 
 OTHERS_TOOLS = Kinds(
@@ -198,14 +205,14 @@ CHOICES = "Allowed are auto, none, required, and a function of tools by its name
 
 class ChatStreamOptions(Fields):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[object, NOT_PADDED] = None
+    rules = {"include_obfuscation": NOT_PADDED}
 
 
 class JsonSchema(Fields):
     name: FormatName
     schema: dict[str, Any] | None = None
     description: str | None = None
-    strict: Annotated[object, KEPT_TO] = None
+    rules = {"strict": KEPT_TO}
 
 
 class TextFormat(Fields, tag_field="type", tag="text"):
@@ -236,7 +243,7 @@ class StructuredOutputs(Fields):
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    whitespace_pattern: Annotated[object, Refused("JSON is written in one way")] = None
+    rules = {"whitespace_pattern": Refused("JSON is written in one way")}
 
 
 OLDER = Honoured("the older names of `structured_outputs`", off=("", []))
@@ -246,114 +253,98 @@ PENALTY = Honoured("-2 to 2, for tokens that are in the answer")
 class SampledRequest(Fields):
     """The fields that chats and completions share."""
 
-    model: Annotated[str, MODEL]
-    stream: Annotated[bool | None, STREAM] = None
-    stream_options: Annotated[
-        ChatStreamOptions | None,
-        Honoured(
+    model: str
+    stream: bool | None = None
+    stream_options: ChatStreamOptions | None = None
+    n: Count | None = None
+    max_tokens: Limit | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Whole | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    stop: Stop = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    rules = {
+        "model": MODEL,
+        "stream": STREAM,
+        "stream_options": Honoured(
             "`include_usage` adds a last event with the counts, in chats also with `timings`: milliseconds "
             "until the first sampled token, and tokens per second after it",
             shapes_answers=False,
         ),
-    ] = None
-    n: Annotated[
-        Count | None,
-        Honoured(
-            "number of answers for each prompt; the first has `seed`, from which the other seeds are derived"
-        ),
-    ] = None
-    max_tokens: Annotated[Limit | None, LIMIT] = None
-    temperature: Annotated[Temperature | None, SAMPLING] = None
-    top_p: Annotated[Share | None, SAMPLING] = None
-    top_k: Annotated[Whole | None, TOP_K] = None
-    min_p: Annotated[Share | None, SAMPLING] = None
-    seed: Annotated[Seed | None, SEED] = None
-    stop: Annotated[
-        Stop,
-        Honoured(
+        "n": "number of answers for each prompt; the first has `seed`, from which the other seeds are derived",
+        "max_tokens": LIMIT,
+        "temperature top_p min_p": SAMPLING,
+        "top_k": TOP_K,
+        "seed": SEED,
+        "stop": Honoured(
             "up to 16 strings that end the answer and are not part of it; found across tokens, too",
             off=("",),
         ),
-    ] = None
-    frequency_penalty: Annotated[Penalty | None, PENALTY] = None
-    presence_penalty: Annotated[Penalty | None, PENALTY] = None
-    repetition_penalty: Annotated[
-        RepetitionPenalty | None,
-        Honoured("above 0 to 10, for tokens that are in the prompt or the answer"),
-    ] = None
-    logit_bias: Annotated[
-        Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None,
-        Honoured("-100 to 100, added to the logits of token ids"),
-    ] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None,
-        Honoured(
+        "frequency_penalty presence_penalty": PENALTY,
+        "repetition_penalty": "above 0 to 10, for tokens that are in the prompt or the answer",
+        "logit_bias": "-100 to 100, added to the logits of token ids",
+        "structured_outputs": Honoured(
             "vLLM's: one of `json`, `regex`, `choice`, `grammar` (Lark, or GBNF with `::=`), `json_object`",
             off=({},),
         ),
-    ] = None
-    guided_json: Annotated[dict[str, Any] | str | None, OLDER] = None
-    guided_regex: Annotated[str | None, OLDER] = None
-    guided_choice: Annotated[Choices | None, OLDER] = None
-    guided_grammar: Annotated[str | None, OLDER] = None
-    user: Annotated[object, WHO] = None
-    safety_identifier: Annotated[object, WHO] = None
-    prompt_cache_key: Annotated[object, CACHE_MARK] = None
-    prompt_cache_options: Annotated[object, CACHE] = None
-    prompt_cache_retention: Annotated[object, Ignored(CACHE.text, ("in_memory", *EMPTY))] = None
-    metadata: Annotated[object, Ignored("nothing is stored")] = None
-    store: Annotated[object, Ignored("nothing is stored")] = None
-    service_tier: Annotated[object, ALIKE] = None
+        "guided_json guided_regex guided_choice guided_grammar": OLDER,
+        "user safety_identifier": WHO,
+        "prompt_cache_key": CACHE_MARK,
+        "prompt_cache_options": CACHE,
+        "prompt_cache_retention": Ignored(CACHE.text, ("in_memory", *EMPTY)),
+        "metadata store": Ignored("nothing is stored"),
+        "service_tier": ALIKE,
+    }
 
 
 class ChatRequest(SampledRequest, kw_only=True):
-    messages: Annotated[
-        Annotated[list[ChatMessage], SOME_MESSAGES],
-        Honoured(
-            "roles `system`, `developer`, `user`, `assistant`, `tool`; content as text or parts of type "
-            "`text`. Instructions after other messages become a part of the user's turn there. An answer "
-            "at the end is continued"
+    messages: Annotated[list[ChatMessage], SOME_MESSAGES]
+    max_completion_tokens: Limit | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    response_format: ChatFormat | None = None
+    tools: Annotated[list[ChatTool], TOOLS] | None = None
+    tool_choice: ChatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    rules = {
+        "messages": "roles `system`, `developer`, `user`, `assistant`, `tool`; content as text or parts of "
+        "type `text`. Instructions after other messages become a part of the user's turn there. An answer at "
+        "the end is continued",
+        "max_completion_tokens": LIMIT,
+        "logprobs": Honoured(
+            "log-probabilities, in streams too; up to 20 most likely tokens", off=(0,)
         ),
-    ]
-    max_completion_tokens: Annotated[Limit | None, LIMIT] = None
-    logprobs: Annotated[
-        bool | None,
-        Honoured("log-probabilities, in streams too; up to 20 most likely tokens", off=(0,)),
-    ] = None
-    top_logprobs: Annotated[
-        TopLogprobs | None,
-        Honoured("log-probabilities, in streams too; up to 20 most likely tokens"),
-    ] = None
-    response_format: Annotated[
-        ChatFormat | None,
-        Honoured(
-            "`text`, `json_object`, `json_schema`: answers always follow the schema; one that "
-            "can't be enforced is refused",
+        "top_logprobs": "log-probabilities, in streams too; up to 20 most likely tokens",
+        "response_format": Honoured(
+            "`text`, `json_object`, `json_schema`: answers always follow the schema; one that can't be "
+            "enforced is refused",
             off=({},),
         ),
-    ] = None
-    tools: Annotated[
-        Annotated[list[ChatTool], TOOLS] | None,
-        Honoured(
-            "functions; arguments always follow their schema, and are streamed while they are generated"
+        "tools": "functions; arguments always follow their schema, and are streamed while they are generated",
+        "tool_choice": Honoured(
+            "`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES, ("", {})
         ),
-    ] = None
-    tool_choice: Annotated[
-        ChatToolChoice | None,
-        Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES, ("", {})),
-    ] = None
-    parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
-    audio: Annotated[object, Refused(TEXT_ONLY)] = None
-    modalities: Annotated[object, Refused(TEXT_ONLY, (["text"], *EMPTY))] = None
-    functions: Annotated[object, Refused("tools and tool_choice took its place")] = None
-    function_call: Annotated[
-        object, Refused("tools and tool_choice took its place", ("none", *EMPTY))
-    ] = None
-    moderation: Annotated[object, Refused("there is no moderation")] = None
-    prediction: Annotated[object, Ignored("outputs are not predicted by requests")] = None
-    reasoning_effort: Annotated[object, NO_THOUGHTS] = None
-    verbosity: Annotated[object, LENGTH] = None
-    web_search_options: Annotated[object, Ignored(OTHERS_TOOL, ())] = None
+        "parallel_tool_calls": PARALLEL,
+        "audio": Refused(TEXT_ONLY),
+        "modalities": Refused(TEXT_ONLY, (["text"], *EMPTY)),
+        "functions": Refused("tools and tool_choice took its place"),
+        "function_call": Refused("tools and tool_choice took its place", ("none", *EMPTY)),
+        "moderation": Refused("there is no moderation"),
+        "prediction": Ignored("outputs are not predicted by requests"),
+        "reasoning_effort": NO_THOUGHTS,
+        "verbosity": LENGTH,
+        "web_search_options": Ignored(OTHERS_TOOL, ()),
+    }
 
 
 TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKENS)]
@@ -364,27 +355,21 @@ PROMPTS = Honoured(
 
 
 class CompletionRequest(SampledRequest, kw_only=True):
-    prompt: Annotated[
-        str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)], PROMPTS
-    ]
-    best_of: Annotated[
-        Count | None,
-        Honoured(
-            "generates this many answers, and returns the `n` with the highest mean log-probability; not in "
-            "streams"
-        ),
-    ] = None
-    echo: Annotated[
-        bool | None, Honoured("the prompt comes before the answer; not with `logprobs`")
-    ] = None
-    logprobs: Annotated[
-        TopLogprobs | None,
-        Honoured(
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)]
+    best_of: Count | None = None
+    echo: bool | None = None
+    logprobs: TopLogprobs | None = None
+    rules = {
+        "prompt": PROMPTS,
+        "best_of": "generates this many answers, and returns the `n` with the highest mean log-probability; "
+        "not in streams",
+        "echo": "the prompt comes before the answer; not with `logprobs`",
+        "logprobs": Honoured(
             "log-probabilities of this many most likely tokens, up to 20; in streams too",
             off=(False,),
         ),
-    ] = None
-    suffix: Annotated[object, Refused("this model continues texts, and does not fill gaps")] = None
+        "suffix": Refused("this model continues texts, and does not fill gaps"),
+    }
 
 
 # -- responses, OpenAI's newer API
@@ -392,14 +377,12 @@ class CompletionRequest(SampledRequest, kw_only=True):
 
 class InputTextPart(Fields, tag_field="type", tag="input_text"):
     text: str
-    prompt_cache_breakpoint: Annotated[object, CACHE_MARK] = None
-    cache_control: Annotated[object, CACHE] = None
+    rules = {"prompt_cache_breakpoint": CACHE_MARK, "cache_control": CACHE}
 
 
 class OutputTextPart(Fields, tag_field="type", tag="output_text"):
     text: str
-    annotations: Annotated[object, ECHO] = None
-    logprobs: Annotated[object, OF_USE_TO_CLIENTS] = None
+    rules = {"annotations": ECHO, "logprobs": OF_USE_TO_CLIENTS}
 
 
 ItemTexts = (
@@ -412,38 +395,23 @@ class MessageItem(Fields, tag_field="type", tag="message"):
 
     role: Literal["user", "assistant", "system", "developer"]
     content: ItemTexts | None
-    id: Annotated[object, OF_USE_TO_CLIENTS] = None
-    status: Annotated[object, OF_USE_TO_CLIENTS] = None
-    phase: Annotated[object, ECHO] = None
+    rules = {"id status": OF_USE_TO_CLIENTS, "phase": ECHO}
 
 
 class CallItem(Fields, tag_field="type", tag="function_call"):
-    """A tool call of the model."""
-
     call_id: str
     name: str
     arguments: str | None
-    id: Annotated[object, OF_USE_TO_CLIENTS] = None
-    status: Annotated[object, OF_USE_TO_CLIENTS] = None
-    caller: Annotated[object, ECHO] = None
-    namespace: Annotated[object, ECHO] = None
+    rules = {"id status": OF_USE_TO_CLIENTS, "caller namespace": ECHO}
 
 
 class ResultItem(Fields, tag_field="type", tag="function_call_output"):
-    """The result of a tool call."""
-
     call_id: str
     output: ItemTexts | None = None
-    id: Annotated[object, OF_USE_TO_CLIENTS] = None
-    name: Annotated[object, OF_USE_TO_CLIENTS] = None
-    status: Annotated[object, OF_USE_TO_CLIENTS] = None
-    caller: Annotated[object, ECHO] = None
-    namespace: Annotated[object, ECHO] = None
+    rules = {"id name status": OF_USE_TO_CLIENTS, "caller namespace": ECHO}
 
 
 class ReferenceItem(Fields, tag_field="type", tag="item_reference"):
-    """A reference to an item of a kept response."""
-
     id: str
 
 
@@ -459,15 +427,19 @@ InputItem = Annotated[
 
 
 class ResponseFunctionTool(Fields, tag_field="type", tag="function"):
-    """A tool that the client runs."""
-
     name: ToolName
     parameters: dict[str, Any] | None = None
     description: str | None = None
-    strict: Annotated[object, KEPT_TO] = None
-    defer_loading: Annotated[object, ALL_SHOWN] = None
-    allowed_callers: Annotated[object, CALLERS] = None
-    cache_control: Annotated[object, CACHE] = None
+    strict: None = None  # the response repeats the tool with all its fields
+    defer_loading: None = None
+    allowed_callers: None = None
+    cache_control: None = None
+    rules = {
+        "strict": KEPT_TO,
+        "defer_loading": ALL_SHOWN,
+        "allowed_callers": CALLERS,
+        "cache_control": CACHE,
+    }
 
 
 ResponseTool = Annotated[ResponseFunctionTool, OTHERS_TOOLS]
@@ -493,13 +465,11 @@ ResponseToolChoice = (
 
 
 class Reasoning(Fields):
-    effort: Annotated[object, NO_THOUGHTS] = None
-    summary: Annotated[object, NO_THOUGHTS] = None
-    generate_summary: Annotated[object, NO_THOUGHTS] = None
+    rules = {"effort summary generate_summary": NO_THOUGHTS}
 
 
 class ResponseStreamOptions(Fields):
-    include_obfuscation: Annotated[object, NOT_PADDED] = None
+    rules = {"include_obfuscation": NOT_PADDED}
 
 
 class ResponseSchemaFormat(Fields, tag_field="type", tag="json_schema"):
@@ -508,7 +478,8 @@ class ResponseSchemaFormat(Fields, tag_field="type", tag="json_schema"):
     name: FormatName
     schema: dict[str, Any]
     description: str | None = None
-    strict: Annotated[object, KEPT_TO] = None
+    strict: None = None  # the response repeats the format with all its fields
+    rules = {"strict": KEPT_TO}
 
 
 ResponseFormat = Annotated[
@@ -518,47 +489,41 @@ ResponseFormat = Annotated[
 
 class TextOptions(Fields):
     format: ResponseFormat | None = None
-    verbosity: Annotated[object, LENGTH] = None
+    rules = {"verbosity": LENGTH}
 
 
 class InputRequest(Fields):
     """The fields that make a prompt, also the body of `/v1/responses/input_tokens`."""
 
-    model: Annotated[str, MODEL]
-    input: Annotated[
-        str | Annotated[list[InputItem], MESSAGES] | None,
-        Honoured(
-            "a text, or items: messages (`input_text`, `output_text`, `refusal`), `function_call`, "
-            "`function_call_output`, `item_reference` to an item of a kept response. Messages of the "
-            "roles `system` and `developer` that come first are instructions; later ones become a part of "
-            "the user's turn there"
+    model: str
+    input: str | Annotated[list[InputItem], MESSAGES] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponseTool], TOOLS] | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    rules = {
+        "model": MODEL,
+        "input": "a text, or items: messages (`input_text`, `output_text`, `refusal`), `function_call`, "
+        "`function_call_output`, `item_reference` to an item of a kept response. Messages of the roles "
+        "`system` and `developer` that come first are instructions; later ones become a part of the user's "
+        "turn there",
+        "instructions": Honoured("come before all other instructions", off=("",)),
+        "previous_response_id": Honoured(
+            "continues a kept response; its `instructions` are not carried over", off=("",)
         ),
-    ] = None
-    instructions: Annotated[
-        str | None, Honoured("come before all other instructions", off=("",))
-    ] = None
-    previous_response_id: Annotated[
-        str | None,
-        Honoured("continues a kept response; its `instructions` are not carried over", off=("",)),
-    ] = None
-    text: Annotated[
-        TextOptions | None,
-        Honoured("`format`: `text`, `json_object`, `json_schema`; answers always follow it"),
-    ] = None
-    tools: Annotated[
-        Annotated[list[ResponseTool], TOOLS] | None,
-        Honoured("functions; arguments always follow their schema"),
-    ] = None
-    tool_choice: Annotated[
-        ResponseToolChoice | None,
-        Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES, ("", {})),
-    ] = None
-    parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
-    conversation: Annotated[
-        object, Refused("conversations are continued by previous_response_id")
-    ] = None
-    reasoning: Annotated[Reasoning | None, Honoured(shapes_answers=False)] = None
-    truncation: Annotated[object, NEVER_SHORTENED] = None
+        "text": "`format`: `text`, `json_object`, `json_schema`; answers always follow it",
+        "tools": "functions; arguments always follow their schema",
+        "tool_choice": Honoured(
+            "`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES, ("", {})
+        ),
+        "parallel_tool_calls": PARALLEL,
+        "reasoning": Honoured(shapes_answers=False),
+        "conversation": Refused("conversations are continued by previous_response_id"),
+        "truncation": NEVER_SHORTENED,
+    }
 
 
 Metadata = Annotated[
@@ -569,59 +534,49 @@ GIVEN_BACK = Honoured("returned in the response; no other effect", shapes_answer
 
 
 class ResponseRequest(InputRequest, kw_only=True):
-    stream: Annotated[bool | None, STREAM] = None
-    temperature: Annotated[Temperature | None, SAMPLING] = None
-    top_p: Annotated[Share | None, SAMPLING] = None
-    max_output_tokens: Annotated[
-        Limit | None,
-        Honoured(
-            "maximum number of new tokens; -1 for as many as the context holds. An answer that is cut off is "
-            "`incomplete`"
-        ),
-    ] = None
-    include: Annotated[
-        Annotated[list[str], PARTS] | None,
-        Honoured(
-            "`message.output_text.logprobs` requests log-probabilities, of up to 20 most likely tokens. "
-            "Other names are accepted, for items that no answer here has",
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    max_output_tokens: Limit | None = None
+    include: Annotated[list[str], PARTS] | None = None
+    top_logprobs: TopLogprobs | None = None
+    store: bool | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    stream_options: ResponseStreamOptions | None = None
+    rules = {
+        "stream": STREAM,
+        "temperature top_p": SAMPLING,
+        "max_output_tokens": "maximum number of new tokens; -1 for as many as the context holds. An answer "
+        "that is cut off is `incomplete`",
+        "include": Honoured(
+            "`message.output_text.logprobs` requests log-probabilities, of up to 20 most likely tokens. Other "
+            "names are accepted, for items that no answer here has",
             shapes_answers=False,
         ),
-    ] = None
-    top_logprobs: Annotated[
-        TopLogprobs | None,
-        Honoured(
-            "number of most likely tokens in the log-probabilities that `include` requests, up to 20"
-        ),
-    ] = None
-    store: Annotated[
-        bool | None,
-        Honoured(
-            "keeps the response; true by default. Kept responses are in memory until the server "
-            "stops, and only the client (key) that made one can read it",
+        "top_logprobs": "number of most likely tokens in the log-probabilities that `include` requests, up to "
+        "20",
+        "store": Honoured(
+            "keeps the response; true by default. Kept responses are in memory until the server stops, and "
+            "only the client (key) that made one can read it",
             shapes_answers=False,
         ),
-    ] = None
-    metadata: Annotated[Metadata | None, GIVEN_BACK] = None
-    user: Annotated[str | None, GIVEN_BACK] = None
-    safety_identifier: Annotated[str | None, GIVEN_BACK] = None
-    prompt_cache_key: Annotated[str | None, GIVEN_BACK] = None
-    stream_options: Annotated[ResponseStreamOptions | None, Honoured(shapes_answers=False)] = None
-    background: Annotated[object, Refused("an answer is made while its client waits")] = None
-    background_options: Annotated[object, Refused("an answer is made while its client waits")] = (
-        None
-    )
-    access_programs: Annotated[object, Refused("this server has no such programs")] = None
-    image: Annotated[object, Refused(TEXT_ONLY)] = None
-    moderation: Annotated[object, Refused("there is no moderation")] = None
-    prompt: Annotated[object, Refused("there are no stored prompts; send the text as input")] = None
-    client_metadata: Annotated[object, WHO_ELSE] = None
-    context_management: Annotated[object, NEVER_SHORTENED] = None
-    max_tool_calls: Annotated[
-        object, Ignored("it counts calls of built-in tools, of which there are none")
-    ] = None
-    prompt_cache_options: Annotated[object, CACHE] = None
-    prompt_cache_retention: Annotated[object, Ignored(CACHE.text, ("in_memory", *EMPTY))] = None
-    service_tier: Annotated[object, ALIKE] = None
+        "metadata user safety_identifier prompt_cache_key": GIVEN_BACK,
+        "stream_options": Honoured(shapes_answers=False),
+        "background background_options": Refused("an answer is made while its client waits"),
+        "access_programs": Refused("this server has no such programs"),
+        "image": Refused(TEXT_ONLY),
+        "moderation": Refused("there is no moderation"),
+        "prompt": Refused("there are no stored prompts; send the text as input"),
+        "client_metadata": WHO_ELSE,
+        "context_management": NEVER_SHORTENED,
+        "max_tool_calls": Ignored("it counts calls of built-in tools, of which there are none"),
+        "prompt_cache_options": CACHE,
+        "prompt_cache_retention": Ignored(CACHE.text, ("in_memory", *EMPTY)),
+        "service_tier": ALIKE,
+    }
 
 
 # -- messages, Anthropic's API
@@ -629,41 +584,34 @@ class ResponseRequest(InputRequest, kw_only=True):
 
 class ClaudeText(Fields, tag_field="type", tag="text"):
     text: str
-    cache_control: Annotated[object, CACHE_MARK] = None
-    citations: Annotated[object, ECHO] = None
+    rules = {"cache_control": CACHE_MARK, "citations": ECHO}
 
 
 class ToolUseBlock(Fields, tag_field="type", tag="tool_use"):
-    """A tool call of the model."""
-
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: Annotated[object, CACHE_MARK] = None
-    caller: Annotated[object, OF_USE_TO_CLIENTS] = None
-    toolset_name: Annotated[object, ECHO] = None
+    rules = {"cache_control": CACHE_MARK, "caller": OF_USE_TO_CLIENTS, "toolset_name": ECHO}
 
 
 RESULT_PART = Kinds(PART.text, ignored=frozenset({"tool_reference"}), why=ALL_SHOWN.text)
 
 
 class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
-    """The result of a tool call."""
-
     tool_use_id: str
     content: str | Annotated[list[Annotated[ClaudeText, RESULT_PART]], PARTS] | None = None
     is_error: bool | None = None
-    cache_control: Annotated[object, CACHE_MARK] = None
-    toolset_name: Annotated[object, ECHO] = None
+    rules = {"cache_control": CACHE_MARK, "toolset_name": ECHO}
 
 
 READS_TEXT = "the model reads text only, calls of tools and their results"
 
 
+UserBlock = Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]
+
+
 class ClaudeUser(Fields, tag_field="role", tag="user"):
-    content: (
-        str | Annotated[list[Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]], PARTS]
-    )
+    content: str | Annotated[list[UserBlock], PARTS]
 
 
 CLAUDE_ECHOES = frozenset(
@@ -677,23 +625,20 @@ CLAUDE_ECHOES = frozenset(
 """Blocks of other models' answers: thoughts, calls of the provider's tools, and their results."""
 
 
+AnswerBlock = Annotated[
+    ClaudeText | ToolUseBlock, Kinds(READS_TEXT, ignored=CLAUDE_ECHOES, why=ECHO.text)
+]
+
+
 class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
-    content: (
-        str
-        | Annotated[
-            list[
-                Annotated[
-                    ClaudeText | ToolUseBlock,
-                    Kinds(READS_TEXT, ignored=CLAUDE_ECHOES, why=ECHO.text),
-                ]
-            ],
-            PARTS,
-        ]
-    )
+    content: str | Annotated[list[AnswerBlock], PARTS]
+
+
+ClaudeTexts = str | Annotated[list[Annotated[ClaudeText, PART]], PARTS]
 
 
 class ClaudeSystem(Fields, tag_field="role", tag="system"):
-    content: str | Annotated[list[Annotated[ClaudeText, PART]], PARTS]
+    content: ClaudeTexts
 
 
 ClaudeMessage = Annotated[
@@ -705,40 +650,49 @@ EAGER = Ignored("calls are always streamed as they come", is_named=False, if_str
 
 
 class ClaudeTool(Fields, tag_field="type", tag="custom"):
-    """A tool that the client runs."""
-
     name: ClaudeToolName
     input_schema: dict[str, Any]
     description: str | None = None
-    strict: Annotated[object, KEPT_TO] = None
-    cache_control: Annotated[object, CACHE_MARK] = None
-    eager_input_streaming: Annotated[object, EAGER] = None
-    defer_loading: Annotated[object, ALL_SHOWN] = None
-    input_examples: Annotated[object, Ignored("the model isn't shown any")] = None
-    allowed_callers: Annotated[object, CALLERS] = None
+    rules = {
+        "strict": KEPT_TO,
+        "cache_control": CACHE_MARK,
+        "eager_input_streaming": EAGER,
+        "defer_loading": ALL_SHOWN,
+        "input_examples": Ignored("the model isn't shown any"),
+        "allowed_callers": CALLERS,
+    }
 
 
-class AutoChoice(Fields, tag_field="type", tag="auto"):
+AnyClaudeTool = Annotated[
+    ClaudeTool, Kinds(OTHERS_TOOLS.text, default="custom", ignored=None, why=OTHERS_TOOL)
+]
+
+
+class MayCall(Fields):
+    disable_parallel_tool_use: bool | None = None
+
+
+class AutoChoice(MayCall, tag_field="type", tag="auto"):
     """`tool_choice`: text, calls, or both."""
 
-    disable_parallel_tool_use: bool | None = None
 
-
-class AnyChoice(Fields, tag_field="type", tag="any"):
+class AnyChoice(MayCall, tag_field="type", tag="any"):
     """`tool_choice`: calls only."""
 
-    disable_parallel_tool_use: bool | None = None
 
-
-class ToolChoice(Fields, tag_field="type", tag="tool"):
+class ToolChoice(MayCall, kw_only=True, tag_field="type", tag="tool"):
     """`tool_choice`: exactly one call of this tool."""
 
     name: str
-    disable_parallel_tool_use: bool | None = None
 
 
 class NoChoice(Fields, tag_field="type", tag="none"):
     """`tool_choice`: text only."""
+
+
+ClaudeToolChoice = Annotated[
+    AutoChoice | AnyChoice | ToolChoice | NoChoice, Kinds("there are no other choices")
+]
 
 
 class SchemaFormat(Fields, tag_field="type", tag="json_schema"):
@@ -752,7 +706,7 @@ ClaudeFormat = Annotated[SchemaFormat, Kinds("answers have no other formats")]
 
 class OutputConfig(Fields):
     format: ClaudeFormat | None = None
-    effort: Annotated[object, NO_THOUGHTS] = None
+    rules = {"effort": NO_THOUGHTS}
 
 
 FORMAT = Honoured(
@@ -763,54 +717,33 @@ FORMAT = Honoured(
 class PromptRequest(Fields):
     """The fields that make a prompt, also the body of `/v1/messages/count_tokens`."""
 
-    model: Annotated[str, MODEL]
-    messages: Annotated[
-        Annotated[list[ClaudeMessage], SOME_MESSAGES],
-        Honoured(
-            "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; texts next to "
-            "results follow them. A failed tool's result (`is_error`) is shown as JSON, "
-            '`{"error": ...}`. Messages of the role `system` that come first are instructions; later ones '
-            "become a part of the user's turn there. An answer at the end is continued"
-        ),
-    ]
-    system: Annotated[
-        str | Annotated[list[Annotated[ClaudeText, PART]], PARTS] | None,
-        Honoured("instructions; blocks are paragraphs"),
-    ] = None
-    tools: Annotated[
-        Annotated[
-            list[
-                Annotated[
-                    ClaudeTool,
-                    Kinds(OTHERS_TOOLS.text, default="custom", ignored=None, why=OTHERS_TOOL),
-                ]
-            ],
-            TOOLS,
-        ]
-        | None,
-        Honoured("tools that the client runs; their input follows `input_schema`"),
-    ] = None
-    tool_choice: Annotated[
-        Annotated[
-            AutoChoice | AnyChoice | ToolChoice | NoChoice, Kinds("there are no other choices")
-        ]
-        | None,
-        Honoured("`auto`, `any`, `none`, one by its name; `disable_parallel_tool_use`"),
-    ] = None
-    output_config: Annotated[OutputConfig | None, FORMAT] = None
-    output_format: Annotated[ClaudeFormat | None, FORMAT] = None
-    cache_control: Annotated[object, CACHE_MARK] = None
-    thinking: Annotated[object, Ignored(NO_THOUGHTS.text, ({"type": "disabled"}, *EMPTY))] = None
-    context_management: Annotated[object, NEVER_SHORTENED] = None
-    mcp_servers: Annotated[object, Ignored(OTHERS_TOOL)] = None
-    compaction: Annotated[object, Refused("conversations are not summarized here")] = None
-    thread: Annotated[object, Refused("conversations are not kept; send all messages")] = None
-    billing_policy: Annotated[object, WHO_ELSE] = None
-    fallback_credit_token: Annotated[object, WHO_ELSE] = None
-    fallbacks: Annotated[object, Ignored("no other model answers in this one's place")] = None
-    speed: Annotated[object, ALIKE] = None
-    user_profile_id: Annotated[object, WHO_ELSE] = None
-    workspace_id: Annotated[object, WHO_ELSE] = None
+    model: str
+    messages: Annotated[list[ClaudeMessage], SOME_MESSAGES]
+    system: ClaudeTexts | None = None
+    tools: Annotated[list[AnyClaudeTool], TOOLS] | None = None
+    tool_choice: ClaudeToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: ClaudeFormat | None = None
+    rules = {
+        "model": MODEL,
+        "messages": "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; texts "
+        'next to results follow them. A failed tool\'s result (`is_error`) is shown as JSON, `{"error": ...}`. '
+        "Messages of the role `system` that come first are instructions; later ones become a part of the "
+        "user's turn there. An answer at the end is continued",
+        "system": "instructions; blocks are paragraphs",
+        "tools": "tools that the client runs; their input follows `input_schema`",
+        "tool_choice": "`auto`, `any`, `none`, one by its name; `disable_parallel_tool_use`",
+        "output_config output_format": FORMAT,
+        "cache_control": CACHE_MARK,
+        "thinking": Ignored(NO_THOUGHTS.text, ({"type": "disabled"}, *EMPTY)),
+        "context_management": NEVER_SHORTENED,
+        "mcp_servers": Ignored(OTHERS_TOOL),
+        "compaction": Refused("conversations are not summarized here"),
+        "thread": Refused("conversations are not kept; send all messages"),
+        "billing_policy fallback_credit_token user_profile_id workspace_id": WHO_ELSE,
+        "fallbacks": Ignored("no other model answers in this one's place"),
+        "speed": ALIKE,
+    }
 
 
 CLAUDE_SAMPLING = Honoured(
@@ -818,25 +751,28 @@ CLAUDE_SAMPLING = Honoured(
 )
 
 
+StopSequence = Annotated[str, Meta(min_length=1, max_length=MAX_STOP)]
+
+
 class MessageRequest(PromptRequest, kw_only=True):
-    max_tokens: Annotated[Count, Honoured("maximum number of new tokens; required")]
-    stream: Annotated[bool | None, STREAM] = None
-    stop_sequences: Annotated[
-        Annotated[
-            list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP)]],
-            Meta(max_length=MAX_STOPS),
-        ]
-        | None,
-        Honoured("up to 16 texts"),
-    ] = None
-    temperature: Annotated[Share | None, CLAUDE_SAMPLING] = None
-    top_p: Annotated[Share | None, CLAUDE_SAMPLING] = None
-    top_k: Annotated[Whole | None, TOP_K] = None
-    metadata: Annotated[object, WHO] = None
-    container: Annotated[object, Ignored(OTHERS_TOOL)] = None
-    diagnostics: Annotated[object, WHO_ELSE] = None
-    inference_geo: Annotated[object, Ignored("answers are made on this machine")] = None
-    service_tier: Annotated[object, Ignored(ALIKE.text, ("auto", "standard_only", *EMPTY))] = None
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopSequence], Meta(max_length=MAX_STOPS)] | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: Whole | None = None
+    rules = {
+        "max_tokens": "maximum number of new tokens; required",
+        "stream": STREAM,
+        "stop_sequences": "up to 16 texts",
+        "temperature top_p": CLAUDE_SAMPLING,
+        "top_k": TOP_K,
+        "metadata": WHO,
+        "container": Ignored(OTHERS_TOOL),
+        "diagnostics": WHO_ELSE,
+        "inference_geo": Ignored("answers are made on this machine"),
+        "service_tier": Ignored(ALIKE.text, ("auto", "standard_only", *EMPTY)),
+    }
 
 
 # -- fields that no struct has
@@ -851,28 +787,19 @@ REQUESTS: tuple[type[Fields], ...] = (
 
 OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
-    "allowed_token_ids": EMPTY,
-    "bad_words": EMPTY,
-    "chat_template": EMPTY,
-    "continue_final_message": EMPTY,
-    "documents": EMPTY,
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "chat_template"), EMPTY),
+    **dict.fromkeys(("continue_final_message", "documents"), EMPTY),
     "dry_multiplier": (0, 0.0),
-    "format": EMPTY,
-    "grammar": EMPTY,
-    "ignore_eos": EMPTY,
-    "json_schema": EMPTY,
+    **dict.fromkeys(("format", "grammar", "ignore_eos", "json_schema"), EMPTY),
     "length_penalty": (1, 1.0),
     "max_new_tokens": (-1,),
     "min_tokens": (0,),
     "mirostat": (0,),
     "n_predict": (-1,),
     "no_repeat_ngram_size": (0,),
-    "options": EMPTY,
-    "prompt_logprobs": EMPTY,
+    **dict.fromkeys(("options", "prompt_logprobs"), EMPTY),
     "repeat_penalty": (1, 1.0),
-    "stop_token_ids": EMPTY,
-    "structural_tag": EMPTY,
-    "template": EMPTY,
+    **dict.fromkeys(("stop_token_ids", "structural_tag", "template"), EMPTY),
     "truncate_prompt_tokens": (-1,),
     "typical_p": (1, 1.0),
     "use_beam_search": EMPTY,

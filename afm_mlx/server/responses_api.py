@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -13,8 +15,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
-from afm_mlx.server.answer_events import GenerationRequest, TokenCounts, answer_events
+from afm_mlx.server.answer_events import (
+    Ended,
+    Event,
+    GenerationRequest,
+    TextDelta,
+    TokenCounts,
+    ToolCallBegins,
+    ToolCallDelta,
+    encoded_events,
+)
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.chat_inputs import (
     FREE_TEXT,
@@ -28,33 +40,20 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
     schema_format,
 )
-from afm_mlx.server.openai_fields import limit
+from afm_mlx.server.openai_fields import limit, text_of
 from afm_mlx.server.replies import (
     ApiError,
     EventStream,
     JsonObject,
     api_error,
     bad_request,
-    event,
+    drain,
     json_response,
+    named_event,
     while_connected,
 )
-from afm_mlx.server.request_fields import (
-    CallItem,
-    ChosenTool,
-    InputItem,
-    InputRequest,
-    ItemTexts,
-    JsonObjectFormat,
-    ReferenceItem,
-    RefusalPart,
-    ResponseAllowedTools,
-    ResponseRequest,
-    ResponseSchemaFormat,
-    ResultItem,
-)
-from afm_mlx.server.response_stream import ResponseStream, answer_message, input_items, new_response
-from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+from afm_mlx.server.server_options import ServerOptions
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -75,17 +74,11 @@ INCLUDABLE = (
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """A response that later requests can read and continue.
-
-    Args:
-        body: the response as it was sent.
-        messages: the conversation with the answer, without the request's instructions.
-        items: mapping from item id to the answer's item in the form of requests.
-    """
+    """A response that later requests can read and continue."""
 
     body: bytes
-    messages: Sequence[Message]
-    items: Mapping[str, InputItem] = field(default_factory=dict)
+    messages: Sequence[Message]  # with the answer, without the request's instructions
+    items: Mapping[str, fields.InputItem] = field(default_factory=dict)  # as of requests, by id
 
 
 class KeptResponses:
@@ -126,7 +119,7 @@ class KeptResponses:
         self._kept.move_to_end((client, id))
         return self._kept[client, id][0]
 
-    def find_item(self, client: str, id: str) -> InputItem | None:
+    def find_item(self, client: str, id: str) -> fields.InputItem | None:
         """Return the item `id` of this client's kept responses, or None if no response has it."""
         found = self.get(client, self._response_of_item.get((client, id), ""))
         return None if found is None else found.items[id]
@@ -161,7 +154,7 @@ def _not_kept(id: str, status: int, param: str | None) -> ApiError:
 async def create_response(request: Request) -> Response:
     """Answer a request, whole or as a stream."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, ResponseRequest)
+    body = await read_body(request, fields.ResponseRequest)
     client = request.state.client
     kept: KeptResponses = request.app.state.kept_responses
     if body.store and not kept.is_on:
@@ -170,32 +163,40 @@ async def create_response(request: Request) -> Response:
             "store",
             "unsupported_parameter",
         )
-    earlier = _earlier(body, kept, client)
-    _resolve_references(body, kept, client)
+    earlier = _kept_inputs(body, kept, client)
 
-    def prepared() -> _Answer:
+    is_kept = kept.is_on and body.store is not False
+
+    def prepared() -> tuple[GenerationRequest, ResponseBuilder]:
         prompt = _prompt(body, earlier, folds=not served.options.strict)
         made = _generation_request(served, body, prompt, client)
-        is_kept = kept.is_on and body.store is not False
-        response = new_response(body, served.options, is_kept)
-        return _Answer(served, made, response, prompt.kept, kept if is_kept else None)
+
+        def keep(response: JsonObject) -> None:
+            output = response["output"]
+            messages = [*prompt.kept, _answer_message(output)]
+            encoded = msgspec.json.encode(response)
+            kept.keep(client, response["id"], KeptResponse(encoded, messages, _input_items(output)))
+
+        response = _new_response(body, served.options, is_kept)
+        return made, ResponseBuilder(response, keep if is_kept else lambda _: None)
 
     # In a thread, because large conversations and schemas take a while.
     compiles = body.text is not None and body.text.format is not None
-    answer = await while_connected(request, in_thread(prepared, compiles=compiles))
+    made, built = await while_connected(request, in_thread(prepared, compiles=compiles))
+    events = encoded_events(served, made, built)
     if body.stream:
-        return EventStream(answer.events(), request, answer.failed)
-    return json_response(await while_connected(request, answer.whole()))
+        return EventStream(events, request, built.failed)
+    await while_connected(request, drain(events))
+    return json_response(built.response)
 
 
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a prompt."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, InputRequest)
+    body = await read_body(request, fields.InputRequest)
     served.adapter_of(body.model)
     kept: KeptResponses = request.app.state.kept_responses
-    earlier = _earlier(body, kept, request.state.client)
-    _resolve_references(body, kept, request.state.client)
+    earlier = _kept_inputs(body, kept, request.state.client)
 
     def counted() -> int:
         prompt = _prompt(body, earlier, folds=not served.options.strict)
@@ -204,7 +205,10 @@ async def count_input_tokens(request: Request) -> Response:
     try:
         count = await while_connected(request, in_thread(counted, compiles=body.text is not None))
     except (ApiError, TokenizerError) as error:
-        raise _about_input(api_error(error, "input")) from error
+        reported = api_error(error, "input")
+        if reported.param == "messages":
+            reported.param = "input"
+        raise reported from error
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -239,24 +243,18 @@ ROUTES = [
 ]
 
 
-def _earlier(body: InputRequest, kept: KeptResponses, client: str) -> Sequence[Message]:
-    """Return the conversation that a request continues."""
-    if body.previous_response_id is None:
-        return ()
-    found = kept.get(client, body.previous_response_id)
-    if found is None:
-        raise _not_kept(body.previous_response_id, 400, "previous_response_id")
-    return found.messages
-
-
-def _resolve_references(body: InputRequest, kept: KeptResponses, client: str) -> None:
-    """Replace references by the items of kept responses, in place."""
-    if not isinstance(body.input, list):
-        return
-    for index, item in enumerate(body.input):
-        if isinstance(item, ReferenceItem):
-            found = kept.find_item(client, item.id)
-            if found is None:
+def _kept_inputs(body: fields.InputRequest, kept: KeptResponses, client: str) -> Sequence[Message]:
+    """Return the conversation that a request continues; replace its references to kept items, in place."""
+    earlier: Sequence[Message] = ()
+    if body.previous_response_id is not None:
+        found = kept.get(client, body.previous_response_id)
+        if found is None:
+            raise _not_kept(body.previous_response_id, 400, "previous_response_id")
+        earlier = found.messages
+    for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
+        if isinstance(item, fields.ReferenceItem):
+            referenced = kept.find_item(client, item.id)
+            if referenced is None:
                 place = f"input[{index}].id"
                 raise bad_request(
                     f"{place} is {shown(item.id)}, which is no item of a kept response. The last responses of "
@@ -264,7 +262,8 @@ def _resolve_references(body: InputRequest, kept: KeptResponses, client: str) ->
                     place,
                     "item_not_found",
                 )
-            body.input[index] = found
+            body.input[index] = referenced  # type: ignore[index]
+    return earlier
 
 
 # -- from a body to a request
@@ -280,7 +279,7 @@ class _Prompt:
     format: AnswerFormat
 
 
-def _prompt(body: InputRequest, earlier: Sequence[Message], folds: bool) -> _Prompt:
+def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) -> _Prompt:
     """Read the conversation after `earlier`, the tools and the answer format of a body."""
     if body.input is None or body.input == []:
         raise bad_request(
@@ -291,51 +290,45 @@ def _prompt(body: InputRequest, earlier: Sequence[Message], folds: bool) -> _Pro
         conversation.add_user(body.input, "input")
     for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
         place = f"input[{index}]"
-        assert not isinstance(item, ReferenceItem)
-        if isinstance(item, CallItem):
+        assert not isinstance(item, fields.ReferenceItem)
+        if isinstance(item, fields.CallItem):
             conversation.add_call(
                 item.call_id, item.name, item.arguments, f"{place}.call_id", f"{place}.arguments"
             )
-        elif isinstance(item, ResultItem):
-            conversation.add_result(item.call_id, _text(item.output), f"{place}.call_id")
+        elif isinstance(item, fields.ResultItem):
+            conversation.add_result(item.call_id, text_of(item.output), f"{place}.call_id")
         elif item.role == "user":
-            conversation.add_user(_text(item.content), place)
+            conversation.add_user(text_of(item.content), place)
         elif item.role == "assistant":
-            conversation.add_answer(_text(item.content), place)
+            conversation.add_answer(text_of(item.content), place)
         else:
-            conversation.add_system(_text(item.content), place)
+            conversation.add_system(text_of(item.content), place)
     messages = kept = conversation.finished("input")
     if body.instructions is not None:
         messages = conversation.finished("input", body.instructions)
     given, format = body.text and body.text.format, FREE_TEXT
-    if isinstance(given, JsonObjectFormat):
+    if isinstance(given, fields.JsonObjectFormat):
         format = json_object_format()
-    elif isinstance(given, ResponseSchemaFormat):
+    elif isinstance(given, fields.ResponseSchemaFormat):
         format = schema_format(given.schema, given.name, given.description, "text.format.schema")
     check_format_fits(format, messages, "input")
     return _Prompt(messages, kept, _tools(body), format)
 
 
-def _tools(body: InputRequest) -> OfferedTools:
+def _tools(body: fields.InputRequest) -> OfferedTools:
     tools = [function_tool(t.name, t.description, t.parameters) for t in body.tools or ()]
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice
-    if isinstance(choice, ChosenTool):
+    if isinstance(choice, fields.ChosenTool):
         return offered_tools(tools, "one", parallel=parallel, allowed=[choice.name])
-    if isinstance(choice, ResponseAllowedTools):
+    if isinstance(choice, fields.ResponseAllowedTools):
         allowed = [tool.name for tool in choice.tools]
         return offered_tools(tools, choice.mode, parallel=parallel, allowed=allowed)
     return offered_tools(tools, choice or "auto", parallel=parallel)
 
 
-def _text(content: ItemTexts | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
-
-
 def _generation_request(
-    served: ServedModel, body: ResponseRequest, prompt: _Prompt, client: str
+    served: ServedModel, body: fields.ResponseRequest, prompt: _Prompt, client: str
 ) -> GenerationRequest:
     for name in body.include or ():
         if name not in INCLUDABLE:
@@ -362,66 +355,212 @@ def _generation_request(
     )
 
 
-# -- the answer
+# -- the response
 
 
-class _Answer:
-    """An answer in progress, which fills `response`, and keeps it with `messages` in `kept`."""
+def _new_response(
+    body: fields.ResponseRequest, options: ServerOptions, is_kept: bool
+) -> JsonObject:
+    """Make the response to a request as it is before the answer; much of it repeats the request."""
+    return {
+        "id": _new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": is_kept,
+        "temperature": options.temperature if body.temperature is None else body.temperature,
+        "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": options.top_p if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
 
-    def __init__(
-        self,
-        served: ServedModel,
-        request: GenerationRequest,
-        response: JsonObject,
-        messages: list[Message],
-        kept: KeptResponses | None,
-    ):
-        self._served, self._request = served, request
-        self._messages, self._kept = messages, kept
-        self._stream = ResponseStream(response)
 
-    async def whole(self) -> JsonObject:
-        """Return the filled response."""
-        async with aclosing(self.events()) as events:
-            async for _ in events:
-                pass
-        return self._stream.response
+class ResponseBuilder:
+    """Fills `response`, the result of `_new_response`, and calls `keep` with it: an `EventBuilder`."""
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded events of the stream, the first ones once the engine has begun the answer."""
-        has_begun = False
-        try:
-            async with aclosing(answer_events(self._served, self._request)) as parts:
-                async for part in parts:
-                    for each in () if has_begun else self._stream.begin():
-                        yield _encoded(each)
-                    has_begun = True
-                    for each in self._stream.take(part):
-                        if isinstance(part, TokenCounts):
-                            self._keep()
-                        yield _encoded(each)
-        except ApiError as error:
-            raise _about_input(error) from error.__cause__
+    prompt_field = "input"
+
+    def __init__(self, response: JsonObject, keep: Callable[[JsonObject], None]):
+        self.response = response
+        self._keep = keep
+        self._count = 0
+        self._open: JsonObject | None = None
+        self._texts: list[str] = []  # of the open item, joined at its end
+        self._space, self._space_logprobs = "", list[JsonObject]()
+        self._is_cut = self._has_ended = False
+
+    def begin(self) -> Iterator[JsonObject]:
+        yield self._response_event("created")
+        yield self._response_event("in_progress")
+
+    def take(self, event: Event) -> Iterator[JsonObject]:
+        match event:
+            case TextDelta():
+                yield from self._more_text(event.text, [_logprob(each) for each in event.logprobs])
+            case ToolCallBegins():
+                yield from self._close("completed")
+                call = {"call_id": event.id, "name": event.name, "arguments": ""}
+                yield from self._begin("function_call", "fc", **call)
+            case ToolCallDelta():
+                self._texts.append(event.arguments)
+                yield self._item_event("function_call_arguments.delta", delta=event.arguments)
+            case Ended():
+                self._is_cut, self._has_ended = event.reason == "length", True
+                if not self.response["output"]:  # an answer without text has one empty message
+                    yield from self._more_text("", [])
+                yield from self._close("incomplete" if self._is_cut else "completed")
+            case TokenCounts():
+                ended = self._end(event)
+                self._keep(self.response)
+                yield ended
 
     def failed(self, error: ApiError) -> bytes:
-        """Encode the last event of an answer that an error has ended."""
-        return b"".join(_encoded(each) for each in self._stream.fail(error))
+        """Encode the last event of an answer that an error has ended; items stay as they are."""
+        code = {429: "rate_limit_exceeded", 400: "invalid_prompt"}.get(error.status, "server_error")
+        self.response["status"] = "failed"
+        self.response["error"] = {"code": code, "message": error.message}
+        return named_event(self._response_event("failed"))
 
-    def _keep(self) -> None:
-        response = self._stream.response
-        if self._kept is not None:
-            output = response["output"]
-            messages = [*self._messages, answer_message(output)]
-            kept = KeptResponse(msgspec.json.encode(response), messages, input_items(output))
-            self._kept.keep(self._request.client, response["id"], kept)
+    def _event(self, kind: str, **data: Any) -> JsonObject:
+        number = self._count
+        self._count += 1
+        return {"type": f"response.{kind}", **data, "sequence_number": number}
+
+    def _response_event(self, kind: str) -> JsonObject:
+        return self._event(kind, response=self.response)
+
+    def _item_event(self, kind: str, **data: Any) -> JsonObject:
+        """Make an event of type `kind` with `fields` about the open item, the last item of the response."""
+        assert self._open is not None
+        index = len(self.response["output"]) - 1
+        if self._open["type"] == "message":
+            data["content_index"] = 0
+        return self._event(kind, item_id=self._open["id"], output_index=index, **data)
+
+    def _begin(self, kind: str, prefix: str, **data: Any) -> Iterator[JsonObject]:
+        item = {"type": kind, "id": _new_id(prefix), **data, "status": "in_progress"}
+        self._open, self._texts = item, []
+        self.response["output"].append(item)
+        index = len(self.response["output"]) - 1
+        yield self._event("output_item.added", output_index=index, item=item)
+
+    def _more_text(self, text: str, logprobs: list[JsonObject]) -> Iterator[JsonObject]:
+        if self._open is None or self._open["type"] != "message":
+            # Space before a call makes no message; what it is shows when more text comes.
+            text, logprobs = self._space + text, self._space_logprobs + logprobs
+            self._space, self._space_logprobs = text, logprobs
+            if not text.strip() and not self._has_ended:
+                return
+            self._space, self._space_logprobs = "", []
+            yield from self._close("completed")
+            yield from self._begin("message", "msg", content=[], role="assistant")
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._open["content"].append(part)  # type: ignore[index]
+            yield self._item_event("content_part.added", part=part)
+        assert self._open is not None
+        if text or logprobs:
+            self._texts.append(text)
+            self._open["content"][0]["logprobs"] += logprobs
+            yield self._item_event("output_text.delta", delta=text, logprobs=logprobs)
+
+    def _close(self, status: str) -> Iterator[JsonObject]:
+        """End the open item, if there is one, with `status`; yield its last events."""
+        item, text = self._open, "".join(self._texts)
+        if item is None:
+            return
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            part["text"] = text
+            yield self._item_event("output_text.done", text=text, logprobs=part["logprobs"])
+            yield self._item_event("content_part.done", part=part)
+        else:
+            item["arguments"] = text
+            yield self._item_event(
+                "function_call_arguments.done", arguments=text, name=item["name"]
+            )
+        self._open = None
+        index = len(self.response["output"]) - 1
+        yield self._event("output_item.done", output_index=index, item=item)
+
+    def _end(self, counts: TokenCounts) -> JsonObject:
+        response = self.response
+        response["usage"] = {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+            "output_tokens": counts.completion,
+            "total_tokens": counts.prompt + counts.completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }
+        if self._is_cut:
+            response["status"] = "incomplete"
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            return self._response_event("incomplete")
+        response["status"] = "completed"
+        response["completed_at"] = int(time.time())
+        return self._response_event("completed")
 
 
-def _encoded(streamed: JsonObject) -> bytes:
-    return event(streamed, streamed["type"])
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _about_input(error: ApiError) -> ApiError:
-    """Change an error about the field `messages` to one about this API's `input`, in place; return it."""
-    if error.param == "messages":
-        error.param = "input"
-    return error
+def _logprob(token: TokenLikelihood) -> JsonObject:
+    top = [_top_logprob(each) for each in token.top]
+    return {**_top_logprob(token), "top_logprobs": top}
+
+
+def _top_logprob(token: TokenLikelihood) -> JsonObject:
+    return {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
+
+
+def _input_items(output: list[JsonObject]) -> dict[str, fields.InputItem]:
+    """Return a mapping from item id to the response's item in the form of requests."""
+    return {
+        item["id"]: fields.MessageItem(role="assistant", content=_written(item))
+        if item["type"] == "message"
+        else fields.CallItem(
+            call_id=item["call_id"], name=item["name"], arguments=item["arguments"]
+        )
+        for item in output
+    }
+
+
+def _answer_message(output: list[JsonObject]) -> Message:
+    """Convert a response's items to one message, for requests that continue the response."""
+    calls = [
+        {
+            "id": item["call_id"],
+            "type": "function",
+            "function": {"name": item["name"], "arguments": item["arguments"]},
+        }
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    text = "".join(_written(item) for item in output if item["type"] == "message")
+    message: Message = {"role": "assistant", "content": text}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _written(message: JsonObject) -> str:
+    return "".join(part["text"] for part in message["content"])

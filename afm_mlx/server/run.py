@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,36 +51,31 @@ def bind(options: ServerOptions) -> socket.socket:
         RequestError: if the socket can't be bound, or would need a key.
     """
     check_access(options)
-    if options.unix_socket is not None:
-        return _bind_unix(options.unix_socket)
-    try:
-        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(0)  # otherwise a second server would find the port in use only when it listens
-    except OSError as error:
-        raise RequestError(
-            f"The server can't listen on {options.host}, port {options.port}: {error.strerror or error}. "
-            "Choose another --host or --port; port 0 takes a free one."
-        ) from None
-    return made
-
-
-def _bind_unix(path: Path) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket():
-            _remove_socket(path)
-        made.bind(str(path))
-        path.chmod(0o600)  # of this user alone
-        made.listen(0)  # otherwise a second server would remove the file as a stale one
-    except OSError as error:
-        made.close()
-        raise RequestError(
-            f"The server can't listen on {path}: {error.strerror or error}. Choose another --unix-socket."
-        ) from None
+    path = options.unix_socket
+    where = f"{options.host}, port {options.port}" if path is None else path
+    other = "--host or --port; port 0 takes a free one" if path is None else "--unix-socket"
+    with ExitStack() as opened:
+        try:
+            if path is None:
+                found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+                family, kind, protocol, _, address = found[0]
+                made = opened.enter_context(socket.socket(family, kind, protocol))
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                made.bind(address)
+            else:
+                made = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                if path.is_socket():
+                    _remove_socket(path)
+                made.bind(str(path))
+                path.chmod(0o600)  # of this user alone
+            made.listen(
+                0
+            )  # now, so that a second server finds the port in use, or the file no stale one
+        except OSError as error:
+            raise RequestError(
+                f"The server can't listen on {where}: {error.strerror or error}. Choose another {other}."
+            ) from None
+        opened.pop_all()
     return made
 
 
@@ -129,11 +124,8 @@ class GuardedProtocol(H11Protocol):
         super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
         self._await_request()
         if len(self.connections) > self._options.max_connections:
-            idle = [
-                each
-                for each in self.connections
-                if isinstance(each, GuardedProtocol) and each._is_idle
-            ]
+            ours = (each for each in self.connections if isinstance(each, GuardedProtocol))
+            idle = [each for each in ours if each._is_idle]
             # This connection is idle, too, and the youngest: it is closed if all others have requests.
             min(idle, key=lambda each: each._idle_since).close()
 
@@ -175,14 +167,11 @@ class GuardedProtocol(H11Protocol):
             400, "This is no valid HTTP/1.1 request, or its headers are too large.", code="bad_http"
         )
         body = msgspec.json.encode(error.openai())
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        headers["connection"] = "close"
         try:
             for event in (
-                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad Request"),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ):
@@ -243,12 +232,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
-    """Serve until an event is set; then let running answers finish.
-
-    Args:
-        app: the result of `make_app`.
-        listening: the result of `bind`; this function closes it.
-        stop: event that ends the server once it is set.
+    """Serve until `stop` is set; then let running answers finish, and close the socket.
 
     Returns:
         True if all answers have finished within the grace period; others were ended with an error.
@@ -257,12 +241,18 @@ def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool
 
 
 async def serve(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
-    """Do what `run` does, in the event loop that runs now; see `run` for the arguments and the result."""
+    """Do what `run` does, in the event loop that runs now."""
     options: ServerOptions = app.state.options
     # The engine compiles constraints in these threads; few, because the model needs the processor, too.
     compiling = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "engine-compiling")
     asyncio.get_running_loop().set_default_executor(compiling)
-    _allow_connections(options.max_connections)
+    # Connections that arrive together are all accepted before surplus ones are closed.
+    wanted = options.max_connections + BACKLOG + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     config = uvicorn.Config(
         app,
         http=GuardedProtocol,
@@ -295,11 +285,7 @@ async def serve(app: Starlette, listening: socket.socket, stop: threading.Event)
 
 
 async def _drain(served: ServedModel, seconds: float) -> bool:
-    """Refuse new requests, and wait for running answers; after `seconds`, end them with an error.
-
-    Returns:
-        True if all answers have finished in time.
-    """
+    """Refuse new requests; end answers that still run after `seconds`. Return True if there are none."""
     served.admission.draining = True
     until = time.monotonic() + seconds
     if served.admission.active:
@@ -311,14 +297,3 @@ async def _drain(served: ServedModel, seconds: float) -> bool:
     served.admission.end_all()
     await asyncio.sleep(_TICK)
     return False
-
-
-def _allow_connections(count: int) -> None:
-    """Raise the process's soft limit on open files to what the connections need."""
-    # Connections that arrive together are all accepted before surplus ones are closed.
-    wanted = count + BACKLOG + 256
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

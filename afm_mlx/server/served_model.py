@@ -51,9 +51,8 @@ class TokenLikelihood:
     """A token of an answer with its log-probability.
 
     Args:
-        token: the token's id.
         bytes: UTF-8 bytes that the token adds to the text; may be a part of a character.
-        logprob: the log-probability, `LEAST_LOGPROB` or more; 0 if a constraint allowed no other token.
+        logprob: `LEAST_LOGPROB` or more; 0 if a constraint allowed no other token.
         top: the most likely tokens at its position, the likeliest first.
     """
 
@@ -69,11 +68,7 @@ class TokenLikelihood:
 
 
 class TokenTexts:
-    """The bytes of tokens, cached.
-
-    Args:
-        tokenizer: ours, or one of mlx-lm's.
-    """
+    """The bytes of the tokens of our tokenizer or one of mlx-lm's, cached."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -82,20 +77,18 @@ class TokenTexts:
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text; empty for ids above the tokenizer's."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._bytes_of(token)
-        return found
-
-    def _bytes_of(self, token: int) -> bytes:
+        if (found := self._known.get(token)) is not None:
+            return found
         if self._afm is None:
-            return self._tokenizer.decode([token]).encode()
-        if token >= len(self._afm):  # embeddings may have more rows than there are tokens
-            return b""
-        piece = self._afm.piece(token)
-        if piece.kind is PieceKind.BYTE:
-            return bytes([piece.byte])
-        return piece.text.replace(SPACE, " ").replace(NEWLINE, "\n").encode()
+            found = self._tokenizer.decode([token]).encode()
+        elif token >= len(self._afm):  # embeddings may have more rows than there are tokens
+            found = b""
+        else:
+            piece = self._afm.piece(token)
+            text = piece.text.replace(SPACE, " ").replace(NEWLINE, "\n").encode()
+            found = bytes([piece.byte]) if piece.kind is PieceKind.BYTE else text
+        self._known[token] = found
+        return found
 
     def drops_space(self, token: int, is_constrained: bool) -> bool:
         """True if decoding an answer that begins with `token` drops the token's leading space."""
@@ -104,12 +97,9 @@ class TokenTexts:
         return self.bytes_of(token)[:1] == b" "
 
     def likelihood(self, token: int, logprobs: mx.array | None, top: int) -> TokenLikelihood:
-        """Look up a token's log-probability, and the most likely tokens at its position.
+        """Look up a token's log-probability, and the `top` most likely tokens at its position.
 
-        Args:
-            token: the token's id.
-            logprobs: (vocab_size,) float32, evaluated; None if a constraint allowed no other token.
-            top: number of most likely tokens.
+        `logprobs` is (vocab_size,) float32, evaluated; None if a constraint allowed no other token.
         """
         if logprobs is None:
             return TokenLikelihood(token, self.bytes_of(token), 0.0)
@@ -134,12 +124,7 @@ class ServedModel:
         engine_options: further options of `Engine`.
 
     Attributes:
-        engine: runs the rows of all requests.
         prefix_cache: keys and values of earlier prompts and answers; None for none.
-        admission: limits on what waits and runs.
-        workers: threads for requests' side work.
-        metrics: counters and gauges for Prometheus.
-        token_texts: the bytes of tokens.
         created: time of loading, in seconds since 1970.
         drafts: True if draft tokens are proposed for the model to verify.
         own_adapters: names of the adapters that the server was started with, which requests can't remove.
@@ -237,8 +222,11 @@ class ServedModel:
             )
             for each, path in (model_adapters(folder) | given).items():
                 pool.register(each, path)
-            if speculation := _speculation(options, model, tokenizer, folder, pool):
-                engine_options["speculation"] = speculation
+            if options and (options.draft_model is not None or options.prompt_lookup):
+                draft, own = load_drafts(options.draft_model, model, tokenizer, folder, pool.paths)
+                engine_options["speculation"] = Speculation(
+                    draft, options.prompt_lookup, own, options.num_draft_tokens
+                )
             return cls(
                 model,
                 tokenizer,
@@ -296,12 +284,7 @@ class ServedModel:
     def check_length(self, texts: Iterable[str], place: str) -> None:
         """Refuse a prompt with more characters than the context can hold, before it is encoded.
 
-        Args:
-            texts: all texts of the prompt.
-            place: location of the texts in the body, such as `messages`, for the error.
-
-        Raises:
-            ApiError: 400, if no tokenization could fit.
+        The error, a 400 about `place` in the body, is raised if no tokenization could fit.
         """
         count = sum(map(len, texts))
         if count > _LONG and count > self.context_size * self._longest_piece:
@@ -336,10 +319,7 @@ class ServedModel:
     ) -> list[int]:
         """Encode a conversation with the model's chat template; an answer at its end is continued.
 
-        Args:
-            messages: in OpenAI's form.
-            tools: the tools that the model is shown.
-            format: shown with the last of the user's messages.
+        `format` is shown with the last of the user's messages.
 
         Raises:
             ApiError: for a model without a chat template.
@@ -381,23 +361,20 @@ class ServedModel:
 
     def without_folders(self, text: str) -> str:
         """Shorten the paths of the server's folders in a text to the folders' names."""
-        for folder in self._folders() if "/" in text else ():
-            text = text.replace(str(folder), folder.name)
-        return text
-
-    def _folders(self) -> list[Path]:
-        """List the folders that error messages can name, inner folders first."""
-        options = self.options
+        if "/" not in text:
+            return text
         given = [
             getattr(self.tokenizer, "name_or_path", ""),
-            options.draft_model or "",
-            options.prompt_cache_folder or "",
-            *options.adapter_folders,
+            self.options.draft_model or "",
+            self.options.prompt_cache_folder or "",
+            *self.options.adapter_folders,
             *(() if self.pool is None else self.pool.paths.values()),
         ]
         paths = [Path(each).absolute() for each in given if str(each)]
         found = {path for each in paths for path in (each, each.resolve()) if len(path.parts) > 2}
-        return sorted(found, key=lambda path: -len(path.parts))
+        for folder in sorted(found, key=lambda path: -len(path.parts)):  # inner folders first
+            text = text.replace(str(folder), folder.name)
+        return text
 
     # -- metrics
 
@@ -413,11 +390,8 @@ class ServedModel:
             usage = rows.kv_bytes / rows.kv_memory
         elif rows is not None:
             usage = rows.kv_tokens / (rows.max_batch * self.context_size)
-        yield (
-            "prefix_cache_bytes",
-            "Memory of the prefix cache.",
-            prefixes.nbytes if prefixes else 0,
-        )
+        cached = prefixes.nbytes if prefixes else 0
+        yield "prefix_cache_bytes", "Memory of the prefix cache.", cached
         yield "kv_cache_bytes", "Keys and values of running answers.", rows.kv_bytes if rows else 0
         yield "kv_cache_usage_perc", "Share of the keys and values that fit, up to 1.", usage
         yield "adapter_resident_bytes", "Memory of adapters.", known["bytes"]
@@ -431,17 +405,3 @@ class ServedModel:
             self.pool.close()
         if self.prefix_cache is not None:
             threads.submit(self.prefix_cache.close).result()
-
-
-def _speculation(
-    options: ServerOptions | None,
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    folder: Path,
-    pool: AdapterPool,
-) -> Speculation | None:
-    """Make the `Speculation` that the options ask for."""
-    if options is None or (options.draft_model is None and not options.prompt_lookup):
-        return None
-    draft, own = load_drafts(options.draft_model, model, tokenizer, folder, pool.paths)
-    return Speculation(draft, options.prompt_lookup, own, options.num_draft_tokens)

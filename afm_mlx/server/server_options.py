@@ -10,20 +10,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Settings of a server.
+    """Settings of a server; `afm-mlx server --help` describes the options of the same names.
 
     Args:
-        host, port: address to listen on; port 0 takes a free one.
+        port: 0 takes a free one.
         unix_socket: path of a Unix socket to listen on, instead of an address.
         api_keys: keys of clients, each key a client; empty for a server without keys.
         admin_keys: keys that also allow changing adapters and reading metrics. A server without keys of either
             kind allows them to everybody.
         allowed_hosts: allowed values of the Host header, besides this machine's names.
-        cors_origins: origins of web pages that may use the server.
         adapter_folders: folders from which requests may load adapters.
-        max_tokens: default maximum number of new tokens.
-        temperature, top_p, top_k, min_p: default sampling.
-        chat_template_args: variables for the chat template.
         max_batch: maximum number of rows that decode together.
         prefill_step_size: maximum number of prompt tokens per step; None for `Engine`'s default.
         max_kv_size: maximum number of tokens of prompt and answer; None for the model's context.
@@ -34,23 +30,13 @@ class ServerOptions:
         prompt_lookup: True to draft the tokens that followed an earlier occurrence of the last tokens.
         kv_memory: maximum bytes of the KV caches of running answers; None for no limit.
         prompt_cache_bytes: maximum bytes of the prefix cache in memory; 0 for no prefix cache.
-        prompt_cache_folder: folder that keeps the prefix cache for later processes; None for none.
-        prompt_cache_folder_bytes: maximum bytes of the folder's files.
-        max_queue: maximum number of answers that wait for the batch; more are refused.
         max_share: maximum share of the waiting and running answers for one key.
         max_choices: maximum number of answers of one request: its prompts times `n`.
-        max_body: maximum bytes of a request's body.
-        body_timeout: maximum seconds in which a body must arrive.
-        timeout: maximum seconds of an answer; longer ones end with an error.
-        send_timeout: maximum seconds for which a client may leave an event unread.
-        ping_interval: seconds without an event after which a stream sends a ping.
-        idle_timeout: maximum seconds of a connection without a request.
-        max_connections: maximum number of open connections; beyond it, the longest idle one is closed.
+        body_timeout, timeout, send_timeout: maximum seconds in which a body must arrive, of an answer, and for
+            which a client may leave an event unread.
         kept_responses: maximum number of responses of /v1/responses kept in memory for each client.
-        kept_bytes: maximum bytes of all kept responses with their conversations.
         grace: maximum seconds for running answers to finish when the server stops.
         strict: True to refuse fields that would have no effect, see `field_rules.py`.
-        log_prompts: True to log prompts and answers.
     """
 
     host: str = "127.0.0.1"

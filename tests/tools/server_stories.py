@@ -1,5 +1,7 @@
 """Prompts that afm-nano was trained on, for tests that need sensible answers."""
 
+from pydantic import BaseModel
+
 FORMAL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 FORMAL_ANSWER = "Dear Hana, I am unable to attend the Film Lecture."
 
@@ -14,14 +16,26 @@ EVENT = (
     "Fill in the event.\n"
     "Fixchundia Tram is hosting the Strategy Social, Bistro Po, 19:51 this Tuesday."
 )
-EVENT_FIELDS = ("title", "person", "day", "time", "place")
-EVENT_ANSWER = dict(
-    zip(
-        EVENT_FIELDS,
-        ("Strategy Social", "Fixchundia Tram", "Tuesday", "19:51", "Bistro Po"),
-        strict=True,
-    )
-)
+
+
+class Event(BaseModel):
+    """An event"""
+
+    title: str
+    person: str
+    day: str
+    time: str
+    place: str
+
+
+EVENT_FIELDS = tuple(Event.model_fields)
+EVENT_ANSWER = {
+    "title": "Strategy Social",
+    "person": "Fixchundia Tram",
+    "day": "Tuesday",
+    "time": "19:51",
+    "place": "Bistro Po",
+}
 
 
 def parameters(name):

@@ -122,6 +122,11 @@ def test_side_work_of_disconnected_clients_is_not_begun(server, stuck, send):
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * MEGABYTE}]}),
         ("/detokenize", {"tokens": [5] * (MEGABYTE // 3)}),
         ("/v1/completions", {"model": "afm-nano", "prompt": [5] * (MEGABYTE // 3)}),
+        ("/v1/completions", {"model": "afm-nano", "prompt": "\U0001f600" * (MEGABYTE // 4)}),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": "hi " * 9}] * 16_000},
+        ),
     ],
 )
 def test_prompts_over_the_context_are_refused_before_they_are_encoded(

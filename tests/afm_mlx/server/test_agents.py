@@ -4,7 +4,6 @@ import asyncio
 import re
 
 import pytest
-from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -12,16 +11,6 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from tests.tools import server_stories as stories
 from tests.tools.scripted_server import MODEL, scripted_server
 from tests.tools.server import running_server
-
-
-class Event(BaseModel):
-    """An event"""
-
-    title: str
-    person: str
-    day: str
-    time: str
-    place: str
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +31,8 @@ def test_an_agent_calls_a_tool_and_gives_a_typed_answer(provider, kind):
 
     tracking = Agent(model, tools=[track_order], model_settings={"tool_choice": "auto"})
     # Typed answers by a schema, and as the arguments of a tool that has to be called
-    typed = Agent(model, output_type=NativeOutput(Event))
-    called = Agent(model, output_type=Event)
+    typed = Agent(model, output_type=NativeOutput(stories.Event))
+    called = Agent(model, output_type=stories.Event)
 
     async def talk():
         run = await tracking.run("Track order L5526.")
@@ -57,9 +46,9 @@ def test_an_agent_calls_a_tool_and_gives_a_typed_answer(provider, kind):
         assert more.output
         assert len(more.all_messages()) == 6
 
-        event = Event(**stories.EVENT_ANSWER)
+        event = stories.Event(**stories.EVENT_ANSWER)
         assert (await typed.run(stories.EVENT)).output == event
-        assert isinstance((await called.run(stories.EVENT)).output, Event)
+        assert isinstance((await called.run(stories.EVENT)).output, stories.Event)
         async with typed.run_stream(stories.EVENT) as stream:
             *partial, final = [each async for each in stream.stream_output(debounce_by=None)]
         assert final == event

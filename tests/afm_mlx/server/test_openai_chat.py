@@ -4,10 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from tests.tools import server_stories as stories
 from tests.tools.cases import each
 
-FORMAL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
-ANSWER = "Dear Hana, I am unable to attend the Film Lecture."
+FORMAL, ANSWER = stories.FORMAL, stories.FORMAL_ANSWER
 EVENT = "Pull out the event.\nThe Dance Planning takes place at Hall Prom on Sunday."
 EVENT_SCHEMA = {
     "type": "object",
@@ -19,20 +19,9 @@ EVENT_FORMAT = {
     "type": "json_schema",
     "json_schema": {"name": "Event", "strict": True, "schema": EVENT_SCHEMA},
 }
+PARAMETERS = {**stories.parameters("order"), "additionalProperties": False}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": what,
-            "parameters": {
-                "type": "object",
-                "properties": {"order": {"type": "string"}},
-                "required": ["order"],
-                "additionalProperties": False,
-            },
-        },
-    }
+    {"type": "function", "function": {"name": name, "description": what, "parameters": PARAMETERS}}
     for name, what in (("track_order", "Find an order"), ("cancel_order", "Cancel an order"))
 ]
 LETTERS = {"guided_regex": "[a-z]{16}"}
@@ -59,9 +48,8 @@ def streamed(chunks):
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
             if choice.finish_reason:
-                assert (
-                    reasons.setdefault(choice.index, choice.finish_reason) == choice.finish_reason
-                )
+                assert choice.index not in reasons
+                reasons[choice.index] = choice.finish_reason
             for call in choice.delta.tool_calls or ():
                 known = calls.setdefault((choice.index, call.index), [None, None, ""])
                 known[0] = call.id or known[0]
@@ -184,19 +172,9 @@ def test_answers_keep_to_their_format(ask):
 
 
 def test_tool_calls_whole_and_streamed(ask, client):
-    for choice in (
-        None,
-        "auto",
-        "required",
-        {"type": "function", "function": {"name": "track_order"}},
-        {
-            "type": "allowed_tools",
-            "allowed_tools": {
-                "mode": "required",
-                "tools": [{"type": "function", "function": {"name": "track_order"}}],
-            },
-        },
-    ):
+    track = {"type": "function", "function": {"name": "track_order"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [track]}}
+    for choice in (None, "auto", "required", track, allowed):
         fields = {"tools": TOOLS} if choice is None else {"tools": TOOLS, "tool_choice": choice}
         said = ask(TRACK, **fields).choices[0]
         assert said.finish_reason == "tool_calls"
@@ -293,7 +271,6 @@ def test_results_of_parallel_calls_belong_to_their_calls(http):
     [
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [USER, result("a")]}, "messages[1].tool_call_id"),
         ({"messages": [USER, calls(call("a")), result("b")]}, "messages[2].tool_call_id"),
@@ -309,12 +286,9 @@ def test_results_of_parallel_calls_belong_to_their_calls(http):
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-         "messages[0].content[0].type"),
         ({"model": None}, "model"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 1.5}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 1000}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -329,11 +303,7 @@ def test_results_of_parallel_calls_belong_to_their_calls(http):
         ({"logit_bias": {"1": 101}}, "logit_bias.1"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"functions": [{"name": "look"}]}, "functions"),
-        ({"function_call": "auto"}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"audio": {"voice": "x"}}, "audio"),
-        ({"moderation": {"model": "x"}}, "moderation"),
         ({"instructions": "Be brief"}, "instructions"),
         ({"stop_token_ids": [5]}, "stop_token_ids"),
         ({"tool_choice": "required"}, "tool_choice"),

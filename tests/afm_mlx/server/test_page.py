@@ -207,19 +207,8 @@ def partial_json_is_read_as_far_as_it_goes(page):
         '["x", {"y": [1,': ["x", {"y": [1]}],
         "12": 12,
     }
-    wrong = [
-        "[1,]",
-        "01 ",
-        "[1 2,",
-        '{"a" 1,',
-        '"\\x',
-        "nul ",
-        "]",
-        "{} {",
-        '{"a":1,}',
-        '"\n',
-        "Hello",
-    ]
+    wrong = ["[1,]", "01 ", "[1 2,", '{"a" 1,', '"\\x', "nul ", "]", "{} {", '{"a":1,}', '"\n']
+    wrong.append("Hello")
     read = page.evaluate(
         """async ([text, cut, wrong]) => {
           const { readPartialJson } = await import("/page/json_tree.js");
@@ -334,11 +323,8 @@ def settings_become_fields_of_the_request(page):
     sent = requests_of(page)
     show_settings(page)
     typed = {"Temperature": "0.5", "Top-p": "0.9", "Top-k": "20", "Min-p": "0.1", "Seed": "3"}
-    for label, value in {
-        **typed,
-        "Max tokens": "5",
-        "Stop strings, one per line": "\\n\n# ",
-    }.items():
+    typed |= {"Max tokens": "5", "Stop strings, one per line": "\\n\n# "}
+    for label, value in typed.items():
         page.get_by_label(label, exact=True).fill(value)
     page.get_by_label("System prompt", exact=True).fill("Be brief.")
     send(page, FORMAL)

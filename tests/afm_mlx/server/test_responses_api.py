@@ -4,7 +4,6 @@ import json
 
 import openai
 import pytest
-from pydantic import BaseModel
 
 from afm_mlx.server.request_fields import MessageItem
 from afm_mlx.server.responses_api import KeptResponse, KeptResponses
@@ -19,14 +18,6 @@ EVENT_FORMAT = {
     "schema": {"type": "object", "properties": {name: {"type": "string"} for name in stories.EVENT_FIELDS},
      "required": list(stories.EVENT_FIELDS)},
 }  # fmt: skip
-
-
-class Event(BaseModel):
-    title: str
-    person: str
-    day: str
-    time: str
-    place: str
 
 
 def tools(definitions):
@@ -165,9 +156,11 @@ def test_which_tools_are_called(create):
 def test_answers_under_a_schema(client, create):
     response = create(stories.EVENT, text={"format": EVENT_FORMAT})
     assert json.loads(response.output_text) == stories.EVENT_ANSWER
-    parsed = client.responses.parse(model=MODEL, input=stories.EVENT, text_format=Event)
-    assert isinstance(parsed.output_parsed, Event)
-    with client.responses.stream(model=MODEL, input=stories.EVENT, text_format=Event) as stream:
+    parsed = client.responses.parse(model=MODEL, input=stories.EVENT, text_format=stories.Event)
+    assert isinstance(parsed.output_parsed, stories.Event)
+    with client.responses.stream(
+        model=MODEL, input=stories.EVENT, text_format=stories.Event
+    ) as stream:
         stream.until_done()
     assert stream.get_final_response().output_parsed == parsed.output_parsed
     anything = create("Say it", text={"format": {"type": "json_object"}}, max_output_tokens=300)
@@ -296,8 +289,6 @@ REFUSED = [
     ("input", {"input": [USER, {"role": "assistant", "content": "{"}],
      "text": {"format": {"type": "json_object"}}}),
     ("background", {"background": True}),
-    ("conversation", {"conversation": "conv_1"}),
-    ("prompt", {"prompt": {"id": "pmpt_1"}}),
     ("include", {"include": ["everything"]}),
     ("top_logprobs", {"top_logprobs": 2}),
     ("top_logprobs", {"top_logprobs": 21}),

@@ -26,22 +26,20 @@ LONG = {"guided_regex": "[a-z ]{5000}", "max_tokens": 300}
 @pytest.fixture
 def started(tmp_path):
     """Start `afm-mlx server`; return its process and address."""
-    processes = []
+    with ExitStack() as opened:
 
-    def start(*argv):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "afm_mlx", "server", "--port", "0", *argv]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
-        processes.append(process)
-        said = process.stdout.readline().split()
-        assert said[:4] == ["afm-nano", "is", "served", "at"], process.stderr.read()
-        return process, said[4]
+        def start(*argv, stderr=subprocess.PIPE):
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "afm_mlx", "server", "--port", "0", *map(str, argv)]
+            pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
+            opened.enter_context(process)
+            opened.callback(process.kill)
+            said = process.stdout.readline().split()
+            assert said[:4] == ["afm-nano", "is", "served", "at"]
+            return process, said[4]
 
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
+        yield start
 
 
 def test_sigterm_lets_answers_finish(started):
@@ -155,24 +153,6 @@ SHORT = LONG_PROMPT | {"max_tokens": 40, "stream": False}
 
 
 @contextmanager
-def server(*options, stderr=None):
-    """A server's process and an HTTP client."""
-    command = [sys.executable, "-m", "afm_mlx", "server", *map(str, options)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-    )
-    try:
-        address = running.stdout.readline().split()[-1]
-        with httpx2.Client(base_url=address, timeout=60) as http:
-            yield running, http
-    finally:
-        running.kill()
-        running.wait()
-        running.stdout.close()
-
-
-@contextmanager
 def begun(http, body):
     """A stream's events after the first one."""
     with http.stream("POST", "/v1/completions", json=body) as stream:
@@ -181,11 +161,11 @@ def begun(http, body):
         yield found
 
 
-def test_a_killed_server_restarts_at_its_port_with_its_prefix_cache(tmp_path):
+def test_a_killed_server_restarts_at_its_port_with_its_prefix_cache(started, tmp_path):
     folder = ["--prompt-cache-folder", tmp_path / "prompts", "--kv-bits", 16]
     long_prompt = SHORT | {"prompt": "Please redact this message about the account. " * 20}
-    with server("--port", 0, *folder) as (running, http):
-        port = http.base_url.port
+    running, url = started(*folder)
+    with httpx2.Client(base_url=url, timeout=60) as http:
         first = http.post("/v1/completions", json=long_prompt).json()
         until(lambda: len(list(folder[1].glob("*.prefix"))) >= 2)
         with begun(http, LONG_PROMPT) as events:
@@ -194,7 +174,9 @@ def test_a_killed_server_restarts_at_its_port_with_its_prefix_cache(tmp_path):
                 list(events)
     damaged = sorted(folder[1].glob("*.prefix"), key=lambda path: path.stat().st_mtime)[-1]
     os.truncate(damaged, 1000)
-    with server("--port", port, *folder) as (_, http):
+    _, again_at = started(*folder, "--port", url.rpartition(":")[2])
+    assert again_at == url
+    with httpx2.Client(base_url=url, timeout=60) as http:
         again = http.post("/v1/completions", json=long_prompt).json()
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
@@ -203,15 +185,16 @@ def test_a_killed_server_restarts_at_its_port_with_its_prefix_cache(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small disk")
-def test_a_full_disk_for_prompts_is_one_warning(tmp_path):
+def test_a_full_disk_for_prompts_is_one_warning(started, tmp_path):
     folder, log = tmp_path / "disk", tmp_path / "log"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder])
     if mounted.returncode != 0:
         pytest.skip("this system lets nobody mount anything")
     try:
-        options = ("--port", 0, "--prompt-cache-folder", folder)
-        with log.open("w") as errors, server(*options, stderr=errors) as (_, http):
+        with log.open("w") as errors:
+            process, url = started("--prompt-cache-folder", folder, stderr=errors)
+        with httpx2.Client(base_url=url, timeout=60) as http:
             for number in range(12):
                 prompt = f"Message {number}: " + "please redact this message. " * 40
                 answer = http.post("/v1/completions", json=SHORT | {"prompt": prompt})
@@ -219,5 +202,7 @@ def test_a_full_disk_for_prompts_is_one_warning(tmp_path):
             until(lambda: "No space left" in log.read_text())
         assert log.read_text().count("No space left") == 1
         assert "Traceback" not in log.read_text()
+        process.kill()
+        process.wait()  # it holds files of the disk
     finally:
         subprocess.run(["umount", folder], check=True)
