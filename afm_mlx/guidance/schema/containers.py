@@ -15,8 +15,9 @@ import json
 from collections.abc import Hashable
 from dataclasses import replace
 from itertools import combinations, product
-from typing import Protocol
+from typing import Any
 
+from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.cases import (
     MAX_COUNT,
     Arrays,
@@ -35,6 +36,8 @@ from afm_mlx.guidance.schema.patterns import is_like, searched
 from afm_mlx.guidance.schema.references import (
     FALSE,
     TRUE,
+    CompileBudget,
+    Document,
     Formula,
     conjunction,
     negation,
@@ -68,36 +71,77 @@ from afm_mlx.guidance.schema.rules import (
 from afm_mlx.guidance.schema.strings import string_terminals
 from afm_mlx.guidance.unique_items import ALIKE, VARIED, identity
 
+MAX_RULES = 15_000
+"""Most rules of a grammar."""
 
-class Builder(Protocol):
+
+class Builder:
     """A grammar that rules are added to.
 
     Attributes:
+        document: the schemas.
         expansion: turns formulas into cases.
+        rules: rules by name.
+        names: the rule of a formula, or of a case at a place.
+        pending: formulas whose rules have names, but are not made yet.
+        dropped: places where some valid values are left out.
+        counted: formulas that need at least a count of different values, with count and place.
     """
 
-    expansion: Expansion
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.expansion = Expansion(document, CompileBudget())
+        self.rules: dict[str, Rule] = {}
+        self.names: dict[Any, Named] = {}
+        self.pending: list[Formula] = []
+        self.dropped: list[str] = []
+        self.counted: list[tuple[Formula, int, str]] = []
 
     def value(self, formula: Formula) -> Named:
-        """The rule of a formula, which is defined later."""
+        """Name the rule of a formula; if it is new, it becomes pending."""
+        if formula not in self.names:
+            self.names[formula] = self.reserved(self.document.place(formula))
+            self.pending.append(formula)
+        return self.names[formula]
 
     def case(self, case: Case, place: str) -> Rule:
-        """The rule of one case."""
+        """Make the rule of one case of the schema at a place."""
+        try:
+            if isinstance(case, Words):
+                return either(*map(Text, case.words))
+            if isinstance(case, Numbers):
+                # `unique_items` compares items by their text.
+                is_unique = self.document.has_unique
+                return either(*map(LarkTerminal, number_terminals(case, is_canonical=is_unique)))
+            if isinstance(case, Strings):
+                return either(*map(LarkTerminal, string_terminals(case)))
+            key = (case, place)
+            if key not in self.names:
+                self.names[key] = name = self.reserved(place)
+                is_array = isinstance(case, Arrays)
+                made = _array(case, self, place) if is_array else _object(case, self, place)
+                self.rules[name.name] = made
+            return self.names[key]
+        except ConstraintError:
+            raise
+        except ValueError as error:
+            refuse_at(place, f"{error}. Use simpler patterns.")
 
     def named(self, rule: Rule) -> Rule:
         """Define a rule under a new name, so that it can be used many times."""
+        if isinstance(rule, Named | Text) or rule in (EMPTY, NOTHING):
+            return rule
+        name = self.reserved()
+        self.rules[name.name] = rule
+        return name
 
-    def reserved(self) -> Named:
-        """A new name, whose rule is defined later."""
-
-    def define(self, name: Named, rule: Rule) -> None:
-        """Define the rule of a reserved name."""
-
-    def drop(self, place: str) -> None:
-        """Record a place where some valid values are left out."""
-
-    def ask_for(self, formula: Formula, count: int, place: str) -> None:
-        """Refuse the schema in the end if a formula has fewer values than `count`."""
+    def reserved(self, place: str = "#") -> Named:
+        """Add a name whose rule is defined later; refuse the schema at a place if there are too many."""
+        if len(self.rules) >= MAX_RULES:
+            refuse_at(place, f"the grammar has {MAX_RULES} rules already. Give a smaller schema.")
+        name = f"r{len(self.rules)}"
+        self.rules[name] = NOTHING
+        return Named(name)
 
 
 # -- arrays
@@ -108,8 +152,7 @@ _COUNTED = 64
 """Most different items that are counted, unless `minItems` needs more."""
 
 
-def array_rule(case: Arrays, builder: Builder, place: str) -> Rule:
-    """The rule of arrays."""
+def _array(case: Arrays, builder: Builder, place: str) -> Rule:
     case = replace(case, most=lesser(case.most, MAX_COUNT) if case.most is not None else None)
     if case.items == FALSE:
         case = replace(case, most=lesser(case.most, len(case.prefix)))
@@ -121,7 +164,7 @@ def array_rule(case: Arrays, builder: Builder, place: str) -> Rule:
         is_varied = case.prefix or case.contains
         mark = maybe(Text(VARIED if is_varied else ALIKE)) if case.most != 1 else EMPTY
         if not is_varied and case.least > 1:
-            builder.ask_for(case.items, case.least, pointer(place, "uniqueItems"))
+            builder.counted.append((case.items, case.least, pointer(place, "uniqueItems")))
     inside = (
         _counted_items(case, builder, place) if case.contains else _uncounted_items(case, builder)
     )
@@ -131,28 +174,25 @@ def array_rule(case: Arrays, builder: Builder, place: str) -> Rule:
 def _with_different_items(case: Arrays, builder: Builder, place: str) -> Arrays:
     """Shorten arrays to the number of different items that their positions can have."""
     for position in range(max(len(case.prefix) + 1, case.least)):
+        is_listed = position < len(case.prefix)
         count = _count(case.item(position), max(_COUNTED, case.least), builder)
-        if count is None and position >= len(case.prefix):
-            return case
-        if count is None:
+        if count is None and is_listed:
             continue
+        if count is None:
+            break
         before = case.prefix[:position]
         rivals = sum(not builder.expansion.are_disjoint(one, case.item(position)) for one in before)
-        if position >= len(case.prefix):
-            return _cut(case, position + max(0, count - rivals), builder, place)
-        if count <= rivals:
-            return _cut(case, position, builder, place)
+        if is_listed and count > rivals:
+            continue
+        most = position + max(0, count - rivals)
+        if case.least > most:
+            refuse(
+                pointer(place, "uniqueItems"),
+                True,
+                f"only {most} items can differ, but {case.least} are required. Require fewer.",
+            )
+        return replace(case, most=lesser(case.most, most))
     return case
-
-
-def _cut(case: Arrays, most: int, builder: Builder, place: str) -> Arrays:
-    if case.least > most:
-        refuse(
-            pointer(place, "uniqueItems"),
-            True,
-            f"only {most} items can differ, but {case.least} are required. Require fewer.",
-        )
-    return replace(case, most=lesser(case.most, most))
 
 
 def _count(schema: Formula, limit: int, builder: Builder) -> int | None:
@@ -232,7 +272,7 @@ def _counted_items(case: Arrays, builder: Builder, place: str) -> Rule:
             if item is not None and after in rules:
                 separator = COMMA if position else EMPTY
                 options.append(seq(separator, builder.value(item), rules[after]))
-        builder.define(name, either(*options))
+        builder.rules[name.name] = either(*options)
     return rules[(0, *[0] * len(limits))]
 
 
@@ -266,8 +306,7 @@ ANY_PROPERTY = Some(TRUE)
 Item = tuple[Rule, bool]
 
 
-def object_rule(case: Objects, builder: Builder, place: str) -> Rule:
-    """The rule of objects."""
+def _object(case: Objects, builder: Builder, place: str) -> Rule:
     if case.some:
         return _with_some(case, builder, place)
     listed = _listed(case, builder, place)
@@ -292,7 +331,7 @@ def _with_some(case: Objects, builder: Builder, place: str) -> Rule:
         for name, layer in zip(candidates, layers, strict=True)
     ]
     if case.some:
-        builder.drop(place)
+        builder.dropped.append(place)
         return either(*options)
     last = either(*_free(case, listed, builder, place, some))
     free = _free(case, listed, builder, place)
@@ -323,7 +362,7 @@ def _listed(case: Objects, builder: Builder, place: str) -> dict[str, Formula]:
         names = list(dict.fromkeys([*names, *finite]))
     result = {}
     for name in names:
-        builder.expansion.check_time(place)
+        builder.expansion.budget.spend(place, 0)
         is_named = _is_named(name, case.names, builder)
         result[name] = case.value(name, is_like) if is_named else FALSE
     return result
@@ -516,7 +555,7 @@ def _rest_of_count(
         return NOTHING
     ended = [last] if last else []
     if low > 1 and free != NOTHING:
-        builder.drop(pointer(place, "minProperties"))
+        builder.dropped.append(pointer(place, "minProperties"))
     if low > 1 or (low and free == NOTHING) or (low and last):
         return NOTHING
     if last:

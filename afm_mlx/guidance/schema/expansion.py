@@ -89,7 +89,7 @@ class Expansion:
     def __init__(self, document: Document, budget: CompileBudget, is_wide: bool = False) -> None:
         self.document = document
         self.dropped: list[str] = []
-        self._budget, self._is_wide = budget, is_wide
+        self.budget, self._is_wide = budget, is_wide
         self._known: dict[Formula, tuple[Case, ...]] = {TRUE: tuple(every_case()), FALSE: ()}
         self._open: dict[Formula, None] = {}
         self._void: set[Formula] = set()
@@ -111,8 +111,7 @@ class Expansion:
             )
         if len(self._open) >= MAX_IN_PLACE:
             refuse_at(
-                place,
-                f"more than {MAX_IN_PLACE} nested schemas apply to one value. Use fewer.",
+                place, f"more than {MAX_IN_PLACE} nested schemas apply to one value. Use fewer."
             )
         self._open[formula] = None
         try:
@@ -122,10 +121,6 @@ class Expansion:
         check_count(place, len(result))
         self._known[formula] = result
         return result
-
-    def check_time(self, place: str) -> None:
-        """Raise `ConstraintError` if the work on the document has taken too long."""
-        self._budget.spend(place, 0)
 
     def _expanded(self, formula: Formula, place: str) -> tuple[Case, ...]:
         if formula[0] == "and":
@@ -143,7 +138,7 @@ class Expansion:
         return tuple(self._inside(node) if formula[2] else self._outside(node))
 
     def _product(self, a: list[Case], b: tuple[Case, ...], place: str) -> list[Case]:
-        self._budget.spend(place, len(a) * len(b))
+        self.budget.spend(place, len(a) * len(b))
         found = (intersection(x, y) for x in a for y in b)
         result = list(
             dict.fromkeys(case for case in found if case is not None and not self._is_void(case))
@@ -264,7 +259,7 @@ class Expansion:
             return disjunction(*parts)
         shared: list[list[Formula]] = [[] for _ in parts]
         pairs = self._alike(parts)
-        self._budget.spend(node.place, len(pairs) // 2)
+        self.budget.spend(node.place, len(pairs) // 2)
         for i, j in pairs:
             if not self.are_disjoint(parts[i], parts[j]):
                 shared[i].append(negation(parts[j]))

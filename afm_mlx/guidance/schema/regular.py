@@ -136,11 +136,6 @@ def quoted_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def lark_string(text: str) -> str:
-    """A text as a Lark string."""
-    return json.dumps(text)
-
-
 def _lark(expr: Expr, negated: bool) -> str:
     """Lark for the inside of a JSON string."""
     kind = expr[0]

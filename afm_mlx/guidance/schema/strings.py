@@ -10,6 +10,7 @@ ASCII, and regular expressions are simple ones.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -23,7 +24,6 @@ from afm_mlx.guidance.schema.regular import (
     both,
     complement,
     is_empty,
-    lark_string,
     literal,
     matches,
     quoted,
@@ -197,7 +197,7 @@ def string_terminals(strings: Strings, *further: Expr) -> tuple[str, ...]:
     """
     if strings.values is not None:
         texts = [v for v in strings.values if all(matches(part, v) for part in further)]
-        return (" | ".join(lark_string(quoted_text(text)) for text in texts),) if texts else ()
+        return (" | ".join(json.dumps(quoted_text(text)) for text in texts),) if texts else ()
     patterns = [
         searched(PATTERNS[name], wide=False) for name in strings.formats if name in PATTERNS
     ]
