@@ -9,7 +9,6 @@ from llguidance import LLMatcher
 
 from afm_mlx.guidance.schema.cases import Arrays, Objects
 from afm_mlx.guidance.schema.containers import Builder
-from afm_mlx.guidance.schema.patterns import is_like
 from afm_mlx.guidance.schema.references import TRUE, Document, Formula, refuse, refuse_at
 from afm_mlx.guidance.schema.regular import compile_error, values_of
 from afm_mlx.guidance.schema.rules import Rule, depth, either, fulfilled, lark_grammar
@@ -83,12 +82,7 @@ def _refuse_unfulfilled(builder: Builder, rules: dict[str, Rule]) -> NoReturn:
 
     def unfulfilled(formula: Formula) -> Formula | None:
         for case in builder.expansion.raw_cases(formula):
-            parts: list[Formula] = []
-            if isinstance(case, Objects):
-                parts = [case.value(name, is_like) for name in case.required]
-            elif isinstance(case, Arrays):
-                parts = [case.item(i) for i in range(min(case.least, len(case.prefix) + 1))]
-            for part in parts:
+            for part in case.needed() if isinstance(case, Arrays | Objects) else ():
                 name = builder.names.get(part)
                 if part != TRUE and (name is None or name.name not in rules):
                     return part

@@ -30,6 +30,7 @@ ANY: Expr = ("rep", CHAR, 0, None)
 
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0xD7FF), (0xE000, LAST))
+_NO_TEXT = "[^\\s\\S]"
 _MAX_FLOATING = 9
 _STEPS = 300
 """Texts that are continued to count values of a grammar, and 30 more for each value."""
@@ -38,12 +39,11 @@ _MAX_COUNTED = 400
 
 
 def literal(text: str) -> Expr:
-    """A set of one string."""
     return ("cat", tuple(("chars", ((ord(c), ord(c)),)) for c in text))
 
 
 def cat(*parts: Expr) -> Expr:
-    """The concatenation of sets of strings."""
+    """Concatenate sets of strings."""
     flat: list[Expr] = []
     for part in parts:
         flat.extend(part[1] if part[0] == "cat" else [part])
@@ -51,13 +51,13 @@ def cat(*parts: Expr) -> Expr:
 
 
 def union(*parts: Expr) -> Expr:
-    """The union of sets of strings."""
+    """Unite sets of strings."""
     distinct = tuple(dict.fromkeys(parts))
     return distinct[0] if len(distinct) == 1 else ("alt", distinct)
 
 
 def both(*parts: Expr) -> Expr:
-    """The intersection of sets of strings."""
+    """Intersect sets of strings."""
     distinct = tuple(part for part in dict.fromkeys(parts) if part != ANY)
     if not distinct:
         return ANY
@@ -65,12 +65,11 @@ def both(*parts: Expr) -> Expr:
 
 
 def complement(part: Expr) -> Expr:
-    """The complement of a set of strings."""
     return part[1] if part[0] == "not" else ("not", part)
 
 
 def overlap(a: Ranges, b: Ranges) -> Ranges:
-    """The intersection of two lists of code point ranges."""
+    """Intersect code point ranges."""
     met = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
     return tuple(sorted((low, high) for low, high in met if low <= high))
 
@@ -87,7 +86,7 @@ def joined(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def inverted(ranges: Ranges) -> Ranges:
-    """The complement of code point ranges."""
+    """Return the code points outside of ranges."""
     result, start = [], 0
     for low, high in joined(list(ranges)):
         if start < low:
@@ -97,7 +96,7 @@ def inverted(ranges: Ranges) -> Ranges:
 
 
 def quoted(expr: Expr) -> str:
-    """The right side of a Lark terminal that matches the JSON texts of a set of strings.
+    """Write the right side of a Lark terminal that matches the JSON texts of a set of strings.
 
     Raises:
         ValueError: if too many patterns without `^` have to match at once.
@@ -111,7 +110,7 @@ def quoted(expr: Expr) -> str:
 
 
 def _floating(expr: Expr) -> int:
-    """The number of sets that begin with any text in one intersection."""
+    """Count the sets that begin with any text in one intersection."""
     kind = expr[0]
     if kind == "chars":
         return 0
@@ -132,12 +131,12 @@ def _is_floating(expr: Expr) -> bool:
 
 
 def quoted_text(text: str) -> str:
-    """The JSON text of one string, as `quoted` matches it."""
+    """Write the JSON text of one string, as `quoted` matches it."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _lark(expr: Expr, negated: bool) -> str:
-    """Lark for the inside of a JSON string."""
+    """Write Lark for the inside of a JSON string; `negated` if a complement is around it."""
     kind = expr[0]
     if kind == "and":
         return f"({' & '.join(_lark(part, negated) for part in expr[1])})"
@@ -155,12 +154,9 @@ def _lark(expr: Expr, negated: bool) -> str:
 
 @lru_cache(maxsize=512)
 def _is_plain(expr: Expr) -> bool:
-    """True if an expression has no `and` and no `not`."""
     if expr[0] in ("and", "not"):
         return False
-    return expr[0] == "chars" or all(
-        _is_plain(part) for part in ([expr[1]] if expr[0] == "rep" else expr[1])
-    )
+    return expr[0] == "chars" or all(map(_is_plain, [expr[1]] if expr[0] == "rep" else expr[1]))
 
 
 def _regex(expr: Expr, negated: bool) -> str:
@@ -170,24 +166,21 @@ def _regex(expr: Expr, negated: bool) -> str:
     if kind == "cat":
         return "".join(_regex(part, negated) for part in expr[1])
     if kind == "alt":
-        return (
-            f"(?:{'|'.join(_regex(part, negated) for part in expr[1])})" if expr[1] else "[^\\s\\S]"
-        )
+        parts = "|".join(_regex(part, negated) for part in expr[1])
+        return f"(?:{parts})" if expr[1] else _NO_TEXT
     high = "" if expr[3] is None else expr[3]
     return f"(?:{_regex(expr[1], negated)}){{{expr[2]},{high}}}"
 
 
 @lru_cache(maxsize=512)
 def _chars(ranges: Ranges, negated: bool) -> str:
-    """A pattern of the JSON texts of characters.
+    """Write a pattern of the JSON texts of characters.
 
     Control characters without a short escape are left out unless `negated`: a complement would allow them.
     """
     raw = overlap(ranges, _RAW)
-    forms = []
-    if raw:
-        inside = "".join(_point(a) + (f"-{_point(b)}" if b > a else "") for a, b in raw)
-        forms.append(f"[{inside}]")
+    inside = "".join(_point(a) + (f"-{_point(b)}" if b > a else "") for a, b in raw)
+    forms = [f"[{inside}]"] if raw else []
     short = [c for c in _SHORT if any(a <= c <= b for a, b in ranges)]
     if short:
         escapes = "".join(f"\\x{{{ord(_SHORT[c]):x}}}" for c in short)
@@ -197,9 +190,9 @@ def _chars(ranges: Ranges, negated: bool) -> str:
         codes = [f"{c:02x}" for c in control if any(a <= c <= b for a, b in ranges)]
         if codes:
             forms.append(f"\\x{{5c}}u00(?:{'|'.join(codes)})")
-    if not forms:
-        return "[^\\s\\S]"
-    return forms[0] if len(forms) == 1 else f"(?:{'|'.join(forms)})"
+    if len(forms) == 1:
+        return forms[0]
+    return f"(?:{'|'.join(forms)})" if forms else _NO_TEXT
 
 
 def _point(code: int) -> str:
@@ -207,13 +200,8 @@ def _point(code: int) -> str:
     return c if c.isascii() and c.isalnum() else f"\\x{{{code:x}}}"
 
 
-@lru_cache(maxsize=1)
-def _bytes() -> LLTokenizer:
-    return LLTokenizer("byte")
-
-
 def compile_error(grammar: str) -> str:
-    """The first line of llguidance's error for a grammar; empty if it compiles.
+    """Return the first line of llguidance's error for a grammar; empty if it compiles.
 
     `LLMatcher.validate_grammar` misses some limits, such as 65,525 symbols.
     """
@@ -223,12 +211,14 @@ def compile_error(grammar: str) -> str:
 
 @lru_cache(maxsize=256)
 def _matcher(terminal: str) -> LLMatcher:
-    lark = f"start: X\nX: {terminal}"
-    return _compiled(LLMatcher.grammar_from_lark(lark))
+    return _compiled(LLMatcher.grammar_from_lark(f"start: X\nX: {terminal}"))
 
 
 def _compiled(grammar: str) -> LLMatcher:
-    return with_deep_stack(LLMatcher, _bytes(), grammar, log_level=0, limits=LIMITS)
+    return with_deep_stack(LLMatcher, _byte_tokenizer(), grammar, log_level=0, limits=LIMITS)
+
+
+_byte_tokenizer = lru_cache(lambda: LLTokenizer("byte"))
 
 
 @lru_cache(maxsize=256)
@@ -238,8 +228,7 @@ def is_empty(terminal: str) -> bool | None:
     if matcher.is_error():
         return None
     mask = matcher.compute_bitmask()
-    error = matcher.get_error() if matcher.is_error() else ""
-    if error:
+    if error := matcher.get_error() if matcher.is_error() else "":
         return True if "NoExtension" in error else None
     return not any(mask)
 
@@ -269,7 +258,7 @@ def has_text(terminal: str, text: str) -> bool:
 
 
 def values_of(grammar: str, limit: int) -> set[Any] | None:
-    """The `identity` of up to `limit` JSON values of a Lark grammar; None if they are hard to find."""
+    """Collect the `identity` of up to `limit` JSON values of a Lark grammar; None if they are hard to find."""
     matcher = _compiled(LLMatcher.grammar_from_lark(grammar))
     found: set[Any] = set()
     pending = [(matcher, b"", b"")]

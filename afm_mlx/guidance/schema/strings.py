@@ -82,7 +82,7 @@ PATTERNS = {
     "regex": f"^{_REGEX}$",
     "uri-template": f"^(?:{_PATH}|[/?]|\\{{[A-Za-z][A-Za-z0-9_]*\\}})*$",
 }
-_LOOSE = {
+LOOSE = dict.fromkeys(PATTERNS, "") | {
     "date-time": "^[0-9]{4}-[0-9]{2}-[0-9]{2}.[0-9]{2}:",
     "date": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
     "time": "^[0-9]{2}:[0-9]{2}:",
@@ -99,7 +99,6 @@ _LOOSE = {
     "hostname": "^[^:/@ ]*$",
     "idn-hostname": "^[^:/@ ]*$",
 }
-LOOSE = dict.fromkeys(PATTERNS, "") | _LOOSE
 
 MAX_LENGTH = 100_000
 """Most characters of a bounded string; a larger `maxLength` counts as this."""
@@ -125,7 +124,6 @@ class Strings:
     excluded: frozenset[str] = frozenset()
 
     def intersect(self, other: Strings) -> Strings | None:
-        """The intersection; None if it is empty."""
         if self.values is None and other.values is not None:
             return other.intersect(self)
         if self.values is not None:
@@ -172,7 +170,7 @@ class Strings:
             return False  # it is refused where it is written
 
     def expression(self) -> Expr:
-        """The set as an expression, formats left out."""
+        """Write the set as an expression, formats left out."""
         if self.values is not None:
             return union(*map(literal, self.values))
         parts = list(self.parts)
@@ -186,7 +184,7 @@ class Strings:
 
 @lru_cache(maxsize=256)
 def string_terminals(strings: Strings, *further: Expr) -> tuple[str, ...]:
-    """Right sides of Lark terminals whose texts are the strings of a set.
+    """Write right sides of Lark terminals whose texts are the strings of a set; none if it is empty.
 
     Args:
         strings: the set.
