@@ -22,14 +22,7 @@ from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 
 class _Pieces:
-    """The attributes and the call that llguidance needs.
-
-    Args:
-        tokens: bytes of each token; of a special token, its name.
-        special: ids of tokens that no text has.
-        eos_token_id: id of a token that ends an answer.
-        encode: encodes text as inside an answer.
-    """
+    """The attributes and the call that llguidance needs; `encode` encodes text as inside an answer."""
 
     bos_token_id = None
 
@@ -57,7 +50,7 @@ class _Pieces:
 
 
 def ll_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
-    """llguidance's tokenizer for an AFM tokenizer or one of mlx-lm; cached.
+    """Return llguidance's tokenizer for an AFM tokenizer or one of mlx-lm; cached.
 
     Raises:
         ConstraintError: for a tokenizer that can't be constrained.
@@ -95,7 +88,7 @@ def _own_pieces(tokenizer: AFMTokenizer) -> TokenizerWrapper:
 
 
 def after_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
-    """An encoder without the dummy prefix: it encodes after a newline, which is always a separate piece."""
+    """Wrap an encoder to encode after a newline, always a separate piece, and so without the dummy prefix."""
     newline = encode("\n")
 
     def encode_after_newline(text: str) -> list[int]:
@@ -111,7 +104,7 @@ def after_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[in
 
 
 def _zoo_pieces(tokenizer: Any, ends: tuple[int, ...]) -> TokenizerWrapper | str:
-    """Input for llguidance from a tokenizer of transformers: its JSON if read correctly, else its pieces."""
+    """Return llguidance's input for a tokenizer of transformers: JSON if read correctly, else pieces."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConstraintError(
@@ -145,9 +138,6 @@ def token_texts(tokenizer: LLTokenizer) -> list[bytes]:
 
 @lru_cache(maxsize=4)
 def byte_tokens(tokenizer: LLTokenizer) -> dict[bytes, int]:
-    """The first token of each single byte that has one."""
-    found: dict[bytes, int] = {}
-    for token, text in enumerate(token_texts(tokenizer)):
-        if len(text) == 1:
-            found.setdefault(text, token)
-    return found
+    """Map each single byte to its first token."""
+    texts = token_texts(tokenizer)
+    return {texts[i]: i for i in reversed(range(len(texts))) if len(texts[i]) == 1}

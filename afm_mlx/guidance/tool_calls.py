@@ -78,7 +78,7 @@ def tool_call_constraint(
 
 
 def _arguments(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The schema of each tool's arguments, by the tool's name."""
+    """Map each tool's name to the schema of its arguments."""
     found: dict[str, Any] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

@@ -90,7 +90,7 @@ class AnswerType:
             raise self._refused(f"{shown(value)} is no", error) from _unexpected(error)
 
     def partial(self, text: str) -> Any:
-        """The snapshot of an unfinished answer; None while it has no value.
+        """Return the snapshot of an unfinished answer; None while it has no value.
 
         Args:
             text: the beginning of a JSON text.
@@ -99,7 +99,12 @@ class AnswerType:
             ConstraintError: if the text does not begin JSON, or a complete value does not fit.
         """
         try:
-            return _snapshot(text, self.kind, self._library)
+            so_far = json_so_far(text)
+            if so_far is MISSING:
+                return None
+            complete = json_so_far(text, open_strings=False)
+            value = _Snapshots(self._library).of(so_far, complete, self.kind)
+            return None if value is MISSING else value
         except Exception as error:
             raise self._refused(f"{shown(text)} begins no", error) from _unexpected(error)
 
@@ -109,7 +114,7 @@ class AnswerType:
 
 
 def _unexpected(error: Exception) -> Exception | None:
-    """The error itself unless it refuses a value; then it may be a fault of the type's code."""
+    """Return an error that may be a fault of the type's code; None for one that refuses a value."""
     return None if isinstance(error, ValueError | TypeError | RecursionError) else error
 
 
@@ -172,15 +177,6 @@ def json_so_far(text: str, open_strings: bool = True) -> Any:
     return items[0] if items else MISSING
 
 
-def _snapshot(text: str, kind: TypeForm, library: Library) -> Any:
-    """The snapshot of the beginning of a JSON text; raises `ValueError` if that does not fit the type."""
-    so_far = json_so_far(text)
-    if so_far is MISSING:
-        return None
-    value = _Snapshots(library).of(so_far, json_so_far(text, open_strings=False), kind)
-    return None if value is MISSING else value
-
-
 class _Snapshots:
     """Makes snapshots of values; `library` reads complete ones."""
 
@@ -188,19 +184,12 @@ class _Snapshots:
         self._library = library
 
     def of(self, value: object, complete: object, hint: TypeForm) -> Any:
-        """The snapshot of a value.
-
-        Args:
-            value: the value so far.
-            complete: the complete part of the value; `MISSING` if there is none.
-            hint: the value's type.
-        """
+        """Make the snapshot of a value of a type from its part so far and its complete part, or `MISSING`."""
         if isinstance(value, dict):
             return self._object(value, complete, members_of(hint))
         if isinstance(value, list):
             return self._list(value, complete, members_of(hint))
-        if complete is not MISSING:
-            # Most values are what their type says.
+        if complete is not MISSING:  # most values are what their type says
             is_one = type(value) is hint
             return value if is_one else self._library.decoded(json.dumps(value), hint)
         is_text = isinstance(value, str) and any(m in (str, Any) for m in members_of(hint))
@@ -240,7 +229,7 @@ def _origin(hint: TypeForm) -> TypeForm:
 
 
 def _class_of(done: JsonObject, members: list[TypeForm]) -> TypeForm:
-    """The first class that fits the complete part of an object; None if no class has fields."""
+    """Choose the first class that fits the complete part of an object; None if no class has fields."""
     kinds = [kind for kind in map(_origin, members) if fields_of(kind)]
     return next((kind for kind in kinds if _can_be(done, kind)), kinds[0] if kinds else None)
 
@@ -254,12 +243,12 @@ def _can_be(done: JsonObject, kind: TypeForm) -> bool:
 
 
 def _argument(members: list[TypeForm], index: int) -> TypeForm:
-    """The type argument of the first container among the members."""
+    """Return the type argument of the first container among the members."""
     return next((get_args(m)[index] for m in members if len(get_args(m)) > index), Any)
 
 
 def _item_types(members: list[TypeForm]) -> list[TypeForm]:
-    """The types of a list's items; the last one also of all that follow."""
+    """Return the types of a list's items; the last one also of all that follow."""
     for member in members:
         if get_args(member) and get_origin(member) is not Literal:
             first, *others = get_args(member)
