@@ -14,12 +14,9 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.deep_stack import LIMITS, with_deep_stack
 
-MAX_TEXT = 1 << 20
-"""Most characters of a pattern or list of choices."""
-MAX_GRAMMAR = 1 << 17
-"""Most characters of a grammar; it may nest a rule for every dozen of them."""
-MAX_KEPT = 1 << 16
-"""Most characters of a schema whose grammar is cached."""
+MAX_TEXT = 1 << 20  # most characters of a pattern or list of choices
+MAX_GRAMMAR = 1 << 17  # most characters of a grammar; it may nest a rule for every dozen of them
+MAX_KEPT = 1 << 16  # most characters of a schema whose grammar is cached
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,23 @@ class Matcher:
         Raises:
             ConstraintError: if the grammar has become too complex to follow.
         """
-        if self._matcher.is_stopped():
+        matcher, texts, last = self._matcher, token_texts(self.tokenizer), self._last
+        if matcher.is_stopped():
             return []
-        texts, last = token_texts(self.tokenizer), self._last
-        steps = _certain(self._matcher, texts)
-        if self._matcher.is_error():
+        mask = np.zeros(-(-len(texts) // 32), np.uint32)
+        address, size = mask.ctypes.data, mask.nbytes
+        steps: list[_Step] = []
+        length = 0
+        while length < MAX_FORCED_BYTES and not (matcher.is_stopped() or matcher.is_accepting()):
+            matcher.unsafe_compute_mask_ptr(address, size)
+            step = None if matcher.is_error() else _certain_step(mask, texts)
+            if step is None or not matcher.consume_token(step.token):
+                break
+            steps.append(step)
+            length += max(1, len(step.text))
+        if steps:
+            matcher.rollback(len(steps))
+        if matcher.is_error():
             self._raise()
         tokens: list[int] = []
         run: list[_Step] = []
@@ -181,11 +193,7 @@ def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _check_patterns(constraint: Constraint, tokenizer: LLTokenizer) -> None:
-    """Follow a random text of each pattern with conditions; only then does llguidance find too many states.
-
-    Raises:
-        ConstraintError: if llguidance refuses to follow one.
-    """
+    """Follow a random text of each pattern with conditions; refuse one with too many states."""
     rng = np.random.default_rng(0)
     parts = (part.get("lark_grammar", "") for part in named_grammars(constraint.grammar, ""))
     patterns = [found for part in parts for found in _PATTERN.findall(part)]
@@ -210,8 +218,7 @@ def _check_patterns(constraint: Constraint, tokenizer: LLTokenizer) -> None:
 
 # -- forced tokens
 
-MAX_FORCED_BYTES = 256
-"""Most bytes of forced text that are found at once, each with a mask."""
+MAX_FORCED_BYTES = 256  # most bytes of forced text that are found at once, each with a mask
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
@@ -232,24 +239,6 @@ def without_forcing(grammar: str) -> str:
     first = parts["grammars"][0]
     first["lark_grammar"] = _NO_FORCING + first["lark_grammar"]
     return json.dumps(parts)
-
-
-def _certain(matcher: LLMatcher, texts: list[bytes]) -> list[_Step]:
-    """List the shortest tokens that must come next, up to `MAX_FORCED_BYTES`."""
-    mask = np.zeros(-(-len(texts) // 32), np.uint32)
-    address, size = mask.ctypes.data, mask.nbytes
-    steps: list[_Step] = []
-    length = 0
-    while length < MAX_FORCED_BYTES and not (matcher.is_stopped() or matcher.is_accepting()):
-        matcher.unsafe_compute_mask_ptr(address, size)
-        step = None if matcher.is_error() else _certain_step(mask, texts)
-        if step is None or not matcher.consume_token(step.token):
-            break
-        steps.append(step)
-        length += max(1, len(step.text))
-    if steps:
-        matcher.rollback(len(steps))
-    return steps
 
 
 def _certain_step(mask: np.ndarray, texts: list[bytes]) -> _Step | None:

@@ -50,11 +50,7 @@ class _Pieces:
 
 
 def ll_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
-    """Return llguidance's tokenizer for an AFM tokenizer or one of mlx-lm; cached.
-
-    Raises:
-        ConstraintError: for a tokenizer that can't be constrained.
-    """
+    """Return llguidance's tokenizer, cached, for one of AFM or mlx-lm; refuse one that can't be constrained."""
     key = getattr(tokenizer, "_tokenizer", tokenizer)  # mlx-lm's wrapper is made for each load
     ends = tuple(sorted(tokenizer.eos_token_ids))
     made = _made.setdefault(key, {})

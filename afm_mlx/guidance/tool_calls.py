@@ -17,8 +17,7 @@ from afm_mlx.guidance.constraint import Constraint, literal, named_grammars
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 CHOICES = ("auto", "none", "required", "one")
-MAX_CALLS = 16
-"""Most calls in one answer."""
+MAX_CALLS = 16  # most calls in one answer
 
 _TEXT = r"TEXT: /(.|\n)*/"
 

@@ -35,8 +35,7 @@ from afm_mlx.installation import package_problem
 TypeForm = Any
 """A type as annotations have it: a class, a union, `Annotated[...]`, a `TypeAdapter` of pydantic."""
 JsonSchema = dict[str, Any]
-Reader = Callable[[str | bytes], object]
-"""Converts JSON to instances of a type."""
+Reader = Callable[[str | bytes], object]  # converts JSON to instances of a type
 _WRAPPERS = ("NotRequired", "Required", "ReadOnly")  # typing_extensions has its own
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")  # packages
 _PYDANTICS = ("__get_pydantic_core_schema__", "__pydantic_fields__")  # attributes of its classes
@@ -78,7 +77,10 @@ def _fields(kind: TypeForm) -> tuple[Field, ...]:
             fields.insert(0, Field("", config.tag_field, Literal[config.tag]))
         return tuple(fields)
     if (model := getattr(kind, "__pydantic_fields__", None)) is not None:
-        return tuple(Field(name, _alias(f) or name, f.annotation) for name, f in model.items())
+        aliases = [(f.validation_alias, f.alias, name) for name, f in model.items()]
+        keys = [next(alias for alias in some if isinstance(alias, str)) for some in aliases]
+        parts = zip(keys, model.items(), strict=True)
+        return tuple(Field(name, key, f.annotation) for key, (name, f) in parts)
     is_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
@@ -87,19 +89,12 @@ def _fields(kind: TypeForm) -> tuple[Field, ...]:
     else:
         return ()
     hints = get_type_hints(kind, include_extras=True)
-    if names is None:
-        names = list(hints)
+    names = list(hints) if names is None else names
     return tuple(Field(name, name, _unwrapped(hints[name])) for name in names)
 
 
 def is_typed_dict(kind: TypeForm) -> bool:
-    """True if a class is a `TypedDict`, of `typing` or of `typing_extensions`."""
     return issubclass(kind, dict) and hasattr(kind, "__required_keys__")
-
-
-def _alias(field: TypeForm) -> str | None:
-    aliases = (field.validation_alias, field.alias)
-    return next((alias for alias in aliases if isinstance(alias, str)), None)
 
 
 def bare(hint: TypeForm) -> TypeForm:
@@ -167,11 +162,7 @@ class Library:
         return {**schema, "$defs": definitions} if definitions else schema
 
     def decoded(self, text: str | bytes, kind: TypeForm = ...) -> object:
-        """Convert JSON to an instance of the type, or of `kind` inside it.
-
-        Raises:
-            ValueError: names the field that does not fit.
-        """
+        """Convert JSON to an instance of the type, or of `kind` inside it; raise `ValueError` if it is none."""
         kind = self.kind if kind is ... else kind
         if id(kind) not in self._readers:
             reader = (
@@ -215,11 +206,7 @@ def _is_adapter(kind: TypeForm) -> bool:
 
 
 def library_of(kind: TypeForm) -> Library:
-    """Choose the library that reads a type.
-
-    Raises:
-        ConstraintError: if the type has parts of both msgspec and pydantic, or generable classes.
-    """
+    """Choose the library that reads a type; refuse parts of both libraries, and generable classes."""
     if _is_adapter(kind):
         return Library(kind, is_pydantic=True)
     owners = set(_owners(kind, set()))

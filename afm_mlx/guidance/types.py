@@ -154,11 +154,7 @@ _CLOSED_STRINGS = re.compile(r'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+', re.S)
 
 
 def json_so_far(text: str, open_strings: bool = True) -> Any:
-    """Read the beginning of a JSON text.
-
-    Args:
-        text: the beginning.
-        open_strings: True to include the text so far of a string without an end.
+    """Read the beginning of a JSON text; `open_strings` includes the text so far of a string without an end.
 
     Returns:
         The value so far, without a number at the text's end, which more digits may follow; `MISSING` if there
@@ -197,9 +193,12 @@ class _Snapshots:
 
     def _object(self, value: JsonObject, complete: Any, members: list[TypeForm]) -> Any:
         done = {} if complete is MISSING else complete
-        kind = _class_of(done, members)
+        # The first class that fits the complete part; or else the first.
+        kinds = [kind for kind in map(_origin, members) if fields_of(kind)]
+        kind = next((kind for kind in kinds if _can_be(done, kind)), kinds[0] if kinds else None)
         fields = {field.key: field for field in fields_of(kind)}
-        others = Any if fields else _argument(members, 1)
+        values = (get_args(m)[1] for m in members if len(get_args(m)) > 1)
+        others = Any if fields else next(values, Any)
         items = {}
         for key, item in value.items():
             hint = fields[key].type if key in fields else others
@@ -228,23 +227,12 @@ def _origin(hint: TypeForm) -> TypeForm:
     return get_origin(hint) or hint
 
 
-def _class_of(done: JsonObject, members: list[TypeForm]) -> TypeForm:
-    """Choose the first class that fits the complete part of an object; None if no class has fields."""
-    kinds = [kind for kind in map(_origin, members) if fields_of(kind)]
-    return next((kind for kind in kinds if _can_be(done, kind)), kinds[0] if kinds else None)
-
-
 def _can_be(done: JsonObject, kind: TypeForm) -> bool:
     types = {field.key: bare(field.type) for field in fields_of(kind)}
     return all(
         key in types and (get_origin(types[key]) is not Literal or value in get_args(types[key]))
         for key, value in done.items()
     )
-
-
-def _argument(members: list[TypeForm], index: int) -> TypeForm:
-    """Return the type argument of the first container among the members."""
-    return next((get_args(m)[index] for m in members if len(get_args(m)) > index), Any)
 
 
 def _item_types(members: list[TypeForm]) -> list[TypeForm]:

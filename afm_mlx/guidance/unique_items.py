@@ -25,10 +25,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from afm_mlx.guidance.token_bytes import byte_tokens, token_texts
 
-ALIKE = "\x01"
-"""Marks a list whose items must differ, after its bracket; no answer has it."""
-VARIED = "\x02"
-"""The same for a list whose positions have different schemas."""
+ALIKE = "\x01"  # marks a list whose items must differ, after its bracket; no answer has it
+VARIED = "\x02"  # the same for a list whose positions have different schemas
 UTF8_BYTES = {bytes([i]) for i in range(0xF5) if i not in (0xC0, 0xC1)}
 _UNMARKED = b"\x03"  # allowed after a bracket in free text, as the marks are there
 _SEPARATOR = b", "
@@ -45,7 +43,6 @@ def identity(value: object) -> Hashable:
 
 
 def has_marks(grammar: str) -> bool:
-    """True if a grammar may have lists whose items must differ."""
     return any(f"u{ord(mark):04x}" in grammar for mark in (ALIKE, VARIED))
 
 
@@ -115,7 +112,7 @@ class OpenList:
         )
 
     def renewed(self) -> OpenList:
-        """Replace the dead texts of a varied list by those of the position where an item begins now."""
+        """Compute the dead texts of a varied list for the position where an item begins now."""
         one = replace(self, dead=frozenset())
         for text in one.texts:
             one = replace(one, dead=_dead(one, text))
@@ -294,7 +291,7 @@ def _value(text: bytes) -> Hashable:
 
 
 class _Vocabulary:
-    """The bytes of all tokens, and lists of tokens: with marks (`hidden`), or that may end a string or an item."""
+    """The bytes of all tokens, the tokens with marks (`hidden`), and the tokens that may end an item."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.texts = token_texts(tokenizer)

@@ -27,8 +27,7 @@ from afm_mlx.guidance.schema.regular import Expr
 from afm_mlx.guidance.schema.strings import LOOSE, MAX_LENGTH, Strings
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-MAX_COUNT = 10_000
-"""Most items or properties that a schema may require."""
+MAX_COUNT = 10_000  # most items or properties that a schema may require
 Keywords = Mapping[str, Any]
 
 
@@ -77,7 +76,6 @@ class Arrays:
     evaluated_by: tuple[Formula, ...] = ()
 
     def item(self, index: int) -> Formula:
-        """Return the schema of the item at an index."""
         return self.prefix[index] if index < len(self.prefix) else self.items
 
     def needed(self) -> Iterator[Formula]:
@@ -127,11 +125,10 @@ class Some:
     """The condition that an object has at least one property whose name and value match.
 
     Attributes:
-        value: schema of its value.
+        value, name: schemas of its value and of its name.
         like: pattern of its name; None for any.
         besides: names that it does not have.
         unlike: patterns that its name does not match.
-        name: schema of its name.
     """
 
     value: Formula
@@ -255,17 +252,10 @@ def types(value: Keywords, place: str) -> tuple[str, ...]:
 
 
 def typed_case(name: str, value: Keywords, node: Node, document: Document, is_wide: bool) -> Case:
-    """Return what a schema's keywords say about the values of a type.
+    """Return what the honoured keywords of a node say about the values of a type.
 
-    Args:
-        name: the type.
-        value: the keywords that are honoured.
-        node: the schema.
-        document: the document of the schema.
-        is_wide: True to let formats and patterns match by any validator's rules.
-
-    Raises:
-        ConstraintError: for a keyword that can't be honoured.
+    If `is_wide`, formats and patterns match by any validator's rules. Raises `ConstraintError` for a keyword
+    that can't be honoured.
     """
     match name:
         case "integer" | "number":
@@ -280,7 +270,6 @@ def typed_case(name: str, value: Keywords, node: Node, document: Document, is_wi
 
 
 def numbers(value: Keywords, place: str, is_integer: bool) -> Numbers:
-    """Read the keywords about numbers."""
     low = _number(value, "minimum", place)
     high = _number(value, "maximum", place)
     above = below = False
@@ -348,7 +337,6 @@ def pattern(text: object, place: str, wide: bool = False) -> Expr:
 
 
 def strings(value: Keywords, place: str, is_wide: bool) -> Strings:
-    """Read the keywords about strings."""
     parts = []
     if "pattern" in value:
         parts.append(pattern(value["pattern"], pointer(place, "pattern"), is_wide))
@@ -365,7 +353,6 @@ def strings(value: Keywords, place: str, is_wide: bool) -> Strings:
 
 
 def arrays(value: Keywords, node: Node, document: Document) -> Arrays:
-    """Read the keywords about arrays."""
     place = node.place
     least = _count(value, "minItems", place, MAX_COUNT) or 0
     most = _count(value, "maxItems", place)
@@ -402,7 +389,6 @@ def arrays(value: Keywords, node: Node, document: Document) -> Arrays:
 
 
 def objects(value: Keywords, node: Node, document: Document) -> Objects:
-    """Read the keywords about objects."""
     place = node.place
     for key in ("properties", "patternProperties"):
         if not isinstance(value.get(key, {}), dict):
@@ -440,12 +426,7 @@ def objects(value: Keywords, node: Node, document: Document) -> Objects:
 
 
 def constants(node: Node, document: Document, key: str) -> tuple[list[Case], list[Formula]]:
-    """Read the values that `const` or `enum` lists.
-
-    Returns:
-        cases: of the plain values, one for each type.
-        formulas: of the arrays and objects, one for each.
-    """
+    """Read the values that `const` or `enum` lists: cases of plain values, formulas of arrays and objects."""
     values = [node.value[key]] if key == "const" else node.value[key]
     if not isinstance(values, list) or not values:
         refuse(pointer(node.place, key), values, "it is a list of values, with one at least.")

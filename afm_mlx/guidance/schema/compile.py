@@ -13,17 +13,12 @@ from afm_mlx.guidance.schema.references import TRUE, Document, Formula, refuse, 
 from afm_mlx.guidance.schema.regular import compile_error, values_of
 from afm_mlx.guidance.schema.rules import Rule, depth, either, fulfilled, lark_grammar
 
-MAX_TEXT = 1_500_000
-"""Most characters of a grammar."""
-MAX_DEPTH = 500
-"""Deepest nesting of rules: 3 MB of a thread's stack."""
+MAX_TEXT = 1_500_000  # most characters of a grammar
+MAX_DEPTH = 500  # deepest nesting of rules: 3 MB of a thread's stack
 
 
 def schema_grammar(schema: Mapping[str, Any] | bool) -> str:
     """Compile a schema to the grammar of its valid documents, written as `json.dumps` writes them.
-
-    Args:
-        schema: a JSON value.
 
     Raises:
         ConstraintError: for a keyword that can't be honoured, with its place in the schema.
@@ -68,12 +63,7 @@ def schema_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def _refuse_unfulfilled(builder: Builder, rules: dict[str, Rule]) -> NoReturn:
-    """Raise `ConstraintError` at the innermost required schema that has no document.
-
-    Args:
-        builder: the finished grammar, whose root has no document.
-        rules: its fulfilled rules.
-    """
+    """Raise `ConstraintError` at the innermost required schema that has no document."""
     if dropped := [*builder.dropped, *builder.expansion.dropped]:
         refuse_at(
             dropped[0],

@@ -70,8 +70,7 @@ from afm_mlx.guidance.schema.rules import (
 from afm_mlx.guidance.schema.strings import string_terminals
 from afm_mlx.guidance.unique_items import ALIKE, VARIED, identity
 
-MAX_RULES = 15_000
-"""Most rules of a grammar."""
+MAX_RULES = 15_000  # most rules of a grammar
 
 
 class Builder:
@@ -117,9 +116,8 @@ class Builder:
             key = (case, place)
             if key not in self.names:
                 self.names[key] = name = self.reserved(place)
-                is_array = isinstance(case, Arrays)
-                made = _array(case, self, place) if is_array else _object(case, self, place)
-                self.rules[name.name] = made
+                make = _array if isinstance(case, Arrays) else _object
+                self.rules[name.name] = make(case, self, place)  # type: ignore[arg-type]
             return self.names[key]
         except ConstraintError:
             raise
@@ -145,10 +143,8 @@ class Builder:
 
 # -- arrays
 
-MAX_CONTAINS_STATES = 3_000
-"""Most pairs of a position and counts of `contains`."""
-_COUNTED = 64
-"""Most different items that are counted, unless `minItems` needs more."""
+MAX_CONTAINS_STATES = 3_000  # most pairs of a position and counts of `contains`
+_COUNTED = 64  # most different items that are counted, unless `minItems` needs more
 
 
 def _array(case: Arrays, builder: Builder, place: str) -> Rule:
@@ -294,12 +290,10 @@ MAX_STATES = 5_000
 """Most pairs of a property and a count, if `minProperties` or `maxProperties` count optional ones."""
 _PATTERNS = 5
 """Most patterns whose combinations are all followed; of more, each name matches at most one."""
-MAX_PATTERNS = 30
-"""Most patterns of names."""
+MAX_PATTERNS = 30  # most patterns of names
 MAX_OPTIONAL = 900
 """Most optional properties: llguidance follows 2,000 alternatives at once, two for each."""
-_CANDIDATES = 30
-"""Most listed properties that are tried as the required one of a kind."""
+_CANDIDATES = 30  # most listed properties that are tried as the required one of a kind
 
 ANY_PROPERTY = Some(TRUE)
 Item = tuple[Rule, bool]
@@ -408,16 +402,7 @@ def _members(
     builder: Builder,
     place: str,
 ) -> Rule:
-    """Make the rule of objects.
-
-    Args:
-        case: the objects.
-        listed: schemas of properties of known name.
-        free: rules of the others.
-        last: rule of a required last property; None without one.
-        builder: the grammar.
-        place: the place of the schema.
-    """
+    """Make the rule of objects from listed properties, rules of free ones, and the rule of a last one."""
     if any(listed[name] == FALSE for name in case.required) or last == NOTHING:
         return NOTHING
     items = [

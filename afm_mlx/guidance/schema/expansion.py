@@ -64,22 +64,15 @@ from afm_mlx.guidance.schema.regular import complement
 from afm_mlx.guidance.schema.strings import LOOSE
 from afm_mlx.guidance.schema.strings import PATTERNS as FORMATS
 
-MAX_IN_PLACE = 50
-"""Deepest nesting of schemas about one value, by references or inside each other."""
+MAX_IN_PLACE = 50  # deepest nesting of schemas about one value, by references or inside each other
 _SUBSETS = 4
 """Most alternatives of `anyOf` whose combinations are followed for what they evaluate together."""
-_LOOK = 3
-"""Levels of required properties that are followed to tell that two objects differ."""
+_LOOK = 3  # levels of required properties that are followed to tell that two objects differ
 _EVERY = tuple(EVERY_CASE.values())
 
 
 class Expansion:
-    """Expands formulas of one document to cases.
-
-    Args:
-        document: has the schemas that formulas name.
-        budget: bounds the work.
-        is_wide: True if the cases may allow too much, instead of too little.
+    """Expands formulas of one document to cases; `is_wide` if they may allow too much, instead of too little.
 
     Attributes:
         dropped: places of keywords whose complement is left out.
@@ -95,11 +88,7 @@ class Expansion:
         self._wide = self if is_wide else Expansion(document, budget, is_wide=True)
 
     def cases(self, formula: Formula) -> tuple[Case, ...]:
-        """Return the cases of a formula; known ones are cached.
-
-        Raises:
-            ConstraintError: for what can't be honoured, with its place.
-        """
+        """Return the cases of a formula, cached; raise `ConstraintError` for what can't be honoured."""
         if (known_cases := self._known.get(formula)) is not None:
             return known_cases
         place = self.document.place(formula)

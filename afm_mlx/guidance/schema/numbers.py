@@ -16,10 +16,8 @@ from math import ceil, floor, gcd, lcm
 
 DIGITS = 15
 INTEGER_DIGITS = 18
-MAX_DIGITS = 310
-"""Most digits of an integer bound: the number of digits of the largest float64."""
-_LISTED = 256
-"""Most multiples that are listed one by one."""
+MAX_DIGITS = 310  # most digits of an integer bound: the number of digits of the largest float64
+_LISTED = 256  # most multiples that are listed one by one
 _MAX_REMAINDERS = 10_000
 """Most remainders that llguidance follows; of a larger step, the multiples next to zero are listed."""
 _ZERO = Fraction(0)
@@ -60,13 +58,15 @@ class Numbers:
         highs = [(s.high, not s.below) for s in (self, other) if s.high is not None]
         low, above = max(lows) if lows else (None, False)
         high, closed = min(highs) if highs else (None, True)
+        steps = [s.step for s in (self, other) if s.step is not None]
+        multiple = lcm(*(s.numerator for s in steps)), gcd(*(s.denominator for s in steps))
         met = Numbers(
             is_integer=other.is_integer if self.is_integer is None else self.is_integer,
             low=low,
             above=above,
             high=high,
             below=not closed,
-            step=common_step(self.step, other.step),
+            step=Fraction(*multiple) if steps else None,  # the least common multiple
             excluded=self.excluded | other.excluded,
         )
         return None if met.is_void() else met
@@ -122,13 +122,6 @@ class Numbers:
         return 10 ** max(INTEGER_DIGITS, len(str(ceil(max(ends)))) + 1)
 
 
-def common_step(a: Fraction | None, b: Fraction | None) -> Fraction | None:
-    """Return the least common multiple of two steps; None is no step."""
-    if a is None or b is None:
-        return b if a is None else a
-    return Fraction(lcm(a.numerator, b.numerator), gcd(a.denominator, b.denominator))
-
-
 def exact(number: int | float | str) -> Fraction:
     """Convert a number to a fraction: the decimal that is written, not the binary number that is stored."""
     return Fraction(number) if isinstance(number, int) else Fraction(str(number))
@@ -143,11 +136,8 @@ def written(number: int | float) -> str:
 def number_terminals(numbers: Numbers, *, is_canonical: bool = False) -> list[str]:
     """Write right sides of Lark terminals that match the numbers of a set; none if it is empty.
 
-    Multiples that are too many to list are `%json` rules, which can't be terminals.
-
-    Args:
-        numbers: the set.
-        is_canonical: True for one text of each integer, multiple and bound, and no exponents.
+    Multiples that are too many to list are `%json` rules, which can't be terminals. If `is_canonical`, each
+    integer, multiple and bound has one text, without exponent.
     """
     if numbers.values is not None:
         return [_listed(numbers.values)] if numbers.values else []
@@ -265,7 +255,6 @@ def _forms(numbers: Numbers, places: int | None = None, is_canonical: bool = Fal
 
 
 def decimal(value: Fraction) -> str:
-    """Write a decimal without an exponent."""
     whole, digits = _digits(abs(value))
     return f"{'-' if value < 0 else ''}{whole}" + (f".{digits}" if digits else "")
 

@@ -75,11 +75,7 @@ def searched(pattern: str, *, wide: bool) -> Expr:
 
 @lru_cache(maxsize=4096)
 def is_like(pattern: str, text: str) -> bool | None:
-    """True if a pattern is found in a text; None if the rules differ.
-
-    Raises:
-        ValueError: as `searched`, or if llguidance can't tell within its limits.
-    """
+    """True if a pattern is found in a text; None if the rules differ. Raises `ValueError` as `searched`."""
     narrow, wide = (matches(searched(pattern, wide=wide), text) for wide in (False, True))
     return narrow if narrow == wide else None
 

@@ -38,32 +38,19 @@ _UNRESOLVED = (
     *(Unresolvable, CannotDetermineSpecification),
     *(ValueError, TypeError, KeyError, AttributeError),
 )
-MAX_STEPS = 30_000
-"""Most intersections of two cases for one schema: a few seconds."""
-MAX_SECONDS = 8.0
-"""Most seconds of work on one schema."""
-MAX_CASES = 600
-"""Most alternatives of one schema."""
-MAX_DEPTH = 200
-"""Deepest nesting of lists and objects in a schema."""
-MAX_VALUES = 400_000
-"""Most values in a schema."""
-MAX_BITS = 4_000
-"""Most bits of an integer in a schema."""
-MAX_NODES = 6_000
-"""Most schemas in one document."""
+MAX_STEPS = 30_000  # most intersections of two cases for one schema: a few seconds
+MAX_SECONDS = 8.0  # most seconds of work on one schema
+MAX_CASES = 600  # most alternatives of one schema
+MAX_DEPTH = 200  # deepest nesting of lists and objects in a schema
+MAX_VALUES = 400_000  # most values in a schema
+MAX_BITS = 4_000  # most bits of an integer in a schema
+MAX_NODES = 6_000  # most schemas in one document
 
 # -- refusals
 
 
 def refuse(place: str, got: object, reason: str) -> NoReturn:
-    """Raise `ConstraintError` for a value.
-
-    Args:
-        place: JSON pointer to the value in the schema.
-        got: the value.
-        reason: what is wrong, what is allowed, and what to do.
-    """
+    """Raise `ConstraintError` for the value at a place; the reason says what is allowed, and what to do."""
     raise ConstraintError(f"The JSON schema can't be honoured: {place} is {shown(got)}; {reason}")
 
 
@@ -143,7 +130,6 @@ def disjunction(*parts: Formula) -> Formula:
 
 
 def negation(part: Formula) -> Formula:
-    """Negate a formula."""
     if part in (TRUE, FALSE):
         return FALSE if part == TRUE else TRUE
     if part[0] == "node":
@@ -224,10 +210,7 @@ def draft_of(schema: object) -> int:
 def honoured_keywords(schema: Schema, draft: int, *, strictly: bool) -> Schema:
     """Return the keywords of a schema that are honoured, with their values.
 
-    Args:
-        schema: the schema.
-        draft: the draft that it is written in.
-        strictly: True for keywords of that draft only, False also for others that only rule documents out.
+    Strictly: the draft's keywords; else also newer and older ones that only rule documents out.
     """
     if draft <= 7 and "$ref" in schema:
         return {"$ref": schema["$ref"]}  # these drafts ignore its neighbours
@@ -245,14 +228,7 @@ def honoured_keywords(schema: Schema, draft: int, *, strictly: bool) -> Schema:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A schema of a document, with what is needed to read it.
-
-    Attributes:
-        value: the schema.
-        place: its JSON pointer.
-        resolver: resolves its references.
-        draft: the draft that it is written in.
-    """
+    """A schema of a document (`value`), with its JSON pointer and what resolves its references."""
 
     value: Any
     place: str
@@ -262,9 +238,6 @@ class Node:
 
 class Document:
     """A schema with all that it refers to.
-
-    Args:
-        schema: a JSON value.
 
     Attributes:
         root: the formula of the whole schema.
@@ -331,22 +304,12 @@ class Document:
         return self.node(value, pointer(node.place, *keys), node.resolver, node.draft)
 
     def made(self, node: Node, schema: Schema, *keys: str | int) -> Formula:
-        """Return the formula of a schema that says the same as a keyword of another one.
-
-        Args:
-            node: the other schema.
-            schema: the made schema, the same for equal node and keys.
-            keys: the keyword, and what tells several such schemas apart.
-        """
+        """Return the formula of a schema that says the same as a keyword; `keys` tell such schemas apart."""
         kept = self._made.setdefault((id(node), keys), schema)
         return self.node(kept, pointer(node.place, *keys[:2]), node.resolver, node.draft)
 
     def referred(self, node: Node, keyword: str) -> Formula:
-        """Return the formula of the schema that a keyword of a node refers to.
-
-        Raises:
-            ConstraintError: if there is no such schema.
-        """
+        """Return the formula of the schema that a keyword of a node refers to; refuse one that is not there."""
         reference, place = node.value[keyword], pointer(node.place, keyword)
         if not isinstance(reference, str):
             refuse(place, reference, "a reference is a text.")

@@ -25,17 +25,14 @@ LAST = 0x10FFFF
 EMPTY: Expr = ("cat", ())
 NOTHING: Expr = ("alt", ())
 CHAR: Expr = ("chars", ((0, LAST),))
-ANY: Expr = ("rep", CHAR, 0, None)
-"""All strings."""
+ANY: Expr = ("rep", CHAR, 0, None)  # all strings
 
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0xD7FF), (0xE000, LAST))
 _NO_TEXT = "[^\\s\\S]"
 _MAX_FLOATING = 9
-_STEPS = 300
-"""Texts that are continued to count values of a grammar, and 30 more for each value."""
-_MAX_COUNTED = 400
-"""Most bytes of a value that is counted."""
+_STEPS = 300  # texts that are continued to count values of a grammar, and 30 more for each value
+_MAX_COUNTED = 400  # most bytes of a value that is counted
 
 
 def literal(text: str) -> Expr:
@@ -43,7 +40,6 @@ def literal(text: str) -> Expr:
 
 
 def cat(*parts: Expr) -> Expr:
-    """Concatenate sets of strings."""
     flat: list[Expr] = []
     for part in parts:
         flat.extend(part[1] if part[0] == "cat" else [part])
@@ -51,13 +47,11 @@ def cat(*parts: Expr) -> Expr:
 
 
 def union(*parts: Expr) -> Expr:
-    """Unite sets of strings."""
     distinct = tuple(dict.fromkeys(parts))
     return distinct[0] if len(distinct) == 1 else ("alt", distinct)
 
 
 def both(*parts: Expr) -> Expr:
-    """Intersect sets of strings."""
     distinct = tuple(part for part in dict.fromkeys(parts) if part != ANY)
     if not distinct:
         return ANY
@@ -69,7 +63,6 @@ def complement(part: Expr) -> Expr:
 
 
 def overlap(a: Ranges, b: Ranges) -> Ranges:
-    """Intersect code point ranges."""
     met = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
     return tuple(sorted((low, high) for low, high in met if low <= high))
 
@@ -96,11 +89,7 @@ def inverted(ranges: Ranges) -> Ranges:
 
 
 def quoted(expr: Expr) -> str:
-    """Write the right side of a Lark terminal that matches the JSON texts of a set of strings.
-
-    Raises:
-        ValueError: if too many patterns without `^` have to match at once.
-    """
+    """Write a Lark terminal of the JSON texts of a set; raise `ValueError` if too many patterns lack a `^`."""
     if (count := _floating(expr)) > _MAX_FLOATING:
         raise ValueError(
             f"{count} patterns without a ^ (or look-aheads) are about one string, and {_MAX_FLOATING} are "
@@ -234,21 +223,13 @@ def is_empty(terminal: str) -> bool | None:
 
 
 def matches(expr: Expr, text: str) -> bool:
-    """True if a string is in a set.
-
-    Raises:
-        ValueError: if llguidance can't tell within its limits.
-    """
+    """True if a string is in a set; raise `ValueError` if llguidance can't tell within its limits."""
     return has_text(f'"\\"" {_lark(expr, True)} "\\""', quoted_text(text))
 
 
 @lru_cache(maxsize=256)
 def has_text(terminal: str, text: str) -> bool:
-    """True if a Lark terminal matches a text.
-
-    Raises:
-        ValueError: if llguidance can't tell within its limits.
-    """
+    """True if a Lark terminal matches a text; raise `ValueError` if llguidance can't tell within its limits."""
     matcher = _matcher(terminal).deep_copy()
     tokens = list(text.encode())
     taken = 0 if matcher.is_error() else matcher.try_consume_tokens(tokens)

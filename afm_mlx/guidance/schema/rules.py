@@ -72,7 +72,6 @@ def either(*parts: Rule) -> Rule:
 
 
 def maybe(part: Rule) -> Rule:
-    """Make a part optional."""
     return times(part, 0, 1)
 
 

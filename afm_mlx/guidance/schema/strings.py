@@ -100,8 +100,7 @@ LOOSE = dict.fromkeys(PATTERNS, "") | {
     "idn-hostname": "^[^:/@ ]*$",
 }
 
-MAX_LENGTH = 100_000
-"""Most characters of a bounded string; a larger `maxLength` counts as this."""
+MAX_LENGTH = 100_000  # most characters of a bounded string; a larger `maxLength` counts as this
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,9 @@ class Strings:
         return None if met.is_void() else met
 
     def has(self, text: str) -> bool:
-        """True if the set contains a string and some checker may accept it for the set's formats.
+        """True if the set has a string that some checker may accept for its formats.
 
-        Raises:
-            ValueError: if llguidance can't tell within its limits.
+        Raises `ValueError` if llguidance can't tell within its limits.
         """
         if len(text) < self.shortest or (self.longest is not None and len(text) > self.longest):
             return False
@@ -184,14 +182,9 @@ class Strings:
 
 @lru_cache(maxsize=256)
 def string_terminals(strings: Strings, *further: Expr) -> tuple[str, ...]:
-    """Write right sides of Lark terminals whose texts are the strings of a set; none if it is empty.
+    """Write right sides of Lark terminals for the strings that a set and further expressions share.
 
-    Args:
-        strings: the set.
-        further: expressions that the strings match, too.
-
-    Raises:
-        ValueError: if llguidance can't tell within its limits whether there are any.
+    None if there are none. Raises `ValueError` if llguidance can't tell within its limits.
     """
     if strings.values is not None:
         texts = [v for v in strings.values if all(matches(part, v) for part in further)]
