@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,28 +22,31 @@ from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 
+@dataclass
 class _Pieces:
-    """The attributes and the call that llguidance needs; `encode` encodes text as inside an answer."""
+    """The attributes and the call that llguidance needs.
 
-    bos_token_id = None
+    Attributes:
+        tokens: bytes of each token; of a special token, its name.
+        special_token_ids: ids of tokens that no text has.
+        encode: encodes text as inside an answer.
+    """
 
-    def __init__(
-        self,
-        tokens: list[bytes],
-        special: list[int],
-        eos_token_id: int,
-        encode: Callable[[str], list[int]],
-    ) -> None:
-        self.tokens, self.special_token_ids = tokens, special
-        self.eos_token_id = eos_token_id
-        self._encode, self._special = encode, frozenset(special)
-        self._id_of = {text: token for token, text in enumerate(tokens) if len(text) == 1}
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    encode: Callable[[str], list[int]]
+    bos_token_id: None = None
+
+    @cached_property
+    def _id_of(self) -> dict[bytes, int]:
+        return {text: token for token, text in enumerate(self.tokens) if len(text) == 1}
 
     def __call__(self, text: str | bytes) -> list[int]:
         whole = text.encode() if isinstance(text, str) else text
-        ids = self._encode(whole.decode("utf-8", "replace"))
+        ids = self.encode(whole.decode("utf-8", "replace"))
         is_same = b"".join(self.tokens[token] for token in ids) == whole
-        if is_same and self._special.isdisjoint(ids):
+        if is_same and set(self.special_token_ids).isdisjoint(ids):
             return ids
         # Encoding changed it: SentencePiece takes the visible space for a space, and `<n>` for a newline.
         # Or the text has the name of a control token.
@@ -55,9 +59,8 @@ def ll_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
     ends = tuple(sorted(tokenizer.eos_token_ids))
     made = _made.setdefault(key, {})
     if ends not in made:  # callers may add end tokens
-        pieces = (
-            _own_pieces(tokenizer) if type(tokenizer) is AFMTokenizer else _zoo_pieces(key, ends)
-        )
+        is_own = type(tokenizer) is AFMTokenizer
+        pieces = _own_pieces(tokenizer) if is_own else _zoo_pieces(key, ends)  # type: ignore[arg-type]
         made[ends] = LLTokenizer(pieces, eos_token=list(ends))
     return made[ends]
 

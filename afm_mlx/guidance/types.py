@@ -103,7 +103,7 @@ class AnswerType:
             if so_far is MISSING:
                 return None
             complete = json_so_far(text, open_strings=False)
-            value = _Snapshots(self._library).of(so_far, complete, self.kind)
+            value = _snapshot(so_far, complete, self.kind, self._library)
             return None if value is MISSING else value
         except Exception as error:
             raise self._refused(f"{shown(text)} begins no", error) from _unexpected(error)
@@ -173,54 +173,50 @@ def json_so_far(text: str, open_strings: bool = True) -> Any:
     return items[0] if items else MISSING
 
 
-class _Snapshots:
-    """Makes snapshots of values; `library` reads complete ones."""
+def _snapshot(value: object, complete: object, hint: TypeForm, library: Library) -> Any:
+    """Make the snapshot of a value of a type from its part so far and its complete part, or `MISSING`."""
+    if isinstance(value, dict):
+        return _object(value, complete, members_of(hint), library)
+    if isinstance(value, list):
+        return _list(value, complete, members_of(hint), library)
+    if complete is not MISSING:  # most values are what their type says
+        is_one = type(value) is hint
+        return value if is_one else library.decoded(json.dumps(value), hint)
+    is_text = isinstance(value, str) and any(m in (str, Any) for m in members_of(hint))
+    return value if is_text else MISSING
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
 
-    def of(self, value: object, complete: object, hint: TypeForm) -> Any:
-        """Make the snapshot of a value of a type from its part so far and its complete part, or `MISSING`."""
-        if isinstance(value, dict):
-            return self._object(value, complete, members_of(hint))
-        if isinstance(value, list):
-            return self._list(value, complete, members_of(hint))
-        if complete is not MISSING:  # most values are what their type says
-            is_one = type(value) is hint
-            return value if is_one else self._library.decoded(json.dumps(value), hint)
-        is_text = isinstance(value, str) and any(m in (str, Any) for m in members_of(hint))
-        return value if is_text else MISSING
+def _object(value: JsonObject, complete: Any, members: list[TypeForm], library: Library) -> Any:
+    done = {} if complete is MISSING else complete
+    # The first class that fits the complete part; or else the first.
+    kinds = [kind for kind in map(_origin, members) if fields_of(kind)]
+    kind = next((kind for kind in kinds if _can_be(done, kind)), kinds[0] if kinds else None)
+    fields = {field.key: field for field in fields_of(kind)}
+    values = (get_args(m)[1] for m in members if len(get_args(m)) > 1)
+    others = Any if fields else next(values, Any)
+    items = {}
+    for key, item in value.items():
+        hint = fields[key].type if key in fields else others
+        new = _snapshot(item, done.get(key, MISSING), hint, library)
+        if new is not MISSING:
+            items[key] = new
+    if not fields or is_typed_dict(kind):
+        return items
+    return _instance(kind, {fields[key].name: v for key, v in items.items() if key in fields})
 
-    def _object(self, value: JsonObject, complete: Any, members: list[TypeForm]) -> Any:
-        done = {} if complete is MISSING else complete
-        # The first class that fits the complete part; or else the first.
-        kinds = [kind for kind in map(_origin, members) if fields_of(kind)]
-        kind = next((kind for kind in kinds if _can_be(done, kind)), kinds[0] if kinds else None)
-        fields = {field.key: field for field in fields_of(kind)}
-        values = (get_args(m)[1] for m in members if len(get_args(m)) > 1)
-        others = Any if fields else next(values, Any)
-        items = {}
-        for key, item in value.items():
-            hint = fields[key].type if key in fields else others
-            new = self.of(item, done.get(key, MISSING), hint)
-            if new is not MISSING:
-                items[key] = new
-        if not fields or is_typed_dict(kind):
-            return items
-        return _instance(kind, {fields[key].name: v for key, v in items.items() if key in fields})
 
-    def _list(self, value: list[object], complete: Any, members: list[TypeForm]) -> Any:
-        done = [] if complete is MISSING else complete
-        kind = next((m for m in map(_origin, members) if fields_of(m)), None)
-        hints = _item_types(members) if kind is None else [f.type for f in fields_of(kind)]
-        items = []
-        for i, item in enumerate(value):
-            hint = hints[min(i, len(hints) - 1)] if hints else Any
-            items.append(self.of(item, done[i] if i < len(done) else MISSING, hint))
-        if kind is not None:
-            names = [field.name for field in fields_of(kind)]
-            return _instance(kind, dict(zip(names, items, strict=False)))
-        return [item for item in items if item is not MISSING]  # only the last can be missing
+def _list(value: list[object], complete: Any, members: list[TypeForm], library: Library) -> Any:
+    done = [] if complete is MISSING else complete
+    kind = next((m for m in map(_origin, members) if fields_of(m)), None)
+    hints = _item_types(members) if kind is None else [f.type for f in fields_of(kind)]
+    items = []
+    for i, item in enumerate(value):
+        hint = hints[min(i, len(hints) - 1)] if hints else Any
+        items.append(_snapshot(item, done[i] if i < len(done) else MISSING, hint, library))
+    if kind is not None:
+        names = [field.name for field in fields_of(kind)]
+        return _instance(kind, dict(zip(names, items, strict=False)))
+    return [item for item in items if item is not MISSING]  # only the last can be missing
 
 
 def _origin(hint: TypeForm) -> TypeForm:

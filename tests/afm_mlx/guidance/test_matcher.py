@@ -7,12 +7,7 @@ from llguidance import LLMatcher
 from afm_mlx.guidance import matcher
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.deep_stack import LIMITS
-from afm_mlx.guidance.matcher import (
-    MAX_FORCED_BYTES,
-    Matcher,
-    shortest_completion,
-    without_forcing,
-)
+from afm_mlx.guidance.matcher import MAX_FORCED_BYTES, Matcher, shortest_completion, without_forcing
 from afm_mlx.guidance.token_bytes import ll_tokenizer
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from bench.json_schemas import is_valid
