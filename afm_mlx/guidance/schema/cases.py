@@ -225,10 +225,8 @@ def unevaluating(case: Case) -> Case:
     if isinstance(case, Arrays):
         return replace(case, evaluated=0, evaluated_by=())
     if isinstance(case, Objects):
-        layers = tuple(
-            replace(layer, is_evaluating=False, is_rest_evaluated=False) for layer in case.layers
-        )
-        return replace(case, layers=layers)
+        layers = (replace(one, is_evaluating=False, is_rest_evaluated=False) for one in case.layers)
+        return replace(case, layers=tuple(layers))
     return case
 
 
@@ -287,11 +285,8 @@ def numbers(value: Keywords, place: str, is_integer: bool) -> Numbers:
     if step is not None and step <= 0:
         refuse(pointer(place, "multipleOf"), value["multipleOf"], "it is a number above 0.")
     if step is not None and (step > 10**9 or step < Fraction(1, 10**9)):
-        refuse(
-            pointer(place, "multipleOf"),
-            value["multipleOf"],
-            "multiples of numbers from 10^-9 to 10^9 are honoured. Use another unit.",
-        )
+        reason = "multiples of numbers from 10^-9 to 10^9 are honoured. Use another unit."
+        refuse(pointer(place, "multipleOf"), value["multipleOf"], reason)
     return Numbers(is_integer or None, low, above, high, below, step)
 
 
@@ -337,9 +332,8 @@ def pattern(text: object, place: str, wide: bool = False) -> Expr:
 
 
 def strings(value: Keywords, place: str, is_wide: bool) -> Strings:
-    parts = []
-    if "pattern" in value:
-        parts.append(pattern(value["pattern"], pointer(place, "pattern"), is_wide))
+    at = pointer(place, "pattern")
+    parts = [pattern(value["pattern"], at, is_wide)] if "pattern" in value else []
     formats = (value["format"],) if isinstance(value.get("format"), str) else ()
     if is_wide:
         parts += [searched(LOOSE[name], wide=True) for name in formats if name in LOOSE]
@@ -358,33 +352,29 @@ def arrays(value: Keywords, node: Node, document: Document) -> Arrays:
     most = _count(value, "maxItems", place)
     prefix_key = "prefixItems" if node.draft >= 2020 else "items"
     prefix: tuple[Formula, ...] = ()
-    rest_key: str | None = "items"
+    rest_key = "items"
     if isinstance(value.get(prefix_key), list):
         prefix = tuple(document.below(node, prefix_key, i) for i in range(len(value[prefix_key])))
         rest_key = "items" if node.draft >= 2020 else "additionalItems"
     elif "prefixItems" in value and node.draft >= 2020:
         refuse(pointer(place, "prefixItems"), value["prefixItems"], "it is a list of schemas.")
-    elif node.draft < 2019 and "items" not in value:
-        rest_key = None
-    has_rest = rest_key is not None and rest_key in value
-    rest = document.below(node, rest_key) if has_rest and rest_key else TRUE
+    has_rest = rest_key in value
     contains: tuple[Contains, ...] = ()
     if "contains" in value:
         fewest = _count(value, "minContains", place, MAX_COUNT)
         most_contained = _count(value, "maxContains", place)
         schema = document.below(node, "contains")
         contains = (Contains(0, schema, 1 if fewest is None else fewest, most_contained),)
-    is_counting = contains and node.draft >= 2020
     is_trivial = contains and contains[0].least == 0 and contains[0].most is None
     return Arrays(
         prefix=prefix,
-        items=rest,
+        items=document.below(node, rest_key) if has_rest else TRUE,
         least=least,
         most=most,
         contains=() if is_trivial else contains,
         is_unique=value.get("uniqueItems") is True,
         evaluated=None if has_rest else len(prefix),
-        evaluated_by=(contains[0].schema,) if is_counting else (),
+        evaluated_by=(contains[0].schema,) if contains and node.draft >= 2020 else (),
     )
 
 
@@ -434,13 +424,9 @@ def constants(node: Node, document: Document, key: str) -> tuple[list[Case], lis
     words = [names[v] for v in values if v is None or isinstance(v, bool)]
     counted = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in values if isinstance(v, str)]
-    cases: list[Case] = []
-    if words:
-        cases.append(Words(tuple(dict.fromkeys(words))))
-    if counted:
-        cases.append(Numbers(values=tuple(dict.fromkeys(map(written, counted)))))
-    if texts:
-        cases.append(Strings(values=tuple(dict.fromkeys(texts))))
+    cases: list[Case] = [Words(tuple(dict.fromkeys(words)))] if words else []
+    cases += [Numbers(values=tuple(dict.fromkeys(map(written, counted))))] if counted else []
+    cases += [Strings(values=tuple(dict.fromkeys(texts)))] if texts else []
     nested = [(i, v) for i, v in enumerate(values) if isinstance(v, list | dict)]
     # Equal objects have one text, by which `unique_items` tells them apart.
     is_sorted = document.has_unique
@@ -456,9 +442,5 @@ def _exactly(value: list[Any] | dict[str, Any], is_sorted: bool) -> dict[str, An
         return {**schema, "type": "array", "prefixItems": items, **counts}
     pairs = sorted(value.items()) if is_sorted else value.items()
     properties = {name: {**schema, "const": v} for name, v in pairs}
-    return schema | {
-        "type": "object",
-        "properties": properties,
-        "required": list(value),
-        "additionalProperties": False,
-    }
+    closed = {"required": list(value), "additionalProperties": False}
+    return {**schema, "type": "object", "properties": properties, **closed}

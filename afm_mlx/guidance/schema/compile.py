@@ -55,10 +55,10 @@ def schema_grammar(schema: Mapping[str, Any] | bool) -> str:
         )
     lark = LLMatcher.grammar_from_lark(text)
     if error := compile_error(lark):
-        refuse_at(
-            "#",
-            f"llguidance can't compile its grammar ({error}). Give a smaller or simpler schema.",
+        reason = (
+            f"llguidance can't compile its grammar ({error}). Give a smaller or simpler schema."
         )
+        refuse_at("#", reason)
     return lark
 
 

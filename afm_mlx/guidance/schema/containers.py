@@ -160,9 +160,8 @@ def _array(case: Arrays, builder: Builder, place: str) -> Rule:
         mark = maybe(Text(VARIED if is_varied else ALIKE)) if case.most != 1 else EMPTY
         if not is_varied and case.least > 1:
             builder.counted.append((case.items, case.least, pointer(place, "uniqueItems")))
-    inside = (
-        _counted_items(case, builder, place) if case.contains else _uncounted_items(case, builder)
-    )
+    is_counted = bool(case.contains)
+    inside = _counted_items(case, builder, place) if is_counted else _uncounted_items(case, builder)
     return seq(Text("["), mark, inside, Text("]"))
 
 
@@ -181,11 +180,8 @@ def _with_different_items(case: Arrays, builder: Builder, place: str) -> Arrays:
             continue
         most = position + max(0, count - rivals)
         if case.least > most:
-            refuse(
-                pointer(place, "uniqueItems"),
-                True,
-                f"only {most} items can differ, but {case.least} are required. Require fewer.",
-            )
+            reason = f"only {most} items can differ, but {case.least} are required. Require fewer."
+            refuse(pointer(place, "uniqueItems"), True, reason)
         return replace(case, most=lesser(case.most, most))
     return case
 
@@ -246,11 +242,8 @@ def _counted_items(case: Arrays, builder: Builder, place: str) -> Rule:
     for limit in limits:
         states *= limit + 1
     if states > MAX_CONTAINS_STATES:
-        refuse(
-            pointer(place, "contains"),
-            f"{states} combinations",
-            f"at most {MAX_CONTAINS_STATES} are followed. Use fewer.",
-        )
+        reason = f"at most {MAX_CONTAINS_STATES} are followed. Use fewer."
+        refuse(pointer(place, "contains"), f"{states} combinations", reason)
     rules = {
         state: builder.reserved()
         for state in product(range(last + 1), *(range(limit + 1) for limit in limits))
@@ -416,10 +409,8 @@ def _members(
             f"{optional} properties may be left out; at most {MAX_OPTIONAL} are followed. Require more.",
         )
     n_required = len(items) - optional + (last is not None)
-    is_counted = case.least > n_required or (
-        case.most is not None and (len(items) > case.most or free)
-    )
-    if is_counted:
+    is_bounded = case.most is not None and (len(items) > case.most or free)
+    if case.least > n_required or is_bounded:
         inside = _counted_members(case, items, either(*free), last, builder, place)
     else:
         inside = _uncounted_members(items, either(*free), last, builder)
@@ -467,11 +458,9 @@ def _counted_members(
     """Make a rule for each position and number of properties before it."""
     limit = min(case.least if case.most is None else case.most, len(items))
     if (len(items) + 1) * (limit + 1) > MAX_STATES:
-        refuse(
-            pointer(place, "minProperties or maxProperties"),
-            f"{len(items)} properties and a count of {limit}",
-            f"at most {MAX_STATES} pairs are followed.",
-        )
+        got = f"{len(items)} properties and a count of {limit}"
+        at = pointer(place, "minProperties or maxProperties")
+        refuse(at, got, f"at most {MAX_STATES} pairs are followed.")
 
     def rest(n: int) -> Rule:
         """Make the rule of what may follow n listed properties."""

@@ -137,10 +137,10 @@ class Expansion:
         """Return the cases of a schema."""
         document, place = self.document, node.place
         value = honoured_keywords(node.value, node.draft, strictly=self._is_wide)
-        typed = [
-            typed_case(name, value, node, document, self._is_wide) for name in types(value, place)
-        ]
-        result = [case for case in typed if not self._is_void(case)]
+        result = []
+        for name in types(value, place):
+            case = typed_case(name, value, node, document, self._is_wide)
+            result += [] if self._is_void(case) else [case]
         for key in ("const", "enum"):
             if key in value:
                 listed, formulas = constants(node, document, key)
@@ -215,20 +215,14 @@ class Expansion:
     def _in_place(self, node: Node, value: Keywords) -> list[Formula]:
         """List formulas of other schemas about the same value, all of which hold."""
         document = self.document
-        result = [
-            document.referred(node, key)
-            for key in ("$ref", "$dynamicRef", "$recursiveRef")
-            if key in value
-        ]
+        references = ("$ref", "$dynamicRef", "$recursiveRef")
+        result = [document.referred(node, key) for key in references if key in value]
         for key in ("allOf", "anyOf", "oneOf"):
             if key not in value:
                 continue
             if not isinstance(value[key], list) or not value[key]:
-                refuse(
-                    pointer(node.place, key),
-                    value[key],
-                    "it is a list of schemas, with one at least.",
-                )
+                reason = "it is a list of schemas, with one at least."
+                refuse(pointer(node.place, key), value[key], reason)
             parts = [document.below(node, key, i) for i in range(len(value[key]))]
             if key == "allOf":
                 result += parts
@@ -240,11 +234,8 @@ class Expansion:
             condition = document.below(node, "if")
             then = document.below(node, "then") if "then" in value else TRUE
             other = document.below(node, "else") if "else" in value else TRUE
-            result.append(
-                disjunction(conjunction(condition, then), conjunction(negation(condition), other))
-                if condition != TRUE
-                else then
-            )
+            both = conjunction(condition, then), conjunction(negation(condition), other)
+            result.append(disjunction(*both) if condition != TRUE else then)
         return result + self._dependent(node, value)
 
     def _any_of(self, parts: list[Formula]) -> Formula:
@@ -306,11 +297,11 @@ class Expansion:
             for name, wanted in given.items():
                 wanted = [wanted] if isinstance(wanted, str) else wanted
                 has = document.made(node, {"type": "object", "required": [name]}, key, name)
-                then = (
-                    document.made(node, {"type": "object", "required": wanted}, key, name, "then")
-                    if isinstance(wanted, list)
-                    else document.below(node, key, name)
-                )
+                if isinstance(wanted, list):
+                    others = {"type": "object", "required": wanted}
+                    then = document.made(node, others, key, name, "then")
+                else:
+                    then = document.below(node, key, name)
                 result.append(disjunction(negation(has), conjunction(has, then)))
         return result
 
@@ -373,9 +364,8 @@ def _with_unevaluated(case: Case, rest: Formula, key: str) -> Case:
 
 
 def _not_strings(value: Keywords, node: Node, is_wide: bool) -> list[Case]:
-    case = strings(
-        {k: v for k, v in value.items() if k not in ("pattern", "format")}, node.place, True
-    )
+    lengths = {k: v for k, v in value.items() if k not in ("pattern", "format")}
+    case = strings(lengths, node.place, True)
     cases: list[Case] = [Strings(longest=case.shortest - 1)] if case.shortest else []
     if case.longest is not None:
         cases.append(Strings(shortest=case.longest + 1))
@@ -411,9 +401,8 @@ def _not_arrays(case: Arrays) -> list[Case]:
 
 
 def _not_objects(case: Objects) -> list[Case]:
-    cases: list[Case] = [
-        Objects(layers=(Layer(properties=((name, FALSE),)),)) for name in case.required
-    ]
+    absent = [Layer(properties=((name, FALSE),)) for name in case.required]
+    cases: list[Case] = [Objects(layers=(layer,)) for layer in absent]
     if case.least:
         cases.append(Objects(most=case.least - 1))
     if case.most is not None:
@@ -429,9 +418,8 @@ def _not_objects(case: Objects) -> list[Case]:
         if layer.rest != TRUE:
             names = tuple(name for name, _ in layer.properties)
             patterns = tuple(text for text, _ in layer.patterns)
-            cases.append(
-                Objects(some=(Some(negation(layer.rest), besides=names, unlike=patterns),))
-            )
+            unlisted = Some(negation(layer.rest), besides=names, unlike=patterns)
+            cases.append(Objects(some=(unlisted,)))
     cases += [Objects(some=(Some(TRUE, name=negation(schema)),)) for schema in case.names]
     return cases
 
@@ -442,8 +430,5 @@ def _unlisted(cases: list[Case]) -> list[Case]:
     numbers = [v for case in cases if isinstance(case, Numbers) for v in case.values or ()]
     texts = [v for case in cases if isinstance(case, Strings) for v in case.values or ()]
     kept = tuple(word for word in ("null", "true", "false") if word not in words)
-    other: list[Case] = [
-        Numbers(excluded=frozenset(map(exact, numbers))),
-        Strings(excluded=frozenset(texts)),
-    ]
-    return [Words(kept), *other] if kept else other
+    other = Numbers(excluded=frozenset(map(exact, numbers))), Strings(excluded=frozenset(texts))
+    return [*([Words(kept)] if kept else []), *other]

@@ -185,11 +185,8 @@ def draft_of(schema: object) -> int:
         found = _DIALECT.fullmatch(named) if isinstance(named, str) else None
         draft = int(found[1] or found[2][:4]) if found else LATEST
         if draft == 3:
-            refuse(
-                "#/$schema",
-                named,
-                "drafts 4, 6, 7, 2019-09 and 2020-12 are read. Rewrite it in one of them.",
-            )
+            reason = "drafts 4, 6, 7, 2019-09 and 2020-12 are read. Rewrite it in one of them."
+            refuse("#/$schema", named, reason)
         return draft
     draft, pending = LATEST, [schema]
     while pending:
@@ -287,11 +284,8 @@ class Document:
         number = self._numbers.get(key)
         if number is None:
             if len(self.nodes) >= MAX_NODES:
-                refuse(
-                    place,
-                    value,
-                    f"the document has more than {MAX_NODES} schemas. Give a smaller one.",
-                )
+                reason = f"the document has more than {MAX_NODES} schemas. Give a smaller one."
+                refuse(place, value, reason)
             number = self._numbers[key] = len(self.nodes)
             self.nodes.append(Node(value, place, resolver, draft))
         return ("node", number, True)
@@ -318,11 +312,8 @@ class Document:
             resolver = node.resolver
             found = lookup_recursive_ref(resolver) if is_recursive else resolver.lookup(reference)
         except _UNRESOLVED:
-            refuse(
-                place,
-                reference,
-                "no such schema is in the document. Put it below $defs; nothing is fetched.",
-            )
+            reason = "no such schema is in the document. Put it below $defs; nothing is fetched."
+            refuse(place, reference, reason)
         return self.node(found.contents, reference, found.resolver, node.draft, is_root=True)
 
     def place(self, formula: Formula) -> str:
@@ -374,11 +365,10 @@ def _check_plain(value: object) -> None:
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
         refuse("#", value, f"integers have {MAX_BITS} bits at most.")
     elif value is not None and not isinstance(value, bool | int | float):
-        refuse(
-            "#",
-            value,
-            "a schema consists of what JSON has: objects with texts as keys, lists, texts, numbers.",
+        reason = (
+            "a schema consists of what JSON has: objects with texts as keys, lists, texts, numbers."
         )
+        refuse("#", value, reason)
 
 
 def _check_identifier(schema: object, draft: int, place: str) -> bool:
