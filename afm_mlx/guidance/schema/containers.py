@@ -1,4 +1,4 @@
-"""Rules of arrays and objects.
+"""Rules of cases: of plain values, arrays and objects.
 
 A grammar forgets the items that it has seen. Arrays whose items must differ are marked, and whoever follows the
 grammar forbids equal items (`unique_items`). Here they get no longer than there are different items, so that
