@@ -8,17 +8,12 @@ import pytest
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.compile import schema_grammar
 from tests.tools.cases import each
+from tests.tools.constraints import closed
 from tests.tools.random_schemas import random_schema
 
-PAIR = {
-    "type": "object",
-    "properties": {"a": {"enum": [1, 2, 3]}, "b": {"type": "boolean"}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+PAIR = closed({"a": {"enum": [1, 2, 3]}, "b": {"type": "boolean"}})
 NULL, TEXT = {"type": "null"}, {"type": "string", "maxLength": 4}
-NAMED = {"type": "object", "properties": {"n": NULL, "name": TEXT}, "required": ["name"]}
-NAMED |= {"additionalProperties": False}
+NAMED = closed({"n": NULL, "name": TEXT}, ["n"])
 BEGUN_ALIKE = ["ab", "ac", "Ac", "", "a"]
 
 
@@ -69,9 +64,8 @@ def test_arrays_keep_their_meaning(checker, schema, valid, invalid):
         {"items": {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, "minItems": 5},
         {"items": {"type": ["integer", "string", "null"]}, "minItems": 4},
         {"items": PAIR, "minItems": 6},
-        {"items": {"type": "object", "properties": {"n": {"type": "number", "minimum": 0, "maximum": 1},
-                                                    "b": {"enum": ["x", "y"]}},
-                   "required": ["n", "b"], "additionalProperties": False}, "minItems": 4, "maxItems": 6},
+        {"items": closed({"n": {"type": "number", "minimum": 0, "maximum": 1}, "b": {"enum": ["x", "y"]}}),
+         "minItems": 4, "maxItems": 6},
         {"prefixItems": [{"enum": ["a", "b"]}, {"enum": ["a", "b"]}, {"type": "string"}], "minItems": 3},
         {"contains": {"const": "a"}, "items": {"enum": ["a", "b", "c"]}, "minItems": 3},
         {"contains": {"enum": ["a", "b"]}, "minContains": 2, "items": {"type": "string"}, "maxItems": 3},
@@ -141,8 +135,7 @@ def test_objects_keep_their_meaning(checker, schema, valid, invalid):
 
 def test_properties_come_in_the_order_of_x_order(checker):
     names = ["d", "a", "c", "b"]
-    schema = {"type": "object", "properties": dict.fromkeys("abcd", NULL), "required": list("abcd")}
-    schema |= {"additionalProperties": False}
+    schema = closed(dict.fromkeys("abcd", NULL))
     assert list(json.loads(checker.text({**schema, "x-order": names}))) == names
     assert list(json.loads(checker.text(schema))) == list("abcd")
 

@@ -76,7 +76,7 @@ def test_references_and_drafts_keep_their_meaning(checker, schema, valid, invali
         ({"type": "string", "pattern": "^a$", "minLength": 2}, "no document can be valid"),
         # Arrays and objects.
         ({**UNIQUE, "items": {"enum": [[1], [1.0]]}, "minItems": 2}, "only 1 items can differ"),
-        ({**UNIQUE, "items": {"pattern": "^[ab]$", "type": "string"}, "minItems": 3}, "only 2 items can differ"),
+        ({**UNIQUE, "items": {"pattern": "^[ab]$", "type": "string"}, "minItems": 3}, "only 2 items"),
         ({**UNIQUE, "prefixItems": [{"const": 1}, {"const": 1.0}], "minItems": 2}, "only 1 items"),
         ({**ARRAY, "items": TEXT, "minItems": 10**9}, "#/minItems is 1000000000"),
         ({**ARRAY, "contains": TEXT, "minContains": 200, "maxItems": 400}, "#/contains"),
