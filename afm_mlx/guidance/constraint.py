@@ -14,12 +14,9 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.deep_stack import LIMITS, with_deep_stack
 
-MAX_TEXT = 1 << 20
-"""Most characters of a pattern or list of choices."""
-MAX_GRAMMAR = 1 << 17
-"""Most characters of a grammar; it may nest a rule for every dozen of them."""
-MAX_KEPT = 1 << 16
-"""Most characters of a schema whose grammar is cached."""
+MAX_TEXT = 1 << 20  # most characters of a pattern or list of choices
+MAX_GRAMMAR = 1 << 17  # most characters of a grammar; it may nest a rule for every dozen of them
+MAX_KEPT = 1 << 16  # most characters of a schema whose grammar is cached
 
 
 @dataclass(frozen=True)
@@ -126,20 +123,20 @@ class Constraint:
 
 
 def literal(text: str) -> str:
-    """A Lark pattern that matches one text; Lark's strings have no escape for some characters."""
+    """Write a Lark pattern that matches one text; Lark's strings have no escape for some characters."""
     plain = (c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
     return f"/{''.join(plain)}/"
 
 
 def named_grammars(grammar: str, name: str) -> list[dict[str, Any]]:
-    """The parts of a grammar, the first named so that other grammars can embed it."""
+    """Return the parts of a grammar, the first named so that other grammars can embed it."""
     parts = json.loads(grammar)["grammars"] if grammar[:1] == "{" else [{"lark_grammar": grammar}]
     first, *rest = parts
     return [{**first, "name": name}, *rest]
 
 
 def _kept_grammar(schema: Mapping[str, Any] | bool) -> str:
-    """The grammar of a schema; recent ones of schemas up to `MAX_KEPT` are cached."""
+    """Compile a schema; grammars of recent ones of up to `MAX_KEPT` characters are cached."""
     from afm_mlx.guidance.schema.compile import schema_grammar  # it imports `referencing`: 30 ms
 
     try:

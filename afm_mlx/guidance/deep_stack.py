@@ -24,8 +24,7 @@ Result = TypeVar("Result")
 
 LIMITS = LLParserLimits(step_lexer_fuel=2_000_000, verbose_errors=False)
 """Bounds of llguidance's work: 0.1 s for one mask."""
-SECONDS = 10.0
-"""Longest time that a caller waits."""
+SECONDS = 10.0  # longest time that a caller waits
 _MAX_LEFT = 2
 _STACK = 256 << 20
 _left: set[Future[Any]] = set()  # calls that exceeded `SECONDS`

@@ -19,10 +19,10 @@ import copy
 import json
 import re
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -35,7 +35,6 @@ from afm_mlx.guidance.token_bytes import byte_tokens, ll_tokenizer, token_texts
 from afm_mlx.guidance.unique_items import UTF8_BYTES, OpenList, State, has_marks
 from afm_mlx.tokenizer.protocol import Tokenizer
 
-_COMPILED = 64  # cached grammars
 # Terminals of strings, as `schema.rules` writes them.
 _PATTERN = re.compile(r'^T[0-9]+: ("\\"".* & .*)$', re.MULTILINE)
 _CHECKED = 16  # patterns of a grammar
@@ -86,39 +85,54 @@ class Matcher:
         Raises:
             ConstraintError: if the token is not allowed, or the grammar has become too complex to follow.
         """
-        if self._lists is not None:
-            self._follow(token)
+        text = b"" if self._lists is None else token_texts(self.tokenizer)[token]
+        if self._lists is not None and (self._lists or b"[" in text):
+            try:
+                state = State(self._matcher.deep_copy(), self.tokenizer, self._lists)
+                self._lists = state.then(text).lists
+            except ValueError as error:
+                raise ConstraintError(
+                    f"The {self.what} can't be followed any further: {error}"
+                ) from None
         if not self._matcher.consume_token(token):
             self._raise()
         self._last = token
 
     def forced(self) -> list[int]:
-        """The tokens that the grammar forces next; often none. They are not accepted yet.
+        """Return the tokens that the grammar forces next, without accepting them; often none.
 
-        More may follow if they have `MAX_FORCED_BYTES`.
+        Their text has about `MAX_FORCED_BYTES` at most; more may follow.
 
         Raises:
             ConstraintError: if the grammar has become too complex to follow.
         """
-        if self._matcher.is_stopped():
+        matcher, texts, last = self._matcher, token_texts(self.tokenizer), self._last
+        if matcher.is_stopped():
             return []
-        tokens = forced_tokens(self._matcher, self.tokenizer, self._last)
-        if self._matcher.is_error():
+        mask = np.zeros(-(-len(texts) // 32), np.uint32)
+        address, size = mask.ctypes.data, mask.nbytes
+        steps: list[_Step] = []
+        length = 0
+        while length < MAX_FORCED_BYTES and not (matcher.is_stopped() or matcher.is_accepting()):
+            matcher.unsafe_compute_mask_ptr(address, size)
+            step = None if matcher.is_error() else _certain_step(mask, texts)
+            if step is None or not matcher.consume_token(step.token):
+                break
+            steps.append(step)
+            length += max(1, len(step.text))
+        if steps:
+            matcher.rollback(len(steps))
+        if matcher.is_error():
             self._raise()
-        return tokens
-
-    def _follow(self, token: int) -> None:
-        """Add a token to the open lists whose items must differ."""
-        text = token_texts(self.tokenizer)[token]
-        if not self._lists and b"[" not in text:
-            return
-        try:
-            state = State(self._matcher.deep_copy(), self.tokenizer, self._lists or ())
-            self._lists = state.then(text).lists
-        except ValueError as error:
-            raise ConstraintError(
-                f"The {self.what} can't be followed any further: {error}"
-            ) from None
+        tokens: list[int] = []
+        run: list[_Step] = []
+        for step in steps:
+            if step.text:
+                run.append(step)
+                continue
+            tokens += [*_encoded(run, self.tokenizer, texts, last), step.token]
+            run, last = [], step.token
+        return tokens + _encoded(run, self.tokenizer, texts, last)
 
     def restrict(self, mask: np.ndarray) -> None:
         """Clear the bits of tokens that would make items of a list equal."""
@@ -126,7 +140,7 @@ class Matcher:
             State(self._matcher, self.tokenizer, self._lists).restrict(mask)
 
     def copy(self) -> Matcher:
-        """An independent matcher in the same state."""
+        """Return an independent matcher in the same state."""
         other = copy.copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
@@ -137,7 +151,7 @@ class Matcher:
 
 
 def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
-    """The mask of allowed next tokens of each row. A matcher's error is raised by its next `accept`.
+    """Return the mask of allowed next tokens of each row. A matcher's error is raised by its next `accept`.
 
     Args:
         matchers: states of N rows, with one tokenizer.
@@ -159,38 +173,27 @@ def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
     return masks
 
 
-_grammars: OrderedDict[tuple[int, str], tuple[LLTokenizer, LLMatcher]] = OrderedDict()
-_executors: list[LLExecutor] = []
+_executor = cache(LLExecutor)
 
 
+@lru_cache(maxsize=64)
 def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
-    """A matcher at the start of a grammar; the last `_COMPILED` are cached."""
-    key = (id(tokenizer), constraint.grammar)
-    kept = _grammars.pop(key, None)
-    if kept is None or kept[0] is not tokenizer:
-        grammar = without_forcing(constraint.grammar)
-        matcher = with_deep_stack(LLMatcher, tokenizer, grammar, log_level=0, limits=LIMITS)
-        probe = matcher.deep_copy()  # some errors occur at the first token only
-        probe.compute_bitmask()
-        if probe.is_error():
-            reason = probe.get_error() or probe.stop_reason()
-            if "NoExtensionBias" in reason:  # llguidance's name for it
-                reason = "no text follows it. Does one of its rules need itself without an end?"
-            raise ConstraintError(f"The {constraint.what} can't be honoured: {reason}")
-        _check_patterns(constraint, tokenizer)
-        kept = tokenizer, matcher
-    _grammars[key] = kept
-    while len(_grammars) > _COMPILED:
-        _grammars.popitem(last=False)
-    return kept[1]
+    """Compile a grammar to a matcher at its start, which callers copy."""
+    grammar = without_forcing(constraint.grammar)
+    matcher = with_deep_stack(LLMatcher, tokenizer, grammar, log_level=0, limits=LIMITS)
+    probe = matcher.deep_copy()  # some errors occur at the first token only
+    probe.compute_bitmask()
+    if probe.is_error():
+        reason = probe.get_error() or probe.stop_reason()
+        if "NoExtensionBias" in reason:  # llguidance's name for it
+            reason = "no text follows it. Does one of its rules need itself without an end?"
+        raise ConstraintError(f"The {constraint.what} can't be honoured: {reason}")
+    _check_patterns(constraint, tokenizer)
+    return matcher
 
 
 def _check_patterns(constraint: Constraint, tokenizer: LLTokenizer) -> None:
-    """Follow a random text of each pattern with conditions; only then does llguidance find too many states.
-
-    Raises:
-        ConstraintError: if it does.
-    """
+    """Follow a random text of each pattern with conditions; refuse one with too many states."""
     rng = np.random.default_rng(0)
     parts = (part.get("lark_grammar", "") for part in named_grammars(constraint.grammar, ""))
     patterns = [found for part in parts for found in _PATTERN.findall(part)]
@@ -213,28 +216,15 @@ def _check_patterns(constraint: Constraint, tokenizer: LLTokenizer) -> None:
             matcher.consume_token(int(rng.choice(allowed)))
 
 
-def _executor() -> LLExecutor:
-    if not _executors:
-        _executors.append(LLExecutor())
-    return _executors[0]
-
-
 # -- forced tokens
 
-MAX_FORCED_BYTES = 256
-"""Most bytes of forced text that are found at once, each with a mask."""
+MAX_FORCED_BYTES = 256  # most bytes of forced text that are found at once, each with a mask
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A token that must come next.
-
-    Args:
-        token: its id.
-        text: its bytes; empty for a control token.
-        reach: length in bytes of the longest token allowed in its place.
-    """
+    """A token that must come next; `reach` is the byte length of the longest token allowed in its place."""
 
     token: int
     text: bytes
@@ -251,48 +241,8 @@ def without_forcing(grammar: str) -> str:
     return json.dumps(parts)
 
 
-def forced_tokens(matcher: LLMatcher, tokenizer: LLTokenizer, last: int | None) -> list[int]:
-    """The tokens that a grammar forces next; often none.
-
-    Args:
-        matcher: the state of the answer, under a grammar `without_forcing`; left unchanged.
-        tokenizer: the matcher's tokenizer.
-        last: the answer's last token; None at its beginning.
-    """
-    texts = token_texts(tokenizer)
-    steps = _certain(matcher, texts)
-    tokens: list[int] = []
-    run: list[_Step] = []
-    for step in steps:
-        if step.text:
-            run.append(step)
-            continue
-        tokens += _encoded(run, tokenizer, texts, last)
-        tokens.append(step.token)
-        run, last = [], step.token
-    return tokens + _encoded(run, tokenizer, texts, last)
-
-
-def _certain(matcher: LLMatcher, texts: list[bytes]) -> list[_Step]:
-    """The shortest tokens that must come next, one after the other."""
-    mask = np.zeros(-(-len(texts) // 32), np.uint32)
-    address, size = mask.ctypes.data, mask.nbytes
-    steps: list[_Step] = []
-    length = 0
-    while length < MAX_FORCED_BYTES and not (matcher.is_stopped() or matcher.is_accepting()):
-        matcher.unsafe_compute_mask_ptr(address, size)
-        step = None if matcher.is_error() else _certain_step(mask, texts)
-        if step is None or not matcher.consume_token(step.token):
-            break
-        steps.append(step)
-        length += max(1, len(step.text))
-    if steps:
-        matcher.rollback(len(steps))
-    return steps
-
-
 def _certain_step(mask: np.ndarray, texts: list[bytes]) -> _Step | None:
-    """The shortest allowed token, if all others begin with it; a control token, if it is the only one."""
+    """Return the shortest allowed token if all others begin with it; a control token if it is the only one."""
     shortest, reach = -1, 0
     for word in np.flatnonzero(mask):  # most often, the second token ends it
         bits = int(mask[word])
@@ -311,7 +261,7 @@ def _certain_step(mask: np.ndarray, texts: list[bytes]) -> _Step | None:
 def _encoded(
     run: Sequence[_Step], tokenizer: LLTokenizer, texts: list[bytes], last: int | None
 ) -> list[int]:
-    """The tokens of a text, without the ones at its end that a longer token could replace."""
+    """Encode the text of a run of steps, without tokens at its end that a longer one could replace."""
     text = b"".join(step.text for step in run)
     at = sure = 0
     for step in run:
@@ -328,7 +278,7 @@ def _encoded(
 
 
 def _tokens(text: bytes, tokenizer: LLTokenizer) -> list[int]:
-    """The tokens of a text; if it ends within a character, only that is encoded as bytes."""
+    """Encode a text; if it ends within a character, only that is encoded as bytes."""
     try:
         text.decode()
         end = len(text)
@@ -365,7 +315,7 @@ class _Text:
 
 
 def shortest_completion(matcher: Matcher) -> list[int] | None:
-    """The tokens that complete an answer: the shortest text, unless many things are open.
+    """Return the tokens that complete an answer: the shortest text, unless many things are open.
 
     None if no completion is found: it would exceed `MAX_COMPLETION_BYTES`, or the grammar needs something
     that the search misses, such as a word in the middle of a string.
@@ -380,7 +330,7 @@ def shortest_completion(matcher: Matcher) -> list[int] | None:
 
 
 def _direct_completion(matcher: Matcher, tokens: dict[bytes, int]) -> list[int] | None:
-    """Tokens that close one string or bracket after the other; None if they find no end."""
+    """Close one string or bracket after the other; None if that finds no end."""
     text = _Text((), 0, 0, matcher.copy())
     while text.length < MAX_COMPLETION_BYTES and not text.state.is_complete:
         forced = text.state.forced()
@@ -429,8 +379,7 @@ def _searched_completion(
 
 @lru_cache(maxsize=4)
 def _tokens_of_one_byte(tokenizer: LLTokenizer) -> dict[bytes, int]:
-    """Tokens of one byte, by that byte, the preferred ones first."""
+    """Map bytes to their tokens, in the order in which they are tried."""
     found = byte_tokens(tokenizer)
     order = {byte: i for i, byte in enumerate(_PREFERRED)}
-    by_preference = sorted(found, key=lambda byte: (order.get(byte[0], 256), byte))
-    return {byte: found[byte] for byte in by_preference}
+    return dict(sorted(found.items(), key=lambda pair: (order.get(pair[0][0], 256), pair[0])))

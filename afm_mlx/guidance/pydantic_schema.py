@@ -98,24 +98,17 @@ class ExactJsonSchema(GenerateJsonSchema):
         return {**found, "pattern": "^[ -~]*$"} if is_counted else found
 
     def date_schema(self, schema: core_schema.DateSchema) -> JsonSchemaValue:
-        _check_limits(schema, "date")
-        return super().date_schema(schema)
+        return _without_limits(schema, "date") or super().date_schema(schema)
 
     def datetime_schema(self, schema: core_schema.DatetimeSchema) -> JsonSchemaValue:
-        _check_limits(schema, "datetime")
-        if schema.get("tz_constraint") == "naive":
-            return {"type": "string", "pattern": f"^{_DATE}T{_CLOCK}$"}
-        return super().datetime_schema(schema)
+        naive = _without_limits(schema, "datetime", f"^{_DATE}T{_CLOCK}$")
+        return naive or super().datetime_schema(schema)
 
     def time_schema(self, schema: core_schema.TimeSchema) -> JsonSchemaValue:
-        _check_limits(schema, "time")
-        if schema.get("tz_constraint") == "naive":
-            return {"type": "string", "pattern": f"^{_CLOCK}$"}
-        return super().time_schema(schema)
+        return _without_limits(schema, "time", f"^{_CLOCK}$") or super().time_schema(schema)
 
     def timedelta_schema(self, schema: core_schema.TimedeltaSchema) -> JsonSchemaValue:
-        _check_limits(schema, "timedelta")
-        return super().timedelta_schema(schema)
+        return _without_limits(schema, "timedelta") or super().timedelta_schema(schema)
 
     def url_schema(self, schema: core_schema.UrlSchema) -> JsonSchemaValue:
         """URLs with a host of lower-case words."""
@@ -151,9 +144,14 @@ class ExactJsonSchema(GenerateJsonSchema):
         return found
 
 
-def _check_limits(schema: Mapping[str, object], name: str) -> None:
+def _without_limits(
+    schema: Mapping[str, object], name: str, naive_pattern: str = ""
+) -> JsonSchemaValue:
+    """Refuse a type with limits; return the schema of one without a time zone, and of others none."""
     if any(schema.get(limit) is not None for limit in _LIMITS):
         _refuse(f"a {name} with limits", "leave them out, and check the instance")
+    is_naive = schema.get("tz_constraint") == "naive" and naive_pattern
+    return {"type": "string", "pattern": naive_pattern} if is_naive else {}
 
 
 def _refuse(what: str, instead: str) -> NoReturn:

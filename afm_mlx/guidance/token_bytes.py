@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,35 +22,31 @@ from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 
+@dataclass
 class _Pieces:
     """The attributes and the call that llguidance needs.
 
-    Args:
+    Attributes:
         tokens: bytes of each token; of a special token, its name.
-        special: ids of tokens that no text has.
-        eos_token_id: id of a token that ends an answer.
+        special_token_ids: ids of tokens that no text has.
         encode: encodes text as inside an answer.
     """
 
-    bos_token_id = None
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    encode: Callable[[str], list[int]]
+    bos_token_id: None = None
 
-    def __init__(
-        self,
-        tokens: list[bytes],
-        special: list[int],
-        eos_token_id: int,
-        encode: Callable[[str], list[int]],
-    ) -> None:
-        self.tokens, self.special_token_ids = tokens, special
-        self.eos_token_id = eos_token_id
-        self._encode, self._special = encode, frozenset(special)
-        self._id_of = {text: token for token, text in enumerate(tokens) if len(text) == 1}
+    @cached_property
+    def _id_of(self) -> dict[bytes, int]:
+        return {text: token for token, text in enumerate(self.tokens) if len(text) == 1}
 
     def __call__(self, text: str | bytes) -> list[int]:
         whole = text.encode() if isinstance(text, str) else text
-        ids = self._encode(whole.decode("utf-8", "replace"))
+        ids = self.encode(whole.decode("utf-8", "replace"))
         is_same = b"".join(self.tokens[token] for token in ids) == whole
-        if is_same and self._special.isdisjoint(ids):
+        if is_same and set(self.special_token_ids).isdisjoint(ids):
             return ids
         # Encoding changed it: SentencePiece takes the visible space for a space, and `<n>` for a newline.
         # Or the text has the name of a control token.
@@ -57,18 +54,13 @@ class _Pieces:
 
 
 def ll_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
-    """llguidance's tokenizer for an AFM tokenizer or one of mlx-lm; cached.
-
-    Raises:
-        ConstraintError: for a tokenizer that can't be constrained.
-    """
+    """Return llguidance's tokenizer, cached, for one of AFM or mlx-lm; refuse one that can't be constrained."""
     key = getattr(tokenizer, "_tokenizer", tokenizer)  # mlx-lm's wrapper is made for each load
     ends = tuple(sorted(tokenizer.eos_token_ids))
     made = _made.setdefault(key, {})
     if ends not in made:  # callers may add end tokens
-        pieces = (
-            _own_pieces(tokenizer) if type(tokenizer) is AFMTokenizer else _zoo_pieces(key, ends)
-        )
+        is_own = type(tokenizer) is AFMTokenizer
+        pieces = _own_pieces(tokenizer) if is_own else _zoo_pieces(key, ends)  # type: ignore[arg-type]
         made[ends] = LLTokenizer(pieces, eos_token=list(ends))
     return made[ends]
 
@@ -95,7 +87,7 @@ def _own_pieces(tokenizer: AFMTokenizer) -> TokenizerWrapper:
 
 
 def after_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
-    """An encoder without the dummy prefix: it encodes after a newline, which is always a separate piece."""
+    """Wrap an encoder to encode after a newline, always a separate piece, and so without the dummy prefix."""
     newline = encode("\n")
 
     def encode_after_newline(text: str) -> list[int]:
@@ -111,7 +103,7 @@ def after_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[in
 
 
 def _zoo_pieces(tokenizer: Any, ends: tuple[int, ...]) -> TokenizerWrapper | str:
-    """Input for llguidance from a tokenizer of transformers: its JSON if read correctly, else its pieces."""
+    """Return llguidance's input for a tokenizer of transformers: JSON if read correctly, else pieces."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConstraintError(
@@ -145,9 +137,6 @@ def token_texts(tokenizer: LLTokenizer) -> list[bytes]:
 
 @lru_cache(maxsize=4)
 def byte_tokens(tokenizer: LLTokenizer) -> dict[bytes, int]:
-    """The first token of each single byte that has one."""
-    found: dict[bytes, int] = {}
-    for token, text in enumerate(token_texts(tokenizer)):
-        if len(text) == 1:
-            found.setdefault(text, token)
-    return found
+    """Map each single byte to its first token."""
+    texts = token_texts(tokenizer)
+    return {texts[i]: i for i in reversed(range(len(texts))) if len(texts[i]) == 1}

@@ -17,8 +17,7 @@ from afm_mlx.guidance.constraint import Constraint, literal, named_grammars
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 CHOICES = ("auto", "none", "required", "one")
-MAX_CALLS = 16
-"""Most calls in one answer."""
+MAX_CALLS = 16  # most calls in one answer
 
 _TEXT = r"TEXT: /(.|\n)*/"
 
@@ -78,7 +77,7 @@ def tool_call_constraint(
 
 
 def _arguments(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The schema of each tool's arguments, by the tool's name."""
+    """Map each tool's name to the schema of its arguments."""
     found: dict[str, Any] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib import import_module
@@ -36,8 +35,7 @@ from afm_mlx.installation import package_problem
 TypeForm = Any
 """A type as annotations have it: a class, a union, `Annotated[...]`, a `TypeAdapter` of pydantic."""
 JsonSchema = dict[str, Any]
-Reader = Callable[[str | bytes], object]
-"""Converts JSON to instances of a type."""
+Reader = Callable[[str | bytes], object]  # converts JSON to instances of a type
 _WRAPPERS = ("NotRequired", "Required", "ReadOnly")  # typing_extensions has its own
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")  # packages
 _PYDANTICS = ("__get_pydantic_core_schema__", "__pydantic_fields__")  # attributes of its classes
@@ -49,21 +47,13 @@ _PARAMETERS = {
 _SCHEMAS = ("items", "additionalProperties", "propertyNames", "contains", "not")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", "$defs")
-_ORDER = (
-    *("type", "title", "description", "properties", "required", "additionalProperties", "x-order"),
-)
+_ORDER = "type title description properties required additionalProperties x-order".split()
 
 # -- annotations
 
 
 class Field(NamedTuple):
-    """A field of a class.
-
-    Args:
-        name: the attribute; "" for a tag, which is none.
-        key: its name in JSON.
-        type: its annotation.
-    """
+    """A field of a class: attribute ("" for a tag, which is none), name in JSON, and annotation."""
 
     name: str
     key: str
@@ -71,7 +61,7 @@ class Field(NamedTuple):
 
 
 def fields_of(kind: TypeForm) -> tuple[Field, ...]:
-    """The fields of a class whose JSON is an object, or a list of its fields; none for other types.
+    """Return the fields of a class whose JSON is an object, or a list of its fields; none for other types.
 
     These classes are dataclasses, `TypedDict`s, named tuples, and classes of msgspec, pydantic and attrs.
     """
@@ -87,7 +77,10 @@ def _fields(kind: TypeForm) -> tuple[Field, ...]:
             fields.insert(0, Field("", config.tag_field, Literal[config.tag]))
         return tuple(fields)
     if (model := getattr(kind, "__pydantic_fields__", None)) is not None:
-        return tuple(Field(name, _alias(f) or name, f.annotation) for name, f in model.items())
+        aliases = [(f.validation_alias, f.alias, name) for name, f in model.items()]
+        keys = [next(alias for alias in some if isinstance(alias, str)) for some in aliases]
+        parts = zip(keys, model.items(), strict=True)
+        return tuple(Field(name, key, f.annotation) for key, (name, f) in parts)
     is_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
@@ -96,19 +89,12 @@ def _fields(kind: TypeForm) -> tuple[Field, ...]:
     else:
         return ()
     hints = get_type_hints(kind, include_extras=True)
-    if names is None:
-        names = list(hints)
+    names = list(hints) if names is None else names
     return tuple(Field(name, name, _unwrapped(hints[name])) for name in names)
 
 
 def is_typed_dict(kind: TypeForm) -> bool:
-    """True if a class is a `TypedDict`, of `typing` or of `typing_extensions`."""
     return issubclass(kind, dict) and hasattr(kind, "__required_keys__")
-
-
-def _alias(field: TypeForm) -> str | None:
-    aliases = (field.validation_alias, field.alias)
-    return next((alias for alias in aliases if isinstance(alias, str)), None)
 
 
 def bare(hint: TypeForm) -> TypeForm:
@@ -135,7 +121,7 @@ def _unwrapped(hint: TypeForm) -> TypeForm:
 
 
 def members_of(hint: TypeForm) -> list[TypeForm]:
-    """The members of a union, or the type itself; without None."""
+    """Return the members of a union, or the type itself; without None."""
     hint = bare(hint)
     if get_origin(hint) in (Union, UnionType):
         return [each for member in get_args(hint) for each in members_of(member)]
@@ -145,33 +131,19 @@ def members_of(hint: TypeForm) -> list[TypeForm]:
 # -- libraries
 
 
-class Library(ABC):
-    """A type, `kind`, as one library reads it: its schema and its instances."""
+class Library:
+    """A type, `kind`, as msgspec or pydantic reads it: its schema and its instances."""
 
-    def __init__(self, kind: TypeForm) -> None:
-        self.kind = kind
+    def __init__(self, kind: TypeForm, is_pydantic: bool) -> None:
+        self.kind, self.is_pydantic = kind, is_pydantic
         self._readers: dict[int, tuple[TypeForm, Reader]] = {}  # by types' ids
 
-    @abstractmethod
     def schema(self) -> JsonSchema:
-        """The type's JSON schema."""
+        """Return the type's JSON schema; refuse a type that no schema describes exactly."""
+        if self.is_pydantic:
+            from afm_mlx.guidance.pydantic_schema import ExactJsonSchema  # it imports pydantic
 
-    @abstractmethod
-    def reader(self, kind: TypeForm) -> Reader:
-        """A function from JSON to instances of a type; its `ValueError` names the field that does not fit."""
-
-    def decoded(self, text: str | bytes, kind: TypeForm = ...) -> object:
-        """Convert JSON to an instance of the type, or of `kind` inside it; raises `ValueError`."""
-        kind = self.kind if kind is ... else kind
-        if id(kind) not in self._readers:
-            self._readers[id(kind)] = kind, self.reader(kind)
-        return self._readers[id(kind)][1](text)
-
-
-class Msgspec(Library):
-    """Reads types of Python and of msgspec."""
-
-    def schema(self) -> JsonSchema:
+            return _adapter_of(self.kind).json_schema(schema_generator=ExactJsonSchema)
         parts = list(_parts(msgspec_types.type_info(self.kind), "", set()))
         for where, part in parts:
             _check(part, where)
@@ -189,32 +161,31 @@ class Msgspec(Library):
             definition["required"] = [key for key in keys if key in definition["required"]]
         return {**schema, "$defs": definitions} if definitions else schema
 
-    def reader(self, kind: TypeForm) -> Reader:
-        return msgspec.json.Decoder(kind).decode
+    def decoded(self, text: str | bytes, kind: TypeForm = ...) -> object:
+        """Convert JSON to an instance of the type, or of `kind` inside it; raise `ValueError` if it is none."""
+        kind = self.kind if kind is ... else kind
+        if id(kind) not in self._readers:
+            reader = (
+                _pydantic_reader(kind) if self.is_pydantic else msgspec.json.Decoder(kind).decode
+            )
+            self._readers[id(kind)] = kind, reader
+        return self._readers[id(kind)][1](text)
 
 
-class Pydantic(Library):
-    """Reads types that have parts of pydantic, and `TypeAdapter`s."""
+def _pydantic_reader(kind: TypeForm) -> Reader:
+    adapter = _adapter_of(kind)
 
-    def schema(self) -> JsonSchema:
-        from afm_mlx.guidance.pydantic_schema import ExactJsonSchema  # it imports pydantic
+    def read(text: str | bytes) -> object:
+        try:
+            return adapter.validate_json(text)
+        except ValueError as error:
+            errors = getattr(error, "errors", None)
+            if errors is None:
+                raise
+            found = (f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in errors())
+            raise ValueError("; ".join(found)) from None
 
-        return _adapter_of(self.kind).json_schema(schema_generator=ExactJsonSchema)
-
-    def reader(self, kind: TypeForm) -> Reader:
-        adapter = _adapter_of(kind)
-
-        def read(text: str | bytes) -> object:
-            try:
-                return adapter.validate_json(text)
-            except ValueError as error:
-                errors = getattr(error, "errors", None)
-                if errors is None:
-                    raise
-                found = (f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in errors())
-                raise ValueError("; ".join(found)) from None
-
-        return read
+    return read
 
 
 def _adapter_of(kind: TypeForm) -> TypeForm:
@@ -235,13 +206,9 @@ def _is_adapter(kind: TypeForm) -> bool:
 
 
 def library_of(kind: TypeForm) -> Library:
-    """The reader of a type.
-
-    Raises:
-        ConstraintError: if the type has parts of both msgspec and pydantic, or generable classes.
-    """
+    """Choose the library that reads a type; refuse parts of both libraries, and generable classes."""
     if _is_adapter(kind):
-        return Pydantic(kind)
+        return Library(kind, is_pydantic=True)
     owners = set(_owners(kind, set()))
     if "generable" in owners:
         raise ConstraintError(
@@ -254,11 +221,11 @@ def library_of(kind: TypeForm) -> Library:
             f"{kind!r} has parts of msgspec (Struct, Meta) and of pydantic (BaseModel, Field), and neither "
             "reads the other's; use one of them."
         )
-    return Pydantic(kind) if owners == {"pydantic"} else Msgspec(kind)
+    return Library(kind, is_pydantic=owners == {"pydantic"})
 
 
 def _owners(hint: TypeForm, seen: set[int]) -> Iterator[str]:
-    """The libraries whose classes and annotations are in a type."""
+    """Yield the libraries whose classes and annotations are in a type."""
     if id(hint) in seen:
         return
     seen.add(id(hint))
@@ -284,24 +251,18 @@ def _owners(hint: TypeForm, seen: set[int]) -> Iterator[str]:
 # -- types whose JSON schema says less than msgspec requires
 
 
-_STRINGS = "use str, and convert it"
-_REFUSED: tuple[tuple[type[msgspec_types.Type], str], ...] = (
-    (msgspec_types.BytesType, _STRINGS),
-    (msgspec_types.ByteArrayType, _STRINGS),
-    (msgspec_types.MemoryViewType, _STRINGS),
-    (msgspec_types.DecimalType, "use float or str, and convert it"),
-    (msgspec_types.TimeDeltaType, "use a number of seconds, and convert it"),
-    (msgspec_types.RawType, "use typing.Any"),
-    (msgspec_types.ExtType, "use typing.Any"),
-    (msgspec_types.CustomType, "use a dataclass, or a class of msgspec or pydantic"),
-)
-
-
+_REFUSED: dict[str, str] = {
+    **dict.fromkeys(["bytes", "bytearray", "memoryview"], "use str, and convert it"),
+    "decimal": "use float or str, and convert it",
+    "timedelta": "use a number of seconds, and convert it",
+    **dict.fromkeys(["raw", "ext"], "use typing.Any"),
+    "custom": "use a dataclass, or a class of msgspec or pydantic",
+}
 _KEYS = (msgspec_types.StrType, msgspec_types.AnyType)
 
 
 def _parts(info: object, where: str, seen: set[int]) -> Iterator[tuple[str, object]]:
-    """A type and all types inside it, each once, with the path of fields to it."""
+    """Yield a type and all types inside it, each once, with the path of fields to it."""
     if isinstance(info, msgspec_types.Metadata):
         info = info.type
     if id(info) in seen:
@@ -320,19 +281,16 @@ def _parts(info: object, where: str, seen: set[int]) -> Iterator[tuple[str, obje
 def _check(info: object, where: str) -> None:
     """Raise `ConstraintError` for a type whose schema allows texts that msgspec refuses."""
     name = type(info).__name__.removesuffix("Type").lower()
-    for kind, instead in _REFUSED:
-        if isinstance(info, kind):
-            _refuse(where, getattr(info, "cls", None) or name, instead)
-    if (
-        isinstance(info, msgspec_types.DateTimeType | msgspec_types.TimeType)
-        and info.tz is not True
-    ):
-        _refuse(where, f"{name} without a time zone", "use Annotated[..., msgspec.Meta(tz=True)]")
-    if isinstance(info, msgspec_types.DictType) and not isinstance(info.key_type, _KEYS):
-        _refuse(where, "dict with keys other than any str", "use dict[str, ...]")
-
-
-def _refuse(where: str, what: object, instead: str) -> None:
+    what: object
+    if name in _REFUSED:
+        what, instead = getattr(info, "cls", None) or name, _REFUSED[name]
+    elif name in ("datetime", "time") and getattr(info, "tz", None) is not True:
+        what = f"{name} without a time zone"
+        instead = "use Annotated[..., msgspec.Meta(tz=True)]"
+    elif isinstance(info, msgspec_types.DictType) and not isinstance(info.key_type, _KEYS):
+        what, instead = "dict with keys other than any str", "use dict[str, ...]"
+    else:
+        return
     place = f"The field {where}" if where else "The type"
     raise ConstraintError(f"{place} is {what}, which no JSON schema describes exactly; {instead}.")
 
@@ -396,7 +354,7 @@ def _object(schema: JsonSchema) -> JsonSchema:
 
 
 def parsed_docstring(docstring: str | None) -> tuple[str | None, dict[str, str]]:
-    """The description in a docstring, and the descriptions of its arguments or attributes by name."""
+    """Split a docstring into its description and the descriptions of its arguments or attributes by name."""
     if docstring is None or "\n" not in docstring.strip():
         return docstring and docstring.strip(), {}
     from docstring_parser import ParseError, parse  # 30 ms
@@ -432,7 +390,18 @@ def arguments_type(
         ConstraintError: for a parameter that a JSON object can't give, or that has no annotation.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    signature, hints = _described(function, name)
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    try:
+        signature = inspect.signature(function)
+        called = inner if inspect.isroutine(inner) else type(inner).__call__
+        hints = get_type_hints(called, include_extras=True)
+    except Exception as error:  # an annotation is any expression
+        raise ConstraintError(
+            f"The annotations of {name} can't be read ({error}); types that they name in quotes have to be "
+            "known in its module."
+        ) from None
     fields: dict[str, TypeForm] = {}
     for parameter in signature.parameters.values():
         where = f"The parameter {parameter.name} of {name}"
@@ -449,29 +418,9 @@ def arguments_type(
         fields[parameter.name] = hint if is_required else NotRequired[hint]
     typed_dict: TypeForm = TypedDict
     kind = typed_dict(name, fields)
-    if isinstance(library_of(kind), Pydantic):
+    if library_of(kind).is_pydantic:
         # Before Python 3.12 pydantic refuses the one of typing.
         typed_dict = import_module("typing_extensions").TypedDict
         kind = typed_dict(name, fields)
     kind.__doc__ = inspect.getdoc(function)
     return kind
-
-
-def _described(
-    function: Callable[..., object], name: str
-) -> tuple[inspect.Signature, dict[str, TypeForm]]:
-    """A function's signature and its resolved annotations."""
-    inner = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    try:
-        signature = inspect.signature(function)
-        hints = get_type_hints(
-            inner if inspect.isroutine(inner) else type(inner).__call__, include_extras=True
-        )
-    except Exception as error:  # an annotation is any expression
-        raise ConstraintError(
-            f"The annotations of {name} can't be read ({error}); types that they name in quotes have to be "
-            "known in its module."
-        ) from None
-    return signature, hints

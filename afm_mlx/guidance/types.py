@@ -90,7 +90,7 @@ class AnswerType:
             raise self._refused(f"{shown(value)} is no", error) from _unexpected(error)
 
     def partial(self, text: str) -> Any:
-        """The snapshot of an unfinished answer; None while it has no value.
+        """Return the snapshot of an unfinished answer; None while it has no value.
 
         Args:
             text: the beginning of a JSON text.
@@ -99,7 +99,12 @@ class AnswerType:
             ConstraintError: if the text does not begin JSON, or a complete value does not fit.
         """
         try:
-            return _snapshot(text, self.kind, self._library)
+            so_far = json_so_far(text)
+            if so_far is MISSING:
+                return None
+            complete = json_so_far(text, open_strings=False)
+            value = _snapshot(so_far, complete, self.kind, self._library)
+            return None if value is MISSING else value
         except Exception as error:
             raise self._refused(f"{shown(text)} begins no", error) from _unexpected(error)
 
@@ -109,7 +114,7 @@ class AnswerType:
 
 
 def _unexpected(error: Exception) -> Exception | None:
-    """The error itself unless it refuses a value; then it may be a fault of the type's code."""
+    """Return an error that may be a fault of the type's code; None for one that refuses a value."""
     return None if isinstance(error, ValueError | TypeError | RecursionError) else error
 
 
@@ -149,11 +154,7 @@ _CLOSED_STRINGS = re.compile(r'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+', re.S)
 
 
 def json_so_far(text: str, open_strings: bool = True) -> Any:
-    """Read the beginning of a JSON text.
-
-    Args:
-        text: the beginning.
-        open_strings: True to include the text so far of a string without an end.
+    """Read the beginning of a JSON text; `open_strings` includes the text so far of a string without an end.
 
     Returns:
         The value so far, without a number at the text's end, which more digits may follow; `MISSING` if there
@@ -172,77 +173,54 @@ def json_so_far(text: str, open_strings: bool = True) -> Any:
     return items[0] if items else MISSING
 
 
-def _snapshot(text: str, kind: TypeForm, library: Library) -> Any:
-    """The snapshot of the beginning of a JSON text; raises `ValueError` if that does not fit the type."""
-    so_far = json_so_far(text)
-    if so_far is MISSING:
-        return None
-    value = _Snapshots(library).of(so_far, json_so_far(text, open_strings=False), kind)
-    return None if value is MISSING else value
+def _snapshot(value: object, complete: object, hint: TypeForm, library: Library) -> Any:
+    """Make the snapshot of a value of a type from its part so far and its complete part, or `MISSING`."""
+    if isinstance(value, dict):
+        return _object(value, complete, members_of(hint), library)
+    if isinstance(value, list):
+        return _list(value, complete, members_of(hint), library)
+    if complete is not MISSING:  # most values are what their type says
+        is_one = type(value) is hint
+        return value if is_one else library.decoded(json.dumps(value), hint)
+    is_text = isinstance(value, str) and any(m in (str, Any) for m in members_of(hint))
+    return value if is_text else MISSING
 
 
-class _Snapshots:
-    """Makes snapshots of values; `library` reads complete ones."""
+def _object(value: JsonObject, complete: Any, members: list[TypeForm], library: Library) -> Any:
+    done = {} if complete is MISSING else complete
+    # The first class that fits the complete part; or else the first.
+    kinds = [kind for kind in map(_origin, members) if fields_of(kind)]
+    kind = next((kind for kind in kinds if _can_be(done, kind)), kinds[0] if kinds else None)
+    fields = {field.key: field for field in fields_of(kind)}
+    values = (get_args(m)[1] for m in members if len(get_args(m)) > 1)
+    others = Any if fields else next(values, Any)
+    items = {}
+    for key, item in value.items():
+        hint = fields[key].type if key in fields else others
+        new = _snapshot(item, done.get(key, MISSING), hint, library)
+        if new is not MISSING:
+            items[key] = new
+    if not fields or is_typed_dict(kind):
+        return items
+    return _instance(kind, {fields[key].name: v for key, v in items.items() if key in fields})
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
 
-    def of(self, value: object, complete: object, hint: TypeForm) -> Any:
-        """The snapshot of a value.
-
-        Args:
-            value: the value so far.
-            complete: the complete part of the value; `MISSING` if there is none.
-            hint: the value's type.
-        """
-        if isinstance(value, dict):
-            return self._object(value, complete, members_of(hint))
-        if isinstance(value, list):
-            return self._list(value, complete, members_of(hint))
-        if complete is not MISSING:
-            # Most values are what their type says.
-            is_one = type(value) is hint
-            return value if is_one else self._library.decoded(json.dumps(value), hint)
-        is_text = isinstance(value, str) and any(m in (str, Any) for m in members_of(hint))
-        return value if is_text else MISSING
-
-    def _object(self, value: JsonObject, complete: Any, members: list[TypeForm]) -> Any:
-        done = {} if complete is MISSING else complete
-        kind = _class_of(done, members)
-        fields = {field.key: field for field in fields_of(kind)}
-        others = Any if fields else _argument(members, 1)
-        items = {}
-        for key, item in value.items():
-            hint = fields[key].type if key in fields else others
-            new = self.of(item, done.get(key, MISSING), hint)
-            if new is not MISSING:
-                items[key] = new
-        if not fields or is_typed_dict(kind):
-            return items
-        return _instance(kind, {fields[key].name: v for key, v in items.items() if key in fields})
-
-    def _list(self, value: list[object], complete: Any, members: list[TypeForm]) -> Any:
-        done = [] if complete is MISSING else complete
-        kind = next((m for m in map(_origin, members) if fields_of(m)), None)
-        hints = _item_types(members) if kind is None else [f.type for f in fields_of(kind)]
-        items = []
-        for i, item in enumerate(value):
-            hint = hints[min(i, len(hints) - 1)] if hints else Any
-            items.append(self.of(item, done[i] if i < len(done) else MISSING, hint))
-        if kind is not None:
-            names = [field.name for field in fields_of(kind)]
-            return _instance(kind, dict(zip(names, items, strict=False)))
-        return [item for item in items if item is not MISSING]  # only the last can be missing
+def _list(value: list[object], complete: Any, members: list[TypeForm], library: Library) -> Any:
+    done = [] if complete is MISSING else complete
+    kind = next((m for m in map(_origin, members) if fields_of(m)), None)
+    hints = _item_types(members) if kind is None else [f.type for f in fields_of(kind)]
+    items = []
+    for i, item in enumerate(value):
+        hint = hints[min(i, len(hints) - 1)] if hints else Any
+        items.append(_snapshot(item, done[i] if i < len(done) else MISSING, hint, library))
+    if kind is not None:
+        names = [field.name for field in fields_of(kind)]
+        return _instance(kind, dict(zip(names, items, strict=False)))
+    return [item for item in items if item is not MISSING]  # only the last can be missing
 
 
 def _origin(hint: TypeForm) -> TypeForm:
     return get_origin(hint) or hint
-
-
-def _class_of(done: JsonObject, members: list[TypeForm]) -> TypeForm:
-    """The first class that fits the complete part of an object; None if no class has fields."""
-    kinds = [kind for kind in map(_origin, members) if fields_of(kind)]
-    return next((kind for kind in kinds if _can_be(done, kind)), kinds[0] if kinds else None)
 
 
 def _can_be(done: JsonObject, kind: TypeForm) -> bool:
@@ -253,13 +231,8 @@ def _can_be(done: JsonObject, kind: TypeForm) -> bool:
     )
 
 
-def _argument(members: list[TypeForm], index: int) -> TypeForm:
-    """The type argument of the first container among the members."""
-    return next((get_args(m)[index] for m in members if len(get_args(m)) > index), Any)
-
-
 def _item_types(members: list[TypeForm]) -> list[TypeForm]:
-    """The types of a list's items; the last one also of all that follow."""
+    """Return the types of a list's items; the last one also of all that follow."""
     for member in members:
         if get_args(member) and get_origin(member) is not Literal:
             first, *others = get_args(member)

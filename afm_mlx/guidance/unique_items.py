@@ -25,10 +25,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from afm_mlx.guidance.token_bytes import byte_tokens, token_texts
 
-ALIKE = "\x01"
-"""Marks a list whose items must differ, after its bracket; no answer has it."""
-VARIED = "\x02"
-"""The same for a list whose positions have different schemas."""
+ALIKE = "\x01"  # marks a list whose items must differ, after its bracket; no answer has it
+VARIED = "\x02"  # the same for a list whose positions have different schemas
 UTF8_BYTES = {bytes([i]) for i in range(0xF5) if i not in (0xC0, 0xC1)}
 _UNMARKED = b"\x03"  # allowed after a bracket in free text, as the marks are there
 _SEPARATOR = b", "
@@ -36,7 +34,7 @@ _ZEROS = re.compile(rb"\.\d*000$")  # after which no more follow, so that anothe
 
 
 def identity(value: object) -> Hashable:
-    """A hashable that equal JSON values share: 1 and 1.0 are equal, 1 and true are not, keys have no order."""
+    """Return a hashable that equal JSON values share: 1 and 1.0 do, 1 and true don't, keys have no order."""
     if isinstance(value, dict):
         return "object", frozenset((key, identity(inner)) for key, inner in value.items())
     if isinstance(value, list):
@@ -45,7 +43,6 @@ def identity(value: object) -> Hashable:
 
 
 def has_marks(grammar: str) -> bool:
-    """True if a grammar may have lists whose items must differ."""
     return any(f"u{ord(mark):04x}" in grammar for mark in (ALIKE, VARIED))
 
 
@@ -55,15 +52,13 @@ class OpenList:
 
     Attributes:
         is_varied: True if its positions have different schemas.
-        items: the `identity` of each finished item.
-        texts: their texts.
+        items, texts: the `identity` and the text of each finished item.
         dead: dead texts; none begins with another.
         begin: the state where the last item begins.
         item: the text of the current item so far; None between items.
         due: the text before the next item, between items.
         depth: number of open brackets in the item.
-        is_text: True inside a string of the item.
-        is_escaped: True after a backslash in that string.
+        is_text, is_escaped: True inside a string of the item, and after a backslash in that string.
     """
 
     is_varied: bool
@@ -89,11 +84,11 @@ class OpenList:
         return not is_inside and (self.item or b"")[-1:] in (b'"', b"]", b"}")
 
     def with_new_item(self, begin: State | None) -> OpenList:
-        """The list with an empty item, which begins at a state."""
+        """Begin an empty item at a state."""
         return replace(self, begin=begin, item=b"", depth=0, is_text=False, is_escaped=False)
 
     def then(self, byte: bytes) -> OpenList:
-        """The list with another byte of its item."""
+        """Add a byte to the current item."""
         item = (self.item or b"") + byte
         if self.is_text:
             is_escape = byte == b"\\" and not self.is_escaped
@@ -103,7 +98,7 @@ class OpenList:
         return replace(self, item=item, is_text=byte == b'"', depth=depth)
 
     def finished(self) -> OpenList:
-        """The list with its item complete; raises `ValueError` if it has an equal one already."""
+        """Complete the current item; raise `ValueError` if the list has an equal one already."""
         item = self.item or b""
         if _value(item) in self.items:
             raise ValueError("an item of a list comes twice")
@@ -117,7 +112,7 @@ class OpenList:
         )
 
     def renewed(self) -> OpenList:
-        """A varied list with the dead texts of the position where an item begins now."""
+        """Compute the dead texts of a varied list for the position where an item begins now."""
         one = replace(self, dead=frozenset())
         for text in one.texts:
             one = replace(one, dead=_dead(one, text))
@@ -140,7 +135,7 @@ class State:
         return state
 
     def along(self, text: bytes) -> list[State]:
-        """The states before a text and after each of its bytes, as far as the grammar allows it."""
+        """Return the states before a text and after each of its bytes, as far as the grammar allows it."""
         tokens = byte_tokens(self.tokenizer)
         allowed = self.matcher.validate_tokens([tokens[bytes([byte])] for byte in text])
         states = [self]
@@ -152,8 +147,8 @@ class State:
         return states
 
     def _after(self, byte: bytes) -> State:
-        matcher = self.matcher.deep_copy()
-        matcher.consume_token(byte_tokens(self.tokenizer)[byte])
+        matcher, tokens = self.matcher.deep_copy(), byte_tokens(self.tokenizer)
+        matcher.consume_token(tokens[byte])
         opened = byte == b"[" and not any(one.is_text for one in self.lists)
         lists = []
         for one in self.lists:
@@ -169,18 +164,10 @@ class State:
             elif one.item is not None:
                 one = one.then(byte)
                 lists.append(one.finished() if one.is_closed else one)
-        mark = self._mark(matcher) if opened else None
-        if mark is not None:
-            lists.append(OpenList(is_varied=mark == VARIED))
+        if opened and not matcher.validate_tokens([tokens[_UNMARKED]]):
+            marks = [m for m in (VARIED, ALIKE) if matcher.validate_tokens([tokens[m.encode()]])]
+            lists += [OpenList(is_varied=mark == VARIED) for mark in marks[:1]]
         return State(matcher, self.tokenizer, tuple(lists))
-
-    def _mark(self, matcher: LLMatcher) -> str | None:
-        """The mark of the list that was opened last; None without one."""
-        tokens = byte_tokens(self.tokenizer)
-        if matcher.validate_tokens([tokens[_UNMARKED]]):
-            return None
-        marks = (VARIED, ALIKE)
-        return next((m for m in marks if matcher.validate_tokens([tokens[m.encode()]])), None)
 
     def is_alive(self) -> bool:
         """True if an item of the outermost list may follow or go on."""
@@ -262,7 +249,7 @@ def _may_take(one: OpenList, text: bytes) -> bool:
 
 
 def _forbidden(one: OpenList) -> Iterator[bytes]:
-    """Texts that no next token may begin with."""
+    """Yield the texts that no next token may begin with."""
     if one.item is None:
         yield from (one.due + text if text else one.due[:1] for text in one.dead)
     else:
@@ -272,7 +259,7 @@ def _forbidden(one: OpenList) -> Iterator[bytes]:
 
 
 def _dead(one: OpenList, item: bytes) -> frozenset[bytes]:
-    """The dead texts of a list once it has a further item."""
+    """Return the dead texts of a list once it has a further item."""
     assert one.begin is not None
     is_bare = item[:1] not in (b'"', b"[", b"{")
     dead = one.dead | (frozenset({item + b",", item + b"]"}) if is_bare else {item})
@@ -304,14 +291,7 @@ def _value(text: bytes) -> Hashable:
 
 
 class _Vocabulary:
-    """The tokens of a tokenizer by their bytes.
-
-    Attributes:
-        texts: the bytes of each token.
-        hidden: tokens with marks.
-        with_quote: tokens that may end a string.
-        with_end: tokens that may end any item.
-    """
+    """The bytes of all tokens, the tokens with marks (`hidden`), and the tokens that may end an item."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.texts = token_texts(tokenizer)
@@ -326,7 +306,6 @@ class _Vocabulary:
         return np.array(found, np.int64)
 
     def starting_with(self, text: bytes) -> np.ndarray:
-        """The tokens that begin with a text."""
         first = bisect_left(self._sorted, text)
         end = first
         while end < len(self._sorted) and self._sorted[end].startswith(text):
@@ -334,9 +313,7 @@ class _Vocabulary:
         return np.array(self._order[first:end], np.int64)
 
 
-@lru_cache(maxsize=4)
-def _vocabulary(tokenizer: LLTokenizer) -> _Vocabulary:
-    return _Vocabulary(tokenizer)
+_vocabulary = lru_cache(maxsize=4)(_Vocabulary)
 
 
 def _clear(mask: np.ndarray, tokens: np.ndarray) -> None:

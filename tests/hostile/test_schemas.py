@@ -13,6 +13,7 @@ from afm_mlx.guidance.schema.compile import schema_grammar
 from tests.hostile.harness import Case, run_cases
 from tests.tools.random_schemas import random_document, random_schema
 
+TEXT = {"type": "string"}
 NAMES = [f"p{i}" for i in range(40)]
 KEYWORDS = "allOf anyOf oneOf not items properties if contains $defs dependentSchemas".split()
 
@@ -92,11 +93,8 @@ def counted(size, rng):
     values = [size, 10**9, 2**63, 10**30, 10**400, 1e308, 1e-308, -1, 0.1, "1", None, True, []]
     values.append(float("nan"))
     schema = {str(key): values[rng.integers(len(values))] for key in rng.choice(keys, 3)}
-    return schema | {
-        "contains": {"type": "string"},
-        "uniqueItems": True,
-        "properties": dict.fromkeys(NAMES, True),
-    }
+    properties = dict.fromkeys(NAMES, True)
+    return schema | {"contains": TEXT, "uniqueItems": True, "properties": properties}
 
 
 def patterned(size, rng):
@@ -125,11 +123,8 @@ def wide(size, rng):
         }
     if kind == 2:
         return {"enum": [{"a": i, "b": [i]} for i in range(size)], "description": "x" * 10**6}
-    return {
-        "oneOf": [{"const": i} for i in range(10 * size)],
-        "uniqueItems": True,
-        "required": NAMES,
-    }
+    constants = [{"const": i} for i in range(10 * size)]
+    return {"oneOf": constants, "uniqueItems": True, "required": NAMES}
 
 
 KINDS = [product, overlapping, dependent, referring, chained, counted, patterned, wide]
@@ -195,12 +190,10 @@ def test_hostile_schemas(rng):
 def test_schemas_compile_in_a_thread_with_little_stack_left(rng):
     """A server's threads have called each other some hundred deep when they come to a schema."""
     schemas = [
-        nested("allOf", 45, rng),
-        nested("properties", 90, rng),
-        chained(300, rng),
-        chained(49, rng),
+        nested(key, n, rng) for key, n in {"allOf": 45, "properties": 90, "items": 190}.items()
     ]
-    schemas += [{"const": random_document(rng, 6)}, nested("items", 190, rng), referring(30, rng)]
+    schemas += [chained(300, rng), chained(49, rng), referring(30, rng)]
+    schemas.append({"const": random_document(rng, 6)})
     ended = []
 
     def compile_at(depth, schema):

@@ -16,16 +16,21 @@ from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.adapters import SIZES
 from tests.tools.models import random_config, random_model
 
-EVENT = {
-    "type": "object",
-    "properties": {
+
+def closed(properties, optional=()):
+    """A schema of objects with these properties and no others."""
+    required = [name for name in properties if name not in optional]
+    kind = {"type": "object", "properties": properties, "required": required}
+    return {**kind, "additionalProperties": False}
+
+
+EVENT = closed(
+    {
         "title": {"type": "string", "maxLength": 12},
         "guests": {"type": "integer", "minimum": 1, "maximum": 99},
         "days": {"type": "array", "items": {"enum": ["Mon", "Tue", "Wed"]}, "maxItems": 3},
-    },
-    "required": ["title", "guests", "days"],
-    "additionalProperties": False,
-}
+    }
+)
 # The second one forces more tokens than a row in a batch is fed one by one.
 CONSTRAINTS = {
     "schema": lambda: Constraint.json_schema(EVENT),

@@ -17,13 +17,8 @@ def random_document(rng: np.random.Generator, depth: int = 2) -> Any:
     """A JSON value of random type."""
     kind = int(rng.integers(7 if depth else 5))
     if kind < 5:
-        plain = [
-            None,
-            bool(rng.integers(2)),
-            *rng.choice(NUMBERS, 2).tolist(),
-            str(rng.choice(TEXTS)),
-        ]
-        value = plain[kind]
+        plain = [None, bool(rng.integers(2)), *rng.choice(NUMBERS, 2).tolist()]
+        value = [*plain, str(rng.choice(TEXTS))][kind]
         return int(value) if isinstance(value, float) and value.is_integer() else value
     if kind == 5:
         return [random_document(rng, depth - 1) for _ in range(rng.integers(4))]
@@ -100,13 +95,11 @@ def in_draft(schema: Any, draft: int) -> Any:
     if isinstance(schema, list):
         return [in_draft(one, draft) for one in schema]
     if not isinstance(schema, dict):
-        return (
-            schema if draft > 4 or not isinstance(schema, bool) else {} if schema else {"not": {}}
-        )
+        is_spelled = draft == 4 and isinstance(schema, bool)
+        return schema if not is_spelled else {} if schema else {"not": {}}
+    values = ("enum", "const", "required", "dependentRequired")
     schema = {
-        key: value
-        if key in ("enum", "const", "required", "dependentRequired")
-        else in_draft(value, draft)
+        key: value if key in values else in_draft(value, draft)
         for key, value in schema.items()
         if not (draft <= 7 and key.startswith("unevaluated"))
     }

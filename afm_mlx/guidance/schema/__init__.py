@@ -5,9 +5,12 @@ have no end. So it is given a grammar in its Lark syntax, compiled in four steps
 
     schema  --references-->  formulas  --expansion-->  cases  --containers, numbers, strings-->  rules  --> Lark
 
-- A **formula** joins schemas by and, or, not. A **case** is what they allow of one type: some numbers, some
-  strings, some arrays, some objects. A schema is the union of its cases: `allOf` intersects them, `anyOf` adds
-  more, `not` is the union of what contradicts each keyword; `oneOf`, `if` and dependencies follow from these.
+- A **node** is one schema of the document, its **place** the JSON pointer to it. A **formula** joins nodes by
+  and, or, not. A **case** is a set of values of one type: **words** (null, true, false), numbers, strings,
+  arrays or objects. A schema is the union of its cases: `allOf` intersects them, `anyOf` adds more, `not` is
+  the union of what contradicts each keyword; `oneOf`, `if` and dependencies follow from these.
+- A case of objects has a **layer** for each schema that speaks of properties. Items and properties that a
+  keyword has looked at are **evaluated**; `unevaluated...` keywords are about the others.
 - Schemas of properties and items stay formulas in the cases, and become rules, which may be recursive. Rules
   that no finite document matches are removed, with the alternatives that need them.
 - Patterns and formats become sets of strings (`regular`), which have intersections and complements.
@@ -15,11 +18,10 @@ have no end. So it is given a grammar in its Lark syntax, compiled in four steps
 | file | what it holds |
 | --- | --- |
 | `compile.py` | the entry, `schema_grammar` |
-| `references.py` | refusals and their places, the work budget, drafts, references, formulas |
-| `cases.py` | sets of values of one type, and what keywords say about them |
-| `expansion.py` | formulas to cases, complements included |
+| `references.py` | refusals, the work budget, drafts, references, formulas |
+| `cases.py`, `expansion.py` | keywords to cases, formulas to cases, complements included |
 | `numbers.py`, `strings.py`, `patterns.py`, `regular.py` | plain values, and their JSON text |
-| `containers.py`, `rules.py` | arrays and objects as rules, and rules as Lark |
+| `containers.py`, `rules.py` | cases as rules, and rules as Lark |
 
 The grammar never allows an invalid document. It leaves out some valid ones:
 

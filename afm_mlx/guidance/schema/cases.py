@@ -1,19 +1,19 @@
-"""Cases: the values that a schema allows, as alternatives of one type each; and what keywords say about them.
+"""Cases: sets of values of one type; and what keywords say about the values of a type.
 
 A schema is the union of its cases. Schemas of properties and items stay formulas in them, so recursion needs no
-end here. Two cases of one type intersect in one case.
+end here. The intersection of two cases of one type is one case, or None if it is known to be empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 from afm_mlx.guidance.schema.numbers import MAX_DIGITS, Numbers, exact, written
-from afm_mlx.guidance.schema.patterns import searched
+from afm_mlx.guidance.schema.patterns import is_like, searched
 from afm_mlx.guidance.schema.references import (
     TRUE,
     Document,
@@ -27,19 +27,17 @@ from afm_mlx.guidance.schema.regular import Expr
 from afm_mlx.guidance.schema.strings import LOOSE, MAX_LENGTH, Strings
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-MAX_COUNT = 10_000
-"""Most items or properties that a schema may require."""
+MAX_COUNT = 10_000  # most items or properties that a schema may require
 Keywords = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Words:
-    """Null or Booleans: a set of `null`, `true`, `false`."""
+    """A set of `null`, `true` and `false`, as texts."""
 
     words: tuple[str, ...]
 
     def intersect(self, other: Words) -> Words | None:
-        """Words that are in both sets; None if there are none."""
         kept = tuple(word for word in self.words if word in other.words)
         return Words(kept) if kept else None
 
@@ -64,8 +62,8 @@ class Arrays:
         least, most: bounds of the number of items; most is None without a bound.
         contains: bounds for the number of items under further schemas.
         is_unique: True if all items differ.
-        evaluated: the number of first items that a keyword has evaluated; None if all.
-        evaluated_by: schemas of `contains`: items that are valid under one are evaluated, too.
+        evaluated: the number of first items that a keyword has seen, for `unevaluatedItems`; None if all.
+        evaluated_by: schemas of `contains`: items that are valid under one count as seen, too.
     """
 
     prefix: tuple[Formula, ...] = ()
@@ -78,11 +76,13 @@ class Arrays:
     evaluated_by: tuple[Formula, ...] = ()
 
     def item(self, index: int) -> Formula:
-        """The schema of one item."""
         return self.prefix[index] if index < len(self.prefix) else self.items
 
-    def intersect(self, other: Arrays) -> Arrays | None:
-        """The intersection."""
+    def needed(self) -> Iterator[Formula]:
+        """Yield the schemas of items that every array of the set has, repeated ones once."""
+        return map(self.item, range(min(self.least, len(self.prefix) + 1)))
+
+    def intersect(self, other: Arrays) -> Arrays:
         length = max(len(self.prefix), len(other.prefix))
         evaluated = [n for n in (self.evaluated, other.evaluated) if n is not None]
         return Arrays(
@@ -99,14 +99,14 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one schema says about the properties of an object.
+    """What one schema says about the properties of an object: one for each schema that an object must fulfil.
 
     Attributes:
         properties: schemas by name.
         patterns: schemas by the pattern of the name.
         rest: schema of all other properties.
-        is_evaluating: True if the listed ones count as evaluated, for `unevaluatedProperties`.
-        is_rest_evaluated: True if all others count, too.
+        is_evaluating: True if the listed ones are evaluated: seen by a keyword, for `unevaluatedProperties`.
+        is_rest_evaluated: True if all others are, too.
     """
 
     properties: tuple[tuple[str, Formula], ...] = ()
@@ -117,7 +117,6 @@ class Layer:
 
     @cached_property
     def by_name(self) -> dict[str, Formula]:
-        """Schemas of the listed properties."""
         return dict(self.properties)
 
 
@@ -126,11 +125,10 @@ class Some:
     """The condition that an object has at least one property whose name and value match.
 
     Attributes:
-        value: schema of its value.
+        value, name: schemas of its value and of its name.
         like: pattern of its name; None for any.
         besides: names that it does not have.
         unlike: patterns that its name does not match.
-        name: schema of its name.
     """
 
     value: Formula
@@ -149,7 +147,7 @@ class Objects:
         required: names of properties that all have.
         least, most: bounds of the number of properties; most is None without a bound.
         names: schemas of all names.
-        some: kinds of properties that all have, of unknown name.
+        some: kinds of properties of unknown name; each object has one of each kind.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -159,8 +157,7 @@ class Objects:
     names: tuple[Formula, ...] = ()
     some: tuple[Some, ...] = ()
 
-    def intersect(self, other: Objects) -> Objects | None:
-        """The intersection."""
+    def intersect(self, other: Objects) -> Objects:
         return Objects(
             layers=tuple(dict.fromkeys(self.layers + other.layers)),
             required=tuple(dict.fromkeys(self.required + other.required)),
@@ -171,16 +168,14 @@ class Objects:
         )
 
     def listed(self) -> list[str]:
-        """Names that schemas list, in their order, and then the other required ones."""
+        """List the names that schemas list, in their order, and then the other required ones."""
         names = dict.fromkeys(name for layer in self.layers for name, _ in layer.properties)
         return list(names | dict.fromkeys(self.required))
 
-    def value(self, name: str, is_like: Callable[[str, str], bool | None]) -> Formula:
-        """The schema of one property's value.
+    def value(self, name: str) -> Formula:
+        """Return the schema of one property's value.
 
-        Args:
-            name: the property's name.
-            is_like: tells if a pattern matches a name; None if validators differ.
+        Where validators differ on whether a pattern matches the name, the schemas of both sides hold.
         """
         parts: list[Formula] = []
         for layer in self.layers:
@@ -191,22 +186,25 @@ class Objects:
             parts += own if is_sure else [*own, layer.rest]
         return conjunction(*parts)
 
+    def needed(self) -> Iterator[Formula]:
+        """Yield the schemas of values that every object of the set has."""
+        return map(self.value, self.required)
+
 
 Case = Words | Numbers | Strings | Arrays | Objects
-
-
-def every_case() -> list[Case]:
-    """The cases of a schema that allows everything."""
-    return [Words(("null",)), Words(("true", "false")), Numbers(), Strings(), Arrays(), Objects()]
-
-
-def intersection(a: Case, b: Case) -> Case | None:
-    """The intersection of two cases; None if it is known to be empty."""
-    return a.intersect(b) if type(a) is type(b) else None  # type: ignore[arg-type]
+EVERY_CASE: dict[str, Case] = {
+    "null": Words(("null",)),
+    "boolean": Words(("true", "false")),
+    "number": Numbers(),
+    "string": Strings(),
+    "array": Arrays(),
+    "object": Objects(),
+}
+"""The cases of a schema that allows everything, by type."""
 
 
 def joined(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """Cases without duplicates. Listed strings become one case, and listed numbers."""
+    """Remove duplicates; listed strings become one case, and listed numbers."""
     others: dict[Case, None] = {}
     strings: dict[str, None] = {}
     numbers: dict[str, None] = {}
@@ -217,24 +215,23 @@ def joined(cases: Iterable[Case]) -> tuple[Case, ...]:
             numbers |= dict.fromkeys(case.values)
         else:
             others[case] = None
-    listed: list[Case] = [Numbers(values=tuple(numbers))] if numbers else []
-    return (*([Strings(values=tuple(strings))] if strings else []), *listed, *others)
+    listed: list[Case] = [Strings(values=tuple(strings))] if strings else []
+    listed += [Numbers(values=tuple(numbers))] if numbers else []
+    return (*listed, *others)
 
 
 def unevaluating(case: Case) -> Case:
-    """A case of a complement or of listed values: these evaluate nothing."""
+    """Mark nothing as evaluated: so are values of complements and listed values."""
     if isinstance(case, Arrays):
         return replace(case, evaluated=0, evaluated_by=())
     if isinstance(case, Objects):
-        layers = tuple(
-            replace(layer, is_evaluating=False, is_rest_evaluated=False) for layer in case.layers
-        )
-        return replace(case, layers=layers)
+        layers = (replace(one, is_evaluating=False, is_rest_evaluated=False) for one in case.layers)
+        return replace(case, layers=tuple(layers))
     return case
 
 
 def lesser(a: int | None, b: int | None) -> int | None:
-    """The smaller of two bounds; None is no bound."""
+    """Return the smaller of two bounds; None is no bound."""
     return b if a is None else a if b is None else min(a, b)
 
 
@@ -242,9 +239,9 @@ def lesser(a: int | None, b: int | None) -> int | None:
 
 
 def types(value: Keywords, place: str) -> tuple[str, ...]:
-    """The types that a schema allows; without `type`, all."""
+    """List the types that a schema allows; without `type`, all."""
     if "type" not in value:
-        return ("null", "boolean", "number", "string", "array", "object")
+        return tuple(EVERY_CASE)
     named = value["type"] if isinstance(value["type"], list) else [value["type"]]
     for name in named:
         if name not in TYPES:
@@ -253,31 +250,24 @@ def types(value: Keywords, place: str) -> tuple[str, ...]:
 
 
 def typed_case(name: str, value: Keywords, node: Node, document: Document, is_wide: bool) -> Case:
-    """What a schema's keywords say about the values of a type.
+    """Return what the honoured keywords of a node say about the values of a type.
 
-    Args:
-        name: the type.
-        value: the keywords that are honoured.
-        node: the schema.
-        document: the document of the schema.
-        is_wide: True to let formats and patterns match by any validator's rules.
-
-    Raises:
-        ConstraintError: for a keyword that can't be honoured.
+    If `is_wide`, formats and patterns match by any validator's rules. Raises `ConstraintError` for a keyword
+    that can't be honoured.
     """
-    if name == "null":
-        return Words(("null",))
-    if name == "boolean":
-        return Words(("true", "false"))
-    if name in ("integer", "number"):
-        return numbers(value, node.place, name == "integer")
-    if name == "string":
-        return strings(value, node.place, is_wide)
-    return arrays(value, node, document) if name == "array" else objects(value, node, document)
+    match name:
+        case "integer" | "number":
+            return numbers(value, node.place, name == "integer")
+        case "string":
+            return strings(value, node.place, is_wide)
+        case "array":
+            return arrays(value, node, document)
+        case "object":
+            return objects(value, node, document)
+    return EVERY_CASE[name]
 
 
 def numbers(value: Keywords, place: str, is_integer: bool) -> Numbers:
-    """What a schema says about numbers."""
     low = _number(value, "minimum", place)
     high = _number(value, "maximum", place)
     above = below = False
@@ -295,16 +285,13 @@ def numbers(value: Keywords, place: str, is_integer: bool) -> Numbers:
     if step is not None and step <= 0:
         refuse(pointer(place, "multipleOf"), value["multipleOf"], "it is a number above 0.")
     if step is not None and (step > 10**9 or step < Fraction(1, 10**9)):
-        refuse(
-            pointer(place, "multipleOf"),
-            value["multipleOf"],
-            "multiples of numbers from 10^-9 to 10^9 are honoured. Use another unit.",
-        )
+        reason = "multiples of numbers from 10^-9 to 10^9 are honoured. Use another unit."
+        refuse(pointer(place, "multipleOf"), value["multipleOf"], reason)
     return Numbers(is_integer or None, low, above, high, below, step)
 
 
 def _number(value: Keywords, key: str, place: str) -> Fraction | None:
-    """The number of a keyword; None if it is missing."""
+    """Read a keyword whose value is a number; None if it is missing."""
     if key not in value:
         return None
     given = value[key]
@@ -322,7 +309,7 @@ def _number(value: Keywords, key: str, place: str) -> Fraction | None:
 
 
 def _count(value: Keywords, key: str, place: str, largest: int | None = None) -> int | None:
-    """The count of a keyword; None if it is missing."""
+    """Read a keyword whose value is a count; None if it is missing."""
     if key not in value:
         return None
     given = value[key]
@@ -335,7 +322,7 @@ def _count(value: Keywords, key: str, place: str, largest: int | None = None) ->
 
 
 def pattern(text: object, place: str, wide: bool = False) -> Expr:
-    """The strings in which a schema's pattern is found."""
+    """Return the strings in which a schema's pattern is found; refuse the schema if it can't be read."""
     if not isinstance(text, str):
         refuse(place, text, "a pattern is a text.")
     try:
@@ -345,10 +332,8 @@ def pattern(text: object, place: str, wide: bool = False) -> Expr:
 
 
 def strings(value: Keywords, place: str, is_wide: bool) -> Strings:
-    """What a schema says about strings."""
-    parts = []
-    if "pattern" in value:
-        parts.append(pattern(value["pattern"], pointer(place, "pattern"), is_wide))
+    at = pointer(place, "pattern")
+    parts = [pattern(value["pattern"], at, is_wide)] if "pattern" in value else []
     formats = (value["format"],) if isinstance(value.get("format"), str) else ()
     if is_wide:
         parts += [searched(LOOSE[name], wide=True) for name in formats if name in LOOSE]
@@ -362,44 +347,38 @@ def strings(value: Keywords, place: str, is_wide: bool) -> Strings:
 
 
 def arrays(value: Keywords, node: Node, document: Document) -> Arrays:
-    """What a schema says about arrays."""
     place = node.place
     least = _count(value, "minItems", place, MAX_COUNT) or 0
     most = _count(value, "maxItems", place)
     prefix_key = "prefixItems" if node.draft >= 2020 else "items"
     prefix: tuple[Formula, ...] = ()
-    rest_key: str | None = "items"
+    rest_key = "items"
     if isinstance(value.get(prefix_key), list):
         prefix = tuple(document.below(node, prefix_key, i) for i in range(len(value[prefix_key])))
         rest_key = "items" if node.draft >= 2020 else "additionalItems"
     elif "prefixItems" in value and node.draft >= 2020:
         refuse(pointer(place, "prefixItems"), value["prefixItems"], "it is a list of schemas.")
-    elif node.draft < 2019 and "items" not in value:
-        rest_key = None
-    has_rest = rest_key is not None and rest_key in value
-    rest = document.below(node, rest_key) if has_rest and rest_key else TRUE
+    has_rest = rest_key in value
     contains: tuple[Contains, ...] = ()
     if "contains" in value:
         fewest = _count(value, "minContains", place, MAX_COUNT)
         most_contained = _count(value, "maxContains", place)
         schema = document.below(node, "contains")
         contains = (Contains(0, schema, 1 if fewest is None else fewest, most_contained),)
-    is_counting = contains and node.draft >= 2020
     is_trivial = contains and contains[0].least == 0 and contains[0].most is None
     return Arrays(
         prefix=prefix,
-        items=rest,
+        items=document.below(node, rest_key) if has_rest else TRUE,
         least=least,
         most=most,
         contains=() if is_trivial else contains,
         is_unique=value.get("uniqueItems") is True,
         evaluated=None if has_rest else len(prefix),
-        evaluated_by=(contains[0].schema,) if is_counting else (),
+        evaluated_by=(contains[0].schema,) if contains and node.draft >= 2020 else (),
     )
 
 
 def objects(value: Keywords, node: Node, document: Document) -> Objects:
-    """What a schema says about objects."""
     place = node.place
     for key in ("properties", "patternProperties"):
         if not isinstance(value.get(key, {}), dict):
@@ -408,12 +387,14 @@ def objects(value: Keywords, node: Node, document: Document) -> Objects:
     for text in patterns:
         for wide in (False, True):
             pattern(text, pointer(place, "patternProperties", text), wide=wide)
+    order = node.value.get("x-order", [])
+    if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
+        refuse(pointer(place, "x-order"), order, "it is a list of names of properties.")
+    properties = value.get("properties", {})
+    names = dict.fromkeys([*(name for name in order if name in properties), *properties])
     has_rest = "additionalProperties" in value
     layer = Layer(
-        properties=tuple(
-            (name, document.below(node, "properties", name))
-            for name in _ordered_names(node.value, list(value.get("properties", {})), place)
-        ),
+        properties=tuple((name, document.below(node, "properties", name)) for name in names),
         patterns=tuple(
             (text, document.below(node, "patternProperties", text)) for text in patterns
         ),
@@ -434,22 +415,8 @@ def objects(value: Keywords, node: Node, document: Document) -> Objects:
     )
 
 
-def _ordered_names(schema: Keywords, names: list[str], place: str) -> list[str]:
-    """Names of properties in the order of `x-order`, then the others as they are listed."""
-    order = schema.get("x-order", [])
-    if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
-        refuse(pointer(place, "x-order"), order, "it is a list of names of properties.")
-    given = set(names)
-    return list(dict.fromkeys([*(name for name in order if name in given), *names]))
-
-
 def constants(node: Node, document: Document, key: str) -> tuple[list[Case], list[Formula]]:
-    """The values that `const` or `enum` lists.
-
-    Returns:
-        cases: of the plain values, one for each type.
-        formulas: of the arrays and objects, one for each.
-    """
+    """Read the values that `const` or `enum` lists: cases of plain values, formulas of arrays and objects."""
     values = [node.value[key]] if key == "const" else node.value[key]
     if not isinstance(values, list) or not values:
         refuse(pointer(node.place, key), values, "it is a list of values, with one at least.")
@@ -457,13 +424,9 @@ def constants(node: Node, document: Document, key: str) -> tuple[list[Case], lis
     words = [names[v] for v in values if v is None or isinstance(v, bool)]
     counted = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in values if isinstance(v, str)]
-    cases: list[Case] = []
-    if words:
-        cases.append(Words(tuple(dict.fromkeys(words))))
-    if counted:
-        cases.append(Numbers(values=tuple(dict.fromkeys(map(written, counted)))))
-    if texts:
-        cases.append(Strings(values=tuple(dict.fromkeys(texts))))
+    cases: list[Case] = [Words(tuple(dict.fromkeys(words)))] if words else []
+    cases += [Numbers(values=tuple(dict.fromkeys(map(written, counted))))] if counted else []
+    cases += [Strings(values=tuple(dict.fromkeys(texts)))] if texts else []
     nested = [(i, v) for i, v in enumerate(values) if isinstance(v, list | dict)]
     # Equal objects have one text, by which `unique_items` tells them apart.
     is_sorted = document.has_unique
@@ -471,7 +434,7 @@ def constants(node: Node, document: Document, key: str) -> tuple[list[Case], lis
 
 
 def _exactly(value: list[Any] | dict[str, Any], is_sorted: bool) -> dict[str, Any]:
-    """A schema of draft 2020-12 under which one array or object only is valid."""
+    """Make a schema of draft 2020-12 under which one array or object only is valid."""
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     if isinstance(value, list):
         items = [{**schema, "const": v} for v in value]
@@ -479,9 +442,5 @@ def _exactly(value: list[Any] | dict[str, Any], is_sorted: bool) -> dict[str, An
         return {**schema, "type": "array", "prefixItems": items, **counts}
     pairs = sorted(value.items()) if is_sorted else value.items()
     properties = {name: {**schema, "const": v} for name, v in pairs}
-    return schema | {
-        "type": "object",
-        "properties": properties,
-        "required": list(value),
-        "additionalProperties": False,
-    }
+    closed = {"required": list(value), "additionalProperties": False}
+    return {**schema, "type": "object", "properties": properties, **closed}

@@ -1,4 +1,4 @@
-"""Rules of arrays and objects.
+"""Rules of cases: of plain values, arrays and objects.
 
 A grammar forgets the items that it has seen. Arrays whose items must differ are marked, and whoever follows the
 grammar forbids equal items (`unique_items`). Here they get no longer than there are different items, so that
@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable
 from dataclasses import replace
-from itertools import combinations, product
-from typing import Protocol
+from itertools import chain, combinations, product, takewhile
+from typing import Any
 
+from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.cases import (
     MAX_COUNT,
     Arrays,
@@ -35,6 +36,8 @@ from afm_mlx.guidance.schema.patterns import is_like, searched
 from afm_mlx.guidance.schema.references import (
     FALSE,
     TRUE,
+    CompileBudget,
+    Document,
     Formula,
     conjunction,
     negation,
@@ -43,7 +46,6 @@ from afm_mlx.guidance.schema.references import (
     refuse_at,
 )
 from afm_mlx.guidance.schema.regular import (
-    Expr,
     both,
     complement,
     literal,
@@ -68,48 +70,84 @@ from afm_mlx.guidance.schema.rules import (
 from afm_mlx.guidance.schema.strings import string_terminals
 from afm_mlx.guidance.unique_items import ALIKE, VARIED, identity
 
+MAX_RULES = 15_000  # most rules of a grammar
 
-class Builder(Protocol):
+
+class Builder:
     """A grammar that rules are added to.
 
     Attributes:
+        document: the schemas.
         expansion: turns formulas into cases.
+        rules: rules by name.
+        names: the rule of a formula, or of a case at a place.
+        pending: formulas whose rules have names, but are not made yet.
+        dropped: places where some valid values are left out.
+        counted: formulas that need at least a count of different values, with count and place.
     """
 
-    expansion: Expansion
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.expansion = Expansion(document, CompileBudget())
+        self.rules: dict[str, Rule] = {}
+        self.names: dict[Any, Named] = {}
+        self.pending: list[Formula] = []
+        self.dropped: list[str] = []
+        self.counted: list[tuple[Formula, int, str]] = []
 
     def value(self, formula: Formula) -> Named:
-        """The rule of a formula, which is defined later."""
+        """Name the rule of a formula; if it is new, it becomes pending."""
+        if formula not in self.names:
+            self.names[formula] = self.reserved(self.document.place(formula))
+            self.pending.append(formula)
+        return self.names[formula]
 
     def case(self, case: Case, place: str) -> Rule:
-        """The rule of one case."""
+        """Make the rule of one case of the schema at a place."""
+        try:
+            if isinstance(case, Words):
+                return either(*map(Text, case.words))
+            if isinstance(case, Numbers):
+                # `unique_items` compares items by their text.
+                is_unique = self.document.has_unique
+                return either(*map(LarkTerminal, number_terminals(case, is_canonical=is_unique)))
+            if isinstance(case, Strings):
+                return either(*map(LarkTerminal, string_terminals(case)))
+            key = (case, place)
+            if key not in self.names:
+                self.names[key] = name = self.reserved(place)
+                make = _array if isinstance(case, Arrays) else _object
+                self.rules[name.name] = make(case, self, place)  # type: ignore[arg-type]
+            return self.names[key]
+        except ConstraintError:
+            raise
+        except ValueError as error:
+            refuse_at(place, f"{error}. Use simpler patterns.")
 
     def named(self, rule: Rule) -> Rule:
         """Define a rule under a new name, so that it can be used many times."""
+        if isinstance(rule, Named | Text) or rule in (EMPTY, NOTHING):
+            return rule
+        name = self.reserved()
+        self.rules[name.name] = rule
+        return name
 
-    def reserved(self) -> Named:
-        """A new name, whose rule is defined later."""
-
-    def define(self, name: Named, rule: Rule) -> None:
-        """Define the rule of a reserved name."""
-
-    def drop(self, place: str) -> None:
-        """Record a place where some valid values are left out."""
-
-    def ask_for(self, formula: Formula, count: int, place: str) -> None:
-        """Refuse the schema in the end if a formula has fewer values than `count`."""
+    def reserved(self, place: str = "#") -> Named:
+        """Add a name whose rule is defined later; refuse the schema at a place if there are too many."""
+        if len(self.rules) >= MAX_RULES:
+            refuse_at(place, f"the grammar has {MAX_RULES} rules already. Give a smaller schema.")
+        name = f"r{len(self.rules)}"
+        self.rules[name] = NOTHING
+        return Named(name)
 
 
 # -- arrays
 
-MAX_CONTAINS_STATES = 3_000
-"""Most pairs of a position and counts of `contains`."""
-_COUNTED = 64
-"""Most different items that are counted, unless `minItems` needs more."""
+MAX_CONTAINS_STATES = 3_000  # most pairs of a position and counts of `contains`
+_COUNTED = 64  # most different items that are counted, unless `minItems` needs more
 
 
-def array_rule(case: Arrays, builder: Builder, place: str) -> Rule:
-    """The rule of arrays."""
+def _array(case: Arrays, builder: Builder, place: str) -> Rule:
     case = replace(case, most=lesser(case.most, MAX_COUNT) if case.most is not None else None)
     if case.items == FALSE:
         case = replace(case, most=lesser(case.most, len(case.prefix)))
@@ -121,42 +159,35 @@ def array_rule(case: Arrays, builder: Builder, place: str) -> Rule:
         is_varied = case.prefix or case.contains
         mark = maybe(Text(VARIED if is_varied else ALIKE)) if case.most != 1 else EMPTY
         if not is_varied and case.least > 1:
-            builder.ask_for(case.items, case.least, pointer(place, "uniqueItems"))
-    inside = (
-        _counted_items(case, builder, place) if case.contains else _uncounted_items(case, builder)
-    )
+            builder.counted.append((case.items, case.least, pointer(place, "uniqueItems")))
+    is_counted = bool(case.contains)
+    inside = _counted_items(case, builder, place) if is_counted else _uncounted_items(case, builder)
     return seq(Text("["), mark, inside, Text("]"))
 
 
 def _with_different_items(case: Arrays, builder: Builder, place: str) -> Arrays:
     """Shorten arrays to the number of different items that their positions can have."""
     for position in range(max(len(case.prefix) + 1, case.least)):
+        is_listed = position < len(case.prefix)
         count = _count(case.item(position), max(_COUNTED, case.least), builder)
-        if count is None and position >= len(case.prefix):
-            return case
-        if count is None:
+        if count is None and is_listed:
             continue
+        if count is None:
+            break
         before = case.prefix[:position]
         rivals = sum(not builder.expansion.are_disjoint(one, case.item(position)) for one in before)
-        if position >= len(case.prefix):
-            return _cut(case, position + max(0, count - rivals), builder, place)
-        if count <= rivals:
-            return _cut(case, position, builder, place)
+        if is_listed and count > rivals:
+            continue
+        most = position + max(0, count - rivals)
+        if case.least > most:
+            reason = f"only {most} items can differ, but {case.least} are required. Require fewer."
+            refuse(pointer(place, "uniqueItems"), True, reason)
+        return replace(case, most=lesser(case.most, most))
     return case
 
 
-def _cut(case: Arrays, most: int, builder: Builder, place: str) -> Arrays:
-    if case.least > most:
-        refuse(
-            pointer(place, "uniqueItems"),
-            True,
-            f"only {most} items can differ, but {case.least} are required. Require fewer.",
-        )
-    return replace(case, most=lesser(case.most, most))
-
-
 def _count(schema: Formula, limit: int, builder: Builder) -> int | None:
-    """The number of values of a schema; None if some are not plain, or if it reaches the limit."""
+    """Count the different values of a schema; None if some are not plain, or if the limit is reached."""
     found: set[Hashable] = set()
     for case in builder.expansion.cases(schema):
         values = _values(case, limit)
@@ -166,7 +197,7 @@ def _count(schema: Formula, limit: int, builder: Builder) -> int | None:
 
 
 def _values(case: Case, limit: int) -> set[Hashable] | None:
-    """The `identity` of up to `limit` plain values; None if they are hard to find."""
+    """Collect the `identity` of up to `limit` plain values; None if they are hard to find."""
     is_free = isinstance(case, Strings) and case == Strings(case.shortest, formats=case.formats)
     if isinstance(case, Arrays | Objects) or is_free:
         return None
@@ -203,7 +234,7 @@ def _uncounted_items(case: Arrays, builder: Builder) -> Rule:
 
 
 def _counted_items(case: Arrays, builder: Builder, place: str) -> Rule:
-    """Items with a rule for each position and the counts of all `contains` before it."""
+    """Make a rule for each position and the counts of all `contains` before it."""
     limits = [one.least if one.most is None else one.most for one in case.contains]
     starts = [one.start for one in case.contains]
     last = max(case.least, len(case.prefix), 1, *starts) if case.most is None else case.most
@@ -211,11 +242,8 @@ def _counted_items(case: Arrays, builder: Builder, place: str) -> Rule:
     for limit in limits:
         states *= limit + 1
     if states > MAX_CONTAINS_STATES:
-        refuse(
-            pointer(place, "contains"),
-            f"{states} combinations",
-            f"at most {MAX_CONTAINS_STATES} are followed. Use fewer.",
-        )
+        reason = f"at most {MAX_CONTAINS_STATES} are followed. Use fewer."
+        refuse(pointer(place, "contains"), f"{states} combinations", reason)
     rules = {
         state: builder.reserved()
         for state in product(range(last + 1), *(range(limit + 1) for limit in limits))
@@ -232,12 +260,12 @@ def _counted_items(case: Arrays, builder: Builder, place: str) -> Rule:
             if item is not None and after in rules:
                 separator = COMMA if position else EMPTY
                 options.append(seq(separator, builder.value(item), rules[after]))
-        builder.define(name, either(*options))
+        builder.rules[name.name] = either(*options)
     return rules[(0, *[0] * len(limits))]
 
 
 def _choice(case: Arrays, position: int, choice: tuple[bool, ...]) -> Formula | None:
-    """The schema of an item that counts for the chosen `contains`; None if it can't."""
+    """Return the schema of an item that counts for the chosen `contains`; None if it can't."""
     parts = [case.item(position)]
     for one, is_taken in zip(case.contains, choice, strict=True):
         if is_taken and position < one.start:
@@ -255,44 +283,29 @@ MAX_STATES = 5_000
 """Most pairs of a property and a count, if `minProperties` or `maxProperties` count optional ones."""
 _PATTERNS = 5
 """Most patterns whose combinations are all followed; of more, each name matches at most one."""
-MAX_PATTERNS = 30
-"""Most patterns of names."""
+MAX_PATTERNS = 30  # most patterns of names
 MAX_OPTIONAL = 900
 """Most optional properties: llguidance follows 2,000 alternatives at once, two for each."""
-_CANDIDATES = 30
-"""Most listed properties that are tried as the required one of a kind."""
+_CANDIDATES = 30  # most listed properties that are tried as the required one of a kind
 
 ANY_PROPERTY = Some(TRUE)
 Item = tuple[Rule, bool]
 
 
-def object_rule(case: Objects, builder: Builder, place: str) -> Rule:
-    """The rule of objects."""
-    if case.some:
-        return _with_some(case, builder, place)
+def _object(case: Objects, builder: Builder, place: str) -> Rule:
     listed = _listed(case, builder, place)
-    return _members(case, listed, _free(case, listed, builder, place), None, builder, place)
-
-
-def _with_some(case: Objects, builder: Builder, place: str) -> Rule:
-    """The rule of objects that need a property of a kind: a listed one, or the last one."""
+    if not case.some:
+        return _members(case, listed, _free(case, listed, builder, place), None, builder, place)
+    # One of the listed properties is the required one of the first kind, or the last property is.
     some, case = case.some[0], replace(case, some=case.some[1:])
-    listed = _listed(case, builder, place)
-    candidates = [name for name in listed if _is_kind(name, some, builder)][:_CANDIDATES]
-    layers = [Layer(properties=((name, some.value),), is_evaluating=False) for name in candidates]
-    options = [
-        builder.case(
-            replace(
-                case,
-                layers=(*case.layers, layer),
-                required=tuple(dict.fromkeys((*case.required, name))),
-            ),
-            place,
-        )
-        for name, layer in zip(candidates, layers, strict=True)
-    ]
+    options = []
+    for name in [name for name in listed if _is_kind(name, some, builder)][:_CANDIDATES]:
+        layer = Layer(properties=((name, some.value),), is_evaluating=False)
+        required = tuple(dict.fromkeys((*case.required, name)))
+        chosen = replace(case, layers=(*case.layers, layer), required=required)
+        options.append(builder.case(chosen, place))
     if case.some:
-        builder.drop(place)
+        builder.dropped.append(place)
         return either(*options)
     last = either(*_free(case, listed, builder, place, some))
     free = _free(case, listed, builder, place)
@@ -300,11 +313,11 @@ def _with_some(case: Objects, builder: Builder, place: str) -> Rule:
 
 
 def _is_kind(name: str, some: Some, builder: Builder) -> bool:
+    """True if a property of this name is surely of a kind, given the right value."""
     if name in some.besides or any(is_like(text, name) is not False for text in some.unlike):
         return False
-    return (some.like is None or is_like(some.like, name) is True) and _is_named(
-        name, (some.name,), builder
-    )
+    is_liked = some.like is None or is_like(some.like, name) is True
+    return is_liked and _is_named(name, (some.name,), builder)
 
 
 def _is_named(name: str, schemas: tuple[Formula, ...], builder: Builder) -> bool:
@@ -316,21 +329,17 @@ def _is_named(name: str, schemas: tuple[Formula, ...], builder: Builder) -> bool
 
 
 def _listed(case: Objects, builder: Builder, place: str) -> dict[str, Formula]:
-    """Properties of known name, with the schema of their value."""
-    names = case.listed()
-    finite = _finite_names(case, builder)
-    if finite is not None:
-        names = list(dict.fromkeys([*names, *finite]))
+    """Map the properties of known name to the schemas of their values."""
     result = {}
-    for name in names:
-        builder.expansion.check_time(place)
+    for name in dict.fromkeys([*case.listed(), *(_finite_names(case, builder) or ())]):
+        builder.expansion.budget.spend(place, 0)
         is_named = _is_named(name, case.names, builder)
-        result[name] = case.value(name, is_like) if is_named else FALSE
+        result[name] = case.value(name) if is_named else FALSE
     return result
 
 
 def _finite_names(case: Objects, builder: Builder) -> list[str] | None:
-    """All names that the schemas of names allow; None if they are not listed."""
+    """List all names that the schemas of names allow; None if no schema lists them."""
     for schema in case.names:
         texts = [one for one in builder.expansion.cases(schema) if isinstance(one, Strings)]
         if all(one.values is not None for one in texts):
@@ -345,51 +354,37 @@ def _free(
     place: str,
     some: Some = ANY_PROPERTY,
 ) -> list[Rule]:
-    """Rules of properties of unknown name and of a kind, each with its value."""
+    """Make rules of unlisted properties of a kind, one for each set of patterns that names match."""
     if _finite_names(case, builder) is not None:
         return []
-    named = [text for layer in case.layers for text, _ in layer.patterns]
     needed = () if some.like is None else (some.like,)
+    named = [text for layer in case.layers for text, _ in layer.patterns]
     patterns = list(dict.fromkeys([*named, *needed, *some.unlike]))
     if len(patterns) > MAX_PATTERNS:
         at = pointer(place, "patternProperties")
         refuse(at, patterns, f"at most {MAX_PATTERNS} patterns are followed.")
     taken = [literal(name) for name in dict.fromkeys([*listed, *some.besides])]
+    largest = len(patterns) if len(patterns) <= _PATTERNS else 1
     result = []
-    for matched in _combinations(patterns):
-        schema = conjunction(_free_value(case, matched), some.value)
+    for matched in chain.from_iterable(combinations(patterns, n) for n in range(largest + 1)):
+        values: list[Formula] = []
+        for layer in case.layers:
+            own = [schema for text, schema in layer.patterns if text in matched]
+            values += own or [layer.rest]
+        schema = conjunction(*values, some.value)
         is_kind = set(needed) <= set(matched) and not set(some.unlike) & set(matched)
         if schema == FALSE or not is_kind:
             continue
         parts = [searched(text, wide=False) for text in matched]
         parts += [complement(searched(text, wide=True)) for text in patterns if text not in matched]
         parts += [complement(union(*taken))] if taken else []
-        names = _names((*case.names, some.name), parts, builder)
-        result += [seq(LarkTerminal(name), COLON, builder.value(schema)) for name in names]
+        names = [Strings()]
+        for one in dict.fromkeys((*case.names, some.name)):
+            texts = [text for text in builder.expansion.cases(one) if isinstance(text, Strings)]
+            names = [met for a in names for b in texts if (met := a.intersect(b)) is not None]
+        for right in [right for name in names for right in string_terminals(name, both(*parts))]:
+            result.append(seq(LarkTerminal(right), COLON, builder.value(schema)))
     return result
-
-
-def _combinations(patterns: list[str]) -> list[tuple[str, ...]]:
-    largest = len(patterns) if len(patterns) <= _PATTERNS else 1
-    return [chosen for size in range(largest + 1) for chosen in combinations(patterns, size)]
-
-
-def _free_value(case: Objects, matched: tuple[str, ...]) -> Formula:
-    """The schema of an unlisted property whose name matches these patterns only."""
-    parts: list[Formula] = []
-    for layer in case.layers:
-        own = [schema for text, schema in layer.patterns if text in matched]
-        parts += own or [layer.rest]
-    return conjunction(*parts)
-
-
-def _names(schemas: tuple[Formula, ...], parts: list[Expr], builder: Builder) -> list[str]:
-    """Terminals of the names that match all schemas and parts."""
-    options = [Strings()]
-    for schema in dict.fromkeys(schemas):
-        texts = [one for one in builder.expansion.cases(schema) if isinstance(one, Strings)]
-        options = [found for a in options for b in texts if (found := a.intersect(b)) is not None]
-    return [right for option in options for right in string_terminals(option, both(*parts))]
 
 
 def _members(
@@ -400,16 +395,7 @@ def _members(
     builder: Builder,
     place: str,
 ) -> Rule:
-    """The rule of objects.
-
-    Args:
-        case: the objects.
-        listed: schemas of properties of known name.
-        free: rules of the others.
-        last: rule of a required last property; None without one.
-        builder: the grammar.
-        place: the place of the schema.
-    """
+    """Make the rule of objects from listed properties, rules of free ones, and the rule of a last one."""
     if any(listed[name] == FALSE for name in case.required) or last == NOTHING:
         return NOTHING
     items = [
@@ -422,11 +408,9 @@ def _members(
             place,
             f"{optional} properties may be left out; at most {MAX_OPTIONAL} are followed. Require more.",
         )
-    n_required = sum(is_required for _, is_required in items) + (last is not None)
-    is_counted = case.least > n_required or (
-        case.most is not None and (len(items) > case.most or free)
-    )
-    if is_counted:
+    n_required = len(items) - optional + (last is not None)
+    is_bounded = case.most is not None and (len(items) > case.most or free)
+    if case.least > n_required or is_bounded:
         inside = _counted_members(case, items, either(*free), last, builder, place)
     else:
         inside = _uncounted_members(items, either(*free), last, builder)
@@ -434,26 +418,19 @@ def _members(
 
 
 def _uncounted_members(items: list[Item], free: Rule, last: Rule | None, builder: Builder) -> Rule:
-    """Properties without a count."""
-    ending = seq(times(seq(COMMA, free), 0, None), *([COMMA, last] if last else []))
+    after = seq(times(seq(COMMA, free), 0, None), *([COMMA, last] if last else []))
     alone = seq(times(seq(free, COMMA), 0, None), last) if last else _list_of(free, 0, None)
-    first_required = next(
-        (i for i, (_, is_required) in enumerate(items) if is_required), len(items)
-    )
-    after = (
-        ending
-        if first_required == len(items)
-        else seq(*_following(items[first_required + 1 :]), ending)
-    )
-    if first_required < len(items):
-        alone = seq(items[first_required][0], after)
-        after = seq(COMMA, items[first_required][0], after)
-    optional = [item for item, _ in items[:first_required]]
+    optional = [item for item, _ in takewhile(lambda item: not item[1], items)]
+    if len(optional) < len(items):
+        (first, _), *following = items[len(optional) :]
+        commas = [(seq(COMMA, item), is_required) for item, is_required in following]
+        after = seq(*(item if needed else maybe(item) for item, needed in commas), after)
+        alone, after = seq(first, after), seq(COMMA, first, after)
     return either(_some_of(optional, after, builder), alone)
 
 
 def _some_of(items: list[Rule], after: Rule, builder: Builder) -> Rule:
-    """One optional property or more, and `after`.
+    """Make the rule of one optional property or more, and `after`.
 
     By halves: a chain of a thousand rules would be too deep to compile.
     """
@@ -467,14 +444,8 @@ def _some_of(items: list[Rule], after: Rule, builder: Builder) -> Rule:
     )
 
 
-def _following(items: list[Item]) -> list[Rule]:
-    return [
-        seq(COMMA, item) if is_required else maybe(seq(COMMA, item)) for item, is_required in items
-    ]
-
-
 def _list_of(item: Rule, low: int, high: int | None) -> Rule:
-    """From `low` to `high` items with commas between them."""
+    """Make the rule of `low` to `high` items with commas between them; pass None for no end."""
     if high == 0 or (item == NOTHING and not low):
         return EMPTY
     rule = seq(item, times(seq(COMMA, item), max(0, low - 1), None if high is None else high - 1))
@@ -484,18 +455,29 @@ def _list_of(item: Rule, low: int, high: int | None) -> Rule:
 def _counted_members(
     case: Objects, items: list[Item], free: Rule, last: Rule | None, builder: Builder, place: str
 ) -> Rule:
-    """Properties with a rule for each position and the number of properties before it."""
+    """Make a rule for each position and number of properties before it."""
     limit = min(case.least if case.most is None else case.most, len(items))
     if (len(items) + 1) * (limit + 1) > MAX_STATES:
         got = f"{len(items)} properties and a count of {limit}"
-        refuse(
-            pointer(place, "minProperties or maxProperties"),
-            got,
-            f"at most {MAX_STATES} pairs are followed.",
-        )
-    following = {n: _rest_of_count(case, n, free, last, builder, place) for n in range(limit + 1)}
-    for i in range(len(items) - 1, -1, -1):
-        item, is_required = items[i]
+        at = pointer(place, "minProperties or maxProperties")
+        refuse(at, got, f"at most {MAX_STATES} pairs are followed.")
+
+    def rest(n: int) -> Rule:
+        """Make the rule of what may follow n listed properties."""
+        low = max(0, case.least - n - (last is not None))
+        high = None if case.most is None else case.most - n - (last is not None)
+        if high is not None and high < low:
+            return NOTHING
+        if low > 1 and free != NOTHING:
+            builder.dropped.append(pointer(place, "minProperties"))
+        if low > 1 or (low and (last or free == NOTHING)):
+            return NOTHING
+        if last:
+            return seq(COMMA if n else EMPTY, times(seq(free, COMMA), 0, high), last)
+        return times(seq(COMMA, free), low, high) if n else _list_of(free, low, high)
+
+    following = {n: rest(n) for n in range(limit + 1)}
+    for i, (item, is_required) in reversed(list(enumerate(items))):
         rules = {}
         for n in range(min(i, limit) + 1):
             more = n + 1 if case.most is not None else min(n + 1, limit)
@@ -504,21 +486,3 @@ def _counted_members(
             rules[n] = builder.named(either(*taken, *([] if is_required else [following[n]])))
         following = rules
     return following[0]
-
-
-def _rest_of_count(
-    case: Objects, n: int, free: Rule, last: Rule | None, builder: Builder, place: str
-) -> Rule:
-    """The rule of what may follow n listed properties."""
-    low = max(0, case.least - n - (last is not None))
-    high = None if case.most is None else case.most - n - (last is not None)
-    if high is not None and high < low:
-        return NOTHING
-    ended = [last] if last else []
-    if low > 1 and free != NOTHING:
-        builder.drop(pointer(place, "minProperties"))
-    if low > 1 or (low and free == NOTHING) or (low and last):
-        return NOTHING
-    if last:
-        return seq(COMMA if n else EMPTY, times(seq(free, COMMA), 0, high), *ended)
-    return times(seq(COMMA, free), low, high) if n else _list_of(free, low, high)

@@ -1,9 +1,8 @@
-"""The meaning of a formula: its cases.
+"""Expands formulas to cases, schema by schema.
 
-`Expansion` turns formulas into cases, schema by schema, in one of two ways. The strict one never allows too
-much: its cases have valid documents only, and a complement's cases invalid ones only. The wide one never
-allows too
-little: it shows that two schemas have no document in common, so that `oneOf` needs no complements.
+The strict expansion never allows too much: its cases have valid documents only, and a complement's cases
+invalid ones only. The wide one never allows too little: it shows that two schemas have no document in common,
+so that `oneOf` needs no complements.
 
 Schemas of properties and items are expanded where the grammar reaches them. References, `allOf`, `anyOf`,
 `oneOf`, `not` and `if` are about the same value and are expanded at once; a schema that refers to itself this
@@ -21,6 +20,7 @@ from itertools import combinations
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.cases import (
+    EVERY_CASE,
     Arrays,
     Case,
     Contains,
@@ -33,8 +33,6 @@ from afm_mlx.guidance.schema.cases import (
     Words,
     arrays,
     constants,
-    every_case,
-    intersection,
     joined,
     numbers,
     objects,
@@ -45,7 +43,7 @@ from afm_mlx.guidance.schema.cases import (
     unevaluating,
 )
 from afm_mlx.guidance.schema.numbers import exact
-from afm_mlx.guidance.schema.patterns import is_like, searched
+from afm_mlx.guidance.schema.patterns import searched
 from afm_mlx.guidance.schema.references import (
     FALSE,
     TRUE,
@@ -66,21 +64,15 @@ from afm_mlx.guidance.schema.regular import complement
 from afm_mlx.guidance.schema.strings import LOOSE
 from afm_mlx.guidance.schema.strings import PATTERNS as FORMATS
 
-MAX_IN_PLACE = 50
-"""Deepest nesting of schemas about one value, by references or inside each other."""
+MAX_IN_PLACE = 50  # deepest nesting of schemas about one value, by references or inside each other
 _SUBSETS = 4
 """Most alternatives of `anyOf` whose combinations are followed for what they evaluate together."""
-_LOOK = 3
-"""Levels of required properties that are followed to tell that two objects differ."""
+_LOOK = 3  # levels of required properties that are followed to tell that two objects differ
+_EVERY = tuple(EVERY_CASE.values())
 
 
 class Expansion:
-    """Expands formulas of one document to cases.
-
-    Args:
-        document: has the schemas that formulas name.
-        budget: bounds the work.
-        is_wide: True if the cases may allow too much, instead of too little.
+    """Expands formulas of one document to cases; `is_wide` if they may allow too much, instead of too little.
 
     Attributes:
         dropped: places of keywords whose complement is left out.
@@ -89,18 +81,14 @@ class Expansion:
     def __init__(self, document: Document, budget: CompileBudget, is_wide: bool = False) -> None:
         self.document = document
         self.dropped: list[str] = []
-        self._budget, self._is_wide = budget, is_wide
-        self._known: dict[Formula, tuple[Case, ...]] = {TRUE: tuple(every_case()), FALSE: ()}
+        self.budget, self._is_wide = budget, is_wide
+        self._known: dict[Formula, tuple[Case, ...]] = {TRUE: _EVERY, FALSE: ()}
         self._open: dict[Formula, None] = {}
         self._void: set[Formula] = set()
         self._wide = self if is_wide else Expansion(document, budget, is_wide=True)
 
     def cases(self, formula: Formula) -> tuple[Case, ...]:
-        """The cases of a formula.
-
-        Raises:
-            ConstraintError: for what can't be honoured, with its place.
-        """
+        """Return the cases of a formula, cached; raise `ConstraintError` for what can't be honoured."""
         if (known_cases := self._known.get(formula)) is not None:
             return known_cases
         place = self.document.place(formula)
@@ -111,8 +99,7 @@ class Expansion:
             )
         if len(self._open) >= MAX_IN_PLACE:
             refuse_at(
-                place,
-                f"more than {MAX_IN_PLACE} nested schemas apply to one value. Use fewer.",
+                place, f"more than {MAX_IN_PLACE} nested schemas apply to one value. Use fewer."
             )
         self._open[formula] = None
         try:
@@ -122,10 +109,6 @@ class Expansion:
         check_count(place, len(result))
         self._known[formula] = result
         return result
-
-    def check_time(self, place: str) -> None:
-        """Raise `ConstraintError` if the work on the document has taken too long."""
-        self._budget.spend(place, 0)
 
     def _expanded(self, formula: Formula, place: str) -> tuple[Case, ...]:
         if formula[0] == "and":
@@ -139,43 +122,40 @@ class Expansion:
             return joined(case for part in formula[1] for case in self.cases(part))
         node = self.document.nodes[formula[1]]
         if node.value is False:
-            return () if formula[2] else tuple(every_case())
+            return () if formula[2] else _EVERY
         return tuple(self._inside(node) if formula[2] else self._outside(node))
 
     def _product(self, a: list[Case], b: tuple[Case, ...], place: str) -> list[Case]:
-        self._budget.spend(place, len(a) * len(b))
-        found = (intersection(x, y) for x in a for y in b)
-        result = list(
-            dict.fromkeys(case for case in found if case is not None and not self._is_void(case))
-        )
+        """Intersect each of some cases with each of others."""
+        self.budget.spend(place, len(a) * len(b))
+        met = [x.intersect(y) for x in a for y in b if type(x) is type(y)]  # type: ignore[arg-type]
+        result = list(dict.fromkeys(x for x in met if x is not None and not self._is_void(x)))
         check_count(place, len(result))
         return result
 
     def _inside(self, node: Node) -> list[Case]:
-        """The cases of a schema."""
-        document, value = (
-            self.document,
-            honoured_keywords(node.value, node.draft, strictly=self._is_wide),
-        )
-        result = [
-            typed_case(name, value, node, document, self._is_wide)
-            for name in types(value, node.place)
-        ]
-        result = [case for case in result if not self._is_void(case)]
+        """Return the cases of a schema."""
+        document, place = self.document, node.place
+        value = honoured_keywords(node.value, node.draft, strictly=self._is_wide)
+        result = []
+        for name in types(value, place):
+            case = typed_case(name, value, node, document, self._is_wide)
+            result += [] if self._is_void(case) else [case]
         for key in ("const", "enum"):
             if key in value:
-                result = self._product(result, self._listed(node, key), node.place)
+                listed, formulas = constants(node, document, key)
+                listed += [unevaluating(case) for one in formulas for case in self.cases(one)]
+                result = self._product(result, tuple(listed), place)
         for formula in self._in_place(node, value):
-            result = self._product(result, self.cases(formula), node.place)
-        if not self._is_wide:
-            for key in ("unevaluatedProperties", "unevaluatedItems"):
-                if key in value:
-                    rest = document.below(node, key)
-                    result = [_with_unevaluated(case, rest, key) for case in result]
+            result = self._product(result, self.cases(formula), place)
+        for key in () if self._is_wide else ("unevaluatedProperties", "unevaluatedItems"):
+            if key in value:
+                rest = document.below(node, key)
+                result = [_with_unevaluated(case, rest, key) for case in result]
         return result
 
     def raw_cases(self, formula: Formula) -> list[Case]:
-        """Return the alternatives that a schema's own keywords allow, also those that nothing satisfies."""
+        """Return the cases that a schema's own keywords allow, also those that no value fulfils."""
         node = self.document.nodes[formula[1]] if formula[0] == "node" and formula[2] else None
         if node is None or not isinstance(node.value, dict):
             return list(self.cases(formula))
@@ -186,53 +166,63 @@ class Expansion:
             typed_case(name, value, node, self.document, False) for name in types(value, node.place)
         ]
 
-    def _listed(self, node: Node, key: str) -> tuple[Case, ...]:
-        """The cases of values that a schema lists."""
-        cases, formulas = constants(node, self.document, key)
-        return (
-            *cases,
-            *(unevaluating(case) for formula in formulas for case in self.cases(formula)),
-        )
-
-    def _unlisted(self, node: Node, key: str) -> list[Case]:
-        """The cases of all values except those that a schema lists."""
-        cases, formulas = constants(node, self.document, key)
-        nested: list[Case] = [Arrays(), Objects()]
-        for formula in formulas:
-            nested = self._product(nested, self.cases(negation(formula)), node.place)
-        return [*_unlisted_plain(cases), *nested]
-
     def _outside(self, node: Node) -> list[Case]:
-        """The cases of a schema's complement."""
-        value = honoured_keywords(node.value, node.draft, strictly=not self._is_wide)
-        cases, dropped = _negated_keywords(node, value, self.document, self._is_wide)
-        self.dropped += dropped
+        """Return the cases of a schema's complement; record keywords whose complement is left out."""
+        document, place, is_wide = self.document, node.place, self._is_wide
+        value = honoured_keywords(node.value, node.draft, strictly=not is_wide)
+        named = types(value, place)
+        cases = [
+            Numbers(is_integer=False) if name == "number" and "integer" in named else case
+            for name, case in EVERY_CASE.items()
+            if name not in named
+        ]
+
+        def drop(key: str, instead: list[Case]) -> None:
+            self.dropped.append(pointer(place, key))
+            cases.extend(instead if is_wide else [])
+
+        if "integer" in named or "number" in named:
+            whole = numbers({k: v for k, v in value.items() if k != "multipleOf"}, place, False)
+            if whole.low is not None:
+                cases.append(Numbers(high=whole.low, below=not whole.above))
+            if whole.high is not None:
+                cases.append(Numbers(low=whole.high, above=not whole.below))
+            if "multipleOf" in value:
+                drop("multipleOf", [Numbers()])
+        if "string" in named:
+            cases += _not_strings(value, node, is_wide)
+        if "array" in named:
+            cases += _not_arrays(arrays(value, node, document))
+            if value.get("uniqueItems") is True:
+                drop("uniqueItems", [Arrays(least=2)])
+        if "object" in named:
+            cases += _not_objects(objects(value, node, document))
+        for key in ("unevaluatedItems", "unevaluatedProperties"):
+            if key in value:
+                drop(key, [*_EVERY])
         result = [case for case in cases if not self._is_void(case)]
         for key in ("const", "enum"):
             if key in value:
-                result += self._unlisted(node, key)
+                listed, formulas = constants(node, document, key)
+                nested: list[Case] = [Arrays(), Objects()]
+                for formula in formulas:
+                    nested = self._product(nested, self.cases(negation(formula)), place)
+                result += [*_unlisted(listed), *nested]
         for formula in self._in_place(node, value):
             result += self.cases(negation(formula))
-        result = [unevaluating(case) for case in result]
-        return list(dict.fromkeys(result))
+        return list(dict.fromkeys(map(unevaluating, result)))
 
     def _in_place(self, node: Node, value: Keywords) -> list[Formula]:
-        """Formulas of other schemas about the same value, all of which hold."""
+        """List formulas of other schemas about the same value, all of which hold."""
         document = self.document
-        result = [
-            document.referred(node, key)
-            for key in ("$ref", "$dynamicRef", "$recursiveRef")
-            if key in value
-        ]
+        references = ("$ref", "$dynamicRef", "$recursiveRef")
+        result = [document.referred(node, key) for key in references if key in value]
         for key in ("allOf", "anyOf", "oneOf"):
             if key not in value:
                 continue
             if not isinstance(value[key], list) or not value[key]:
-                refuse(
-                    pointer(node.place, key),
-                    value[key],
-                    "it is a list of schemas, with one at least.",
-                )
+                reason = "it is a list of schemas, with one at least."
+                refuse(pointer(node.place, key), value[key], reason)
             parts = [document.below(node, key, i) for i in range(len(value[key]))]
             if key == "allOf":
                 result += parts
@@ -244,15 +234,12 @@ class Expansion:
             condition = document.below(node, "if")
             then = document.below(node, "then") if "then" in value else TRUE
             other = document.below(node, "else") if "else" in value else TRUE
-            result.append(
-                disjunction(conjunction(condition, then), conjunction(negation(condition), other))
-                if condition != TRUE
-                else then
-            )
+            both = conjunction(condition, then), conjunction(negation(condition), other)
+            result.append(disjunction(*both) if condition != TRUE else then)
         return result + self._dependent(node, value)
 
     def _any_of(self, parts: list[Formula]) -> Formula:
-        """One part or more, with all combinations if `unevaluatedProperties` needs them."""
+        """One part or more, with all combinations if `unevaluated...` keywords need them."""
         if not self.document.has_unevaluated or len(parts) > _SUBSETS:
             return disjunction(*parts)
         subsets = [s for size in range(1, len(parts) + 1) for s in combinations(parts, size)]
@@ -262,19 +249,7 @@ class Expansion:
         """Exactly one part: each joined with the complements of the parts that overlap it."""
         if self._is_wide:
             return disjunction(*parts)
-        shared: list[list[Formula]] = [[] for _ in parts]
-        pairs = self._alike(parts)
-        self._budget.spend(node.place, len(pairs) // 2)
-        for i, j in pairs:
-            if not self.are_disjoint(parts[i], parts[j]):
-                shared[i].append(negation(parts[j]))
-                shared[j].append(negation(parts[i]))
-        return disjunction(
-            *(conjunction(part, *others) for part, others in zip(parts, shared, strict=True))
-        )
-
-    def _alike(self, parts: list[Formula]) -> list[tuple[int, int]]:
-        """Pairs of parts that may overlap: parts that list different plain values do not."""
+        # Parts that list different plain values do not overlap; only the other pairs are compared.
         listed = [self._wide.plain_values(part) for part in parts]
         others = [i for i, values in enumerate(listed) if values is None]
         owners: dict[str, list[int]] = {}
@@ -285,10 +260,18 @@ class Expansion:
         pairs |= dict.fromkeys(
             (i, j) for i in range(len(parts)) for j in others if i < j or listed[i] is not None
         )
-        return [(min(pair), max(pair)) for pair in pairs]
+        self.budget.spend(node.place, len(pairs) // 2)
+        shared: list[list[Formula]] = [[] for _ in parts]
+        for i, j in map(sorted, pairs):
+            if not self.are_disjoint(parts[i], parts[j]):
+                shared[i].append(negation(parts[j]))
+                shared[j].append(negation(parts[i]))
+        return disjunction(
+            *(conjunction(part, *wrong) for part, wrong in zip(parts, shared, strict=True))
+        )
 
     def plain_values(self, formula: Formula) -> set[str] | None:
-        """The values of a formula, as text, if it lists plain values only; else None."""
+        """Return the values of a formula as texts, if it lists plain values only; else None."""
         try:
             cases = self.cases(formula)
         except ConstraintError:
@@ -305,7 +288,7 @@ class Expansion:
         return found
 
     def _dependent(self, node: Node, value: Keywords) -> list[Formula]:
-        """Formulas of the conditions on objects that have a property."""
+        """List formulas of the conditions on objects that have a property."""
         document, result = self.document, []
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             given = value.get(key, {})
@@ -315,9 +298,8 @@ class Expansion:
                 wanted = [wanted] if isinstance(wanted, str) else wanted
                 has = document.made(node, {"type": "object", "required": [name]}, key, name)
                 if isinstance(wanted, list):
-                    then = document.made(
-                        node, {"type": "object", "required": wanted}, key, name, "then"
-                    )
+                    others = {"type": "object", "required": wanted}
+                    then = document.made(node, others, key, name, "then")
                 else:
                     then = document.below(node, key, name)
                 result.append(disjunction(negation(has), conjunction(has, then)))
@@ -346,28 +328,22 @@ class Expansion:
 
     def _is_void(self, case: Case, depth: int = 0) -> bool:
         """True if the case alone shows that no value is valid."""
+        if isinstance(case, Words):
+            return False
         if isinstance(case, Numbers | Strings):
             return case.is_void()
-        if isinstance(case, Arrays):
-            if case.most is not None and case.least > case.most:
-                return True
-            return any(
-                self.is_void(case.item(i), depth)
-                for i in range(min(case.least, len(case.prefix) + 1))
-            )
-        if not isinstance(case, Objects):
-            return False
-        if case.most is not None and max(case.least, len(case.required)) > case.most:
+        least = max(case.least, len(case.required)) if isinstance(case, Objects) else case.least
+        if case.most is not None and least > case.most:
             return True
-        return any(self.is_void(case.value(name, is_like), depth) for name in case.required)
+        return any(self.is_void(formula, depth) for formula in case.needed())
 
 
 def _with_unevaluated(case: Case, rest: Formula, key: str) -> Case:
-    """A case with a schema for everything that no keyword has evaluated."""
+    """Apply a schema to everything in a case that no keyword has evaluated."""
     if isinstance(case, Arrays) and key == "unevaluatedItems" and case.evaluated is not None:
         allowed = disjunction(rest, *case.evaluated_by)
         others = Arrays(prefix=(TRUE,) * case.evaluated, items=allowed, evaluated=None)
-        return case.intersect(others) or case
+        return case.intersect(others)
     if isinstance(case, Objects) and key == "unevaluatedProperties":
         evaluating = [layer for layer in case.layers if layer.is_evaluating]
         if any(layer.is_rest_evaluated for layer in evaluating):
@@ -380,79 +356,16 @@ def _with_unevaluated(case: Case, rest: Formula, key: str) -> Case:
             rest=rest,
             is_rest_evaluated=True,
         )
-        return case.intersect(Objects(layers=(own,))) or case
+        return case.intersect(Objects(layers=(own,)))
     return case
 
 
 # -- complements
 
 
-def _negated_keywords(
-    node: Node, value: Keywords, document: Document, is_wide: bool
-) -> tuple[list[Case], list[str]]:
-    """Negate the keywords other than lists of values and schemas about the same value.
-
-    Args:
-        node: the schema.
-        value: its keywords that are honoured.
-        document: the document of the schema.
-        is_wide: True if the complement may have too much, instead of too little.
-
-    Returns:
-        cases: one or more for each keyword.
-        dropped: places of keywords whose complement is left out.
-    """
-    named = types(value, node.place)
-    cases = _other_types(named)
-    dropped: list[str] = []
-    if any(name in ("integer", "number") for name in named):
-        cases += _not_numbers(
-            numbers({k: v for k, v in value.items() if k != "multipleOf"}, node.place, False)
-        )
-        if "multipleOf" in value:
-            dropped.append(pointer(node.place, "multipleOf"))
-            cases += [Numbers()] if is_wide else []
-    if "string" in named:
-        cases += _not_strings(value, node, is_wide)
-    if "array" in named:
-        cases += _not_arrays(arrays(value, node, document))
-        if value.get("uniqueItems") is True:
-            dropped.append(pointer(node.place, "uniqueItems"))
-            cases += [Arrays(least=2)] if is_wide else []
-    if "object" in named:
-        cases += _not_objects(objects(value, node, document))
-    for key in ("unevaluatedItems", "unevaluatedProperties"):
-        if key in value:
-            dropped.append(pointer(node.place, key))
-            cases += every_case() if is_wide else []
-    return cases, dropped
-
-
-def _other_types(named: tuple[str, ...]) -> list[Case]:
-    """Values of all other types."""
-    kept: list[Case] = []
-    for case in every_case():
-        if isinstance(case, Numbers):
-            if "number" not in named:
-                kept.append(Numbers(is_integer=False) if "integer" in named else case)
-        elif isinstance(case, Words):
-            if ("null" if case.words == ("null",) else "boolean") not in named:
-                kept.append(case)
-        elif {Strings: "string", Arrays: "array", Objects: "object"}[type(case)] not in named:
-            kept.append(case)
-    return kept
-
-
-def _not_numbers(case: Numbers) -> list[Case]:
-    below = Numbers(high=case.low, below=not case.above) if case.low is not None else None
-    above = Numbers(low=case.high, above=not case.below) if case.high is not None else None
-    return [one for one in (below, above) if one]
-
-
 def _not_strings(value: Keywords, node: Node, is_wide: bool) -> list[Case]:
-    case = strings(
-        {k: v for k, v in value.items() if k not in ("pattern", "format")}, node.place, True
-    )
+    lengths = {k: v for k, v in value.items() if k not in ("pattern", "format")}
+    case = strings(lengths, node.place, True)
     cases: list[Case] = [Strings(longest=case.shortest - 1)] if case.shortest else []
     if case.longest is not None:
         cases.append(Strings(shortest=case.longest + 1))
@@ -488,9 +401,8 @@ def _not_arrays(case: Arrays) -> list[Case]:
 
 
 def _not_objects(case: Objects) -> list[Case]:
-    cases: list[Case] = [
-        Objects(layers=(Layer(properties=((name, FALSE),)),)) for name in case.required
-    ]
+    absent = [Layer(properties=((name, FALSE),)) for name in case.required]
+    cases: list[Case] = [Objects(layers=(layer,)) for layer in absent]
     if case.least:
         cases.append(Objects(most=case.least - 1))
     if case.most is not None:
@@ -506,21 +418,17 @@ def _not_objects(case: Objects) -> list[Case]:
         if layer.rest != TRUE:
             names = tuple(name for name, _ in layer.properties)
             patterns = tuple(text for text, _ in layer.patterns)
-            cases.append(
-                Objects(some=(Some(negation(layer.rest), besides=names, unlike=patterns),))
-            )
+            unlisted = Some(negation(layer.rest), besides=names, unlike=patterns)
+            cases.append(Objects(some=(unlisted,)))
     cases += [Objects(some=(Some(TRUE, name=negation(schema)),)) for schema in case.names]
     return cases
 
 
-def _unlisted_plain(cases: list[Case]) -> list[Case]:
-    """The cases of nulls, Booleans, numbers and strings that are not listed."""
+def _unlisted(cases: list[Case]) -> list[Case]:
+    """Return the cases of nulls, Booleans, numbers and strings that are not listed."""
     words = {word for case in cases if isinstance(case, Words) for word in case.words}
     numbers = [v for case in cases if isinstance(case, Numbers) for v in case.values or ()]
     texts = [v for case in cases if isinstance(case, Strings) for v in case.values or ()]
     kept = tuple(word for word in ("null", "true", "false") if word not in words)
-    other: list[Case] = [
-        Numbers(excluded=frozenset(map(exact, numbers))),
-        Strings(excluded=frozenset(texts)),
-    ]
-    return [Words(kept), *other] if kept else other
+    other = Numbers(excluded=frozenset(map(exact, numbers))), Strings(excluded=frozenset(texts))
+    return [*([Words(kept)] if kept else []), *other]

@@ -1,10 +1,9 @@
 """Sets of numbers, and their JSON text.
 
 Generated integers have at most 18 digits (64 bits), or as many as a bound needs. Decimals have at most 15
-digits,
-which a binary number holds exactly: a comparison with a bound gives the same result for the text and for the
-number that a program reads. Exponents are generated only for numbers without bounds. `multipleOf` is decided in
-decimal, as the schema writes it: 0.07 is a multiple of 0.01, though not in binary.
+digits, which a binary number holds exactly: a comparison with a bound gives the same result for the text and
+for the number that a program reads. Exponents are generated only for numbers without bounds. `multipleOf` is
+decided in decimal, as the schema writes it: 0.07 is a multiple of 0.01, though not in binary.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from math import ceil, floor, gcd, lcm
 
 DIGITS = 15
 INTEGER_DIGITS = 18
-MAX_DIGITS = 310
-"""Most digits of an integer bound: the number of digits of the largest float64."""
-_LISTED = 256
-"""Most multiples that are listed one by one."""
+MAX_DIGITS = 310  # most digits of an integer bound: the number of digits of the largest float64
+_LISTED = 256  # most multiples that are listed one by one
 _MAX_REMAINDERS = 10_000
 """Most remainders that llguidance follows; of a larger step, the multiples next to zero are listed."""
 _ZERO = Fraction(0)
@@ -49,7 +46,6 @@ class Numbers:
     excluded: frozenset[Fraction] = frozenset()
 
     def intersect(self, other: Numbers) -> Numbers | None:
-        """The intersection; None if it is empty."""
         if self.values is None and other.values is not None:
             return other.intersect(self)
         if self.values is not None:
@@ -62,13 +58,15 @@ class Numbers:
         highs = [(s.high, not s.below) for s in (self, other) if s.high is not None]
         low, above = max(lows) if lows else (None, False)
         high, closed = min(highs) if highs else (None, True)
+        steps = [s.step for s in (self, other) if s.step is not None]
+        multiple = lcm(*(s.numerator for s in steps)), gcd(*(s.denominator for s in steps))
         met = Numbers(
             is_integer=other.is_integer if self.is_integer is None else self.is_integer,
             low=low,
             above=above,
             high=high,
             below=not closed,
-            step=common_step(self.step, other.step),
+            step=Fraction(*multiple) if steps else None,  # the least common multiple
             excluded=self.excluded | other.excluded,
         )
         return None if met.is_void() else met
@@ -105,7 +103,7 @@ class Numbers:
         return self.low > self.high or (self.low == self.high and (self.above or self.below))
 
     def multiples(self) -> tuple[Fraction, Fraction]:
-        """The smallest and the largest multiple of the step (1 for integers without one) within `limit`."""
+        """Return the smallest and largest multiple of the step (1 for integers without one) within `limit`."""
         step = self.step or Fraction(1)
         if self.is_integer:
             step = Fraction(step.numerator)
@@ -119,16 +117,9 @@ class Numbers:
         )
 
     def limit(self) -> int:
-        """The power of ten that integers stay below, beyond `INTEGER_DIGITS` if a bound needs it."""
+        """Return the power of ten that integers stay below, beyond `INTEGER_DIGITS` if a bound needs it."""
         ends = [_ZERO if self.low is None else self.low, _ZERO if self.high is None else -self.high]
         return 10 ** max(INTEGER_DIGITS, len(str(ceil(max(ends)))) + 1)
-
-
-def common_step(a: Fraction | None, b: Fraction | None) -> Fraction | None:
-    """Return the least common multiple of two steps; None is no step."""
-    if a is None or b is None:
-        return b if a is None else a
-    return Fraction(lcm(a.numerator, b.numerator), gcd(a.denominator, b.denominator))
 
 
 def exact(number: int | float | str) -> Fraction:
@@ -137,19 +128,16 @@ def exact(number: int | float | str) -> Fraction:
 
 
 def written(number: int | float) -> str:
-    """A number as `json.dumps` writes it; 1 for 1.0, which is an integer in every draft."""
+    """Write a number as `json.dumps` does; 1 for 1.0, which is an integer in every draft."""
     is_whole = isinstance(number, float) and number.is_integer() and abs(number) < 1e15
     return json.dumps(int(number) if is_whole else number)
 
 
 def number_terminals(numbers: Numbers, *, is_canonical: bool = False) -> list[str]:
-    """Right sides of Lark terminals that match the numbers of a set; none if it is empty.
+    """Write right sides of Lark terminals that match the numbers of a set; none if it is empty.
 
-    Multiples that are too many to list are `%json` rules, which can't be terminals.
-
-    Args:
-        numbers: the set.
-        is_canonical: True for one text of each integer, multiple and bound, and no exponents.
+    Multiples that are too many to list are `%json` rules, which can't be terminals. If `is_canonical`, each
+    integer, multiple and bound has one text, without exponent.
     """
     if numbers.values is not None:
         return [_listed(numbers.values)] if numbers.values else []
@@ -229,7 +217,7 @@ def _plain(value: Fraction) -> int | float:
 
 
 def _forms(numbers: Numbers, places: int | None = None, is_canonical: bool = False) -> list[str]:
-    """The terminal of a range; with `places`, of the multiples of 10^-places in it."""
+    """Write the terminal of a range; with `places`, of the multiples of 10^-places in it."""
     low, above, high, below = numbers.low, numbers.above, numbers.high, numbers.below
     is_free = low is None and high is None and not (numbers.excluded or places or is_canonical)
     if is_free and numbers.is_integer is None:
@@ -267,7 +255,6 @@ def _forms(numbers: Numbers, places: int | None = None, is_canonical: bool = Fal
 
 
 def decimal(value: Fraction) -> str:
-    """Write a decimal without an exponent."""
     whole, digits = _digits(abs(value))
     return f"{'-' if value < 0 else ''}{whole}" + (f".{digits}" if digits else "")
 
@@ -275,14 +262,13 @@ def decimal(value: Fraction) -> str:
 def _range(
     low: Fraction | None, above: bool, high: Fraction | None, below: bool, fraction: str
 ) -> str:
-    """Lark for decimals between two bounds. Zero has no sign."""
+    """Write Lark for decimals between two bounds. Zero has no sign."""
     form = f"/(?:0|[1-9][0-9]*){fraction}/"
     parts = []
     if low is None or low < 0:
-        is_below = high is not None and high <= 0
-        least, is_open = (
-            (-high, below or high == 0) if is_below and high is not None else (_ZERO, True)
-        )
+        least, is_open = _ZERO, True
+        if high is not None and high <= 0:
+            least, is_open = -high, below or high == 0
         most = [] if low is None else [_most(-low, above)]
         parts.append(f'"-" ({" & ".join([form, _least(least, is_open), *most])})')
     if high is None or high > 0 or (high == 0 and not below):
@@ -294,7 +280,7 @@ def _range(
 
 
 def _digits(value: Fraction) -> tuple[str, str]:
-    """Digits before and after the point of a decimal that is not negative."""
+    """Return the digits before and after the point of a decimal that is not negative."""
     whole, rest = divmod(value, 1)
     digits = ""
     while rest and len(digits) < 400:
@@ -304,42 +290,37 @@ def _digits(value: Fraction) -> tuple[str, str]:
 
 
 def _least(value: Fraction, is_open: bool) -> str:
-    """A pattern of the well-formed decimals from a value on, or above it."""
+    """Write a pattern of the well-formed decimals from a value on, or above it."""
     whole, digits = _digits(value)
     larger = [f"[1-9][0-9]{{{len(whole)},}}{_REST}"]
-    for i, digit in enumerate(whole):
-        if digit < "9":
-            larger.append(f"{whole[:i]}[{int(digit) + 1}-9][0-9]{{{len(whole) - i - 1}}}{_REST}")
+    larger += [f"{start}[{d + 1}-9][0-9]{{{n}}}{_REST}" for start, d, n in _places(whole) if d < 9]
     # Fractions from the digits on: a larger digit somewhere, or all of them and more.
-    tails = [
-        f"{digits[:i]}[{int(digit) + 1}-9][0-9]*" for i, digit in enumerate(digits) if digit < "9"
-    ]
+    tails = [f"{start}[{d + 1}-9][0-9]*" for start, d, _ in _places(digits) if d < 9]
     tails.append(f"{digits}{'[0-9]*[1-9][0-9]*' if is_open else '[0-9]*'}")
     equal = f"{whole}\\.(?:{'|'.join(tails)})"
     return f"/{'|'.join([*larger, equal] + ([] if digits or is_open else [whole]))}/"
 
 
 def _most(value: Fraction, is_open: bool) -> str:
-    """A pattern of the well-formed decimals up to a value, or below it."""
+    """Write a pattern of the well-formed decimals up to a value, or below it."""
     whole, digits = _digits(value)
     smaller = [f"[0-9]{{1,{len(whole) - 1}}}{_REST}"] if len(whole) > 1 else []
-    for i, digit in enumerate(whole):
-        if digit > "0":
-            smaller.append(f"{whole[:i]}[0-{int(digit) - 1}][0-9]{{{len(whole) - i - 1}}}{_REST}")
-    tails = [
-        f"{digits[:i]}[0-{int(digit) - 1}][0-9]*" for i, digit in enumerate(digits) if digit > "0"
-    ]
+    smaller += [f"{start}[0-{d - 1}][0-9]{{{n}}}{_REST}" for start, d, n in _places(whole) if d]
+    tails = [f"{start}[0-{d - 1}][0-9]*" for start, d, _ in _places(digits) if d]
     tails += [digits[:i] for i in range(1, len(digits))]
-    if not is_open:
-        tails.append(f"{digits}0*")
+    tails += [] if is_open else [f"{digits}0*"]
     equal = [f"{whole}\\.(?:{'|'.join(tails)})"] if tails else []
-    if digits or not is_open:
-        equal.append(whole)
+    equal += [whole] if digits or not is_open else []
     return f"/{'|'.join([*smaller, *equal]) or '[^0-9.-]'}/"
 
 
+def _places(digits: str) -> list[tuple[str, int, int]]:
+    """List each digit with the digits before it and the number of digits after it."""
+    return [(digits[:i], int(digit), len(digits) - i - 1) for i, digit in enumerate(digits)]
+
+
 def _equal(value: Fraction) -> str:
-    """A pattern of all decimal texts of one number."""
+    """Write a pattern of all decimal texts of one number."""
     whole, digits = _digits(abs(value))
     sign = "-" if value < 0 else "-?" if value == 0 else ""
     return f"{sign}{whole}" + (f"\\.{digits}0*" if digits else "(?:\\.0*)?")

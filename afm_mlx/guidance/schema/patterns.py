@@ -11,6 +11,7 @@ and as `(?:(?!x).)*$`. Look-behind, word borders, back-references, flags and Uni
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -53,16 +54,14 @@ _CLASSES = {
     "w": (_WORD, joined([*_WORD, *_BEYOND])),
     "s": (_SPACE, _ANY_SPACE),
 }
-_DOT = (
-    inverted(((0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029))),
-    inverted(((0xA, 0xA),)),
-)
+_DOT = (inverted(((0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029))), inverted(((0xA, 0xA),)))
+_COUNTS = re.compile("{([0-9]+)(?:(,)([0-9]*))?}")
 _ESCAPES = {"n": 0xA, "r": 0xD, "t": 0x9, "f": 0xC, "v": 0xB, "0": 0}
 
 
 @lru_cache(maxsize=256)
 def searched(pattern: str, *, wide: bool) -> Expr:
-    """The set of strings in which a pattern is found.
+    """Return the set of strings in which a pattern is found.
 
     Args:
         pattern: a regular expression that ECMA 262 and Python's `re` both read.
@@ -76,11 +75,7 @@ def searched(pattern: str, *, wide: bool) -> Expr:
 
 @lru_cache(maxsize=4096)
 def is_like(pattern: str, text: str) -> bool | None:
-    """True if a pattern is found in a text; None if the rules differ.
-
-    Raises:
-        ValueError: as `searched`, or if llguidance can't tell within its limits.
-    """
+    """True if a pattern is found in a text; None if the rules differ. Raises `ValueError` as `searched`."""
     narrow, wide = (matches(searched(pattern, wide=wide), text) for wide in (False, True))
     return narrow if narrow == wide else None
 
@@ -164,32 +159,27 @@ class _Parser:
         for sign, bounds in {"*": (0, None), "+": (1, None), "?": (0, 1)}.items():
             if self._take(sign):
                 return bounds
-        end = self._text.find("}", self.at)
-        inside = self._text[self.at + 1 : end]
-        numbers = inside.split(",")
-        if self._text[self.at : self.at + 1] != "{" or end < 0 or len(numbers) > 2:
+        found = _COUNTS.match(self._text, self.at)
+        if found is None:
             return None
-        if not all(n.isascii() and n.isdigit() for n in numbers[: 1 if numbers[-1] == "" else 2]):
-            return None
-        if len(inside) > 20:
+        if len(found[0]) > 22:
             raise ValueError("it has a number of repetitions that is too large")
-        self.at = end + 1
-        low = int(numbers[0])
-        return low, low if len(numbers) == 1 else int(numbers[1]) if numbers[1] else None
+        self.at = found.end()
+        low, comma, high = int(found[1]), found[2], found[3]
+        return low, low if not comma else int(high) if high else None
 
     def _escape(self) -> Tree:
         c = self._next()
         if c.lower() in _CLASSES:
             narrow, wide = _CLASSES[c.lower()]
-            return (
-                ("set", narrow, wide) if c.islower() else ("set", inverted(wide), inverted(narrow))
-            )
+            sets = (narrow, wide) if c.islower() else (inverted(wide), inverted(narrow))
+            return ("set", *sets)
         if c in "AZ":
             return ("start",) if c == "A" else ("end",)
         return _one(self._code(c))
 
     def _code(self, c: str) -> int:
-        """The character that an escape stands for."""
+        """Return the code point that an escape stands for."""
         if c in _ESCAPES and not (c == "0" and self._text[self.at : self.at + 1].isdigit()):
             return _ESCAPES[c]
         if c in "xu":
@@ -211,21 +201,16 @@ class _Parser:
         narrow: list[tuple[int, int]] = []
         wide: list[tuple[int, int]] = []
         while not self._take("]"):
-            a = self._member()
-            if (
-                len(a) == 3
-                or self._text[self.at : self.at + 1] != "-"
-                or self._text[self.at + 1 : self.at + 2] == "]"
-            ):
-                low = high = a
-            else:
-                self.at += 1
-                low, high = a, self._member()
-                if len(high) == 3:
-                    raise ValueError("it has a range that ends in a class")
+            low = high = self._member()
             if len(low) == 3:
                 narrow, wide = [*narrow, *low[1]], [*wide, *low[2]]
                 continue
+            following = self._text[self.at : self.at + 2]
+            if following[:1] == "-" and following != "-]":
+                self.at += 1
+                high = self._member()
+                if len(high) == 3:
+                    raise ValueError("it has a range that ends in a class")
             if high[0] < low[0]:
                 raise ValueError("it has a range that runs backwards")
             narrow, wide = [*narrow, (low[0], high[0])], [*wide, (low[0], high[0])]
@@ -233,7 +218,7 @@ class _Parser:
         return ("set", inverted(sets[1]), inverted(sets[0])) if is_inverted else ("set", *sets)
 
     def _member(self) -> Tree:
-        """A character, as a tuple of its code, or a set."""
+        """Read a character, as a tuple of its code point, or a set."""
         c = self._next()
         if c == "\\":
             c = self._next()
@@ -264,18 +249,12 @@ def _one(code: int) -> Tree:
     return ("set", ((code, code),), ((code, code),))
 
 
-def _found(tree: Tree, wide: bool) -> Expr:
-    """Strings in which a pattern matches anywhere."""
-    return union(*(_whole(items, wide, cut=False) for items in _spread(tree)))
+def _found(tree: Tree, wide: bool, at_start: bool = False) -> Expr:
+    """Return the strings in which a pattern matches anywhere, or at their start."""
+    return union(*(_sequence(items, wide, at_start) for items in _spread(tree)))
 
 
-def _ahead(tree: Tree, wide: bool) -> Expr:
-    """Strings that a pattern matches at their start."""
-    return union(*(_whole(items, wide, cut=True) for items in _spread(tree)))
-
-
-def _whole(items: list[Tree], wide: bool, cut: bool) -> Expr:
-    """Strings that a sequence matches anywhere; with `cut`, at their start."""
+def _sequence(items: list[Tree], wide: bool, at_start: bool) -> Expr:
     is_first = bool(items) and items[0] == ("start",)
     while items and items[0] == ("start",):
         items = items[1:]
@@ -286,17 +265,17 @@ def _whole(items: list[Tree], wide: bool, cut: bool) -> Expr:
     for i in range(len(items) - 1, -1, -1):
         item = items[i]
         if item[0] == "ahead":
-            seen = _ahead(item[1], wide is not item[2])
+            seen = _found(item[1], wide is not item[2], at_start=True)
             rest = both(rest, complement(seen) if item[2] else seen)
         elif i == len(items) - 1 and is_last and (tempered := _tempered(item, wide)):
             rest = cat(tempered, rest)
         else:
             rest = cat(_plain(item, wide), rest)
-    return rest if is_first or cut else cat(ANY, rest)
+    return rest if is_first or at_start else cat(ANY, rest)
 
 
 def _tempered(item: Tree, wide: bool) -> Expr | None:
-    """`(?:(?!x).)*` at the end: no x within."""
+    """Read `(?:(?!x).)*` at the end of a pattern: no x within; None for other items."""
     if item[0] != "many" or item[3] is not None or item[1][0] != "seq" or len(item[1][1]) != 2:
         return None
     ahead, one = item[1][1]
@@ -309,7 +288,7 @@ def _tempered(item: Tree, wide: bool) -> Expr | None:
 
 
 def _spread(tree: Tree) -> list[list[Tree]]:
-    """A tree as alternatives of sequences; groups with anchors or look-ahead are expanded."""
+    """Write a tree as alternatives of sequences; groups with anchors or look-ahead are expanded."""
     if not _has_anchor(tree):
         return [[tree]]
     if tree[0] == "or":

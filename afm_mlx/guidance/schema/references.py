@@ -4,9 +4,10 @@
 `jsonschema_specifications` has the metaschemas. `jsonschema` uses both, so a reference means the same where
 answers are checked. Nothing is fetched.
 
-A formula joins schemas by and, or, not: what has to hold at one place of an answer. It is a tuple: `TRUE`,
-`FALSE`, `("node", number, is_positive)` for a schema of the document or its complement, `("and", parts)` or
-`("or", parts)`. Only nodes are negated. The order of parts becomes the order of properties.
+A node is one schema of the document; its place is the JSON pointer to it. A formula joins nodes by and, or,
+not: what has to hold at one place of an answer. It is a tuple: `TRUE`, `FALSE`, `("node", number, is_positive)`
+for a node or its complement, `("and", parts)` or `("or", parts)`. Only nodes are negated. The order of parts
+becomes the order of properties.
 """
 
 from __future__ import annotations
@@ -33,32 +34,23 @@ from referencing.jsonschema import (
 
 from afm_mlx.errors import ConstraintError, shown
 
-MAX_STEPS = 30_000
-"""Most intersections of two cases for one schema: a few seconds."""
-MAX_SECONDS = 8.0
-"""Most seconds of work on one schema."""
-MAX_CASES = 600
-"""Most alternatives of one schema."""
-MAX_DEPTH = 200
-"""Deepest nesting of lists and objects in a schema."""
-MAX_VALUES = 400_000
-"""Most values in a schema."""
-MAX_BITS = 4_000
-"""Most bits of an integer in a schema."""
-MAX_NODES = 6_000
-"""Most schemas in one document."""
+_UNRESOLVED = (
+    *(Unresolvable, CannotDetermineSpecification),
+    *(ValueError, TypeError, KeyError, AttributeError),
+)
+MAX_STEPS = 30_000  # most intersections of two cases for one schema: a few seconds
+MAX_SECONDS = 8.0  # most seconds of work on one schema
+MAX_CASES = 600  # most alternatives of one schema
+MAX_DEPTH = 200  # deepest nesting of lists and objects in a schema
+MAX_VALUES = 400_000  # most values in a schema
+MAX_BITS = 4_000  # most bits of an integer in a schema
+MAX_NODES = 6_000  # most schemas in one document
 
 # -- refusals
 
 
 def refuse(place: str, got: object, reason: str) -> NoReturn:
-    """Raise `ConstraintError` for the value at a place of the schema.
-
-    Args:
-        place: JSON pointer.
-        got: the value.
-        reason: what is wrong, what is allowed, and what to do.
-    """
+    """Raise `ConstraintError` for the value at a place; the reason says what is allowed, and what to do."""
     raise ConstraintError(f"The JSON schema can't be honoured: {place} is {shown(got)}; {reason}")
 
 
@@ -114,32 +106,30 @@ TRUE: Formula = ("true",)
 FALSE: Formula = ("false",)
 
 
-def conjunction(*parts: Formula) -> Formula:
-    """Join formulas by and."""
+def _joined(kind: str, parts: tuple[Formula, ...], neutral: Formula, absorbing: Formula) -> Formula:
     flat: dict[Formula, None] = {}
     for part in parts:
-        for one in part[1] if part[0] == "and" else [part]:
-            flat[one] = None
-    flat.pop(TRUE, None)
-    if FALSE in flat or any(one[0] == "node" and negation(one) in flat for one in flat):
-        return FALSE
-    return TRUE if not flat else next(iter(flat)) if len(flat) == 1 else ("and", tuple(flat))
+        flat |= dict.fromkeys(part[1] if part[0] == kind else [part])
+    flat.pop(neutral, None)
+    is_contradictory = kind == "and" and any(
+        one[0] == "node" and negation(one) in flat for one in flat
+    )
+    if absorbing in flat or is_contradictory:
+        return absorbing
+    return neutral if not flat else next(iter(flat)) if len(flat) == 1 else (kind, tuple(flat))
+
+
+def conjunction(*parts: Formula) -> Formula:
+    """Join formulas by and."""
+    return _joined("and", parts, TRUE, FALSE)
 
 
 def disjunction(*parts: Formula) -> Formula:
     """Join formulas by or."""
-    flat: dict[Formula, None] = {}
-    for part in parts:
-        for one in part[1] if part[0] == "or" else [part]:
-            flat[one] = None
-    flat.pop(FALSE, None)
-    if TRUE in flat:
-        return TRUE
-    return FALSE if not flat else next(iter(flat)) if len(flat) == 1 else ("or", tuple(flat))
+    return _joined("or", parts, FALSE, TRUE)
 
 
 def negation(part: Formula) -> Formula:
-    """Negate a formula."""
     if part in (TRUE, FALSE):
         return FALSE if part == TRUE else TRUE
     if part[0] == "node":
@@ -164,22 +154,14 @@ _SPECIFICATIONS: dict[int, Specification[Any]] = {
 }
 # First and last draft that has a keyword which is not in all of them.
 _SPANS = {
-    "const": (6, _NEWEST),
-    "contains": (6, _NEWEST),
-    "propertyNames": (6, _NEWEST),
-    "if": (7, _NEWEST),
-    "then": (7, _NEWEST),
-    "else": (7, _NEWEST),
+    **dict.fromkeys(["const", "contains", "propertyNames"], (6, _NEWEST)),
+    **dict.fromkeys(["if", "then", "else"], (7, _NEWEST)),
+    **dict.fromkeys(["dependentRequired", "dependentSchemas"], (2019, _NEWEST)),
+    **dict.fromkeys(["minContains", "maxContains"], (2019, _NEWEST)),
+    **dict.fromkeys(["unevaluatedItems", "unevaluatedProperties"], (2019, _NEWEST)),
+    **dict.fromkeys(["prefixItems", "$dynamicRef"], (2020, _NEWEST)),
     "dependencies": (4, 7),
-    "dependentRequired": (2019, _NEWEST),
-    "dependentSchemas": (2019, _NEWEST),
-    "minContains": (2019, _NEWEST),
-    "maxContains": (2019, _NEWEST),
-    "unevaluatedItems": (2019, _NEWEST),
-    "unevaluatedProperties": (2019, _NEWEST),
     "$recursiveRef": (2019, 2019),
-    "prefixItems": (2020, _NEWEST),
-    "$dynamicRef": (2020, _NEWEST),
     "additionalItems": (4, 2019),
 }
 # Honoured in drafts that don't know them, too: they only rule documents out.
@@ -190,7 +172,7 @@ _HONOURED_ANYWHERE = {
 
 
 def draft_of(schema: object) -> int:
-    """The draft that a whole schema is written in: 4, 6, 7, 2019 or 2020.
+    """Return the draft that a whole schema is written in: 4, 6, 7, 2019 or 2020.
 
     `$schema` decides. Without it the draft is 2020, unless a form of older drafts is used: a list of `items`
     (7), or a Boolean `exclusiveMinimum` (4).
@@ -199,20 +181,13 @@ def draft_of(schema: object) -> int:
         ConstraintError: for draft 3.
     """
     named = schema.get("$schema") if isinstance(schema, dict) else None
-    if named is None:
-        return _draft_by_form(schema)
-    found = _DIALECT.fullmatch(named) if isinstance(named, str) else None
-    draft = int(found[1] or found[2][:4]) if found else LATEST
-    if draft == 3:
-        refuse(
-            "#/$schema",
-            named,
-            "drafts 4, 6, 7, 2019-09 and 2020-12 are read. Rewrite it in one of them.",
-        )
-    return draft
-
-
-def _draft_by_form(schema: object) -> int:
+    if named is not None:
+        found = _DIALECT.fullmatch(named) if isinstance(named, str) else None
+        draft = int(found[1] or found[2][:4]) if found else LATEST
+        if draft == 3:
+            reason = "drafts 4, 6, 7, 2019-09 and 2020-12 are read. Rewrite it in one of them."
+            refuse("#/$schema", named, reason)
+        return draft
     draft, pending = LATEST, [schema]
     while pending:
         value = pending.pop()
@@ -230,12 +205,9 @@ def _draft_by_form(schema: object) -> int:
 
 
 def honoured_keywords(schema: Schema, draft: int, *, strictly: bool) -> Schema:
-    """The keywords of a schema that are honoured, with their values.
+    """Return the keywords of a schema that are honoured, with their values.
 
-    Args:
-        schema: the schema.
-        draft: the draft that it is written in.
-        strictly: only keywords of that draft. Else also newer and older ones that rule documents out.
+    Strictly: the draft's keywords; else also newer and older ones that only rule documents out.
     """
     if draft <= 7 and "$ref" in schema:
         return {"$ref": schema["$ref"]}  # these drafts ignore its neighbours
@@ -253,14 +225,7 @@ def honoured_keywords(schema: Schema, draft: int, *, strictly: bool) -> Schema:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A schema, with what is needed to read it.
-
-    Attributes:
-        value: the schema.
-        place: its JSON pointer.
-        resolver: resolves its references.
-        draft: the draft that it is written in.
-    """
+    """A schema of a document (`value`), with its JSON pointer and what resolves its references."""
 
     value: Any
     place: str
@@ -270,9 +235,6 @@ class Node:
 
 class Document:
     """A schema with all that it refers to.
-
-    Args:
-        schema: a JSON value.
 
     Attributes:
         root: the formula of the whole schema.
@@ -291,8 +253,9 @@ class Document:
         keys = _keys(schema)
         self.has_unevaluated = not keys.isdisjoint({"unevaluatedProperties", "unevaluatedItems"})
         self.has_unique = "uniqueItems" in keys
-        dynamic = {"$dynamicRef", "$recursiveRef"}
-        self._is_dynamic = not keys.isdisjoint(dynamic) or _is_metaschema_used(schema)
+        dynamic = {"$dynamicRef", "$recursiveRef"}  # metaschemas have them, too
+        metaschema = '"$ref": "https://json-schema.org/draft/20'
+        self._is_dynamic = not keys.isdisjoint(dynamic) or metaschema in json.dumps(schema)
         self._made: dict[tuple[int, tuple[str | int, ...]], Schema] = {}
         self.nodes: list[Node] = []
         self._numbers: dict[tuple[int | str, tuple[str, ...]], int] = {}
@@ -321,64 +284,40 @@ class Document:
         number = self._numbers.get(key)
         if number is None:
             if len(self.nodes) >= MAX_NODES:
-                refuse(
-                    place,
-                    value,
-                    f"the document has more than {MAX_NODES} schemas. Give a smaller one.",
-                )
+                reason = f"the document has more than {MAX_NODES} schemas. Give a smaller one."
+                refuse(place, value, reason)
             number = self._numbers[key] = len(self.nodes)
             self.nodes.append(Node(value, place, resolver, draft))
         return ("node", number, True)
 
     def below(self, node: Node, *keys: str | int) -> Formula:
-        """The formula of a schema inside another one."""
+        """Return the formula of a schema inside another one."""
         value = node.value
         for key in keys:
             value = value[key]
         return self.node(value, pointer(node.place, *keys), node.resolver, node.draft)
 
     def made(self, node: Node, schema: Schema, *keys: str | int) -> Formula:
-        """The formula of a schema that says the same as a keyword of another one.
-
-        Args:
-            node: the other schema.
-            schema: the same for equal node and keys.
-            keys: the keyword, and what tells several such schemas apart.
-        """
+        """Return the formula of a schema that says the same as a keyword; `keys` tell such schemas apart."""
         kept = self._made.setdefault((id(node), keys), schema)
         return self.node(kept, pointer(node.place, *keys[:2]), node.resolver, node.draft)
 
     def referred(self, node: Node, keyword: str) -> Formula:
-        """The formula of the schema that a keyword of a node refers to.
-
-        Raises:
-            ConstraintError: if there is no such schema.
-        """
+        """Return the formula of the schema that a keyword of a node refers to; refuse one that is not there."""
         reference, place = node.value[keyword], pointer(node.place, keyword)
         if not isinstance(reference, str):
             refuse(place, reference, "a reference is a text.")
         try:
-            if keyword == "$recursiveRef":
-                found = lookup_recursive_ref(node.resolver)
-            else:
-                found = node.resolver.lookup(reference)
-        except (
-            Unresolvable,
-            CannotDetermineSpecification,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-        ):
-            refuse(
-                place,
-                reference,
-                "no such schema is in the document. Put it below $defs; nothing is fetched.",
-            )
+            is_recursive = keyword == "$recursiveRef"
+            resolver = node.resolver
+            found = lookup_recursive_ref(resolver) if is_recursive else resolver.lookup(reference)
+        except _UNRESOLVED:
+            reason = "no such schema is in the document. Put it below $defs; nothing is fetched."
+            refuse(place, reference, reason)
         return self.node(found.contents, reference, found.resolver, node.draft, is_root=True)
 
     def place(self, formula: Formula) -> str:
-        """The place of a formula's first schema; of a constant formula, the root's."""
+        """Return the place of a formula's first node; of a constant formula, the root's."""
         pending = [formula]
         while pending:
             part = pending.pop()
@@ -389,7 +328,7 @@ class Document:
 
 
 def _keys(schema: object) -> set[str]:
-    """All keys in a schema; raises `ConstraintError` if it is too large, too deep, or no JSON."""
+    """Collect all keys in a schema; raise `ConstraintError` if it is too large, too deep, or no JSON."""
     keys: set[str] = set()
     level: list[Any] = [schema]
     count = 0
@@ -426,11 +365,10 @@ def _check_plain(value: object) -> None:
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
         refuse("#", value, f"integers have {MAX_BITS} bits at most.")
     elif value is not None and not isinstance(value, bool | int | float):
-        refuse(
-            "#",
-            value,
-            "a schema consists of what JSON has: objects with texts as keys, lists, texts, numbers.",
+        reason = (
+            "a schema consists of what JSON has: objects with texts as keys, lists, texts, numbers."
         )
+        refuse("#", value, reason)
 
 
 def _check_identifier(schema: object, draft: int, place: str) -> bool:
@@ -441,8 +379,3 @@ def _check_identifier(schema: object, draft: int, place: str) -> bool:
     if not isinstance(schema[key], str):
         refuse(pointer(place, key), schema[key], "an identifier is a text.")
     return True
-
-
-def _is_metaschema_used(schema: object) -> bool:
-    """True if a reference goes to a metaschema, which has dynamic references."""
-    return '"$ref": "https://json-schema.org/draft/20' in json.dumps(schema)

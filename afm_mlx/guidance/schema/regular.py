@@ -25,25 +25,21 @@ LAST = 0x10FFFF
 EMPTY: Expr = ("cat", ())
 NOTHING: Expr = ("alt", ())
 CHAR: Expr = ("chars", ((0, LAST),))
-ANY: Expr = ("rep", CHAR, 0, None)
-"""All strings."""
+ANY: Expr = ("rep", CHAR, 0, None)  # all strings
 
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0xD7FF), (0xE000, LAST))
+_NO_TEXT = "[^\\s\\S]"
 _MAX_FLOATING = 9
-_STEPS = 300
-"""Texts that are continued to count values of a grammar, and 30 more for each value."""
-_MAX_COUNTED = 400
-"""Most bytes of a value that is counted."""
+_STEPS = 300  # texts that are continued to count values of a grammar, and 30 more for each value
+_MAX_COUNTED = 400  # most bytes of a value that is counted
 
 
 def literal(text: str) -> Expr:
-    """A set of one string."""
     return ("cat", tuple(("chars", ((ord(c), ord(c)),)) for c in text))
 
 
 def cat(*parts: Expr) -> Expr:
-    """The concatenation of sets of strings."""
     flat: list[Expr] = []
     for part in parts:
         flat.extend(part[1] if part[0] == "cat" else [part])
@@ -51,13 +47,11 @@ def cat(*parts: Expr) -> Expr:
 
 
 def union(*parts: Expr) -> Expr:
-    """The union of sets of strings."""
     distinct = tuple(dict.fromkeys(parts))
     return distinct[0] if len(distinct) == 1 else ("alt", distinct)
 
 
 def both(*parts: Expr) -> Expr:
-    """The intersection of sets of strings."""
     distinct = tuple(part for part in dict.fromkeys(parts) if part != ANY)
     if not distinct:
         return ANY
@@ -65,12 +59,10 @@ def both(*parts: Expr) -> Expr:
 
 
 def complement(part: Expr) -> Expr:
-    """The complement of a set of strings."""
     return part[1] if part[0] == "not" else ("not", part)
 
 
 def overlap(a: Ranges, b: Ranges) -> Ranges:
-    """The intersection of two lists of code point ranges."""
     met = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
     return tuple(sorted((low, high) for low, high in met if low <= high))
 
@@ -87,7 +79,7 @@ def joined(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def inverted(ranges: Ranges) -> Ranges:
-    """The complement of code point ranges."""
+    """Return the code points outside of ranges."""
     result, start = [], 0
     for low, high in joined(list(ranges)):
         if start < low:
@@ -97,11 +89,7 @@ def inverted(ranges: Ranges) -> Ranges:
 
 
 def quoted(expr: Expr) -> str:
-    """The right side of a Lark terminal that matches the JSON texts of a set of strings.
-
-    Raises:
-        ValueError: if too many patterns without `^` have to match at once.
-    """
+    """Write a Lark terminal of the JSON texts of a set; raise `ValueError` if too many patterns lack a `^`."""
     if (count := _floating(expr)) > _MAX_FLOATING:
         raise ValueError(
             f"{count} patterns without a ^ (or look-aheads) are about one string, and {_MAX_FLOATING} are "
@@ -111,7 +99,7 @@ def quoted(expr: Expr) -> str:
 
 
 def _floating(expr: Expr) -> int:
-    """The number of sets that begin with any text in one intersection."""
+    """Count the sets that begin with any text in one intersection."""
     kind = expr[0]
     if kind == "chars":
         return 0
@@ -132,17 +120,12 @@ def _is_floating(expr: Expr) -> bool:
 
 
 def quoted_text(text: str) -> str:
-    """The JSON text of one string, as `quoted` matches it."""
+    """Write the JSON text of one string, as `quoted` matches it."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def lark_string(text: str) -> str:
-    """A text as a Lark string."""
-    return json.dumps(text)
-
-
 def _lark(expr: Expr, negated: bool) -> str:
-    """Lark for the inside of a JSON string."""
+    """Write Lark for the inside of a JSON string; `negated` if a complement is around it."""
     kind = expr[0]
     if kind == "and":
         return f"({' & '.join(_lark(part, negated) for part in expr[1])})"
@@ -160,12 +143,9 @@ def _lark(expr: Expr, negated: bool) -> str:
 
 @lru_cache(maxsize=512)
 def _is_plain(expr: Expr) -> bool:
-    """True if an expression has no `and` and no `not`."""
     if expr[0] in ("and", "not"):
         return False
-    return expr[0] == "chars" or all(
-        _is_plain(part) for part in ([expr[1]] if expr[0] == "rep" else expr[1])
-    )
+    return expr[0] == "chars" or all(map(_is_plain, [expr[1]] if expr[0] == "rep" else expr[1]))
 
 
 def _regex(expr: Expr, negated: bool) -> str:
@@ -175,24 +155,21 @@ def _regex(expr: Expr, negated: bool) -> str:
     if kind == "cat":
         return "".join(_regex(part, negated) for part in expr[1])
     if kind == "alt":
-        return (
-            f"(?:{'|'.join(_regex(part, negated) for part in expr[1])})" if expr[1] else "[^\\s\\S]"
-        )
+        parts = "|".join(_regex(part, negated) for part in expr[1])
+        return f"(?:{parts})" if expr[1] else _NO_TEXT
     high = "" if expr[3] is None else expr[3]
     return f"(?:{_regex(expr[1], negated)}){{{expr[2]},{high}}}"
 
 
 @lru_cache(maxsize=512)
 def _chars(ranges: Ranges, negated: bool) -> str:
-    """A pattern of the JSON texts of characters.
+    """Write a pattern of the JSON texts of characters.
 
     Control characters without a short escape are left out unless `negated`: a complement would allow them.
     """
     raw = overlap(ranges, _RAW)
-    forms = []
-    if raw:
-        inside = "".join(_point(a) + (f"-{_point(b)}" if b > a else "") for a, b in raw)
-        forms.append(f"[{inside}]")
+    inside = "".join(_point(a) + (f"-{_point(b)}" if b > a else "") for a, b in raw)
+    forms = [f"[{inside}]"] if raw else []
     short = [c for c in _SHORT if any(a <= c <= b for a, b in ranges)]
     if short:
         escapes = "".join(f"\\x{{{ord(_SHORT[c]):x}}}" for c in short)
@@ -202,9 +179,9 @@ def _chars(ranges: Ranges, negated: bool) -> str:
         codes = [f"{c:02x}" for c in control if any(a <= c <= b for a, b in ranges)]
         if codes:
             forms.append(f"\\x{{5c}}u00(?:{'|'.join(codes)})")
-    if not forms:
-        return "[^\\s\\S]"
-    return forms[0] if len(forms) == 1 else f"(?:{'|'.join(forms)})"
+    if len(forms) == 1:
+        return forms[0]
+    return f"(?:{'|'.join(forms)})" if forms else _NO_TEXT
 
 
 def _point(code: int) -> str:
@@ -212,13 +189,8 @@ def _point(code: int) -> str:
     return c if c.isascii() and c.isalnum() else f"\\x{{{code:x}}}"
 
 
-@lru_cache(maxsize=1)
-def _bytes() -> LLTokenizer:
-    return LLTokenizer("byte")
-
-
 def compile_error(grammar: str) -> str:
-    """The first line of llguidance's error for a grammar; empty if it compiles.
+    """Return the first line of llguidance's error for a grammar; empty if it compiles.
 
     `LLMatcher.validate_grammar` misses some limits, such as 65,525 symbols.
     """
@@ -228,12 +200,14 @@ def compile_error(grammar: str) -> str:
 
 @lru_cache(maxsize=256)
 def _matcher(terminal: str) -> LLMatcher:
-    lark = f"start: X\nX: {terminal}"
-    return _compiled(LLMatcher.grammar_from_lark(lark))
+    return _compiled(LLMatcher.grammar_from_lark(f"start: X\nX: {terminal}"))
 
 
 def _compiled(grammar: str) -> LLMatcher:
-    return with_deep_stack(LLMatcher, _bytes(), grammar, log_level=0, limits=LIMITS)
+    return with_deep_stack(LLMatcher, _byte_tokenizer(), grammar, log_level=0, limits=LIMITS)
+
+
+_byte_tokenizer = lru_cache(lambda: LLTokenizer("byte"))
 
 
 @lru_cache(maxsize=256)
@@ -243,28 +217,19 @@ def is_empty(terminal: str) -> bool | None:
     if matcher.is_error():
         return None
     mask = matcher.compute_bitmask()
-    error = matcher.get_error() if matcher.is_error() else ""
-    if error:
+    if error := matcher.get_error() if matcher.is_error() else "":
         return True if "NoExtension" in error else None
     return not any(mask)
 
 
 def matches(expr: Expr, text: str) -> bool:
-    """True if a string is in a set.
-
-    Raises:
-        ValueError: if llguidance can't tell within its limits.
-    """
+    """True if a string is in a set; raise `ValueError` if llguidance can't tell within its limits."""
     return has_text(f'"\\"" {_lark(expr, True)} "\\""', quoted_text(text))
 
 
 @lru_cache(maxsize=256)
 def has_text(terminal: str, text: str) -> bool:
-    """True if a Lark terminal matches a text.
-
-    Raises:
-        ValueError: if llguidance can't tell within its limits.
-    """
+    """True if a Lark terminal matches a text; raise `ValueError` if llguidance can't tell within its limits."""
     matcher = _matcher(terminal).deep_copy()
     tokens = list(text.encode())
     taken = 0 if matcher.is_error() else matcher.try_consume_tokens(tokens)
@@ -274,7 +239,7 @@ def has_text(terminal: str, text: str) -> bool:
 
 
 def values_of(grammar: str, limit: int) -> set[Any] | None:
-    """The `identity` of up to `limit` JSON values of a Lark grammar; None if they are hard to find."""
+    """Collect the `identity` of up to `limit` JSON values of a Lark grammar; None if they are hard to find."""
     matcher = _compiled(LLMatcher.grammar_from_lark(grammar))
     found: set[Any] = set()
     pending = [(matcher, b"", b"")]

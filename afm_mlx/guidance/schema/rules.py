@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-
-from afm_mlx.guidance.schema.regular import lark_string
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class LarkTerminal:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A reference to a rule, by its name."""
+    """A reference to a rule."""
 
     name: str
 
@@ -44,7 +43,7 @@ class Either:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """A part from `low` to `high` times; None is no bound. Made by `times`."""
+    """A part from `low` to `high` times; without an end if `high` is None. Made by `times`."""
 
     part: Rule
     low: int
@@ -59,7 +58,7 @@ COLON: Rule = Text(": ")
 
 
 def seq(*parts: Rule) -> Rule:
-    """The concatenation of parts; `NOTHING` if one of them matches nothing."""
+    """Concatenate parts; `NOTHING` if one of them matches nothing."""
     kept = [part for part in parts if part != EMPTY]
     if NOTHING in kept:
         return NOTHING
@@ -67,18 +66,17 @@ def seq(*parts: Rule) -> Rule:
 
 
 def either(*parts: Rule) -> Rule:
-    """The alternatives of parts."""
+    """Join alternatives; `NOTHING` if no part matches a text."""
     kept = tuple(dict.fromkeys(part for part in parts if part != NOTHING))
     return kept[0] if len(kept) == 1 else Either(kept)
 
 
 def maybe(part: Rule) -> Rule:
-    """An optional part."""
     return times(part, 0, 1)
 
 
 def times(part: Rule, low: int, high: int | None) -> Rule:
-    """A part from `low` to `high` times; None is no bound."""
+    """Repeat a part from `low` to `high` times; pass None for no end."""
     if high == 0 or part == EMPTY:
         return EMPTY
     if part == NOTHING:
@@ -106,54 +104,55 @@ def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
 
 
 def _missing(part: Rule, good: set[str]) -> set[str] | None:
-    """None if an expression matches a text; else rules of which one is needed first."""
-    if isinstance(part, Named):
-        return None if part.name in good else {part.name}
-    if isinstance(part, Seq):
-        return next((m for one in part.parts if (m := _missing(one, good)) is not None), None)
-    if isinstance(part, Times):
-        return _missing(part.part, good) if part.low else None
-    if isinstance(part, Either):
-        found: set[str] = set()
-        for one in part.parts:
-            missing = _missing(one, good)
-            if missing is None:
-                return None
-            found |= missing
-        return found
+    """None if a text matches an expression; else names of rules, one of which is needed first."""
+    match part:
+        case Named(name):
+            return None if name in good else {name}
+        case Seq(parts):
+            return next((m for one in parts if (m := _missing(one, good)) is not None), None)
+        case Times(inner, low):
+            return _missing(inner, good) if low else None
+        case Either(parts):
+            found: set[str] = set()
+            for one in parts:
+                if (missing := _missing(one, good)) is None:
+                    return None
+                found |= missing
+            return found
     return None
 
 
 def _pruned(part: Rule, good: set[str]) -> Rule:
-    """An expression without rules that are not in `good`; `NOTHING` if nothing is left."""
-    if isinstance(part, Named):
-        return part if part.name in good else NOTHING
-    if isinstance(part, Seq):
-        return seq(*(_pruned(one, good) for one in part.parts))
-    if isinstance(part, Either):
-        return either(*(_pruned(one, good) for one in part.parts))
-    if isinstance(part, Times):
-        return times(_pruned(part.part, good), part.low, part.high)
+    """Remove rules that are not in `good` from an expression; `NOTHING` if nothing is left."""
+    match part:
+        case Named(name):
+            return part if name in good else NOTHING
+        case Seq(parts):
+            return seq(*(_pruned(one, good) for one in parts))
+        case Either(parts):
+            return either(*(_pruned(one, good) for one in parts))
+        case Times(inner, low, high):
+            return times(_pruned(inner, good), low, high)
     return part
 
 
 def _names_in(part: Rule) -> list[str]:
-    """Names of rules in an expression, in order."""
+    """List the rules that an expression names, in order."""
     found: dict[str, None] = {}
     pending = [part]
     while pending:
-        one = pending.pop()
-        if isinstance(one, Named):
-            found[one.name] = None
-        elif isinstance(one, Seq | Either):
-            pending += reversed(one.parts)
-        elif isinstance(one, Times):
-            pending.append(one.part)
+        match pending.pop():
+            case Named(name):
+                found[name] = None
+            case Seq(parts) | Either(parts):
+                pending += reversed(parts)
+            case Times(inner):
+                pending.append(inner)
     return list(found)
 
 
 def depth(rules: dict[str, Rule], start: str) -> int:
-    """The deepest nesting of rules that llguidance compiles, which takes stack of the thread."""
+    """Count the deepest nesting of rules below `start`; llguidance's compiler recurses as deep."""
     seen, deepest = {start}, 0
     path = [iter(_names_in(rules[start]))]
     while path:
@@ -167,52 +166,40 @@ def depth(rules: dict[str, Rule], start: str) -> int:
     return deepest
 
 
-class Printer:
-    """Writes rules in Lark syntax.
+def lark_grammar(rules: dict[str, Rule], start: str) -> str:
+    """Write the rule `start`, and the rules that it needs in depth-first order, in Lark syntax."""
+    lines: list[str] = []
+    terminals: dict[str, str] = {}
 
-    Args:
-        rules: rules by name, with all that they name.
-    """
+    def lark(part: Rule) -> str:
+        match part:
+            case Text(text):
+                return json.dumps(text)
+            case Named(name):
+                return name
+            case LarkTerminal(right):
+                if right not in terminals:
+                    kind = "j" if right.startswith("%json") else "T"
+                    terminals[right] = f"{kind}{len(terminals)}"
+                    lines.append(f"{terminals[right]}: {right}")
+                return terminals[right]
+            case Times(inner, 0, 1):
+                return f"({lark(inner)})?"
+            case Times(inner, 0 | 1 as low, None):
+                return f"({lark(inner)}){'+' if low else '*'}"
+            case Times(inner, low, high):
+                return f"({lark(inner)}){{{low},{'' if high is None else high}}}"
+            case Seq(parts):
+                return " ".join(map(lark, parts)) or '""'
+            case Either(parts):
+                return f"({' | '.join(map(lark, parts))})"
 
-    def __init__(self, rules: dict[str, Rule]) -> None:
-        self._rules = rules
-        self._lines: list[str] = []
-        self._terminals: dict[str, str] = {}
-
-    def grammar(self, start: str) -> str:
-        """Write one rule as the start, and the rules that it needs in depth-first order."""
-        done: set[str] = set()
-        pending = [start]
-        while pending:
-            name = pending.pop()
-            if name not in done:
-                done.add(name)
-                self._lines.append(f"{name}: {self._lark(self._rules[name])}")
-                pending += reversed(_names_in(self._rules[name]))
-        return "\n".join([f"start: {start}", *self._lines, ""])
-
-    def _lark(self, part: Rule) -> str:
-        if isinstance(part, Text):
-            return lark_string(part.text)
-        if isinstance(part, Named):
-            return part.name
-        if isinstance(part, LarkTerminal):
-            return self._terminal(part.right)
-        if isinstance(part, Times):
-            inner = self._lark(part.part)
-            if (part.low, part.high) == (0, 1):
-                return f"({inner})?"
-            if part.high is None and part.low < 2:
-                return f"({inner}){'+' if part.low else '*'}"
-            return f"({inner}){{{part.low},{'' if part.high is None else part.high}}}"
-        parts = [self._lark(one) for one in part.parts]
-        if isinstance(part, Seq):
-            return " ".join(parts) if parts else '""'
-        return f"({' | '.join(parts)})"
-
-    def _terminal(self, right: str) -> str:
-        if right not in self._terminals:
-            is_rule = right.startswith("%json")
-            self._terminals[right] = name = f"{'j' if is_rule else 'T'}{len(self._terminals)}"
-            self._lines.append(f"{name}: {right}")
-        return self._terminals[right]
+    done: set[str] = set()
+    pending = [start]
+    while pending:
+        name = pending.pop()
+        if name not in done:
+            done.add(name)
+            lines.append(f"{name}: {lark(rules[name])}")
+            pending += reversed(_names_in(rules[name]))
+    return "\n".join([f"start: {start}", *lines, ""])

@@ -10,6 +10,7 @@ ASCII, and regular expressions are simple ones.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -23,7 +24,6 @@ from afm_mlx.guidance.schema.regular import (
     both,
     complement,
     is_empty,
-    lark_string,
     literal,
     matches,
     quoted,
@@ -82,7 +82,7 @@ PATTERNS = {
     "regex": f"^{_REGEX}$",
     "uri-template": f"^(?:{_PATH}|[/?]|\\{{[A-Za-z][A-Za-z0-9_]*\\}})*$",
 }
-_LOOSE = {
+LOOSE = dict.fromkeys(PATTERNS, "") | {
     "date-time": "^[0-9]{4}-[0-9]{2}-[0-9]{2}.[0-9]{2}:",
     "date": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
     "time": "^[0-9]{2}:[0-9]{2}:",
@@ -99,10 +99,8 @@ _LOOSE = {
     "hostname": "^[^:/@ ]*$",
     "idn-hostname": "^[^:/@ ]*$",
 }
-LOOSE = dict.fromkeys(PATTERNS, "") | _LOOSE
 
-MAX_LENGTH = 100_000
-"""Most characters of a bounded string; a larger `maxLength` counts as this."""
+MAX_LENGTH = 100_000  # most characters of a bounded string; a larger `maxLength` counts as this
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,6 @@ class Strings:
     excluded: frozenset[str] = frozenset()
 
     def intersect(self, other: Strings) -> Strings | None:
-        """The intersection; None if it is empty."""
         if self.values is None and other.values is not None:
             return other.intersect(self)
         if self.values is not None:
@@ -143,10 +140,9 @@ class Strings:
         return None if met.is_void() else met
 
     def has(self, text: str) -> bool:
-        """True if the set contains a string and some checker may accept it for the set's formats.
+        """True if the set has a string that some checker may accept for its formats.
 
-        Raises:
-            ValueError: if llguidance can't tell within its limits.
+        Raises `ValueError` if llguidance can't tell within its limits.
         """
         if len(text) < self.shortest or (self.longest is not None and len(text) > self.longest):
             return False
@@ -172,7 +168,7 @@ class Strings:
             return False  # it is refused where it is written
 
     def expression(self) -> Expr:
-        """The set as an expression, formats left out."""
+        """Write the set as an expression, formats left out."""
         if self.values is not None:
             return union(*map(literal, self.values))
         parts = list(self.parts)
@@ -186,18 +182,13 @@ class Strings:
 
 @lru_cache(maxsize=256)
 def string_terminals(strings: Strings, *further: Expr) -> tuple[str, ...]:
-    """Right sides of Lark terminals whose texts are the strings of a set.
+    """Write right sides of Lark terminals for the strings that a set and further expressions share.
 
-    Args:
-        strings: the set.
-        further: expressions that the strings match, too.
-
-    Raises:
-        ValueError: if llguidance can't tell within its limits whether there are any.
+    None if there are none. Raises `ValueError` if llguidance can't tell within its limits.
     """
     if strings.values is not None:
         texts = [v for v in strings.values if all(matches(part, v) for part in further)]
-        return (" | ".join(lark_string(quoted_text(text)) for text in texts),) if texts else ()
+        return (" | ".join(json.dumps(quoted_text(text)) for text in texts),) if texts else ()
     patterns = [
         searched(PATTERNS[name], wide=False) for name in strings.formats if name in PATTERNS
     ]

@@ -7,28 +7,15 @@ from llguidance import LLMatcher
 from afm_mlx.guidance import matcher
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.deep_stack import LIMITS
-from afm_mlx.guidance.matcher import (
-    MAX_FORCED_BYTES,
-    Matcher,
-    shortest_completion,
-    without_forcing,
-)
+from afm_mlx.guidance.matcher import MAX_FORCED_BYTES, Matcher, shortest_completion, without_forcing
 from afm_mlx.guidance.token_bytes import ll_tokenizer
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from bench.json_schemas import is_valid
 from tests.tools.cases import each
-from tests.tools.constraints import bytes_of, nano_tokenizer, random_token
+from tests.tools.constraints import bytes_of, closed, nano_tokenizer, random_token
 
-_OBJECT = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string"},
-        "who": {"enum": ["Ann", "Andrew", "Zoë"]},
-        "日本": {"type": "null"},
-    },
-    "required": ["title", "who", "日本"],
-    "additionalProperties": False,
-}
+_WHO = {"enum": ["Ann", "Andrew", "Zoë"]}
+_OBJECT = closed({"title": {"type": "string"}, "who": _WHO, "日本": {"type": "null"}})
 _TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": _OBJECT}}]
 CONSTRAINTS = [
     lambda: Constraint.json_schema(_OBJECT),
@@ -87,21 +74,9 @@ def test_the_search_of_llguidance_is_off(grammar):
     assert not LLMatcher(tokenizer, without_forcing(grammar)).compute_ff_tokens()
 
 
-PERSON = {
-    "$ref": "#/$defs/person",
-    "$defs": {
-        "person": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string"},
-                "age": {"enum": [7, 18]},
-                "children": {"type": "array", "items": {"$ref": "#/$defs/person"}},
-            },
-            "required": ["name", "children"],
-            "additionalProperties": False,
-        }
-    },
-}
+CHILDREN = {"type": "array", "items": {"$ref": "#/$defs/person"}}
+FIELDS = {"name": {"type": "string"}, "age": {"enum": [7, 18]}, "children": CHILDREN}
+PERSON = {"$ref": "#/$defs/person", "$defs": {"person": closed(FIELDS, ["age"])}}
 
 
 def completed(constraint, begun):
@@ -138,17 +113,13 @@ def test_what_is_nested_deeply_is_closed():
 
 
 def test_texts_have_their_least_length_and_patterns_are_met():
-    schema = {
-        "type": "object",
-        "properties": {
-            "long": {"type": "string", "minLength": 30},
-            "code": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{2}$"},
-            "list": {"type": "array", "items": {"enum": ["first", "second"]}, "minItems": 4},
-            "optional": {"type": "string"},
-        },
-        "required": ["long", "code", "list"],
-        "additionalProperties": False,
+    fields = {
+        "long": {"type": "string", "minLength": 30},
+        "code": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{2}$"},
+        "list": {"type": "array", "items": {"enum": ["first", "second"]}, "minItems": 4},
+        "optional": {"type": "string"},
     }
+    schema = closed(fields, ["optional"])
     text = completed(Constraint.json_schema(schema), '{"long": "begun')
     assert is_valid(schema, json.loads(text))
     assert "optional" not in text

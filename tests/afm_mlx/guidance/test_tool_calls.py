@@ -34,17 +34,14 @@ def calls(*made):
 @each(
     "choice, taken, refused",
     [
-        (
-            "auto",
-            ["", "Some text.", calls(WEATHER), "First: " + calls(ALARM, WEATHER, SAY)],
-            [calls(), calls(WEATHER) + "more", calls(*[SAY] * (MAX_CALLS + 1))],
-        ),
+        ("auto", ["", "Some text.", calls(WEATHER), "First: " + calls(ALARM, WEATHER, SAY)],
+         [calls(), calls(WEATHER) + "more", calls(*[SAY] * (MAX_CALLS + 1))]),
         ("none", ["", "Some text."], [calls(WEATHER)]),
         ("required", [calls(SAY), calls(WEATHER, ALARM), calls(*[SAY] * MAX_CALLS)], ["", "Text"]),
         ("one", [calls(SAY), calls(WEATHER)], ["", calls(SAY, SAY)]),
         ("alarm", [calls(ALARM)], ["Text", calls(WEATHER), calls(ALARM, ALARM)]),
     ],
-)
+)  # fmt: skip
 def test_calls_are_those_of_declared_tools(choice, taken, refused):
     constraint = tool_call_constraint(TOOLS, choice)
     assert [text for text in taken if not is_whole(constraint, text)] == []
@@ -68,14 +65,8 @@ def test_an_answer_without_calls_may_have_a_form_of_its_own():
     either = tool_call_constraint(TOOLS, "auto", form)
     for text in ('{"at": 7}', calls(WEATHER), calls(ALARM, SAY)):
         assert is_whole(either, text)
-    for text in (
-        "",
-        "Text",
-        '{"at": "7"}',
-        'So: {"at": 7}',
-        "So: " + calls(WEATHER),
-        '{"at": 7}' + calls(SAY),
-    ):
+    wrong = ["", "Text", '{"at": "7"}', 'So: {"at": 7}']
+    for text in (*wrong, "So: " + calls(WEATHER), '{"at": 7}' + calls(SAY)):
         assert not is_whole(either, text)
     assert is_whole(tool_call_constraint(TOOLS, "none", form), '{"at": 7}')
     assert not is_whole(tool_call_constraint(TOOLS, "required", form), '{"at": 7}')

@@ -1,4 +1,4 @@
-"""References, drafts, and schemas without an end."""
+"""References, drafts, and what is refused."""
 
 import pytest
 
@@ -7,7 +7,9 @@ from afm_mlx.guidance.schema.compile import schema_grammar
 from tests.tools.cases import each
 
 DRAFT = "http://json-schema.org/draft-0{}/schema#"
-NULL = {"type": "null"}
+NULL, ARRAY = {"type": "null"}, {"type": "array"}
+UNIQUE = {**ARRAY, "uniqueItems": True}
+TEXT = {"type": "string", "maxLength": 4}
 
 
 @each(
@@ -44,7 +46,7 @@ def test_references_and_drafts_keep_their_meaning(checker, schema, valid, invali
 
 
 @each(
-    "schema, place",
+    "schema, reason",
     [
         ({"$ref": "#"}, "at #, a schema refers to itself without an end"),
         ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"},
@@ -62,15 +64,32 @@ def test_references_and_drafts_keep_their_meaning(checker, schema, valid, invali
         ({"required": "a"}, "#/required is 'a'"),
         ({"anyOf": []}, "#/anyOf is"),
         ({"items": 5}, "#/items is 5"),
+        # Strings and numbers.
+        ({"type": "number", "multipleOf": 1e-12}, "#/multipleOf is 1e-12"),
+        ({"type": "integer", "minimum": 10**400}, "310 digits at most"),
+        ({"type": "string", "format": "date", "pattern": "^x"}, "no document can be valid"),
+        ({"type": "string", "minLength": 10**9}, "#/minLength is 1000000000"),
+        ({"type": "string", "pattern": "(a"}, r"#/pattern is '\(a'"),
+        ({"type": "string", "pattern": r"(a)\1"}, "back-reference"),
+        ({"type": "string", "pattern": r"\bword"}, "word border"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "look-behind"),
+        ({"type": "string", "pattern": "^a$", "minLength": 2}, "no document can be valid"),
+        # Arrays and objects.
+        ({**UNIQUE, "items": {"enum": [[1], [1.0]]}, "minItems": 2}, "only 1 items can differ"),
+        ({**UNIQUE, "items": {"pattern": "^[ab]$", "type": "string"}, "minItems": 3}, "only 2 items"),
+        ({**UNIQUE, "prefixItems": [{"const": 1}, {"const": 1.0}], "minItems": 2}, "only 1 items"),
+        ({**ARRAY, "items": TEXT, "minItems": 10**9}, "#/minItems is 1000000000"),
+        ({**ARRAY, "contains": TEXT, "minContains": 200, "maxItems": 400}, "#/contains"),
+        # Names that are not listed might come twice, and then there is one property less.
+        ({"type": "object", "minProperties": 2}, "#/minProperties"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place(schema, place):
-    with pytest.raises(ConstraintError, match=place):
+def test_what_can_not_be_honoured_is_refused(schema, reason):
+    with pytest.raises(ConstraintError, match=reason):
         schema_grammar(schema)
 
 
 def test_options_of_llguidance_in_a_schema_do_nothing():
     schema = {"type": "array", "items": NULL}
-    assert schema_grammar(
-        {**schema, "x-guidance": {"lenient": True, "item_separator": ";"}}
-    ) == schema_grammar(schema)
+    options = {"x-guidance": {"lenient": True, "item_separator": ";"}}
+    assert schema_grammar({**schema, **options}) == schema_grammar(schema)
