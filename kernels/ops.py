@@ -127,7 +127,7 @@ def _lookup_case(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> Cas
 
 
 def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
-    return Case(device(), dtype, rows, weight.mode, weight.granularity, weight.group_size)
+    return Case(device(), dtype, rows, *weight.format)
 
 
 def _rope_case(qkv: mx.array, _: object, options: HeadOptions) -> Case:

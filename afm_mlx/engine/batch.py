@@ -19,9 +19,8 @@ import mlx.nn as nn
 from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.engine.row import Row, batch_adapters
 from afm_mlx.errors import RequestError, shown
-from afm_mlx.model.kv_cache import STEP, KVCache, NoKVCache, ZooKVCache
+from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import Model, is_afm
-from afm_mlx.model.protocols import Cache
 
 Entry = Any
 """A `BatchEntry`, with the arrays of its class: ours, or one of mlx-lm's."""

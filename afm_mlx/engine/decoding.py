@@ -28,8 +28,8 @@ from afm_mlx.engine.sampling import Draw, draw, sample
 from afm_mlx.engine.scheduler import Scheduler
 from afm_mlx.engine.speculation.draft_tokens import Draft
 from afm_mlx.engine.speculation.drafting import Drafting
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import Model, is_afm
-from afm_mlx.model.protocols import Cache
 
 # This many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch,
 # where the other rows wait for them, and the row's cache is taken out and put back.

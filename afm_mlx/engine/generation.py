@@ -33,8 +33,8 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import LogitsProcessor, Request, Sampler, token_ids
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.protocols import Cache
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
 

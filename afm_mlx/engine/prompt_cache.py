@@ -31,9 +31,8 @@ from afm_mlx.checkpoint.safetensors_file import (
 )
 from afm_mlx.errors import CacheFileError, CheckpointError, named, shown
 from afm_mlx.files import atomic_write
-from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, KVCache, NoKVCache
+from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, Cache, KVCache, NoKVCache
 from afm_mlx.model.model import Model
-from afm_mlx.model.protocols import Cache
 from afm_mlx.threads import in_mlx_thread
 
 FORMAT = "afm-mlx prompt cache"

@@ -32,7 +32,6 @@ from afm_mlx.errors import (
     RequestError,
     shown,
 )
-from afm_mlx.model.protocols import Cache
 from afm_mlx.tokenizer.protocol import Detokenizer
 
 if TYPE_CHECKING:

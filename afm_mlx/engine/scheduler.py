@@ -25,9 +25,8 @@ from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS
-from afm_mlx.model.kv_cache import STEP, TAIL
+from afm_mlx.model.kv_cache import STEP, TAIL, Cache
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.protocols import Cache
 
 PATIENCE = 64
 """Rows that may overtake a row which waits until one of a batch's adapters is free."""

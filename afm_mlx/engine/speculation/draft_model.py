@@ -15,8 +15,8 @@ from afm_mlx.engine.batch import change_entries, extend_cache, reserve_columns
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.sampling import Draw, draw
 from afm_mlx.engine.speculation.draft_tokens import Draft
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import Model
-from afm_mlx.model.protocols import Cache
 
 FEW = 32
 """Tokens that a row is fed in a step of all rows; more are prefilled."""

@@ -21,8 +21,8 @@ from afm_mlx.engine.row import Row
 from afm_mlx.engine.speculation.draft_model import FEW, DraftModel
 from afm_mlx.engine.speculation.draft_tokens import Draft, Drafter, PromptLookup
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import Model, is_afm
-from afm_mlx.model.protocols import Cache
 
 
 @dataclass(frozen=True)
