@@ -32,6 +32,7 @@ from afm_mlx.errors import (
     RequestError,
     shown,
 )
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.tokenizer.protocol import Detokenizer
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Row:
         )
         self.sampler_vocab_size: int | None = None  # None until a sampler was called
         self._context: mx.array | None = None  # for logits processors
-        self._reported = -1 if request.on_prefill else len(request.prompt)
+        self._reported = -1  # prompt tokens that `on_prefill` knows of
 
     # -- the adapter
 
@@ -84,7 +85,6 @@ class Row:
         return None if self.lease is None else self.lease.resident
 
     def release(self) -> None:
-        """Release the lease on the adapter."""
         if self.lease is not None:
             self.lease.release()
 
@@ -92,7 +92,6 @@ class Row:
 
     @property
     def is_full(self) -> bool:
-        """True if the cache is full."""
         return self.bound is not None and self.position >= self.bound
 
     @property
@@ -121,11 +120,10 @@ class Row:
         """Call `on_prefill` if more prompt tokens are done than it knows. Its error is the row's."""
         whole = len(self.request.prompt)
         done = min(done, whole)
-        if done <= self._reported:
+        if self.request.on_prefill is None or done <= self._reported:
             return
         self._reported = done
         try:
-            assert self.request.on_prefill is not None
             self.request.on_prefill(done, whole)
         except Exception as error:
             self.error = self.error or error
@@ -154,7 +152,7 @@ class Row:
 
         If `max_logit` is NaN or infinite, no token could be drawn, and the row ends with an error.
         """
-        if self._reported < len(self.request.prompt):
+        if self.request.on_prefill is not None:
             self.report(len(self.request.prompt))
         if self.error is None:
             if not math.isfinite(max_logit):
@@ -166,13 +164,8 @@ class Row:
                 )
             if self.error is not None:
                 return [self.failure()]
-        text, reason = self._accept(token)
-        error = self.error if reason == "error" else None
-        cached = self.cached_tokens
-        responses = [
-            TokenResponse(self.id, token, text, logprobs, reason, error, cached_tokens=cached)
-        ]
-        if reason is None and self.matcher is not None:
+        responses = [self._respond(token, logprobs)]
+        if responses[0].finish_reason is None and self.matcher is not None:
             responses += self.take_forced()
         if responses[-1].finish_reason is not None:
             responses[-1].draft_counts = self.draft_counts
@@ -189,17 +182,13 @@ class Row:
             self.error = problem  # the next token ends the row
             return responses
         for token in forced:
-            text, reason = self._accept(token)
             logprobs = None
             if self.request.logprobs:  # there was no alternative
                 assert self.vocab_size is not None
                 logprobs = mx.where(mx.arange(self.vocab_size) == token, 0.0, -math.inf)
-            error = self.error if reason == "error" else None
-            response = TokenResponse(self.id, token, text, logprobs, reason, error, is_forced=True)
-            response.cached_tokens = self.cached_tokens
-            responses.append(response)
+            responses.append(self._respond(token, logprobs, is_forced=True))
             self.pending.append(token)
-            if reason is not None:
+            if responses[-1].finish_reason is not None:
                 break
         self.sampled = len(self.tokens)
         return responses
@@ -212,6 +201,16 @@ class Row:
             text = ""
         cached = self.cached_tokens
         return TokenResponse(self.id, -1, text, None, "error", self.error, cached_tokens=cached)
+
+    def _respond(
+        self, token: int, logprobs: mx.array | None, is_forced: bool = False
+    ) -> TokenResponse:
+        """Append the answer's next token, and make its response."""
+        text, reason = self._accept(token)
+        response = TokenResponse(self.id, token, text, logprobs, reason, is_forced=is_forced)
+        response.error = self.error if reason == "error" else None
+        response.cached_tokens = self.cached_tokens
+        return response
 
     def _accept(self, token: int) -> tuple[str, str | None]:
         """Append the answer's next token; return the text to show and the finish reason."""
@@ -244,39 +243,29 @@ class Row:
             if self.error is not None:
                 reason = "error"
             is_cut_off = reason is not None and matcher is not None and not matcher.is_complete
-            if is_cut_off and self._complete():
-                self.error, reason, is_cut_off = None, "length", False
+            # True if nothing ends the row except a limit: of tokens, or of the context.
+            is_at_limit = self.error is None or isinstance(self.error, ContextLengthError)
+            if is_cut_off and is_at_limit and self.request.at_limit == "complete":
+                from afm_mlx.guidance.matcher import shortest_completion
+
+                assert matcher is not None
+                if (completion := shortest_completion(matcher)) is not None:
+                    for each in completion:
+                        self.text.add(each)
+                    self.error, reason, is_cut_off = None, "length", False
             text, stopped = self.text.show(ended=reason is not None)
             reason = "stop" if stopped else reason
             if is_cut_off or (stopped and matcher is not None and not matcher.is_complete):
-                self._fail_incomplete(reason or "")
+                if is_at_limit:
+                    self._fail_incomplete(reason or "")
                 reason = "error"
             return text, reason
         except Exception as error:
             self.error = self.error or error
             return "", "error"
 
-    @property
-    def _is_at_limit(self) -> bool:
-        """True if nothing ends the row except a limit: of tokens, or of the context."""
-        return self.error is None or isinstance(self.error, ContextLengthError)
-
-    def _complete(self) -> bool:
-        """Append the shortest text that meets the constraint; False if none is wanted or found."""
-        if self.request.at_limit != "complete" or not self._is_at_limit:
-            return False
-        from afm_mlx.guidance.matcher import shortest_completion
-
-        assert self.matcher is not None
-        completion = shortest_completion(self.matcher)
-        for token in completion or ():
-            self.text.add(token)
-        return completion is not None
-
     def _fail_incomplete(self, reason: str) -> None:
         """Set the error of an answer that ends before its constraint is met."""
-        if not self._is_at_limit:
-            return
         assert self.matcher is not None
         causes = {
             "length": f"it had {len(self.tokens)} tokens",
@@ -293,7 +282,7 @@ class Row:
 
 
 def _no_token_error(max_logit: float, request: Request) -> LogitsError:
-    """Return the error of a row for which no token could be drawn: its largest logit is NaN or infinite."""
+    """Return the error of a row whose largest logit is NaN or infinite."""
     if max_logit == -math.inf and request.constraint is not None:
         return LogitsError(
             f"The {request.constraint.what} allows no token here whose logit is above -infinity. Leave out "
@@ -317,10 +306,7 @@ def _no_token_error(max_logit: float, request: Request) -> LogitsError:
 
 
 class AnswerText:
-    """The text of an answer, without its stop strings and its first `hidden` characters.
-
-    These repeat the prompt's end (`heal_prompt`).
-    """
+    """An answer's text, without stop strings and the `hidden` characters that repeat the prompt's end."""
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), hidden: int = 0):
         self._detokenizer = detokenizer
@@ -353,13 +339,10 @@ class AnswerText:
 class StopStrings:
     """Finds stop strings in a growing text, and withholds an end that may be the beginning of one.
 
-    Each character is looked at once, however long the strings are: for each string, the state is the number of
-    its first characters that the text ends with.
+    The first string to be completed ends the text, the longest of several. Each character is looked at once,
+    however long the strings are: the state of a string is the number of its characters that the text ends with.
 
     Source: Knuth, Morris and Pratt, "Fast Pattern Matching in Strings" (SIAM J. Comput. 6, 1977).
-
-    Args:
-        stop: the strings; the first one to be completed ends the text, the longest of several.
     """
 
     def __init__(self, stop: Sequence[str]):
@@ -408,8 +391,7 @@ def _borders(string: str) -> list[int]:
 class RowAdapters:
     """Leases the adapters of an engine's rows from its pool, and activates them in its model.
 
-    Without a pool, rows have no adapter except one that is attached to the model. `RequestError` is raised if
-    the pool is another model's, or the model has an attached adapter as well.
+    Without a pool, rows have no adapter except one that is attached to the model.
     """
 
     def __init__(self, model: nn.Module, pool: AdapterPool | None):
@@ -431,7 +413,7 @@ class RowAdapters:
             )
 
     def lease(self, adapter: AdapterChoice | None) -> Lease | None:
-        """Lease the adapter that a request names, and start loading it; None for none."""
+        """Lease the adapter that a request names, and start loading it."""
         if adapter is None:
             return None
         if self._pool is None:
@@ -442,7 +424,7 @@ class RowAdapters:
         return self._pool.request(adapter)
 
     def wait(self, rows: Iterable[Row], seconds: float) -> None:
-        """Wait until the first of the rows' adapters is loaded or has failed; at once if no row has one."""
+        """Wait until the first of the rows' adapters is loaded or has failed, if any row has one."""
         leases = [row.lease for row in rows if row.lease is not None]
         if self._pool is not None and leases:
             self._pool.wait(leases, seconds)
@@ -459,10 +441,7 @@ class RowAdapters:
         return "" if row.adapter is None else row.adapter.fingerprint
 
     def refusal(self, row: Row, cache: Cache) -> Exception | None:
-        """Return why a row can't start: its adapter has failed to load, or its cache was filled under another.
-
-        None if the row can start, and while its adapter loads.
-        """
+        """Return why a row can't start: its adapter failed to load, or its cache was filled under another."""
         if row.lease is not None and not row.lease.ready:
             failure: Exception | None = row.lease.error
             return failure

@@ -65,7 +65,7 @@ def row_positions(inputs: mx.array, segments: mx.array | None = None) -> Positio
 
     `segments` (B, L) are equal for the tokens of one sample, which are consecutive; None if each row is one
     sample. Padding has another number, so it sees itself, and no query is without a key. With segments, offsets
-    are (B, L) int32, each sample's from 0, and the mask is boolean, (B, 1, L, L), True where a query sees a key.
+    are (B, L) int32, each sample's from 0, and the mask is boolean (B, 1, L, L), True where a query sees a key.
     """
     if segments is None:
         return Positions(0, causal_mask(inputs.shape[1]))

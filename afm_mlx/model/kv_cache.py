@@ -534,7 +534,7 @@ class ZooKVCache(KVCache):
 
 
 class NoKVCache:
-    """The entry of a block without keys and values: mlx-lm takes a cache to have `len(model.layers)` entries."""
+    """The entry of a block that writes no keys and values: mlx-lm expects `len(model.layers)` entries."""
 
     offset = 0
     nbytes = 0
