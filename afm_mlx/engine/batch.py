@@ -23,38 +23,28 @@ from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import Model, is_afm
 
 Entry = Any
-"""A `BatchEntry`, with the arrays of its class: ours, or one of mlx-lm's."""
-
-
-# -- batches
+"""An entry of a batch's cache: ours, or one of mlx-lm's."""
 
 
 @dataclass
 class RowBatch:
     """Rows that share one cache."""
 
+    by_block: bool  # see `RowCaches`
     rows: list[Row] = field(default_factory=list)  # B of them
     cache: Cache = field(default_factory=list)  # one entry per block, of B rows
     inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))  # (B,) to feed next
     adapters: BatchAdapters | None = None  # None when no row has one
-    by_block: bool = False  # see `RowCaches`
 
     def join(self, other: RowBatch) -> None:
-        """Append the rows of another batch."""
-        if not other.rows:
-            return
-        if not self.rows:
-            self.rows, self.cache, self.inputs = other.rows, other.cache, other.inputs
-            self.adapters = other.adapters
-            return
-        extend_cache(self.cache, other.cache, self.by_block)
-        self.rows = self.rows + other.rows
-        self.inputs = mx.concatenate([self.inputs, other.inputs])
-        self.adapters = batch_adapters(self.rows)
-
-    def drop(self, ids: set[int]) -> None:
-        """Remove rows, by their ids, and release their adapters."""
-        self.keep([i for i, row in enumerate(self.rows) if row.id not in ids])
+        """Append the rows of another batch, which loses its arrays."""
+        if self.rows and other.rows:
+            extend_cache(self.cache, other.cache, self.by_block)
+            self.rows = self.rows + other.rows
+            self.inputs = mx.concatenate([self.inputs, other.inputs])
+            self.adapters = batch_adapters(self.rows)
+        elif other.rows:
+            vars(self).update(vars(other))
 
     def keep(self, indices: list[int]) -> None:
         """Keep the rows of these indices; remove all others, and release the removed rows' adapters."""
@@ -65,28 +55,27 @@ class RowBatch:
         self._select(indices)
         if not self.rows:
             self.cache = []
-        change_entries(self.cache, lambda entry: filter_rows(entry, indices), self.by_block)
+        change_entries(self.cache, lambda entry: _filter_rows(entry, indices), self.by_block)
 
     def take_out(self, index: int) -> tuple[Row, Cache]:
         """Remove a row that will come back: it keeps its adapter. Return it with its cache.
 
         The cache is the batch's own if there are no other rows, else one for `RowCaches.merged`.
         """
-        row = self.rows[index]
-        if len(self.rows) == 1:
-            cache, self.rows, self.cache = self.cache, [], []
-            self.inputs, self.adapters = self.inputs[:0], None
-            return row, cache
+        row, taken = self.rows[index], self.cache
         others = [i for i in range(len(self.rows)) if i != index]
-        taken: Cache = []
+        if not others:
+            self.cache = []
+        else:
+            taken = []
 
-        def take(entry: Entry) -> None:
-            taken.append(entry.extract(index))
-            if self.by_block and not taken[-1].empty():
-                mx.eval(taken[-1].state)
-            filter_rows(entry, others)
+            def take(entry: Entry) -> None:
+                taken.append(entry.extract(index))
+                if self.by_block and not taken[-1].empty():
+                    mx.eval(taken[-1].state)
+                _filter_rows(entry, others)
 
-        change_entries(self.cache, take, self.by_block)
+            change_entries(self.cache, take, self.by_block)
         self._select(others)
         return row, taken
 
@@ -108,7 +97,7 @@ class Prefill:
     cancelled: set[int] = field(default_factory=set)  # ids of rows
 
     @classmethod
-    def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool = False) -> Prefill:
+    def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
         """Make the prefill of rows with this cache, one entry per block, of all rows."""
         pending = [row.pending for row in rows]
         lengths = [len(tokens) - 1 for tokens in pending]
@@ -117,16 +106,14 @@ class Prefill:
         if any(padding):
             for entry in cache:
                 entry.prepare(lengths=lengths, right_padding=padding)
-        tokens = mx.array(
-            [ids[:-1] + [0] * pad for ids, pad in zip(pending, padding, strict=True)], mx.int32
-        ).reshape(len(rows), longest)
+        padded = [ids[:-1] + [0] * pad for ids, pad in zip(pending, padding, strict=True)]
+        tokens = mx.array(padded, mx.int32).reshape(len(rows), longest)
         last = mx.array([ids[-1] for ids in pending], dtype=mx.int32)
         for row, length in zip(rows, lengths, strict=True):
             row.position += length
             row.pending = []
-        return cls(
-            RowBatch(list(rows), cache, last, batch_adapters(rows), by_block), tokens, lengths
-        )
+        batch = RowBatch(by_block, list(rows), cache, last, batch_adapters(rows))
+        return cls(batch, tokens, lengths)
 
     @property
     def left(self) -> int:
@@ -138,9 +125,6 @@ class Prefill:
         for row, length in zip(self.batch.rows, self.lengths, strict=True):
             if not row.is_prompt_fed and row.id not in self.cancelled:
                 row.report(row.position - row.start - max(0, length - self.done))
-
-
-# -- caches
 
 
 class RowCaches:
@@ -241,20 +225,18 @@ class RowCaches:
             is_zoo = all(type(entry) is MlxKVCache for entries in blocks for entry in entries)
         merged: Cache = []
         for entries in blocks:
-            merged.append(
-                ZooKVCache.of_rows(entries) if is_zoo else entries[0].merge(list(entries))
-            )
+            entry = ZooKVCache.of_rows(entries) if is_zoo else entries[0].merge(list(entries))
+            merged.append(entry)
             if self.by_block:
-                for entry in entries:
-                    _drop_arrays(entry)
-                _evaluate(merged[-1])
+                for source in entries:
+                    _drop_arrays(source)
+                _evaluate(entry)
         return merged
 
     def bound(self, cache: Cache) -> int | None:
-        """Return the number of tokens at which a row has to end.
+        """Return the number of tokens at which a row has to end; None with a sliding window or mlx-lm's model.
 
-        Returns None with a sliding window, and for mlx-lm's models. If the engine was given no limit, the
-        cache's limit holds, however large.
+        If the engine was given no limit, the cache's limit holds, however large.
         """
         if not self._is_afm or self.sliding:
             return None
@@ -298,7 +280,6 @@ def run_shapes(model: nn.Module, cache: Cache) -> None:
 
 
 def _described(entry: Entry) -> str:
-    """Describe the kind of a cache's entry; rows of one batch must have the same."""
     if isinstance(entry, KVCache):
         stored = "int8 codes" if entry.int8 else "floats"
         window = f" in a sliding window of {entry.max_size}" if entry.sliding_window else ""
@@ -316,14 +297,9 @@ def kind_of(cache: Cache) -> tuple[str | None, int | None, bool]:
 
 
 def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
-    """Replace an empty cache's entries by ones with another storage or sliding window.
+    """Replace an empty cache's entries by ones with another storage or sliding window (None to leave each).
 
     A cache that holds tokens, or has a window, stays as it is.
-
-    Args:
-        cache: the cache, which is changed.
-        kv: "int8" or "float" storage; None to leave it.
-        window: number of tokens in the sliding window; None for no window.
     """
     for i, entry in enumerate(cache):
         if isinstance(entry, KVCache) and entry.empty() and not entry.sliding_window:
@@ -333,7 +309,7 @@ def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
 
 
 def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: str) -> None:
-    """Fill a caller's cache with a batch's row, evaluated so that any thread can use it.
+    """Fill a caller's cache with a row of a batch's, evaluated so that any thread can use it.
 
     Args:
         batch: the batch's cache.
@@ -354,14 +330,11 @@ def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: s
 
 def extend_cache(cache: Cache, other: Cache, by_block: bool) -> None:
     """Append the rows of another batch's cache, which loses its arrays."""
-    others = iter(other)
-
-    def extend(entry: Entry) -> None:
-        source = next(others)
+    for entry, source in zip(cache, other, strict=True):
         entry.extend(source)
         _drop_arrays(source)
-
-    change_entries(cache, extend, by_block)
+        if by_block:
+            _evaluate(entry)
 
 
 def change_entries(
@@ -374,7 +347,7 @@ def change_entries(
             _evaluate(entry)
 
 
-def filter_rows(entry: Entry, rows: Sequence[int]) -> None:
+def _filter_rows(entry: Entry, rows: Sequence[int]) -> None:
     """Keep only these rows of a batch's entry, and the columns that they use."""
     entry.filter(rows)
     # mlx-lm's keeps all columns.

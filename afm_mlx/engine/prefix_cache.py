@@ -432,17 +432,17 @@ class RowPrefixes:
         self._layouts: dict[Hashable, PageLayout] = {}  # by kind of cache
         prefixes.serve(model)
 
-    def is_ready(self, row: Row, cache: Cache) -> bool:
+    def is_ready(self, row: Row) -> bool:
         """True once the prompt's stored pages are in memory; else starts reading them."""
         folder = self._prefixes.folder
-        if folder is None or row.request.cache is not None or not _can_be_cut(cache):
+        if folder is None or row.request.cache is not None or not _can_be_cut(row.cache):
             return True
         if (read := self._reads.get(row.id)) is None:
-            key, tokens = self._key(row, cache), row.pending[:-1]
+            key, tokens = self._key(row), row.pending[:-1]
             first, names = self._prefixes.stored(key, tokens)
             if not names:
                 return True
-            read = _Read(key, tokens, first, folder.read(names, self._layout(cache)))
+            read = _Read(key, tokens, first, folder.read(names, self._layout(row.cache)))
             self._reads[row.id] = read
         if not read.pages.done():
             return False
@@ -457,16 +457,16 @@ class RowPrefixes:
         if reads:
             wait(reads, seconds, FIRST_COMPLETED)
 
-    def begin(self, row: Row, cache: Cache) -> None:
+    def begin(self, row: Row) -> None:
         """Fill a row's empty cache with the kept beginning of its prompt; the last token remains to be fed."""
-        if row.request.cache is not None or not _can_be_cut(cache):
+        if row.request.cache is not None or not _can_be_cut(row.cache):
             return
         self._reads.pop(row.id, None)
-        row.prefix_key = self._key(row, cache)
+        row.prefix_key = self._key(row)
         arrays, found = self._prefixes.find(row.prefix_key, row.pending[:-1], self._by_block)
         row.cached_tokens = min(found, len(row.request.prompt))
         if found:
-            _fill(cache, arrays)
+            _fill(row.cache, arrays)
             row.position += found
             row.pending = row.pending[found:]
 
@@ -499,8 +499,8 @@ class RowPrefixes:
         self._reads.clear()
         self._prefixes.drop_newest()
 
-    def _key(self, row: Row, cache: Cache) -> Hashable:
-        first = cache[0]
+    def _key(self, row: Row) -> Hashable:
+        first = row.cache[0]
         kind = first.kind if isinstance(first, KVCache) else ("float", None, False)
         window = kind[1] if kind[2] else None
         return (row.request.client, self._adapters.fingerprint(row), kind[0], window)

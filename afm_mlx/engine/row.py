@@ -4,7 +4,7 @@ A row knows its tokens and its text. It takes the tokens that were drawn for it 
 constraint forces (`Row.take_forced`), and makes the responses. Whatever its caller's code raises (sampler,
 logits processors, callbacks, detokenizer) is kept in `Row.error` and ends this row alone.
 
-While a row waits, the scheduler holds its cache; while it runs, its cache is a row of a batch's (`batch.py`).
+While a row waits, it has a cache of its own; while it runs, its cache is a row of a batch's (`batch.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -46,13 +46,14 @@ class Row:
     id: int  # as `Engine.submit` returned it
     request: Request  # checked
     text: AnswerText
+    cache: Cache = field(default_factory=list)  # while the row waits
     end_tokens: Collection[int] = ()
+    vocab_size: int | None = None  # number of the model's logits; None if its config doesn't say
     start: int = 0  # tokens in the cache before the prompt
     bound: int | None = None  # tokens that the cache may hold; None for no limit
     seed: int = 0  # of the row's random stream
     matcher: Matcher | None = None  # the answer's state under the request's constraint
     lease: Lease | None = None  # the row's hold on its adapter
-    vocab_size: int | None = None  # number of the model's logits; None if its config doesn't say
     columns: int = 0  # that the cache can grow to; 0 if the engine has no memory budget
     draft_counts: DraftCounts | None = None  # None without speculation
 
@@ -64,6 +65,7 @@ class Row:
         self.sampled = 0  # number of the answer's tokens, read back or not
         self.error: Exception | None = None  # ends the row with its next response
         self.is_prompt_fed = False
+        self.overtaken = 0  # later rows with adapters that started while this one could not
         self.cached_tokens = 0  # tokens of the prompt that the prefix cache had
         self.prefix_key: Hashable = None  # None if the row has no prefix cache
         # False if the largest logit is enough for each response.
@@ -440,13 +442,13 @@ class RowAdapters:
             return adapter_fingerprint(self._model) or ""
         return "" if row.adapter is None else row.adapter.fingerprint
 
-    def refusal(self, row: Row, cache: Cache) -> Exception | None:
+    def refusal(self, row: Row) -> Exception | None:
         """Return why a row can't start: its adapter failed to load, or its cache was filled under another."""
         if row.lease is not None and not row.lease.ready:
             failure: Exception | None = row.lease.error
             return failure
-        filled_under: str | None = getattr(cache[0], "adapter", None)
-        if filled_under is None or cache[0].empty():
+        filled_under: str | None = getattr(row.cache[0], "adapter", None)
+        if filled_under is None or row.cache[0].empty():
             return None
         if filled_under == (wanted := self.fingerprint(row)):
             return None

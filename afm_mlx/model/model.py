@@ -62,10 +62,15 @@ class WritingAttention(nn.Module):
     def head_options(self) -> HeadOptions:
         """Norms, int8 scales and RoPE of the heads."""
         config = self._config
-        scales = (self.quant_key_scale, self.quant_value_scale) if config.kv_bits else (None, None)
-        norms = self.q_norm.weight, self.k_norm.weight
+        int8 = bool(config.kv_bits)
         return HeadOptions(
-            *norms, *scales, config.num_kv_heads, config.rope_theta, config.rms_norm_eps
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.quant_key_scale if int8 else None,
+            self.quant_value_scale if int8 else None,
+            config.num_kv_heads,
+            config.rope_theta,
+            config.rms_norm_eps,
         )
 
     def __call__(
