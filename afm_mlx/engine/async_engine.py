@@ -65,9 +65,6 @@ class AsyncEngine:
         cancelled. After a `break`, the iterator is closed once nothing refers to it; `contextlib.aclosing`
         closes it at once.
 
-        Args:
-            request: the request.
-
         Raises:
             AFMError: if the request can't be honoured; and if the row can't go on, after the response that has
                 the text so far.
@@ -98,7 +95,7 @@ class AsyncEngine:
     # -- in MLX's thread
 
     def _made(self) -> Engine:
-        """Return the engine; it is made by the first call and belongs to this thread."""
+        """Return the engine, which the first call makes: it belongs to this thread."""
         if self._engine is None:
             with wired_memory(self._model):
                 self._engine = Engine(self._model, self._tokenizer, **self._options)
@@ -161,13 +158,7 @@ class AsyncEngine:
 
 
 class _Stream:
-    """A queue of one request's responses, from MLX's thread to an event loop.
-
-    Attributes:
-        row: id of the row; -1 until there is one.
-        arrived: set when there are responses to take.
-        ended: True once the last response was taken.
-    """
+    """A queue of one request's responses, from MLX's thread to an event loop."""
 
     def __init__(self) -> None:
         self.row = -1
@@ -188,7 +179,6 @@ class _Stream:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End the queue with an error."""
         if not isinstance(error, Exception):  # SystemExit must not end the caller's loop
             cause = error
             error = StepError(f"The request failed ({type(cause).__name__}: {cause}).")
@@ -198,11 +188,7 @@ class _Stream:
     # -- in the event loop
 
     def taken(self) -> Iterable[TokenResponse]:
-        """Remove and yield the responses that have arrived.
-
-        Raises:
-            Exception: the row's error, after its last response.
-        """
+        """Remove and yield the responses that have arrived; raise the row's error after its last one."""
         while self._items:
             response = self._items.popleft()
             error, self.ended = response.error, response.finish_reason is not None

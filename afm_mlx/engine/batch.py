@@ -58,10 +58,7 @@ class RowBatch:
         change_entries(self.cache, lambda entry: _filter_rows(entry, indices), self.by_block)
 
     def take_out(self, index: int) -> tuple[Row, Cache]:
-        """Remove a row that will come back: it keeps its adapter. Return it with its cache.
-
-        The cache is the batch's own if there are no other rows, else one for `RowCaches.merged`.
-        """
+        """Remove a row that comes back, with its adapter; return it and its cache, for `RowCaches.merged`."""
         row, taken = self.rows[index], self.cache
         others = [i for i in range(len(self.rows)) if i != index]
         if not others:
@@ -98,7 +95,6 @@ class Prefill:
 
     @classmethod
     def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
-        """Make the prefill of rows with this cache, one entry per block, of all rows."""
         pending = [row.pending for row in rows]
         lengths = [len(tokens) - 1 for tokens in pending]
         longest = max(lengths)
@@ -117,7 +113,6 @@ class Prefill:
 
     @property
     def left(self) -> int:
-        """Columns that are not yet in the cache."""
         return self.tokens.shape[1] - self.done
 
     def report(self) -> None:
@@ -130,8 +125,8 @@ class Prefill:
 class RowCaches:
     """Makes, checks, merges and measures the caches of an engine's rows.
 
-    With `by_block`, caches are grown, joined and split one block after the other, each evaluated before the
-    next, so that old and new arrays exist at the same time for one block only. Other arguments are `Engine`'s.
+    With `by_block`, caches are grown, joined and split one block after the other, so that old and new arrays
+    exist at the same time for one block only. Other arguments are `Engine`'s.
     """
 
     def __init__(
@@ -152,7 +147,6 @@ class RowCaches:
         self._takes_zoo_kv_cache = bool(marks) and all(marks)
 
     def make(self) -> Cache:
-        """Make an empty cache for one row."""
         if isinstance(self._model, Model):
             return list(self._model.make_cache(self._kv, self.limit, self.sliding))
         from mlx_lm.models.cache import make_prompt_cache
@@ -160,11 +154,7 @@ class RowCaches:
         return list(make_prompt_cache(self._model, max_kv_size=self.limit))
 
     def checked(self, cache: object) -> Cache:
-        """Return a caller's prompt cache under new handles, for the engine to go on with.
-
-        Raises:
-            RequestError: says how the cache differs from the engine's own.
-        """
+        """Return a caller's prompt cache under new handles; `RequestError` says how it differs from ours."""
         template = self.make()
         if not isinstance(cache, list | tuple) or len(cache) != len(template):
             got = f"{len(cache)} entries" if isinstance(cache, list | tuple) else shown(cache)
@@ -208,11 +198,7 @@ class RowCaches:
             )
 
     def merged(self, caches: Sequence[Cache]) -> Cache:
-        """Join the caches of rows to the cache of one batch.
-
-        Raises:
-            RequestError: for caches that can't be batched.
-        """
+        """Join the caches of rows to the cache of one batch."""
         if not all(hasattr(entry, "merge") for entry in caches[0]):
             raise RequestError(
                 f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
@@ -244,11 +230,7 @@ class RowCaches:
         return min(bounds, default=self.limit)
 
     def bytes_per_token(self) -> list[int]:
-        """Return the bytes of one token's keys and values, for each block that has any.
-
-        Raises:
-            RequestError: if the model's caches don't say.
-        """
+        """Return the bytes of one token's keys and values, for each block that has any."""
         cache = self.make()
         run_shapes(self._model, cache)
         blocks: list[list[mx.array]] = []
@@ -309,14 +291,9 @@ def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
 
 
 def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: str) -> None:
-    """Fill a caller's cache with a row of a batch's, evaluated so that any thread can use it.
+    """Fill a caller's cache (`theirs`) with a row of a batch's, without its last `surplus` tokens.
 
-    Args:
-        batch: the batch's cache.
-        row: index of the row in the batch.
-        theirs: the caller's cache, which is changed.
-        surplus: number of tokens to leave out at the row's end.
-        adapter: fingerprint of the row's adapter, "" if it has none.
+    Its arrays are evaluated, so that any thread can use them. `adapter` is the row's fingerprint, "" for none.
     """
     for source, target in zip(batch, theirs, strict=True):
         ours = source.extract(row)
@@ -348,7 +325,6 @@ def change_entries(
 
 
 def _filter_rows(entry: Entry, rows: Sequence[int]) -> None:
-    """Keep only these rows of a batch's entry, and the columns that they use."""
     entry.filter(rows)
     # mlx-lm's keeps all columns.
     if type(entry).__name__ == "BatchKVCache" and entry.keys is not None:
@@ -376,7 +352,6 @@ def _evaluate(entry: Entry) -> None:
 
 
 def _drop_arrays(entry: Entry) -> None:
-    """Drop the arrays of an entry whose rows are in another one now."""
     if isinstance(entry, KVCache):
         entry.buffer = entry.tail = None
     elif hasattr(entry, "keys"):  # of mlx-lm's

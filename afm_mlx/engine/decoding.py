@@ -47,7 +47,6 @@ class SubmittedStep:
     forced: frozenset[int] = frozenset()  # ids of rows whose token was forced, and has its response
 
     def keep(self, indices: list[int]) -> SubmittedStep | None:
-        """Return the tokens of these rows only; None if there are none."""
         if not indices:
             return None
         index = mx.array(indices, dtype=mx.int32)
@@ -224,7 +223,6 @@ class DecodeBatch:
             self._logits = self._logits[mx.array(indices, mx.int32)] if indices else None
 
     def drop_all(self) -> list[Row]:
-        """Remove all rows, and release their adapters; their caches are not returned."""
         rows = self.batch.rows
         for row in rows:
             row.release()

@@ -26,23 +26,17 @@ _PAUSE = 32  # tokens that a row gets without drafts where they don't pay; twice
 
 @dataclass
 class Acceptance:
-    """How many draft tokens were accepted lately, of one row or of all rows.
-
-    Args:
-        proposed: number of draft tokens that were verified: those after a rejected one were not.
-        accepted: number of them that were accepted.
-    """
+    """How many draft tokens were verified and accepted lately, of one row or of all rows."""
 
     proposed: float = _WEIGHT
     accepted: float = _WEIGHT * _FIRST_RATE
 
     @property
     def rate(self) -> float:
-        """Probability that a draft token is accepted."""
         return self.accepted / self.proposed
 
     def count(self, proposed: int, accepted: int) -> None:
-        """Record verified draft tokens, and how many of them were accepted."""
+        """Record verified draft tokens (those after a rejected one were not), and how many were accepted."""
         if self.proposed > _MEMORY:
             self.proposed, self.accepted = self.proposed / 2, self.accepted / 2
         self.proposed += proposed
@@ -90,11 +84,8 @@ def best_count(
 ) -> int:
     """Return the number of draft tokens per row with which a step gives the most tokens per second, or 0.
 
-    Args:
-        rows: rows of the batch.
-        acceptances: of the rows that have draft tokens; the others get one token a step.
-        costs: of the model's steps.
-        draft_seconds: seconds that another draft token for all rows takes.
+    `acceptances` are those of the rows that have draft tokens; the others get one token a step. Another draft
+    token for all rows takes `draft_seconds`.
     """
 
     def speed(count: int) -> float:
@@ -136,6 +127,5 @@ class DraftCounts:
         return f"{share}; off for a while, because they didn't pay" if self.pauses else share
 
     def pause(self, length: int) -> None:
-        """Draft nothing for a while; `length` is the answer's so far."""
         self.paused_until = length + _PAUSE * 2**self.pauses
         self.pauses += 1

@@ -29,7 +29,13 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint, base_model_fingerprint
 from afm_mlx.engine.batch import run_shapes
-from afm_mlx.engine.prefix_cache_folder import PageLayout, PrefixFolder, StoredPage, page_name
+from afm_mlx.engine.prefix_cache_folder import (
+    PageLayout,
+    Places,
+    PrefixFolder,
+    StoredPage,
+    page_name,
+)
 from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError
 from afm_mlx.model.kv_cache import Cache, KVCache, NoKVCache, ZooKVCache
@@ -47,9 +53,7 @@ class Columns:
     """Keys and values of some tokens, for all of a model's blocks."""
 
     groups: list[mx.array]  # (arrays of one shape and type, heads, tokens, head_dim)
-    places: tuple[
-        tuple[int, int], ...
-    ]  # for each array of the cache, its group and its index there
+    places: Places  # for each array of the cache, its group and its index there
 
     @property
     def nbytes(self) -> int:
@@ -73,16 +77,14 @@ class Columns:
 
         With `apart`, each array owns its memory; else the arrays of a group are views of one, which is faster.
         """
+
+        def join(arrays: Iterable[mx.array]) -> mx.array:
+            return mx.concatenate(list(arrays), axis=2)[:, :, :tokens]
+
         if apart:
-            return [
-                mx.concatenate([p.groups[group][at : at + 1] for p in parts], axis=2)[:, :, :tokens]
-                for group, at in parts[0].places
-            ]
-        groups = [
-            mx.concatenate(group, axis=2)[:, :, :tokens]
-            for group in zip(*(part.groups for part in parts), strict=True)
-        ]
-        return [groups[group][at : at + 1] for group, at in parts[0].places]
+            return [join(p.groups[i][at : at + 1] for p in parts) for i, at in parts[0].places]
+        groups = [join(group) for group in zip(*(part.groups for part in parts), strict=True)]
+        return [groups[i][at : at + 1] for i, at in parts[0].places]
 
 
 @dataclass(eq=False)
@@ -106,11 +108,7 @@ class _Page:
         return columns + len(self.name) + _OVERHEAD
 
     def nearest(self, name: bytes) -> tuple[_Page | None, int]:
-        """Find the page below whose tokens have the longest common prefix with `name` (tokens as bytes).
-
-        Returns:
-            The page, or None if none shares a token; and the length of the common prefix in tokens.
-        """
+        """Find the page below with the longest common prefix with `name`, and that prefix's tokens."""
         # In the order of names, it is one of the two neighbours.
         at = bisect_left(self.names, name)
         best, most = None, 0
@@ -185,11 +183,7 @@ class PrefixCache:
             folder.close()
 
     def serve(self, model: nn.Module) -> None:
-        """Bind the cache to a model.
-
-        Raises:
-            RequestError: if the cache serves another model.
-        """
+        """Bind the cache to a model; raise `RequestError` if it serves another."""
         if self._model is None:
             self._model = weakref.ref(model)
             if self.folder is not None:
@@ -204,13 +198,8 @@ class PrefixCache:
     ) -> tuple[list[mx.array], int]:
         """Find the longest kept beginning of some tokens.
 
-        Args:
-            key: what keys and values depend on besides the tokens, and who may see them.
-            tokens: ids of the tokens.
-            apart: see `Columns.joined`.
-
-        Returns:
-            Arrays (1, heads, found tokens, head_dim), as they were kept; and how many tokens were found.
+        `key` is what keys and values depend on besides the tokens, and who may see them; for `apart`, see
+        `Columns.joined`. Returns arrays (1, heads, found tokens, head_dim), and how many tokens were found.
         """
         self.queries += len(tokens)
         path, found = self._path(key, _named(tokens))
@@ -222,10 +211,7 @@ class PrefixCache:
     def keep(self, key: Hashable, tokens: Sequence[int], arrays: Sequence[mx.array]) -> None:
         """Keep the keys and values of some tokens that are not kept yet, as far as the budget allows.
 
-        Args:
-            key: see `find`.
-            tokens: ids of the tokens, from the first on.
-            arrays: (1, heads, number of tokens or more, head_dim) each.
+        `tokens` begin with the first one; `arrays` are (1, heads, number of tokens or more, head_dim) each.
         """
         if tokens and arrays:
             per_token = sum(array.nbytes // array.shape[2] for array in arrays)
@@ -309,14 +295,8 @@ class PrefixCache:
     def take_in(
         self, key: Hashable, tokens: Sequence[int], first: int, stored: Sequence[StoredPage]
     ) -> None:
-        """Keep pages that were read from the folder.
-
-        Args:
-            key, tokens: the arguments of `stored`.
-            first: the number of the first page, which `stored` returned.
-            stored: the pages.
-        """
-        parts = [Columns([array.array() for array in arrays], places) for places, arrays in stored]
+        """Keep pages that were read from the folder, the first of which has the number `first`."""
+        parts = [Columns(page.groups(), page.layout.places) for page in stored]
 
         def columns_of(start: int, stop: int) -> Columns | None:
             index = start // PAGE - first  # below 0 when memory has forgotten those before
@@ -417,11 +397,7 @@ class _Read:
 
 
 class RowPrefixes:
-    """Fills the caches of an engine's rows from its prefix cache, and keeps there what rows have computed.
-
-    Raises:
-        RequestError: if the prefix cache is another model's.
-    """
+    """Fills the caches of an engine's rows from its prefix cache, and keeps there what rows have computed."""
 
     def __init__(
         self, model: nn.Module, prefixes: PrefixCache, adapters: RowAdapters, by_block: bool
@@ -452,7 +428,6 @@ class RowPrefixes:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Wait until one of the files that are being read is there; at once if none is."""
         reads = [read.pages for read in self._reads.values() if not read.is_in_memory]
         if reads:
             wait(reads, seconds, FIRST_COMPLETED)
@@ -471,13 +446,9 @@ class RowPrefixes:
             row.pending = row.pending[found:]
 
     def keep(self, row: Row, cache: Cache, index: int, fed: int | None = None) -> None:
-        """Keep the keys and values that a row has computed.
+        """Keep what a row has computed, from its place `index` in a batch's cache.
 
-        Args:
-            row: the row.
-            cache: the cache of the row's batch.
-            index: index of the row in the batch.
-            fed: number of the row's tokens that are in the cache; None for its whole prompt and answer.
+        `fed` is the number of the row's tokens in the cache; None for its whole prompt and answer.
         """
         if row.prefix_key is not None and (arrays := _arrays(cache, index)) is not None:
             count = row.position - row.surplus if fed is None else fed
@@ -485,17 +456,14 @@ class RowPrefixes:
             self._prefixes.keep(row.prefix_key, tokens, arrays)
 
     def forget(self, row_id: int) -> None:
-        """Drop what is being read for a row; unknown ids are ignored."""
         self._reads.pop(row_id, None)
 
     def advance(self, until_all_is_computed: bool = False) -> None:
-        """End a step; see `PrefixCache.advance`."""
         self._prefixes.advance()
         if until_all_is_computed:
             self._prefixes.advance()
 
     def drop_newest(self) -> None:
-        """Forget all rows, and what a step that raised may have kept."""
         self._reads.clear()
         self._prefixes.drop_newest()
 
@@ -506,7 +474,6 @@ class RowPrefixes:
         return (row.request.client, self._adapters.fingerprint(row), kind[0], window)
 
     def _layout(self, cache: Cache) -> PageLayout:
-        """Return the layout of the stored pages of rows with such an empty cache."""
         kind = cache[0].kind if isinstance(cache[0], KVCache) else None
         if kind not in self._layouts:
             probe = copy.deepcopy(cache)
@@ -542,7 +509,6 @@ def _arrays(cache: Cache, index: int) -> list[mx.array] | None:
 
 
 def _fill(cache: Cache, arrays: Iterable[mx.array]) -> None:
-    """Fill a row's empty cache with arrays of `_arrays`."""
     left = iter(arrays)
     for entry in cache:
         if isinstance(entry, KVCache):

@@ -233,13 +233,7 @@ def _check_tensors(
 
 @dataclass
 class Continuation:
-    """A prompt whose beginning is in a cache.
-
-    Args:
-        cache: keys and values of that beginning, for `stream_generate` or a `Request`.
-        rest: tokens of the prompt that are still to be fed, at least one.
-        answer: tokens that were generated after the prompt; the generating code appends them.
-    """
+    """A prompt whose beginning is in a cache."""
 
     cache: Cache
     rest: list[int]
@@ -249,10 +243,7 @@ class Continuation:
 class PromptCaches:
     """The cache of the last prompt of each adapter, for the next prompt to continue from.
 
-    Each adapter has its own cache: the keys and values of one are wrong for another.
-
-    Args:
-        new_cache: makes an empty cache of one row.
+    Each adapter has its own: the keys and values of one are wrong for another. `new_cache` makes an empty one.
     """
 
     def __init__(self, new_cache: Callable[[], Cache]):
@@ -269,16 +260,9 @@ class PromptCaches:
         """Lend the cache that holds most of a prompt, and keep it with what was fed to it.
 
         It is an empty cache if the adapter has none, or has one that can't be trimmed: a sliding window that
-        has forgotten tokens.
-
-        A cache is lent to one caller at a time. After an error it is kept with the tokens that it holds by
-        then. After Ctrl-C, which may have interrupted a write, it is kept only if it has the same tokens as
-        before.
-
-        Args:
-            prompt: all tokens, including the ones that the cache may hold; at least one.
-            adapter: name of the adapter that the prompt runs with, or another value that identifies it; None
-                for none.
+        has forgotten tokens. A cache is lent to one caller at a time. After an error it is kept with the tokens
+        that it holds by then. After Ctrl-C, which may have interrupted a write, it is kept only if it has the
+        same tokens as before.
         """
         cache, reused = self._take(prompt, adapter)
         run = Continuation(cache, list(prompt[reused:]))
@@ -308,10 +292,7 @@ class PromptCaches:
 
 
 def tokens_in(cache: Cache) -> int | None:
-    """Return how many tokens a cache of one row has seen; None if its entries don't say, or differ.
-
-    Recurrent layers of mlx-lm's models don't say, and can't be trimmed.
-    """
+    """Return how many tokens a cache of one row has seen; None if its entries don't say, or differ."""
     counts = {_tokens_in(entry) for entry in cache if not isinstance(entry, NoKVCache)}
     return counts.pop() if len(counts) == 1 else None
 

@@ -370,7 +370,6 @@ class StopStrings:
         return held[:safe], False
 
     def flush(self) -> str:
-        """Return the withheld text, once no more text comes."""
         held, self._held = self._held, ""
         return held
 
@@ -466,6 +465,5 @@ class RowAdapters:
 
 
 def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:
-    """Return the adapters that a batch's rows use; None if no row has one."""
     residents = [row.adapter for row in rows]
     return BatchAdapters.of(residents) if any(residents) else None

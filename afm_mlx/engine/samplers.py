@@ -76,7 +76,6 @@ def _integer(name: str, value: object, low: int = 0) -> int:
 
 
 def greedy(logprobs: mx.array) -> mx.array:
-    """Return the most likely tokens."""
     return mx.argmax(logprobs, axis=-1)
 
 
@@ -101,14 +100,9 @@ class FilteredSampler:
         return mx.take_along_axis(tokens, drawn[..., None], axis=-1)[..., 0]
 
     def candidates(self, logprobs: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Return the tokens that are left after filtering, with their logits.
+        """Return the logits over the temperature of the tokens that filters leave, and these tokens.
 
-        Args:
-            logprobs: (..., vocab_size).
-
-        Returns:
-            Logits over the temperature, -inf for filtered tokens; and the ids of their tokens, both (...,
-            top_k). Without top-k, (..., vocab_size) and None for all tokens in their order.
+        Both are (..., top_k), with -inf for filtered tokens; without top-k, (..., vocab_size) and None.
         """
         tokens, total = None, None
         if self.top_k and not self.xtc_probability:
@@ -146,10 +140,7 @@ def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
 def keep_top_p(logprobs: mx.array, top_p: float, total: mx.array | None) -> mx.array:
     """Drop each token (to -inf) whose more likely tokens have a probability of `top_p` together.
 
-    Args:
-        logprobs: (..., candidates).
-        top_p: more than 0.
-        total: (..., 1) probability of all tokens, if there are others than the candidates; else None.
+    `total` (..., 1) is the probability of all tokens, if there are others than the candidates; else None.
     """
     rising = mx.sort(logprobs, axis=-1)
     probabilities = mx.exp(rising.astype(mx.float32))
@@ -177,11 +168,7 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.
 def drop_top_choices(
     logprobs: mx.array, threshold: float, special_tokens: Sequence[int]
 ) -> mx.array:
-    """Drop all tokens (to -inf) above the threshold except the least likely of them (XTC).
-
-    Raises:
-        RequestError: for a special token that is not in the vocabulary.
-    """
+    """Drop all tokens (to -inf) above the threshold except the least likely of them (XTC)."""
     vocab_size = logprobs.shape[-1]
     if special_tokens and max(special_tokens) >= vocab_size:
         raise RequestError(

@@ -27,13 +27,10 @@ class Draw(NamedTuple):
 def sample(
     rows: Sequence[Row], logits: mx.array, inputs: mx.array, forced: Mapping[int, int]
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Draw the next token of each row; for the results, see `draw`.
+    """Draw the next token of each of B rows from logits (B, vocab_size); for the results, see `draw`.
 
-    Args:
-        rows: the B rows of a batch.
-        logits: (B, vocab_size) logits.
-        inputs: (B,) tokens that the logits follow.
-        forced: mapping from a row's index to the token that its constraint forces, in place of a drawn one.
+    `inputs` (B,) are the tokens that the logits follow. `forced` maps a row's index to the token that its
+    constraint forces, in place of a drawn one.
     """
     matched = {
         i: r.matcher for i, r in enumerate(rows) if r.matcher is not None and i not in forced
@@ -61,14 +58,10 @@ def sample(
 def draw(
     draws: Sequence[Draw], logits: mx.array, inputs: mx.array | None = None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Draw tokens, each by its row's own processors, sampler and random stream.
+    """Draw B tokens from logits (B, vocab_size), each by its row's own processors, sampler and random stream.
 
-    Whatever a row's own callables raise is kept in `Row.error`, so that the other rows go on.
-
-    Args:
-        draws: the B tokens to draw.
-        logits: (B, vocab_size) logits.
-        inputs: (B,) tokens that the logits follow; not needed if all draws have assumed tokens.
+    `inputs` (B,) are the tokens that the logits follow; not needed if all draws have assumed tokens. Whatever a
+    row's own callables raise is kept in `Row.error`, so that the other rows go on.
 
     Returns:
         Tokens (B,) int32, which a row's sampler may have drawn from outside the vocabulary
@@ -99,11 +92,9 @@ def draw(
 
 
 def _allowed(masks: Mapping[int, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return booleans, True for each logit that is allowed.
+    """Return booleans (B, vocab_size) = `shape`, True for each logit that its row's mask allows.
 
-    Args:
-        masks: mapping from a row's index to its mask, one bit per token; rows without a mask allow all tokens.
-        shape: (B, vocab_size), the shape of the logits and the result.
+    Rows without a mask, one bit per token by their index in `masks`, allow all.
     """
     bits = np.unpackbits(np.stack(list(masks.values())).view(np.uint8), axis=1, bitorder="little")
     width = min(bits.shape[1], shape[1])  # embeddings may have more rows than there are tokens
@@ -187,10 +178,7 @@ def _described(value: object) -> str:
 
 @contextmanager
 def _global_stream_kept() -> Iterator[None]:
-    """Leave the caller's `mx.random` stream where it was.
-
-    mlx-lm's samplers draw from the global stream; it is re-seeded for each row's draw and put back.
-    """
+    """Leave the caller's `mx.random` stream, which mlx-lm's samplers draw from, where it was."""
     high, low = mx.random.state[0].tolist()
     try:
         yield

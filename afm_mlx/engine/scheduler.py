@@ -74,12 +74,10 @@ class Scheduler:
         return [row for prefill in self.prefills for row in prefill.batch.rows]
 
     def add(self, row: Row) -> None:
-        """Queue a row."""
         self._since.setdefault(row.request.client, next(self._clock))
         self.waiting.append(row)
 
     def take_early(self) -> list[TokenResponse]:
-        """Remove and return the responses of `early`."""
         early, self.early = self.early, []
         for row, response in early:
             response.cached_tokens = row.cached_tokens
@@ -112,7 +110,6 @@ class Scheduler:
             decoding.join(prefill.batch)
 
     def _compute(self, prefill: Prefill, columns: int) -> None:
-        """Compute the keys and values of a prefill's next columns."""
         batch = prefill.batch
         tokens = prefill.tokens[:, prefill.done : prefill.done + columns]
         if self._caches.by_block:
@@ -130,7 +127,6 @@ class Scheduler:
         self._end_failed(prefill)
 
     def _end_failed(self, prefill: Prefill) -> None:
-        """End the rows of a prefill whose callbacks have raised."""
         for row in list(prefill.batch.rows):
             if row.error is not None and row.id not in prefill.cancelled:
                 self.early.append((row, row.failure()))
@@ -180,7 +176,6 @@ class Scheduler:
         return admitted
 
     def _in_turn(self, running: Sequence[Row]) -> list[Row]:
-        """Return the waiting rows, sorted by whose turn it is."""
         before = Counter(row.request.client for row in running)
         turns = {}
         for row in self.waiting:
@@ -228,7 +223,7 @@ class Scheduler:
         self._keep([row for row in self.waiting if row.id not in ids])
 
     def _cancel_prefill(self, row_id: int) -> None:
-        """Drop a row that prefills, and return its cache to the caller; unknown ids are ignored.
+        """Drop a row that prefills, and return its cache to the caller.
 
         Padded rows can't be taken apart before they are whole; so a row that shares a prefill stays until then.
         """
@@ -249,11 +244,7 @@ class Scheduler:
                 self.prefills.remove(prefill)
 
     def drop_started(self) -> list[Row]:
-        """Remove all rows that have started or have responses, and release their adapters.
-
-        Returns:
-            The rows that were in prefills.
-        """
+        """Remove all rows that have started or have responses; return those that were in prefills."""
         self._drop_waiting({r.id for r in self.waiting if r.sampled or r.error is not None})
         rows, self.prefills, self.early = self.rows, [], []
         for row in rows:
@@ -262,10 +253,7 @@ class Scheduler:
 
 
 def _can_start(row: Row, running: Iterable[Row]) -> bool:
-    """True if a row's adapter is loaded, and the batch with it has at most `MAX_ADAPTERS` adapters.
-
-    A row without an adapter can start. So can a row whose adapter has failed to load: it is refused next.
-    """
+    """True if a row has no adapter, or it failed to load (refused next), or is loaded and fits in the batch."""
     lease = row.lease
     if lease is None or lease.error is not None:
         return True
@@ -276,10 +264,9 @@ def _can_start(row: Row, running: Iterable[Row]) -> bool:
 
 
 def _must_not_overtake(row: Row, earlier: Iterable[Row]) -> bool:
-    """True if a row must wait for earlier rows, because `PATIENCE` rows with adapters have overtaken one.
+    """True if `PATIENCE` rows with adapters have overtaken an earlier row, whose adapter is loaded.
 
-    Of the earlier rows, only ones with loaded adapters count: they wait for rows to end. The pool keeps rows
-    with other adapters from being overtaken forever.
+    The pool keeps rows with other adapters from being overtaken forever.
     """
     if row.lease is None or not row.lease.ready:
         return False
@@ -348,11 +335,7 @@ class KVMemory:
         return rows * (columns * (self._column + self._copies) + TAIL * self._column)
 
     def columns(self, request: Request, held: int, bound: int | None) -> int:
-        """Return the columns that a row's cache can grow to, which has `held` tokens now; 0 without a budget.
-
-        Raises:
-            RequestError: if the row could never run, or nothing limits its tokens.
-        """
+        """Return the columns that a row's cache, with `held` tokens now, can grow to; 0 without a budget."""
         if self.budget is None:
             return 0
         if request.max_tokens < 0 and bound is None and not self._caches.sliding:

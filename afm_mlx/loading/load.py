@@ -243,7 +243,6 @@ def load_draft(path: str | Path, model: nn.Module, tokenizer: Tokenizer | None) 
 
 
 def _check_rows(folder: Path, draft: nn.Module, model: nn.Module) -> None:
-    """Raise `ConfigError` if the models' embeddings have different numbers of rows."""
     rows, wanted = (getattr(each.args, "vocab_size", None) for each in (draft, model))
     if rows != wanted:
         raise _other_vocabulary(
@@ -256,7 +255,6 @@ def _count(rows: int | None) -> str:
 
 
 def _check_pieces(folder: Path, own: Tokenizer, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` if the tokenizers' pieces or their ids differ."""
     pieces, wanted = own.get_vocab(), tokenizer.get_vocab()
     if pieces == wanted:
         return

@@ -23,23 +23,15 @@ class SlowWarning(RuntimeWarning):
 
 
 def missing_kernels(model: nn.Module | None = None) -> str:
-    """Return why a model runs without this package's kernels, as a clause; empty if it runs with them.
+    """Return why a model runs without this package's kernels, as a clause; empty if it runs with or needs none.
 
-    Empty as well for a model without operations of theirs: a float model of mlx-lm's.
-
-    Args:
-        model: the model; None for an AFM model in 2 bits, which tells about the machine.
+    Without a model: why an AFM model in 2 bits would, on this machine.
     """
     return _clause(_lacking(model))
 
 
 def warn_if_slow(model: nn.Module, what: str = "the model") -> None:
-    """Issue a `SlowWarning` if a model runs without its kernels; Python shows the same warning once.
-
-    Args:
-        model: the model.
-        what: the model's name in the message.
-    """
+    """Issue a `SlowWarning` if a model, called `what`, runs without its kernels; Python shows each once."""
     reported = dispatch.disabled().values()  # by `ensure_checked`
     if reason := _clause({why: ops for why, ops in _lacking(model).items() if why not in reported}):
         message = f"{what} is right, but slow: it runs on plain MLX, without this package's kernels"

@@ -23,13 +23,7 @@ FEW = 32
 
 
 class DraftModel:
-    """A draft model, and its caches of the rows that it drafts for.
-
-    Args:
-        model: the draft model.
-        prefill_step_size: prompt tokens of a row that it is fed in one round at most.
-        by_block: see `RowCaches`.
-    """
+    """A draft model, and its caches of the rows that it drafts for."""
 
     def __init__(self, model: Model, prefill_step_size: int, by_block: bool = False):
         self.model, self._by_block = model, by_block
@@ -110,11 +104,7 @@ class DraftModel:
             entry.trim_rows(counts)
 
     def next_tokens(self, drafting: dict[int, Draft]) -> list[int]:
-        """Bring these rows' draft caches up to date, then draw one token for each draft.
-
-        Args:
-            drafting: drafts of rows, by the rows' ids.
-        """
+        """Bring the draft caches of these drafts, by row, up to date; then draw one token for each."""
         missing = [
             held.missing(drafting[row].row, drafting[row].assumed) if row in drafting else []
             for row, held in self._held.items()
@@ -146,18 +136,12 @@ class DraftModel:
 
 
 def _is_greedy(draft: Draft) -> bool:
-    """True if the next draft token is the one with the largest logit of all tokens."""
     request = draft.row.request
     return draft.mask is None and not (request.sampler or request.logits_processors)
 
 
 class _Held:
-    """The tokens of a row that the draft model's cache holds: of prompt and answer, then draft tokens.
-
-    Attributes:
-        known: number of tokens of prompt and answer.
-        drafted: draft tokens after them.
-    """
+    """The tokens of a row that the draft model's cache holds: of prompt and answer, then draft tokens."""
 
     def __init__(self) -> None:
         self.known = 0

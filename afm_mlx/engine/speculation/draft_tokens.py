@@ -21,12 +21,6 @@ class Draft:
 
     A token that the row's constraint forces is not drafted: it is appended after the token that forces it.
     Drafters are callers' code, so they read a draft and change it by `extend` and `close` alone.
-
-    Args:
-        row: the row; all of its answer was read back.
-        limit: tokens that it may be fed, 1 at least.
-        end_tokens: ids that end an answer; nothing is drafted after them.
-        vocab_size: number of the model's tokens.
     """
 
     def __init__(
@@ -47,15 +41,11 @@ class Draft:
 
     @property
     def row(self) -> Row:
-        """The row."""
         return self._row
 
     @property
     def n_pending(self) -> int:
-        """Number of pending tokens in `fed`: forced by the constraint, known, and not in the cache yet.
-
-        They stand after the row's last token, `fed[0]`, which is not counted, and before the draft tokens.
-        """
+        """Number of pending tokens in `fed`: forced by the constraint, known, and not in the cache yet."""
         return self._n_pending
 
     @property
@@ -92,8 +82,7 @@ class Draft:
     def drawn(self) -> list[int]:
         """Indices into `fed` of the tokens after which the model draws one of its own.
 
-        These are the token before each draft token, so that the two can be compared; and the last token of
-        `fed`, unless a known token follows it.
+        These are the token before each draft token, and the last of `fed`, unless a known token follows it.
         """
         before = [i - 1 for i in self._proposed]
         return before if self._is_followed else [*before, len(self._fed) - 1]
@@ -201,13 +190,11 @@ class PromptLookup:
         self._indices: dict[int, _LookupIndex] = {}  # by row
 
     def propose(self, drafts: Sequence[Draft], count: int) -> None:
-        """Append `count` draft tokens at most to each draft."""
         for draft in drafts:
             index = self._indices.setdefault(draft.row.id, _LookupIndex())
             draft.extend(index.following(draft.row, draft.assumed, count))
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Drop the indices of rows, by their ids."""
         for row in rows:
             self._indices.pop(row, None)
 

@@ -91,19 +91,7 @@ def _is_drafter(given: object) -> bool:
 
 
 class Drafting:
-    """Drafts tokens for an engine's rows.
-
-    Args:
-        options: what to draft with.
-        model: the model that verifies the draft tokens.
-        end_tokens: ids that end an answer.
-        prefill_step_size: prompt tokens that a draft model is fed at a time, at most.
-        by_block: see `RowCaches`.
-
-    Attributes:
-        costs: what the model's steps take.
-        overall: how many draft tokens are accepted, over all rows.
-    """
+    """Drafts tokens for an engine's rows, that `model` verifies; for `by_block`, see `RowCaches`."""
 
     def __init__(
         self,
@@ -141,7 +129,6 @@ class Drafting:
 
     @property
     def draft_caches(self) -> list[RowCaches]:
-        """Makers of the draft models' caches."""
         return [RowCaches(drafter.model, "int8", None) for drafter in self._draft_models]
 
     @property
@@ -151,10 +138,7 @@ class Drafting:
 
     @property
     def surplus(self) -> int:
-        """Maximum number of tokens fed to a row in a step that its cache drops again.
-
-        They are rejected draft tokens, or padding in a draft model's batch.
-        """
+        """Most tokens fed to a row in a step that its cache drops again: rejected ones, or padding."""
         return max(MOST, FEW) if self._draft_models else MOST
 
     def plan(self, rows: Sequence[Row]) -> int:
@@ -182,13 +166,7 @@ class Drafting:
         return count if self._drafting(rows) else 0
 
     def drafts(self, rows: Sequence[Row], count: int, limit: int) -> list[Draft]:
-        """Return what each row is fed next.
-
-        Args:
-            rows: the rows of a batch; all of their answers was read back.
-            count: number of draft tokens for each row, which `plan` returned.
-            limit: maximum number of tokens that a row may be fed.
-        """
+        """Return what each row is fed next, `limit` tokens at most: `count` draft tokens, which `plan` returned."""
         start = time.perf_counter()
         drafts = [self._draft(row, min(limit, _most_tokens(row))) for row in rows]
         drafting = {row.id for row, _ in self._drafting(rows)}
@@ -218,7 +196,6 @@ class Drafting:
         return Draft(row, limit, self._end_tokens, self._vocab_size)
 
     def count(self, draft: Draft, accepted: int) -> None:
-        """Record how many tokens of a draft were accepted."""
         counts, proposed = draft.row.draft_counts, len(draft.proposed)
         assert counts is not None
         if proposed:
