@@ -9,17 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MOST = 7
-"""Draft tokens at most: with a row's last token, 8 tokens, for which there are kernels."""
-
+MOST = 7  # draft tokens at most: with a row's last token, 8 tokens, for which there are kernels
+# What another token per row adds to a step, in steps of one token, until it is measured.
 ESTIMATED_SLOPE = 0.2
-"""What another token per row adds to a step, in steps of one token, until it is measured."""
-
 _SMOOTHING = 0.2  # share of a new measurement
-_FIRST_RATE, _WEIGHT = (
-    0.7,
-    4.0,
-)  # assumed rate of acceptance, and how many draft tokens it counts for
+_FIRST_RATE = 0.7  # assumed rate of acceptance
+_WEIGHT = 4.0  # how many draft tokens it counts for
 _MEMORY = 64  # draft tokens that an estimate looks back on
 _PAUSE = 32  # tokens that a row gets without drafts where they don't pay; twice as many each time
 
@@ -102,23 +97,14 @@ def best_count(
 
 @dataclass
 class DraftCounts:
-    """The draft tokens of one row.
+    """The draft tokens of one row."""
 
-    Args:
-        acceptance: how many are accepted, lately.
-        rounds: steps that had draft tokens for the row.
-        proposed: draft tokens so far.
-        accepted: draft tokens that became part of the answer.
-        paused_until: length of the answer before which nothing is drafted.
-        pauses: how often drafting did not pay.
-    """
-
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    rounds: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    paused_until: int = 0
-    pauses: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)  # how many are accepted, lately
+    rounds: int = 0  # steps that had draft tokens for the row
+    proposed: int = 0  # draft tokens so far
+    accepted: int = 0  # draft tokens that became part of the answer
+    paused_until: int = 0  # length of the answer before which nothing is drafted
+    pauses: int = 0  # how often drafting did not pay
 
     def __str__(self) -> str:
         if not self.proposed:

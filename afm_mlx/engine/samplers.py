@@ -19,8 +19,8 @@ from afm_mlx.errors import RequestError, shown
 
 REAL = (int, float, np.integer, np.floating)
 INTEGER = (int, np.integer)
+# The inverse of other temperatures would leave float32; colder ones than this act like it.
 COLDEST, HOTTEST = 1e-6, 1e30
-"""The inverse of other temperatures would leave float32; colder ones than this act like it."""
 
 
 def make_sampler(
@@ -116,14 +116,11 @@ class FilteredSampler:
         if self.min_p:
             logprobs = keep_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability:
-            logprobs = self._xtc(logprobs)
+            dropped = drop_top_choices(logprobs, self.xtc_threshold, self.xtc_special_tokens)
+            logprobs = mx.where(mx.random.uniform() > self.xtc_probability, logprobs, dropped)
             if self.top_k:
                 logprobs, tokens = most_likely(logprobs, self.top_k)
         return logprobs * (1 / max(self.temp, COLDEST)), tokens
-
-    def _xtc(self, logprobs: mx.array) -> mx.array:
-        dropped = drop_top_choices(logprobs, self.xtc_threshold, self.xtc_special_tokens)
-        return mx.where(mx.random.uniform() > self.xtc_probability, logprobs, dropped)
 
 
 def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
@@ -157,11 +154,8 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.
     """Drop tokens (to -inf) below `min_p` times the highest probability, except the most likely ones."""
     lowest = logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     if min_tokens_to_keep > 1:
-        count = min(min_tokens_to_keep, logprobs.shape[-1])
-        kept = mx.partition(logprobs, kth=-count, axis=-1)[
-            ..., -count : logprobs.shape[-1] - count + 1
-        ]
-        lowest = mx.minimum(lowest, kept)
+        at = max(logprobs.shape[-1] - min_tokens_to_keep, 0)
+        lowest = mx.minimum(lowest, mx.partition(logprobs, kth=at, axis=-1)[..., at : at + 1])
     return mx.where(logprobs < lowest, -mx.inf, logprobs)
 
 
@@ -185,10 +179,8 @@ def drop_top_choices(
 
 # -- logits processors
 
-CONTEXT_SIZE = 20
-"""mlx-lm's default: the newest tokens that a penalty looks at."""
-LIMIT = 1e30
-"""Largest bias and penalty: with more, logits would leave float32."""
+CONTEXT_SIZE = 20  # mlx-lm's default: the newest tokens that a penalty looks at
+LIMIT = 1e30  # largest bias and penalty: with more, logits would leave float32
 
 
 def make_logits_processors(
@@ -203,7 +195,6 @@ def make_logits_processors(
     """Return the processors that the arguments ask for; none for None, and for a penalty of 0.
 
     A processor maps the tokens so far, prompt and answer, and logits (rows, vocab_size) to other logits.
-
 
     Args:
         logit_bias: numbers that are added to the logits of tokens, by their ids; -inf forbids a token.
@@ -225,25 +216,21 @@ def make_logits_processors(
         ("presence", _presence, presence_penalty, presence_context_size),
         ("frequency", _frequency, frequency_penalty, frequency_context_size),
     ):
-        _check(name, penalty, size)
+        if not (penalty is None or (isinstance(penalty, REAL) and -LIMIT <= penalty <= LIMIT)):
+            raise RequestError(
+                f"{name}_penalty is {shown(penalty)}; allowed is a number of {-LIMIT:g} to {LIMIT:g}."
+            )
+        if name == "repetition" and penalty and penalty < 1 / LIMIT:
+            raise RequestError(
+                f"repetition_penalty is {shown(penalty)}; allowed are {1 / LIMIT:g} and more, and 0 for none."
+            )
+        if not (size is None or (isinstance(size, INTEGER) and size >= 0)):
+            raise RequestError(
+                f"{name}_context_size is {shown(size)}; allowed is an integer of 0 or more."
+            )
         if penalty:
             processors.append(partial(weaken, float(penalty), int(size or 0)))
     return processors
-
-
-def _check(name: str, penalty: object, size: object) -> None:
-    if not (penalty is None or (isinstance(penalty, REAL) and -LIMIT <= penalty <= LIMIT)):
-        raise RequestError(
-            f"{name}_penalty is {shown(penalty)}; allowed is a number of {-LIMIT:g} to {LIMIT:g}."
-        )
-    if name == "repetition" and penalty and penalty < 1 / LIMIT:
-        raise RequestError(
-            f"repetition_penalty is {shown(penalty)}; allowed are {1 / LIMIT:g} and more, and 0 for none."
-        )
-    if not (size is None or (isinstance(size, INTEGER) and size >= 0)):
-        raise RequestError(
-            f"{name}_context_size is {shown(size)}; allowed is an integer of 0 or more."
-        )
 
 
 def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:

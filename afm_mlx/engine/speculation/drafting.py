@@ -71,7 +71,8 @@ class Speculation:
                 "them. Leave out one of the two."
             )
         for name, draft in {"draft_model": self.draft_model, **self.adapter_drafts}.items():
-            if draft is None or _is_drafter(draft):
+            methods = getattr(draft, "propose", None), getattr(draft, "forget", None)
+            if draft is None or all(map(callable, methods)):
                 continue
             if not isinstance(draft, Model):
                 raise RequestError(
@@ -86,10 +87,6 @@ class Speculation:
         return model
 
 
-def _is_drafter(given: object) -> bool:
-    return callable(getattr(given, "propose", None)) and callable(getattr(given, "forget", None))
-
-
 class Drafting:
     """Drafts tokens for an engine's rows, that `model` verifies; for `by_block`, see `RowCaches`."""
 
@@ -101,8 +98,8 @@ class Drafting:
         prefill_step_size: int,
         by_block: bool = False,
     ):
-        self.costs = StepCosts()
-        self.overall = Acceptance()
+        self.costs = StepCosts()  # of the model's steps
+        self.overall = Acceptance()  # of all rows' draft tokens
         self._fixed = options.num_draft_tokens
         self._end_tokens, self._vocab_size = end_tokens, model.args.vocab_size
         self._lookup = PromptLookup() if options.prompt_lookup else None
@@ -153,10 +150,10 @@ class Drafting:
             return self._fixed
         acceptances = [counts.acceptance for _, counts in drafting]
         draft_seconds = self._draft_costs.of(len(rows), 1) or 0.0
-        count = best_count(len(rows), acceptances, self.costs, draft_seconds)
         one = self.costs.of(len(rows), 1)
         if one is None:
             return 0
+        count = best_count(len(rows), acceptances, self.costs, draft_seconds)
         several = self.costs.of(len(rows), 1 + count) or one
         slowdown = (several + count * draft_seconds) / one
         for row, counts in drafting:
@@ -166,7 +163,7 @@ class Drafting:
         return count if self._drafting(rows) else 0
 
     def drafts(self, rows: Sequence[Row], count: int, limit: int) -> list[Draft]:
-        """Return what each row is fed next, `limit` tokens at most: `count` draft tokens, which `plan` returned."""
+        """Return what each row is fed next, `limit` tokens at most: `count` (of `plan`) are drafted."""
         start = time.perf_counter()
         drafts = [self._draft(row, min(limit, _most_tokens(row))) for row in rows]
         drafting = {row.id for row, _ in self._drafting(rows)}
@@ -208,8 +205,7 @@ class Drafting:
 
     def forget(self, rows: Collection[int]) -> None:
         """Have all drafters drop what they keep for rows, by their ids."""
-        lookup = [] if self._lookup is None else [self._lookup]
-        for drafter in [*self._drafters, *lookup]:
+        for drafter in [*self._drafters, *([self._lookup] if self._lookup else [])]:
             try:
                 drafter.forget(rows)
             except Exception as error:
