@@ -70,9 +70,7 @@ class AsyncEngine:
                 the text so far.
             StepError: if a whole step failed.
         """
-        engine = self._engine
-        if engine is None:
-            engine = await asyncio.wrap_future(threads.submit(self._made))
+        engine = self._engine or await asyncio.wrap_future(threads.submit(self._made))
         # Compiling a constraint takes a while, and neither the loop nor the other rows wait for that.
         is_slow = isinstance(request, Request) and (request.constraint is not None or request.heal)
         prepared = (
@@ -127,22 +125,19 @@ class AsyncEngine:
         self._turn_is_queued = False
         engine = self._made()
         try:
-            self._deliver(engine.step())
+            for response in engine.step():
+                stream = self._streams.get(response.row)
+                if stream is None:  # its loop was closed during this delivery
+                    continue
+                if response.finish_reason is not None:
+                    del self._streams[response.row]
+                    stream.put(response)
+                elif not stream.put(response):
+                    self._cancel(stream)
         except BaseException as error:  # of any kind, because rows wait for it
             self._fail_started(error)
         if self._engine is engine and engine.busy:
             self._queue_turn()
-
-    def _deliver(self, responses: Iterable[TokenResponse]) -> None:
-        for response in responses:
-            stream = self._streams.get(response.row)
-            if stream is None:  # its loop was closed during this delivery
-                continue
-            if response.finish_reason is not None:
-                del self._streams[response.row]
-                stream.put(response)
-            elif not stream.put(response):
-                self._cancel(stream)
 
     def _fail_started(self, cause: BaseException) -> None:
         """Fail the rows that took part in a step; or all rows, if the engine can't say which ones did."""
@@ -161,9 +156,9 @@ class _Stream:
     """A queue of one request's responses, from MLX's thread to an event loop."""
 
     def __init__(self) -> None:
-        self.row = -1
-        self.arrived = asyncio.Event()
-        self.ended = False
+        self.row = -1  # its id, once there is one
+        self.arrived = asyncio.Event()  # set when there are responses to take
+        self.ended = False  # True once the last response was taken
         self._loop = asyncio.get_running_loop()
         self._items: deque[TokenResponse] = deque()
 

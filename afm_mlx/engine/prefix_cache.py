@@ -385,17 +385,6 @@ def _model_name(model: nn.Module) -> str:
 # -- rows
 
 
-@dataclass
-class _Read:
-    """Pages that are being read for a row; `key`, `tokens` and `first` as for `PrefixCache.take_in`."""
-
-    key: Hashable
-    tokens: Sequence[int]
-    first: int
-    pages: Future[list[StoredPage]]
-    is_in_memory: bool = False  # True once the prefix cache has them
-
-
 class RowPrefixes:
     """Fills the caches of an engine's rows from its prefix cache, and keeps there what rows have computed."""
 
@@ -404,7 +393,8 @@ class RowPrefixes:
     ):
         self._model, self._prefixes, self._adapters = model, prefixes, adapters
         self._by_block = by_block
-        self._reads: dict[int, _Read] = {}  # for rows that wait, by their ids
+        # By rows that wait: the first stored page's number, and pages that are read; None once they are kept.
+        self._reads: dict[int, tuple[int, Future[list[StoredPage]]] | None] = {}
         self._layouts: dict[Hashable, PageLayout] = {}  # by kind of cache
         prefixes.serve(model)
 
@@ -413,23 +403,23 @@ class RowPrefixes:
         folder = self._prefixes.folder
         if folder is None or row.request.cache is not None or not _can_be_cut(row.cache):
             return True
-        if (read := self._reads.get(row.id)) is None:
-            key, tokens = self._key(row), row.pending[:-1]
-            first, names = self._prefixes.stored(key, tokens)
+        tokens = row.pending[:-1]
+        if row.id not in self._reads:
+            first, names = self._prefixes.stored(self._key(row), tokens)
             if not names:
                 return True
-            read = _Read(key, tokens, first, folder.read(names, self._layout(row.cache)))
-            self._reads[row.id] = read
-        if not read.pages.done():
-            return False
-        if not read.is_in_memory:  # once, even if memory is too small for all pages
-            self._prefixes.take_in(read.key, read.tokens, read.first, read.pages.result())
-            read.is_in_memory = True
+            self._reads[row.id] = first, folder.read(names, self._layout(row.cache))
+        if (read := self._reads[row.id]) is not None:
+            first, pages = read
+            if not pages.done():
+                return False
+            # Once, even if memory is too small for all pages.
+            self._prefixes.take_in(self._key(row), tokens, first, pages.result())
+            self._reads[row.id] = None
         return True
 
     def wait(self, seconds: float) -> None:
-        reads = [read.pages for read in self._reads.values() if not read.is_in_memory]
-        if reads:
+        if reads := [read[1] for read in self._reads.values() if read is not None]:
             wait(reads, seconds, FIRST_COMPLETED)
 
     def begin(self, row: Row) -> None:

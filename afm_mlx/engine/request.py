@@ -100,10 +100,8 @@ class Request:
             if function is not None and not callable(function):
                 raise RequestError(f"{name} is {shown(function)}; a function or None is needed.")
         for name in ("logprobs", "heal", "draft"):
-            if not isinstance(getattr(self, name), bool | np.bool_ | int):
-                raise RequestError(
-                    f"{name} is {shown(getattr(self, name))}; True or False is needed."
-                )
+            if not isinstance(flag := getattr(self, name), bool | np.bool_ | int):
+                raise RequestError(f"{name} is {shown(flag)}; True or False is needed.")
         if self.constraint is not None:
             from afm_mlx.guidance.constraint import Constraint
 

@@ -155,18 +155,15 @@ def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool
     place_stored_layers(model, quantization, weights, source, dtype, rules)
     packed = {path for path, rule in rules.items() if rule is not None}
     rest = [(n, a) for n, a in weights.items() if n.rpartition(".")[0] not in packed]
-    model.load_weights([(n, _cast(n, a, dtype)) for n, a in rest], strict=False)
+    for i, (name, array) in enumerate(rest):
+        if (is_scale := name.endswith(KV_SCALES)) or mx.issubdtype(array.dtype, mx.floating):
+            rest[i] = name, array.astype(mx.float32 if is_scale else dtype)
+    model.load_weights(rest, strict=False)
     settle_scales(model)
     model.eval()
     if not lazy:
         prefer_huge_pages(read_parameters(model, folder).values())
     return model
-
-
-def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
-    if name.endswith(KV_SCALES):
-        return array.astype(mx.float32)
-    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
 # -- draft models
@@ -236,39 +233,28 @@ def load_draft(path: str | Path, model: nn.Module, tokenizer: Tokenizer | None) 
             draft, own, _ = load_mlx_lm_folder(folder)
     except AFMError as error:
         raise type(error)(f"The draft model: {error}") from None
-    _check_rows(folder, draft, model)
-    if own is not None and tokenizer is not None:
-        _check_pieces(folder, own, tokenizer)
+    if fault := _vocabulary_fault(draft, own, model, tokenizer):
+        raise ConfigError(
+            f"The draft model {folder} has another vocabulary than the model that it is to propose tokens to: "
+            f"{fault}. Choose a draft with the model's tokenizer, or train one: afm-mlx lora --fine-tune-type "
+            "draft --teacher MODEL."
+        )
     return draft
 
 
-def _check_rows(folder: Path, draft: nn.Module, model: nn.Module) -> None:
-    rows, wanted = (getattr(each.args, "vocab_size", None) for each in (draft, model))
-    if rows != wanted:
-        raise _other_vocabulary(
-            folder, f"its embedding has {_count(rows)} rows, and the model's {_count(wanted)}"
-        )
-
-
-def _count(rows: int | None) -> str:
-    return "an unknown number of" if rows is None else f"{rows:,}"
-
-
-def _check_pieces(folder: Path, own: Tokenizer, tokenizer: Tokenizer) -> None:
+def _vocabulary_fault(
+    draft: nn.Module, own: Tokenizer | None, model: nn.Module, tokenizer: Tokenizer | None
+) -> str:
+    """Return how the vocabulary of a draft, with its `own` tokenizer, differs from the model's; "" if not."""
+    rows = [getattr(each.args, "vocab_size", None) for each in (draft, model)]
+    if rows[0] != rows[1]:
+        counts = ["an unknown number of" if n is None else f"{n:,}" for n in rows]
+        return f"its embedding has {counts[0]} rows, and the model's {counts[1]}"
+    if own is None or tokenizer is None:
+        return ""
     pieces, wanted = own.get_vocab(), tokenizer.get_vocab()
-    if pieces == wanted:
-        return
     if len(pieces) != len(wanted):
-        fault = f"its tokenizer has {len(pieces):,} pieces, and the model's {len(wanted):,}"
-    else:
-        other = sum(wanted.get(piece) != token for piece, token in pieces.items())
-        fault = f"{other:,} of its tokenizer's {len(pieces):,} pieces are others, or have other ids"
-    raise _other_vocabulary(folder, fault)
-
-
-def _other_vocabulary(folder: Path, fault: str) -> ConfigError:
-    return ConfigError(
-        f"The draft model {folder} has another vocabulary than the model that it is to propose tokens to: "
-        f"{fault}. Choose a draft with the model's tokenizer, or train one: afm-mlx lora --fine-tune-type "
-        "draft --teacher MODEL."
-    )
+        return f"its tokenizer has {len(pieces):,} pieces, and the model's {len(wanted):,}"
+    if other := sum(wanted.get(piece) != token for piece, token in pieces.items()):
+        return f"{other:,} of its tokenizer's {len(pieces):,} pieces are others, or have other ids"
+    return ""

@@ -63,18 +63,14 @@ def _calls(model: nn.Module | None) -> Iterator[tuple[str, Case]]:
     """Yield one call of each operation and format that a decode step of the model has."""
     base = Case(dispatch.device(), activation_dtype(), 1)
     if model is None:
-        yield (
-            "packed_matmul",
-            base._replace(mode=AFM_RULE.mode, granularity=AFM_RULE.granularity or ""),
-        )
+        per = AFM_RULE.granularity or ""
+        yield "packed_matmul", base._replace(mode=AFM_RULE.mode, granularity=per)
         yield from ((op, base._replace(head_dim=_HEAD_DIM)) for op in _ATTENTION)
         return
     for module in model.modules():
         if isinstance(module, (PackedLinear, PackedEmbedding)):
             op = "packed_matmul" if isinstance(module, PackedLinear) else "packed_embedding"
-            packed = module.packed
-            format = (packed.mode, packed.granularity, packed.group_size)
-            yield op, Case(*base[:3], *format)
+            yield op, Case(*base[:3], *module.packed.format)
     if is_afm(model):
         stored = mx.int8 if model.args.kv_bits else base.dtype
         case = base._replace(head_dim=model.args.head_dim, stored=stored)
