@@ -1,7 +1,5 @@
 """A decode step: feed every row its last token, submit, and read back the step before.
 
-    inputs -> model -> logits -> draw -> submitted step -> (next step is submitted) -> read back -> responses
-
 The next step is submitted before the tokens of the one before are read back, so the device never waits for
 Python. A row under a constraint needs its token before the next one can be drawn: the token is read back while
 the device computes the logits. A row whose constraint forces many tokens leaves for a prefill, and comes back.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -93,7 +93,7 @@ class _Page:
 
     above: weakref.ref[_Page] | None = None  # None for a root, which has no tokens
     name: bytes = b""  # the tokens, four bytes each
-    columns: Columns | None = None  # their keys and values
+    columns: Columns = field(default_factory=lambda: Columns([], ()))  # their keys and values
     below: dict[bytes, _Page] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)  # of `below`, sorted
     stored_as: str = ""  # name of its file, if the page is full
@@ -104,8 +104,7 @@ class _Page:
 
     @property
     def nbytes(self) -> int:
-        columns = 0 if self.columns is None else self.columns.nbytes
-        return columns + len(self.name) + _OVERHEAD
+        return self.columns.nbytes + len(self.name) + _OVERHEAD
 
     def nearest(self, name: bytes) -> tuple[_Page | None, int]:
         """Find the page below with the longest common prefix with `name`, and that prefix's tokens."""
@@ -117,14 +116,6 @@ class _Page:
             if common > most:
                 best, most = self.below[neighbour], common
         return best, most
-
-    def add(self, page: _Page) -> None:
-        self.below[page.name] = page
-        self.names.insert(bisect_left(self.names, page.name), page.name)
-
-    def remove(self, page: _Page) -> None:
-        del self.below[page.name]
-        del self.names[bisect_left(self.names, page.name)]
 
 
 class PrefixCache:
@@ -205,7 +196,7 @@ class PrefixCache:
         path, found = self._path(key, _named(tokens))
         self._touch(path)
         self.hits += found
-        parts = [page.columns for page in path if page.columns is not None]
+        parts = [page.columns for page in path]
         return (Columns.joined(parts, found, apart) if found else []), found
 
     def keep(self, key: Hashable, tokens: Sequence[int], arrays: Sequence[mx.array]) -> None:
@@ -246,7 +237,8 @@ class PrefixCache:
                 near = _Page(weakref.ref(page), part, columns)
                 if count == PAGE and self.folder is not None:
                     near.stored_as = page_name(page.stored_as, part)
-                page.add(near)
+                page.below[part] = near
+                insort(page.names, part)
                 self._pages[near] = key
                 self.nbytes += near.nbytes
                 self.tokens += near.tokens
@@ -258,14 +250,14 @@ class PrefixCache:
             self._roots[key] = root
         self._newest += new
         # Together with the running step, which the pages may depend on.
-        mx.async_eval([near.columns.groups for near in new if near.columns is not None])
+        mx.async_eval([near.columns.groups for near in new])
 
     def advance(self) -> None:
         """End a step: what was kept in the step before it is now known to be computed, and may be written."""
         if self._newer:
-            mx.eval([page.columns.groups for page in self._newer if page.columns is not None])
+            mx.eval([page.columns.groups for page in self._newer])
             for page in self._newer:
-                if self.folder is not None and page.stored_as and page.columns is not None:
+                if self.folder is not None and page.stored_as:
                     self.folder.write(page.stored_as, page.columns.places, page.columns.groups)
         self._newer, self._newest = self._newest, []
 
@@ -344,7 +336,8 @@ class PrefixCache:
         assert page.above is not None
         above = page.above()
         assert above is not None
-        above.remove(page)
+        del above.below[page.name]
+        del above.names[bisect_left(above.names, page.name)]
         self.nbytes -= page.nbytes
         self.tokens -= page.tokens
         if above.above is None and not above.below:

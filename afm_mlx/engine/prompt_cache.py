@@ -50,19 +50,15 @@ def save_prompt_cache(
     adapter: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a cache to one file; an interrupt leaves an older file unchanged.
+    """Write a cache that `model` has filled to a file `*.safetensors`; an interrupt changes no older file.
 
     Args:
-        path: path of the file, ending in `.safetensors`.
-        cache: a cache of `Model.make_cache`, with at least one token in it.
-        model: the model that filled it.
         adapter: fingerprint of the adapter that it was filled under, "" for none; None for the adapter that
             the cache records, or else the model's attached one, if any.
         metadata: the caller's own strings.
 
     Raises:
-        CacheFileError: when the cache is empty or was filled under another adapter, or the file's name ends in
-            anything else.
+        CacheFileError: for an empty cache, another adapter, or another name of the file.
         CheckpointError: when the disk has no room.
     """
     path = Path(path)
@@ -99,16 +95,10 @@ def save_prompt_cache(
 def load_prompt_cache(
     path: str | Path, model: Model, *, adapter: str | None = None
 ) -> tuple[Cache, dict[str, str]]:
-    """Read a cache from its file.
+    """Read a cache that `model` will continue from, and the metadata that `save_prompt_cache` was given.
 
-    Args:
-        path: path of the file.
-        model: the model that will continue from it.
-        adapter: fingerprint of the adapter that will be in use, such as `pool.load(name).fingerprint`; "" for
-            none, and None for the model's attached one, if any.
-
-    Returns:
-        The cache, and the metadata that `save_prompt_cache` was given.
+    `adapter` is the fingerprint of the adapter that will be in use (`pool.load(name).fingerprint`); "" for
+    none, and None for the model's attached one, if any.
 
     Raises:
         CacheFileError: when the file is missing or damaged, of another version, or of another model or

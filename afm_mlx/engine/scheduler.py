@@ -290,27 +290,17 @@ class KVMemory:
     (a column is one position of the cache) and temporarily more: when rows join or leave or the cache grows,
     one block after the other has its old and its new array; and while a step copies the tail (columns of the
     newest tokens), there are two tails. The budget counts these copies, and a draft model's cache like the
-    model's. A prefix cache has a budget of its own. A cache that a caller passes in is counted while its row
-    runs, not before or after.
-
-    Args:
-        caches: makes the rows' caches.
-        budget: maximum number of bytes; None for no budget.
-        chunk: maximum number of a prompt's tokens that are written at once.
-        surplus: maximum number of a row's draft tokens that can be rejected in a step.
-        drafts: makers of the draft models' caches; a row uses at most one draft model.
-
-    Raises:
-        RequestError: if the budget is too small for one token, or the model's caches don't say what they take.
+    model's (a row uses one draft model). A prefix cache has its own budget. A cache that a caller passes in
+    is counted while its row runs, not before or after.
     """
 
     def __init__(
         self,
         caches: RowCaches,
-        budget: int | None,
-        chunk: int,
-        surplus: int = 0,
-        drafts: Sequence[RowCaches] = (),
+        budget: int | None,  # bytes
+        chunk: int,  # most tokens of a prompt that are written at once
+        surplus: int,  # most draft tokens of a row that can be rejected in a step
+        drafts: Sequence[RowCaches],  # of the draft models
     ):
         self.budget, self._caches, self._chunk, self._surplus = budget, caches, chunk, surplus
         self._column = self._copies = 0  # bytes: of a column, and of one block's

@@ -161,11 +161,7 @@ def float_heads(
 
 
 def _decode(
-    qkv: mx.array,
-    options: HeadOptions,
-    lengths: mx.array,
-    cache: KVCache | TailWriter,
-    merge: bool,
+    qkv: mx.array, options: HeadOptions, lengths: mx.array, cache: KVCache | TailWriter, merge: bool
 ) -> tuple[Attended, KeyValues]:
     """Attend with a few new tokens per row, which are written to the cache's tail."""
     count = qkv.shape[1]

@@ -166,10 +166,7 @@ class Transformer(nn.Module):
         self.output_norm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
 
     def write(
-        self,
-        inputs: mx.array,
-        positions: Positions,
-        cache: Sequence[KVCache | TailWriter | None],
+        self, inputs: mx.array, positions: Positions, cache: Sequence[KVCache | TailWriter | None]
     ) -> tuple[mx.array, KeyValues]:
         """Run the writing blocks; return hidden states (B, L, D) and the last block's keys and values."""
         h = self.embedding(inputs)
@@ -178,10 +175,7 @@ class Transformer(nn.Module):
         return h, kv
 
     def __call__(
-        self,
-        inputs: mx.array,
-        positions: Positions,
-        cache: Sequence[KVCache | TailWriter | None],
+        self, inputs: mx.array, positions: Positions, cache: Sequence[KVCache | TailWriter | None]
     ) -> mx.array:
         """Run every block; return hidden states (B, L, D) before the final norm."""
         h, kv = self.write(inputs, positions, cache)

@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from afm_mlx.engine.batch import RowCaches
-from afm_mlx.engine.draft_length import (
-    MOST,
-    Acceptance,
-    DraftCounts,
-    StepCosts,
-    best_count,
-)
+from afm_mlx.engine.draft_length import MOST, Acceptance, DraftCounts, StepCosts, best_count
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.speculation.draft_model import FEW, DraftModel
 from afm_mlx.engine.speculation.draft_tokens import Draft, Drafter, PromptLookup

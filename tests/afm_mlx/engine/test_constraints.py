@@ -14,7 +14,6 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate
 from afm_mlx.engine.prompt_cache import PromptCaches, tokens_in
 from afm_mlx.engine.request import Request
-from afm_mlx.engine.row import Row
 from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import IncompleteError, LogitsError
@@ -83,15 +82,8 @@ def test_what_is_allowed_is_what_another_matcher_allows(rng, model, tokenizer):
     assert wanted[len(tokens) :] in ([], [tokenizer.eos_token_id], [tokenizer.separator_id])
 
 
-def test_forced_tokens_are_fed_at_once(rng, model, tokenizer, monkeypatch):
+def test_forced_tokens_are_fed_at_once(rng, model, tokenizer, chunks):
     """In a row that is alone, and in a batch when they are many."""
-    fed = []
-    prefill = type(model).prefill
-    monkeypatch.setattr(
-        type(model),
-        "prefill",
-        lambda self, t, cache: (fed.append(t.shape), prefill(self, t, cache))[1],
-    )
     for company, least in ((0, FORCED_ALONE), (1, FORCED_IN_BATCH)):
         met = set()
         for words in range(FORCED_IN_BATCH + 2):
@@ -106,10 +98,10 @@ def test_forced_tokens_are_fed_at_once(rng, model, tokenizer, monkeypatch):
             for _ in range(company):
                 engine.submit(Request(a_prompt(rng, 3), 40))
             row = engine.submit(Request(a_prompt(rng, 3), 40, constraint=constraint))
-            fed.clear()
+            chunks.clear()
             assert text_of(run(engine)[row])[1:].startswith(text)
             # The first shape is the prompts', which are fed in one step.
-            assert fed[1:] == ([(1, count - 1)] if count >= least else [])
+            assert chunks[1:] == ([(1, count - 1)] if count >= least else [])
         assert met == {True, False}
 
 
@@ -155,21 +147,18 @@ def test_rows_join_leave_and_are_cancelled_under_constraints(rng, model, tokeniz
             if rng.integers(25) == 0 and (begun := len(requests) - len(waiting)):
                 gone.add(int(rng.integers(begun)))
                 engine.cancel(max(gone))
-                gone.add(max(gone))
             for response in engine.step():
                 found[response.row].append(response.token)
         for row, (tokens, whole) in enumerate(zip(found, wanted, strict=True)):
             assert tokens == whole or (row in gone and tokens == whole[: len(tokens)])
 
 
-def test_the_masks_are_made_while_the_logits_are_computed(rng, model, tokenizer, monkeypatch):
-    events = []
-    submit, fill = mx.async_eval, matcher.fill_masks
-    monkeypatch.setattr(mx, "async_eval", lambda *a: (events.append("submit"), submit(*a)))
+def test_the_masks_are_made_while_the_logits_are_computed(
+    rng, model, tokenizer, monkeypatch, events
+):
+    fill = matcher.fill_masks
     monkeypatch.setattr(matcher, "fill_masks", lambda m: (events.append("masks"), fill(m))[1])
     engine = Engine(model, tokenizer)
-    take = Row.take
-    monkeypatch.setattr(Row, "take", lambda *a: (events.append("read"), take(*a))[1])
     engine.submit(
         Request(a_prompt(rng), 4, constraint=Constraint.regex("[a-z]+"), at_limit="complete")
     )

@@ -199,14 +199,6 @@ def test_a_load_that_fails_at_once_is_a_response_too(make_engine, pool, adapters
     assert (response.row, response.finish_reason) == (row, "error")
 
 
-def test_generate_raises_what_loading_has_raised(model, tokenizer, pool, adapters):
-    shutil.rmtree(adapters.folder / "b")
-    with pytest.raises(CheckpointError, match="moved or deleted"):
-        next(stream_generate(model, tokenizer, [1, 2], adapter="b", adapters=pool))
-    with pytest.raises(CheckpointError, match="moved or deleted"):
-        batch_generate(model, tokenizer, [[1], [2]], adapter=[None, "b"], adapters=pool)
-
-
 def test_rows_of_one_adapter_are_gathered_before_it_is_evicted(rng, model, tokenizer, adapters):
     """When the pool has no room for all, each is loaded once."""
     names = "abcdefgh"
@@ -511,10 +503,8 @@ def test_loading_again_and_again_leaks_nothing(make_engine, pool):
         engine.submit(Request([1, 2], 2, adapter=adapter))
         assert all(r.error is None for r in engine.run())
 
-    for name in (
-        None,
-        *"abcd",
-    ):  # the traces of their layouts stay, with some hundred bytes of constants each
+    # The traces of their layouts stay, with some hundred bytes of constants each.
+    for name in (None, *"abcd"):
         answer(name)
         if name is not None:
             pool.unload(name)

@@ -109,8 +109,7 @@ def test_an_answer_that_fails_later_is_whole_up_to_there(rng, tokenizer):
 
 @pytest.mark.parametrize("kind", ["float", "2-bit"])
 @pytest.mark.parametrize(
-    "place",
-    ["layers.0.mlp.down_proj", "layers.0.self_attn.out_proj", "layers.0.mlp.up_proj"],
+    "place", ["layers.0.mlp.down_proj", "layers.0.self_attn.out_proj", "layers.0.mlp.up_proj"]
 )
 def test_a_number_whose_square_overflows_is_an_error_and_no_zeros(rng, tokenizer, kind, place):
     """A norm of numbers whose mean square is infinite would make zeros of them, and of all logits."""

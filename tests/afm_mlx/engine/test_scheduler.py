@@ -19,20 +19,6 @@ from tests.tools.zoo import zoo_model
 # -- prefills
 
 
-@pytest.fixture
-def chunks(model, monkeypatch):
-    """The (rows, columns) that were prefilled so far."""
-    chunks = []
-    prefill = type(model).prefill
-
-    def counted(self, tokens, cache):
-        chunks.append(tokens.shape)
-        return prefill(self, tokens, cache)
-
-    monkeypatch.setattr(type(model), "prefill", counted)
-    return chunks
-
-
 def test_a_step_prefills_no_more_than_a_chunk_and_every_row_has_its_token(
     rng, model, tokenizer, chunks
 ):

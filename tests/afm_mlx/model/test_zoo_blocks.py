@@ -50,10 +50,7 @@ def both(kind, rng, packed=None, biased=False):
 @each(
     ("kind", "packed", "biased", "cache"),
     all_pairs(
-        ["llama", "qwen3"],
-        [None, "affine", "balanced"],
-        [False, True],
-        [None, "mlx-lm's", "ours"],
+        ["llama", "qwen3"], [None, "affine", "balanced"], [False, True], [None, "mlx-lm's", "ours"]
     ),
 )
 def test_logits_are_those_of_mlx_lms_blocks(rng, kind, packed, biased, cache):
