@@ -70,7 +70,9 @@ class AsyncEngine:
                 the text so far.
             StepError: if a whole step failed.
         """
-        engine = self._engine or await asyncio.wrap_future(threads.submit(self._made))
+        engine = self._engine
+        if engine is None:
+            engine = await asyncio.wrap_future(threads.submit(self._made))
         # Compiling a constraint takes a while, and neither the loop nor the other rows wait for that.
         is_slow = isinstance(request, Request) and (request.constraint is not None or request.heal)
         prepared = (

@@ -82,7 +82,7 @@ def attend_and_write(
     qkv: mx.array,
     options: HeadOptions,
     positions: Positions,
-    cache: KVCache | TailWriter | None,
+    cache: TailWriter | None,
     *,
     training: bool,
     merge: bool,
@@ -142,13 +142,8 @@ def float_heads(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Split a fused projection into queries, keys and values with RoPE and norm, by differentiable operations.
 
-    Args:
-        qkv: (B, L, (n_heads + 2 * n_kv_heads) * head_dim).
-        offset: see `Positions`.
-        options: norms and RoPE; the scales are not used.
-
-    Returns:
-        queries (B, n_heads, L, head_dim); keys and values (B, n_kv_heads, L, head_dim).
+    Returns queries (B, n_heads, L, head_dim), and keys and values (B, n_kv_heads, L, head_dim); scales are not
+    used.
     """
     head_dim = options.q_weight.shape[0]
     kv_dim = options.n_kv_heads * head_dim
@@ -161,7 +156,7 @@ def float_heads(
 
 
 def _decode(
-    qkv: mx.array, options: HeadOptions, lengths: mx.array, cache: KVCache | TailWriter, merge: bool
+    qkv: mx.array, options: HeadOptions, lengths: mx.array, cache: TailWriter, merge: bool
 ) -> tuple[Attended, KeyValues]:
     """Attend with a few new tokens per row, which are written to the cache's tail."""
     count = qkv.shape[1]

@@ -38,7 +38,7 @@ class Traceable(Protocol):
     state: Any  # every array that `forward` uses, in nested dicts and lists
 
     def forward(
-        self, inputs: mx.array, positions: Positions, cache: Sequence[KVCache | TailWriter | None]
+        self, inputs: mx.array, positions: Positions, cache: Sequence[TailWriter | None]
     ) -> mx.array: ...
 
 
@@ -84,13 +84,9 @@ class DecodeStep(threading.local):
     ) -> T:
         """Return `head(model, model.forward(...))`, not evaluated; the caches grow by L tokens.
 
-        Args:
-            model: the model whose step this is.
-            inputs: (B, L) integers.
-            lengths: (B,) int32, the result of `KVCache.decode_lengths`.
-            cache: caches of the writing blocks.
-            head: maps the model and its hidden states to a tree of arrays. Traces are kept by function object,
-                so every call has to pass the same one.
+        `inputs` are (B, L) tokens; `lengths` (B,) is what `KVCache.decode_lengths` returns; `cache` holds the
+        caches of the writing blocks. `head` maps the model and its hidden states to a tree of arrays. Traces
+        are kept by function object, so every call has to pass the same one.
         """
         heads, head_dim, count = 2 * model.args.num_kv_heads, model.args.head_dim, inputs.shape[1]
         buffers, tails, starts = open_tails(cache, heads, head_dim, count)

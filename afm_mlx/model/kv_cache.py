@@ -64,21 +64,13 @@ class KVCache:
     `buffer` is (B, 2 * n_kv_heads, capacity, head_dim), heads of keys and then of values; None before the first
     token. While a batch decodes, its newest tokens can be in `tail`; `settle` moves them to the buffer.
 
-    Args:
-        int8: True to store int8 codes, False for floats.
-        max_size: tokens that a row can hold, None for no limit.
-        sliding_window: past `max_size`, forget the oldest tokens except the first `KEEP`; without it more
-            tokens raise `ContextLengthError`.
-        rows: rows of the batch.
-
-    Attributes:
-        adapter: fingerprint of the adapter with which the keys and values were computed: "" for none, None if
-            unknown. With any other adapter they are wrong.
+    Past `max_size` tokens of a row, a `sliding_window` forgets the oldest ones except the first `KEEP`; without
+    it more tokens raise `ContextLengthError`.
     """
 
     def __init__(
         self,
-        int8: bool = True,
+        int8: bool = True,  # store codes, not floats
         max_size: int | None = None,
         sliding_window: bool = False,
         rows: int = 1,
@@ -93,6 +85,7 @@ class KVCache:
         self._lengths = [0] * rows  # tokens fed, per row
         self._forgotten = [0] * rows  # of these, tokens that a sliding window has dropped
         self._padding: list[int] | None = None  # of a ragged prompt, until `finalize`
+        # Fingerprint of the adapter that computed the keys and values, "" for none; None if unknown.
         self.adapter: str | None = None
         self.tail: Any = None  # (B, 2 * n_kv_heads, TAIL, head_dim) once a decode step began
         # While a tail is in use: columns of the buffer, per row.
@@ -114,10 +107,8 @@ class KVCache:
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: an int when all rows agree, else (B,) int32."""
-        first = self._lengths[0]
-        if all(length == first for length in self._lengths):
-            return first
-        return mx.array(self._lengths, dtype=mx.int32)
+        one = len(set(self._lengths)) == 1
+        return self._lengths[0] if one else mx.array(self._lengths, dtype=mx.int32)
 
     @property
     def _columns(self) -> list[int]:
@@ -614,12 +605,10 @@ def _handle(x: mx.array | None) -> mx.array | None:
 
 
 def _whole_steps(columns: int) -> int:
-    """Round up to a multiple of `STEP`."""
     return -(-columns // STEP) * STEP
 
 
 def _padded(buffer: mx.array, columns: int) -> mx.array:
-    """Append `columns` columns of zeros."""
     return mx.pad(buffer, [(0, 0), (0, 0), (0, columns), (0, 0)])
 
 

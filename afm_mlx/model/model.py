@@ -60,7 +60,6 @@ class WritingAttention(nn.Module):
             self.quant_value_scale = mx.array(1.0)
 
     def head_options(self) -> HeadOptions:
-        """Norms, int8 scales and RoPE of the heads."""
         config = self._config
         int8 = bool(config.kv_bits)
         return HeadOptions(
@@ -74,11 +73,7 @@ class WritingAttention(nn.Module):
         )
 
     def __call__(
-        self,
-        x: Normed,
-        positions: Positions,
-        cache: KVCache | TailWriter | None,
-        residual: mx.array,
+        self, x: Normed, positions: Positions, cache: TailWriter | None, residual: mx.array
     ) -> tuple[mx.array, KeyValues]:
         """Return `residual` plus the output for the normalized `x`, (B, L, D), and the keys and values."""
         qkv, options = project(self.qkv_proj, x), self.head_options()
@@ -137,7 +132,7 @@ class WritingBlock(_Block):
         super().__init__(config, WritingAttention(config))
 
     def __call__(
-        self, x: mx.array, positions: Positions, cache: KVCache | TailWriter | None
+        self, x: mx.array, positions: Positions, cache: TailWriter | None
     ) -> tuple[mx.array, KeyValues]:
         """Return hidden states (B, L, D), and the keys and values of all tokens so far."""
         x, kv = self.self_attn(Normed(x, self.input_layernorm), positions, cache, residual=x)
@@ -166,7 +161,7 @@ class Transformer(nn.Module):
         self.output_norm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
 
     def write(
-        self, inputs: mx.array, positions: Positions, cache: Sequence[KVCache | TailWriter | None]
+        self, inputs: mx.array, positions: Positions, cache: Sequence[TailWriter | None]
     ) -> tuple[mx.array, KeyValues]:
         """Run the writing blocks; return hidden states (B, L, D) and the last block's keys and values."""
         h = self.embedding(inputs)
@@ -175,9 +170,9 @@ class Transformer(nn.Module):
         return h, kv
 
     def __call__(
-        self, inputs: mx.array, positions: Positions, cache: Sequence[KVCache | TailWriter | None]
+        self, inputs: mx.array, positions: Positions, cache: Sequence[TailWriter | None]
     ) -> mx.array:
-        """Run every block; return hidden states (B, L, D) before the final norm."""
+        """Return hidden states (B, L, D) before the final norm."""
         h, kv = self.write(inputs, positions, cache)
         for layer in self.kv_reuse_layers:
             h = layer(h, positions, kv)
@@ -247,7 +242,7 @@ class Model(nn.Module):
         return head(self, self.forward(inputs, positions, writing))
 
     def forward(
-        self, inputs: mx.array, positions: Positions, cache: Sequence[KVCache | TailWriter | None]
+        self, inputs: mx.array, positions: Positions, cache: Sequence[TailWriter | None]
     ) -> mx.array:
         """Run every block over tokens (B, L), with the caches of the writing blocks.
 
