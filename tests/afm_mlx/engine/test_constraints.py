@@ -48,7 +48,6 @@ def a_prompt(rng, length=None):
 
 
 def drawn(rng, name, sampler=None, **more):
-    """A request under a constraint."""
     constraint = CONSTRAINTS[name]()
     seed = int(rng.integers(2**60))
     return Request(
@@ -62,7 +61,6 @@ def text_of(responses):
 
 @pytest.mark.parametrize("max_batch", [1, 5])
 def test_constrained_rows_have_the_tokens_of_a_naive_loop(rng, tokenizer, max_batch):
-    """The prompts have different lengths; forced tokens are fed one by one, and at once."""
     model = wide_model(rng)
     requests = [drawn(rng, name, logprobs=False) for name in CONSTRAINTS]
     engine = Engine(model, tokenizer, max_batch=max_batch)
@@ -83,7 +81,6 @@ def test_what_is_allowed_is_what_another_matcher_allows(rng, model, tokenizer):
 
 
 def test_forced_tokens_are_fed_at_once(rng, model, tokenizer, chunks):
-    """In a row that is alone, and in a batch when they are many."""
     for company, least in ((0, FORCED_ALONE), (1, FORCED_IN_BATCH)):
         met = set()
         for words in range(FORCED_IN_BATCH + 2):
@@ -183,7 +180,6 @@ def test_log_probabilities_are_those_of_allowed_tokens(rng, tokenizer):
 
 
 def test_prompt_caches_hold_what_was_fed(rng, model, tokenizer):
-    """The next prompt goes on with them, as if everything had been computed again."""
     for name, limit in (("schema", 60), ("forced", 60), ("forced", 9), ("choices", 60)):
         request = replace(drawn(rng, name, logprobs=False), max_tokens=limit)
         caches = PromptCaches(model.make_cache)

@@ -63,7 +63,6 @@ def test_the_next_step_is_submitted_before_the_last_token_is_read(rng, model, to
 
 
 def test_a_rows_random_stream_is_its_own(rng, model, tokenizer):
-    """A seed gives the same tokens alone and in company, and MLX's own stream stays where it was."""
     prompt, sampler = some_prompt(rng, 5), make_sampler(temp=1.0, top_p=0.9)
 
     def answer(seed, company=0):
@@ -166,7 +165,6 @@ def test_sizes_below_one_are_refused(model, tokenizer, option):
 def test_reuse_blocks_run_for_one_token_per_row_and_step(
     rng, model, tokenizer, sliding, monkeypatch
 ):
-    """Single, batched, chunked: prompts of any length never pass through the reuse blocks."""
     lengths = []
     block = type(model.model.kv_reuse_layers[0])
     run_block = block.__call__

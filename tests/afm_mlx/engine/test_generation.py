@@ -150,7 +150,6 @@ def test_a_progress_callback_that_raises_ends_its_row_alone(rng, model, tokenize
 def test_a_stream_that_is_left_leaves_its_cache_with_what_it_computed(
     rng, tokenizer, kv_bits, leave
 ):
-    """The next turn goes on from there, as after a whole answer."""
     model, prompt = tiny(rng, kv_bits=8), some_prompt(rng, 40)
     cache = model.make_cache("int8" if kv_bits == 8 else "float")
     options = {"kv_bits": kv_bits, "prefill_step_size": 8, "prompt_cache": cache}

@@ -200,7 +200,6 @@ def test_a_load_that_fails_at_once_is_a_response_too(make_engine, pool, adapters
 
 
 def test_rows_of_one_adapter_are_gathered_before_it_is_evicted(rng, model, tokenizer, adapters):
-    """When the pool has no room for all, each is loaded once."""
     names = "abcdefgh"
     prompts = [some_prompt(rng, length) for length in rng.integers(2, 9, 3 * len(names))]
     with AdapterPool(model) as plenty:
@@ -259,7 +258,6 @@ def test_an_engine_that_is_dropped_gives_its_adapters_back(model, tokenizer, poo
 
 @pytest.mark.parametrize("model", [(kind, kv) for kind in BITS for kv in (8, None)], indirect=True)
 def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_engine, model, pool, adapters):
-    """Ragged prompts; none, several ranks, one on few layers, sums with a name and without."""
     # Keys and values on the boundary of two int8 codes may fall to either side.
     int8 = model.args.kv_bits == 8
     # So may activations between two of the 16-bit integers that packed layers multiply: ragged prompts have
@@ -298,7 +296,6 @@ def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_engine, model, pool, ada
 
 @pytest.mark.parametrize("model", [("float", None), ("llama", None)], indirect=True)
 def test_rows_with_adapters_join_and_leave(rng, make_engine, pool, model, tokenizer):
-    """One after the other, in the middle of others' answers, more of them than fit."""
     requests = [
         Request(
             some_prompt(rng, rng.integers(1, 9)),
@@ -436,7 +433,6 @@ def test_copies_and_files_of_caches_keep_their_adapter(rng, model, make_engine, 
 
 
 def test_caches_of_an_attached_adapter(rng, model, tokenizer, make_engine, pool, adapters):
-    """The same holds without a pool."""
     attach_adapter(model, adapters.folder / "a")
     engine = Engine(model, tokenizer)
     cache = filled(engine, rng, None)

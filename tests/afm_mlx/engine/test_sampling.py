@@ -88,7 +88,6 @@ def test_bans_are_no_error_until_nothing_is_left(rng, tokenizer, sampler):
 
 
 def test_an_answer_that_fails_later_is_whole_up_to_there(rng, tokenizer):
-    """Its text so far, stop strings that were held back included, and a cache that goes on from there."""
     model = tiny(rng, kv_bits=8)
     words = generate(model, tokenizer, [1, 2, 3], max_tokens=6).split()
 

@@ -280,7 +280,6 @@ def test_arrays_of_keys_and_values_never_take_more(rng, tokenizer, exact_memory,
 def test_a_budget_without_slack_holds_while_caches_grow_and_rows_leave(
     rng, tokenizer, exact_memory
 ):
-    """There is no room for two copies of all blocks."""
     model = wide(rng, 8, layers=10)
     budget = bytes_of_rows(model, tokenizer, 3, 512 + TAIL)
     engine = Engine(model, tokenizer, kv_memory=budget, prefill_step_size=32)

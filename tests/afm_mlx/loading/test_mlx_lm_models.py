@@ -32,7 +32,6 @@ def folder(tmp_path, rng):
 
 @pytest.fixture
 def adapter(tmp_path):
-    """As mlx-lm's own training saves it."""
     path = tmp_path / "adapter"
     path.mkdir()
     options = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}

@@ -46,7 +46,6 @@ def steps(model, cache, count, token=5):
 
 @pytest.mark.parametrize("lengths", [[STEP - 2], [STEP - 2] * 3, [3, STEP - 2, 1]])
 def test_steps_equal_those_without_a_trace(rng, model, untraced, lengths):
-    """Over a boundary where the cache grows, of rows of one length and of several."""
     cache = prefilled(model, rng, *lengths)
     twin = [layer.copy() for layer in cache]
     wanted = untraced(lambda: steps(model, twin, 5))
