@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import mlx.nn as nn
@@ -81,12 +80,17 @@ class AsyncEngine:
         stream = _Stream()
         threads.submit(self._begin, stream, prepared)
         try:
-            while not stream.ended:
-                await stream.arrived.wait()
-                stream.arrived.clear()
-                for response in stream.taken():
-                    yield response
-                    del response  # it may hold an error, whose traceback holds this frame
+            ended = False
+            while not ended:
+                response = await stream.responses.get()
+                error, ended = response.error, response.finish_reason is not None
+                try:
+                    if error is None or response.text or response.token >= 0:
+                        yield response
+                    if error is not None:
+                        raise error
+                finally:
+                    del response, error  # an error's traceback holds this frame
         finally:
             # Once Python has begun to end, there is nothing left to free.
             with contextlib.suppress(RequestError):
@@ -159,18 +163,13 @@ class _Stream:
 
     def __init__(self) -> None:
         self.row = -1  # its id, once there is one
-        self.arrived = asyncio.Event()  # set when there are responses to take
-        self.ended = False  # True once the last response was taken
+        self.responses: asyncio.Queue[TokenResponse] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._items: deque[TokenResponse] = deque()
-
-    # -- in MLX's thread
 
     def put(self, response: TokenResponse) -> bool:
         """Append a response; return False if the event loop was closed."""
-        self._items.append(response)
         try:
-            self._loop.call_soon_threadsafe(self.arrived.set)
+            self._loop.call_soon_threadsafe(self.responses.put_nowait, response)
         except RuntimeError:  # it was closed
             return False
         return True
@@ -181,18 +180,3 @@ class _Stream:
             error = StepError(f"The request failed ({type(cause).__name__}: {cause}).")
             error.__cause__ = cause
         self.put(TokenResponse(self.row, -1, "", None, "error", error))
-
-    # -- in the event loop
-
-    def taken(self) -> Iterable[TokenResponse]:
-        """Remove and yield the responses that have arrived; raise the row's error after its last one."""
-        while self._items:
-            response = self._items.popleft()
-            error, self.ended = response.error, response.finish_reason is not None
-            try:
-                if error is None or response.text or response.token >= 0:
-                    yield response
-                if error is not None:
-                    raise error
-            finally:
-                del response, error  # an error's traceback holds this frame
