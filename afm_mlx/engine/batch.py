@@ -58,7 +58,7 @@ class RowBatch:
         change_entries(self.cache, lambda entry: _filter_rows(entry, indices), self.by_block)
 
     def take_out(self, index: int) -> tuple[Row, Cache]:
-        """Remove a row that comes back, with its adapter; return it and its cache, for `RowCaches.merged`."""
+        """Take out a row that comes back later, its adapter still leased; return the row and its cache."""
         row, taken = self.rows[index], self.cache
         others = [i for i in range(len(self.rows)) if i != index]
         if not others:

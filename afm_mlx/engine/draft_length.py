@@ -79,7 +79,7 @@ def best_count(
 ) -> int:
     """Return the number of draft tokens per row with which a step gives the most tokens per second, or 0.
 
-    `acceptances` are those of the rows that have draft tokens; the others get one token a step. Another draft
+    `acceptances` has an entry for each row with draft tokens; the others get one token a step. Another draft
     token for all rows takes `draft_seconds`.
     """
 

@@ -408,8 +408,8 @@ async def stream_generate_async(*args: Any, **options: Any) -> AsyncIterator[Gen
             print(response.text, end="")
 
     Several of them take turns, token by token. Samplers, logits processors and callbacks run in MLX's thread.
-    If a task is cancelled, its answer ends after the current token. Arguments and errors are those of
-    `stream_generate`.
+    If a task is cancelled, its answer ends after the current token. Takes the arguments of
+    `stream_generate`, and raises the same errors.
     """
     stream = stream_generate(*args, **options)
     try:
@@ -464,7 +464,7 @@ def stream_generate_as(
     """Answer a chat with an instance of a type, and yield snapshots of it as it grows.
 
     Yields a snapshot whenever the answer has more (`AnswerType.partial`), and the instance as the last item.
-    Arguments and errors are those of `generate_as`.
+    Takes the arguments of `generate_as`, and raises the same errors.
     """
     from afm_mlx.guidance.types import AnswerType, answer_type
 

@@ -429,7 +429,7 @@ class RowPrefixes:
             row.pending = row.pending[found:]
 
     def keep(self, row: Row, cache: Cache, index: int, fed: int | None = None) -> None:
-        """Keep what a row has computed, from its place `index` in a batch's cache.
+        """Keep the keys and values that a row has computed, at `index` in a batch's cache.
 
         `fed` is the number of the row's tokens in the cache; None for its whole prompt and answer.
         """

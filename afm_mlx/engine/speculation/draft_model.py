@@ -98,7 +98,7 @@ class DraftModel:
             entry.trim_rows(counts)
 
     def next_tokens(self, drafting: dict[int, Draft]) -> list[int]:
-        """Bring the draft caches of these drafts, by row, up to date; then draw one token for each."""
+        """Feed the draft caches what these drafts (by row) have more, then draw one token for each."""
         missing = [
             held.missing(drafting[row].row, drafting[row].assumed) if row in drafting else []
             for row, held in self._held.items()

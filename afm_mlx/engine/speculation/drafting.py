@@ -82,7 +82,7 @@ class Speculation:
 
 
 class Drafting:
-    """Drafts tokens for an engine's rows, that `model` verifies; for `by_block`, see `RowCaches`."""
+    """Drafts tokens for an engine's rows; for `by_block`, see `RowCaches`."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Drafting:
         return count if self._drafting(rows) else 0
 
     def drafts(self, rows: Sequence[Row], count: int, limit: int) -> list[Draft]:
-        """Return what each row is fed next, `limit` tokens at most: `count` (of `plan`) are drafted."""
+        """Return what each row is fed next: `count` draft tokens at most, and `limit` tokens in all."""
         start = time.perf_counter()
         drafts = [self._draft(row, min(limit, _most_tokens(row))) for row in rows]
         drafting = {row.id for row, _ in self._drafting(rows)}
