@@ -92,7 +92,17 @@ def load(
     keep_compiler_out()
     lazy = lazy and in_main_thread()
     folder = resolve_model(path_or_hf_repo, revision)
-    values = _read_values(folder / "config.json", model_config)
+    source, changes = folder / "config.json", {} if model_config is None else model_config
+    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
+        raise ConfigError(
+            f"model_config is {shown(changes)}; a mapping of config.json's keys to values is needed."
+        )
+    values = read_config_json(source) | dict(changes)
+    if not isinstance(values.get("model_type"), str):
+        raise ConfigError(
+            f"{source}: model_type is {shown(values.get('model_type'))}; it names the architecture, "
+            f"{MODEL_TYPE!r} for an AFM model."
+        )
     adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
     if not is_afm_config(values):
         from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
@@ -112,22 +122,6 @@ def load(
     set_activation_bits(model, activation_bits)
     warn_if_slow(model)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
-
-
-def _read_values(path: Path, changes: object) -> dict[str, Any]:
-    """Return the content of config.json with some keys replaced; raise if it names no architecture."""
-    changes = {} if changes is None else changes
-    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
-        raise ConfigError(
-            f"model_config is {shown(changes)}; a mapping of config.json's keys to values is needed."
-        )
-    values = read_config_json(path) | dict(changes)
-    if not isinstance(values.get("model_type"), str):
-        raise ConfigError(
-            f"{path}: model_type is {shown(values.get('model_type'))}; it names the architecture, "
-            f"{MODEL_TYPE!r} for an AFM model."
-        )
-    return values
 
 
 def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:
