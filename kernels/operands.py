@@ -61,6 +61,11 @@ class PackedWeight(NamedTuple):
         return self.in_dims // self.scales.shape[1]
 
     @property
+    def format(self) -> tuple[str, str, int]:
+        """Mode, granularity and group size, on which the choice of a kernel depends."""
+        return self.mode, self.granularity, self.group_size
+
+    @property
     def layout(self) -> tuple[object, ...]:
         """Shapes and format; one kernel can multiply by two matrices whose layouts are equal."""
         scales = None if self.scales is None else self.scales.shape

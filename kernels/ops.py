@@ -116,7 +116,7 @@ def _product_case(x: mx.array | AttentionPartials, weight: PackedWeight, *_: obj
 
 
 def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
-    return Case(device(), dtype, rows, weight.mode, weight.granularity, weight.group_size)
+    return Case(device(), dtype, rows, *weight.format)
 
 
 def _rope_case(qkv: mx.array, _: object, options: HeadOptions) -> Case:

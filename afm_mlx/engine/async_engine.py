@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import mlx.nn as nn
@@ -65,9 +64,6 @@ class AsyncEngine:
         cancelled. After a `break`, the iterator is closed once nothing refers to it; `contextlib.aclosing`
         closes it at once.
 
-        Args:
-            request: the request.
-
         Raises:
             AFMError: if the request can't be honoured; and if the row can't go on, after the response that has
                 the text so far.
@@ -84,12 +80,17 @@ class AsyncEngine:
         stream = _Stream()
         threads.submit(self._begin, stream, prepared)
         try:
-            while not stream.ended:
-                await stream.arrived.wait()
-                stream.arrived.clear()
-                for response in stream.taken():
-                    yield response
-                    del response  # it may hold an error, whose traceback holds this frame
+            ended = False
+            while not ended:
+                response = await stream.responses.get()
+                error, ended = response.error, response.finish_reason is not None
+                try:
+                    if error is None or response.text or response.token >= 0:
+                        yield response
+                    if error is not None:
+                        raise error
+                finally:
+                    del response, error  # an error's traceback holds this frame
         finally:
             # Once Python has begun to end, there is nothing left to free.
             with contextlib.suppress(RequestError):
@@ -98,7 +99,7 @@ class AsyncEngine:
     # -- in MLX's thread
 
     def _made(self) -> Engine:
-        """Return the engine; it is made by the first call and belongs to this thread."""
+        """Return the engine, which the first call makes: it belongs to this thread."""
         if self._engine is None:
             with wired_memory(self._model):
                 self._engine = Engine(self._model, self._tokenizer, **self._options)
@@ -130,22 +131,19 @@ class AsyncEngine:
         self._turn_is_queued = False
         engine = self._made()
         try:
-            self._deliver(engine.step())
+            for response in engine.step():
+                stream = self._streams.get(response.row)
+                if stream is None:  # its loop was closed during this delivery
+                    continue
+                if response.finish_reason is not None:
+                    del self._streams[response.row]
+                    stream.put(response)
+                elif not stream.put(response):
+                    self._cancel(stream)
         except BaseException as error:  # of any kind, because rows wait for it
             self._fail_started(error)
         if self._engine is engine and engine.busy:
             self._queue_turn()
-
-    def _deliver(self, responses: Iterable[TokenResponse]) -> None:
-        for response in responses:
-            stream = self._streams.get(response.row)
-            if stream is None:  # its loop was closed during this delivery
-                continue
-            if response.finish_reason is not None:
-                del self._streams[response.row]
-                stream.put(response)
-            elif not stream.put(response):
-                self._cancel(stream)
 
     def _fail_started(self, cause: BaseException) -> None:
         """Fail the rows that took part in a step; or all rows, if the engine can't say which ones did."""
@@ -161,55 +159,24 @@ class AsyncEngine:
 
 
 class _Stream:
-    """A queue of one request's responses, from MLX's thread to an event loop.
-
-    Attributes:
-        row: id of the row; -1 until there is one.
-        arrived: set when there are responses to take.
-        ended: True once the last response was taken.
-    """
+    """A queue of one request's responses, from MLX's thread to an event loop."""
 
     def __init__(self) -> None:
-        self.row = -1
-        self.arrived = asyncio.Event()
-        self.ended = False
+        self.row = -1  # its id, once there is one
+        self.responses: asyncio.Queue[TokenResponse] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._items: deque[TokenResponse] = deque()
-
-    # -- in MLX's thread
 
     def put(self, response: TokenResponse) -> bool:
         """Append a response; return False if the event loop was closed."""
-        self._items.append(response)
         try:
-            self._loop.call_soon_threadsafe(self.arrived.set)
+            self._loop.call_soon_threadsafe(self.responses.put_nowait, response)
         except RuntimeError:  # it was closed
             return False
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End the queue with an error."""
         if not isinstance(error, Exception):  # SystemExit must not end the caller's loop
             cause = error
             error = StepError(f"The request failed ({type(cause).__name__}: {cause}).")
             error.__cause__ = cause
         self.put(TokenResponse(self.row, -1, "", None, "error", error))
-
-    # -- in the event loop
-
-    def taken(self) -> Iterable[TokenResponse]:
-        """Remove and yield the responses that have arrived.
-
-        Raises:
-            Exception: the row's error, after its last response.
-        """
-        while self._items:
-            response = self._items.popleft()
-            error, self.ended = response.error, response.finish_reason is not None
-            try:
-                if error is None or response.text or response.token >= 0:
-                    yield response
-                if error is not None:
-                    raise error
-            finally:
-                del response, error  # an error's traceback holds this frame

@@ -19,43 +19,32 @@ import mlx.nn as nn
 from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.engine.row import Row, batch_adapters
 from afm_mlx.errors import RequestError, shown
-from afm_mlx.model.kv_cache import STEP, KVCache, NoKVCache, ZooKVCache
+from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import Model, is_afm
-from afm_mlx.model.protocols import Cache
 
 Entry = Any
-"""A `BatchEntry`, with the arrays of its class: ours, or one of mlx-lm's."""
-
-
-# -- batches
+"""An entry of a batch's cache: ours, or one of mlx-lm's."""
 
 
 @dataclass
 class RowBatch:
     """Rows that share one cache."""
 
+    by_block: bool  # see `RowCaches`
     rows: list[Row] = field(default_factory=list)  # B of them
     cache: Cache = field(default_factory=list)  # one entry per block, of B rows
     inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))  # (B,) to feed next
     adapters: BatchAdapters | None = None  # None when no row has one
-    by_block: bool = False  # see `RowCaches`
 
     def join(self, other: RowBatch) -> None:
-        """Append the rows of another batch."""
-        if not other.rows:
-            return
-        if not self.rows:
-            self.rows, self.cache, self.inputs = other.rows, other.cache, other.inputs
-            self.adapters = other.adapters
-            return
-        extend_cache(self.cache, other.cache, self.by_block)
-        self.rows = self.rows + other.rows
-        self.inputs = mx.concatenate([self.inputs, other.inputs])
-        self.adapters = batch_adapters(self.rows)
-
-    def drop(self, ids: set[int]) -> None:
-        """Remove rows, by their ids, and release their adapters."""
-        self.keep([i for i, row in enumerate(self.rows) if row.id not in ids])
+        """Append the rows of another batch, which loses its arrays."""
+        if self.rows and other.rows:
+            extend_cache(self.cache, other.cache, self.by_block)
+            self.rows = self.rows + other.rows
+            self.inputs = mx.concatenate([self.inputs, other.inputs])
+            self.adapters = batch_adapters(self.rows)
+        elif other.rows:
+            vars(self).update(vars(other))
 
     def keep(self, indices: list[int]) -> None:
         """Keep the rows of these indices; remove all others, and release the removed rows' adapters."""
@@ -66,28 +55,24 @@ class RowBatch:
         self._select(indices)
         if not self.rows:
             self.cache = []
-        change_entries(self.cache, lambda entry: filter_rows(entry, indices), self.by_block)
+        change_entries(self.cache, lambda entry: _filter_rows(entry, indices), self.by_block)
 
     def take_out(self, index: int) -> tuple[Row, Cache]:
-        """Remove a row that will come back: it keeps its adapter. Return it with its cache.
-
-        The cache is the batch's own if there are no other rows, else one for `RowCaches.merged`.
-        """
-        row = self.rows[index]
-        if len(self.rows) == 1:
-            cache, self.rows, self.cache = self.cache, [], []
-            self.inputs, self.adapters = self.inputs[:0], None
-            return row, cache
+        """Take out a row that comes back later, its adapter still leased; return the row and its cache."""
+        row, taken = self.rows[index], self.cache
         others = [i for i in range(len(self.rows)) if i != index]
-        taken: Cache = []
+        if not others:
+            self.cache = []
+        else:
+            taken = []
 
-        def take(entry: Entry) -> None:
-            taken.append(entry.extract(index))
-            if self.by_block and not taken[-1].empty():
-                mx.eval(taken[-1].state)
-            filter_rows(entry, others)
+            def take(entry: Entry) -> None:
+                taken.append(entry.extract(index))
+                if self.by_block and not taken[-1].empty():
+                    mx.eval(taken[-1].state)
+                _filter_rows(entry, others)
 
-        change_entries(self.cache, take, self.by_block)
+            change_entries(self.cache, take, self.by_block)
         self._select(others)
         return row, taken
 
@@ -109,8 +94,7 @@ class Prefill:
     cancelled: set[int] = field(default_factory=set)  # ids of rows
 
     @classmethod
-    def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool = False) -> Prefill:
-        """Make the prefill of rows with this cache, one entry per block, of all rows."""
+    def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
         pending = [row.pending for row in rows]
         lengths = [len(tokens) - 1 for tokens in pending]
         longest = max(lengths)
@@ -118,20 +102,17 @@ class Prefill:
         if any(padding):
             for entry in cache:
                 entry.prepare(lengths=lengths, right_padding=padding)
-        tokens = mx.array(
-            [ids[:-1] + [0] * pad for ids, pad in zip(pending, padding, strict=True)], mx.int32
-        ).reshape(len(rows), longest)
+        padded = [ids[:-1] + [0] * pad for ids, pad in zip(pending, padding, strict=True)]
+        tokens = mx.array(padded, mx.int32).reshape(len(rows), longest)
         last = mx.array([ids[-1] for ids in pending], dtype=mx.int32)
         for row, length in zip(rows, lengths, strict=True):
             row.position += length
             row.pending = []
-        return cls(
-            RowBatch(list(rows), cache, last, batch_adapters(rows), by_block), tokens, lengths
-        )
+        batch = RowBatch(by_block, list(rows), cache, last, batch_adapters(rows))
+        return cls(batch, tokens, lengths)
 
     @property
     def left(self) -> int:
-        """Columns that are not yet in the cache."""
         return self.tokens.shape[1] - self.done
 
     def report(self) -> None:
@@ -141,14 +122,11 @@ class Prefill:
                 row.report(row.position - row.start - max(0, length - self.done))
 
 
-# -- caches
-
-
 class RowCaches:
     """Makes, checks, merges and measures the caches of an engine's rows.
 
-    With `by_block`, caches are grown, joined and split one block after the other, each evaluated before the
-    next, so that old and new arrays exist at the same time for one block only. Other arguments are `Engine`'s.
+    With `by_block`, caches are grown, joined and split one block after the other, so that old and new arrays
+    exist at the same time for one block only. Other arguments are `Engine`'s.
     """
 
     def __init__(
@@ -169,7 +147,6 @@ class RowCaches:
         self._takes_zoo_kv_cache = bool(marks) and all(marks)
 
     def make(self) -> Cache:
-        """Make an empty cache for one row."""
         if isinstance(self._model, Model):
             return list(self._model.make_cache(self._kv, self.limit, self.sliding))
         from mlx_lm.models.cache import make_prompt_cache
@@ -177,11 +154,7 @@ class RowCaches:
         return list(make_prompt_cache(self._model, max_kv_size=self.limit))
 
     def checked(self, cache: object) -> Cache:
-        """Return a caller's prompt cache under new handles, for the engine to go on with.
-
-        Raises:
-            RequestError: says how the cache differs from the engine's own.
-        """
+        """Return a caller's prompt cache under new handles; `RequestError` says how it differs from ours."""
         template = self.make()
         if not isinstance(cache, list | tuple) or len(cache) != len(template):
             got = f"{len(cache)} entries" if isinstance(cache, list | tuple) else shown(cache)
@@ -225,11 +198,7 @@ class RowCaches:
             )
 
     def merged(self, caches: Sequence[Cache]) -> Cache:
-        """Join the caches of rows to the cache of one batch.
-
-        Raises:
-            RequestError: for caches that can't be batched.
-        """
+        """Join the caches of rows to the cache of one batch."""
         if not all(hasattr(entry, "merge") for entry in caches[0]):
             raise RequestError(
                 f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
@@ -242,20 +211,18 @@ class RowCaches:
             is_zoo = all(type(entry) is MlxKVCache for entries in blocks for entry in entries)
         merged: Cache = []
         for entries in blocks:
-            merged.append(
-                ZooKVCache.of_rows(entries) if is_zoo else entries[0].merge(list(entries))
-            )
+            entry = ZooKVCache.of_rows(entries) if is_zoo else entries[0].merge(list(entries))
+            merged.append(entry)
             if self.by_block:
-                for entry in entries:
-                    _drop_arrays(entry)
-                _evaluate(merged[-1])
+                for source in entries:
+                    _drop_arrays(source)
+                _evaluate(entry)
         return merged
 
     def bound(self, cache: Cache) -> int | None:
-        """Return the number of tokens at which a row has to end.
+        """Return the number of tokens at which a row has to end; None with a sliding window or mlx-lm's model.
 
-        Returns None with a sliding window, and for mlx-lm's models. If the engine was given no limit, the
-        cache's limit holds, however large.
+        If the engine was given no limit, the cache's limit holds, however large.
         """
         if not self._is_afm or self.sliding:
             return None
@@ -263,11 +230,7 @@ class RowCaches:
         return min(bounds, default=self.limit)
 
     def bytes_per_token(self) -> list[int]:
-        """Return the bytes of one token's keys and values, for each block that has any.
-
-        Raises:
-            RequestError: if the model's caches don't say.
-        """
+        """Return the bytes of one token's keys and values, for each block that has any."""
         cache = self.make()
         run_shapes(self._model, cache)
         blocks: list[list[mx.array]] = []
@@ -299,7 +262,6 @@ def run_shapes(model: nn.Module, cache: Cache) -> None:
 
 
 def _described(entry: Entry) -> str:
-    """Describe the kind of a cache's entry; rows of one batch must have the same."""
     if isinstance(entry, KVCache):
         stored = "int8 codes" if entry.int8 else "floats"
         window = f" in a sliding window of {entry.max_size}" if entry.sliding_window else ""
@@ -317,14 +279,9 @@ def kind_of(cache: Cache) -> tuple[str | None, int | None, bool]:
 
 
 def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
-    """Replace an empty cache's entries by ones with another storage or sliding window.
+    """Replace an empty cache's entries by ones with another storage or sliding window (None to leave each).
 
     A cache that holds tokens, or has a window, stays as it is.
-
-    Args:
-        cache: the cache, which is changed.
-        kv: "int8" or "float" storage; None to leave it.
-        window: number of tokens in the sliding window; None for no window.
     """
     for i, entry in enumerate(cache):
         if isinstance(entry, KVCache) and entry.empty() and not entry.sliding_window:
@@ -334,14 +291,9 @@ def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
 
 
 def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: str) -> None:
-    """Fill a caller's cache with a batch's row, evaluated so that any thread can use it.
+    """Fill a caller's cache (`theirs`) with a row of a batch's, without its last `surplus` tokens.
 
-    Args:
-        batch: the batch's cache.
-        row: index of the row in the batch.
-        theirs: the caller's cache, which is changed.
-        surplus: number of tokens to leave out at the row's end.
-        adapter: fingerprint of the row's adapter, "" if it has none.
+    Its arrays are evaluated, so that any thread can use them. `adapter` is the row's fingerprint, "" for none.
     """
     for source, target in zip(batch, theirs, strict=True):
         ours = source.extract(row)
@@ -355,14 +307,11 @@ def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: s
 
 def extend_cache(cache: Cache, other: Cache, by_block: bool) -> None:
     """Append the rows of another batch's cache, which loses its arrays."""
-    others = iter(other)
-
-    def extend(entry: Entry) -> None:
-        source = next(others)
+    for entry, source in zip(cache, other, strict=True):
         entry.extend(source)
         _drop_arrays(source)
-
-    change_entries(cache, extend, by_block)
+        if by_block:
+            _evaluate(entry)
 
 
 def change_entries(
@@ -375,8 +324,7 @@ def change_entries(
             _evaluate(entry)
 
 
-def filter_rows(entry: Entry, rows: Sequence[int]) -> None:
-    """Keep only these rows of a batch's entry, and the columns that they use."""
+def _filter_rows(entry: Entry, rows: Sequence[int]) -> None:
     entry.filter(rows)
     # mlx-lm's keeps all columns.
     if type(entry).__name__ == "BatchKVCache" and entry.keys is not None:
@@ -404,7 +352,6 @@ def _evaluate(entry: Entry) -> None:
 
 
 def _drop_arrays(entry: Entry) -> None:
-    """Drop the arrays of an entry whose rows are in another one now."""
     if isinstance(entry, KVCache):
         entry.buffer = entry.tail = None
     elif hasattr(entry, "keys"):  # of mlx-lm's

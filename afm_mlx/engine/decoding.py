@@ -1,7 +1,5 @@
 """A decode step: feed every row its last token, submit, and read back the step before.
 
-    inputs -> model -> logits -> draw -> submitted step -> (next step is submitted) -> read back -> responses
-
 The next step is submitted before the tokens of the one before are read back, so the device never waits for
 Python. A row under a constraint needs its token before the next one can be drawn: the token is read back while
 the device computes the logits. A row whose constraint forces many tokens leaves for a prefill, and comes back.
@@ -28,26 +26,12 @@ from afm_mlx.engine.sampling import Draw, draw, sample
 from afm_mlx.engine.scheduler import Scheduler
 from afm_mlx.engine.speculation.draft_tokens import Draft
 from afm_mlx.engine.speculation.drafting import Drafting
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import Model, is_afm
-from afm_mlx.model.protocols import Cache
 
 # This many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch,
 # where the other rows wait for them, and the row's cache is taken out and put back.
 FORCED_ALONE, FORCED_IN_BATCH = 2, 8
-
-
-@dataclass
-class StepLogits:
-    """The logits of a step whose tokens can't be drawn before the step before is read back."""
-
-    rows: list[Row]  # the B rows that were fed
-    logits: mx.array  # (B, vocab_size)
-
-    def keep(self, indices: list[int]) -> StepLogits | None:
-        """Return the logits of these rows only; None if there are none."""
-        if not indices:
-            return None
-        return StepLogits([self.rows[i] for i in indices], self.logits[mx.array(indices, mx.int32)])
 
 
 @dataclass
@@ -61,7 +45,6 @@ class SubmittedStep:
     forced: frozenset[int] = frozenset()  # ids of rows whose token was forced, and has its response
 
     def keep(self, indices: list[int]) -> SubmittedStep | None:
-        """Return the tokens of these rows only; None if there are none."""
         if not indices:
             return None
         index = mx.array(indices, dtype=mx.int32)
@@ -88,9 +71,10 @@ class DecodeBatch:
         self._model, self._is_afm = model, is_afm(model)
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
         self._scheduler, self._drafting = scheduler, drafting
-        self.batch = RowBatch(by_block=caches.by_block)
+        self.batch = RowBatch(caches.by_block)
         self.submitted: SubmittedStep | None = None
-        self._logits: StepLogits | None = None
+        # (B, vocab_size) logits of the batch's rows, whose tokens wait for the step before to be read back.
+        self._logits: mx.array | None = None
 
     def step(self) -> list[TokenResponse]:
         """Feed every row its last token, and draft tokens where they pay; return what was read back."""
@@ -139,22 +123,21 @@ class DecodeBatch:
                 self._submit(SubmittedStep(rows, tokens.astype(mx.int32), max_logits, None))
                 return
             logits = self._model(batch.inputs[:, None], cache=batch.cache)[:, -1]
-        step = StepLogits(rows, logits)
         if has_constraints:
             mx.async_eval(logits)
-            self._logits = step
+            self._logits = logits
         else:
-            self._draw(step)
+            self._draw(logits)
 
-    def _draw(self, step: StepLogits) -> None:
-        """Submit the draw of the next token of every row that was fed."""
-        self._logits = None
-        forced = {i: row.pending.pop(0) for i, row in enumerate(step.rows) if row.pending}
-        tokens, max_logits, logprobs = sample(step.rows, step.logits, self.batch.inputs, forced)
-        ids = frozenset(step.rows[i].id for i in forced)
-        for row in step.rows:
+    def _draw(self, logits: mx.array) -> None:
+        """Submit the draw of the next token of every row, from its logits (B, vocab_size)."""
+        self._logits, rows = None, list(self.batch.rows)
+        forced = {i: row.pending.pop(0) for i, row in enumerate(rows) if row.pending}
+        tokens, max_logits, logprobs = sample(rows, logits, self.batch.inputs, forced)
+        ids = frozenset(rows[i].id for i in forced)
+        for row in rows:
             row.sampled += row.id not in ids
-        self._submit(SubmittedStep(step.rows, tokens, max_logits, logprobs, ids))
+        self._submit(SubmittedStep(rows, tokens, max_logits, logprobs, ids))
 
     def _submit(self, step: SubmittedStep) -> None:
         """Submit a step; its tokens are the next inputs."""
@@ -188,12 +171,10 @@ class DecodeBatch:
         return responses
 
     def leave(self, finished: set[int], responses: Sequence[TokenResponse] = ()) -> None:
-        """Remove finished or cancelled rows, and return their caches to the callers.
+        """Remove finished or cancelled rows, by their ids, and return their caches to the callers.
 
-        Args:
-            finished: ids of the rows.
-            responses: hold the last ones of finished rows. If a caller's cache can't be filled, for example
-                because it was changed meanwhile, the error goes into its row's last response.
+        `responses` hold the last ones of finished rows: if a caller's cache can't be filled, because it was
+        changed meanwhile for example, the error goes there.
         """
         if self._drafting is not None:
             self._drafting.forget(finished)
@@ -215,7 +196,7 @@ class DecodeBatch:
                     response.finish_reason, response.error = "error", response.error or error
         keep = [i for i, row in enumerate(self.batch.rows) if row.id not in finished]
         self.submitted = self.submitted and self.submitted.keep(keep)
-        self._logits = self._logits and self._logits.keep(keep)
+        self._keep_logits(keep)
         self.batch.keep(keep)
         if failed:  # of a row that was cancelled
             raise failed[0]
@@ -230,17 +211,20 @@ class DecodeBatch:
         if self._logits is None:  # the row's last token is not yet fed
             rows[index].pending.insert(0, rows[index].tokens[-1 - len(rows[index].pending)])
         others = [i for i in range(len(rows)) if i != index]
-        self._logits = self._logits and self._logits.keep(others)
+        self._keep_logits(others)
         row, cache = self.batch.take_out(index)
         merged = self._caches.merged([cache]) if others else cache
         self._scheduler.prefills.append(Prefill.of([row], merged, self._caches.by_block))
 
+    def _keep_logits(self, indices: list[int]) -> None:
+        if self._logits is not None:
+            self._logits = self._logits[mx.array(indices, mx.int32)] if indices else None
+
     def drop_all(self) -> list[Row]:
-        """Remove all rows, and release their adapters; their caches are not returned."""
         rows = self.batch.rows
         for row in rows:
             row.release()
-        self.batch = RowBatch(by_block=self._caches.by_block)
+        self.batch = RowBatch(self._caches.by_block)
         self.submitted = self._logits = None
         return rows
 
@@ -249,8 +233,8 @@ class DecodeBatch:
     def _speculative_step(self, drafting: Drafting, count: int) -> list[TokenResponse]:
         """Feed every row its last token and up to `count` draft tokens; keep the ones that the model draws."""
         responses: list[TokenResponse] = []
-        if self.submitted is not None:
-            submitted, self.submitted = self.submitted, None
+        if (submitted := self.submitted) is not None:
+            self.submitted = None
             responses += self._read(submitted)
         batch = self.batch
         if not batch.rows:
@@ -266,7 +250,8 @@ class DecodeBatch:
         kept: list[int] = []
         finished: set[int] = set()
         for draft, tokens in zip(drafts, drawn, strict=True):
-            new, n_kept = _take_drawn(draft, tokens, drafting)
+            new, n_kept, accepted = _take_drawn(draft, tokens)
+            drafting.count(draft, accepted)
             responses += new
             kept.append(n_kept)
             if new and new[-1].finish_reason is not None:
@@ -281,34 +266,27 @@ class DecodeBatch:
         return responses
 
 
-@dataclass
-class DrawnToken:
-    """A token that was drawn after one token of a draft."""
-
-    token: int
-    max_logit: float
-    logprobs: mx.array | None = None  # (vocab_size,); None if the row needs none
+Drawn = tuple[int, float, mx.array | None]
+"""A drawn token, its max logit, and its log-probabilities (vocab_size,) if the row needs them."""
 
 
 def _verify(
     model: Model, cache: Cache, drafts: Sequence[Draft], width: int
-) -> list[dict[int, DrawnToken]]:
+) -> list[dict[int, Drawn]]:
     """Run the model once on all drafts, padded to `width`, and draw its own token at each position to verify.
 
-    The cache grows by `width` tokens in every row.
-
-    Returns:
-        For each draft, the drawn tokens by the index into `fed` of the token before each. They are evaluated.
+    The cache grows by `width` tokens in every row. Returns, for each draft, the drawn tokens by the index into
+    `fed` of the token before each, evaluated.
     """
     inputs = mx.array([[*d.fed] + [0] * (width - len(d.fed)) for d in drafts], mx.int32)
     if not any(draft.row.needs_logits for draft in drafts):
         tokens, max_logits = model.verify_greedy(inputs, cache)
         mx.eval(tokens, max_logits)
         pairs = zip(drafts, tokens.tolist(), max_logits.tolist(), strict=True)
-        return [{i: DrawnToken(t[i], m[i]) for i in draft.drawn} for draft, t, m in pairs]
+        return [{i: (t[i], m[i], None) for i in draft.drawn} for draft, t, m in pairs]
     places = [(b, i) for b, draft in enumerate(drafts) for i in draft.drawn]
     logits = model.verify(inputs, cache)
-    found: list[dict[int, DrawnToken]] = [{} for _ in drafts]
+    found: list[dict[int, Drawn]] = [{} for _ in drafts]
     if not places:
         mx.eval(logits)
         return found
@@ -322,17 +300,15 @@ def _verify(
     values = zip(places, tokens.tolist(), max_logits.tolist(), strict=True)
     for n, ((b, i), token, max_logit) in enumerate(values):
         wanted = logprobs[n] if drafts[b].row.request.logprobs else None
-        found[b][i] = DrawnToken(token, max_logit, wanted)
+        found[b][i] = (token, max_logit, wanted)
     return found
 
 
-def _take_drawn(
-    draft: Draft, drawn: Mapping[int, DrawnToken], drafting: Drafting
-) -> tuple[list[TokenResponse], int]:
+def _take_drawn(draft: Draft, drawn: Mapping[int, Drawn]) -> tuple[list[TokenResponse], int, int]:
     """Have a row take its drawn tokens, up to the first that differs from what the row was fed.
 
     Returns:
-        The responses; and how many of the fed tokens stay in the cache.
+        The responses; how many of the fed tokens stay in the cache; and how many draft tokens were accepted.
     """
     row, kept, accepted = draft.row, 1, 0
     responses: list[TokenResponse] = []
@@ -340,17 +316,15 @@ def _take_drawn(
         if row.pending:
             following = row.pending.pop(0)
         else:
-            at = drawn[kept - 1]
-            new = row.take(at.token, at.max_logit, at.logprobs)
+            new = row.take(*drawn[kept - 1])
             new[0].from_draft = kept in draft.proposed and draft.fed[kept] == new[0].token
             accepted += new[0].from_draft
             responses += new
             if new[-1].finish_reason is not None:
                 break
-            following = at.token
+            following = drawn[kept - 1][0]
         if kept == len(draft.fed) or draft.fed[kept] != following:
             break
         kept += 1
     row.settle(kept)
-    drafting.count(draft, accepted)
-    return responses, kept
+    return responses, kept, accepted

@@ -9,40 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MOST = 7
-"""Draft tokens at most: with a row's last token, 8 tokens, for which there are kernels."""
-
+MOST = 7  # draft tokens at most: with a row's last token, 8 tokens, for which there are kernels
+# What another token per row adds to a step, in steps of one token, until it is measured.
 ESTIMATED_SLOPE = 0.2
-"""What another token per row adds to a step, in steps of one token, until it is measured."""
-
 _SMOOTHING = 0.2  # share of a new measurement
-_FIRST_RATE, _WEIGHT = (
-    0.7,
-    4.0,
-)  # assumed rate of acceptance, and how many draft tokens it counts for
+_FIRST_RATE = 0.7  # assumed rate of acceptance
+_WEIGHT = 4.0  # how many draft tokens it counts for
 _MEMORY = 64  # draft tokens that an estimate looks back on
 _PAUSE = 32  # tokens that a row gets without drafts where they don't pay; twice as many each time
 
 
 @dataclass
 class Acceptance:
-    """How many draft tokens were accepted lately, of one row or of all rows.
-
-    Args:
-        proposed: number of draft tokens that were verified: those after a rejected one were not.
-        accepted: number of them that were accepted.
-    """
+    """How many draft tokens were verified and accepted lately, of one row or of all rows."""
 
     proposed: float = _WEIGHT
     accepted: float = _WEIGHT * _FIRST_RATE
 
     @property
     def rate(self) -> float:
-        """Probability that a draft token is accepted."""
         return self.accepted / self.proposed
 
     def count(self, proposed: int, accepted: int) -> None:
-        """Record verified draft tokens, and how many of them were accepted."""
+        """Record verified draft tokens (those after a rejected one were not), and how many were accepted."""
         if self.proposed > _MEMORY:
             self.proposed, self.accepted = self.proposed / 2, self.accepted / 2
         self.proposed += proposed
@@ -90,11 +79,8 @@ def best_count(
 ) -> int:
     """Return the number of draft tokens per row with which a step gives the most tokens per second, or 0.
 
-    Args:
-        rows: rows of the batch.
-        acceptances: of the rows that have draft tokens; the others get one token a step.
-        costs: of the model's steps.
-        draft_seconds: seconds that another draft token for all rows takes.
+    `acceptances` has an entry for each row with draft tokens; the others get one token a step. Another draft
+    token for all rows takes `draft_seconds`.
     """
 
     def speed(count: int) -> float:
@@ -111,23 +97,14 @@ def best_count(
 
 @dataclass
 class DraftCounts:
-    """The draft tokens of one row.
+    """The draft tokens of one row."""
 
-    Args:
-        acceptance: how many are accepted, lately.
-        rounds: steps that had draft tokens for the row.
-        proposed: draft tokens so far.
-        accepted: draft tokens that became part of the answer.
-        paused_until: length of the answer before which nothing is drafted.
-        pauses: how often drafting did not pay.
-    """
-
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    rounds: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    paused_until: int = 0
-    pauses: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)  # how many are accepted, lately
+    rounds: int = 0  # steps that had draft tokens for the row
+    proposed: int = 0  # draft tokens so far
+    accepted: int = 0  # draft tokens that became part of the answer
+    paused_until: int = 0  # length of the answer before which nothing is drafted
+    pauses: int = 0  # how often drafting did not pay
 
     def __str__(self) -> str:
         if not self.proposed:
@@ -136,6 +113,5 @@ class DraftCounts:
         return f"{share}; off for a while, because they didn't pay" if self.pauses else share
 
     def pause(self, length: int) -> None:
-        """Draft nothing for a while; `length` is the answer's so far."""
         self.paused_until = length + _PAUSE * 2**self.pauses
         self.pauses += 1

@@ -6,13 +6,8 @@ its last token, so that the device never waits for Python.
     submit -> waiting -> prefill (a chunk per step) -> batch (a token per step) -> finished
 
 `Scheduler` (`scheduler.py`) decides who waits and prefills; `DecodeBatch` (`decoding.py`) takes the decode
-steps.
-
-A prompt is prefilled except for its last token, by the writing blocks alone; that token is the row's first
-step. So the reuse blocks and the head run for one token per row and step.
-
-A row may run with an adapter of a pool (`AdapterPool`); it waits until that is loaded, and others don't. Rows
-of one batch may have different ones, `MAX_ADAPTERS` at most.
+steps. A prompt is prefilled except for its last token, by the writing blocks alone; that token is the row's
+first step. So the reuse blocks and the head run for one token per row and step.
 
 An engine that is made in the main thread belongs to it, because MLX's streams do. Made in any other thread, it
 runs in the thread of `afm_mlx.threads`, and every thread may use it.
@@ -41,7 +36,7 @@ from afm_mlx.errors import ContextLengthError, RequestError, shown
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.memory import release_freed_memory
 from afm_mlx.kernels.replay import keep_compiler_out
-from afm_mlx.model.protocols import Cache
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.threads import Home
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.protocol import Tokenizer
@@ -50,8 +45,7 @@ from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 if TYPE_CHECKING:
     from afm_mlx.guidance.matcher import Matcher
 
-# Prompt tokens of a step, unless the caller says.
-STEP = 2048
+STEP = 2048  # prompt tokens of a step, unless the caller says
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B. From 32 tokens on,
 # a token of a prompt costs the same in steps of any size; so steps are small while rows that decode wait.
 CPU_STEP, CPU_STEP_WHILE_DECODING = 128, 32
@@ -150,30 +144,19 @@ class Engine:
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window, kv_memory is not None)
         by_block = self._caches.by_block
         self._drafting: Drafting | None = None
-        surplus = 0
-        draft_caches: list[RowCaches] = []
+        drafts: tuple[int, list[RowCaches]] = (0, [])
         if speculation is not None:
             afm_model = speculation.check(model, sliding_window)
             self._drafting = Drafting(speculation, afm_model, end_tokens, chunk, by_block)
-            surplus, draft_caches = self._drafting.surplus, self._drafting.draft_caches
+            drafts = self._drafting.surplus, self._drafting.draft_caches
         self._prefixes: RowPrefixes | None = None
         if prefix_cache is not None:
             self._prefixes = call(RowPrefixes, model, prefix_cache, self._adapters, by_block)
-        self._memory = call(KVMemory, self._caches, kv_memory, chunk, surplus, draft_caches)
+        self._memory = call(KVMemory, self._caches, kv_memory, chunk, *drafts)
         self._ids = itertools.count()
-        self._scheduler = Scheduler(
-            model,
-            self._caches,
-            self._adapters,
-            self._prefixes,
-            self._memory,
-            max_batch,
-            chunk,
-            chunk_while_decoding,
-        )
-        self._decode = DecodeBatch(
-            model, self._caches, self._adapters, self._prefixes, self._scheduler, self._drafting
-        )
+        parts = model, self._caches, self._adapters, self._prefixes
+        self._scheduler = Scheduler(*parts, self._memory, max_batch, chunk, chunk_while_decoding)
+        self._decode = DecodeBatch(*parts, self._scheduler, self._drafting)
 
     # -- requests
 
@@ -182,15 +165,14 @@ class Engine:
         return self._caches.make()
 
     def submit(self, request: Request) -> int:
-        """Queue a request; returns the id that its responses carry.
+        """Queue a request; return the id that its responses carry.
 
         The request's adapter begins to load. If that fails, the row's only response has the error. If a cache
         was filled under another adapter, that is an error here if the adapter is in memory, else the row's
         response.
 
         Raises:
-            RequestError: for what can't be honoured.
-            ConstraintError: for a constraint that can't.
+            RequestError, ConstraintError: for what can't be honoured.
             ContextLengthError: when the prompt alone does not fit.
         """
         # In the caller's thread: it may take a while, and the rows go on.
@@ -219,7 +201,6 @@ class Engine:
         return self._home.call(self._submit, prepared)
 
     def _submit(self, prepared: Prepared) -> int:
-        """Make the row of a request and queue it, in the engine's thread."""
         request, matcher = prepared.request, prepared.matcher
         given = request.cache
         cache = self._caches.make() if given is None else self._caches.checked(given)
@@ -231,7 +212,7 @@ class Engine:
                 f"The prompt needs {needed} tokens and the context holds {bound}. Shorten it, "
                 "raise max_kv_size, or ask for a sliding window."
             )
-        columns = self._memory.columns(request, cache)
+        columns = self._memory.columns(request, position, bound)
         lease = self._adapters.lease(request.adapter)
         detokenizer = self.tokenizer.detokenizer
         if matcher is not None and isinstance(self.tokenizer, AFMTokenizer):
@@ -240,22 +221,24 @@ class Engine:
         seed = request.seed or 0
         if request.seed is None and request.sampler is not None:
             seed = int(mx.random.randint(0, 2**31 - 1).item())
+        text = AnswerText(detokenizer, request.stop, prepared.hidden)
+        fixed = self.tokenizer.eos_token_ids, getattr(self.model.args, "vocab_size", None)
         row = Row(
             next(self._ids),
             request,
-            AnswerText(detokenizer, request.stop, prepared.hidden),
-            self.tokenizer.eos_token_ids,
-            start=position,
-            bound=bound,
-            seed=seed,
-            matcher=matcher,
-            lease=lease,
-            vocab_size=getattr(self.model.args, "vocab_size", None),
-            columns=columns,
+            text,
+            cache,
+            *fixed,
+            position,
+            bound,
+            seed,
+            matcher,
+            lease,
+            columns,
         )
         # If the adapter fails to load, that is the row's response, however early it fails.
         is_loaded = lease is None or lease.ready
-        if is_loaded and (error := self._adapters.refusal(row, cache)) is not None:
+        if is_loaded and (error := self._adapters.refusal(row)) is not None:
             row.release()
             raise error
         early = row.take_forced()
@@ -266,14 +249,11 @@ class Engine:
         if early and early[-1].finish_reason is not None:
             row.release()
         else:
-            self._scheduler.add(row, cache)
+            self._scheduler.add(row)
         return row.id
 
     def cancel(self, row_id: int) -> None:
-        """Drop a row, wherever it is; unknown and finished ids are ignored.
-
-        The request's cache then holds prompt and answer as far as they came.
-        """
+        """Drop a row; unknown ids are ignored. The request's cache then holds prompt and answer so far."""
         self._home.call(self._cancel, row_id)
 
     def _cancel(self, row_id: int) -> None:
@@ -288,12 +268,9 @@ class Engine:
                 self._prefixes.advance(until_all_is_computed=True)
 
     def drop_started(self) -> list[int]:
-        """Drop every row that has begun or has responses, after a step that raised.
+        """Drop the rows that have begun or have responses, after a step that raised; return the other ids.
 
-        Their caches are not returned, because the step may have left them in any state.
-
-        Returns:
-            The ids of the rows that still wait.
+        Callers' caches are not filled, because the step may have left the rows' in any state.
         """
         return self._home.call(self._drop_started)
 
@@ -303,19 +280,14 @@ class Engine:
             self._drafting.forget([row.id for row in started])
         if self._prefixes is not None:
             self._prefixes.drop_newest()
-        return [waiting.row.id for waiting in self._scheduler.waiting]
+        return [row.id for row in self._scheduler.waiting]
 
     @property
     def busy(self) -> bool:
         """True if any row waits or runs."""
         scheduler, decode = self._scheduler, self._decode
-        return bool(
-            decode.batch.rows
-            or decode.submitted
-            or scheduler.waiting
-            or scheduler.prefills
-            or scheduler.early
-        )
+        begun = decode.batch.rows or decode.submitted or scheduler.prefills
+        return bool(begun or scheduler.waiting or scheduler.early)
 
     # The following may be read in any thread, while rows run.
 
@@ -367,7 +339,7 @@ class Engine:
         responses += decode.step()
         # 3) With nothing to compute, rows may still wait for their adapters and stored pages.
         if not (responses or scheduler.prefills or decode.batch.rows):
-            self._adapters.wait([waiting.row for waiting in scheduler.waiting], LOADING_STEP)
+            self._adapters.wait(scheduler.waiting, LOADING_STEP)
             if prefixes is not None:
                 prefixes.wait(LOADING_STEP)
         if prefixes is not None:
@@ -383,10 +355,8 @@ def heal_prompt(request: Request, tokenizer: Tokenizer) -> tuple[Request, str]:
 
     A text's tokens depend on what follows them. If a prompt of plain text ends in the middle of what would be
     one token, the model has never seen its last token there, and goes on badly. So that token is generated
-    again, with what follows, and its text is not shown.
-
-    The request stays as it is if its `heal` is False, or if its last token is not text, or its only token:
-    control tokens, newlines and bytes are never joined with what follows.
+    again, with what follows, and its text is not shown. Control tokens, newlines and bytes are never joined to
+    what follows.
 
     Returns:
         The request; and the text that its answer repeats, which may be empty.

@@ -1,8 +1,4 @@
-"""`generate`, `stream_generate` and `batch_generate`, with mlx-lm's signatures, on the engine's loop.
-
-`stream_generate_async` is `stream_generate` for asyncio; `generate_as` and `stream_generate_as` answer chats
-with instances of Python types.
-"""
+"""`generate`, `stream_generate` and `batch_generate`, with mlx-lm's signatures, on the engine's loop."""
 
 from __future__ import annotations
 
@@ -33,8 +29,8 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import LogitsProcessor, Request, Sampler, token_ids
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.protocols import Cache
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -48,61 +44,36 @@ Messages = str | Sequence[Mapping[str, Any]]
 
 @dataclass
 class GenerationResponse:
-    """One step of `stream_generate`, with mlx-lm's fields.
+    """One step of `stream_generate`, with mlx-lm's fields."""
 
-    Args:
-        text: the next segment of the answer; may be empty.
-        token: id of the new token.
-        logprobs: (vocab_size,) log-probabilities that it was drawn from; None without `logprobs=True`.
-        from_draft: True if it was a draft token that the model accepted.
-        prompt_tokens: tokens of the prompt.
-        prompt_tps: prompt tokens per second.
-        generation_tokens: new tokens so far.
-        generation_tps: new tokens per second, counted from the first one on.
-        peak_memory: most that MLX has allocated, GB.
-        finish_reason: "stop", "length", or None while it goes on.
-        draft_counts: at the end, how many draft tokens there were, and how many were accepted; None without
-            speculation.
-    """
-
-    text: str
+    text: str  # the next segment of the answer; may be empty
     token: int
-    logprobs: mx.array | None
-    from_draft: bool
+    logprobs: (
+        mx.array | None
+    )  # (vocab_size,), which `token` was drawn from; None without `logprobs=True`
+    from_draft: bool  # True if it was a draft token that the model accepted
     prompt_tokens: int
-    prompt_tps: float
-    generation_tokens: int
-    generation_tps: float
-    peak_memory: float
-    finish_reason: str | None = None
-    draft_counts: DraftCounts | None = None
+    prompt_tps: float  # prompt tokens per second
+    generation_tokens: int  # new tokens so far
+    generation_tps: float  # new tokens per second, counted from the first one on
+    peak_memory: float  # most that MLX has allocated, GB
+    finish_reason: str | None = None  # "stop", "length", or None while it goes on
+    draft_counts: DraftCounts | None = None  # at the end; None without speculation
 
 
 @dataclass
 class BatchResponse:
-    """What `batch_generate` returns.
-
-    Args:
-        texts: one answer per prompt.
-        token_ids: tokens of each answer, end tokens excepted.
-        finish_reasons: "stop" or "length" for each.
-        prompt_tps: prompt tokens per second, all rows together.
-        generation_tps: new tokens per second, all rows together.
-    """
+    """What `batch_generate` returns: lists have one entry for each prompt."""
 
     texts: list[str]
-    token_ids: list[list[int]]
-    finish_reasons: list[str]
-    prompt_tps: float
-    generation_tps: float
+    token_ids: list[list[int]]  # end tokens excepted
+    finish_reasons: list[str]  # "stop" or "length"
+    prompt_tps: float  # prompt tokens per second, all rows together
+    generation_tps: float  # new tokens per second, all rows together
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    """Return the token ids of a prompt, from a text, or a sequence or an array of integers.
-
-    Raises:
-        RequestError: for anything else.
-    """
+    """Return the token ids of a text, sequence or array of integers; `RequestError` for anything else."""
     if not isinstance(prompt, str):
         return token_ids(prompt)
     bos = tokenizer.bos_token
@@ -178,14 +149,11 @@ def stream_generate(
         speculation = Speculation(draft_model, num_draft_tokens=num_draft_tokens)
     elif num_draft_tokens is not None:
         raise RequestError("num_draft_tokens is given, and no draft_model.")
-    engine = Engine(
-        model,
-        tokenizer,
-        prefill_step_size=prefill_step_size,
-        adapters=adapters,
-        speculation=speculation,
-        **_cache_options(model, _caches([prompt_cache], 1), kv_bits, max_kv_size, sliding_window),
+    options = _cache_options(
+        model, _caches([prompt_cache], 1), kv_bits, max_kv_size, sliding_window
     )
+    options |= {"prefill_step_size": prefill_step_size, "speculation": speculation}
+    engine = Engine(model, tokenizer, adapters=adapters, **options)
     request = Request(
         prompt=encode_prompt(tokenizer, prompt),
         max_tokens=max_tokens,
@@ -218,10 +186,7 @@ def _cache_options(
     max_kv_size: int | None,
     sliding_window: bool,
 ) -> dict[str, Any]:
-    """Return an engine's cache options: the caller's, and otherwise the prompt caches' own.
-
-    Empty caches are changed to the caller's options, as mlx-lm does.
-    """
+    """Return an engine's cache options: the caller's, also for empty caches, or the prompt caches' own."""
     kv = None if kv_bits is None else kv_storage(model, kv_bits)
     context = model.args.context_length if is_afm(model) else None
     given = [cache for cache in caches if cache is not None]
@@ -239,11 +204,7 @@ def _cache_options(
 
 
 def kv_storage(model: nn.Module, kv_bits: int) -> str:
-    """Return the kind of cache that stores `kv_bits` bits: "int8" or "float".
-
-    Raises:
-        RequestError: if the model has no cache of that kind.
-    """
+    """Return the kind of cache with `kv_bits` bits, "int8" or "float"; raise if the model has none."""
     config_bits = model.args.kv_bits if is_afm(model) else None
     if kv_bits == 16:
         return "float"
@@ -366,25 +327,16 @@ def batch_generate(
     names = _for_each("adapter", adapter, len(prompts))
     constraints = _for_each("constraint", constraint, len(prompts))
     caches = _caches(cache, len(prompts))
-    engine = Engine(
-        model,
-        tokenizer,
-        max_batch=max_batch,
-        prefill_step_size=prefill_step_size,
-        adapters=adapters,
-        speculation=speculation,
-        **_cache_options(model, caches, kv_bits, max_kv_size, sliding_window),
-    )
+    options = _cache_options(model, caches, kv_bits, max_kv_size, sliding_window)
+    options |= {"prefill_step_size": prefill_step_size, "speculation": speculation}
+    engine = Engine(model, tokenizer, adapters=adapters, max_batch=max_batch, **options)
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    options = {"logprobs": False, **request}  # nothing here returns them
-    rows = {
-        engine.submit(
-            Request(ids, most, cache=own, adapter=name, constraint=must, **options)
-        ): index
-        for index, (ids, most, own, name, must) in enumerate(
-            zip(encoded, max_new, caches, names, constraints, strict=True)
-        )
-    }
+    request = {"logprobs": False, **request}  # nothing here returns them
+    rows: dict[int, int] = {}
+    each = zip(encoded, max_new, caches, names, constraints, strict=True)
+    for index, (ids, most, own, name, must) in enumerate(each):
+        row = Request(ids, most, cache=own, adapter=name, constraint=must, **request)
+        rows[engine.submit(row)] = index
     with wired_memory(model):
         return _answers(engine, rows, sum(map(len, encoded)))
 
@@ -401,11 +353,7 @@ def _for_each(name: str, value: object, count: int) -> list[Any]:
 
 
 def _caches(cache: object, count: int) -> list[Cache | None]:
-    """Return one prompt cache or None for each prompt, from the only prompt's cache or a list of them.
-
-    Raises:
-        RequestError: for another number of caches, and for anything except lists.
-    """
+    """Return one prompt cache or None for each prompt, from the only prompt's cache or a list of them."""
     if cache is None:
         return [None] * count
     is_one = isinstance(cache, list) and not any(c is None or isinstance(c, list) for c in cache)
@@ -460,13 +408,8 @@ async def stream_generate_async(*args: Any, **options: Any) -> AsyncIterator[Gen
             print(response.text, end="")
 
     Several of them take turns, token by token. Samplers, logits processors and callbacks run in MLX's thread.
-    If a task is cancelled, its answer ends after the current token.
-
-    Args:
-        args, options: the arguments of `stream_generate`.
-
-    Raises:
-        AFMError: as `stream_generate` does.
+    If a task is cancelled, its answer ends after the current token. Takes the arguments of
+    `stream_generate`, and raises the same errors.
     """
     stream = stream_generate(*args, **options)
     try:
@@ -521,12 +464,7 @@ def stream_generate_as(
     """Answer a chat with an instance of a type, and yield snapshots of it as it grows.
 
     Yields a snapshot whenever the answer has more (`AnswerType.partial`), and the instance as the last item.
-
-    Args:
-        kind, model, tokenizer, messages, options: as for `generate_as`.
-
-    Raises:
-        AFMError: as `generate_as` does.
+    Takes the arguments of `generate_as`, and raises the same errors.
     """
     from afm_mlx.guidance.types import AnswerType, answer_type
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -29,12 +29,17 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint, base_model_fingerprint
 from afm_mlx.engine.batch import run_shapes
-from afm_mlx.engine.prefix_cache_folder import PageLayout, PrefixFolder, StoredPage, page_name
+from afm_mlx.engine.prefix_cache_folder import (
+    PageLayout,
+    Places,
+    PrefixFolder,
+    StoredPage,
+    page_name,
+)
 from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError
-from afm_mlx.model.kv_cache import KVCache, NoKVCache, ZooKVCache
+from afm_mlx.model.kv_cache import Cache, KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.protocols import Cache
 
 PAGE = 64  # tokens of a page: 1.1 MB of the 3B's codes
 FOLDER_BUDGET = 8 << 30  # bytes
@@ -48,9 +53,7 @@ class Columns:
     """Keys and values of some tokens, for all of a model's blocks."""
 
     groups: list[mx.array]  # (arrays of one shape and type, heads, tokens, head_dim)
-    places: tuple[
-        tuple[int, int], ...
-    ]  # for each array of the cache, its group and its index there
+    places: Places  # for each array of the cache, its group and its index there
 
     @property
     def nbytes(self) -> int:
@@ -74,16 +77,14 @@ class Columns:
 
         With `apart`, each array owns its memory; else the arrays of a group are views of one, which is faster.
         """
+
+        def join(arrays: Iterable[mx.array]) -> mx.array:
+            return mx.concatenate(list(arrays), axis=2)[:, :, :tokens]
+
         if apart:
-            return [
-                mx.concatenate([p.groups[group][at : at + 1] for p in parts], axis=2)[:, :, :tokens]
-                for group, at in parts[0].places
-            ]
-        groups = [
-            mx.concatenate(group, axis=2)[:, :, :tokens]
-            for group in zip(*(part.groups for part in parts), strict=True)
-        ]
-        return [groups[group][at : at + 1] for group, at in parts[0].places]
+            return [join(p.groups[i][at : at + 1] for p in parts) for i, at in parts[0].places]
+        groups = [join(group) for group in zip(*(part.groups for part in parts), strict=True)]
+        return [groups[i][at : at + 1] for i, at in parts[0].places]
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class _Page:
 
     above: weakref.ref[_Page] | None = None  # None for a root, which has no tokens
     name: bytes = b""  # the tokens, four bytes each
-    columns: Columns | None = None  # their keys and values
+    columns: Columns = field(default_factory=lambda: Columns([], ()))  # their keys and values
     below: dict[bytes, _Page] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)  # of `below`, sorted
     stored_as: str = ""  # name of its file, if the page is full
@@ -103,15 +104,10 @@ class _Page:
 
     @property
     def nbytes(self) -> int:
-        columns = 0 if self.columns is None else self.columns.nbytes
-        return columns + len(self.name) + _OVERHEAD
+        return self.columns.nbytes + len(self.name) + _OVERHEAD
 
     def nearest(self, name: bytes) -> tuple[_Page | None, int]:
-        """Find the page below whose tokens have the longest common prefix with `name` (tokens as bytes).
-
-        Returns:
-            The page, or None if none shares a token; and the length of the common prefix in tokens.
-        """
+        """Find the page below with the longest common prefix with `name`, and that prefix's tokens."""
         # In the order of names, it is one of the two neighbours.
         at = bisect_left(self.names, name)
         best, most = None, 0
@@ -120,14 +116,6 @@ class _Page:
             if common > most:
                 best, most = self.below[neighbour], common
         return best, most
-
-    def add(self, page: _Page) -> None:
-        self.below[page.name] = page
-        self.names.insert(bisect_left(self.names, page.name), page.name)
-
-    def remove(self, page: _Page) -> None:
-        del self.below[page.name]
-        del self.names[bisect_left(self.names, page.name)]
 
 
 class PrefixCache:
@@ -186,11 +174,7 @@ class PrefixCache:
             folder.close()
 
     def serve(self, model: nn.Module) -> None:
-        """Bind the cache to a model.
-
-        Raises:
-            RequestError: if the cache serves another model.
-        """
+        """Bind the cache to a model; raise `RequestError` if it serves another."""
         if self._model is None:
             self._model = weakref.ref(model)
             if self.folder is not None:
@@ -205,28 +189,20 @@ class PrefixCache:
     ) -> tuple[list[mx.array], int]:
         """Find the longest kept beginning of some tokens.
 
-        Args:
-            key: what keys and values depend on besides the tokens, and who may see them.
-            tokens: ids of the tokens.
-            apart: see `Columns.joined`.
-
-        Returns:
-            Arrays (1, heads, found tokens, head_dim), as they were kept; and how many tokens were found.
+        `key` is what keys and values depend on besides the tokens, and who may see them; for `apart`, see
+        `Columns.joined`. Returns arrays (1, heads, found tokens, head_dim), and how many tokens were found.
         """
         self.queries += len(tokens)
         path, found = self._path(key, _named(tokens))
         self._touch(path)
         self.hits += found
-        parts = [page.columns for page in path if page.columns is not None]
+        parts = [page.columns for page in path]
         return (Columns.joined(parts, found, apart) if found else []), found
 
     def keep(self, key: Hashable, tokens: Sequence[int], arrays: Sequence[mx.array]) -> None:
         """Keep the keys and values of some tokens that are not kept yet, as far as the budget allows.
 
-        Args:
-            key: see `find`.
-            tokens: ids of the tokens, from the first on.
-            arrays: (1, heads, number of tokens or more, head_dim) each.
+        `tokens` begin with the first one; `arrays` are (1, heads, number of tokens or more, head_dim) each.
         """
         if tokens and arrays:
             per_token = sum(array.nbytes // array.shape[2] for array in arrays)
@@ -261,7 +237,8 @@ class PrefixCache:
                 near = _Page(weakref.ref(page), part, columns)
                 if count == PAGE and self.folder is not None:
                     near.stored_as = page_name(page.stored_as, part)
-                page.add(near)
+                page.below[part] = near
+                insort(page.names, part)
                 self._pages[near] = key
                 self.nbytes += near.nbytes
                 self.tokens += near.tokens
@@ -273,14 +250,14 @@ class PrefixCache:
             self._roots[key] = root
         self._newest += new
         # Together with the running step, which the pages may depend on.
-        mx.async_eval([near.columns.groups for near in new if near.columns is not None])
+        mx.async_eval([near.columns.groups for near in new])
 
     def advance(self) -> None:
         """End a step: what was kept in the step before it is now known to be computed, and may be written."""
         if self._newer:
-            mx.eval([page.columns.groups for page in self._newer if page.columns is not None])
+            mx.eval([page.columns.groups for page in self._newer])
             for page in self._newer:
-                if self.folder is not None and page.stored_as and page.columns is not None:
+                if self.folder is not None and page.stored_as:
                     self.folder.write(page.stored_as, page.columns.places, page.columns.groups)
         self._newer, self._newest = self._newest, []
 
@@ -310,14 +287,8 @@ class PrefixCache:
     def take_in(
         self, key: Hashable, tokens: Sequence[int], first: int, stored: Sequence[StoredPage]
     ) -> None:
-        """Keep pages that were read from the folder.
-
-        Args:
-            key, tokens: the arguments of `stored`.
-            first: the number of the first page, which `stored` returned.
-            stored: the pages.
-        """
-        parts = [Columns([array.array() for array in arrays], places) for places, arrays in stored]
+        """Keep pages that were read from the folder, the first of which has the number `first`."""
+        parts = [Columns(page.groups(), page.layout.places) for page in stored]
 
         def columns_of(start: int, stop: int) -> Columns | None:
             index = start // PAGE - first  # below 0 when memory has forgotten those before
@@ -365,7 +336,8 @@ class PrefixCache:
         assert page.above is not None
         above = page.above()
         assert above is not None
-        above.remove(page)
+        del above.below[page.name]
+        del above.names[bisect_left(above.names, page.name)]
         self.nbytes -= page.nbytes
         self.tokens -= page.tokens
         if above.above is None and not above.below:
@@ -406,79 +378,60 @@ def _model_name(model: nn.Module) -> str:
 # -- rows
 
 
-@dataclass
-class _Read:
-    """Pages that are being read for a row; `key`, `tokens` and `first` as for `PrefixCache.take_in`."""
-
-    key: Hashable
-    tokens: Sequence[int]
-    first: int
-    pages: Future[list[StoredPage]]
-    is_in_memory: bool = False  # True once the prefix cache has them
-
-
 class RowPrefixes:
-    """Fills the caches of an engine's rows from its prefix cache, and keeps there what rows have computed.
-
-    Raises:
-        RequestError: if the prefix cache is another model's.
-    """
+    """Fills the caches of an engine's rows from its prefix cache, and keeps there what rows have computed."""
 
     def __init__(
         self, model: nn.Module, prefixes: PrefixCache, adapters: RowAdapters, by_block: bool
     ):
         self._model, self._prefixes, self._adapters = model, prefixes, adapters
         self._by_block = by_block
-        self._reads: dict[int, _Read] = {}  # for rows that wait, by their ids
+        # By rows that wait: the first stored page's number, and pages that are read; None once they are kept.
+        self._reads: dict[int, tuple[int, Future[list[StoredPage]]] | None] = {}
         self._layouts: dict[Hashable, PageLayout] = {}  # by kind of cache
         prefixes.serve(model)
 
-    def is_ready(self, row: Row, cache: Cache) -> bool:
+    def is_ready(self, row: Row) -> bool:
         """True once the prompt's stored pages are in memory; else starts reading them."""
         folder = self._prefixes.folder
-        if folder is None or row.request.cache is not None or not _can_be_cut(cache):
+        if folder is None or row.request.cache is not None or not _can_be_cut(row.cache):
             return True
-        if (read := self._reads.get(row.id)) is None:
-            key, tokens = self._key(row, cache), row.pending[:-1]
-            first, names = self._prefixes.stored(key, tokens)
+        tokens = row.pending[:-1]
+        if row.id not in self._reads:
+            first, names = self._prefixes.stored(self._key(row), tokens)
             if not names:
                 return True
-            read = _Read(key, tokens, first, folder.read(names, self._layout(cache)))
-            self._reads[row.id] = read
-        if not read.pages.done():
-            return False
-        if not read.is_in_memory:  # once, even if memory is too small for all pages
-            self._prefixes.take_in(read.key, read.tokens, read.first, read.pages.result())
-            read.is_in_memory = True
+            self._reads[row.id] = first, folder.read(names, self._layout(row.cache))
+        if (read := self._reads[row.id]) is not None:
+            first, pages = read
+            if not pages.done():
+                return False
+            # Once, even if memory is too small for all pages.
+            self._prefixes.take_in(self._key(row), tokens, first, pages.result())
+            self._reads[row.id] = None
         return True
 
     def wait(self, seconds: float) -> None:
-        """Wait until one of the files that are being read is there; at once if none is."""
-        reads = [read.pages for read in self._reads.values() if not read.is_in_memory]
-        if reads:
+        if reads := [read[1] for read in self._reads.values() if read is not None]:
             wait(reads, seconds, FIRST_COMPLETED)
 
-    def begin(self, row: Row, cache: Cache) -> None:
+    def begin(self, row: Row) -> None:
         """Fill a row's empty cache with the kept beginning of its prompt; the last token remains to be fed."""
-        if row.request.cache is not None or not _can_be_cut(cache):
+        if row.request.cache is not None or not _can_be_cut(row.cache):
             return
         self._reads.pop(row.id, None)
-        row.prefix_key = self._key(row, cache)
+        row.prefix_key = self._key(row)
         arrays, found = self._prefixes.find(row.prefix_key, row.pending[:-1], self._by_block)
         row.cached_tokens = min(found, len(row.request.prompt))
         if found:
-            _fill(cache, arrays)
+            _fill(row.cache, arrays)
             row.position += found
             row.pending = row.pending[found:]
 
     def keep(self, row: Row, cache: Cache, index: int, fed: int | None = None) -> None:
-        """Keep the keys and values that a row has computed.
+        """Keep the keys and values that a row has computed, at `index` in a batch's cache.
 
-        Args:
-            row: the row.
-            cache: the cache of the row's batch.
-            index: index of the row in the batch.
-            fed: number of the row's tokens that are in the cache; None for its whole prompt and answer.
+        `fed` is the number of the row's tokens in the cache; None for its whole prompt and answer.
         """
         if row.prefix_key is not None and (arrays := _arrays(cache, index)) is not None:
             count = row.position - row.surplus if fed is None else fed
@@ -486,28 +439,24 @@ class RowPrefixes:
             self._prefixes.keep(row.prefix_key, tokens, arrays)
 
     def forget(self, row_id: int) -> None:
-        """Drop what is being read for a row; unknown ids are ignored."""
         self._reads.pop(row_id, None)
 
     def advance(self, until_all_is_computed: bool = False) -> None:
-        """End a step; see `PrefixCache.advance`."""
         self._prefixes.advance()
         if until_all_is_computed:
             self._prefixes.advance()
 
     def drop_newest(self) -> None:
-        """Forget all rows, and what a step that raised may have kept."""
         self._reads.clear()
         self._prefixes.drop_newest()
 
-    def _key(self, row: Row, cache: Cache) -> Hashable:
-        first = cache[0]
+    def _key(self, row: Row) -> Hashable:
+        first = row.cache[0]
         kind = first.kind if isinstance(first, KVCache) else ("float", None, False)
         window = kind[1] if kind[2] else None
         return (row.request.client, self._adapters.fingerprint(row), kind[0], window)
 
     def _layout(self, cache: Cache) -> PageLayout:
-        """Return the layout of the stored pages of rows with such an empty cache."""
         kind = cache[0].kind if isinstance(cache[0], KVCache) else None
         if kind not in self._layouts:
             probe = copy.deepcopy(cache)
@@ -543,7 +492,6 @@ def _arrays(cache: Cache, index: int) -> list[mx.array] | None:
 
 
 def _fill(cache: Cache, arrays: Iterable[mx.array]) -> None:
-    """Fill a row's empty cache with arrays of `_arrays`."""
     left = iter(arrays)
     for entry in cache:
         if isinstance(entry, KVCache):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -44,25 +46,7 @@ _LOCK_SECONDS = 30.0  # for which another process may write
 _DTYPES = {str(d): d for d in (mx.int8, mx.float16, mx.bfloat16, mx.float32)}
 
 
-@dataclass(frozen=True)
-class StoredArray:
-    """An array as bytes, which any thread may hold."""
-
-    dtype: str  # as MLX writes it
-    shape: tuple[int, ...]
-    data: np.ndarray  # the elements, row-major
-
-    @classmethod
-    def of(cls, array: mx.array) -> StoredArray:
-        return cls(str(array.dtype), tuple(array.shape), array_bytes(array))
-
-    def array(self) -> mx.array:
-        return mx.array(self.data).view(_DTYPES[self.dtype]).reshape(self.shape)
-
-
 Places = tuple[tuple[int, int], ...]
-StoredPage = tuple[Places, list[StoredArray]]
-"""`Columns.places`, and `Columns.groups`."""
 
 
 @dataclass(frozen=True)
@@ -73,51 +57,49 @@ class PageLayout:
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(
-        cls, places: Places, groups: Sequence[mx.array | StoredArray], tokens: int
-    ) -> PageLayout:
+    def of(cls, places: Places, groups: Sequence[mx.array], tokens: int) -> PageLayout:
         """Return the layout of pages of `tokens` tokens that are otherwise like these groups."""
         shapes = [(*array.shape[:2], tokens, array.shape[3]) for array in groups]
         return cls(places, tuple((str(a.dtype), s) for a, s in zip(groups, shapes, strict=True)))
 
-    def nbytes(self, index: int) -> int:
-        """Return the bytes of an array."""
-        dtype, shape = self.arrays[index]
-        return int(_DTYPES[dtype].size * math.prod(shape))
-
     def head(self, name: str) -> bytes:
-        """Return the bytes between digest and arrays in the file of a page of that name."""
+        """Return the bytes between digest and arrays in the file of a page."""
         written = json.dumps({"name": name, "places": self.places, "arrays": self.arrays}).encode()
         return len(written).to_bytes(8, "little") + written
 
 
+class StoredPage(NamedTuple):
+    """A page as bytes, which any thread may hold."""
+
+    layout: PageLayout
+    data: list[np.ndarray]  # the elements of each of `layout.arrays`, row-major
+
+    def groups(self) -> list[mx.array]:
+        pairs = zip(self.data, self.layout.arrays, strict=True)
+        return [
+            mx.array(data).view(_DTYPES[dtype]).reshape(shape) for data, (dtype, shape) in pairs
+        ]
+
+
 @dataclass
 class _File:
-    """Size and last use of a page's file: bytes, and nanoseconds since 1970, as the file system has them."""
+    """Size and last use of a page's file."""
 
     nbytes: int
-    used: int
+    used: int  # nanoseconds since 1970, as the file system has it
 
 
 class PrefixFolder:
-    """A folder of pages under a budget; the least recently used files are evicted.
+    """A folder of pages under a budget of bytes, of all processes; the least recently used files are evicted.
 
-    Files with other names are left alone, and not counted. When a file can't be written, one
-    warning is issued and writing stops. A read-only folder is read, and one warning says that it isn't written.
-
-    Args:
-        path: the folder; it is made, for its owner only, if it isn't there.
-        budget: the most bytes that all files may take, including files of other processes.
-
-    Attributes:
-        nbytes: bytes of all files, as they were at the last write.
-
-    Raises:
-        RequestError: when the folder can't be made or read.
+    The folder is made, for its owner only, if it isn't there. Files with other names are left alone, and not
+    counted. When a file can't be written, one warning is issued and writing stops. A read-only folder is read,
+    and one warning says that it isn't written.
     """
 
     def __init__(self, path: str | Path, budget: int):
-        self.path, self.budget, self.nbytes = Path(path), budget, 0
+        self.path, self.budget = Path(path), budget
+        self.nbytes = 0  # of all files, as they were at the last write
         self._files: OrderedDict[str, _File] = OrderedDict()  # by name, in the order of last uses
         self._pending = 0  # bytes that wait to be written
         self._is_writing = True
@@ -139,11 +121,7 @@ class PrefixFolder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lock out writers of other processes, and rescan the files that they wrote and removed.
-
-        Raises:
-            OSError: if another process keeps its lock, or the folder can't be read.
-        """
+        """Lock out writers of other processes, and rescan the files; `OSError` if another keeps its lock."""
         descriptor = os.open(self.path, os.O_RDONLY)  # the lock ends with it
         try:
             end = time.monotonic() + _LOCK_SECONDS
@@ -164,7 +142,6 @@ class PrefixFolder:
             os.close(descriptor)
 
     def _scan(self) -> None:
-        """Add files that are new, and forget files that are gone."""
         files = os.listdir(self.path)
         there = {name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX)}
         with self._lock:
@@ -187,39 +164,27 @@ class PrefixFolder:
         return name in self._files
 
     def close(self) -> None:
-        """Finish all reads and writes; there are none after that."""
+        """Finish all reads and writes."""
         self._reader.shutdown()
         self._writer.shutdown()
 
     # -- called by the thread of the prefix cache
 
     def read(self, names: Sequence[str], layout: PageLayout) -> Future[list[StoredPage]]:
-        """Begin to read consecutive pages.
-
-        Args:
-            names: see `page_name`.
-            layout: the layout that all of them must have.
-
-        Returns:
-            The pages up to the first one that can't be read.
-        """
+        """Begin to read consecutive pages of a layout, up to the first one that can't be read."""
         return self._reader.submit(self._read_all, list(names), layout)
 
     def write(self, name: str, places: Places, arrays: Sequence[mx.array]) -> None:
-        """Begin to write a page, unless its file exists.
-
-        Args:
-            name: see `page_name`.
-            places, arrays: `Columns.places` and `Columns.groups`, computed.
-        """
+        """Begin to write a page (`Columns.places` and `Columns.groups`, computed), unless its file exists."""
         nbytes = sum(array.nbytes for array in arrays)
         with self._lock:
             too_many = self._pending + nbytes > _MOST_PENDING
             if not self._is_writing or name in self._files or too_many or nbytes > self.budget:
                 return
             self._pending += nbytes
-        stored = [StoredArray.of(array) for array in arrays]
-        self._writer.submit(self._write, name, (places, stored), nbytes)
+        layout = PageLayout.of(places, arrays, arrays[0].shape[2])
+        page = StoredPage(layout, [array_bytes(array) for array in arrays])
+        self._writer.submit(self._write, name, page, nbytes)
 
     # -- in the reader's and the writer's thread
 
@@ -248,7 +213,8 @@ class PrefixFolder:
     def _write(self, name: str, page: StoredPage, pending: int) -> None:
         try:
             if self._is_writing:
-                data = _encoded(name, page)
+                body = b"".join([page.layout.head(name), *(a.tobytes() for a in page.data)])
+                data = hashlib.sha256(body).digest() + body
                 with self._alone():
                     self._evict(len(data))
                     with atomic_write(self._path(name)) as place:
@@ -277,18 +243,15 @@ class PrefixFolder:
         with self._lock:
             while self._files and self.nbytes + nbytes > self.budget:
                 name, file = next(iter(self._files.items()))
-                used = self._last_use(name)
+                try:
+                    used = self._path(name).lstat().st_mtime_ns
+                except OSError:
+                    used = 0
                 if used > file.used:  # another process used it
                     file.used = used
                     self._files.move_to_end(name)
                 else:
                     self._remove(name)
-
-    def _last_use(self, name: str) -> int:
-        try:
-            return self._path(name).lstat().st_mtime_ns
-        except OSError:
-            return 0
 
     def _add(self, name: str, file: _File) -> None:
         self._files[name] = file
@@ -313,29 +276,17 @@ class PrefixFolder:
 
 
 def page_name(above: str, tokens: bytes) -> str:
-    """Return the name of a page: 64 hex digits.
+    """Return the name of a page, 64 hex digits, from its tokens as bytes and the name of the page above.
 
-    Args:
-        above: name of the page above; for the first page, all else that keys and values depend on.
-        tokens: ids of its tokens, as bytes.
+    The first page's `above` is all else that keys and values depend on.
     """
     return hashlib.sha256(above.encode() + b"\0" + tokens).hexdigest()
 
 
-def _encoded(name: str, page: StoredPage) -> bytes:
-    places, arrays = page
-    head = PageLayout.of(places, arrays, arrays[0].shape[2]).head(name)
-    body = b"".join([head, *(array.data.tobytes() for array in arrays)])
-    return hashlib.sha256(body).digest() + body
-
-
 def _decoded(name: str, layout: PageLayout, path: Path) -> StoredPage:
-    """Read a page of that name and layout.
-
-    Raises:
-        OSError, ValueError: if the file does not exist, or holds anything else.
-    """
-    head, sizes = layout.head(name), [layout.nbytes(i) for i in range(len(layout.arrays))]
+    """Read a page of that name and layout; `ValueError` if the file holds anything else."""
+    head = layout.head(name)
+    sizes = [_DTYPES[dtype].size * math.prod(shape) for dtype, shape in layout.arrays]
     try:
         data = read_file(path, _DIGEST + len(head) + sum(sizes))
     except OSError as error:
@@ -347,8 +298,6 @@ def _decoded(name: str, layout: PageLayout, path: Path) -> StoredPage:
         raise ValueError("The digest is another one.")
     if body[: len(head)] != head or len(body) != len(head) + sum(sizes):
         raise ValueError("This is not a page of this name and this model.")
-    arrays, at = [], len(head)
-    for (dtype, shape), size in zip(layout.arrays, sizes, strict=True):
-        arrays.append(StoredArray(dtype, shape, np.frombuffer(body, np.uint8, size, at)))
-        at += size
-    return layout.places, arrays
+    starts = itertools.accumulate(sizes, initial=len(head))
+    pairs = zip(sizes, starts, strict=False)
+    return StoredPage(layout, [np.frombuffer(body, np.uint8, size, at) for size, at in pairs])

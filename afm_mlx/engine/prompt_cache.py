@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from safetensors import safe_open
@@ -31,15 +32,13 @@ from afm_mlx.checkpoint.safetensors_file import (
 )
 from afm_mlx.errors import CacheFileError, CheckpointError, named, shown
 from afm_mlx.files import atomic_write
-from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, KVCache, NoKVCache
+from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, Cache, KVCache, NoKVCache
 from afm_mlx.model.model import Model
-from afm_mlx.model.protocols import Cache
 from afm_mlx.threads import in_mlx_thread
 
 FORMAT = "afm-mlx prompt cache"
 VERSION = "1"
-_PARTS = ("keys", "values", "rows")
-"""Names of a block's tensors, in the order of `KVCache.state`."""
+_PARTS = ("keys", "values", "rows")  # names of a block's tensors, in the order of `KVCache.state`
 
 
 @in_mlx_thread
@@ -51,19 +50,15 @@ def save_prompt_cache(
     adapter: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a cache to one file; an interrupt leaves an older file unchanged.
+    """Write a cache that `model` has filled to a file `*.safetensors`; an interrupt changes no older file.
 
     Args:
-        path: path of the file, ending in `.safetensors`.
-        cache: a cache of `Model.make_cache`, with at least one token in it.
-        model: the model that filled it.
         adapter: fingerprint of the adapter that it was filled under, "" for none; None for the adapter that
             the cache records, or else the model's attached one, if any.
         metadata: the caller's own strings.
 
     Raises:
-        CacheFileError: when the cache is empty or was filled under another adapter, or the file's name ends in
-            anything else.
+        CacheFileError: for an empty cache, another adapter, or another name of the file.
         CheckpointError: when the disk has no room.
     """
     path = Path(path)
@@ -100,16 +95,10 @@ def save_prompt_cache(
 def load_prompt_cache(
     path: str | Path, model: Model, *, adapter: str | None = None
 ) -> tuple[Cache, dict[str, str]]:
-    """Read a cache from its file.
+    """Read a cache that `model` will continue from, and the metadata that `save_prompt_cache` was given.
 
-    Args:
-        path: path of the file.
-        model: the model that will continue from it.
-        adapter: fingerprint of the adapter that will be in use, such as `pool.load(name).fingerprint`; "" for
-            none, and None for the model's attached one, if any.
-
-    Returns:
-        The cache, and the metadata that `save_prompt_cache` was given.
+    `adapter` is the fingerprint of the adapter that will be in use (`pool.load(name).fingerprint`); "" for
+    none, and None for the model's attached one, if any.
 
     Raises:
         CacheFileError: when the file is missing or damaged, of another version, or of another model or
@@ -120,10 +109,12 @@ def load_prompt_cache(
         raise CacheFileError(f"There is no prompt cache file {path}.")
     try:
         stored = read_header(path)
-        header = _header(path)
-        _check_origin(header, path, model, adapter)
-        metadata = _metadata_of(header, path)
-        cache = model.make_cache(*_kind_of(header, path))
+        with safe_open(path, framework="np") as file:
+            header = file.metadata() or {}
+        if adapter is None:
+            adapter = adapter_fingerprint(model) or ""
+        kind, metadata = _check_header(header, path, model, adapter)
+        cache = model.make_cache(*kind)
         layers = [layer for layer in cache if isinstance(layer, KVCache)]
         _check_tensors(stored, len(layers), model, path)
         tensors = load_stored(stored)
@@ -142,24 +133,20 @@ def load_prompt_cache(
             layer.state = state
         except CacheFileError as error:
             raise CacheFileError(f"{path}: block {index}: {error} It is damaged.") from None
-    layers[0].adapter = header["adapter"]
+    layers[0].adapter = adapter
     mx.eval([layer.state for layer in cache])
     return cache, metadata
 
 
-def _header(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="np") as file:
-        return file.metadata() or {}
-
-
-def _check_origin(header: Mapping[str, str], path: Path, model: Model, adapter: str | None) -> None:
+def _check_header(
+    header: Mapping[str, str], path: Path, model: Model, adapter: str
+) -> tuple[tuple[str, int | None, bool], dict[str, str]]:
+    """Return a file's `KVCache.kind` and the caller's metadata; `CacheFileError` if the model can't use it."""
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise CacheFileError(
             f"{path} is {shown(header.get('format', 'of an unknown format'))} in version "
             f"{shown(header.get('version'))}; version {VERSION} of {FORMAT!r} is read. Compute the cache again."
         )
-    if adapter is None:
-        adapter = adapter_fingerprint(model) or ""
     for part, wanted in (("model", base_model_fingerprint(model)), ("adapter", adapter)):
         if header.get(part) != wanted:
             raise CacheFileError(
@@ -168,42 +155,34 @@ def _check_origin(header: Mapping[str, str], path: Path, model: Model, adapter: 
                 "values don't carry over; compute the cache again."
             )
 
-
-def _parsed(header: Mapping[str, str], key: str, path: Path) -> object:
-    try:
-        return json.loads(header[key])
-    except KeyError:
-        raise CacheFileError(f"{path} has no {key}; it is damaged.") from None
-    except (ValueError, RecursionError):
-        raise CacheFileError(
-            f"{path}: {key} is {shown(header[key])}, which is no JSON; it is damaged."
-        ) from None
-
-
-def _kind_of(header: Mapping[str, str], path: Path) -> tuple[str, int | None, bool]:
-    kind = _parsed(header, "kind", path)
-    if isinstance(kind, list) and len(kind) == 3:
-        storage, size, window = kind
-        sized = type(size) is int and (KEEP if window else 0) < size <= MOST_TOKENS
-        if (
-            storage in ("int8", "float")
-            and isinstance(window, bool)
-            and (sized or (size is None and not window))
-        ):
-            return storage, size, window
-    raise CacheFileError(
-        f"{path}: kind is {shown(kind)}; 'int8' or 'float', the bound on tokens or null, and whether a window "
-        f"of more than {KEEP} tokens slides are needed. It is damaged."
-    )
-
-
-def _metadata_of(header: Mapping[str, str], path: Path) -> dict[str, str]:
-    metadata = _parsed(header, "metadata", path)
+    parsed: list[Any] = []
+    for key in ("metadata", "kind"):
+        try:
+            parsed.append(json.loads(header[key]))
+        except KeyError:
+            raise CacheFileError(f"{path} has no {key}; it is damaged.") from None
+        except (ValueError, RecursionError):
+            raise CacheFileError(
+                f"{path}: {key} is {shown(header[key])}, which is no JSON; it is damaged."
+            ) from None
+    metadata, kind = parsed
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CacheFileError(
             f"{path}: metadata is {shown(metadata)}; an object of strings is needed. It is damaged."
         )
-    return metadata
+    match kind:
+        case ["int8" | "float", None, False]:
+            pass
+        case ["int8" | "float", int(size), bool(slides)] if (
+            type(size) is int and (KEEP if slides else 0) < size <= MOST_TOKENS
+        ):
+            pass
+        case _:
+            raise CacheFileError(
+                f"{path}: kind is {shown(kind)}; 'int8' or 'float', the bound on tokens or null, and whether a "
+                f"window of more than {KEEP} tokens slides are needed. It is damaged."
+            )
+    return (kind[0], kind[1], kind[2]), metadata
 
 
 def _check_tensors(
@@ -234,26 +213,17 @@ def _check_tensors(
 
 @dataclass
 class Continuation:
-    """A prompt whose beginning is in a cache.
+    """A prompt whose beginning is in a cache."""
 
-    Args:
-        cache: keys and values of that beginning, for `stream_generate` or a `Request`.
-        rest: tokens of the prompt that are still to be fed, at least one.
-        answer: tokens that were generated after the prompt; the generating code appends them.
-    """
-
-    cache: Cache
-    rest: list[int]
-    answer: list[int] = field(default_factory=list)
+    cache: Cache  # its keys and values
+    rest: list[int]  # tokens of the prompt that are still to be fed, at least one
+    answer: list[int] = field(default_factory=list)  # the generating code appends its tokens
 
 
 class PromptCaches:
     """The cache of the last prompt of each adapter, for the next prompt to continue from.
 
-    Each adapter has its own cache: the keys and values of one are wrong for another.
-
-    Args:
-        new_cache: makes an empty cache of one row.
+    Each adapter has its own: the keys and values of one are wrong for another. `new_cache` makes an empty one.
     """
 
     def __init__(self, new_cache: Callable[[], Cache]):
@@ -270,53 +240,36 @@ class PromptCaches:
         """Lend the cache that holds most of a prompt, and keep it with what was fed to it.
 
         It is an empty cache if the adapter has none, or has one that can't be trimmed: a sliding window that
-        has forgotten tokens.
-
-        A cache is lent to one caller at a time. After an error it is kept with the tokens that it holds by
-        then. After Ctrl-C, which may have interrupted a write, it is kept only if it has the same tokens as
-        before.
-
-        Args:
-            prompt: all tokens, including the ones that the cache may hold; at least one.
-            adapter: name of the adapter that the prompt runs with, or another value that identifies it; None
-                for none.
+        has forgotten tokens. A cache is lent to one caller at a time. After an error it is kept with the tokens
+        that it holds by then. After Ctrl-C, which may have interrupted a write, it is kept only if it has the
+        same tokens as before.
         """
-        cache, reused = self._take(prompt, adapter)
+        cache, held = self._kept.pop(adapter, ([], []))
+        pairs = zip(held, prompt[:-1], strict=False)  # the last token always remains to be fed
+        reused = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        surplus = len(held) - reused
+        if not cache or (surplus and not all(entry.is_trimmable() for entry in cache)):
+            cache, reused, surplus = self._new_cache(), 0, 0
+        for entry in cache if surplus else ():
+            entry.trim(surplus)
         run = Continuation(cache, list(prompt[reused:]))
+        keeps = True
         try:
             yield run
         except BaseException as error:
-            if isinstance(error, Exception) or tokens_in(cache) == reused:
-                self._keep_fed(prompt, run, adapter)
+            keeps = isinstance(error, Exception) or tokens_in(cache) == reused
             raise
-        self._keep_fed(prompt, run, adapter)
-
-    def _take(self, prompt: Sequence[int], adapter: Hashable) -> tuple[Cache, int]:
-        """Return a cache, and how many tokens of the prompt it holds; the last one always remains to be fed."""
-        cache, held = self._kept.pop(adapter, ([], []))
-        pairs = zip(held, prompt[:-1], strict=False)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        surplus = len(held) - common
-        if not cache or (surplus and not all(entry.is_trimmable() for entry in cache)):
-            return self._new_cache(), 0
-        for entry in cache if surplus else ():
-            entry.trim(surplus)
-        return cache, common
-
-    def _keep_fed(self, prompt: Sequence[int], run: Continuation, adapter: Hashable) -> None:
-        # The last token of an answer was usually not fed.
-        self.keep(run.cache, [*prompt, *run.answer][: tokens_in(run.cache)], adapter)
+        finally:
+            if keeps:  # the last token of an answer was usually not fed
+                self.keep(run.cache, [*prompt, *run.answer][: tokens_in(run.cache)], adapter)
 
 
 def tokens_in(cache: Cache) -> int | None:
-    """Return how many tokens a cache of one row has seen; None if its entries don't say, or differ.
-
-    Recurrent layers of mlx-lm's models don't say, and can't be trimmed.
-    """
-    counts = {_tokens_in(entry) for entry in cache if not isinstance(entry, NoKVCache)}
+    """Return how many tokens a cache of one row has seen; None if its entries don't say, or differ."""
+    counts: set[int | None] = set()
+    for entry in cache:
+        if not isinstance(entry, NoKVCache):
+            lengths = getattr(entry, "lengths", None)
+            offset = getattr(entry, "offset", None)
+            counts.add(lengths[0] if isinstance(lengths, list) else offset)
     return counts.pop() if len(counts) == 1 else None
-
-
-def _tokens_in(entry: object) -> int | None:
-    lengths = getattr(entry, "lengths", None)
-    return lengths[0] if isinstance(lengths, list) else getattr(entry, "offset", None)

@@ -76,11 +76,7 @@ class Request:
     client: str = ""
 
     def checked(self, vocab_size: int | None) -> Request:
-        """Return the request with plain Python values; raise `RequestError` if no model could answer it.
-
-        Args:
-            vocab_size: number of the model's tokens; None if the model doesn't say.
-        """
+        """Return the request with plain Python values; raise `RequestError` if no model could answer it."""
         prompt = token_ids(self.prompt)
         if not prompt:
             raise RequestError(
@@ -104,10 +100,8 @@ class Request:
             if function is not None and not callable(function):
                 raise RequestError(f"{name} is {shown(function)}; a function or None is needed.")
         for name in ("logprobs", "heal", "draft"):
-            if not isinstance(getattr(self, name), bool | np.bool_ | int):
-                raise RequestError(
-                    f"{name} is {shown(getattr(self, name))}; True or False is needed."
-                )
+            if not isinstance(flag := getattr(self, name), bool | np.bool_ | int):
+                raise RequestError(f"{name} is {shown(flag)}; True or False is needed.")
         if self.constraint is not None:
             from afm_mlx.guidance.constraint import Constraint
 
@@ -133,11 +127,7 @@ class Request:
 
 
 def token_ids(prompt: object) -> list[int]:
-    """Return a prompt's token ids as Python integers, from a sequence or an array of integers.
-
-    Raises:
-        RequestError: for anything else.
-    """
+    """Return a prompt's token ids, from a sequence or array of integers; `RequestError` for anything else."""
     if isinstance(prompt, mx.array):
         is_whole = mx.issubdtype(prompt.dtype, mx.integer)
     elif isinstance(prompt, np.ndarray):
@@ -163,7 +153,6 @@ def token_ids(prompt: object) -> list[int]:
 
 
 def _is_whole(value: object) -> bool:
-    """True if a value is an integer, of any type except bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

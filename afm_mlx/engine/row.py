@@ -4,7 +4,7 @@ A row knows its tokens and its text. It takes the tokens that were drawn for it 
 constraint forces (`Row.take_forced`), and makes the responses. Whatever its caller's code raises (sampler,
 logits processors, callbacks, detokenizer) is kept in `Row.error` and ends this row alone.
 
-While a row waits, the scheduler holds its cache; while it runs, its cache is a row of a batch's (`batch.py`).
+While a row waits, it has a cache of its own; while it runs, its cache is a row of a batch's (`batch.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -32,7 +32,7 @@ from afm_mlx.errors import (
     RequestError,
     shown,
 )
-from afm_mlx.model.protocols import Cache
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.tokenizer.protocol import Detokenizer
 
 if TYPE_CHECKING:
@@ -46,13 +46,14 @@ class Row:
     id: int  # as `Engine.submit` returned it
     request: Request  # checked
     text: AnswerText
+    cache: Cache = field(default_factory=list)  # while the row waits
     end_tokens: Collection[int] = ()
+    vocab_size: int | None = None  # number of the model's logits; None if its config doesn't say
     start: int = 0  # tokens in the cache before the prompt
     bound: int | None = None  # tokens that the cache may hold; None for no limit
     seed: int = 0  # of the row's random stream
     matcher: Matcher | None = None  # the answer's state under the request's constraint
     lease: Lease | None = None  # the row's hold on its adapter
-    vocab_size: int | None = None  # number of the model's logits; None if its config doesn't say
     columns: int = 0  # that the cache can grow to; 0 if the engine has no memory budget
     draft_counts: DraftCounts | None = None  # None without speculation
 
@@ -64,6 +65,7 @@ class Row:
         self.sampled = 0  # number of the answer's tokens, read back or not
         self.error: Exception | None = None  # ends the row with its next response
         self.is_prompt_fed = False
+        self.overtaken = 0  # later rows with adapters that started while this one could not
         self.cached_tokens = 0  # tokens of the prompt that the prefix cache had
         self.prefix_key: Hashable = None  # None if the row has no prefix cache
         # False if the largest logit is enough for each response.
@@ -75,7 +77,7 @@ class Row:
         )
         self.sampler_vocab_size: int | None = None  # None until a sampler was called
         self._context: mx.array | None = None  # for logits processors
-        self._reported = -1 if request.on_prefill else len(request.prompt)
+        self._reported = -1  # prompt tokens that `on_prefill` knows of
 
     # -- the adapter
 
@@ -85,7 +87,6 @@ class Row:
         return None if self.lease is None else self.lease.resident
 
     def release(self) -> None:
-        """Release the lease on the adapter."""
         if self.lease is not None:
             self.lease.release()
 
@@ -93,7 +94,6 @@ class Row:
 
     @property
     def is_full(self) -> bool:
-        """True if the cache is full."""
         return self.bound is not None and self.position >= self.bound
 
     @property
@@ -122,11 +122,10 @@ class Row:
         """Call `on_prefill` if more prompt tokens are done than it knows. Its error is the row's."""
         whole = len(self.request.prompt)
         done = min(done, whole)
-        if done <= self._reported:
+        if self.request.on_prefill is None or done <= self._reported:
             return
         self._reported = done
         try:
-            assert self.request.on_prefill is not None
             self.request.on_prefill(done, whole)
         except Exception as error:
             self.error = self.error or error
@@ -155,7 +154,7 @@ class Row:
 
         If `max_logit` is NaN or infinite, no token could be drawn, and the row ends with an error.
         """
-        if self._reported < len(self.request.prompt):
+        if self.request.on_prefill is not None:
             self.report(len(self.request.prompt))
         if self.error is None:
             if not math.isfinite(max_logit):
@@ -167,13 +166,8 @@ class Row:
                 )
             if self.error is not None:
                 return [self.failure()]
-        text, reason = self._accept(token)
-        error = self.error if reason == "error" else None
-        cached = self.cached_tokens
-        responses = [
-            TokenResponse(self.id, token, text, logprobs, reason, error, cached_tokens=cached)
-        ]
-        if reason is None and self.matcher is not None:
+        responses = [self._respond(token, logprobs)]
+        if responses[0].finish_reason is None and self.matcher is not None:
             responses += self.take_forced()
         if responses[-1].finish_reason is not None:
             responses[-1].draft_counts = self.draft_counts
@@ -190,17 +184,13 @@ class Row:
             self.error = problem  # the next token ends the row
             return responses
         for token in forced:
-            text, reason = self._accept(token)
             logprobs = None
             if self.request.logprobs:  # there was no alternative
                 assert self.vocab_size is not None
                 logprobs = mx.where(mx.arange(self.vocab_size) == token, 0.0, -math.inf)
-            error = self.error if reason == "error" else None
-            response = TokenResponse(self.id, token, text, logprobs, reason, error, is_forced=True)
-            response.cached_tokens = self.cached_tokens
-            responses.append(response)
+            responses.append(self._respond(token, logprobs, is_forced=True))
             self.pending.append(token)
-            if reason is not None:
+            if responses[-1].finish_reason is not None:
                 break
         self.sampled = len(self.tokens)
         return responses
@@ -213,6 +203,16 @@ class Row:
             text = ""
         cached = self.cached_tokens
         return TokenResponse(self.id, -1, text, None, "error", self.error, cached_tokens=cached)
+
+    def _respond(
+        self, token: int, logprobs: mx.array | None, is_forced: bool = False
+    ) -> TokenResponse:
+        """Append the answer's next token, and make its response."""
+        text, reason = self._accept(token)
+        response = TokenResponse(self.id, token, text, logprobs, reason, is_forced=is_forced)
+        response.error = self.error if reason == "error" else None
+        response.cached_tokens = self.cached_tokens
+        return response
 
     def _accept(self, token: int) -> tuple[str, str | None]:
         """Append the answer's next token; return the text to show and the finish reason."""
@@ -245,39 +245,29 @@ class Row:
             if self.error is not None:
                 reason = "error"
             is_cut_off = reason is not None and matcher is not None and not matcher.is_complete
-            if is_cut_off and self._complete():
-                self.error, reason, is_cut_off = None, "length", False
+            # True if nothing ends the row except a limit: of tokens, or of the context.
+            is_at_limit = self.error is None or isinstance(self.error, ContextLengthError)
+            if is_cut_off and is_at_limit and self.request.at_limit == "complete":
+                from afm_mlx.guidance.matcher import shortest_completion
+
+                assert matcher is not None
+                if (completion := shortest_completion(matcher)) is not None:
+                    for each in completion:
+                        self.text.add(each)
+                    self.error, reason, is_cut_off = None, "length", False
             text, stopped = self.text.show(ended=reason is not None)
             reason = "stop" if stopped else reason
             if is_cut_off or (stopped and matcher is not None and not matcher.is_complete):
-                self._fail_incomplete(reason or "")
+                if is_at_limit:
+                    self._fail_incomplete(reason or "")
                 reason = "error"
             return text, reason
         except Exception as error:
             self.error = self.error or error
             return "", "error"
 
-    @property
-    def _is_at_limit(self) -> bool:
-        """True if nothing ends the row except a limit: of tokens, or of the context."""
-        return self.error is None or isinstance(self.error, ContextLengthError)
-
-    def _complete(self) -> bool:
-        """Append the shortest text that meets the constraint; False if none is wanted or found."""
-        if self.request.at_limit != "complete" or not self._is_at_limit:
-            return False
-        from afm_mlx.guidance.matcher import shortest_completion
-
-        assert self.matcher is not None
-        completion = shortest_completion(self.matcher)
-        for token in completion or ():
-            self.text.add(token)
-        return completion is not None
-
     def _fail_incomplete(self, reason: str) -> None:
         """Set the error of an answer that ends before its constraint is met."""
-        if not self._is_at_limit:
-            return
         assert self.matcher is not None
         causes = {
             "length": f"it had {len(self.tokens)} tokens",
@@ -294,7 +284,7 @@ class Row:
 
 
 def _no_token_error(max_logit: float, request: Request) -> LogitsError:
-    """Return the error of a row for which no token could be drawn: its largest logit is NaN or infinite."""
+    """Return the error of a row whose largest logit is NaN or infinite."""
     if max_logit == -math.inf and request.constraint is not None:
         return LogitsError(
             f"The {request.constraint.what} allows no token here whose logit is above -infinity. Leave out "
@@ -318,10 +308,7 @@ def _no_token_error(max_logit: float, request: Request) -> LogitsError:
 
 
 class AnswerText:
-    """The text of an answer, without its stop strings and its first `hidden` characters.
-
-    These repeat the prompt's end (`heal_prompt`).
-    """
+    """An answer's text, without stop strings and the `hidden` characters that repeat the prompt's end."""
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), hidden: int = 0):
         self._detokenizer = detokenizer
@@ -354,13 +341,10 @@ class AnswerText:
 class StopStrings:
     """Finds stop strings in a growing text, and withholds an end that may be the beginning of one.
 
-    Each character is looked at once, however long the strings are: for each string, the state is the number of
-    its first characters that the text ends with.
+    The first string to be completed ends the text, the longest of several. Each character is looked at once,
+    however long the strings are: the state of a string is the number of its characters that the text ends with.
 
     Source: Knuth, Morris and Pratt, "Fast Pattern Matching in Strings" (SIAM J. Comput. 6, 1977).
-
-    Args:
-        stop: the strings; the first one to be completed ends the text, the longest of several.
     """
 
     def __init__(self, stop: Sequence[str]):
@@ -386,7 +370,6 @@ class StopStrings:
         return held[:safe], False
 
     def flush(self) -> str:
-        """Return the withheld text, once no more text comes."""
         held, self._held = self._held, ""
         return held
 
@@ -409,8 +392,7 @@ def _borders(string: str) -> list[int]:
 class RowAdapters:
     """Leases the adapters of an engine's rows from its pool, and activates them in its model.
 
-    Without a pool, rows have no adapter except one that is attached to the model. `RequestError` is raised if
-    the pool is another model's, or the model has an attached adapter as well.
+    Without a pool, rows have no adapter except one that is attached to the model.
     """
 
     def __init__(self, model: nn.Module, pool: AdapterPool | None):
@@ -432,7 +414,7 @@ class RowAdapters:
             )
 
     def lease(self, adapter: AdapterChoice | None) -> Lease | None:
-        """Lease the adapter that a request names, and start loading it; None for none."""
+        """Lease the adapter that a request names, and start loading it."""
         if adapter is None:
             return None
         if self._pool is None:
@@ -443,7 +425,7 @@ class RowAdapters:
         return self._pool.request(adapter)
 
     def wait(self, rows: Iterable[Row], seconds: float) -> None:
-        """Wait until the first of the rows' adapters is loaded or has failed; at once if no row has one."""
+        """Wait until the first of the rows' adapters is loaded or has failed, if any row has one."""
         leases = [row.lease for row in rows if row.lease is not None]
         if self._pool is not None and leases:
             self._pool.wait(leases, seconds)
@@ -459,16 +441,13 @@ class RowAdapters:
             return adapter_fingerprint(self._model) or ""
         return "" if row.adapter is None else row.adapter.fingerprint
 
-    def refusal(self, row: Row, cache: Cache) -> Exception | None:
-        """Return why a row can't start: its adapter has failed to load, or its cache was filled under another.
-
-        None if the row can start, and while its adapter loads.
-        """
+    def refusal(self, row: Row) -> Exception | None:
+        """Return why a row can't start: its adapter failed to load, or its cache was filled under another."""
         if row.lease is not None and not row.lease.ready:
             failure: Exception | None = row.lease.error
             return failure
-        filled_under: str | None = getattr(cache[0], "adapter", None)
-        if filled_under is None or cache[0].empty():
+        filled_under: str | None = getattr(row.cache[0], "adapter", None)
+        if filled_under is None or row.cache[0].empty():
             return None
         if filled_under == (wanted := self.fingerprint(row)):
             return None
@@ -486,6 +465,5 @@ class RowAdapters:
 
 
 def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:
-    """Return the adapters that a batch's rows use; None if no row has one."""
     residents = [row.adapter for row in rows]
     return BatchAdapters.of(residents) if any(residents) else None

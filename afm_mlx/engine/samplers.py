@@ -19,8 +19,8 @@ from afm_mlx.errors import RequestError, shown
 
 REAL = (int, float, np.integer, np.floating)
 INTEGER = (int, np.integer)
+# The inverse of other temperatures would leave float32; colder ones than this act like it.
 COLDEST, HOTTEST = 1e-6, 1e30
-"""The inverse of other temperatures would leave float32; colder ones than this act like it."""
 
 
 def make_sampler(
@@ -76,7 +76,6 @@ def _integer(name: str, value: object, low: int = 0) -> int:
 
 
 def greedy(logprobs: mx.array) -> mx.array:
-    """Return the most likely tokens."""
     return mx.argmax(logprobs, axis=-1)
 
 
@@ -101,14 +100,9 @@ class FilteredSampler:
         return mx.take_along_axis(tokens, drawn[..., None], axis=-1)[..., 0]
 
     def candidates(self, logprobs: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Return the tokens that are left after filtering, with their logits.
+        """Return the logits over the temperature of the tokens that filters leave, and these tokens.
 
-        Args:
-            logprobs: (..., vocab_size).
-
-        Returns:
-            Logits over the temperature, -inf for filtered tokens; and the ids of their tokens, both (...,
-            top_k). Without top-k, (..., vocab_size) and None for all tokens in their order.
+        Both are (..., top_k), with -inf for filtered tokens; without top-k, (..., vocab_size) and None.
         """
         tokens, total = None, None
         if self.top_k and not self.xtc_probability:
@@ -122,14 +116,11 @@ class FilteredSampler:
         if self.min_p:
             logprobs = keep_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability:
-            logprobs = self._xtc(logprobs)
+            dropped = drop_top_choices(logprobs, self.xtc_threshold, self.xtc_special_tokens)
+            logprobs = mx.where(mx.random.uniform() > self.xtc_probability, logprobs, dropped)
             if self.top_k:
                 logprobs, tokens = most_likely(logprobs, self.top_k)
         return logprobs * (1 / max(self.temp, COLDEST)), tokens
-
-    def _xtc(self, logprobs: mx.array) -> mx.array:
-        dropped = drop_top_choices(logprobs, self.xtc_threshold, self.xtc_special_tokens)
-        return mx.where(mx.random.uniform() > self.xtc_probability, logprobs, dropped)
 
 
 def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
@@ -146,10 +137,7 @@ def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
 def keep_top_p(logprobs: mx.array, top_p: float, total: mx.array | None) -> mx.array:
     """Drop each token (to -inf) whose more likely tokens have a probability of `top_p` together.
 
-    Args:
-        logprobs: (..., candidates).
-        top_p: more than 0.
-        total: (..., 1) probability of all tokens, if there are others than the candidates; else None.
+    `total` (..., 1) is the probability of all tokens, if there are others than the candidates; else None.
     """
     rising = mx.sort(logprobs, axis=-1)
     probabilities = mx.exp(rising.astype(mx.float32))
@@ -166,22 +154,15 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.
     """Drop tokens (to -inf) below `min_p` times the highest probability, except the most likely ones."""
     lowest = logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     if min_tokens_to_keep > 1:
-        count = min(min_tokens_to_keep, logprobs.shape[-1])
-        kept = mx.partition(logprobs, kth=-count, axis=-1)[
-            ..., -count : logprobs.shape[-1] - count + 1
-        ]
-        lowest = mx.minimum(lowest, kept)
+        at = max(logprobs.shape[-1] - min_tokens_to_keep, 0)
+        lowest = mx.minimum(lowest, mx.partition(logprobs, kth=at, axis=-1)[..., at : at + 1])
     return mx.where(logprobs < lowest, -mx.inf, logprobs)
 
 
 def drop_top_choices(
     logprobs: mx.array, threshold: float, special_tokens: Sequence[int]
 ) -> mx.array:
-    """Drop all tokens (to -inf) above the threshold except the least likely of them (XTC).
-
-    Raises:
-        RequestError: for a special token that is not in the vocabulary.
-    """
+    """Drop all tokens (to -inf) above the threshold except the least likely of them (XTC)."""
     vocab_size = logprobs.shape[-1]
     if special_tokens and max(special_tokens) >= vocab_size:
         raise RequestError(
@@ -198,10 +179,8 @@ def drop_top_choices(
 
 # -- logits processors
 
-CONTEXT_SIZE = 20
-"""mlx-lm's default: the newest tokens that a penalty looks at."""
-LIMIT = 1e30
-"""Largest bias and penalty: with more, logits would leave float32."""
+CONTEXT_SIZE = 20  # mlx-lm's default: the newest tokens that a penalty looks at
+LIMIT = 1e30  # largest bias and penalty: with more, logits would leave float32
 
 
 def make_logits_processors(
@@ -216,7 +195,6 @@ def make_logits_processors(
     """Return the processors that the arguments ask for; none for None, and for a penalty of 0.
 
     A processor maps the tokens so far, prompt and answer, and logits (rows, vocab_size) to other logits.
-
 
     Args:
         logit_bias: numbers that are added to the logits of tokens, by their ids; -inf forbids a token.
@@ -238,25 +216,21 @@ def make_logits_processors(
         ("presence", _presence, presence_penalty, presence_context_size),
         ("frequency", _frequency, frequency_penalty, frequency_context_size),
     ):
-        _check(name, penalty, size)
+        if not (penalty is None or (isinstance(penalty, REAL) and -LIMIT <= penalty <= LIMIT)):
+            raise RequestError(
+                f"{name}_penalty is {shown(penalty)}; allowed is a number of {-LIMIT:g} to {LIMIT:g}."
+            )
+        if name == "repetition" and penalty and penalty < 1 / LIMIT:
+            raise RequestError(
+                f"repetition_penalty is {shown(penalty)}; allowed are {1 / LIMIT:g} and more, and 0 for none."
+            )
+        if not (size is None or (isinstance(size, INTEGER) and size >= 0)):
+            raise RequestError(
+                f"{name}_context_size is {shown(size)}; allowed is an integer of 0 or more."
+            )
         if penalty:
             processors.append(partial(weaken, float(penalty), int(size or 0)))
     return processors
-
-
-def _check(name: str, penalty: object, size: object) -> None:
-    if not (penalty is None or (isinstance(penalty, REAL) and -LIMIT <= penalty <= LIMIT)):
-        raise RequestError(
-            f"{name}_penalty is {shown(penalty)}; allowed is a number of {-LIMIT:g} to {LIMIT:g}."
-        )
-    if name == "repetition" and penalty and penalty < 1 / LIMIT:
-        raise RequestError(
-            f"repetition_penalty is {shown(penalty)}; allowed are {1 / LIMIT:g} and more, and 0 for none."
-        )
-    if not (size is None or (isinstance(size, INTEGER) and size >= 0)):
-        raise RequestError(
-            f"{name}_context_size is {shown(size)}; allowed is an integer of 0 or more."
-        )
 
 
 def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:

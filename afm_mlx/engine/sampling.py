@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -27,13 +26,10 @@ class Draw(NamedTuple):
 def sample(
     rows: Sequence[Row], logits: mx.array, inputs: mx.array, forced: Mapping[int, int]
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Draw the next token of each row; for the results, see `draw`.
+    """Draw the next token of each of B rows from logits (B, vocab_size); for the results, see `draw`.
 
-    Args:
-        rows: the B rows of a batch.
-        logits: (B, vocab_size) logits.
-        inputs: (B,) tokens that the logits follow.
-        forced: mapping from a row's index to the token that its constraint forces, in place of a drawn one.
+    `inputs` (B,) are the tokens that the logits follow. `forced` maps a row's index to the token that its
+    constraint forces, in place of a drawn one.
     """
     matched = {
         i: r.matcher for i, r in enumerate(rows) if r.matcher is not None and i not in forced
@@ -61,14 +57,10 @@ def sample(
 def draw(
     draws: Sequence[Draw], logits: mx.array, inputs: mx.array | None = None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Draw tokens, each by its row's own processors, sampler and random stream.
+    """Draw B tokens from logits (B, vocab_size), each by its row's own processors, sampler and random stream.
 
-    Whatever a row's own callables raise is kept in `Row.error`, so that the other rows go on.
-
-    Args:
-        draws: the B tokens to draw.
-        logits: (B, vocab_size) logits.
-        inputs: (B,) tokens that the logits follow; not needed if all draws have assumed tokens.
+    `inputs` (B,) are the tokens that the logits follow; not needed if all draws have assumed tokens. Whatever a
+    row's own callables raise is kept in `Row.error`, so that the other rows go on.
 
     Returns:
         Tokens (B,) int32, which a row's sampler may have drawn from outside the vocabulary
@@ -89,21 +81,23 @@ def draw(
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     tokens = mx.argmax(logits, axis=-1)
     if any(each.row.request.sampler for each in draws):
-        with _global_stream_kept():
+        # mlx-lm's samplers draw from the caller's global stream: each draw seeds it, and then it is put back.
+        high, low = mx.random.state[0].tolist()
+        try:
             drawn = [
                 _call_sampler(each, logprobs[i : i + 1], tokens[i : i + 1])
                 for i, each in enumerate(draws)
             ]
+        finally:
+            mx.random.seed((high << 32) | low)
         tokens = mx.concatenate(drawn)
     return tokens.astype(mx.int32), mx.max(logits, axis=-1), logprobs
 
 
 def _allowed(masks: Mapping[int, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return booleans, True for each logit that is allowed.
+    """Return booleans (B, vocab_size) = `shape`, True for each logit that its row's mask allows.
 
-    Args:
-        masks: mapping from a row's index to its mask, one bit per token; rows without a mask allow all tokens.
-        shape: (B, vocab_size), the shape of the logits and the result.
+    Rows without a mask, one bit per token by their index in `masks`, allow all.
     """
     bits = np.unpackbits(np.stack(list(masks.values())).view(np.uint8), axis=1, bitorder="little")
     width = min(bits.shape[1], shape[1])  # embeddings may have more rows than there are tokens
@@ -126,25 +120,17 @@ def _process(each: Draw, logits: mx.array, token: mx.array | None) -> mx.array:
             context = mx.array([*row.request.prompt, *row.tokens, *each.assumed], dtype=mx.int32)
         processed = logits
         for processor in row.request.logits_processors:
-            processed = _checked_logits(processor(context, processed), logits.size)
+            processed = processor(context, processed)
+            is_array = isinstance(processed, mx.array) and processed.size == logits.size
+            if not is_array or processed.dtype in (mx.bool_, mx.complex64):
+                raise RequestError(
+                    f"A logits processor returned {_described(processed)}; needed are logits, an mx.array of "
+                    f"floats and shape (1, {logits.size})."
+                )
         return processed.reshape(logits.shape).astype(logits.dtype)
     except Exception as error:
         row.error = error
         return logits
-
-
-def _checked_logits(processed: object, vocab_size: int) -> mx.array:
-    """Return what a logits processor has returned; raise `RequestError` if it is not logits."""
-    if (
-        isinstance(processed, mx.array)
-        and processed.size == vocab_size
-        and processed.dtype not in (mx.bool_, mx.complex64)
-    ):
-        return processed
-    raise RequestError(
-        f"A logits processor returned {_described(processed)}; needed are logits, an mx.array of floats and "
-        f"shape (1, {vocab_size})."
-    )
 
 
 def _call_sampler(each: Draw, logprobs: mx.array, likeliest: mx.array) -> mx.array:
@@ -156,43 +142,23 @@ def _call_sampler(each: Draw, logprobs: mx.array, likeliest: mx.array) -> mx.arr
         mx.random.seed(row.seed_at(row.sampled + len(each.assumed or ())))
         token = row.request.sampler(logprobs)
         row.sampler_vocab_size = logprobs.shape[-1]
-        return _checked_token(token)
+        is_one = isinstance(token, mx.array) and token.size == 1
+        if not is_one or not mx.issubdtype(token.dtype, mx.integer):
+            raise RequestError(
+                f"The sampler returned {_described(token)}; needed: the id of a token, one integer in an "
+                "mx.array."
+            )
+        token = token.reshape(1)  # not yet computed: ids that int32 can't hold become -1
+        if token.dtype.size < 4 or token.dtype == mx.int32:
+            return token.astype(mx.int32)
+        is_small = (token >= 0) & (token < mx.array(2**31, token.dtype))
+        return mx.where(is_small, token.astype(mx.int32), mx.array([-1], mx.int32))
     except Exception as error:
         row.error = error
         return likeliest
-
-
-def _checked_token(token: object) -> mx.array:
-    """Return a sampler's token as (1,) int32, not yet computed: ids that int32 can't hold become -1."""
-    if (
-        not isinstance(token, mx.array)
-        or token.size != 1
-        or not mx.issubdtype(token.dtype, mx.integer)
-    ):
-        raise RequestError(
-            f"The sampler returned {_described(token)}; needed: the id of a token, one integer in an mx.array."
-        )
-    found: mx.array = token.reshape(1)
-    if found.dtype.size < 4 or found.dtype == mx.int32:
-        return found.astype(mx.int32)
-    is_small = (found >= 0) & (found < mx.array(2**31, found.dtype))
-    return mx.where(is_small, found.astype(mx.int32), mx.array([-1], mx.int32))
 
 
 def _described(value: object) -> str:
     if isinstance(value, mx.array | np.ndarray):
         return f"an array of {value.dtype} and shape {tuple(value.shape)}"
     return shown(value)
-
-
-@contextmanager
-def _global_stream_kept() -> Iterator[None]:
-    """Leave the caller's `mx.random` stream where it was.
-
-    mlx-lm's samplers draw from the global stream; it is re-seeded for each row's draw and put back.
-    """
-    high, low = mx.random.state[0].tolist()
-    try:
-        yield
-    finally:
-        mx.random.seed((high << 32) | low)

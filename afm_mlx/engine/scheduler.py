@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 
 import mlx.core as mx
@@ -27,19 +26,8 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.protocols import Cache
 
-PATIENCE = 64
-"""Rows that may overtake a row which waits until one of a batch's adapters is free."""
-
-
-@dataclass(eq=False)
-class WaitingRow:
-    """A row that has not begun, with its cache."""
-
-    row: Row
-    cache: Cache
-    overtaken: int = 0  # later rows with adapters that started while this one could not
+PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
 
 
 class Scheduler:
@@ -73,7 +61,7 @@ class Scheduler:
         self._chunk, self._chunk_while_decoding = chunk, chunk_while_decoding
         # Responses that the next step returns: of rows that can't start, or begin with forced tokens.
         self.early: list[tuple[Row, TokenResponse]] = []
-        self.waiting: list[WaitingRow] = []  # in the order in which they came
+        self.waiting: list[Row] = []  # in the order in which they came
         self.prefills: list[Prefill] = []  # in the order in which they began
         self._is_oldests_turn = False
         self._clock = itertools.count()
@@ -85,13 +73,11 @@ class Scheduler:
         """The rows of all prefills."""
         return [row for prefill in self.prefills for row in prefill.batch.rows]
 
-    def add(self, row: Row, cache: Cache) -> None:
-        """Queue a row with its cache."""
+    def add(self, row: Row) -> None:
         self._since.setdefault(row.request.client, next(self._clock))
-        self.waiting.append(WaitingRow(row, cache))
+        self.waiting.append(row)
 
     def take_early(self) -> list[TokenResponse]:
-        """Remove and return the responses of `early`."""
         early, self.early = self.early, []
         for row, response in early:
             response.cached_tokens = row.cached_tokens
@@ -119,11 +105,11 @@ class Scheduler:
                 if not row.is_prompt_fed and self._prefixes is not None:
                     self._prefixes.keep(row, prefill.batch.cache, i)
                 row.is_prompt_fed = True
-            prefill.batch.drop(prefill.cancelled)
+            rows = prefill.batch.rows
+            prefill.batch.keep([i for i, r in enumerate(rows) if r.id not in prefill.cancelled])
             decoding.join(prefill.batch)
 
     def _compute(self, prefill: Prefill, columns: int) -> None:
-        """Compute the keys and values of a prefill's next columns."""
         batch = prefill.batch
         tokens = prefill.tokens[:, prefill.done : prefill.done + columns]
         if self._caches.by_block:
@@ -141,111 +127,103 @@ class Scheduler:
         self._end_failed(prefill)
 
     def _end_failed(self, prefill: Prefill) -> None:
-        """End the rows of a prefill whose callbacks have raised."""
         for row in list(prefill.batch.rows):
             if row.error is not None and row.id not in prefill.cancelled:
                 self.early.append((row, row.failure()))
-                self.cancel_prefill(row.id)
+                self._cancel_prefill(row.id)
 
     # -- admission
 
-    def _admitted(self, decoding: Sequence[Row]) -> list[WaitingRow]:
+    def _admitted(self, decoding: Sequence[Row]) -> list[Row]:
         """Remove the waiting rows that can start, and fill their caches with what is known of their prompts.
 
         A row whose adapter or stored pages are not loaded lets others pass, up to `PATIENCE` of them. A row
         that waits for memory doesn't: small ones might pass it forever. A row that can never start is released,
         and its error becomes an early response.
         """
-        if not self.waiting:
-            return []
         running = [*decoding, *self.rows]
         places = self._max_batch - len(running)
-        if places <= 0:
+        if not self.waiting or places <= 0:
             return []
-        admitted: list[WaitingRow] = []
-        left: list[WaitingRow] = []
-        overtaken: list[WaitingRow] = []
+        admitted: list[Row] = []
+        left: list[Row] = []
+        overtaken: list[Row] = []
         waits_for_memory = False
-        for waiting in self._in_turn(running):
-            row, cache = waiting.row, waiting.cache
+        for row in self._in_turn(running):
             if len(admitted) == places or waits_for_memory:
-                left.append(waiting)
+                left.append(row)
             elif not _can_start(row, running) or _must_not_overtake(row, overtaken):
-                left.append(waiting)
-                overtaken.append(waiting)
-            elif (error := self._adapters.refusal(row, cache)) is not None:
+                left.append(row)
+                overtaken.append(row)
+            elif (error := self._adapters.refusal(row)) is not None:
                 row.release()
                 self.early.append((row, TokenResponse(row.id, -1, "", None, "error", error)))
             elif not self._memory.fits(row, running):
-                left.append(waiting)
+                left.append(row)
                 waits_for_memory = True
-            elif self._prefixes is not None and not self._prefixes.is_ready(row, cache):
-                left.append(waiting)
+            elif self._prefixes is not None and not self._prefixes.is_ready(row):
+                left.append(row)
             else:
-                admitted.append(waiting)
+                admitted.append(row)
                 self._since[row.request.client] = next(self._clock)
                 running.append(row)
                 for other in overtaken:
                     other.overtaken += row.lease is not None
         self._keep(left)
         if self._prefixes is not None:
-            for waiting in admitted:
-                self._prefixes.begin(waiting.row, waiting.cache)
+            for row in admitted:
+                self._prefixes.begin(row)
         return admitted
 
-    def _in_turn(self, running: Sequence[Row]) -> list[WaitingRow]:
-        """Return the waiting rows, sorted by whose turn it is."""
+    def _in_turn(self, running: Sequence[Row]) -> list[Row]:
         before = Counter(row.request.client for row in running)
-        turns = []
-        for waiting in self.waiting:
-            client = waiting.row.request.client
-            turns.append(((before[client], self._since[client], waiting.row.id), waiting))
+        turns = {}
+        for row in self.waiting:
+            client = row.request.client
+            turns[row.id] = (before[client], self._since[client], row.id)
             before[client] += 1
-        return [waiting for _, waiting in sorted(turns, key=lambda turn: turn[0])]
+        return sorted(self.waiting, key=lambda row: turns[row.id])
 
-    def _keep(self, rows: Iterable[WaitingRow]) -> None:
-        self.waiting = sorted(rows, key=lambda waiting: waiting.row.id)
-        clients = {waiting.row.request.client for waiting in self.waiting}
+    def _keep(self, rows: Iterable[Row]) -> None:
+        self.waiting = sorted(rows, key=lambda row: row.id)
+        clients = {row.request.client for row in self.waiting}
         self._since = {client: at for client, at in self._since.items() if client in clients}
 
-    def _begin(self, admitted: Sequence[WaitingRow]) -> list[Prefill]:
+    def _begin(self, admitted: Sequence[Row]) -> list[Prefill]:
         """Begin the prefills of admitted rows and return them: short prompts share one."""
-        before = len(self.prefills)
-        group: list[WaitingRow] = []
-
-        def begin() -> None:
-            cache = self._caches.merged([waiting.cache for waiting in group])
-            rows = [waiting.row for waiting in group]
-            self.prefills.append(Prefill.of(rows, cache, self._caches.by_block))
-
+        groups: list[list[Row]] = []
         # Rows are padded to the longest, and rows of about one length have little padding.
-        for waiting in sorted(admitted, key=lambda waiting: len(waiting.row.pending)):
-            fits = (len(group) + 1) * (len(waiting.row.pending) - 1) <= self._chunk
-            if group and (self._caches.sliding or not fits):  # a window takes no padding
-                begin()
-                group = []
-            group.append(waiting)
-        if group:
-            begin()
-        return self.prefills[before:]
+        for row in sorted(admitted, key=lambda row: len(row.pending)):
+            fits = groups and (len(groups[-1]) + 1) * (len(row.pending) - 1) <= self._chunk
+            if fits and not self._caches.sliding:  # a window takes no padding
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+        begun = []
+        for rows in groups:
+            cache = self._caches.merged([row.cache for row in rows])
+            for row in rows:
+                row.cache = []
+            begun.append(Prefill.of(rows, cache, self._caches.by_block))
+            self.prefills.append(begun[-1])
+        return begun
 
     # -- removal
 
     def cancel(self, row_id: int) -> None:
         """Drop a row that waits or prefills, and its early responses; unknown ids are ignored."""
-        self.drop_waiting({row_id})
+        self._drop_waiting({row_id})
         self.early = [(row, response) for row, response in self.early if row.id != row_id]
-        self.cancel_prefill(row_id)
+        self._cancel_prefill(row_id)
 
-    def drop_waiting(self, ids: set[int]) -> None:
-        """Remove waiting rows, by their ids, and release their adapters."""
-        for waiting in self.waiting:
-            if waiting.row.id in ids:
-                waiting.row.release()
-        self._keep([waiting for waiting in self.waiting if waiting.row.id not in ids])
+    def _drop_waiting(self, ids: set[int]) -> None:
+        for row in self.waiting:
+            if row.id in ids:
+                row.release()
+        self._keep([row for row in self.waiting if row.id not in ids])
 
-    def cancel_prefill(self, row_id: int) -> None:
-        """Drop a row that prefills, and return its cache to the caller; unknown ids are ignored.
+    def _cancel_prefill(self, row_id: int) -> None:
+        """Drop a row that prefills, and return its cache to the caller.
 
         Padded rows can't be taken apart before they are whole; so a row that shares a prefill stays until then.
         """
@@ -262,17 +240,12 @@ class Scheduler:
                 adapter = self._adapters.fingerprint(row)
                 return_cache(prefill.batch.cache, index, row.request.cache, padding, adapter)
             if {row.id for row in rows} == prefill.cancelled:
-                prefill.batch.drop(prefill.cancelled)
+                prefill.batch.keep([])
                 self.prefills.remove(prefill)
 
     def drop_started(self) -> list[Row]:
-        """Remove all rows that have started or have responses; release their adapters, drop their caches.
-
-        Returns:
-            The rows that were in prefills.
-        """
-        begun = {w.row.id for w in self.waiting if w.row.sampled or w.row.error is not None}
-        self.drop_waiting(begun)
+        """Remove all rows that have started or have responses; return those that were in prefills."""
+        self._drop_waiting({r.id for r in self.waiting if r.sampled or r.error is not None})
         rows, self.prefills, self.early = self.rows, [], []
         for row in rows:
             row.release()
@@ -280,10 +253,7 @@ class Scheduler:
 
 
 def _can_start(row: Row, running: Iterable[Row]) -> bool:
-    """True if a row's adapter is loaded, and the batch with it has at most `MAX_ADAPTERS` adapters.
-
-    A row without an adapter can start. So can a row whose adapter has failed to load: it is refused next.
-    """
+    """True if a row has no adapter, or it failed to load (refused next), or is loaded and fits in the batch."""
     lease = row.lease
     if lease is None or lease.error is not None:
         return True
@@ -293,17 +263,16 @@ def _can_start(row: Row, running: Iterable[Row]) -> bool:
     return len(others | {id(lease.resident)}) <= MAX_ADAPTERS
 
 
-def _must_not_overtake(row: Row, earlier: Iterable[WaitingRow]) -> bool:
-    """True if a row must wait for earlier rows, because `PATIENCE` rows with adapters have overtaken one.
+def _must_not_overtake(row: Row, earlier: Iterable[Row]) -> bool:
+    """True if `PATIENCE` rows with adapters have overtaken an earlier row, whose adapter is loaded.
 
-    Of the earlier rows, only ones with loaded adapters count: they wait for rows to end. The pool keeps rows
-    with other adapters from being overtaken forever.
+    The pool keeps rows with other adapters from being overtaken forever.
     """
     if row.lease is None or not row.lease.ready:
         return False
     return any(
-        waiting.overtaken >= PATIENCE and waiting.row.lease is not None and waiting.row.lease.ready
-        for waiting in earlier
+        other.overtaken >= PATIENCE and other.lease is not None and other.lease.ready
+        for other in earlier
     )
 
 
@@ -319,29 +288,19 @@ class KVMemory:
         (number of rows) x (most columns that one of them can need) x (bytes of a column)
 
     (a column is one position of the cache) and temporarily more: when rows join or leave or the cache grows,
-    which happens block by block, one block has its old and its new array; and while a step copies the tail (the
-    newest tokens' columns, not yet in the buffer), there are two tails. The budget counts
-    these copies, and counts a draft model's cache like the model's. A prefix cache has a budget of its own. A
-    cache that a caller passes in is counted while its row runs, not before or after.
-
-    Args:
-        caches: makes the rows' caches.
-        budget: maximum number of bytes; None for no budget.
-        chunk: maximum number of a prompt's tokens that are written at once.
-        surplus: maximum number of a row's draft tokens that can be rejected in a step.
-        drafts: makers of the draft models' caches; a row uses at most one draft model.
-
-    Raises:
-        RequestError: if the budget is too small for one token, or the model's caches don't say what they take.
+    one block after the other has its old and its new array; and while a step copies the tail (columns of the
+    newest tokens), there are two tails. The budget counts these copies, and a draft model's cache like the
+    model's (a row uses one draft model). A prefix cache has its own budget. A cache that a caller passes in
+    is counted while its row runs, not before or after.
     """
 
     def __init__(
         self,
         caches: RowCaches,
-        budget: int | None,
-        chunk: int,
-        surplus: int = 0,
-        drafts: Sequence[RowCaches] = (),
+        budget: int | None,  # bytes
+        chunk: int,  # most tokens of a prompt that are written at once
+        surplus: int,  # most draft tokens of a row that can be rejected in a step
+        drafts: Sequence[RowCaches],  # of the draft models
     ):
         self.budget, self._caches, self._chunk, self._surplus = budget, caches, chunk, surplus
         self._column = self._copies = 0  # bytes: of a column, and of one block's
@@ -365,15 +324,10 @@ class KVMemory:
         """Return the bytes that rows with this many columns each, one tail included, take at most."""
         return rows * (columns * (self._column + self._copies) + TAIL * self._column)
 
-    def columns(self, request: Request, cache: Cache) -> int:
-        """Return the columns that a new row's cache can grow to; 0 without a budget.
-
-        Raises:
-            RequestError: if the row could never run, or nothing limits its tokens.
-        """
+    def columns(self, request: Request, held: int, bound: int | None) -> int:
+        """Return the columns that a row's cache, with `held` tokens now, can grow to; 0 without a budget."""
         if self.budget is None:
             return 0
-        held, bound = self._caches.position(cache), self._caches.bound(cache)
         if request.max_tokens < 0 and bound is None and not self._caches.sliding:
             raise RequestError(
                 "max_tokens is -1, and with a budget of memory (kv_memory) a row needs a limit: give "

@@ -92,7 +92,17 @@ def load(
     keep_compiler_out()
     lazy = lazy and in_main_thread()
     folder = resolve_model(path_or_hf_repo, revision)
-    values = _read_values(folder / "config.json", model_config)
+    source, changes = folder / "config.json", {} if model_config is None else model_config
+    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
+        raise ConfigError(
+            f"model_config is {shown(changes)}; a mapping of config.json's keys to values is needed."
+        )
+    values = read_config_json(source) | dict(changes)
+    if not isinstance(values.get("model_type"), str):
+        raise ConfigError(
+            f"{source}: model_type is {shown(values.get('model_type'))}; it names the architecture, "
+            f"{MODEL_TYPE!r} for an AFM model."
+        )
     adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
     if not is_afm_config(values):
         from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
@@ -112,22 +122,6 @@ def load(
     set_activation_bits(model, activation_bits)
     warn_if_slow(model)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
-
-
-def _read_values(path: Path, changes: object) -> dict[str, Any]:
-    """Return the content of config.json with some keys replaced; raise if it names no architecture."""
-    changes = {} if changes is None else changes
-    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
-        raise ConfigError(
-            f"model_config is {shown(changes)}; a mapping of config.json's keys to values is needed."
-        )
-    values = read_config_json(path) | dict(changes)
-    if not isinstance(values.get("model_type"), str):
-        raise ConfigError(
-            f"{path}: model_type is {shown(values.get('model_type'))}; it names the architecture, "
-            f"{MODEL_TYPE!r} for an AFM model."
-        )
-    return values
 
 
 def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:
@@ -155,18 +149,15 @@ def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool
     place_stored_layers(model, quantization, weights, source, dtype, rules)
     packed = {path for path, rule in rules.items() if rule is not None}
     rest = [(n, a) for n, a in weights.items() if n.rpartition(".")[0] not in packed]
-    model.load_weights([(n, _cast(n, a, dtype)) for n, a in rest], strict=False)
+    for i, (name, array) in enumerate(rest):
+        if (is_scale := name.endswith(KV_SCALES)) or mx.issubdtype(array.dtype, mx.floating):
+            rest[i] = name, array.astype(mx.float32 if is_scale else dtype)
+    model.load_weights(rest, strict=False)
     settle_scales(model)
     model.eval()
     if not lazy:
         prefer_huge_pages(read_parameters(model, folder).values())
     return model
-
-
-def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
-    if name.endswith(KV_SCALES):
-        return array.astype(mx.float32)
-    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
 # -- draft models
@@ -236,41 +227,28 @@ def load_draft(path: str | Path, model: nn.Module, tokenizer: Tokenizer | None) 
             draft, own, _ = load_mlx_lm_folder(folder)
     except AFMError as error:
         raise type(error)(f"The draft model: {error}") from None
-    _check_rows(folder, draft, model)
-    if own is not None and tokenizer is not None:
-        _check_pieces(folder, own, tokenizer)
+    if fault := _vocabulary_fault(draft, own, model, tokenizer):
+        raise ConfigError(
+            f"The draft model {folder} has another vocabulary than the model that it is to propose tokens to: "
+            f"{fault}. Choose a draft with the model's tokenizer, or train one: afm-mlx lora --fine-tune-type "
+            "draft --teacher MODEL."
+        )
     return draft
 
 
-def _check_rows(folder: Path, draft: nn.Module, model: nn.Module) -> None:
-    """Raise `ConfigError` if the models' embeddings have different numbers of rows."""
-    rows, wanted = (getattr(each.args, "vocab_size", None) for each in (draft, model))
-    if rows != wanted:
-        raise _other_vocabulary(
-            folder, f"its embedding has {_count(rows)} rows, and the model's {_count(wanted)}"
-        )
-
-
-def _count(rows: int | None) -> str:
-    return "an unknown number of" if rows is None else f"{rows:,}"
-
-
-def _check_pieces(folder: Path, own: Tokenizer, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` if the tokenizers' pieces or their ids differ."""
+def _vocabulary_fault(
+    draft: nn.Module, own: Tokenizer | None, model: nn.Module, tokenizer: Tokenizer | None
+) -> str:
+    """Return how the vocabulary of a draft, with its `own` tokenizer, differs from the model's; "" if not."""
+    rows = [getattr(each.args, "vocab_size", None) for each in (draft, model)]
+    if rows[0] != rows[1]:
+        counts = ["an unknown number of" if n is None else f"{n:,}" for n in rows]
+        return f"its embedding has {counts[0]} rows, and the model's {counts[1]}"
+    if own is None or tokenizer is None:
+        return ""
     pieces, wanted = own.get_vocab(), tokenizer.get_vocab()
-    if pieces == wanted:
-        return
     if len(pieces) != len(wanted):
-        fault = f"its tokenizer has {len(pieces):,} pieces, and the model's {len(wanted):,}"
-    else:
-        other = sum(wanted.get(piece) != token for piece, token in pieces.items())
-        fault = f"{other:,} of its tokenizer's {len(pieces):,} pieces are others, or have other ids"
-    raise _other_vocabulary(folder, fault)
-
-
-def _other_vocabulary(folder: Path, fault: str) -> ConfigError:
-    return ConfigError(
-        f"The draft model {folder} has another vocabulary than the model that it is to propose tokens to: "
-        f"{fault}. Choose a draft with the model's tokenizer, or train one: afm-mlx lora --fine-tune-type "
-        "draft --teacher MODEL."
-    )
+        return f"its tokenizer has {len(pieces):,} pieces, and the model's {len(wanted):,}"
+    if other := sum(wanted.get(piece) != token for piece, token in pieces.items()):
+        return f"{other:,} of its tokenizer's {len(pieces):,} pieces are others, or have other ids"
+    return ""

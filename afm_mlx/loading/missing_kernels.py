@@ -23,23 +23,15 @@ class SlowWarning(RuntimeWarning):
 
 
 def missing_kernels(model: nn.Module | None = None) -> str:
-    """Return why a model runs without this package's kernels, as a clause; empty if it runs with them.
+    """Return why a model runs without this package's kernels, as a clause; empty if it runs with or needs none.
 
-    Empty as well for a model without operations of theirs: a float model of mlx-lm's.
-
-    Args:
-        model: the model; None for an AFM model in 2 bits, which tells about the machine.
+    Without a model: why an AFM model in 2 bits would, on this machine.
     """
     return _clause(_lacking(model))
 
 
 def warn_if_slow(model: nn.Module, what: str = "the model") -> None:
-    """Issue a `SlowWarning` if a model runs without its kernels; Python shows the same warning once.
-
-    Args:
-        model: the model.
-        what: the model's name in the message.
-    """
+    """Issue a `SlowWarning` if a model, called `what`, runs without its kernels; Python shows each once."""
     reported = dispatch.disabled().values()  # by `ensure_checked`
     if reason := _clause({why: ops for why, ops in _lacking(model).items() if why not in reported}):
         message = f"{what} is right, but slow: it runs on plain MLX, without this package's kernels"
@@ -71,18 +63,14 @@ def _calls(model: nn.Module | None) -> Iterator[tuple[str, Case]]:
     """Yield one call of each operation and format that a decode step of the model has."""
     base = Case(dispatch.device(), activation_dtype(), 1)
     if model is None:
-        yield (
-            "packed_matmul",
-            base._replace(mode=AFM_RULE.mode, granularity=AFM_RULE.granularity or ""),
-        )
+        per = AFM_RULE.granularity or ""
+        yield "packed_matmul", base._replace(mode=AFM_RULE.mode, granularity=per)
         yield from ((op, base._replace(head_dim=_HEAD_DIM)) for op in _ATTENTION)
         return
     for module in model.modules():
         if isinstance(module, (PackedLinear, PackedEmbedding)):
             op = "packed_matmul" if isinstance(module, PackedLinear) else "packed_embedding"
-            packed = module.packed
-            format = (packed.mode, packed.granularity, packed.group_size)
-            yield op, Case(*base[:3], *format)
+            yield op, Case(*base[:3], *module.packed.format)
     if is_afm(model):
         stored = mx.int8 if model.args.kv_bits else base.dtype
         case = base._replace(head_dim=model.args.head_dim, stored=stored)

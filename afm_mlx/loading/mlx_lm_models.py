@@ -40,13 +40,10 @@ def load_mlx_lm_folder(
     lazy: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
-    """Load a folder as `mlx_lm.load` does, with packed layers where this package has kernels for their format.
+    """Load model, tokenizer and config as `mlx_lm.load` does, with our packed layers where they can be used.
 
     Adapters of mlx-lm expect MLX's own layers, so with an adapter these are not replaced. A model that is
     stored in this package's formats gets its adapter from this package.
-
-    Returns:
-        The model, its tokenizer, and the content of config.json.
 
     Raises:
         CheckpointError: if mlx-lm can't load it, or its packed layers or numbers are damaged.
@@ -70,14 +67,7 @@ def open_mlx_lm_model(
     adapter: Path | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load the model of `load_mlx_lm_folder` without its tokenizer, and leave its arrays unread.
-
-    Returns:
-        The model and the content of config.json.
-
-    Raises:
-        CheckpointError: see `load_mlx_lm_folder`.
-    """
+    """Load the model of `load_mlx_lm_folder` with its arrays unread, and the content of config.json."""
     from mlx_lm import utils
 
     from afm_mlx.model.zoo_blocks import replace_blocks
@@ -105,17 +95,12 @@ def open_mlx_lm_model(
 
 
 def read_model(model: nn.Module, folder: Path) -> None:
-    """Read the arrays of a model of `open_mlx_lm_model`.
-
-    Raises:
-        CheckpointError: if a file can't be read, and for NaN and infinity; names the tensor.
-    """
+    """Read the arrays of a model of `open_mlx_lm_model`; `CheckpointError` names a damaged tensor or file."""
     prefer_huge_pages(read_parameters(model, folder).values())
 
 
 @contextmanager
 def _errors_of_mlx_lm(folder: Path) -> Iterator[None]:
-    """Turn any error that mlx-lm raises into one that names the folder."""
     try:
         yield
     except AFMError:

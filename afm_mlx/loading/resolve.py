@@ -48,11 +48,7 @@ def model_adapters(folder: Path) -> dict[str, Path]:
 
 
 def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
-    """Return the folder of an adapter, from a path that exists or the name of one that comes with the model.
-
-    Raises:
-        AFMError: if it is neither.
-    """
+    """Return the folder of an adapter, from a path that exists or the name of one that comes with the model."""
     path, own = Path(os.path.expanduser(path_or_name)), model_adapters(model_folder)
     if str(path_or_name) and path.exists():
         return path
@@ -73,12 +69,9 @@ def model_draft(folder: str | Path) -> Path | None:
 
 
 def adapter_draft(adapter_path: str | Path) -> Path | None:
-    """Return the folder of the draft model that comes with an adapter; None if there is none.
+    """Return the folder of the draft model that comes with an adapter (its folder, or a file in it), or None.
 
     Drafts in files of Apple's toolkit are ignored: they are compiled programs, which can't run here.
-
-    Args:
-        adapter_path: the adapter's folder, or a file in it.
     """
     path = Path(adapter_path)
     return model_draft(path if path.is_dir() else path.parent)

@@ -43,7 +43,7 @@ class Positions(NamedTuple):
     Args:
         offset: position of the first new token: one for all rows, or (B,); or (B, L), the position of every
             token in rows that hold several samples.
-        mask: None, "causal" or an array, as `afm_mlx.kernels.attention` takes it.
+        mask: as `afm_mlx.kernels.attention` takes it.
         lengths: (B,) int32, columns that the first new token of each row sees, its own included. Set if the
             step decodes: few new tokens, and keys and values are read from the cache's buffers.
         cached: True if keys and values go to a cache, so that no gradients are needed.
@@ -61,16 +61,11 @@ class Positions(NamedTuple):
 
 
 def row_positions(inputs: mx.array, segments: mx.array | None = None) -> Positions:
-    """Return the positions and mask of whole rows of tokens, which begin at position 0.
+    """Return the positions and mask of whole rows of tokens (B, L), which begin at position 0.
 
-    Args:
-        inputs: (B, L) token ids.
-        segments: (B, L) integers, equal for the tokens of one sample, which are consecutive; None if each row
-            is one sample. Padding has another number, so it sees itself, and no query is without a key.
-
-    Returns:
-        with segments: offsets (B, L) int32, each sample's from 0, and a boolean mask (B, 1, L, L), True where
-        a query sees a key.
+    `segments` (B, L) are equal for the tokens of one sample, which are consecutive; None if each row is one
+    sample. Padding has another number, so it sees itself, and no query is without a key. With segments, offsets
+    are (B, L) int32, each sample's from 0, and the mask is boolean (B, 1, L, L), True where a query sees a key.
     """
     if segments is None:
         return Positions(0, causal_mask(inputs.shape[1]))
@@ -87,7 +82,7 @@ def attend_and_write(
     qkv: mx.array,
     options: HeadOptions,
     positions: Positions,
-    cache: KVCache | TailWriter | None,
+    cache: TailWriter | None,
     *,
     training: bool,
     merge: bool,
@@ -100,11 +95,8 @@ def attend_and_write(
         positions: positions and mask of the new tokens.
         cache: the block's cache; None to attend to the new tokens only.
         training: True if gradients are needed.
-        merge: True to return attention's output; False if the caller also accepts partials (results over
-            parts of the columns, which the next product merges).
-
-    Returns:
-        attention's output (B, L, n_heads * head_dim) or its partials, and the keys and values.
+        merge: False if the caller also accepts attention's partials (results over parts of the columns, which
+            the next product merges).
     """
     if cache is not None and positions.lengths is not None:
         y, kv = _decode(qkv, options, positions.lengths, cache, merge)
@@ -122,23 +114,21 @@ def attend_and_write(
         kv = KeyValues(floats)
     else:
         q, k, v = float_heads(qkv, positions.offset, options)
-        kv = KeyValues(mx.concatenate(_fake_int8(k, v, options), axis=1))
+        if options.key_scale is not None and options.value_scale is not None:
+            # LSQ's gradient scale of an activation: one over the root of its features times the largest code.
+            share = (k.shape[1] * k.shape[3] * 127) ** -0.5
+            k = fake_int8(k, options.key_scale, share)
+            v = fake_int8(v, options.value_scale, share)
+        kv = KeyValues(mx.concatenate([k, v], axis=1))
     return _merge_heads(_attend(q, kv, positions)), kv
 
 
 def attend(
     q: mx.array, rope: QueryRope, positions: Positions, kv: KeyValues, merge: bool
 ) -> Attended:
-    """Attend with new queries to keys and values that another block wrote.
+    """Attend with new queries, (B, L, n_heads * head_dim), to all keys and values that another block wrote.
 
-    Args:
-        q: the query projection, (B, L, n_heads * head_dim).
-        rope: RoPE and norm of the queries.
-        positions, merge: see `attend_and_write`.
-        kv: keys and values of all tokens so far.
-
-    Returns:
-        attention's output (B, L, n_heads * head_dim), or its partials.
+    For `positions` and `merge`, see `attend_and_write`.
     """
     heads = _heads(q, rope.weight.shape[0])
     if positions.lengths is not None:
@@ -152,13 +142,8 @@ def float_heads(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Split a fused projection into queries, keys and values with RoPE and norm, by differentiable operations.
 
-    Args:
-        qkv: (B, L, (n_heads + 2 * n_kv_heads) * head_dim).
-        offset: see `Positions`.
-        options: norms and RoPE; the scales are not used.
-
-    Returns:
-        queries (B, n_heads, L, head_dim); keys and values (B, n_kv_heads, L, head_dim).
+    Returns queries (B, n_heads, L, head_dim), and keys and values (B, n_kv_heads, L, head_dim); scales are not
+    used.
     """
     head_dim = options.q_weight.shape[0]
     kv_dim = options.n_kv_heads * head_dim
@@ -171,24 +156,15 @@ def float_heads(
 
 
 def _decode(
-    qkv: mx.array,
-    options: HeadOptions,
-    lengths: mx.array,
-    cache: KVCache | TailWriter,
-    merge: bool,
+    qkv: mx.array, options: HeadOptions, lengths: mx.array, cache: TailWriter, merge: bool
 ) -> tuple[Attended, KeyValues]:
     """Attend with a few new tokens per row, which are written to the cache's tail."""
     count = qkv.shape[1]
-    open_tail = cache.open_tail(2 * options.n_kv_heads, options.q_weight.shape[0], count)
-    tail, starts = open_tail.tail, open_tail.starts
-    int8 = open_tail.buffer.dtype == mx.int8
-    kv = KeyValues(
-        open_tail.buffer,
-        options.key_scale if int8 else None,
-        options.value_scale if int8 else None,
-        tail,
-        starts,
-    )
+    head_dim = options.q_weight.shape[0]
+    buffer, tail, starts = cache.open_tail(2 * options.n_kv_heads, head_dim, count)
+    int8 = buffer.dtype == mx.int8
+    scales = (options.key_scale, options.value_scale) if int8 else (None, None)
+    kv = KeyValues(buffer, *scales, tail, starts)
     if int8:
         y, tail = write_and_attend(qkv, kv, lengths, options, merge)
         cache.take_tail(tail, count)
@@ -215,19 +191,8 @@ def _on_int8_grid(
     if options.key_scale is None or options.value_scale is None:
         return q, kv
     k, v = kv.split(2, axis=1)
-    floats = [
-        dequantize_int8(k, options.key_scale, q.dtype),
-        dequantize_int8(v, options.value_scale, q.dtype),
-    ]
-    return q, mx.concatenate(floats, axis=1)
-
-
-def _fake_int8(k: mx.array, v: mx.array, options: HeadOptions) -> list[mx.array]:
-    if options.key_scale is None or options.value_scale is None:
-        return [k, v]
-    # LSQ's gradient scale of an activation: one over the root of its features times the largest code.
-    share = (k.shape[1] * k.shape[3] * 127) ** -0.5
-    return [fake_int8(k, options.key_scale, share), fake_int8(v, options.value_scale, share)]
+    k = dequantize_int8(k, options.key_scale, q.dtype)
+    return q, mx.concatenate([k, dequantize_int8(v, options.value_scale, q.dtype)], axis=1)
 
 
 def _heads(x: mx.array, head_dim: int) -> mx.array:

@@ -17,7 +17,7 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.kernels import dispatch, replay
 from afm_mlx.model.attention import Positions
 from afm_mlx.model.fused_layers import adapters_layout
-from afm_mlx.model.kv_cache import KVCache, OpenTail, TailWriter
+from afm_mlx.model.kv_cache import KVCache, OpenTail, TailWriter, open_tails, take_tails
 
 MAX_TRACES = 64
 """Traces that are kept; one takes some 0.4 MB for the embedded model, and 0.9 MB for the 3B.
@@ -38,16 +38,16 @@ class Traceable(Protocol):
     state: Any  # every array that `forward` uses, in nested dicts and lists
 
     def forward(
-        self, inputs: mx.array, positions: Positions, cache: Sequence[KVCache | TailWriter | None]
-    ) -> mx.array:
-        """Return hidden states (B, L, D)."""
+        self, inputs: mx.array, positions: Positions, cache: Sequence[TailWriter | None]
+    ) -> mx.array: ...
 
 
 class _TracedCache:
     """A block's cache while a step is traced; its arrays are arguments of the trace."""
 
-    def __init__(self, opened: OpenTail):
-        self._opened, self.tail = opened, opened.tail
+    def __init__(self, *opened: mx.array):
+        self._opened = OpenTail(*opened)
+        self.tail = self._opened.tail
 
     def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail:
         return self._opened
@@ -56,27 +56,23 @@ class _TracedCache:
         self.tail = tail
 
 
-class _Traces(threading.local):
-    """The traces of one thread: a replay for each head, and the keys of the graphs in all of them."""
+class DecodeStep(threading.local):
+    """The next tokens of every row over caches with a tail: `forward` and a head as a replayed graph.
+
+    Each thread has its own traces: `replays`, one for each head, with the graphs of all `keys`.
+    """
 
     def __init__(self) -> None:
         self.replays: dict[object, replay.Replay] = {}
         self.keys: set[tuple[object, ...]] = set()
 
-
-class DecodeStep:
-    """The next tokens of every row over caches with a tail: `forward` and a head as a replayed graph."""
-
-    def __init__(self) -> None:
-        self._traces = _Traces()
+    def __reduce__(self) -> tuple[type[DecodeStep], tuple[()]]:
+        return DecodeStep, ()  # a copied or pickled model makes its own traces
 
     def applies(self, model: Traceable, cache: Sequence[KVCache]) -> bool:
         """True if steps can be replayed here, and the caches all store codes or all floats."""
         is_one_kind = len({entry.int8 for entry in cache}) == 1
         return not model.training and is_one_kind and replay.is_available()
-
-    def __reduce__(self) -> tuple[type[DecodeStep], tuple[()]]:
-        return DecodeStep, ()  # a copied or pickled model makes its own traces
 
     def __call__(
         self,
@@ -88,36 +84,24 @@ class DecodeStep:
     ) -> T:
         """Return `head(model, model.forward(...))`, not evaluated; the caches grow by L tokens.
 
-        Args:
-            model: the model whose step this is.
-            inputs: (B, L) integers.
-            lengths: (B,) int32, the result of `KVCache.decode_lengths`.
-            cache: caches of the writing blocks.
-            head: function from the model and its hidden states to the result, a tree of arrays. Pass the same
-                function object in every call: traces are kept by it.
+        `inputs` are (B, L) tokens; `lengths` (B,) is what `KVCache.decode_lengths` returns; `cache` holds the
+        caches of the writing blocks. `head` maps the model and its hidden states to a tree of arrays. Traces
+        are kept by function object, so every call has to pass the same one.
         """
-        if (
-            len({entry.in_tail for entry in cache}) > 1
-        ):  # a caller has settled one of them, for instance
-            for entry in cache:
-                entry.settle()
         heads, head_dim, count = 2 * model.args.num_kv_heads, model.args.head_dim, inputs.shape[1]
-        opened = [entry.open_tail(heads, head_dim, count) for entry in cache]
-        buffers, tails = [tail.buffer for tail in opened], [tail.tail for tail in opened]
+        buffers, tails, starts = open_tails(cache, heads, head_dim, count)
         # Another choice of kernels needs another trace, and so do adapters with another layout.
         choices = (dispatch.device(), dispatch.generation(), adapters_layout(model))
         key = (head, *inputs.shape, *buffers[0].shape, buffers[0].dtype, *choices)
-        traces = self._traces
-        if key not in traces.keys and len(traces.keys) >= MAX_TRACES:
-            traces.replays.clear()
-            traces.keys.clear()
-        traces.keys.add(key)
-        if head not in traces.replays:
-            traces.replays[head] = _replay(model, head)
-        arrays = (inputs, lengths, opened[0].starts, buffers, tails)
-        result, tails = traces.replays[head](*arrays, constants=choices)
-        for entry, tail in zip(cache, tails, strict=True):
-            entry.take_tail(tail, count)
+        if key not in self.keys and len(self.keys) >= MAX_TRACES:
+            self.replays.clear()
+            self.keys.clear()
+        self.keys.add(key)
+        if head not in self.replays:
+            self.replays[head] = _replay(model, head)
+        arrays = (inputs, lengths, starts, buffers, tails)
+        result, tails = self.replays[head](*arrays, constants=choices)
+        take_tails(cache, tails, count)
         return result
 
 
@@ -130,10 +114,8 @@ def _replay(model: M, head: Callable[[M, mx.array], T]) -> replay.Replay:
         tails: list[mx.array],
         *choices: object,
     ) -> tuple[T, list[mx.array]]:
-        cache = [
-            _TracedCache(OpenTail(buffer, tail, starts))
-            for buffer, tail in zip(buffers, tails, strict=True)
-        ]
+        pairs = zip(buffers, tails, strict=True)
+        cache = [_TracedCache(buffer, tail, starts) for buffer, tail in pairs]
         h = model.forward(inputs, Positions(lengths - 1, None, lengths), cache)
         return head(model, h), [entry.tail for entry in cache]
 

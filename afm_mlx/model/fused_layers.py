@@ -3,8 +3,7 @@
 A `PackedLinear` does all of it in its own kernel. Any other layer (float, MLX's quantized ones, with LoRA) is
 called between norm and addition, and wrapped in an `AdaptedLinear` to add adapters.
 
-A layer has `adapters`, a function from the number of a batch's rows to these rows' adapters for the layer
-(`LayerAdapters`), which the model's `afm_mlx.adapters.active.ActiveAdapters` provides.
+A layer's `adapters` (`LayerAdapters`) come from the model's `afm_mlx.adapters.active.ActiveAdapters`.
 """
 
 from __future__ import annotations
@@ -33,35 +32,26 @@ ACTIVE = "_active_adapters"
 
 
 class Normed(NamedTuple):
-    """`norm(x)`, which the next layer computes.
-
-    Args:
-        x: (..., K).
-        norm: the norm.
-    """
+    """`norm(x)` of x (..., K), which the next layer computes."""
 
     x: mx.array
     norm: nn.RMSNorm
 
     def computed(self) -> mx.array:
-        """`norm(x)` as an array."""
         return self.norm(self.x)
 
 
 def project(
     layer: nn.Module, x: mx.array | Normed | AttentionPartials, residual: mx.array | None = None
 ) -> mx.array:
-    """Return `residual + layer(x)`, (..., N).
+    """Return `residual + layer(x)`, (..., N), for x (..., K) or its norm; without `residual`, `layer(x)`.
 
-    Args:
-        layer: maps (..., K) to (..., N).
-        x: (..., K), or a norm of it; attention's partials only where `is_fusable(layer)`.
-        residual: (..., N), or None for no addition.
+    Attention's partials are accepted only where `is_fusable(layer)`.
     """
     if is_fusable(layer):
         x, norm = x if isinstance(x, Normed) else (x, None)
-        adapters = _adapters(layer.low_rank(x.shape[0]))
-        return packed_matmul(x, layer.packed, _options(layer, norm, residual, adapters))
+        packed, adapters, bits = layer.operands(x.shape[0])
+        return packed_matmul(x, packed, _options(norm, bits, residual, adapters))
     assert not isinstance(x, AttentionPartials)
     y = layer(x.computed() if isinstance(x, Normed) else x)
     return y if residual is None else residual + y
@@ -77,40 +67,31 @@ def project_each(layers: Sequence[nn.Module], x: Normed) -> list[mx.array]:
 
 def swiglu(gate: nn.Module, up: nn.Module, x: Normed) -> mx.array:
     """Return `silu(gate(norm(x))) * up(norm(x))`, (..., N), for x (..., K)."""
-    if is_fusable(gate) and is_fusable(up) and gate.activation_bits == up.activation_bits:
-        a, b = gate.packed, up.packed
-        if a.layout == b.layout:
-            adapters = _adapters(gate.low_rank(x.x.shape[0]), up.low_rank(x.x.shape[0]))
-            return packed_swiglu(x.x, a, b, _options(gate, x.norm, adapters=adapters))
+    if is_fusable(gate) and is_fusable(up):
+        a, a_adapters, a_bits = gate.operands(x.x.shape[0])
+        b, b_adapters, b_bits = up.operands(x.x.shape[0])
+        if a_bits == b_bits and a.layout == b.layout:
+            options = _options(x.norm, a_bits, None, a_adapters, b_adapters)
+            return packed_swiglu(x.x, a, b, options)
     normed = x.computed()
     return nn.silu(gate(normed)) * up(normed)
 
 
 def head_logits(embedding: nn.Module, x: Normed) -> mx.array:
-    """Return the logits (..., vocab_size) of a tied head.
-
-    Args:
-        embedding: the embedding, whose matrix is the head's.
-        x: the norm of hidden states (..., K).
-    """
+    """Return the logits (..., vocab_size) of a head with the embedding's matrix, for hidden states (..., K)."""
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
-        return packed_matmul(x.x, embedding.packed, _options(embedding, x.norm))
+        return packed_matmul(x.x, embedding.packed, _options(x.norm, embedding.activation_bits))
     return embedding.as_linear(rms_norm(x.x, x.norm.weight, x.norm.eps))
 
 
 def head_argmax(embedding: nn.Module, x: Normed) -> tuple[mx.array, mx.array]:
-    """Find the largest logit of a tied head.
-
-    Args:
-        embedding: the embedding, whose matrix is the head's.
-        x: the norm of hidden states (..., K).
+    """Find the largest of `head_logits`.
 
     Returns:
-        The largest logit's index (the token), (...) uint32; and the largest logit, (...), which is NaN or
-        infinity if any logit is NaN or +infinity.
+        Its token, (...) uint32; and the logit, (...), NaN or infinity if any logit is NaN or +infinity.
     """
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
-        return packed_argmax(x.x, embedding.packed, _options(embedding, x.norm))
+        return packed_argmax(x.x, embedding.packed, _options(x.norm, embedding.activation_bits))
     logits = head_logits(embedding, x)
     return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
 
@@ -121,31 +102,23 @@ def is_fusable(layer: nn.Module) -> TypeGuard[PackedLinear]:
     return isinstance(layer, PackedLinear) and not layer.training and "bias" not in layer
 
 
-def _adapters(*of_matrices: LowRank | None) -> tuple[LowRank, ...]:
-    """The adapters of a product's matrices, as `ProductOptions` takes them."""
-    some = next((adapters for adapters in of_matrices if adapters is not None), None)
-    if some is None:
-        return ()
-    none = some._replace(parts=(Part(0, 0, 0),) * len(some.parts))
-    return tuple(adapters or none for adapters in of_matrices)
-
-
 def _options(
-    layer: PackedLinear | PackedEmbedding,
     norm: nn.RMSNorm | None,
+    activation_bits: int,
     residual: mx.array | None = None,
-    adapters: tuple[LowRank, ...] = (),
+    *of_matrices: LowRank | None,
 ) -> ProductOptions:
+    """Options of a product; `of_matrices` are the adapters of each of its matrices."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    return ProductOptions(weight, eps, residual, adapters, layer.activation_bits)
+    adapters: tuple[LowRank, ...] = ()
+    if some := next((each for each in of_matrices if each is not None), None):
+        none = some._replace(parts=(Part(0, 0, 0),) * len(some.parts))
+        adapters = tuple(each or none for each in of_matrices)
+    return ProductOptions(weight, eps, residual, adapters, activation_bits)
 
 
 class LinearWrapper(nn.Module):
-    """A layer that replaces a linear layer and calls it.
-
-    Args:
-        linear: the linear layer; its name in the module's parameters is `linear`.
-    """
+    """A layer that replaces a linear layer and calls it; in parameters the linear layer is named `linear`."""
 
     def __init__(self, linear: nn.Module):
         super().__init__()
@@ -154,13 +127,7 @@ class LinearWrapper(nn.Module):
 
 
 class AdaptedLinear(LinearWrapper):
-    """`linear(x)` plus the active adapters' product, for layers whose kernel can't add adapters.
-
-    Args:
-        linear: maps (B, ..., K) to (B, ..., N).
-        adapters: function from the batch size B to the adapters of its rows for this layer; it returns None
-            if no row has one.
-    """
+    """`linear(x)` plus the active adapters' product, for layers whose kernel can't add adapters."""
 
     def __init__(self, linear: nn.Module, adapters: LayerAdapters):
         super().__init__(linear)
@@ -173,9 +140,6 @@ class AdaptedLinear(LinearWrapper):
 
 
 def adapters_layout(model: nn.Module) -> str:
-    """Return a key of the layout of a model's active adapters; "" if none are active.
-
-    A traced step depends on the layout.
-    """
+    """Return the layout of a model's active adapters, on which a traced step depends; "" if none are active."""
     active = model.get(ACTIVE)
     return "" if active is None else active.layout

@@ -15,8 +15,9 @@ mlx-lm's own loops run either kind of model.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -37,29 +38,24 @@ TAIL = 64
 KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache
 MOST_TOKENS = 1 << 30  # positions are int32
 
+Cache: TypeAlias = list[Any]
+"""One entry for each block: a `KVCache`, a `NoKVCache`, or one of `mlx_lm.models.cache`."""
+
 
 class OpenTail(NamedTuple):
-    """The arrays of a cache that a decode step reads and writes.
+    """The arrays of a cache that a decode step reads and writes."""
 
-    Args:
-        buffer: (B, 2 * n_kv_heads, capacity, head_dim), heads of keys and then of values.
-        tail: (B, 2 * n_kv_heads, TAIL, head_dim), the newest tokens' columns.
-        starts: (B,) int32, columns of each row in the buffer.
-    """
-
-    buffer: mx.array
-    tail: mx.array
-    starts: mx.array
+    buffer: mx.array  # (B, 2 * n_kv_heads, capacity, head_dim), heads of keys and then of values
+    tail: mx.array  # (B, 2 * n_kv_heads, TAIL, head_dim), the newest tokens' columns
+    starts: mx.array  # (B,) int32, columns of each row in the buffer
 
 
 class TailWriter(Protocol):
     """A cache whose tail a decode step writes: a `KVCache`, or its stand-in while a step is traced."""
 
-    def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail:
-        """See `KVCache.open_tail`."""
+    def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail: ...
 
-    def take_tail(self, tail: mx.array, count: int = 1) -> None:
-        """See `KVCache.take_tail`."""
+    def take_tail(self, tail: mx.array, count: int = 1) -> None: ...
 
 
 class KVCache:
@@ -68,21 +64,13 @@ class KVCache:
     `buffer` is (B, 2 * n_kv_heads, capacity, head_dim), heads of keys and then of values; None before the first
     token. While a batch decodes, its newest tokens can be in `tail`; `settle` moves them to the buffer.
 
-    Args:
-        int8: True to store int8 codes, False for floats.
-        max_size: tokens that a row can hold, None for no limit.
-        sliding_window: past `max_size`, forget the oldest tokens except the first `KEEP`; without it more
-            tokens raise `ContextLengthError`.
-        rows: rows of the batch.
-
-    Attributes:
-        adapter: fingerprint of the adapter with which the keys and values were computed: "" for none, None if
-            unknown. With any other adapter they are wrong.
+    Past `max_size` tokens of a row, a `sliding_window` forgets the oldest ones except the first `KEEP`; without
+    it more tokens raise `ContextLengthError`.
     """
 
     def __init__(
         self,
-        int8: bool = True,
+        int8: bool = True,  # store codes, not floats
         max_size: int | None = None,
         sliding_window: bool = False,
         rows: int = 1,
@@ -91,14 +79,13 @@ class KVCache:
             raise ContextLengthError(
                 f"A sliding window needs a size over {KEEP}, the first tokens that it keeps; got {max_size}."
             )
-        self.int8 = int8
-        self.max_size = max_size
-        self.sliding_window = sliding_window
+        self.int8, self.max_size, self.sliding_window = int8, max_size, sliding_window
         self._window = max_size if sliding_window and max_size else 0
         self.buffer: Any = None  # mx.array once something was written
         self._lengths = [0] * rows  # tokens fed, per row
         self._forgotten = [0] * rows  # of these, tokens that a sliding window has dropped
         self._padding: list[int] | None = None  # of a ragged prompt, until `finalize`
+        # Fingerprint of the adapter that computed the keys and values, "" for none; None if unknown.
         self.adapter: str | None = None
         self.tail: Any = None  # (B, 2 * n_kv_heads, TAIL, head_dim) once a decode step began
         # While a tail is in use: columns of the buffer, per row.
@@ -120,17 +107,15 @@ class KVCache:
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: an int when all rows agree, else (B,) int32."""
-        first = self._lengths[0]
-        if all(length == first for length in self._lengths):
-            return first
-        return mx.array(self._lengths, dtype=mx.int32)
+        one = len(set(self._lengths)) == 1
+        return self._lengths[0] if one else mx.array(self._lengths, dtype=mx.int32)
 
     @property
     def _columns(self) -> list[int]:
-        return [n - f for n, f in zip(self._lengths, self._forgotten, strict=True)]
+        return list(map(operator.sub, self._lengths, self._forgotten))
 
     def size(self) -> int:
-        """Return the number of columns (positions) that the longest row uses."""
+        """Return the number of columns that the longest row uses."""
         return max(self._columns)
 
     def empty(self) -> bool:
@@ -142,10 +127,8 @@ class KVCache:
         return sum(array.nbytes for array in (self.buffer, self.tail) if array is not None)
 
     def make_mask(self, length: int) -> mx.array | str | None:
-        """Return the mask of the next `length` tokens; call it before they are written.
-
-        Returns:
-            None or "causal" if that is enough; else boolean, (B, 1, length, columns).
+        """Return the mask of the next `length` tokens, before they are written: None or "causal" if that is
+        enough, else boolean (B, 1, length, columns).
         """
         drops = self._drops(length)
         columns = [c - d for c, d in zip(self._columns, drops, strict=True)]
@@ -165,15 +148,10 @@ class KVCache:
         return visible
 
     def decode_lengths(self, count: int = 1) -> mx.array | None:
-        """Return how many columns (positions) each row's next token sees, its own included.
+        """Return how many columns each row's next token sees, its own included, (B,) int32.
 
-        Call it before the token is written.
-
-        Args:
-            count: number of tokens that are going to be written, per row.
-
-        Returns:
-            (B,) int32; None if a sliding window drops tokens, where only `make_mask` says what is visible.
+        Call it before the `count` tokens of every row are written. None if a sliding window drops tokens, where
+        only `make_mask` says what is visible.
         """
         if self._window and max(self._lengths) + count > self._window:
             return None
@@ -182,10 +160,7 @@ class KVCache:
     # -- writing
 
     def update(self, kv: mx.array) -> None:
-        """Append the next tokens of every row.
-
-        Args:
-            kv: (B, 2 * n_kv_heads, L, head_dim), heads of keys and then of values.
+        """Append the next L tokens of every row: (B, 2 * n_kv_heads, L, head_dim), keys and then values.
 
         Raises:
             ContextLengthError: past `max_size` without a sliding window.
@@ -213,25 +188,19 @@ class KVCache:
     @property
     def in_tail(self) -> int:
         """Columns of the tail that are in use, in the row that uses most."""
-        return max(self._tail_columns(), default=0)
-
-    def _tail_columns(self) -> list[int]:
-        """Columns of the tail in use, per row; empty without a tail."""
         if self._in_buffer is None:
-            return []
-        return [columns - s for columns, s in zip(self._columns, self._in_buffer, strict=True)]
+            return 0
+        return max(map(operator.sub, self._columns, self._in_buffer), default=0)
 
     def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail:
         """Return the arrays of a decode step, with space for `count` more tokens of every row in the tail.
-
-        The tail holds the newest tokens' columns, which are not yet in the buffer.
 
         Not for a sliding window that is about to forget tokens, nor for floats before the first token, whose
         dtype is not known yet.
 
         Args:
             heads: heads of keys plus heads of values.
-            head_dim: their width.
+            head_dim: width of a head.
             count: tokens of every row that the step writes, `TAIL` at most.
 
         Raises:
@@ -253,12 +222,7 @@ class KVCache:
         return OpenTail(self.buffer, self.tail, self._starts)
 
     def take_tail(self, tail: mx.array, count: int = 1) -> None:
-        """Store the tail that a decode step has written, and count its tokens.
-
-        Args:
-            tail: the tail that `open_tail` returned, with `count` more tokens of every row.
-            count: number of tokens that were written, per row.
-        """
+        """Store the tail of `open_tail`, to which a decode step has added `count` tokens of every row."""
         self.tail = tail
         self._lengths = [n + count for n in self._lengths]
 
@@ -298,9 +262,10 @@ class KVCache:
 
     def _ensure_capacity(self, length: int) -> None:
         """Grow the settled buffer for `length` more tokens of every row, if needed."""
-        if self.sliding_window:
-            self._forget(length)
-        elif self._padding is None:
+        if self.sliding_window and any(drops := self._drops(length)):
+            self.buffer = _drop_columns(self.buffer, drops)
+            self._forgotten = list(map(operator.add, self._forgotten, drops))
+        elif not self.sliding_window and self._padding is None:
             self._check_bound(max(self._lengths) + length)
         if self.size() + length > self.buffer.shape[2]:
             self._grow(self.size() + length)
@@ -325,12 +290,6 @@ class KVCache:
         stay = self._window - 1  # the first KEEP, and what the next query's window reaches
         return [max(0, columns - stay) for columns in self._columns]
 
-    def _forget(self, length: int) -> None:
-        drops = self._drops(length)
-        if any(drops):
-            self.buffer = _drop_columns(self.buffer, drops)
-            self._forgotten = [f + d for f, d in zip(self._forgotten, drops, strict=True)]
-
     # -- ragged prompts, in mlx-lm's protocol: right padding is written, and no longer counted after `finalize`
 
     def prepare(
@@ -342,10 +301,8 @@ class KVCache:
     ) -> None:
         """Announce that the next tokens, up to `finalize`, end with padding in some rows.
 
-        Args:
-            left_padding: not supported, because column c holds token c.
-            lengths: real tokens per row; not needed, for the padding says it.
-            right_padding: padding tokens per row.
+        `right_padding` is the number of padding tokens of each row; `lengths` of the real ones is not needed.
+        Left padding is refused, because column c holds token c.
         """
         if left_padding is not None and any(left_padding):
             raise ValueError("[KVCache] left_padding is not supported; pad prompts on the right.")
@@ -360,7 +317,7 @@ class KVCache:
     def finalize(self) -> None:
         """Stop counting the padding as tokens; the next tokens overwrite it."""
         if self._padding is not None:
-            self._lengths = [n - p for n, p in zip(self._lengths, self._padding, strict=True)]
+            self._lengths = list(map(operator.sub, self._lengths, self._padding))
             self._padding = None
             self._check_bound(max(self._lengths))
 
@@ -450,9 +407,10 @@ class KVCache:
 
     def trim_rows(self, counts: Sequence[int]) -> None:
         """Remove the last `counts[r]` tokens of each row r, which must have that many."""
-        if any(n < count for n, count in zip(self._tail_columns(), counts, strict=False)):
+        lengths = [n - count for n, count in zip(self._lengths, counts, strict=True)]
+        if self._in_buffer and any(map(operator.lt, lengths, self._in_buffer)):
             self.settle()
-        self._lengths = [n - count for n, count in zip(self._lengths, counts, strict=True)]
+        self._lengths = lengths
 
     def copy(self, length: int | None = None) -> KVCache:
         """Return an independent cache of the first `length` tokens of every row; None for all tokens.
@@ -491,7 +449,7 @@ class KVCache:
             self._lengths, self._forgotten = [0], [0]
             return
         keys, values, rows = state
-        check_state(keys, values, rows, self.kind)
+        _check_state(keys, values, rows, self.kind)
         self.buffer = mx.concatenate([keys, values], axis=1)
         self._lengths, self._forgotten = rows.tolist()
 
@@ -500,9 +458,6 @@ class ZooKVCache(KVCache):
     """Keys and values of one block of a zoo model while its rows run in a batch.
 
     Rows have mlx-lm's own `KVCache`s before they join a batch and after they leave it.
-
-    Args:
-        rows: rows of the batch.
     """
 
     def __init__(self, rows: int = 1):
@@ -513,12 +468,10 @@ class ZooKVCache(KVCache):
         """Make a batch of mlx-lm's caches, each of which holds one row of the same block."""
         rows = []
         for cache in caches:
-            row = KVCache(int8=False)
+            rows.append(KVCache(int8=False))
             if cache.offset:
                 parts = [part[:, :, : cache.offset] for part in (cache.keys, cache.values)]
-                row.buffer = mx.concatenate(parts, axis=1)
-                row._lengths = [cache.offset]
-            rows.append(row)
+                rows[-1].begin_with(mx.concatenate(parts, axis=1))
         batch = cls(len(rows))
         vars(batch).update(vars(KVCache.merge(rows)))
         return batch
@@ -547,19 +500,17 @@ class ZooKVCache(KVCache):
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None
     ) -> mx.array:
-        """Append the new keys and values, and return the queries' attention over the whole cache.
+        """Append the L new tokens of every row, and return their attention over the whole cache.
 
         Args:
-            queries: queries of the L new tokens of every row of the batch, (B, n_heads, L, head_dim).
-            keys, values: keys and values of the same tokens, (B, n_kv_heads, L, head_dim).
+            queries: (B, n_heads, L, head_dim), the shape of the result.
+            keys, values: (B, n_kv_heads, L, head_dim).
             mask: the result of `make_mask(L)`, called before the tokens are appended.
-
-        Returns:
-            attention's output, (B, n_heads, L, head_dim).
         """
         kv = mx.concatenate([keys, values], axis=1)
         if kv.shape[2] == 1 and not self.empty() and reads_tails(kv.dtype, kv.shape[3]):
-            lengths = mx.array([n + 1 for n in self.lengths], dtype=mx.int32)
+            lengths = self.decode_lengths()
+            assert lengths is not None
             buffer, tail, starts = self.open_tail(kv.shape[1], kv.shape[3])
             tail = write_tokens(tail, kv.astype(tail.dtype), lengths - starts)
             self.take_tail(tail)
@@ -574,10 +525,7 @@ class ZooKVCache(KVCache):
 
 
 class NoKVCache:
-    """The cache entry of a block that writes no keys and values.
-
-    mlx-lm takes a cache to have `len(model.layers)` entries, for instance where it splits off a draft model's.
-    """
+    """The entry of a block that writes no keys and values: mlx-lm expects `len(model.layers)` entries."""
 
     offset = 0
     nbytes = 0
@@ -616,6 +564,25 @@ class NoKVCache:
         return NoKVCache()
 
 
+def open_tails(
+    caches: Sequence[KVCache], heads: int, head_dim: int, count: int
+) -> tuple[list[mx.array], list[mx.array], mx.array]:
+    """Return buffers, tails and `starts` of `KVCache.open_tail` for all writing blocks."""
+    if (
+        len({cache.in_tail for cache in caches}) > 1
+    ):  # a caller has settled one of them, for instance
+        for cache in caches:
+            cache.settle()
+    opened = [cache.open_tail(heads, head_dim, count) for cache in caches]
+    return [each.buffer for each in opened], [each.tail for each in opened], opened[0].starts
+
+
+def take_tails(caches: Sequence[KVCache], tails: Sequence[mx.array], count: int) -> None:
+    """Store the tails of `open_tails`, to which a decode step has added `count` tokens of every row."""
+    for cache, tail in zip(caches, tails, strict=True):
+        cache.take_tail(tail, count)
+
+
 def causal_mask(length: int) -> str | None:
     """The mask of `length` tokens that see only themselves and the tokens before them."""
     return "causal" if length > 1 else None
@@ -638,12 +605,10 @@ def _handle(x: mx.array | None) -> mx.array | None:
 
 
 def _whole_steps(columns: int) -> int:
-    """Round up to a multiple of `STEP`."""
     return -(-columns // STEP) * STEP
 
 
 def _padded(buffer: mx.array, columns: int) -> mx.array:
-    """Append `columns` columns of zeros."""
     return mx.pad(buffer, [(0, 0), (0, 0), (0, columns), (0, 0)])
 
 
@@ -657,16 +622,12 @@ def _drop_columns(buffer: mx.array, drops: Sequence[int]) -> mx.array:
     return mx.concatenate(rows, axis=0)
 
 
-def check_state(
+def _check_state(
     keys: mx.array, values: mx.array, rows: mx.array, kind: tuple[str, int | None, bool]
 ) -> None:
-    """Raise `CacheFileError` unless a cache of this kind can have this state.
-
-    Args:
-        keys, values, rows: the parts of `KVCache.state`.
-        kind: the cache's kind, see `KVCache.kind`.
-    """
-    dtype, wanted = (mx.int8, "int8") if kind[0] == "int8" else (mx.floating, "floats")
+    """Raise `CacheFileError` unless a cache of this kind can have this state."""
+    storage, max_size, slides = kind
+    dtype, wanted = (mx.int8, "int8") if storage == "int8" else (mx.floating, "floats")
     for name, array in (("keys", keys), ("values", values)):
         if array.ndim != 4 or 0 in array.shape[:2] or not mx.issubdtype(array.dtype, dtype):
             raise CacheFileError(
@@ -684,11 +645,6 @@ def check_state(
             f"rows are {rows.dtype} {shown(list(rows.shape))}; int32 [2, {count}] is needed, tokens seen "
             "and forgotten by each row."
         )
-    _check_rows(rows, columns, kind)
-
-
-def _check_rows(rows: mx.array, columns: int, kind: tuple[str, int | None, bool]) -> None:
-    _, max_size, slides = kind
     window = max_size if slides and max_size else 0
     bound = columns if window or max_size is None else min(columns, max_size)
     for seen, forgotten in rows.T.tolist():

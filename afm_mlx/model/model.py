@@ -60,34 +60,26 @@ class WritingAttention(nn.Module):
             self.quant_value_scale = mx.array(1.0)
 
     def head_options(self) -> HeadOptions:
-        """Norms, int8 scales and RoPE of the heads."""
         config = self._config
+        int8 = bool(config.kv_bits)
         return HeadOptions(
-            q_weight=self.q_norm.weight,
-            k_weight=self.k_norm.weight,
-            key_scale=self.quant_key_scale if config.kv_bits else None,
-            value_scale=self.quant_value_scale if config.kv_bits else None,
-            n_kv_heads=config.num_kv_heads,
-            theta=config.rope_theta,
-            eps=config.rms_norm_eps,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.quant_key_scale if int8 else None,
+            self.quant_value_scale if int8 else None,
+            config.num_kv_heads,
+            config.rope_theta,
+            config.rms_norm_eps,
         )
 
     def __call__(
-        self,
-        x: Normed,
-        positions: Positions,
-        cache: KVCache | TailWriter | None,
-        residual: mx.array,
+        self, x: Normed, positions: Positions, cache: TailWriter | None, residual: mx.array
     ) -> tuple[mx.array, KeyValues]:
         """Return `residual` plus the output for the normalized `x`, (B, L, D), and the keys and values."""
-        qkv = project(self.qkv_proj, x)
+        qkv, options = project(self.qkv_proj, x), self.head_options()
+        merge = not is_fusable(self.out_proj)
         y, kv = attend_and_write(
-            qkv,
-            self.head_options(),
-            positions,
-            cache,
-            training=self.training,
-            merge=not is_fusable(self.out_proj),
+            qkv, options, positions, cache, training=self.training, merge=merge
         )
         return project(self.out_proj, y, residual), kv
 
@@ -105,7 +97,6 @@ class ReuseAttention(nn.Module):
     def __call__(
         self, x: Normed, positions: Positions, kv: KeyValues, residual: mx.array
     ) -> mx.array:
-        """Return `residual` plus the output for the normalized `x`, (B, L, D)."""
         q = project(self.q_proj, x)
         rope = QueryRope(self.q_norm.weight, self._config.rope_theta, self._config.rms_norm_eps)
         y = attend(q, rope, positions, kv, merge=not is_fusable(self.out_proj))
@@ -122,13 +113,10 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.ffn_dim, config.hidden_dim, bias=False)
 
     def __call__(self, x: Normed, residual: mx.array) -> mx.array:
-        """Return `residual` plus the output for the normalized `x`, (B, L, D)."""
         return project(self.down_proj, swiglu(self.gate_proj, self.up_proj, x), residual)
 
 
 class _Block(nn.Module):
-    """The layers that both kinds of block have."""
-
     def __init__(self, config: ModelConfig, self_attn: nn.Module):
         super().__init__()
         self.self_attn = self_attn
@@ -144,7 +132,7 @@ class WritingBlock(_Block):
         super().__init__(config, WritingAttention(config))
 
     def __call__(
-        self, x: mx.array, positions: Positions, cache: KVCache | TailWriter | None
+        self, x: mx.array, positions: Positions, cache: TailWriter | None
     ) -> tuple[mx.array, KeyValues]:
         """Return hidden states (B, L, D), and the keys and values of all tokens so far."""
         x, kv = self.self_attn(Normed(x, self.input_layernorm), positions, cache, residual=x)
@@ -158,7 +146,6 @@ class ReuseBlock(_Block):
         super().__init__(config, ReuseAttention(config))
 
     def __call__(self, x: mx.array, positions: Positions, kv: KeyValues) -> mx.array:
-        """Return hidden states (B, L, D)."""
         x = self.self_attn(Normed(x, self.input_layernorm), positions, kv, residual=x)
         return self.mlp(Normed(x, self.post_attention_layernorm), residual=x)
 
@@ -174,10 +161,7 @@ class Transformer(nn.Module):
         self.output_norm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
 
     def write(
-        self,
-        inputs: mx.array,
-        positions: Positions,
-        cache: Sequence[KVCache | TailWriter | None],
+        self, inputs: mx.array, positions: Positions, cache: Sequence[TailWriter | None]
     ) -> tuple[mx.array, KeyValues]:
         """Run the writing blocks; return hidden states (B, L, D) and the last block's keys and values."""
         h = self.embedding(inputs)
@@ -186,12 +170,9 @@ class Transformer(nn.Module):
         return h, kv
 
     def __call__(
-        self,
-        inputs: mx.array,
-        positions: Positions,
-        cache: Sequence[KVCache | TailWriter | None],
+        self, inputs: mx.array, positions: Positions, cache: Sequence[TailWriter | None]
     ) -> mx.array:
-        """Run every block; return hidden states (B, L, D) before the final norm."""
+        """Return hidden states (B, L, D) before the final norm."""
         h, kv = self.write(inputs, positions, cache)
         for layer in self.kv_reuse_layers:
             h = layer(h, positions, kv)
@@ -214,23 +195,16 @@ class Model(nn.Module):
         self._step = DecodeStep()
 
     def __call__(self, inputs: mx.array, cache: ModelCache | None = None) -> mx.array:
-        """Return the logits for every given token; the cache, if given, grows by L tokens.
+        """Return the logits (B, L, vocab_size), in the activation dtype, for the next L tokens of every row.
 
-        Args:
-            inputs: token ids, (B, L) integers, the next L tokens of every row.
-            cache: a cache of `make_cache`; None starts at position 0 and stores nothing.
-
-        Returns:
-            (B, L, vocab_size) in the activation dtype.
+        A cache (of `make_cache`) grows by L tokens; without one, tokens begin at position 0.
         """
         return self._next(inputs, cache, Model.head)
 
     def greedy(self, inputs: mx.array, cache: ModelCache) -> tuple[mx.array, mx.array]:
         """Return the most likely next token of every row, without writing logits to memory where possible.
 
-        Args:
-            inputs: (B, 1) integers, the last token of every row.
-            cache: a cache of `make_cache`; grows by one token.
+        The cache grows by `inputs` (B, 1), the last token of every row.
 
         Returns:
             tokens (B,) uint32, and their logits (B,), the max logits: NaN or infinity if any of the row's is.
@@ -239,26 +213,16 @@ class Model(nn.Module):
         return tokens[:, 0], max_logits[:, 0]
 
     def verify(self, inputs: mx.array, cache: ModelCache) -> mx.array:
-        """Return the logits behind a few tokens of every row: the step of speculative decoding.
+        """Return the logits (B, L, vocab_size) behind a few tokens of every row, for speculative decoding.
 
-        It reads keys and values as a decode step does, so rows may have different lengths.
-        `KVCache.trim_rows` removes the tokens that are rejected. `__call__` is for prompts.
-
-        Args:
-            inputs: (B, L) integers, L at most `kv_cache.TAIL`; 2 to 8 have kernels made for them.
-            cache: a cache of `make_cache`; grows by L tokens.
-
-        Returns:
-            (B, L, vocab_size).
+        Keys and values are read as in a decode step, so rows may have different lengths; `__call__` is for
+        prompts. L is at most `kv_cache.TAIL`; 2 to 8 have kernels made for them. The cache grows by L tokens,
+        and `KVCache.trim_rows` removes the ones that are rejected.
         """
         return self._next(inputs, cache, Model.head, few=True)
 
     def verify_greedy(self, inputs: mx.array, cache: ModelCache) -> tuple[mx.array, mx.array]:
-        """Return the most likely tokens behind a few tokens of every row; see `verify` and `greedy`.
-
-        Returns:
-            tokens (B, L) uint32, and their logits (B, L).
-        """
+        """Return what `greedy` does behind a few tokens of every row (`verify`): tokens and logits (B, L)."""
         return self._next(inputs, cache, Model.greedy_head, few=True)
 
     def _next(
@@ -278,14 +242,9 @@ class Model(nn.Module):
         return head(self, self.forward(inputs, positions, writing))
 
     def forward(
-        self, inputs: mx.array, positions: Positions, cache: Sequence[KVCache | TailWriter | None]
+        self, inputs: mx.array, positions: Positions, cache: Sequence[TailWriter | None]
     ) -> mx.array:
-        """Run every block.
-
-        Args:
-            inputs: (B, L) integers.
-            positions: positions and mask of the tokens.
-            cache: caches of the writing blocks.
+        """Run every block over tokens (B, L), with the caches of the writing blocks.
 
         Returns:
             hidden states before the final norm, (B, L, hidden_dim): the input of `head` and `greedy_head`.
@@ -299,17 +258,12 @@ class Model(nn.Module):
     def hidden_at(
         self, inputs: mx.array, positions: mx.array, segments: mx.array | None = None
     ) -> mx.array:
-        """Return the hidden states of chosen tokens, without a cache; `head` makes logits of them.
-
-        A loss needs logits only where a token is scored.
+        """Return the hidden states (T, hidden_dim) of chosen tokens, without a cache, for `head`.
 
         Args:
             inputs: (B, L) integers.
             positions: (T,) integers, indices into the B * L tokens.
             segments: see `row_positions`; None if each row is one sample.
-
-        Returns:
-            (T, hidden_dim).
         """
         threads.check_process()
         h = self._uncached(inputs, segments)
@@ -324,14 +278,10 @@ class Model(nn.Module):
         return head_argmax(self.model.embedding, Normed(h, self.model.output_norm))
 
     def prefill(self, inputs: mx.array, cache: ModelCache) -> None:
-        """Write the keys and values of prompt tokens to the cache, and compute nothing else.
+        """Write the keys and values of prompt tokens (B, L) to the cache, and compute nothing else.
 
         The reuse blocks, 37.5 % of the 3B's blocks, and the head are not run. The prompt's last token goes
         through `__call__`, which returns the logits of the first new token.
-
-        Args:
-            inputs: (B, L) integers.
-            cache: a cache of `make_cache`; grows by L tokens.
         """
         threads.check_process()
         positions, writing = self._cached_positions(inputs, cache)
@@ -342,24 +292,19 @@ class Model(nn.Module):
     ) -> tuple[Positions, list[KVCache]]:
         """Return the positions of the next tokens, and the caches of the writing blocks.
 
-        Args:
-            inputs: (B, L) token ids.
-            cache: a cache of `make_cache`.
-            few: True if L tokens per row are read as in a decode step, and not as a prompt.
+        With `few`, L tokens per row are read as in a decode step, and not as a prompt.
         """
         length = inputs.shape[1]
         writing = [entry for entry in cache if isinstance(entry, KVCache)]
-        first = writing[0]
-        decodes = (few or length == 1) and self._opens_tail(first)
-        lengths = first.decode_lengths(length) if decodes else None
+        first, lengths = writing[0], None
+        if few or length == 1:
+            opens_tail = first.int8
+            if not opens_tail and first.buffer is not None:
+                # Floats go to a tail only if attention reads tails in place.
+                opens_tail = reads_tails(first.buffer.dtype, self.args.head_dim)
+            lengths = first.decode_lengths(length) if opens_tail else None
         mask = first.make_mask(length) if lengths is None else None
         return Positions(first.offset, mask, lengths, cached=True), writing
-
-    def _opens_tail(self, cache: KVCache) -> bool:
-        """True if a decode step writes to the cache's tail: floats only if attention reads tails in place."""
-        if cache.int8 or cache.buffer is None:
-            return cache.int8
-        return reads_tails(cache.buffer.dtype, self.args.head_dim)
 
     def make_cache(
         self, kv: str = "int8", max_size: int | None = None, sliding_window: bool = False
@@ -372,13 +317,13 @@ class Model(nn.Module):
             max_size: tokens that a row can hold; None for no limit.
             sliding_window: past `max_size`, forget the oldest tokens instead of raising.
         """
-        int8 = kv == "int8" and self.args.kv_bits == 8
         if kv not in ("int8", "float"):
             raise ValueError(f"[make_cache] kv is {kv!r}; allowed are 'int8' and 'float'.")
+        kind = (kv == "int8" and self.args.kv_bits == 8, max_size, sliding_window)
         return [
-            KVCache(int8=int8, max_size=max_size, sliding_window=sliding_window)
-            for _ in self.model.layers
-        ] + [NoKVCache() for _ in self.model.kv_reuse_layers]
+            *(KVCache(*kind) for _ in self.model.layers),
+            *(NoKVCache() for _ in self.model.kv_reuse_layers),
+        ]
 
     def add_kv_scales(self) -> None:
         """Give a model without int8 scales (`kv_bits` null) scales of 1, for calibration to set."""
@@ -394,7 +339,6 @@ class Model(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Every block, the reuse blocks too."""
         return self.model.layers + self.model.kv_reuse_layers
 
 

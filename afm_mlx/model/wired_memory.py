@@ -12,8 +12,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.threads import call, in_main_thread
 
-CLOSE = 0.9
-"""Share of the recommended size above which a model can be slow."""
+CLOSE = 0.9  # share of the recommended size above which a model can be slow
 
 
 @contextmanager

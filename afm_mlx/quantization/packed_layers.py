@@ -149,17 +149,17 @@ class PackedLinear(_Packed):
     def __call__(self, x: mx.array) -> mx.array:
         """Map (..., K) to (..., N) in the dtype of `x`."""
         matmul = reference.packed_matmul if self.training else packed_matmul
-        low_rank = self.low_rank(x.shape[0])
+        packed, low_rank, bits = self.operands(x.shape[0])
         adapters = () if low_rank is None else (low_rank,)
-        options = ProductOptions(adapters=adapters, activation_bits=self.activation_bits)
-        y = matmul(x, self.packed, options)
+        y = matmul(x, packed, ProductOptions(adapters=adapters, activation_bits=bits))
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
-    def low_rank(self, batch: int) -> LowRank | None:
-        """Return the adapters of this layer for a batch of `batch` rows; None if there are none. See
-        `LayerAdapters`.
+    def operands(self, batch: int) -> tuple[PackedWeight, LowRank | None, int]:
+        """Return the matrix, the adapters of a batch of `batch` rows (None if there are none), and the bits of
+        activations.
         """
-        return None if self.adapters is None else self.adapters(batch)
+        low_rank = None if self.adapters is None else self.adapters(batch)
+        return self.packed, low_rank, self._activation_bits
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
         """Return the same layer with a float matrix."""

@@ -247,8 +247,8 @@ def test_a_layer_or_a_section_may_be_left_out(rng, make_model, write_adapter, tm
     save_adapter(tmp_path / "less", kept, config)
     attached = attach_adapter(make_model(), tmp_path / "less")
     # Gate has an adapter and up has none, and one kernel does both.
-    assert attached.model.layers[1].mlp.gate_proj.low_rank(1) is not None
-    assert attached.model.layers[1].mlp.up_proj.low_rank(1) is None
+    assert attached.model.layers[1].mlp.gate_proj.operands(1)[1] is not None
+    assert attached.model.layers[1].mlp.up_proj.operands(1)[1] is None
     tokens = some_tokens(rng)
     assert_close(attached(tokens), layers.eval()(tokens), least=1)
 

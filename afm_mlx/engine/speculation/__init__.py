@@ -1,11 +1,5 @@
 """Speculative decoding: draft tokens are cheap, and the model verifies several in one step (`decoding.py`).
 
-| file | what it holds |
-| --- | --- |
-| `drafting.py` | what an engine drafts with, for which rows |
-| `draft_tokens.py` | the draft tokens of one row in one step; look-up in the prompt |
-| `draft_model.py` | draft tokens of a smaller model |
-
 A token is drawn from the model's logits by the row's own sampler, with the seed of its place in the answer, as
 it is without a draft. A draft token is accepted if it is that token. So an answer has the same tokens as
 without speculation, whatever was drafted, and its distribution is unchanged. Drafts are drawn with the same

@@ -15,21 +15,14 @@ from afm_mlx.engine.batch import change_entries, extend_cache, reserve_columns
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.sampling import Draw, draw
 from afm_mlx.engine.speculation.draft_tokens import Draft
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import Model
-from afm_mlx.model.protocols import Cache
 
-FEW = 32
-"""Tokens that a row is fed in a step of all rows; more are prefilled."""
+FEW = 32  # tokens that a row is fed in a step of all rows; more are prefilled
 
 
 class DraftModel:
-    """A draft model, and its caches of the rows that it drafts for.
-
-    Args:
-        model: the draft model.
-        prefill_step_size: prompt tokens of a row that it is fed in one round at most.
-        by_block: see `RowCaches`.
-    """
+    """A draft model, and its caches of the rows that it drafts for."""
 
     def __init__(self, model: Model, prefill_step_size: int, by_block: bool = False):
         self.model, self._by_block = model, by_block
@@ -45,8 +38,12 @@ class DraftModel:
 
     def propose(self, drafts: Sequence[Draft], count: int) -> None:
         """Append `count` draft tokens at most to each draft; none while a row's prompt is prefilled."""
-        self._take_back([draft.row for draft in drafts])
         held = self._held
+        # The draft tokens that the model rejected leave the caches.
+        rejected = dict.fromkeys(held, 0)
+        rejected |= {d.row.id: held[d.row.id].take_back(d.row) for d in drafts if d.row.id in held}
+        if any(rejected.values()):
+            self._trim(list(rejected.values()))
         self.forget(
             d.row.id
             for d in drafts
@@ -96,25 +93,12 @@ class DraftModel:
             self._cache = self._cache or cache
             self._held[row.id] = held
 
-    def _take_back(self, rows: Sequence[Row]) -> None:
-        """Remove the draft tokens that the model rejected from the caches."""
-        rejected = dict.fromkeys(self._held, 0)
-        for row in rows:
-            if row.id in rejected:
-                rejected[row.id] = self._held[row.id].take_back(row)
-        if any(rejected.values()):
-            self._trim(list(rejected.values()))
-
     def _trim(self, counts: list[int]) -> None:
         for entry in self._cache:
             entry.trim_rows(counts)
 
     def next_tokens(self, drafting: dict[int, Draft]) -> list[int]:
-        """Bring these rows' draft caches up to date, then draw one token for each draft.
-
-        Args:
-            drafting: drafts of rows, by the rows' ids.
-        """
+        """Feed the draft caches what these drafts (by row) have more, then draw one token for each."""
         missing = [
             held.missing(drafting[row].row, drafting[row].assumed) if row in drafting else []
             for row, held in self._held.items()
@@ -124,7 +108,12 @@ class DraftModel:
         if self._by_block:
             reserve_columns(self._cache, None, width)
         drafts = list(drafting.values())
-        is_greedy = all(_is_greedy(draft) for draft in drafts)
+        is_greedy = not any(
+            draft.mask is not None
+            or draft.row.request.sampler
+            or draft.row.request.logits_processors
+            for draft in drafts
+        )
         if is_greedy:
             found, _ = self.model.verify_greedy(inputs, self._cache)
         else:
@@ -145,23 +134,12 @@ class DraftModel:
         return drawn
 
 
-def _is_greedy(draft: Draft) -> bool:
-    """True if the next draft token is the one with the largest logit of all tokens."""
-    request = draft.row.request
-    return draft.mask is None and not (request.sampler or request.logits_processors)
-
-
 class _Held:
-    """The tokens of a row that the draft model's cache holds: of prompt and answer, then draft tokens.
-
-    Attributes:
-        known: number of tokens of prompt and answer.
-        drafted: draft tokens after them.
-    """
+    """The tokens of a row that the draft model's cache holds: of prompt and answer, then draft tokens."""
 
     def __init__(self) -> None:
-        self.known = 0
-        self.drafted: list[int] = []
+        self.known = 0  # tokens of prompt and answer
+        self.drafted: list[int] = []  # draft tokens after them
 
     def missing(self, row: Row, assumed: Sequence[int] = ()) -> list[int]:
         """Return the tokens of prompt and answer, and the assumed ones, that the cache does not hold yet."""

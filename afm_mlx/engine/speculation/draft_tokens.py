@@ -21,12 +21,6 @@ class Draft:
 
     A token that the row's constraint forces is not drafted: it is appended after the token that forces it.
     Drafters are callers' code, so they read a draft and change it by `extend` and `close` alone.
-
-    Args:
-        row: the row; all of its answer was read back.
-        limit: tokens that it may be fed, 1 at least.
-        end_tokens: ids that end an answer; nothing is drafted after them.
-        vocab_size: number of the model's tokens.
     """
 
     def __init__(
@@ -47,15 +41,11 @@ class Draft:
 
     @property
     def row(self) -> Row:
-        """The row."""
         return self._row
 
     @property
     def n_pending(self) -> int:
-        """Number of pending tokens in `fed`: forced by the constraint, known, and not in the cache yet.
-
-        They stand after the row's last token, `fed[0]`, which is not counted, and before the draft tokens.
-        """
+        """Number of pending tokens in `fed`: forced by the constraint, known, and not in the cache yet."""
         return self._n_pending
 
     @property
@@ -92,8 +82,7 @@ class Draft:
     def drawn(self) -> list[int]:
         """Indices into `fed` of the tokens after which the model draws one of its own.
 
-        These are the token before each draft token, so that the two can be compared; and the last token of
-        `fed`, unless a known token follows it.
+        These are the token before each draft token, and the last of `fed`, unless a known token follows it.
         """
         before = [i - 1 for i in self._proposed]
         return before if self._is_followed else [*before, len(self._fed) - 1]
@@ -104,7 +93,8 @@ class Draft:
         If one is not a token of the model, nothing is raised: `Row.error` is set, which ends the row.
         """
         for token in tokens:
-            if self.is_open and not self._is_token(token):
+            is_whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if self.is_open and not (is_whole and 0 <= token < self._vocab_size):
                 self.row.error = self.row.error or RequestError(
                     f"A drafter proposed {shown(token)}; a draft token is an integer, and this model's tokens "
                     f"go from 0 to {self._vocab_size - 1}."
@@ -116,11 +106,6 @@ class Draft:
     def close(self) -> None:
         """Refuse further draft tokens: `is_open` is False from now on."""
         self._limit = len(self._fed)
-
-    def _is_token(self, token: object) -> bool:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            return False
-        return bool(0 <= token < self._vocab_size)
 
     def _add(self, token: int) -> bool:
         """Append a draft token; return False if none can follow or the constraint forbids it."""
@@ -185,8 +170,7 @@ class Drafter(Protocol):
         """Drop what is kept for the rows of these ids."""
 
 
-LENGTHS = (4, 3, 2)
-"""Numbers of last tokens that `PromptLookup` looks for, the longest first."""
+LENGTHS = (4, 3, 2)  # numbers of last tokens that `PromptLookup` looks for, the longest first
 
 
 class PromptLookup:
@@ -198,43 +182,31 @@ class PromptLookup:
     """
 
     def __init__(self) -> None:
-        self._indices: dict[int, _LookupIndex] = {}  # by row
+        # By row: its tokens, and the index after the last occurrence of every few tokens.
+        self._known: dict[int, tuple[list[int], dict[tuple[int, ...], int]]] = {}
 
     def propose(self, drafts: Sequence[Draft], count: int) -> None:
-        """Append `count` draft tokens at most to each draft."""
         for draft in drafts:
-            index = self._indices.setdefault(draft.row.id, _LookupIndex())
-            draft.extend(index.following(draft.row, draft.assumed, count))
+            draft.extend(self._following(draft.row, draft.assumed, count))
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Drop the indices of rows, by their ids."""
         for row in rows:
-            self._indices.pop(row, None)
+            self._known.pop(row, None)
 
-
-class _LookupIndex:
-    """Where every few tokens of one row occurred last."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # the index after their last occurrence
-
-    def following(self, row: Row, assumed: Sequence[int], count: int) -> list[int]:
+    def _following(self, row: Row, assumed: Sequence[int], count: int) -> list[int]:
         """Return up to `count` tokens that followed the row's last and assumed tokens before."""
-        prompt, done = row.request.prompt, len(self._tokens)
-        if done < len(prompt):
-            new = [*prompt[done:], *row.tokens]
-        else:
-            new = row.tokens[done - len(prompt) :]
-        for token in new:
+        tokens, after = self._known.setdefault(row.id, ([], {}))
+        prompt, done = row.request.prompt, len(tokens)
+        new = row.tokens[max(0, done - len(prompt)) :]
+        for token in [*prompt[done:], *new]:
             # What ends here is found only once something follows it.
             for length in LENGTHS:
-                if len(self._tokens) >= length:
-                    self._after[tuple(self._tokens[-length:])] = len(self._tokens)
-            self._tokens.append(token)
-        last = [*self._tokens[-max(LENGTHS) :], *assumed]
+                if len(tokens) >= length:
+                    after[tuple(tokens[-length:])] = len(tokens)
+            tokens.append(token)
+        last = [*tokens[-max(LENGTHS) :], *assumed]
         for length in LENGTHS:
-            at = self._after.get(tuple(last[-length:])) if len(last) >= length else None
+            at = after.get(tuple(last[-length:])) if len(last) >= length else None
             if at is not None:
-                return self._tokens[at : at + count]
+                return tokens[at : at + count]
         return []

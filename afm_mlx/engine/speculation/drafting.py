@@ -10,19 +10,13 @@ from dataclasses import dataclass, field
 import mlx.nn as nn
 
 from afm_mlx.engine.batch import RowCaches
-from afm_mlx.engine.draft_length import (
-    MOST,
-    Acceptance,
-    DraftCounts,
-    StepCosts,
-    best_count,
-)
+from afm_mlx.engine.draft_length import MOST, Acceptance, DraftCounts, StepCosts, best_count
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.speculation.draft_model import FEW, DraftModel
 from afm_mlx.engine.speculation.draft_tokens import Draft, Drafter, PromptLookup
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import Model, is_afm
-from afm_mlx.model.protocols import Cache
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,8 @@ class Speculation:
                 "them. Leave out one of the two."
             )
         for name, draft in {"draft_model": self.draft_model, **self.adapter_drafts}.items():
-            if draft is None or _is_drafter(draft):
+            methods = getattr(draft, "propose", None), getattr(draft, "forget", None)
+            if draft is None or all(map(callable, methods)):
                 continue
             if not isinstance(draft, Model):
                 raise RequestError(
@@ -86,24 +81,8 @@ class Speculation:
         return model
 
 
-def _is_drafter(given: object) -> bool:
-    return callable(getattr(given, "propose", None)) and callable(getattr(given, "forget", None))
-
-
 class Drafting:
-    """Drafts tokens for an engine's rows.
-
-    Args:
-        options: what to draft with.
-        model: the model that verifies the draft tokens.
-        end_tokens: ids that end an answer.
-        prefill_step_size: prompt tokens that a draft model is fed at a time, at most.
-        by_block: see `RowCaches`.
-
-    Attributes:
-        costs: what the model's steps take.
-        overall: how many draft tokens are accepted, over all rows.
-    """
+    """Drafts tokens for an engine's rows; for `by_block`, see `RowCaches`."""
 
     def __init__(
         self,
@@ -113,8 +92,8 @@ class Drafting:
         prefill_step_size: int,
         by_block: bool = False,
     ):
-        self.costs = StepCosts()
-        self.overall = Acceptance()
+        self.costs = StepCosts()  # of the model's steps
+        self.overall = Acceptance()  # of all rows' draft tokens
         self._fixed = options.num_draft_tokens
         self._end_tokens, self._vocab_size = end_tokens, model.args.vocab_size
         self._lookup = PromptLookup() if options.prompt_lookup else None
@@ -141,7 +120,6 @@ class Drafting:
 
     @property
     def draft_caches(self) -> list[RowCaches]:
-        """Makers of the draft models' caches."""
         return [RowCaches(drafter.model, "int8", None) for drafter in self._draft_models]
 
     @property
@@ -151,10 +129,7 @@ class Drafting:
 
     @property
     def surplus(self) -> int:
-        """Maximum number of tokens fed to a row in a step that its cache drops again.
-
-        They are rejected draft tokens, or padding in a draft model's batch.
-        """
+        """Most tokens fed to a row in a step that its cache drops again: rejected ones, or padding."""
         return max(MOST, FEW) if self._draft_models else MOST
 
     def plan(self, rows: Sequence[Row]) -> int:
@@ -169,10 +144,10 @@ class Drafting:
             return self._fixed
         acceptances = [counts.acceptance for _, counts in drafting]
         draft_seconds = self._draft_costs.of(len(rows), 1) or 0.0
-        count = best_count(len(rows), acceptances, self.costs, draft_seconds)
         one = self.costs.of(len(rows), 1)
         if one is None:
             return 0
+        count = best_count(len(rows), acceptances, self.costs, draft_seconds)
         several = self.costs.of(len(rows), 1 + count) or one
         slowdown = (several + count * draft_seconds) / one
         for row, counts in drafting:
@@ -182,13 +157,7 @@ class Drafting:
         return count if self._drafting(rows) else 0
 
     def drafts(self, rows: Sequence[Row], count: int, limit: int) -> list[Draft]:
-        """Return what each row is fed next.
-
-        Args:
-            rows: the rows of a batch; all of their answers was read back.
-            count: number of draft tokens for each row, which `plan` returned.
-            limit: maximum number of tokens that a row may be fed.
-        """
+        """Return what each row is fed next: `count` draft tokens at most, and `limit` tokens in all."""
         start = time.perf_counter()
         drafts = [self._draft(row, min(limit, _most_tokens(row))) for row in rows]
         drafting = {row.id for row, _ in self._drafting(rows)}
@@ -218,7 +187,6 @@ class Drafting:
         return Draft(row, limit, self._end_tokens, self._vocab_size)
 
     def count(self, draft: Draft, accepted: int) -> None:
-        """Record how many tokens of a draft were accepted."""
         counts, proposed = draft.row.draft_counts, len(draft.proposed)
         assert counts is not None
         if proposed:
@@ -231,8 +199,7 @@ class Drafting:
 
     def forget(self, rows: Collection[int]) -> None:
         """Have all drafters drop what they keep for rows, by their ids."""
-        lookup = [] if self._lookup is None else [self._lookup]
-        for drafter in [*self._drafters, *lookup]:
+        for drafter in [*self._drafters, *([self._lookup] if self._lookup else [])]:
             try:
                 drafter.forget(rows)
             except Exception as error:

@@ -206,7 +206,6 @@ def test_the_text_so_far_comes_before_the_error(rng, model, tokenizer):
 
 @pytest.mark.parametrize("kind", [KeyError, SystemExit, asyncio.CancelledError, KeyboardInterrupt])
 def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(rng, model, tokenizer, kind):
-    """A step fails while one row decodes and one waits: no kind of exception leaves a row waiting."""
     engine = AsyncEngine(model, tokenizer, max_batch=1)
     prompts = [some_prompt(rng, 4) for _ in range(2)]
     wanted = generate(model, tokenizer, prompts[1], max_tokens=12)
@@ -306,7 +305,6 @@ def held(engine, number):
 
 
 def test_responses_that_come_too_late_fail_nobody(rng):
-    """A stream is closed, and then a loop, while a step with the stream's row runs."""
     engine = AsyncEngine(wide_model(rng, extra=0), nano_tokenizer())
     prompt = some_prompt(rng, 4)
     # The second token forces others: a step has several responses of the row.

@@ -96,7 +96,6 @@ def test_mlx_lms_own_loop_goes_on_with_the_same_caches(model, tokenizer, kind):
 
 
 def test_the_smaller_bound_ends_a_row_and_no_other(rng, model, tokenizer):
-    """Rows of one batch, with caches of no bound, of a small one, of a large one, and none."""
     engine = Engine(model, tokenizer, max_kv_size=40)
     bounds = {"free": None, "small": 12, "large": 10**6}
     caches = {name: model.make_cache(max_size=size) for name, size in bounds.items()}

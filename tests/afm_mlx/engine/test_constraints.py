@@ -14,7 +14,6 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate
 from afm_mlx.engine.prompt_cache import PromptCaches, tokens_in
 from afm_mlx.engine.request import Request
-from afm_mlx.engine.row import Row
 from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import IncompleteError, LogitsError
@@ -49,7 +48,6 @@ def a_prompt(rng, length=None):
 
 
 def drawn(rng, name, sampler=None, **more):
-    """A request under a constraint."""
     constraint = CONSTRAINTS[name]()
     seed = int(rng.integers(2**60))
     return Request(
@@ -63,7 +61,6 @@ def text_of(responses):
 
 @pytest.mark.parametrize("max_batch", [1, 5])
 def test_constrained_rows_have_the_tokens_of_a_naive_loop(rng, tokenizer, max_batch):
-    """The prompts have different lengths; forced tokens are fed one by one, and at once."""
     model = wide_model(rng)
     requests = [drawn(rng, name, logprobs=False) for name in CONSTRAINTS]
     engine = Engine(model, tokenizer, max_batch=max_batch)
@@ -83,15 +80,7 @@ def test_what_is_allowed_is_what_another_matcher_allows(rng, model, tokenizer):
     assert wanted[len(tokens) :] in ([], [tokenizer.eos_token_id], [tokenizer.separator_id])
 
 
-def test_forced_tokens_are_fed_at_once(rng, model, tokenizer, monkeypatch):
-    """In a row that is alone, and in a batch when they are many."""
-    fed = []
-    prefill = type(model).prefill
-    monkeypatch.setattr(
-        type(model),
-        "prefill",
-        lambda self, t, cache: (fed.append(t.shape), prefill(self, t, cache))[1],
-    )
+def test_forced_tokens_are_fed_at_once(rng, model, tokenizer, chunks):
     for company, least in ((0, FORCED_ALONE), (1, FORCED_IN_BATCH)):
         met = set()
         for words in range(FORCED_IN_BATCH + 2):
@@ -106,10 +95,10 @@ def test_forced_tokens_are_fed_at_once(rng, model, tokenizer, monkeypatch):
             for _ in range(company):
                 engine.submit(Request(a_prompt(rng, 3), 40))
             row = engine.submit(Request(a_prompt(rng, 3), 40, constraint=constraint))
-            fed.clear()
+            chunks.clear()
             assert text_of(run(engine)[row])[1:].startswith(text)
             # The first shape is the prompts', which are fed in one step.
-            assert fed[1:] == ([(1, count - 1)] if count >= least else [])
+            assert chunks[1:] == ([(1, count - 1)] if count >= least else [])
         assert met == {True, False}
 
 
@@ -155,21 +144,18 @@ def test_rows_join_leave_and_are_cancelled_under_constraints(rng, model, tokeniz
             if rng.integers(25) == 0 and (begun := len(requests) - len(waiting)):
                 gone.add(int(rng.integers(begun)))
                 engine.cancel(max(gone))
-                gone.add(max(gone))
             for response in engine.step():
                 found[response.row].append(response.token)
         for row, (tokens, whole) in enumerate(zip(found, wanted, strict=True)):
             assert tokens == whole or (row in gone and tokens == whole[: len(tokens)])
 
 
-def test_the_masks_are_made_while_the_logits_are_computed(rng, model, tokenizer, monkeypatch):
-    events = []
-    submit, fill = mx.async_eval, matcher.fill_masks
-    monkeypatch.setattr(mx, "async_eval", lambda *a: (events.append("submit"), submit(*a)))
+def test_the_masks_are_made_while_the_logits_are_computed(
+    rng, model, tokenizer, monkeypatch, events
+):
+    fill = matcher.fill_masks
     monkeypatch.setattr(matcher, "fill_masks", lambda m: (events.append("masks"), fill(m))[1])
     engine = Engine(model, tokenizer)
-    take = Row.take
-    monkeypatch.setattr(Row, "take", lambda *a: (events.append("read"), take(*a))[1])
     engine.submit(
         Request(a_prompt(rng), 4, constraint=Constraint.regex("[a-z]+"), at_limit="complete")
     )
@@ -194,7 +180,6 @@ def test_log_probabilities_are_those_of_allowed_tokens(rng, tokenizer):
 
 
 def test_prompt_caches_hold_what_was_fed(rng, model, tokenizer):
-    """The next prompt goes on with them, as if everything had been computed again."""
     for name, limit in (("schema", 60), ("forced", 60), ("forced", 9), ("choices", 60)):
         request = replace(drawn(rng, name, logprobs=False), max_tokens=limit)
         caches = PromptCaches(model.make_cache)

@@ -2,13 +2,7 @@
 
 import pytest
 
-from afm_mlx.engine.draft_length import (
-    MOST,
-    Acceptance,
-    DraftCounts,
-    StepCosts,
-    best_count,
-)
+from afm_mlx.engine.draft_length import MOST, Acceptance, DraftCounts, StepCosts, best_count
 
 
 def costs_of(rows, slope, one=10.0):

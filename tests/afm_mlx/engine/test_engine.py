@@ -7,7 +7,6 @@ from mlx_lm.sample_utils import make_sampler
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
-from afm_mlx.engine.row import Row
 from afm_mlx.errors import ContextLengthError, RequestError, TokenizerError
 from tests.tools.cases import each
 from tests.tools.constraints import nano_tokenizer, wide_model
@@ -55,15 +54,8 @@ def test_rows_join_late_leave_early_and_are_cancelled(rng, model, tokenizer):
         assert tokens == [wanted[0], wanted[1][:cut], *wanted[2:]]
 
 
-def test_the_next_step_is_submitted_before_the_last_token_is_read(
-    rng, model, tokenizer, monkeypatch
-):
-    events = []
-    submit = mx.async_eval
-    monkeypatch.setattr(mx, "async_eval", lambda *a: (events.append("submit"), submit(*a)))
+def test_the_next_step_is_submitted_before_the_last_token_is_read(rng, model, tokenizer, events):
     engine = Engine(model, tokenizer)
-    take = Row.take
-    monkeypatch.setattr(Row, "take", lambda *a: (events.append("read"), take(*a))[1])
     engine.submit(Request(some_prompt(rng, 3), max_tokens=4))
     for _ in range(3):
         engine.step()
@@ -71,7 +63,6 @@ def test_the_next_step_is_submitted_before_the_last_token_is_read(
 
 
 def test_a_rows_random_stream_is_its_own(rng, model, tokenizer):
-    """A seed gives the same tokens alone and in company, and MLX's own stream stays where it was."""
     prompt, sampler = some_prompt(rng, 5), make_sampler(temp=1.0, top_p=0.9)
 
     def answer(seed, company=0):
@@ -174,7 +165,6 @@ def test_sizes_below_one_are_refused(model, tokenizer, option):
 def test_reuse_blocks_run_for_one_token_per_row_and_step(
     rng, model, tokenizer, sliding, monkeypatch
 ):
-    """Single, batched, chunked: prompts of any length never pass through the reuse blocks."""
     lengths = []
     block = type(model.model.kv_reuse_layers[0])
     run_block = block.__call__

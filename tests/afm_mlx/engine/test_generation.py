@@ -51,9 +51,11 @@ def test_signatures_are_mlx_lms():
 def test_stream_generate_yields_mlx_lms_responses(rng, model, tokenizer, capsys):
     prompt = some_prompt(rng, 7)
     wanted = naive_greedy(model, prompt, 5)
-    for form in (prompt, mx.array(prompt), tokenizer.decode(prompt)):
+    forms = (prompt, mx.array(prompt), np.array(prompt), tokenizer.decode(prompt))
+    for form in forms:
         responses = list(stream_generate(model, tokenizer, form, max_tokens=5))
         assert [r.token for r in responses] == wanted
+    assert batch_generate(model, tokenizer, forms, 5).token_ids == [wanted] * len(forms)
     assert "".join(r.text for r in responses) == tokenizer.decode(wanted)
     assert [r.finish_reason for r in responses] == [None] * 4 + ["length"]
     assert [r.generation_tokens for r in responses] == [1, 2, 3, 4, 5]
@@ -148,7 +150,6 @@ def test_a_progress_callback_that_raises_ends_its_row_alone(rng, model, tokenize
 def test_a_stream_that_is_left_leaves_its_cache_with_what_it_computed(
     rng, tokenizer, kv_bits, leave
 ):
-    """The next turn goes on from there, as after a whole answer."""
     model, prompt = tiny(rng, kv_bits=8), some_prompt(rng, 40)
     cache = model.make_cache("int8" if kv_bits == 8 else "float")
     options = {"kv_bits": kv_bits, "prefill_step_size": 8, "prompt_cache": cache}
@@ -179,18 +180,6 @@ def test_a_stream_that_is_left_leaves_its_cache_with_what_it_computed(
     found = [r.token for r in stream_generate(model, tokenizer, rest, 5, **options)]
     whole = [r.token for r in stream_generate(model, tokenizer, held + rest, 5, kv_bits=kv_bits)]
     assert found == whole
-
-
-def test_prompts_of_numpy_integers_are_prompts(rng, model, tokenizer):
-    ids = some_prompt(rng, 5)
-    wanted = generate(model, tokenizer, ids, max_tokens=6)
-    forms = ([*np.array(ids)], np.array(ids), np.array(ids, np.uint8), mx.array(ids), tuple(ids))
-    for form in forms:
-        assert generate(model, tokenizer, form, max_tokens=6) == wanted
-    assert batch_generate(model, tokenizer, forms, max_tokens=6).texts == [wanted] * len(forms)
-    for wrong in (np.ones((1, 3), np.int32), mx.ones((3,)), [1.5], [True], [[1]], 5, b"text"):
-        with pytest.raises(RequestError, match="prompt"):
-            generate(model, tokenizer, wrong, max_tokens=6)
 
 
 def test_caches_of_another_shape_are_refused_at_the_door(rng, model, tokenizer):

@@ -178,7 +178,6 @@ def test_a_step_that_raises_leaves_nothing_of_its_own(rng, model, tokenizer, mon
 
 
 def test_a_hundred_interleavings_have_the_answers_without_the_cache(rng, tokenizer):
-    """Rows join, leave and are cancelled at random; prompts share what they begin with; the budget is short."""
     model = tiny(rng, kv_bits=8)
     stems = [some_prompt(rng, n) for n in (3, PAGE, PAGE + 30, 2 * PAGE + 9)]
     prompts = [

@@ -26,20 +26,26 @@ from tests.tools.zoo import zoo_model
 LARGE = 1 << 30
 
 
+def asked(model, tokenizer, prefixes, prompt, kv="int8", **options):
+    """The answer, and how many tokens were found."""
+    engine = Engine(model, tokenizer, prefix_cache=prefixes, kv=kv)
+    row = engine.submit(Request(prompt, 4, logprobs=False, **options))
+    responses = run(engine)[row]
+    prefixes.close()
+    return [r.token for r in responses], responses[-1].cached_tokens
+
+
 @pytest.fixture
 def ask(tokenizer, tmp_path):
-    """Ask in a process of its own, so to say; returns the answer, and how many tokens were found."""
+    """Ask in a process of its own, so to say."""
 
-    def ask(model, prompt, budget=LARGE, folder_budget=LARGE, kv="int8", **options):
+    def ask(model, prompt, budget=LARGE, folder_budget=LARGE, **options):
         prefixes = PrefixCache(budget, tmp_path / "kept", folder_budget)
-        engine = Engine(model, tokenizer, prefix_cache=prefixes, kv=kv)
-        row = engine.submit(Request(prompt, 4, logprobs=False, **options))
-        responses = run(engine)[row]
-        prefixes.close()
+        answer = asked(model, tokenizer, prefixes, prompt, **options)
         assert not [path for path in (tmp_path / "kept").iterdir() if path.suffix != SUFFIX]
         sizes = [path.stat().st_size for path in (tmp_path / "kept").iterdir()]
         assert sum(sizes) <= folder_budget
-        return [r.token for r in responses], responses[-1].cached_tokens
+        return answer
 
     return ask
 
@@ -260,17 +266,9 @@ def no_superuser():
 
 def test_a_folder_that_may_only_be_read_is_read(rng, tokenizer):
     model, prompt = tiny(rng, kv_bits=8), some_prompt(rng, 2 * PAGE + 10)
-
-    def ask(prefixes, prompt):
-        engine = Engine(model, tokenizer, prefix_cache=prefixes)
-        row = engine.submit(Request(prompt, 4, logprobs=False))
-        responses = run(engine)[row]
-        prefixes.close()
-        return [r.token for r in responses], responses[-1].cached_tokens
-
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder, "kept")
-        answer, _ = ask(PrefixCache(LARGE, kept), prompt)
+        answer, _ = asked(model, tokenizer, PrefixCache(LARGE, kept), prompt)
         stored = sorted(kept.iterdir())
         Path(folder).chmod(0o755)
         for file in stored:
@@ -280,7 +278,7 @@ def test_a_folder_that_may_only_be_read_is_read(rng, tokenizer):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 prefixes = PrefixCache(LARGE, kept, folder_budget=1)  # nor is anything removed
-                assert ask(prefixes, prompt) == (answer, 2 * PAGE)
+                assert asked(model, tokenizer, prefixes, prompt) == (answer, 2 * PAGE)
             (warning,) = caught
             assert "may only be read. It goes on in memory, and reads" in str(warning.message)
         assert sorted(kept.iterdir()) == stored

@@ -43,7 +43,6 @@ def path(stored_model, cache, tmp_path):
 
 @pytest.mark.parametrize("kind", [("int8", None), ("float", 600), ("int8", 16, True)])
 def test_a_reloaded_cache_goes_on_as_if_nothing_had_happened(rng, stored_model, tmp_path, kind):
-    """Also a window that has forgotten tokens."""
     cache, path = stored_model.make_cache(*kind), tmp_path / "c.safetensors"
     tokens = mx.array(rng.integers(0, stored_model.args.vocab_size, (1, 303)))
     for start in range(0, 300, 100):

@@ -199,16 +199,7 @@ def test_a_load_that_fails_at_once_is_a_response_too(make_engine, pool, adapters
     assert (response.row, response.finish_reason) == (row, "error")
 
 
-def test_generate_raises_what_loading_has_raised(model, tokenizer, pool, adapters):
-    shutil.rmtree(adapters.folder / "b")
-    with pytest.raises(CheckpointError, match="moved or deleted"):
-        next(stream_generate(model, tokenizer, [1, 2], adapter="b", adapters=pool))
-    with pytest.raises(CheckpointError, match="moved or deleted"):
-        batch_generate(model, tokenizer, [[1], [2]], adapter=[None, "b"], adapters=pool)
-
-
 def test_rows_of_one_adapter_are_gathered_before_it_is_evicted(rng, model, tokenizer, adapters):
-    """When the pool has no room for all, each is loaded once."""
     names = "abcdefgh"
     prompts = [some_prompt(rng, length) for length in rng.integers(2, 9, 3 * len(names))]
     with AdapterPool(model) as plenty:
@@ -267,7 +258,6 @@ def test_an_engine_that_is_dropped_gives_its_adapters_back(model, tokenizer, poo
 
 @pytest.mark.parametrize("model", [(kind, kv) for kind in BITS for kv in (8, None)], indirect=True)
 def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_engine, model, pool, adapters):
-    """Ragged prompts; none, several ranks, one on few layers, sums with a name and without."""
     # Keys and values on the boundary of two int8 codes may fall to either side.
     int8 = model.args.kv_bits == 8
     # So may activations between two of the 16-bit integers that packed layers multiply: ragged prompts have
@@ -306,7 +296,6 @@ def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_engine, model, pool, ada
 
 @pytest.mark.parametrize("model", [("float", None), ("llama", None)], indirect=True)
 def test_rows_with_adapters_join_and_leave(rng, make_engine, pool, model, tokenizer):
-    """One after the other, in the middle of others' answers, more of them than fit."""
     requests = [
         Request(
             some_prompt(rng, rng.integers(1, 9)),
@@ -444,7 +433,6 @@ def test_copies_and_files_of_caches_keep_their_adapter(rng, model, make_engine, 
 
 
 def test_caches_of_an_attached_adapter(rng, model, tokenizer, make_engine, pool, adapters):
-    """The same holds without a pool."""
     attach_adapter(model, adapters.folder / "a")
     engine = Engine(model, tokenizer)
     cache = filled(engine, rng, None)
@@ -511,10 +499,8 @@ def test_loading_again_and_again_leaks_nothing(make_engine, pool):
         engine.submit(Request([1, 2], 2, adapter=adapter))
         assert all(r.error is None for r in engine.run())
 
-    for name in (
-        None,
-        *"abcd",
-    ):  # the traces of their layouts stay, with some hundred bytes of constants each
+    # The traces of their layouts stay, with some hundred bytes of constants each.
+    for name in (None, *"abcd"):
         answer(name)
         if name is not None:
             pool.unload(name)

@@ -76,7 +76,6 @@ def test_temperature_0_is_the_most_likely_token(rng):
 
 
 def test_extremes_keep_their_meaning(rng):
-    """Where float32 or the vocabulary ends."""
     x = draw_logprobs(rng, 30)
     best = mx.argmax(x).item()
     for arguments in ({"top_p": 1e-300}, {"top_k": 1}, {"min_p": 1.0}):

@@ -88,7 +88,6 @@ def test_bans_are_no_error_until_nothing_is_left(rng, tokenizer, sampler):
 
 
 def test_an_answer_that_fails_later_is_whole_up_to_there(rng, tokenizer):
-    """Its text so far, stop strings that were held back included, and a cache that goes on from there."""
     model = tiny(rng, kv_bits=8)
     words = generate(model, tokenizer, [1, 2, 3], max_tokens=6).split()
 
@@ -109,8 +108,7 @@ def test_an_answer_that_fails_later_is_whole_up_to_there(rng, tokenizer):
 
 @pytest.mark.parametrize("kind", ["float", "2-bit"])
 @pytest.mark.parametrize(
-    "place",
-    ["layers.0.mlp.down_proj", "layers.0.self_attn.out_proj", "layers.0.mlp.up_proj"],
+    "place", ["layers.0.mlp.down_proj", "layers.0.self_attn.out_proj", "layers.0.mlp.up_proj"]
 )
 def test_a_number_whose_square_overflows_is_an_error_and_no_zeros(rng, tokenizer, kind, place):
     """A norm of numbers whose mean square is infinite would make zeros of them, and of all logits."""

@@ -19,20 +19,6 @@ from tests.tools.zoo import zoo_model
 # -- prefills
 
 
-@pytest.fixture
-def chunks(model, monkeypatch):
-    """The (rows, columns) that were prefilled so far."""
-    chunks = []
-    prefill = type(model).prefill
-
-    def counted(self, tokens, cache):
-        chunks.append(tokens.shape)
-        return prefill(self, tokens, cache)
-
-    monkeypatch.setattr(type(model), "prefill", counted)
-    return chunks
-
-
 def test_a_step_prefills_no_more_than_a_chunk_and_every_row_has_its_token(
     rng, model, tokenizer, chunks
 ):
@@ -294,7 +280,6 @@ def test_arrays_of_keys_and_values_never_take_more(rng, tokenizer, exact_memory,
 def test_a_budget_without_slack_holds_while_caches_grow_and_rows_leave(
     rng, tokenizer, exact_memory
 ):
-    """There is no room for two copies of all blocks."""
     model = wide(rng, 8, layers=10)
     budget = bytes_of_rows(model, tokenizer, 3, 512 + TAIL)
     engine = Engine(model, tokenizer, kv_memory=budget, prefill_step_size=32)

@@ -64,10 +64,7 @@ def test_an_answer_is_an_instance(model, tokenizer):
 def test_the_last_users_message_shows_the_schema(model, tokenizer):
     answers = answer_type(Animal)
     asked = {"role": "user", "content": "Who?", "response_format": answers.response_format}
-    before = [
-        {"role": "user", "content": "Hi."},
-        {"role": "assistant", "content": "Hi."},
-    ]
+    before = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hi."}]
     for messages, shown in [
         ("Who?", [asked]),
         ([*before, {"role": "user", "content": "Who?"}], [*before, asked]),

@@ -32,7 +32,6 @@ def folder(tmp_path, rng):
 
 @pytest.fixture
 def adapter(tmp_path):
-    """As mlx-lm's own training saves it."""
     path = tmp_path / "adapter"
     path.mkdir()
     options = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
@@ -73,8 +72,7 @@ def test_a_folder_of_the_zoo_runs_in_our_loop(folder):
 
 
 @each(
-    "packed",
-    [{}, {"q_mode": "affine", "q_group_size": 32}, {"q_mode": "palette"}, {"q_bits": 3}],
+    "packed", [{}, {"q_mode": "affine", "q_group_size": 32}, {"q_mode": "palette"}, {"q_bits": 3}]
 )
 def test_half_types_are_computed_with_in_the_activations_type(folder, tmp_path, packed):
     name = "-".join(map(str, packed.values()))
@@ -100,11 +98,7 @@ def test_kernels_are_checked_first_and_weights_get_huge_pages(folder, monkeypatc
 
 
 def test_what_mlx_lm_cannot_load_is_named(folder):
-    for change in (
-        {"num_attention_heads": "four"},
-        {"hidden_size": None},
-        {"model_type": "a.b"},
-    ):
+    for change in ({"num_attention_heads": "four"}, {"hidden_size": None}, {"model_type": "a.b"}):
         with pytest.raises(CheckpointError, match=f"mlx-lm can't load {folder}: "):
             load(folder, model_config=change)
     with pytest.raises(AFMError, match="quantization is 5; an object is needed"):

@@ -46,12 +46,11 @@ def steps(model, cache, count, token=5):
 
 @pytest.mark.parametrize("lengths", [[STEP - 2], [STEP - 2] * 3, [3, STEP - 2, 1]])
 def test_steps_equal_those_without_a_trace(rng, model, untraced, lengths):
-    """Over a boundary where the cache grows, of rows of one length and of several."""
     cache = prefilled(model, rng, *lengths)
     twin = [layer.copy() for layer in cache]
     wanted = untraced(lambda: steps(model, twin, 5))
     got = steps(model, cache, 5)
-    assert model._step._traces.replays, "the step was traced"
+    assert model._step.replays, "the step was traced"
     for a, b in zip(got, wanted, strict=True):
         assert mx.array_equal(a, b)
     assert cache[0].lengths == twin[0].lengths == [length + 5 for length in lengths]
@@ -62,7 +61,7 @@ def test_too_many_traces_make_room_for_a_new_one(rng, model, monkeypatch):
     monkeypatch.setattr(decode_step, "MAX_TRACES", 2)
     for rows, kept in ((1, 1), (2, 2), (1, 2), (3, 1), (1, 2)):
         steps(model, prefilled(model, rng, *[3] * rows), 1)
-        assert len(model._step._traces.keys) == kept, rows
+        assert len(model._step.keys) == kept, rows
 
 
 def test_greedy_takes_the_largest_logit(rng, model):
@@ -117,7 +116,7 @@ def test_float_models_are_traced_too(rng, untraced):
     cache = prefilled(model, rng, 3)
     twin = [layer.copy() for layer in cache]
     got = steps(model, cache, 3)
-    assert model._step._traces.replays
+    assert model._step.replays
     for a, b in zip(got, untraced(lambda: steps(model, twin, 3)), strict=True):
         assert mx.array_equal(a, b)
 

@@ -35,8 +35,7 @@ def test_project_is_norm_layer_and_addition(rng, norm, bits, bias, training):
 
 
 @pytest.mark.parametrize(
-    ("bits", "activation_bits"),
-    [((2, 2), 16), ((2, 4), 16), ((None, 2), 16), ((2, 2), 8)],
+    ("bits", "activation_bits"), [((2, 2), 16), ((2, 4), 16), ((None, 2), 16), ((2, 2), 8)]
 )
 def test_swiglu_of_layers_that_are_alike_and_not(rng, norm, bits, activation_bits):
     gate, up = map(linear, bits)

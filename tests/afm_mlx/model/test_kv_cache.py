@@ -119,7 +119,6 @@ def test_tokens_of_decode_steps_reach_the_buffer(rng, int8, count):
 
 
 def test_a_tail_follows_what_happens_to_its_rows(rng):
-    """Trimmed within the tail and past it, copied, filtered, written to as a prompt, saved and restored."""
     for int8, trim in itertools.product((True, False), (0, 2, 5, 7)):
         cache, part = filled(rng, 10, int8=int8)
         seen = mx.concatenate([part, decoded(rng, cache, 5)], axis=2)
@@ -150,7 +149,6 @@ def test_a_tail_follows_what_happens_to_its_rows(rng):
 
 @pytest.mark.usefixtures("exact_memory")
 def test_decode_steps_never_copy_a_buffer_that_is_held(rng):
-    """Whatever the step before still reads: memory grows by the tail alone."""
     cache = KVCache()
     cache.update(mx.zeros((1, 4, 64 * STEP, 64), mx.int8))
     token, held = mx.ones((1, 4, 1, 64), mx.int8), []

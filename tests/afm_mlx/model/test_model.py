@@ -29,7 +29,6 @@ TOLERANCE = 1e-4  # of the largest logit, fp32
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("case", range(8))
 def test_parity_with_tamm(rng, case, backend):
-    """Whole, token by token, in chunks, and ragged rows, with either cache, over random architectures."""
     fixed = {"kv_bits": 8 if case % 4 else None}
     if case % 5 == 0:
         fixed["num_kv_reuse_layers"] = 0

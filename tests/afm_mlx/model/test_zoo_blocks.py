@@ -50,10 +50,7 @@ def both(kind, rng, packed=None, biased=False):
 @each(
     ("kind", "packed", "biased", "cache"),
     all_pairs(
-        ["llama", "qwen3"],
-        [None, "affine", "balanced"],
-        [False, True],
-        [None, "mlx-lm's", "ours"],
+        ["llama", "qwen3"], [None, "affine", "balanced"], [False, True], [None, "mlx-lm's", "ours"]
     ),
 )
 def test_logits_are_those_of_mlx_lms_blocks(rng, kind, packed, biased, cache):
@@ -84,7 +81,6 @@ def test_while_training_there_are_gradients(rng):
 
 
 def test_rows_of_different_lengths_get_the_tokens_of_mlx_lms_blocks(rng):
-    """Ragged prompts, rows that join and leave, and more tokens than the tail and a step of columns hold."""
     theirs, ours = both(str(rng.choice(["llama", "qwen3"])), rng)
     lengths = [int(rng.integers(1, 30)), STEP - TAIL, 2, int(rng.integers(1, 200))]
     counts = [TAIL + 20, 2 * TAIL, int(rng.integers(1, 9)), 5]

@@ -14,7 +14,6 @@ from tests.tools.engines import run, some_prompt
 
 
 def by_search(tokens, count):
-    """What follows the last occurrence of the longest end that occurs before."""
     for length in LENGTHS:
         end = tokens[-length:]
         for at in range(len(tokens) - length - 1, -1, -1):
