@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from afm_mlx.cli.arguments import PROGRAM, Action, Argument, Command, add_arguments
+from afm_mlx.cli.arguments import PROGRAM, Action, Argument, Command, Tables, add_arguments
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 SHELLS = ["bash", "zsh", "fish"]
-ARGUMENTS: Mapping[str, Iterable[Argument]] = {
-    "options": [
-        Argument(
-            "shell",
-            SHELLS,
-            "the shell that reads the script: bash and zsh with eval in their rc file, fish in a file of "
-            "~/.config/fish/completions",
-        )
-    ]
-}
+_SHELL_HELP = (
+    "the shell that reads the script: bash and zsh with eval in their rc file, fish in a file of "
+    "~/.config/fish/completions"
+)
+ARGUMENTS: Tables = {"options": [Argument("shell", SHELLS, _SHELL_HELP)]}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -75,15 +70,10 @@ end
 def _adapters_and_files() -> dict[str, Any]:
     """Return shtab's description of an argument that is an adapter's name or path."""
     embedded = shlex.quote(str(resolve_model(EMBEDDED_MODEL)))
-    preambles = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-    return {
-        "bash": "_afm_mlx_adapter_files",
-        "zsh": "_afm_mlx_adapter_files",
-        "fish": "(_afm_mlx_adapter_files)",
-        "preamble": {
-            shell: text.replace("@EMBEDDED@", embedded) for shell, text in preambles.items()
-        },
-    }
+    scripts = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+    preamble = {shell: text.replace("@EMBEDDED@", embedded) for shell, text in scripts.items()}
+    name = "_afm_mlx_adapter_files"
+    return {"bash": name, "zsh": name, "fish": f"({name})", "preamble": preamble}
 
 
 def whole_parser() -> argparse.ArgumentParser:

@@ -26,42 +26,29 @@ MADE = ""
 _OF_BACKEND = ("runs on ", "MLX has no ", "the C++ extension ")
 
 
+# fmt: off
 ARGUMENTS = {
     "options": [
         Argument("--quick", FLAG, "run a few problems, in about a second, without timing"),
-        Argument(
-            "--report",
-            None,
-            "where the report goes; afm-mlx-report-DATE.json in this folder by default, with --coreml "
-            "afm-mlx-report-coreml-DATE.json",
-            metavar="FILE",
-        ),
+        Argument("--report", None,
+                 "where the report goes; afm-mlx-report-DATE.json in this folder by default, with --coreml "
+                 "afm-mlx-report-coreml-DATE.json",
+                 metavar="FILE"),
         Argument("--retry", FLAG, "also run kernels that crashed the process last time"),
-        Argument(
-            "--seed",
-            integer(0, MAX_SEED),
-            "seed of the random inputs, to repeat a report; fresh by default",
-        ),
+        Argument("--seed", integer(0, MAX_SEED),
+                 "seed of the random inputs, to repeat a report; fresh by default"),
         JSON,
     ],
     "Core ML": [
-        Argument(
-            "--coreml",
-            None,
-            "test Core ML instead of kernels: a package of convert --to coreml, or packages that are made from "
-            "the model and removed afterwards. They are compared with MLX, and both are timed",
-            nargs="?",
-            const=MADE,
-            metavar="PACKAGE",
-        ),
-        Argument(
-            "--model",
-            None,
-            "model folder of the package; afm-nano by default",
-        ),
+        Argument("--coreml", None,
+                 "test Core ML instead of kernels: a package of convert --to coreml, or packages that are made "
+                 "from the model and removed afterwards. They are compared with MLX, and both are timed",
+                 nargs="?", const=MADE, metavar="PACKAGE"),
+        Argument("--model", None, "model folder of the package; afm-nano by default"),
         Argument("--adapter-path", None, "name of an adapter that the model and the package have"),
     ],
 }
+# fmt: on
 _ONLY_KERNELS, _ONLY_COREML = ("retry",), ("model", "adapter_path")
 
 
@@ -80,7 +67,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--report {path} can't be written: name a file in a folder that exists.")
     from afm_mlx.files import atomic_write
 
-    facts = _examine_coreml(args) if coreml else _examine_kernels(args)
+    if coreml:
+        facts = _examine_coreml(args)
+    else:
+        from afm_mlx.measure.kernel_report import examine
+
+        with progress_bar("testing", " problems") as progress:
+            facts = examine(quick=args.quick, retry=args.retry, seed=args.seed, progress=progress)
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(finite(facts), indent=1, allow_nan=False), encoding="utf-8")
     if args.json:
@@ -90,13 +83,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_kernels(facts, path)
     return 0 if facts["ok"] else FAILED
-
-
-def _examine_kernels(args: argparse.Namespace) -> dict[str, Any]:
-    from afm_mlx.measure.kernel_report import examine
-
-    with progress_bar("testing", " problems") as progress:
-        return examine(quick=args.quick, retry=args.retry, seed=args.seed, progress=progress)
 
 
 def _print_kernels(facts: dict[str, Any], path: Path) -> None:
@@ -139,28 +125,20 @@ def _print_timed(facts: dict[str, Any]) -> None:
         if call != title:
             title = call
             rows.append((call, *[""] * 5))
+        if "not_run" in line:
+            continue
+        error = "-" if line["error"] is None else f"{line['error']:.1e}"
+        figures: tuple[str, ...] = ("FAILED", "", "")
+        if line["failure"] is None:
+            time, share = line["microseconds"], line.get("share_of_bandwidth")
+            figures = (
+                f"{time:.1f} us" if time < 1000 else f"{time / 1000:,.1f} ms",
+                f"{line['gb_per_s']:.1f}",
+                "" if share is None else f"{share:.0%}",
+            )
         name = f"  {'>' if line['chosen'] else ' '} {line['variant']}"
-        if "not_run" not in line:
-            rows.append((name, *_figures(line)))
+        rows.append((name, error, f"{line['bound']:.1e}", *figures))
     print_table([("", "error", "bound", "time", "GB/s", "of memory"), *rows])
-
-
-def _figures(line: dict[str, Any]) -> tuple[str, ...]:
-    error = "-" if line["error"] is None else f"{line['error']:.1e}"
-    if line["failure"] is not None:
-        return error, f"{line['bound']:.1e}", "FAILED", "", ""
-    share = line.get("share_of_bandwidth")
-    return (
-        error,
-        f"{line['bound']:.1e}",
-        _time(line["microseconds"]),
-        f"{line['gb_per_s']:.1f}",
-        "" if share is None else f"{share:.0%}",
-    )
-
-
-def _time(microseconds: float) -> str:
-    return f"{microseconds:.1f} us" if microseconds < 1000 else f"{microseconds / 1000:,.1f} ms"
 
 
 def _print_obstacles(facts: dict[str, Any]) -> None:
@@ -187,11 +165,6 @@ _UNITS = {
 
 
 def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare Core ML packages with MLX; return the report's facts.
-
-    Raises:
-        AFMError: if the model or the package can't be used.
-    """
     from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
     from afm_mlx.measure.coreml_report import examine_coreml
 
@@ -205,20 +178,14 @@ def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:
         _packages(args.coreml, folder) as (packages, not_made),
         progress_bar("comparing", " runs") as progress,
     ):
-        facts = examine_coreml(
-            packages,
-            folder,
-            adapter=args.adapter_path,
-            quick=args.quick,
-            seed=args.seed,
-            progress=progress,
-        )
+        options = {"adapter": args.adapter_path, "quick": args.quick, "seed": args.seed}
+        facts = examine_coreml(packages, folder, progress=progress, **options)
     return {**facts, "not_made": not_made}
 
 
 @contextlib.contextmanager
 def _packages(named: str, folder: Path) -> Iterator[tuple[dict[str, Path], dict[str, str]]]:
-    """Yield packages by name, and why others can't be made; remove those made from the model at the end."""
+    """Yield packages by name, and why others can't be made; remove what was made at the end."""
     from afm_mlx.coreml.availability import obstacle
 
     if named != MADE:
@@ -231,11 +198,7 @@ def _packages(named: str, folder: Path) -> Iterator[tuple[dict[str, Path], dict[
 
 
 def _make(folder: Path, place: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Make packages of the model in both arrangements; return them, and why one can't be made.
-
-    Raises:
-        AFMError: if none can be made.
-    """
+    """Make packages in both arrangements; return them, and why one can't be made; raise if none can."""
     from afm_mlx.converters.convert import convert
     from afm_mlx.measure.kernel_report import without_private_words
 

@@ -1,5 +1,6 @@
-"""Train a LoRA adapter, all float weights, or a draft model; with a teacher, restore a packed model's "
-"quality."""
+"""Train a LoRA adapter, all float weights, or a draft model; with a teacher, restore a packed model's
+quality.
+"""
 
 from __future__ import annotations
 
@@ -155,9 +156,7 @@ def _fill_from_preset(args: argparse.Namespace) -> None:
         # The toolkit trains draft models with a linear warm-up, then a constant rate.
         values |= {"rank": None, "alpha": None, "schedule": "constant"}
     drop_alternatives(values, args, ALTERNATIVES)
-    if (
-        args.initial_adapter or args.resume_adapter_file
-    ):  # an initial adapter has a rank and a scale
+    if args.initial_adapter or args.resume_adapter_file:  # which has a rank and a scale
         values |= {"rank": None, "alpha": None}
     if args.optimizer == "adam" or "weight_decay" in optimizer_settings(args):
         values["weight_decay"] = None
@@ -171,10 +170,10 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
         raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
     if args.adapter_path == "":
         raise UsageError("--adapter-path is empty; a trained adapter needs a folder.")
-    own = {"initial_adapter": args.initial_adapter or args.resume_adapter_file}
-    own |= {"keys": args.keys and tuple(args.keys)}
+    initial = args.initial_adapter or args.resume_adapter_file
+    own = {"initial_adapter": initial, "keys": args.keys and tuple(args.keys)}
     if args.alpha is not None:
-        if args.rank is None and own["initial_adapter"] is not None:
+        if args.rank is None and initial is not None:
             raise UsageError("--alpha needs --rank, too; with --initial-adapter leave it out.")
         own["scale"] = args.alpha / (args.rank or RANK)
     method = LoRATraining(**fields_given(args, LoRATraining) | own)

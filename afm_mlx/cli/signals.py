@@ -26,16 +26,10 @@ _WATCHED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasa
 
 
 class Terminated(BaseException):
-    """Raised by SIGTERM and SIGHUP.
-
-    Attributes:
-        number: number of the signal.
-        status: exit status that shells expect.
-    """
+    """Raised by SIGTERM and SIGHUP; `status` is the exit status that shells expect."""
 
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
         self.status = 128 + number
 
 

@@ -57,11 +57,7 @@ class Example:
 
     @property
     def constraint(self) -> Constraint | None:
-        """The constraint of the chat's response format, else of its tools; None without either.
-
-        Raises:
-            ConstraintError: for a schema or tools that can't be honoured.
-        """
+        """The constraint of the chat's response format, else of its tools; None without either."""
         asked = _response_format(self.messages)
         if asked is not None:
             return Constraint.json_schema(asked["json_schema"]["schema"])
@@ -154,7 +150,7 @@ def _example(where: str, record: Any) -> Example:
         raise DataError(
             f"{where}: 'compare' is {shown(compare)}; allowed are {', '.join(COMPARISONS)}."
         )
-    if not can_be_compared(answer, compare):
+    if _read(answer, compare) is None:
         raise DataError(
             f"{where}: the answer is to be compared as {compare}, and is {shown(answer)}."
         )
@@ -235,20 +231,10 @@ def _submit(engine: Engine, tokenizer: Tokenizer, example: Example, constrained:
 
 
 def natural_comparison(expected: str, has_format: bool) -> str:
-    """Return the default comparison for an expected answer: "text", "json" or "calls".
-
-    Args:
-        expected: the expected answer.
-        has_format: True if the chat has a `response_format`.
-    """
+    """Return the default comparison for an expected answer; the chat may have a `response_format`."""
     if EXECUTABLE_START in expected and _read(expected, CALLS) is not None:
         return CALLS
     return JSON if has_format and _read(expected, JSON) is not None else TEXT
-
-
-def can_be_compared(expected: str, comparison: str) -> bool:
-    """True if an expected answer has the form that a comparison needs."""
-    return _read(expected, comparison) is not None
 
 
 def is_right(answer: str, expected: str, comparison: str) -> bool:

@@ -44,20 +44,12 @@ SPLITS = ("test", "valid", "train")
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A measurement.
-
-    Args:
-        perplexity: as defined above; 1 is a perfect prediction.
-        standard_error: standard error of the perplexity, as if tokens were independent.
-        tokens: number of scored tokens.
-        samples: number of pieces of documents.
-        seconds: time of scoring.
-    """
+    """A perplexity, and what it was measured on."""
 
     perplexity: float
-    standard_error: float
-    tokens: int
-    samples: int
+    standard_error: float  # of the perplexity, as if tokens were independent
+    tokens: int  # that were scored
+    samples: int  # pieces of documents
     seconds: float
 
     @property

@@ -216,7 +216,7 @@ def test_a_full_disk_is_one_line(fails, monkeypatch, tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     lines(tmp_path / "train.jsonl", *[{"prompt": "a", "completion": "b"}] * 3)
-    monkeypatch.setattr("afm_mlx.cli.doctor._examine_kernels", lambda args: {"ok": True})
+    monkeypatch.setattr("afm_mlx.measure.kernel_report.examine", lambda **options: {"ok": True})
     monkeypatch.setattr(Path, "write_text", full)
     report = tmp_path / "report.json"
     said = fails("doctor", "--quick", "--report", report)
