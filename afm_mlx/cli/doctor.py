@@ -157,11 +157,7 @@ def _print_obstacles(facts: dict[str, Any]) -> None:
 
 # -- Core ML
 
-_UNITS = {
-    "CPU_ONLY": "CPU",
-    "CPU_AND_GPU": "CPU and GPU",
-    "CPU_AND_NE": "CPU and Neural Engine",
-}
+_UNITS = {"CPU_ONLY": "CPU", "CPU_AND_GPU": "CPU and GPU", "CPU_AND_NE": "CPU and Neural Engine"}
 
 
 def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:

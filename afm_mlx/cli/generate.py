@@ -202,9 +202,7 @@ def _encode(
 
 
 def _print(
-    args: argparse.Namespace,
-    responses: Iterable[GenerationResponse],
-    form: AnswerConstraint | None,
+    args: argparse.Namespace, responses: Iterable[GenerationResponse], form: AnswerConstraint | None
 ) -> None:
     """Print an answer while it grows, and figures after it."""
     from afm_mlx.engine.generation import summary
