@@ -88,11 +88,29 @@ def run(args: argparse.Namespace) -> int:
 def _print_kernels(facts: dict[str, Any], path: Path) -> None:
     print_facts({name: facts[name] for name in ("machine", "runtime", "native_extension")})
     print("\nkernels: the largest error, as a share of its bound")
-    print_table([("", "problems", "chosen", "worst", ""), *map(_kernel_row, facts["kernels"])])
+    rows: list[tuple[Any, ...]] = [("", "problems", "chosen", "worst", "")]
+    for kernel in facts["kernels"]:
+        worst, failed = kernel.get("worst_share_of_bound"), kernel["failed"]
+        verdict = f"FAILED ({failed})" if failed else "ok" if kernel["problems"] else "not run"
+        name, share = (
+            f"{kernel['op']}  {kernel['variant']}",
+            "-" if worst is None else f"{worst:.2f}",
+        )
+        rows.append((name, kernel["problems"], kernel["chosen"], share, verdict))
+    print_table(rows)
     if facts["timed"]:
         print("\ncalls of a 3B model; > marks the kernel that runs")
         _print_timed(facts)
-    _print_obstacles(facts)
+    # A reason that holds for a whole backend is printed once.
+    obstacles: dict[str, None] = {}
+    for kernel in facts["kernels"]:
+        for reason, count in kernel["not_run"].items():
+            backend = kernel["variant"].split("/")[0]
+            general = reason.startswith(_OF_BACKEND) or reason.endswith(" is selected")
+            what = f"{backend}/*" if general else f"{kernel['op']}  {kernel['variant']} ({count})"
+            obstacles[f"  {what}: {reason}"] = None
+    if obstacles:
+        print("\nnot run here", *obstacles, sep="\n")
     if facts["asked_for"]:
         print(f"\nOnly {facts['asked_for']} was tested: AFM_MLX_KERNELS says so.")
     for name, reason in facts["failures"].items():
@@ -105,17 +123,6 @@ def _print_kernels(facts: dict[str, Any], path: Path) -> None:
     else:
         verdict = "All is well."
     print(f"\n{verdict} Report: {path}")
-
-
-def _kernel_row(kernel: dict[str, Any]) -> tuple[str, ...]:
-    worst, failed = kernel.get("worst_share_of_bound"), kernel["failed"]
-    return (
-        f"{kernel['op']}  {kernel['variant']}",
-        str(kernel["problems"]),
-        str(kernel["chosen"]),
-        "-" if worst is None else f"{worst:.2f}",
-        f"FAILED ({failed})" if failed else "ok" if kernel["problems"] else "not run",
-    )
 
 
 def _print_timed(facts: dict[str, Any]) -> None:
@@ -139,20 +146,6 @@ def _print_timed(facts: dict[str, Any]) -> None:
         name = f"  {'>' if line['chosen'] else ' '} {line['variant']}"
         rows.append((name, error, f"{line['bound']:.1e}", *figures))
     print_table([("", "error", "bound", "time", "GB/s", "of memory"), *rows])
-
-
-def _print_obstacles(facts: dict[str, Any]) -> None:
-    """Print why variants were not run; a reason that holds for a whole backend is printed once."""
-    lines: dict[str, None] = {}
-    for kernel in facts["kernels"]:
-        for reason, count in kernel["not_run"].items():
-            backend = kernel["variant"].split("/")[0]
-            general = reason.startswith(_OF_BACKEND) or reason.endswith(" is selected")
-            what = f"{backend}/*" if general else f"{kernel['op']}  {kernel['variant']} ({count})"
-            lines[f"  {what}: {reason}"] = None
-    if lines:
-        print("\nnot run here")
-        print("\n".join(lines))
 
 
 # -- Core ML
@@ -181,38 +174,31 @@ def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _packages(named: str, folder: Path) -> Iterator[tuple[dict[str, Path], dict[str, str]]]:
-    """Yield packages by name, and why others can't be made; remove what was made at the end."""
-    from afm_mlx.coreml.availability import obstacle
-
-    if named != MADE:
-        yield {Path(named).name: Path(named)}, {}
-    elif obstacle() is not None:
-        yield {}, {}
-    else:
-        with tempfile.TemporaryDirectory(prefix="afm-mlx-coreml-") as temporary:
-            yield _make(folder, Path(temporary))
-
-
-def _make(folder: Path, place: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Make packages in both arrangements; return them, and why one can't be made; raise if none can."""
+    """Yield packages by name, and why others can't be made; raise if none can, and remove them at the end."""
     from afm_mlx.converters.convert import convert
+    from afm_mlx.coreml.availability import obstacle
     from afm_mlx.measure.kernel_report import without_private_words
 
+    if named != MADE or obstacle() is not None:
+        yield {} if named == MADE else {Path(named).name: Path(named)}, {}
+        return
     packages, not_made = {}, {}
-    for name in ("linear", "neural_engine"):
-        path = place / f"{name}.mlpackage"
-        with progress_bar(f"making {name}", "B") as progress:
-            try:
-                convert(folder, path, progress=progress, to="coreml", ane=name == "neural_engine")
-            except AFMError as error:
-                # Some weights can't be written in one of the arrangements.
-                not_made[name] = without_private_words(str(error))
-                failure = error
-            else:
-                packages[name] = path
-    if not packages:
-        raise failure
-    return packages, not_made
+    with tempfile.TemporaryDirectory(prefix="afm-mlx-coreml-") as temporary:
+        for name in ("linear", "neural_engine"):
+            path = Path(temporary) / f"{name}.mlpackage"
+            with progress_bar(f"making {name}", "B") as progress:
+                try:
+                    ane = name == "neural_engine"
+                    convert(folder, path, progress=progress, to="coreml", ane=ane)
+                except AFMError as error:
+                    # Some weights can't be written in one of the arrangements.
+                    not_made[name] = without_private_words(str(error))
+                    failure = error
+                else:
+                    packages[name] = path
+        if not packages:
+            raise failure
+        yield packages, not_made
 
 
 def _print_coreml(facts: dict[str, Any], path: Path) -> None:
@@ -229,8 +215,7 @@ def _print_coreml(facts: dict[str, Any], path: Path) -> None:
     if facts["not_run"] is not None:
         obstacles.append(facts["not_run"])
     if obstacles:
-        print("\nnot run here")
-        print("\n".join(f"  {obstacle}" for obstacle in obstacles))
+        print("\nnot run here", *(f"  {obstacle}" for obstacle in obstacles), sep="\n")
     for name, reason in facts["failures"].items():
         print(f"\nFAILED: {name}\n  {reason}")
     well = "All is well." if facts["runs"] else "Nothing was compared."
@@ -271,7 +256,8 @@ def _print_devices(runs: list[dict[str, Any]]) -> None:
             parts = ", ".join(f"{device} {share:.0%}" for device, share in shares.items())
             lines.append(f"  {name}, {function}: {parts}")
     if lines:
-        print("\nthe devices that Core ML plans to use, by its estimate of the cost")
-        print("\n".join(lines))
+        print(
+            "\nthe devices that Core ML plans to use, by its estimate of the cost", *lines, sep="\n"
+        )
     elif any("devices" in run for run in runs):
         print("\nCore ML does not say which device runs what.")

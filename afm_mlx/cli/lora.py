@@ -128,7 +128,13 @@ def run(args: argparse.Namespace) -> None:
     if args.draft_preset is not None and kind != "draft":
         raise UsageError("--draft-preset is for --fine-tune-type draft; leave it out.")
     if kind == "lora":
-        _fill_from_lora_parameters(args)
+        parser = Parser()
+        add_tables(parser, {"options": _IN_LORA_PARAMETERS})
+        parameters = [("--lora-parameters", *item) for item in (args.lora_parameters or {}).items()]
+        known = ", ".join(row.name for row in _IN_LORA_PARAMETERS)
+        values = checked_arguments(parameters, parser, known)
+        drop_alternatives(values, args, _LORA_ALTERNATIVES)
+        fill(args, values)
     if args.test and not (args.train or args.resume):
         _test_adapter(args)
         return
@@ -141,8 +147,18 @@ def run(args: argparse.Namespace) -> None:
     recipe = recipe_of(args, LEARNING_RATES[kind])
     if kind == "lora":
         _train_adapter(args, recipe)
-    else:
-        _train_model(args, recipe)
+        return
+    from afm_mlx.training.methods.method import DraftTraining, FullTraining
+    from afm_mlx.training.methods.model_source import FreshSource
+
+    method = FullTraining(args.num_layers)
+    if kind == "draft":
+        method = DraftTraining(args.num_layers)
+        if args.draft_preset is not None:
+            fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
+            recipe = dataclasses.replace(recipe, model=fresh)
+            args.model = args.draft_preset  # what is shown
+    run_training(args, method, recipe, Path(args.save_path))
 
 
 def _fill_from_preset(args: argparse.Namespace) -> None:
@@ -200,20 +216,6 @@ def _check_model_arguments(args: argparse.Namespace) -> None:
         )
 
 
-def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
-    from afm_mlx.training.methods.method import DraftTraining, FullTraining
-    from afm_mlx.training.methods.model_source import FreshSource
-
-    method = FullTraining(args.num_layers)
-    if args.fine_tune_type == "draft":
-        method = DraftTraining(args.num_layers)
-        if args.draft_preset is not None:
-            fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
-            recipe = dataclasses.replace(recipe, model=fresh)
-            args.model = args.draft_preset  # what is shown
-    run_training(args, method, recipe, Path(args.save_path))
-
-
 def _test_adapter(args: argparse.Namespace) -> None:
     """Measure an existing adapter without training, as mlx-lm does with `--test` alone."""
     if args.fine_tune_type != "lora":
@@ -240,14 +242,3 @@ def _test_adapter(args: argparse.Namespace) -> None:
         print_json(facts | {"test": scores_dict(scores)})
     else:
         print_scores(scores)
-
-
-def _fill_from_lora_parameters(args: argparse.Namespace) -> None:
-    """Set arguments that are not given to the values in `--lora-parameters`."""
-    parser = Parser()
-    add_tables(parser, {"options": _IN_LORA_PARAMETERS})
-    given = [("--lora-parameters", *item) for item in (args.lora_parameters or {}).items()]
-    known = ", ".join(row.name for row in _IN_LORA_PARAMETERS)
-    values = checked_arguments(given, parser, known)
-    drop_alternatives(values, args, _LORA_ALTERNATIVES)
-    fill(args, values)

@@ -228,8 +228,17 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
             raise UsageError(
                 f"{flag_of(name)} without --teacher would do nothing. Add --teacher, or leave it out."
             )
-    if args.plot is not None:
-        _check_plot(args.plot)
+    if args.plot is not None:  # hours of training are not to be spent before an error
+        folder = Path(args.plot).parent
+        if not args.plot.endswith(".png"):
+            raise UsageError(f"--plot is {args.plot}; a name that ends in .png is needed.")
+        if not folder.is_dir():
+            raise UsageError(f"--plot is {args.plot}; there is no folder {folder}. Make it first.")
+        if find_spec("matplotlib") is None:
+            raise UsageError(
+                f"--plot needs matplotlib, which is not installed. Install it ({install_command('train')}), "
+                "or leave --plot out."
+            )
     options = _options(args, learning_rate)
     from afm_mlx.training.methods.recipe import Recipe
 
@@ -294,21 +303,6 @@ def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
             f"weight_decay are one each, up to {MAX_NUMBER:g}."
         )
     return {"betas": tuple(betas)} | others
-
-
-def _check_plot(path: str) -> None:
-    """Raise `UsageError` for a plot that can't be drawn, before hours of training are spent."""
-    if not path.endswith(".png"):
-        raise UsageError(f"--plot is {path}; a name that ends in .png is needed.")
-    if not Path(path).parent.is_dir():
-        raise UsageError(
-            f"--plot is {path}; there is no folder {Path(path).parent}. Make it first."
-        )
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            f"--plot needs matplotlib, which is not installed. Install it ({install_command('train')}), or "
-            "leave --plot out."
-        )
 
 
 # -- the run and its output

@@ -102,7 +102,7 @@ def describe_config(config: ModelConfig) -> Facts:
 
 
 def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts:
-    """Describe the sizes of stored weights, including scales, of a model with so many parameters."""
+    """Describe the sizes of stored weights, including scales, given the number of its parameters."""
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     kinds = {str(tensor.dtype).removeprefix("mlx.core.") for tensor in tensors.values()}
     return {

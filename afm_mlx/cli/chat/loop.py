@@ -230,6 +230,10 @@ class ChatLoop:
             except AFMError as error:
                 note(one_line(str(error)))
 
+    def leave(self) -> None:
+        """End the chat, as the end of the input does."""
+        raise EOFError
+
     # -- answers
 
     def ask(self, question: str) -> None:
@@ -252,6 +256,7 @@ class ChatLoop:
         """Remove all turns, and start with the first seed again."""
         self.dialogue.reset()
         self._seed = self._first_seed
+        note("The conversation is forgotten.")
 
     def _answer(self, answer: Answer, consequence: str) -> None:
         written = False
@@ -326,20 +331,11 @@ def _help(chat: ChatLoop, argument: str) -> None:
         note(textwrap.fill(text, columns))
 
 
-def _exit(chat: ChatLoop, argument: str) -> None:
-    raise EOFError
-
-
 def _system(chat: ChatLoop, text: str) -> None:
     if text:
         chat.dialogue.system = None if text == '""' else text
     now = chat.dialogue.system
     note("There are no instructions." if now is None else f"Instructions: {now}")
-
-
-def _reset(chat: ChatLoop, argument: str) -> None:
-    chat.reset()
-    note("The conversation is forgotten.")
 
 
 def _save(chat: ChatLoop, file: str) -> None:
@@ -398,13 +394,17 @@ def _stats(chat: ChatLoop, argument: str) -> None:
 
 COMMANDS = {
     "/help": ChatCommand("", "show this", _help),
-    "/exit": ChatCommand("", "leave; Ctrl-D on an empty line does so, too", _exit),
+    "/exit": ChatCommand(
+        "", "leave; Ctrl-D on an empty line does so, too", lambda chat, _: chat.leave()
+    ),
     "/system": ChatCommand(
         "[TEXT]",
         'set instructions for all answers from now on, "" for none; alone, show them',
         _system,
     ),
-    "/reset": ChatCommand("", "forget the conversation; keep instructions and adapter", _reset),
+    "/reset": ChatCommand(
+        "", "forget the conversation; keep instructions and adapter", lambda chat, _: chat.reset()
+    ),
     "/retry": ChatCommand(
         "", "answer the last question again, with another seed", lambda chat, _: chat.retry()
     ),

@@ -44,7 +44,8 @@ class TerminalEntries:
             output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
-            prompt_continuation=_continued,
+            # A line that is only too long for the screen is one line.
+            prompt_continuation=lambda width, line, wrapped: "" if wrapped else CONTINUED,
             key_bindings=_key_bindings(),
             completer=_Completer(adapters),
             complete_while_typing=False,
@@ -79,10 +80,6 @@ class TerminalEntries:
             output.disable_bracketed_paste()
             output.flush()
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
-
-
-def _continued(width: int, line: int, wrapped: int) -> str:
-    return "" if wrapped else CONTINUED  # a line that is only too long for the screen is one line
 
 
 def _key_bindings() -> KeyBindings:
