@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import model_options
 from afm_mlx.cli.arguments import FLAG, MAX_ROWS, Argument, UsageError, flag_of, integer, number
-from afm_mlx.cli.output import print_json, print_markdown_table, progress_bar
+from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
@@ -233,9 +233,13 @@ def _print_csv(common: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 def _print_columns(
     columns: dict[str, Callable[[dict[str, Any]], str]], rows: list[dict[str, Any]]
 ) -> None:
-    print_markdown_table(
-        [list(columns), *([show(row) for show in columns.values()] for row in rows)]
-    )
+    """Print a Markdown table of right-aligned columns."""
+    cells = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [" | ".join(map(str.rjust, line, widths)) for line in cells]
+    print(f"| {lines[0]} |\n|{'|'.join('-' * (width + 1) + ':' for width in widths)}|")
+    for line in lines[1:]:
+        print(f"| {line} |")
 
 
 def _print_markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:

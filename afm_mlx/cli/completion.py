@@ -84,26 +84,24 @@ def whole_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="show the version")
     children = parser.add_subparsers(metavar="COMMAND")
     for name, line in COMMANDS.items():
-        command = import_module(f"afm_mlx.cli.{name}")
-        child = children.add_parser(name, help=line, description=line)
-        actions: Mapping[str, Action] = getattr(command, "ACTIONS", {})
-        if not actions:
-            _add_completed_arguments(child, name, command)
-            continue
-        grandchildren = child.add_subparsers(metavar="COMMAND")
-        for action_name, action in actions.items():
-            summary = action.summary
-            grandchild = grandchildren.add_parser(action_name, help=summary, description=summary)
-            _add_completed_arguments(grandchild, name, action)
+        _add_command(children, name, line, import_module(f"afm_mlx.cli.{name}"))
     return parser
 
 
-def _add_completed_arguments(parser: argparse.ArgumentParser, name: str, command: Command) -> None:
+def _add_command(commands: Any, name: str, line: str, command: Command) -> None:
+    """Add a command, or a group of them, to argparse's object of subcommands."""
     from shtab import FILE
 
+    parser = commands.add_parser(name, help=line, description=line)
+    actions: Mapping[str, Action] = getattr(command, "ACTIONS", {})
+    if actions:
+        children = parser.add_subparsers(metavar="COMMAND")
+        for child, action in actions.items():
+            _add_command(children, child, action.summary, action)
+        return
     add_arguments(parser, command)
-    for action in parser._actions:
+    for argument in parser._actions:
         # Any text may be a path, or the name of a model or adapter.
-        if action.nargs != 0 and action.type is None and action.choices is None:
-            by_name = action.dest in ("adapter", "adapter_path") and name != "lora"
-            action.complete = _adapters_and_files() if by_name else FILE  # type: ignore[attr-defined]
+        if argument.nargs != 0 and argument.type is None and argument.choices is None:
+            by_name = argument.dest in ("adapter", "adapter_path") and name != "lora"
+            argument.complete = _adapters_and_files() if by_name else FILE

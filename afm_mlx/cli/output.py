@@ -64,15 +64,6 @@ def print_table(rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
-def print_markdown_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table of right-aligned columns; the first row has the titles."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for index, row in enumerate(rows):
-        print(f"| {' | '.join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))} |")
-        if index == 0:
-            print(f"|{'|'.join('-' * (width + 1) + ':' for width in widths)}|")
-
-
 def print_facts(facts: dict[str, Any]) -> None:
     """Print facts as `name  value` lines; dicts follow as groups under their names."""
     groups = {"": {key: value for key, value in facts.items() if not isinstance(value, dict)}}
