@@ -332,9 +332,6 @@ def checked_arguments(
         given: for each argument its location for messages, its name and its value.
         parser: defines the allowed arguments.
         known: description of the allowed names for messages.
-
-    Raises:
-        UsageError: for an unknown name, or a value that is not allowed.
     """
     actions = {a.dest: a for a in parser._actions if a.dest not in ("help", "config", "command")}
     values = {}

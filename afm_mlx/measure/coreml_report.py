@@ -71,7 +71,7 @@ def examine_coreml(
         packages: the packages by what the report calls them; none where Core ML can't run.
         folder: the model folder.
         adapter: name of an adapter that both have; None for none.
-        quick: compare only, and time nothing.
+        quick: True to compare only, and time nothing.
         seed: seed of the random tokens; a fresh one by default.
         progress: called with (runs done, runs in all).
 
@@ -154,7 +154,16 @@ def _run_all(
         if progress is not None:
             progress(len(runs), 1 + len(jobs))
 
-    done(_mlx_facts(model, quick))
+    of_mlx: Facts = {"runs_with": "MLX", "failure": None}
+    if not quick:
+        prompt, steps = _timed_sizes(model.args.context_length)
+        result = run_case(model, BenchmarkCase(prompt, steps), _REPETITIONS)
+        of_mlx |= {
+            "prompt_tokens": prompt,
+            "prefill_tokens_per_second": result.prefill.mean,
+            "decode_tokens_per_second": result.decode.mean,
+        }
+    done(of_mlx)
     for name, path, units in jobs:
         facts: Facts = {"runs_with": "Core ML", "package": name, "compute_units": units}
         try:
@@ -242,19 +251,6 @@ def _rates(model: CoreMLModel) -> Facts:
         "prefill_tokens_per_second": prompt / statistics.median(reading),
         "decode_tokens_per_second": 1 / statistics.median(stepping),
     }
-
-
-def _mlx_facts(model: Model, quick: bool) -> Facts:
-    facts: Facts = {"runs_with": "MLX", "failure": None}
-    if not quick:
-        prompt, steps = _timed_sizes(model.args.context_length)
-        result = run_case(model, BenchmarkCase(prompt, steps), _REPETITIONS)
-        facts |= {
-            "prompt_tokens": prompt,
-            "prefill_tokens_per_second": result.prefill.mean,
-            "decode_tokens_per_second": result.decode.mean,
-        }
-    return facts
 
 
 def _timed_sizes(context: int) -> tuple[int, int]:

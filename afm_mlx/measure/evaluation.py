@@ -113,11 +113,7 @@ class Evaluation:
 
 
 def load_examples(path: str | Path, limit: int | None = None) -> list[Example]:
-    """Read a test set.
-
-    Args:
-        path: path of the JSONL file.
-        limit: maximum examples per task, taken from the start of the file; None for all.
+    """Read a test set; at most `limit` examples per task, from the start of the file.
 
     Raises:
         DataError: names the file and the line.
@@ -189,7 +185,7 @@ def evaluate(
         examples: examples of `load_examples`.
         batch_size: examples in a batch.
         constrained: True to generate under each example's constraint, if it has one.
-        progress: called with the number of answers done and the total.
+        progress: called with the numbers of answers done and in all.
 
     Raises:
         DataError: if an example's messages are not valid, or do not fit in the context.
@@ -217,9 +213,8 @@ def evaluate(
 
 def _submit(engine: Engine, tokenizer: Tokenizer, example: Example, constrained: bool) -> int:
     try:
-        prompt = tokenizer.apply_chat_template(
-            example.messages, tools=example.tools, add_generation_prompt=True
-        )
+        options = {"tools": example.tools, "add_generation_prompt": True}
+        prompt = tokenizer.apply_chat_template(example.messages, **options)
         most = 2 * len(tokenizer.encode(example.answer)) + 8
         constraint = example.constraint if constrained else None
         return engine.submit(Request(prompt, most, logprobs=False, constraint=constraint))
@@ -240,18 +235,15 @@ def natural_comparison(expected: str, has_format: bool) -> str:
 def is_right(answer: str, expected: str, comparison: str) -> bool:
     """True if an answer equals the expected one.
 
-    Args:
-        answer, expected: texts.
-        comparison: "text" compares word for word, leading and trailing white space aside; "json" compares JSON
-            values, ignoring the order of keys; "calls" compares names and arguments of tool calls, and the
-            text before them.
+    The comparison "text" is word for word, leading and trailing white space aside; "json" compares JSON values,
+    ignoring the order of keys; "calls" compares names and arguments of tool calls, and the text before them.
     """
     got, wanted = _read(answer, comparison), _read(expected, comparison)
     return got is not None and wanted is not None and _same(got[0], wanted[0])
 
 
 def _read(text: str, comparison: str) -> tuple[Any] | None:
-    """Parse a text for a comparison; return a tuple with the value, None if it does not have that form."""
+    """Return a tuple with the value that a comparison is about; None if the text lacks that form."""
     text = text.strip()
     try:
         if comparison == JSON:

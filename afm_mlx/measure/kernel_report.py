@@ -69,7 +69,7 @@ def examine(
         quick: True for a few problems without timing, in a second instead of a minute.
         retry: True to also run variants that ended the process the last time.
         seed: seed of the random inputs; by default a fresh one.
-        progress: called with the number of problems done and the total.
+        progress: called with the numbers of problems done and in all.
 
     Returns:
         `ok`; `slow`, why models run without kernels made for this machine, or None; facts about the machine;

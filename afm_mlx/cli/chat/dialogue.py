@@ -31,12 +31,9 @@ class ConversationFileError(AFMError):
 class Dialogue:
     """The turns of a chat and their KV caches, one for each adapter.
 
-    A turn renders the whole dialogue and computes the tokens that the cache doesn't hold yet, usually the end
-    of the last answer and the new question. The first turn after a switch of adapters computes all turns that
-    the adapter hasn't seen.
-
-    A method that raises, for Ctrl-C too, leaves the dialogue as it was; an answer that Ctrl-C
-    stops keeps the text so far.
+    A turn renders the whole dialogue and computes the tokens that the adapter's cache doesn't hold yet. A
+    method that raises, for Ctrl-C too, leaves the dialogue as it was; an answer that Ctrl-C stops keeps the
+    text so far.
 
     Attributes:
         adapter: name of the adapter that answers, or None.
@@ -125,15 +122,9 @@ class Dialogue:
     def ask(
         self, question: str, show: Callable[[str], None], **arguments: Any
     ) -> GenerationResponse | None:
-        """Add a question and its answer. Ctrl-C ends the answer and keeps its text so far.
+        """Add a question and its answer; return the final response with its figures, None after Ctrl-C.
 
-        Args:
-            question: the user's message.
-            show: called with each segment of the answer.
-            arguments: options for `stream_generate`.
-
-        Returns:
-            The final response, with its figures; None after Ctrl-C.
+        `show` is called with each segment of the answer; `arguments` are options for `stream_generate`.
         """
         self._question = [*self._turns, {"role": "user", "content": question}]
         return self._answer(show, arguments)
