@@ -351,14 +351,12 @@ def _of_schema(text: str) -> AnswerConstraint:
             schema = kind.generation_schema().to_dict()
         except Exception as error:  # errors of afm_mlx.fm are not AFMErrors
             raise UsageError(f"--json-schema: {text} can't be generated: {error}") from error
-    shown_schema = _response_format(schema) if isinstance(schema, dict) else None
-    return AnswerConstraint(Constraint.json_schema(schema), shown_schema)
-
-
-def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
-    described = {"description": schema["description"]} if "description" in schema else {}
-    named = {"name": schema.get("title", "Response"), **described, "schema": schema}
-    return {"type": "json_schema", "json_schema": named}
+    constraint, shown_schema = Constraint.json_schema(schema), None
+    if isinstance(schema, dict):
+        described = {"description": schema["description"]} if "description" in schema else {}
+        named = {"name": schema.get("title", "Response"), **described, "schema": schema}
+        shown_schema = {"type": "json_schema", "json_schema": named}
+    return AnswerConstraint(constraint, shown_schema)
 
 
 def _type(text: str) -> Any:
