@@ -154,7 +154,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def with_flags(error: AFMError, names: Iterable[str]) -> str:
+def with_flags(error: Exception, names: Iterable[str]) -> str:
     """Return an error's message; where it is about a request, with flags for these names of arguments.
 
     Names of one word are left alone, because they may be plain English.
@@ -392,8 +392,8 @@ MAX_DEPTH = 20
 MAX_DIGITS = 400
 """Maximum characters of a number. A float ends at 309 digits, and Python reads integers of 4,300."""
 
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_WORDS |= dict.fromkeys(("", "~", "null"))
+_WORDS: dict[str, bool | None] = dict.fromkeys(("", "~", "null"))
+_WORDS |= {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # Of text in lower case. YAML 1.1 wants a dot in a number with an exponent; people write 1e-5.
 _INTEGER = re.compile(r"[-+]?(0x[\da-f][\da-f_]*|0o[0-7][0-7_]*|0b[01][01_]*|\d[\d_]*)", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)(e[-+]?\d+)?|[-+]?\.inf|\.nan", re.ASCII)

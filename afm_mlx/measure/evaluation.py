@@ -213,8 +213,9 @@ def evaluate(
 
 def _submit(engine: Engine, tokenizer: Tokenizer, example: Example, constrained: bool) -> int:
     try:
-        options = {"tools": example.tools, "add_generation_prompt": True}
-        prompt = tokenizer.apply_chat_template(example.messages, **options)
+        prompt = tokenizer.apply_chat_template(
+            example.messages, tools=example.tools, add_generation_prompt=True
+        )
         most = 2 * len(tokenizer.encode(example.answer)) + 8
         constraint = example.constraint if constrained else None
         return engine.submit(Request(prompt, most, logprobs=False, constraint=constraint))
