@@ -132,11 +132,7 @@ def loads(model: Any, rank: int, trials: int) -> Figures:
 def in_turn(
     model: Any, cases: dict[str, BenchmarkCase], rounds: int
 ) -> Iterator[tuple[str, Bench, bool]]:
-    """Yield every case in each round, and keep its adapters in the model until the next one.
-
-    Returns:
-        An iterator over the case's name, its benchmark, and False in the first round, which is a warm-up.
-    """
+    """Yield a case's name, its benchmark, and False in the first round, which is a warm-up."""
     active, batches = bind(model), {name: _batch(model, case) for name, case in cases.items()}
     for turn in range(rounds + 1):
         for name, case in cases.items():

@@ -22,12 +22,7 @@ def _ratio(top: float | None, bottom: float | None) -> float | None:
 
 
 def zoo_targets(medians: Medians, limit: float) -> list[Target]:
-    """Return the targets of a model that llama.cpp runs unchanged: no slower than its best format.
-
-    Args:
-        medians: figures of all peers.
-        limit: measured bandwidth in bytes per second.
-    """
+    """Return the targets of a model that llama.cpp runs unchanged: no slower than its best format."""
     found = []
     for name in (EXACT, INT8):
         mine = medians.get(name, {})

@@ -163,14 +163,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
 def compare(
     model: PeerModel, plan: Plan, threads: int, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """Measure one model, print and plot what came out, and return all of it.
-
-    Args:
-        model, plan: what is measured.
-        threads: number of threads of each peer.
-        options: arguments of the command line.
-        folder: the model's files, which are written where they are missing.
-    """
+    """Measure one model, print and plot what came out, and return all of it."""
     capacity = max(plan.prompt, plan.depth + plan.rows * plan.tokens) + 256
     found = commands(model, folder, threads, capacity, options.llama_python)
     for name in options.skip:

@@ -276,13 +276,7 @@ class Prediction(NamedTuple):
 
 
 def predict(preset: str, context: int, chip: Chip) -> Prediction:
-    """Predict one row's decode step of a preset, in the packed format that `bench --random-weights` fills.
-
-    Args:
-        preset: name in `afm_mlx.config.PRESETS`.
-        context: one of `CONTEXTS`.
-        chip: to run on.
-    """
+    """Predict one row's decode step of a preset, in the format that `bench --random-weights` fills."""
     stored = _data()["presets"][preset]
     step = stored["steps"][str(context)]
     launches, others, nbytes = _steps(step["launches"]), step["others"], step["bytes"]

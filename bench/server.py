@@ -149,12 +149,7 @@ def _note(text: str) -> None:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> None:
-    """Measure one model's servers, print what came out, and write it down.
-
-    Args:
-        options: arguments of the command line.
-        folder: the models' files, which are written where they are missing.
-    """
+    """Measure one model's servers, print what came out, and write it down."""
     plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
     model = MODELS[options.model](options.layers)
     threads = options.threads or threads_in_use()

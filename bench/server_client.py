@@ -64,11 +64,7 @@ class Exchange:
         self.writer.transport.abort()
 
     async def send(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> int:
         """Send the request, wait for the response's head, and return its status."""
         content = b"" if body is None else json.dumps(body).encode()

@@ -20,7 +20,6 @@ import gc
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -42,6 +41,7 @@ from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
+from bench.server_process import resident_bytes
 
 LEVEL = 0.01
 """Growth of resident memory an hour, over its mean, that counts as none."""
@@ -187,7 +187,7 @@ class Load:
             minutes=minutes,
             requests=self.requests,
             tokens=self.tokens,
-            resident=resident_bytes() / megabyte,
+            resident=resident_bytes(os.getpid()) / megabyte,
             active=mx.get_active_memory() / megabyte,
             cached=mx.get_cache_memory() / megabyte,
             objects=len(gc.get_objects()),
@@ -200,16 +200,6 @@ def trim() -> None:
     """Have the C library give freed memory back to the system, where it can; what is left is in use."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def resident_bytes() -> int:
-    """Memory that the process has now, as the system counts it."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        shown = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], stdout=subprocess.PIPE)
-        return int(shown.stdout) * 1024
 
 
 def system_threads() -> int:
@@ -251,13 +241,11 @@ def soak(load: Load, minutes: float, every: float, trimmed: bool) -> list[Sample
             samples.append(load.sample(passed / 60))
             row = asdict(samples[-1])
             print(
-                "  ".join(f"{row[name]:>9.{_digits(row[name])}f}" for name in columns), flush=True
+                *(f"{v:>9.1f}" if isinstance(v, float) else f"{v:>9}" for v in row.values()),
+                sep="  ",
+                flush=True,
             )
     return samples
-
-
-def _digits(value: float) -> int:
-    return 1 if isinstance(value, float) else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -59,16 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; by default the process's.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    _replace_missing_streams()
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the process was started without it
+            nothing = io.TextIOWrapper(io.FileIO(os.devnull, mode), encoding="utf-8")
+            setattr(sys, name, nothing)
     with _watched_output():
-        _replace_unencodable_characters()
+        # A model may write any character, and a file's name may have invalid bytes: print ? for them.
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a caller may have replaced it
+                stream.reconfigure(errors="replace")
         status = _ended(argv)
         problem = "" if status else _output_problem()
         return _fail(f"error: {problem}", USAGE_ERROR) if problem else status
 
 
 def _ended(argv: list[str]) -> int:
-    """Run a command, catch interrupts and system errors, and return the exit status."""
+    """Run a command to its end, an interrupt or an error of the system; return the exit status."""
     try:
         with handled_signals(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -89,10 +95,7 @@ def _ended(argv: list[str]) -> int:
 
 
 class _Output(io.FileIO):
-    """Standard output that records the error of a failed write in `problem`.
-
-    `problem` stays empty if the reader closed the pipe.
-    """
+    """Standard output that records why a write failed, unless the reader closed the pipe."""
 
     problem = ""
 
@@ -148,41 +151,34 @@ def _output_problem() -> str:
     )
 
 
-def _replace_missing_streams() -> None:
-    """Replace standard input or error that the process was started without by empty ones."""
-    for name, mode in (("stdin", "r"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            nothing = io.TextIOWrapper(io.FileIO(os.devnull, mode), encoding="utf-8")
-            setattr(sys, name, nothing)
-
-
 def _run(argv: list[str]) -> int:
-    from afm_mlx.cli.arguments import UsageError, parse
+    from afm_mlx.cli.arguments import UsageError, parse, with_flags
 
-    debug = False
+    debug, names = False, list[str]()
     try:
         name, command, rest = _command(argv)
         args = parse(name, command, rest)
-        debug = args.debug
+        debug, names = args.debug, list(vars(args))
         return command.run(args) or 0
     except SystemExit as done:  # --help, --version
         return int(done.code or 0)
     except UsageError as error:
         return _fail(f"error: {error}", USAGE_ERROR)
     except Exception as error:
-        if debug or not (problem := _problem(error)):
+        is_ours = isinstance(error, AFMError)
+        problem = with_flags(error, names) if is_ours else _problem_of_others(error)
+        if debug or not problem:
             raise
-        return _fail(f"error: {problem}", USAGE_ERROR)
+        return _fail(f"error: {bounded(problem)}", USAGE_ERROR)
 
 
-def _problem(error: Exception) -> str:
-    """Return the message for an error that the user can fix; empty for a defect of afm-mlx."""
-    if isinstance(error, AFMError):
-        return bounded(str(error))
-    if _is_out_of_memory(error):
-        cause = (
-            f" ({bounded(str(error))})" if str(error) else ""
-        )  # Python's MemoryError has no text
+def _problem_of_others(error: Exception) -> str:
+    """Return what the user can fix about an error of Python or a library; empty for a defect of afm-mlx."""
+    # MLX's allocators and Metal's queue raise RuntimeError.
+    words = ("Unable to allocate", "Attempting to allocate", "Insufficient Memory")
+    is_full = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    if is_full or isinstance(error, MemoryError):
+        cause = f" ({bounded(str(error))})" if str(error) else ""  # MemoryError has no text
         return (
             f"there is not enough memory{cause}. Use fewer or shorter rows, a smaller rank or a smaller "
             "model."
@@ -190,16 +186,24 @@ def _problem(error: Exception) -> str:
     from afm_mlx.installation import package_problem
 
     if problem := package_problem(error):
-        return bounded(problem)
-    return bounded(str(error)) if _is_for_the_user(error) else ""
+        return problem
+    if isinstance(error, OSError):
+        return str(error) if error.filename else ""
+    if not isinstance(error, ValueError):
+        return ""
+    from afm_mlx.kernels.settings import SettingError  # imports NumPy, which may not run here
+
+    return str(error) if isinstance(error, SettingError) else ""
 
 
 def _command(argv: list[str]) -> tuple[str, Command, list[str]]:
     """Return the name, command and arguments that `argv` stands for; the name may be `adapter info`."""
     from afm_mlx.cli.arguments import chosen_command
 
-    if argv[:1] == ["run"]:
-        argv = _spelled_out(argv[1:])
+    if argv[:1] == ["run"]:  # as other runtimes have it
+        texts = itertools.takewhile(lambda word: not word.startswith("-") or word == "-", argv[1:])
+        spelled = {0: ["chat"], 1: ["chat", "--model"]}.get(len([*texts]), ["generate", "--model"])
+        argv = spelled + argv[1:]
     name, rest = chosen_command(PROGRAM, DESCRIPTION, COMMANDS, argv, RUN), argv[1:]
     processor.check()
     command = import_module(f"{__name__}.{name}")
@@ -211,33 +215,14 @@ def _command(argv: list[str]) -> tuple[str, Command, list[str]]:
 
 
 def find_commands(name: str) -> dict[str, Command]:
-    """Import a command of `COMMANDS`; return it by its name, or its actions as `adapter info`."""
+    """Import a command of `COMMANDS`; return it, or its actions, by name: `adapter info`."""
     command = import_module(f"{__name__}.{name}")
     actions: dict[str, Action] = getattr(command, "ACTIONS", {})
     return {f"{name} {action}": actions[action] for action in actions} or {name: command}
 
 
-def _spelled_out(argv: list[str]) -> list[str]:
-    """Translate arguments of `run`, as other runtimes have it, for `chat` or `generate`."""
-    words = list(itertools.takewhile(lambda word: not word.startswith("-") or word == "-", argv))
-    if not words:
-        return ["chat", *argv]
-    return ["generate" if words[1:] else "chat", "--model", *argv]
-
-
-def _is_for_the_user(error: Exception) -> bool:
-    """True for errors that the user can fix: the system's about a file, or of an environment variable."""
-    if isinstance(error, OSError):
-        return bool(error.filename)
-    if not isinstance(error, ValueError):
-        return False
-    from afm_mlx.kernels.settings import SettingError  # imports NumPy, which may not run here
-
-    return isinstance(error, SettingError)
-
-
 def _problem_of_the_process(error: OSError) -> str:
-    """Return what is wrong with the process's surroundings if an error names no file; empty if unknown."""
+    """Return what is wrong around the process if an error names no file; empty if unknown."""
     if error.filename:
         return ""
     if problem := _output_problem():
@@ -253,14 +238,6 @@ def _problem_of_the_process(error: OSError) -> str:
     if "temporary directory" in reason_of(error):
         return f"{reason_of(error)}. Set TMPDIR to a folder that can be written."
     return ""
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # MLX's allocators and Metal's queue raise RuntimeError.
-    words = ("Unable to allocate", "Attempting to allocate", "Insufficient Memory")
-    if isinstance(error, RuntimeError):
-        return any(word in str(error) for word in words)
-    return isinstance(error, MemoryError)
 
 
 def _with_advice(what: str, error: BaseException) -> str:
@@ -289,10 +266,3 @@ def _fail(message: str, status: int) -> int:
 def _discard(stream: TextIO) -> None:
     # Python flushes once more at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _replace_unencodable_characters() -> None:
-    # A model may write any character, and a file's name may have invalid bytes: print ? for them.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a caller may have replaced it
-            stream.reconfigure(errors="replace")

@@ -73,11 +73,7 @@ def _output(default: str | None) -> list[Argument]:
 
 
 def _output_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options for functions that write adapters, and the fields of an .fmadapter package.
-
-    Raises:
-        UsageError: if arguments of one format are given with another.
-    """
+    """Return the options for functions that write adapters, and the fields of an .fmadapter package."""
     fields = {row.name: getattr(args, row.name) for row in _PACKAGE_FIELDS}
     given = {name: value for name, value in fields.items() if value is not None}
     if args.to != "fmadapter" and (given or args.any_rank):
@@ -100,15 +96,9 @@ def _output_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
 
 
 def _require(args: argparse.Namespace, action: str, **missing: str) -> None:
-    """Set `adapter_path` from a positional ADAPTER, and check that all required arguments are given.
+    """Set `adapter_path` from a positional ADAPTER; raise `UsageError` for two, or a missing argument.
 
-    Args:
-        args: the parsed arguments.
-        action: name of the action, for advice.
-        missing: required arguments, with what each of them says.
-
-    Raises:
-        UsageError: for the first argument that is missing, and for two adapters.
+    `missing` has the required arguments of the action, with what each of them says.
     """
     if (adapter := getattr(args, "adapter", None)) is not None:
         if args.adapter_path is not None:
@@ -126,18 +116,9 @@ def _require(args: argparse.Namespace, action: str, **missing: str) -> None:
 
 
 def _locate(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path], BaseFolder | None]:
-    """Find adapters and their base model.
+    """Return the paths of adapters that paths or names stand for, and the base model.
 
-    Args:
-        args: arguments with `--model`.
-        names: paths, or names of adapters that come with the model, by default the embedded one.
-
-    Returns:
-        The adapters' paths, and the base model: the one named by `--model`, else the one whose adapters were
-        named; None if there is neither.
-
-    Raises:
-        AFMError: for a name that is neither a path nor an adapter of the model.
+    The base model is the one of `--model`, else the embedded one if a name is one of its adapters', else None.
     """
     from afm_mlx.converters.adapter_conversion import BaseFolder
     from afm_mlx.loading.resolve import resolve_adapter, resolve_model
@@ -177,13 +158,8 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    _require(
-        args,
-        "convert",
-        adapter_path="what to convert",
-        to="what to convert it to",
-        output="what to write",
-    )
+    wanted = {"adapter_path": "what to convert", "to": "what to convert it to"}
+    _require(args, "convert", **wanted, output="what to write")
     options, package = _output_options(args)
     from afm_mlx.converters.adapter_conversion import base_of, convert_adapter
 
@@ -228,16 +204,28 @@ def _verify(args: argparse.Namespace) -> None:
 def _compose(args: argparse.Namespace) -> None:
     _require(args, "compose", output="what to write")
     options, package = _output_options(args)
-    weighted = [_weighted(text) for text in args.adapters]
-    if not weighted:
+    names, weights = [], []
+    for text in args.adapters:
+        name, _, weight = text.rpartition("=")
+        try:
+            value = float(weight)
+        except ValueError:
+            value = math.nan
+        if not name or not math.isfinite(value):
+            raise UsageError(
+                f"{shown(text)} is not an adapter with a weight; give PATH=WEIGHT, such as poet=0.7."
+            )
+        names.append(name)
+        weights.append(value)
+    if not names:
         raise UsageError("no adapter was named; give one or more as PATH=WEIGHT.")
     from afm_mlx.adapters.compose import compose
     from afm_mlx.adapters.formats import write_adapter
     from afm_mlx.converters.adapter_conversion import package_metadata, read_for
 
-    paths, base = _locate(args, [name for name, _ in weighted])
+    paths, base = _locate(args, names)
     adapters = [read_for(path, base, force=args.force) for path in paths]
-    tensors, config = compose(adapters, [weight for _, weight in weighted], force=args.force)
+    tensors, config = compose(adapters, weights, force=args.force)
     write_adapter(
         args.output,
         tensors,
@@ -248,20 +236,6 @@ def _compose(args: argparse.Namespace) -> None:
         **options,
     )
     _print_written(args.output, config)
-
-
-def _weighted(text: str) -> tuple[str, float]:
-    """Split `PATH=WEIGHT`."""
-    path, equals, weight = text.rpartition("=")
-    try:
-        value = float(weight)
-    except ValueError:
-        value = math.nan
-    if not equals or not path or not math.isfinite(value):
-        raise UsageError(
-            f"{shown(text)} is not an adapter with a weight; give PATH=WEIGHT, such as poet=0.7."
-        )
-    return path, value
 
 
 # fmt: off

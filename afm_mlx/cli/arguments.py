@@ -15,7 +15,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from afm_mlx import __version__
-from afm_mlx.errors import AFMError, did_you_mean, named, shown
+from afm_mlx.errors import (
+    AFMError,
+    ContextLengthError,
+    IncompleteError,
+    RequestError,
+    did_you_mean,
+    named,
+    shown,
+)
 
 if TYPE_CHECKING:
     import yaml
@@ -34,11 +42,7 @@ class UsageError(AFMError):
 
 
 def check_text(where: str, value: Any) -> None:
-    """Refuse text that file systems, tokenizers or terminals reject; lists and maps are searched for it.
-
-    Raises:
-        UsageError: for a NUL character, or a lone surrogate, which stands for a byte that is not UTF-8.
-    """
+    """Raise `UsageError` for NUL characters and lone surrogates in a text, or in lists and maps of texts."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple):
@@ -70,9 +74,7 @@ class Argument:
         flags: `--name` and its other spellings, separated by spaces. The first long one, with _ for -, is the
             argument's `name` in YAML files and in parsed arguments.
         takes: a function that converts the text, a list of choices, `FLAG` or `SWITCH`; None for any text.
-        help: text for `--help`.
-        default: value if the argument is not given; False for a `FLAG`.
-        others: more options of `ArgumentParser.add_argument`, such as metavar and nargs.
+        help, default, others: options of `ArgumentParser.add_argument`; a `FLAG`'s default is False.
     """
 
     def __init__(
@@ -102,11 +104,7 @@ Tables = Mapping[str, Iterable[Argument]]
 class Action:
     """One command of a group such as `adapter`, with the attributes that a command's module has.
 
-    Args:
-        summary: line in lists of commands.
-        description: text above the arguments in `--help`.
-        arguments: tables of its arguments.
-        run: runs the command with parsed arguments; returns the exit status, None for 0.
+    `summary` is its line in lists of commands, `description` the text above the arguments in `--help`.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ def unavailable(flags: str, reason: str, nargs: int | str | None = None) -> Argu
 
 
 def add_tables(parser: argparse.ArgumentParser, tables: Tables) -> None:
-    """Add tables of arguments to a parser, grouped by title in --help; "options" is argparse's own group."""
+    """Add tables of arguments, grouped by title in --help; "options" is argparse's own group."""
     for title, rows in tables.items():
         group = parser if title == "options" else parser.add_argument_group(title)
         for row in rows:
@@ -156,6 +154,19 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def with_flags(error: Exception, names: Iterable[str]) -> str:
+    """Return an error's message; where it is about a request, with flags for these names of arguments.
+
+    Names of one word are left alone, because they may be plain English.
+    """
+    if not isinstance(error, RequestError | ContextLengthError | IncompleteError):
+        return str(error)
+    if not (known := "|".join(name for name in names if "_" in name)):
+        return str(error)
+    written = re.compile(rf'(?<![\w-])({known})(?:="(\w+)")?(?![\w-])')
+    return written.sub(lambda m: f"{flag_of(m[1])} {m[2] or ''}".rstrip(), str(error))
+
+
 # -- the parser
 
 
@@ -164,10 +175,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         # An abbreviation that works today would be ambiguous once a flag is added.
-        super().__init__(
-            allow_abbrev=False,
-            **{"formatter_class": _HelpFormatter, **options},
-        )
+        super().__init__(allow_abbrev=False, **{"formatter_class": _HelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         message = message.rstrip(".")
@@ -180,15 +188,9 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            known = [
-                name
-                for action in self._actions
-                if action.help is not argparse.SUPPRESS
-                for name in action.option_strings
-            ]
-            self.error(
-                f"unrecognized arguments: {named(' '.join(unknown))}{did_you_mean(flag, known)}"
-            )
+            shown_actions = [a for a in self._actions if a.help is not argparse.SUPPRESS]
+            hint = did_you_mean(flag, [name for a in shown_actions for name in a.option_strings])
+            self.error(f"unrecognized arguments: {named(' '.join(unknown))}{hint}")
         return args
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -228,17 +230,15 @@ def chosen_command(
     argv: Sequence[str],
     notes: str = "",
 ) -> str:
-    """Return the command that starts `argv`; print the program's help if `argv` is empty.
+    """Return the command that starts `argv`; print the program's help and exit if `argv` is empty.
 
     Args:
         program: name of the program, with a group such as `adapter` if there is one.
-        description: text at the top of the help.
+        description, notes: lines of the help before and after the list of commands.
         commands: a summary line for each command's name.
         argv: arguments after the program's name.
-        notes: lines of the help after the list of commands.
 
     Raises:
-        SystemExit: after the help or the version was printed.
         UsageError: if `argv` doesn't start with a command.
     """
     if argv and argv[0] in commands:
@@ -273,25 +273,22 @@ _COMMON = [
 
 
 def command_parser(name: str, command: Command) -> Parser:
-    """Build the parser of one command, including the arguments that all commands have."""
+    """Build the parser of one command."""
     parser = Parser(prog=f"{PROGRAM} {name}", description=(command.__doc__ or "").split("\n\n")[0])
     add_arguments(parser, command)
     return parser
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
-    """Add the arguments of a command to a parser, and those that every command has, such as --help."""
+    """Add the arguments of a command, and those that every command has, to a parser."""
     add_tables(parser, {**command.ARGUMENTS, "options": [*command.ARGUMENTS["options"], *_COMMON]})
 
 
 def parse(name: str, command: Command, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of one command.
 
-    Args:
-        name: name of the command.
-        command: the command. It may have `ALTERNATIVES`: two arguments that set the same thing, and what they
-            set. If one is on the command line, the other in the YAML file is ignored.
-        argv: arguments after the command's name.
+    The command may have `ALTERNATIVES`: two arguments that set the same thing, and what they set. If one is on
+    the command line, the other in the YAML file is ignored.
 
     Raises:
         UsageError: for an unknown argument or key, or a value that is not allowed.
@@ -310,21 +307,16 @@ def parse(name: str, command: Command, argv: Sequence[str]) -> argparse.Namespac
         args = parser.parse_args(argv)
     for one, other, what in alternatives:
         if None not in (getattr(args, one), getattr(args, other)):
-            names = [_shown_name(parser, name) for name in (one, other)]
+            actions = [a for name in (one, other) for a in parser._actions if a.dest == name]
+            names = [flag_of(a.dest) if a.option_strings else str(a.metavar) for a in actions]
             raise UsageError(f"{' and '.join(names)} both say {what}; choose one.")
     return args
-
-
-def _shown_name(parser: Parser, name: str) -> str:
-    """Return an argument's flag, or the metavar of a positional argument."""
-    action = next(action for action in parser._actions if action.dest == name)
-    return flag_of(name) if action.option_strings else str(action.metavar)
 
 
 def drop_alternatives(
     values: dict[str, Any], args: argparse.Namespace, alternatives: Iterable[tuple[str, str, str]]
 ) -> None:
-    """Remove from `values` each argument whose alternative is set in `args`; `parse` says what these are."""
+    """Remove from `values` each argument whose alternative (see `parse`) is set in `args`."""
     for one, other, _ in alternatives:
         for given, name in ((one, other), (other, one)):
             if getattr(args, given) is not None:
@@ -340,9 +332,6 @@ def checked_arguments(
         given: for each argument its location for messages, its name and its value.
         parser: defines the allowed arguments.
         known: description of the allowed names for messages.
-
-    Raises:
-        UsageError: for an unknown name, or a value that is not allowed.
     """
     actions = {a.dest: a for a in parser._actions if a.dest not in ("help", "config", "command")}
     values = {}
@@ -368,9 +357,8 @@ def _checked(where: str, value: Any, action: argparse.Action) -> Any:
             raise UsageError(f"{where} is {shown(value)}; allowed are true and false.")
         return value
     if action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction):
-        return [
-            _converted(where, v, action) for v in (value if isinstance(value, list) else [value])
-        ]
+        values = value if isinstance(value, list) else [value]
+        return [_converted(where, item, action) for item in values]
     return _converted(where, value, action)
 
 
@@ -404,17 +392,11 @@ MAX_DEPTH = 20
 MAX_DIGITS = 400
 """Maximum characters of a number. A float ends at 309 digits, and Python reads integers of 4,300."""
 
-_NULL = ("", "~", "null")
-_BOOLEANS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(
-    ("false", "no", "off"), False
-)
-_INTEGER = re.compile(
-    r"[-+]?(0x[\da-f][\da-f_]*|0o[0-7][0-7_]*|0b[01][01_]*|\d[\d_]*)", re.IGNORECASE | re.ASCII
-)
-# YAML 1.1 wants a dot in a number with an exponent; people write 1e-5.
-_FLOAT = re.compile(
-    r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)(e[-+]?\d+)?|[-+]?\.inf|\.nan", re.IGNORECASE | re.ASCII
-)
+_WORDS: dict[str, bool | None] = dict.fromkeys(("", "~", "null"))
+_WORDS |= {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+# Of text in lower case. YAML 1.1 wants a dot in a number with an exponent; people write 1e-5.
+_INTEGER = re.compile(r"[-+]?(0x[\da-f][\da-f_]*|0o[0-7][0-7_]*|0b[01][01_]*|\d[\d_]*)", re.ASCII)
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)(e[-+]?\d+)?|[-+]?\.inf|\.nan", re.ASCII)
 
 
 class Setting(NamedTuple):
@@ -435,9 +417,21 @@ def read_yaml(path: Path) -> dict[str, Setting]:
     """
     import yaml
 
+    from afm_mlx.files import read_file
+
+    try:
+        content = read_file(path, MAX_BYTES, pipes=True)
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"the config file {path} can't be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        _refuse_yaml(path, line, f"byte 0x{content[error.start]:02x} is not UTF-8")
+    if found := yaml.reader.Reader.NON_PRINTABLE.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        _refuse_yaml(path, line, f"the character {shown(found[0])} is not allowed")
     # libyaml, which is in PyYAML's wheels, reads thousands of brackets in milliseconds.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = _yaml_text(path)
     reader = loader(text)
     try:
         _check_events(path, reader)
@@ -456,26 +450,6 @@ def read_yaml(path: Path) -> dict[str, Setting]:
     return _yaml_map(path, root)
 
 
-def _yaml_text(path: Path) -> str:
-    import yaml
-
-    from afm_mlx.files import read_file
-
-    try:
-        content = read_file(path, MAX_BYTES, pipes=True)
-    except OSError as error:
-        raise UsageError(f"the config file {path} can't be read: {error.strerror}.") from None
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        _refuse_yaml(path, line, f"byte 0x{content[error.start]:02x} is not UTF-8")
-    if found := yaml.reader.Reader.NON_PRINTABLE.search(text):
-        line = text.count("\n", 0, found.start()) + 1
-        _refuse_yaml(path, line, f"the character {shown(found[0])} is not allowed")
-    return text
-
-
 def _check_events(path: Path, reader: yaml.SafeLoader) -> None:
     """Raise `UsageError` for anchors, aliases, tags, deep nesting and a second document."""
     import yaml
@@ -485,9 +459,8 @@ def _check_events(path: Path, reader: yaml.SafeLoader) -> None:
         event = reader.get_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            _refuse_yaml(
-                path, line, "anchors (&) and aliases (*) are not taken; write the value out"
-            )
+            problem = "anchors (&) and aliases (*) are not taken; write the value out"
+            _refuse_yaml(path, line, problem)
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:
@@ -528,12 +501,10 @@ def _yaml_value(path: Path, node: yaml.Node) -> Any:
     lowered = text.lower()
     if node.style:  # in quotes, or a block of lines
         return text
-    if lowered in _NULL:
-        return None
-    if lowered in _BOOLEANS:
-        return _BOOLEANS[lowered]
-    is_integer = _INTEGER.fullmatch(text)
-    if not is_integer and not _FLOAT.fullmatch(text):
+    if lowered in _WORDS:
+        return _WORDS[lowered]
+    is_integer = _INTEGER.fullmatch(lowered)
+    if not is_integer and not _FLOAT.fullmatch(lowered):
         return text
     if len(text) > MAX_DIGITS:
         _refuse_yaml(path, line, f"a number has {len(text):,} characters; allowed are {MAX_DIGITS}")
@@ -578,15 +549,11 @@ def _number(
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{shown(text)} is not {name}; allowed is {allowed}"
-            ) from None
-        if high is None and value > highest:
-            raise argparse.ArgumentTypeError(
-                f"{named(text)} is out of range; allowed is {low} to {highest}"
-            )
+            problem = f"{shown(text)} is not {name}; allowed is {allowed}"
+            raise argparse.ArgumentTypeError(problem) from None
         if not low <= value <= (highest if high is None else high):
-            raise argparse.ArgumentTypeError(f"{named(text)} is out of range; allowed is {allowed}")
+            span = f"{low} to {highest}" if high is None and value > highest else allowed
+            raise argparse.ArgumentTypeError(f"{named(text)} is out of range; allowed is {span}")
         return value
 
     return convert
@@ -597,9 +564,8 @@ def positive(high: float | None = None) -> Callable[[str], float]:
 
     def convert(text: str) -> float:
         if (value := number(0, high)(text)) == 0:
-            raise argparse.ArgumentTypeError(
-                f"{named(text)} is out of range; allowed is more than 0"
-            )
+            problem = f"{named(text)} is out of range; allowed is more than 0"
+            raise argparse.ArgumentTypeError(problem)
         return value
 
     return convert
@@ -621,7 +587,6 @@ def json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{shown(text)} can't be used as JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not a JSON object, such as '{{\"key\": 1}}'"
-        )
+        problem = f"{shown(text)} is not a JSON object, such as '{{\"key\": 1}}'"
+        raise argparse.ArgumentTypeError(problem)
     return value

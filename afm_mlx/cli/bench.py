@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import model_options
 from afm_mlx.cli.arguments import FLAG, MAX_ROWS, Argument, UsageError, flag_of, integer, number
-from afm_mlx.cli.output import print_json, print_markdown_table, progress_bar
+from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from afm_mlx.measure.benchmark import BenchmarkCase, BenchmarkResult, SpeculationResult
+    from afm_mlx.measure.benchmark import BenchmarkCase, BenchmarkResult
     from afm_mlx.measure.machine import Bandwidth
     from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -92,7 +92,11 @@ ARGUMENTS = {
 
 def run(args: argparse.Namespace) -> None:
     _check(args)
-    _limit_threads(args.threads)
+    if args.threads is not None:  # of the kernels and the BLAS, before either has started
+        from afm_mlx import blas
+
+        os.environ[THREADS_VARIABLE] = str(args.threads)
+        blas.set_threads(args.threads)
     from afm_mlx.measure.benchmark import BenchmarkCase, run_case
     from afm_mlx.measure.machine import measure_bandwidth, threads_in_use
     from afm_mlx.quantization.packed_layers import set_activation_bits
@@ -122,8 +126,11 @@ def run(args: argparse.Namespace) -> None:
     facts = _facts(args, name, model, threads, bandwidth)
     if args.output == "json":
         print_json(facts | {"results": rows})
+    elif args.output == "csv":
+        common = {key: value for key, value in facts.items() if key != "runtime"}
+        _print_csv(common | {"device": facts["runtime"]["device_name"]}, rows)
     else:
-        {"md": _print_markdown, "csv": _print_csv}[args.output](facts, rows)
+        _print_markdown(facts, rows)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -154,18 +161,8 @@ def _drafts(args: argparse.Namespace) -> bool:
     return args.draft_model is not None or args.prompt_lookup
 
 
-def _limit_threads(threads: int | None) -> None:
-    """Set the number of threads of the kernels and the BLAS, before either has started."""
-    if threads is None:
-        return
-    from afm_mlx import blas
-
-    os.environ[THREADS_VARIABLE] = str(threads)
-    blas.set_threads(threads)
-
-
 def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
-    """Load or make the model; return its name, the model, and its tokenizer (None for random weights)."""
+    """Return the name of a model, the model, and its tokenizer, which random weights don't have."""
     if args.preset is not None:
         from afm_mlx.loading.missing_kernels import warn_if_slow
         from afm_mlx.measure.random_model import random_packed_model
@@ -227,18 +224,26 @@ def _row(result: BenchmarkResult, bandwidth: Bandwidth) -> dict[str, Any]:
 # -- output
 
 
-def _print_csv(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    common = {key: value for key, value in facts.items() if key != "runtime"}
-    common["device"] = facts["runtime"]["device_name"]
+def _print_csv(common: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     writer = csv.DictWriter(sys.stdout, [*common, *rows[0]], lineterminator="\n")
     writer.writeheader()
     writer.writerows(common | row for row in rows)
 
 
+def _print_columns(
+    columns: dict[str, Callable[[dict[str, Any]], str]], rows: list[dict[str, Any]]
+) -> None:
+    """Print a Markdown table of right-aligned columns."""
+    cells = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [" | ".join(map(str.rjust, line, widths)) for line in cells]
+    print(f"| {lines[0]} |\n|{'|'.join('-' * (width + 1) + ':' for width in widths)}|")
+    for line in lines[1:]:
+        print(f"| {line} |")
+
+
 def _print_markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    print_markdown_table(
-        [list(_COLUMNS), *([show(row) for show in _COLUMNS.values()] for row in rows)]
-    )
+    _print_columns(_COLUMNS, rows)
     runtime = facts["runtime"]
     print(f"\nmodel: {facts['model']}, {facts['weight_bytes'] / 1e9:.3f} GB")
     print(
@@ -336,17 +341,29 @@ def _run_speculation(
                     kv=args.kv,
                     on_run=report,
                 )
-                rows.append(_speculation_row(case, count, result))
+                rows.append(
+                    {
+                        "prompt_tokens": case.prompt_tokens,
+                        "generated_tokens": case.generated_tokens,
+                        "batch": case.batch,
+                        "num_draft_tokens": count,
+                        "guesses_per_step": result.drafted,
+                        "accepted": result.accepted,
+                        "plain_tokens_per_second": result.plain.mean,
+                        "plain_deviation": result.plain.deviation,
+                        "tokens_per_second": result.speculative.mean,
+                        "deviation": result.speculative.deviation,
+                        "times": result.ratio.median,
+                        "same_answers": result.equal,
+                    }
+                )
     facts = {"model": name, "draft_model": args.draft_model, "trials": args.num_trials}
     if args.output == "json":
         print_json(facts | {"activation_bits": args.activation_bits, "results": rows})
     elif args.output == "csv":
-        writer = csv.DictWriter(sys.stdout, [*facts, *rows[0]], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(facts | row for row in rows)
+        _print_csv(facts, rows)
     else:
-        cells = [[show(row) for show in _SPECULATION_COLUMNS.values()] for row in rows]
-        print_markdown_table([list(_SPECULATION_COLUMNS), *cells])
+        _print_columns(_SPECULATION_COLUMNS, rows)
         print(f"\nmodel: {name}; draft model: {args.draft_model or 'none, prompt look-up'}")
         print(
             f"mean ± deviation of {args.num_trials} runs after a warm-up; runs with and without draft tokens "
@@ -378,26 +395,7 @@ def _draft_model(args: argparse.Namespace, model: nn.Module, tokenizer: Tokenize
     return draft
 
 
-def _speculation_row(
-    case: BenchmarkCase, count: int | None, result: SpeculationResult
-) -> dict[str, Any]:
-    return {
-        "prompt_tokens": case.prompt_tokens,
-        "generated_tokens": case.generated_tokens,
-        "batch": case.batch,
-        "num_draft_tokens": count,
-        "guesses_per_step": result.drafted,
-        "accepted": result.accepted,
-        "plain_tokens_per_second": result.plain.mean,
-        "plain_deviation": result.plain.deviation,
-        "tokens_per_second": result.speculative.mean,
-        "deviation": result.speculative.deviation,
-        "times": result.ratio.median,
-        "same_answers": result.equal,
-    }
-
-
-_SPECULATION_COLUMNS = {
+_SPECULATION_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prompt": lambda row: str(row["prompt_tokens"]),
     "new": lambda row: str(row["generated_tokens"]),
     "rows": lambda row: str(row["batch"]),

@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from afm_mlx.cli.arguments import PROGRAM, Action, Argument, Command, add_arguments
+from afm_mlx.cli.arguments import PROGRAM, Action, Argument, Command, Tables, add_arguments
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 SHELLS = ["bash", "zsh", "fish"]
-ARGUMENTS: Mapping[str, Iterable[Argument]] = {
-    "options": [
-        Argument(
-            "shell",
-            SHELLS,
-            "the shell that reads the script: bash and zsh with eval in their rc file, fish in a file of "
-            "~/.config/fish/completions",
-        )
-    ]
-}
+_SHELL_HELP = (
+    "the shell that reads the script: bash and zsh with eval in their rc file, fish in a file of "
+    "~/.config/fish/completions"
+)
+ARGUMENTS: Tables = {"options": [Argument("shell", SHELLS, _SHELL_HELP)]}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -75,15 +70,10 @@ end
 def _adapters_and_files() -> dict[str, Any]:
     """Return shtab's description of an argument that is an adapter's name or path."""
     embedded = shlex.quote(str(resolve_model(EMBEDDED_MODEL)))
-    preambles = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-    return {
-        "bash": "_afm_mlx_adapter_files",
-        "zsh": "_afm_mlx_adapter_files",
-        "fish": "(_afm_mlx_adapter_files)",
-        "preamble": {
-            shell: text.replace("@EMBEDDED@", embedded) for shell, text in preambles.items()
-        },
-    }
+    scripts = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+    preamble = {shell: text.replace("@EMBEDDED@", embedded) for shell, text in scripts.items()}
+    name = "_afm_mlx_adapter_files"
+    return {"bash": name, "zsh": name, "fish": f"({name})", "preamble": preamble}
 
 
 def whole_parser() -> argparse.ArgumentParser:
@@ -94,26 +84,24 @@ def whole_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="show the version")
     children = parser.add_subparsers(metavar="COMMAND")
     for name, line in COMMANDS.items():
-        command = import_module(f"afm_mlx.cli.{name}")
-        child = children.add_parser(name, help=line, description=line)
-        actions: Mapping[str, Action] = getattr(command, "ACTIONS", {})
-        if not actions:
-            _add_completed_arguments(child, name, command)
-            continue
-        grandchildren = child.add_subparsers(metavar="COMMAND")
-        for action_name, action in actions.items():
-            summary = action.summary
-            grandchild = grandchildren.add_parser(action_name, help=summary, description=summary)
-            _add_completed_arguments(grandchild, name, action)
+        _add_command(children, name, line, import_module(f"afm_mlx.cli.{name}"))
     return parser
 
 
-def _add_completed_arguments(parser: argparse.ArgumentParser, name: str, command: Command) -> None:
+def _add_command(commands: Any, name: str, line: str, command: Command) -> None:
+    """Add a command, or a group of them, to argparse's object of subcommands."""
     from shtab import FILE
 
+    parser = commands.add_parser(name, help=line, description=line)
+    actions: Mapping[str, Action] = getattr(command, "ACTIONS", {})
+    if actions:
+        children = parser.add_subparsers(metavar="COMMAND")
+        for child, action in actions.items():
+            _add_command(children, child, action.summary, action)
+        return
     add_arguments(parser, command)
-    for action in parser._actions:
+    for argument in parser._actions:
         # Any text may be a path, or the name of a model or adapter.
-        if action.nargs != 0 and action.type is None and action.choices is None:
-            by_name = action.dest in ("adapter", "adapter_path") and name != "lora"
-            action.complete = _adapters_and_files() if by_name else FILE  # type: ignore[attr-defined]
+        if argument.nargs != 0 and argument.type is None and argument.choices is None:
+            by_name = argument.dest in ("adapter", "adapter_path") and name != "lora"
+            argument.complete = _adapters_and_files() if by_name else FILE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from dataclasses import fields
-from pathlib import Path
 
 from afm_mlx.cli.arguments import FLAG, Argument, UsageError, integer, number, unavailable
 from afm_mlx.cli.output import progress_bar
@@ -79,23 +78,18 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.measure.describe import describe_stored_weights
 
     options = {field.name: getattr(args, field.name) for field in fields(ConversionOptions)}
-    measuring_bar = (
-        contextlib.nullcontext() if args.target_bpw is None else progress_bar("measuring", "pass")
-    )
+    no_bar = contextlib.nullcontext()
+    measuring_bar = no_bar if args.target_bpw is None else progress_bar("measuring", "pass")
     with measuring_bar as measuring, progress_bar("converting", "B") as progress:
         folder = convert(
             args.model, args.mlx_path, progress=progress, measuring=measuring, **options
         )
     if args.to == "coreml":
-        _print_package(folder)
+        from afm_mlx.converters.coreml.package_writer import package_size
+
+        parts = package_size(folder)
+        print(f"{folder}: {parts[0] / 1e6:,.1f} MB of weights, {parts[1] / 1e6:,.1f} MB of program")
         return
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     weights = describe_stored_weights(folder)
     print(f"{folder}: {size / 1e6:,.1f} MB, {weights['bits_per_weight']:.3f} bits per weight")
-
-
-def _print_package(package: Path) -> None:
-    from afm_mlx.converters.coreml.package_writer import package_size
-
-    weights, program = package_size(package)
-    print(f"{package}: {weights / 1e6:,.1f} MB of weights, {program / 1e6:,.1f} MB of program")

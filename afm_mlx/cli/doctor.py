@@ -26,42 +26,29 @@ MADE = ""
 _OF_BACKEND = ("runs on ", "MLX has no ", "the C++ extension ")
 
 
+# fmt: off
 ARGUMENTS = {
     "options": [
         Argument("--quick", FLAG, "run a few problems, in about a second, without timing"),
-        Argument(
-            "--report",
-            None,
-            "where the report goes; afm-mlx-report-DATE.json in this folder by default, with --coreml "
-            "afm-mlx-report-coreml-DATE.json",
-            metavar="FILE",
-        ),
+        Argument("--report", None,
+                 "where the report goes; afm-mlx-report-DATE.json in this folder by default, with --coreml "
+                 "afm-mlx-report-coreml-DATE.json",
+                 metavar="FILE"),
         Argument("--retry", FLAG, "also run kernels that crashed the process last time"),
-        Argument(
-            "--seed",
-            integer(0, MAX_SEED),
-            "seed of the random inputs, to repeat a report; fresh by default",
-        ),
+        Argument("--seed", integer(0, MAX_SEED),
+                 "seed of the random inputs, to repeat a report; fresh by default"),
         JSON,
     ],
     "Core ML": [
-        Argument(
-            "--coreml",
-            None,
-            "test Core ML instead of kernels: a package of convert --to coreml, or packages that are made from "
-            "the model and removed afterwards. They are compared with MLX, and both are timed",
-            nargs="?",
-            const=MADE,
-            metavar="PACKAGE",
-        ),
-        Argument(
-            "--model",
-            None,
-            "model folder of the package; afm-nano by default",
-        ),
+        Argument("--coreml", None,
+                 "test Core ML instead of kernels: a package of convert --to coreml, or packages that are made "
+                 "from the model and removed afterwards. They are compared with MLX, and both are timed",
+                 nargs="?", const=MADE, metavar="PACKAGE"),
+        Argument("--model", None, "model folder of the package; afm-nano by default"),
         Argument("--adapter-path", None, "name of an adapter that the model and the package have"),
     ],
 }
+# fmt: on
 _ONLY_KERNELS, _ONLY_COREML = ("retry",), ("model", "adapter_path")
 
 
@@ -80,7 +67,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--report {path} can't be written: name a file in a folder that exists.")
     from afm_mlx.files import atomic_write
 
-    facts = _examine_coreml(args) if coreml else _examine_kernels(args)
+    if coreml:
+        facts = _examine_coreml(args)
+    else:
+        from afm_mlx.measure.kernel_report import examine
+
+        with progress_bar("testing", " problems") as progress:
+            facts = examine(quick=args.quick, retry=args.retry, seed=args.seed, progress=progress)
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(finite(facts), indent=1, allow_nan=False), encoding="utf-8")
     if args.json:
@@ -92,21 +85,32 @@ def run(args: argparse.Namespace) -> int:
     return 0 if facts["ok"] else FAILED
 
 
-def _examine_kernels(args: argparse.Namespace) -> dict[str, Any]:
-    from afm_mlx.measure.kernel_report import examine
-
-    with progress_bar("testing", " problems") as progress:
-        return examine(quick=args.quick, retry=args.retry, seed=args.seed, progress=progress)
-
-
 def _print_kernels(facts: dict[str, Any], path: Path) -> None:
     print_facts({name: facts[name] for name in ("machine", "runtime", "native_extension")})
     print("\nkernels: the largest error, as a share of its bound")
-    print_table([("", "problems", "chosen", "worst", ""), *map(_kernel_row, facts["kernels"])])
+    rows: list[tuple[Any, ...]] = [("", "problems", "chosen", "worst", "")]
+    for kernel in facts["kernels"]:
+        worst, failed = kernel.get("worst_share_of_bound"), kernel["failed"]
+        verdict = f"FAILED ({failed})" if failed else "ok" if kernel["problems"] else "not run"
+        name, share = (
+            f"{kernel['op']}  {kernel['variant']}",
+            "-" if worst is None else f"{worst:.2f}",
+        )
+        rows.append((name, kernel["problems"], kernel["chosen"], share, verdict))
+    print_table(rows)
     if facts["timed"]:
         print("\ncalls of a 3B model; > marks the kernel that runs")
         _print_timed(facts)
-    _print_obstacles(facts)
+    # A reason that holds for a whole backend is printed once.
+    obstacles: dict[str, None] = {}
+    for kernel in facts["kernels"]:
+        for reason, count in kernel["not_run"].items():
+            backend = kernel["variant"].split("/")[0]
+            general = reason.startswith(_OF_BACKEND) or reason.endswith(" is selected")
+            what = f"{backend}/*" if general else f"{kernel['op']}  {kernel['variant']} ({count})"
+            obstacles[f"  {what}: {reason}"] = None
+    if obstacles:
+        print("\nnot run here", *obstacles, sep="\n")
     if facts["asked_for"]:
         print(f"\nOnly {facts['asked_for']} was tested: AFM_MLX_KERNELS says so.")
     for name, reason in facts["failures"].items():
@@ -121,17 +125,6 @@ def _print_kernels(facts: dict[str, Any], path: Path) -> None:
     print(f"\n{verdict} Report: {path}")
 
 
-def _kernel_row(kernel: dict[str, Any]) -> tuple[str, ...]:
-    worst, failed = kernel.get("worst_share_of_bound"), kernel["failed"]
-    return (
-        f"{kernel['op']}  {kernel['variant']}",
-        str(kernel["problems"]),
-        str(kernel["chosen"]),
-        "-" if worst is None else f"{worst:.2f}",
-        f"FAILED ({failed})" if failed else "ok" if kernel["problems"] else "not run",
-    )
-
-
 def _print_timed(facts: dict[str, Any]) -> None:
     rows, title = [], None
     for line in facts["timed"]:
@@ -139,59 +132,28 @@ def _print_timed(facts: dict[str, Any]) -> None:
         if call != title:
             title = call
             rows.append((call, *[""] * 5))
+        if "not_run" in line:
+            continue
+        error = "-" if line["error"] is None else f"{line['error']:.1e}"
+        figures: tuple[str, ...] = ("FAILED", "", "")
+        if line["failure"] is None:
+            time, share = line["microseconds"], line.get("share_of_bandwidth")
+            figures = (
+                f"{time:.1f} us" if time < 1000 else f"{time / 1000:,.1f} ms",
+                f"{line['gb_per_s']:.1f}",
+                "" if share is None else f"{share:.0%}",
+            )
         name = f"  {'>' if line['chosen'] else ' '} {line['variant']}"
-        if "not_run" not in line:
-            rows.append((name, *_figures(line)))
+        rows.append((name, error, f"{line['bound']:.1e}", *figures))
     print_table([("", "error", "bound", "time", "GB/s", "of memory"), *rows])
-
-
-def _figures(line: dict[str, Any]) -> tuple[str, ...]:
-    error = "-" if line["error"] is None else f"{line['error']:.1e}"
-    if line["failure"] is not None:
-        return error, f"{line['bound']:.1e}", "FAILED", "", ""
-    share = line.get("share_of_bandwidth")
-    return (
-        error,
-        f"{line['bound']:.1e}",
-        _time(line["microseconds"]),
-        f"{line['gb_per_s']:.1f}",
-        "" if share is None else f"{share:.0%}",
-    )
-
-
-def _time(microseconds: float) -> str:
-    return f"{microseconds:.1f} us" if microseconds < 1000 else f"{microseconds / 1000:,.1f} ms"
-
-
-def _print_obstacles(facts: dict[str, Any]) -> None:
-    """Print why variants were not run; a reason that holds for a whole backend is printed once."""
-    lines: dict[str, None] = {}
-    for kernel in facts["kernels"]:
-        for reason, count in kernel["not_run"].items():
-            backend = kernel["variant"].split("/")[0]
-            general = reason.startswith(_OF_BACKEND) or reason.endswith(" is selected")
-            what = f"{backend}/*" if general else f"{kernel['op']}  {kernel['variant']} ({count})"
-            lines[f"  {what}: {reason}"] = None
-    if lines:
-        print("\nnot run here")
-        print("\n".join(lines))
 
 
 # -- Core ML
 
-_UNITS = {
-    "CPU_ONLY": "CPU",
-    "CPU_AND_GPU": "CPU and GPU",
-    "CPU_AND_NE": "CPU and Neural Engine",
-}
+_UNITS = {"CPU_ONLY": "CPU", "CPU_AND_GPU": "CPU and GPU", "CPU_AND_NE": "CPU and Neural Engine"}
 
 
 def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare Core ML packages with MLX; return the report's facts.
-
-    Raises:
-        AFMError: if the model or the package can't be used.
-    """
     from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
     from afm_mlx.measure.coreml_report import examine_coreml
 
@@ -205,55 +167,38 @@ def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:
         _packages(args.coreml, folder) as (packages, not_made),
         progress_bar("comparing", " runs") as progress,
     ):
-        facts = examine_coreml(
-            packages,
-            folder,
-            adapter=args.adapter_path,
-            quick=args.quick,
-            seed=args.seed,
-            progress=progress,
-        )
+        options = {"adapter": args.adapter_path, "quick": args.quick, "seed": args.seed}
+        facts = examine_coreml(packages, folder, progress=progress, **options)
     return {**facts, "not_made": not_made}
 
 
 @contextlib.contextmanager
 def _packages(named: str, folder: Path) -> Iterator[tuple[dict[str, Path], dict[str, str]]]:
-    """Yield packages by name, and why others can't be made; remove those made from the model at the end."""
-    from afm_mlx.coreml.availability import obstacle
-
-    if named != MADE:
-        yield {Path(named).name: Path(named)}, {}
-    elif obstacle() is not None:
-        yield {}, {}
-    else:
-        with tempfile.TemporaryDirectory(prefix="afm-mlx-coreml-") as temporary:
-            yield _make(folder, Path(temporary))
-
-
-def _make(folder: Path, place: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Make packages of the model in both arrangements; return them, and why one can't be made.
-
-    Raises:
-        AFMError: if none can be made.
-    """
+    """Yield packages by name, and why others can't be made; raise if none can, and remove them at the end."""
     from afm_mlx.converters.convert import convert
+    from afm_mlx.coreml.availability import obstacle
     from afm_mlx.measure.kernel_report import without_private_words
 
+    if named != MADE or obstacle() is not None:
+        yield {} if named == MADE else {Path(named).name: Path(named)}, {}
+        return
     packages, not_made = {}, {}
-    for name in ("linear", "neural_engine"):
-        path = place / f"{name}.mlpackage"
-        with progress_bar(f"making {name}", "B") as progress:
-            try:
-                convert(folder, path, progress=progress, to="coreml", ane=name == "neural_engine")
-            except AFMError as error:
-                # Some weights can't be written in one of the arrangements.
-                not_made[name] = without_private_words(str(error))
-                failure = error
-            else:
-                packages[name] = path
-    if not packages:
-        raise failure
-    return packages, not_made
+    with tempfile.TemporaryDirectory(prefix="afm-mlx-coreml-") as temporary:
+        for name in ("linear", "neural_engine"):
+            path = Path(temporary) / f"{name}.mlpackage"
+            with progress_bar(f"making {name}", "B") as progress:
+                try:
+                    ane = name == "neural_engine"
+                    convert(folder, path, progress=progress, to="coreml", ane=ane)
+                except AFMError as error:
+                    # Some weights can't be written in one of the arrangements.
+                    not_made[name] = without_private_words(str(error))
+                    failure = error
+                else:
+                    packages[name] = path
+        if not packages:
+            raise failure
+        yield packages, not_made
 
 
 def _print_coreml(facts: dict[str, Any], path: Path) -> None:
@@ -270,8 +215,7 @@ def _print_coreml(facts: dict[str, Any], path: Path) -> None:
     if facts["not_run"] is not None:
         obstacles.append(facts["not_run"])
     if obstacles:
-        print("\nnot run here")
-        print("\n".join(f"  {obstacle}" for obstacle in obstacles))
+        print("\nnot run here", *(f"  {obstacle}" for obstacle in obstacles), sep="\n")
     for name, reason in facts["failures"].items():
         print(f"\nFAILED: {name}\n  {reason}")
     well = "All is well." if facts["runs"] else "Nothing was compared."
@@ -312,7 +256,8 @@ def _print_devices(runs: list[dict[str, Any]]) -> None:
             parts = ", ".join(f"{device} {share:.0%}" for device, share in shares.items())
             lines.append(f"  {name}, {function}: {parts}")
     if lines:
-        print("\nthe devices that Core ML plans to use, by its estimate of the cost")
-        print("\n".join(lines))
+        print(
+            "\nthe devices that Core ML plans to use, by its estimate of the cost", *lines, sep="\n"
+        )
     elif any("devices" in run for run in runs):
         print("\nCore ML does not say which device runs what.")

@@ -63,14 +63,9 @@ def run(args: argparse.Namespace) -> None:
     evaluations = {}
     for constrained in _CONSTRAINED[args.constrained]:
         with progress_bar("answering", "example") as progress:
-            evaluations[constrained] = evaluate(
-                model,
-                tokenizer,
-                examples,
-                batch_size=args.batch_size,
-                constrained=constrained,
-                progress=progress,
-            )
+            options = {"batch_size": args.batch_size, "constrained": constrained}
+            found = evaluate(model, tokenizer, examples, progress=progress, **options)
+            evaluations[constrained] = found
     perplexity = None
     if (folder / HELD_OUT).is_file():
         pieces = cut(load_documents(folder / HELD_OUT, tokenizer))
@@ -88,38 +83,32 @@ def _as_json(
     evaluations: dict[bool, Evaluation],
     perplexity: Perplexity | None,
 ) -> dict[str, Any]:
-    def scores(evaluation: Evaluation) -> dict[str, Any]:
-        return {
-            "tasks": {task: score(result) for task, result in evaluation.tasks.items()},
-            "overall": score(evaluation.overall),
-            "seconds": evaluation.seconds,
-            "errors": [
-                {
-                    "where": mistake.example.where,
-                    "task": mistake.example.task,
-                    "expected": mistake.example.answer,
-                    "got": mistake.answer,
-                }
-                for mistake in evaluation.mistakes[: args.show_errors]
-            ],
-        }
-
     def score(score: TaskScore) -> dict[str, Any]:
         return dataclasses.asdict(score) | {"accuracy": score.accuracy}
 
-    (first, evaluation), *others = evaluations.items()
+    scores = []
+    for evaluation in evaluations.values():
+        wrong = [(m.example, m.answer) for m in evaluation.mistakes[: args.show_errors]]
+        errors = [
+            {"where": e.where, "task": e.task, "expected": e.answer, "got": answer}
+            for e, answer in wrong
+        ]
+        scores.append(
+            {
+                "tasks": {task: score(result) for task, result in evaluation.tasks.items()},
+                "overall": score(evaluation.overall),
+                "seconds": evaluation.seconds,
+                "errors": errors,
+            }
+        )
+    names = ("perplexity", "standard_error", "tokens")
     return {
         "model": args.model,
         "data": str(data),
-        "constrained": first,
-        **scores(evaluation),
-        **({"under_constraints": scores(others[0][1])} if others else {}),
-        "perplexity": perplexity
-        and {
-            "perplexity": perplexity.perplexity,
-            "standard_error": perplexity.standard_error,
-            "tokens": perplexity.tokens,
-        },
+        "constrained": next(iter(evaluations)),
+        **scores[0],
+        **({"under_constraints": scores[1]} if len(scores) == 2 else {}),
+        "perplexity": perplexity and {name: getattr(perplexity, name) for name in names},
     }
 
 
@@ -149,16 +138,12 @@ def _print(
 
 def _table(evaluations: dict[bool, Evaluation]) -> list[tuple[Any, ...]]:
     """Return a row for each task; if both are measured, the last two columns are with constraints."""
-    titles: list[Any] = ["task", "correct", "of", "accuracy"]
-    if len(evaluations) == 2:
-        titles += ["constrained", "accuracy"]
     first, *others = (
         {**evaluation.tasks, "all": evaluation.overall} for evaluation in evaluations.values()
     )
-    rows = [tuple(titles)]
+    titles = ["task", "correct", "of", "accuracy", *["constrained", "accuracy"] * len(others)]
+    rows: list[tuple[Any, ...]] = [tuple(titles)]
     for task, score in first.items():
-        row = [task, score.correct, score.total, f"{score.accuracy:.1%}"]
-        for other in others:
-            row += [other[task].correct, f"{other[task].accuracy:.1%}"]
-        rows.append(tuple(row))
+        constrained = [x for o in others for x in (o[task].correct, f"{o[task].accuracy:.1%}")]
+        rows.append((task, score.correct, score.total, f"{score.accuracy:.1%}", *constrained))
     return rows

@@ -8,8 +8,9 @@ import importlib.util
 import itertools
 import json
 import re
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from afm_mlx.errors import CacheFileError, reason_of, shown
 if TYPE_CHECKING:
     import mlx.nn as nn
 
+    from afm_mlx.engine.generation import GenerationResponse
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -113,29 +115,43 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             "--prefill-response can't be combined with a constraint, which holds for the whole answer."
         )
+    from afm_mlx.engine.generation import stream_generate
+
     model, tokenizer = model_options.load_model(args)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = _encode(args, text, tokenizer, form)
-    generate = _generate if args.prompt_cache_file is None else _generate_with_file
-    generate(
-        args,
-        model,
-        tokenizer,
-        prompt,
-        form,
-        max_tokens=args.max_tokens,
-        sampler=model_options.sampler_of(args, model, tokenizer),
-        seed=args.seed,
-        stop=args.stop,
-        at_limit=args.at_limit,
-        speculation=model_options.speculation_of(args, model, tokenizer),
+    options: dict[str, Any] = {
+        "max_tokens": args.max_tokens,
+        "sampler": model_options.sampler_of(args, model, tokenizer),
+        "seed": args.seed,
+        "stop": args.stop,
+        "at_limit": args.at_limit,
+        "speculation": model_options.speculation_of(args, model, tokenizer),
         **model_options.cache_options(args, model),
-    )
+    }
+    if form is not None:
+        is_text = args.ignore_chat_template or not tokenizer.has_chat_template
+        options |= {"constraint": form.constraint, "heal": is_text}
+    with _cached(args, model, tokenizer, prompt) as (rest, prompt_cache):
+        responses = stream_generate(
+            model, tokenizer, rest, prompt_cache=prompt_cache, logprobs=False, **options
+        )
+        _print(args, responses, form)
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
     given = args.prompt if args.text is None else args.text
+    for name in ("choices", "stop", "extra_eos_token") if given is None else ():
+        # A flag that takes all texts after it has probably taken the prompt, too.
+        if (
+            flag_of(name) in shlex.split(args.command_line)
+            and len(taken := getattr(args, name)) > 1
+        ):
+            raise UsageError(
+                f"there is no prompt: {flag_of(name)} takes all texts after it, {shown(taken[-1])} too. Write "
+                f"the prompt before {flag_of(name)}, or as --prompt TEXT."
+            )
     text = (DEFAULT_PROMPT if given is None else given).replace("\\n", "\n").replace("\\t", "\t")
     if text == "-":
         try:
@@ -185,24 +201,17 @@ def _encode(
     return tokenizer.apply_chat_template(messages, **options)
 
 
-def _generate(
-    args: argparse.Namespace,
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    form: AnswerConstraint | None,
-    **arguments: Any,
+def _print(
+    args: argparse.Namespace, responses: Iterable[GenerationResponse], form: AnswerConstraint | None
 ) -> None:
-    from afm_mlx.engine.generation import stream_generate, summary
+    """Print an answer while it grows, and figures after it."""
+    from afm_mlx.engine.generation import summary
 
-    if form is not None:
-        is_text = args.ignore_chat_template or not tokenizer.has_chat_template
-        arguments |= {"constraint": form.constraint, "heal": is_text}
     framed = args.verbose and not args.json
     text, tokens = "", list[int]()
     response: Any = None
     try:
-        for response in stream_generate(model, tokenizer, prompt, logprobs=False, **arguments):
+        for response in responses:
             if framed and not tokens:
                 print(_RULE)
             text += response.text
@@ -217,10 +226,8 @@ def _generate(
         form.check(text)
     if args.json:
         facts = {name: getattr(response, name) for name in _FACTS}
-        if response.draft_counts is not None:
-            facts |= {
-                name: getattr(response.draft_counts, name) for name in ("proposed", "accepted")
-            }
+        if (counts := response.draft_counts) is not None:
+            facts |= {"proposed": counts.proposed, "accepted": counts.accepted}
         facts["peak_memory_gb"] = response.peak_memory
         parsed = {} if args.json_schema is None else {"value": json.loads(text)}
         print_json({"text": text, **parsed, "tokens": tokens, **facts})
@@ -229,65 +236,47 @@ def _generate(
         print(summary(response))
 
 
-# -- prompt cache files
-
-
-def _generate_with_file(
-    args: argparse.Namespace,
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    form: AnswerConstraint | None,
-    **arguments: Any,
-) -> None:
-    from afm_mlx.engine.prompt_cache import PromptCaches, save_prompt_cache
-
-    path = _checked_cache_path(args, model)
-    caches = PromptCaches(partial(model_options.new_cache, args, model, tokenizer))
-    if is_there := path.exists():
-        caches.keep(*_read_cache(path, model))
-    with caches.continuing(prompt) as run:
-        _generate(args, model, tokenizer, run.rest, form, prompt_cache=run.cache, **arguments)
-    if not is_there:
-        prompt_cache = [layer.copy(len(prompt)) for layer in run.cache]
-        save_prompt_cache(path, prompt_cache, model, metadata={"tokens": json.dumps(prompt)})
-
-
-def _checked_cache_path(args: argparse.Namespace, model: nn.Module) -> Path:
+@contextmanager
+def _cached(
+    args: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer, prompt: list[int]
+) -> Iterator[tuple[list[int], list[Any] | None]]:
+    """Yield the part of the prompt that `--prompt-cache-file` lacks, and its cache; then write a new file."""
+    if args.prompt_cache_file is None:
+        yield prompt, None
+        return
+    from afm_mlx.engine import prompt_cache
     from afm_mlx.model.model import is_afm
 
-    path = Path(args.prompt_cache_file)
+    flag, path = "--prompt-cache-file", Path(args.prompt_cache_file)
     if not is_afm(model):
-        raise UsageError(
-            "--prompt-cache-file is for AFM models; mlx_lm.generate has it for others."
-        )
+        raise UsageError(f"{flag} is for AFM models; mlx_lm.generate has it for others.")
     if args.sliding_window:
         raise UsageError(
-            "--prompt-cache-file can't be combined with --sliding-window, which drops the beginning."
+            f"{flag} can't be combined with --sliding-window, which drops the beginning."
         )
     if path.suffix != ".safetensors":
-        raise UsageError(
-            f"--prompt-cache-file is {path}; the name of a .safetensors file is needed."
-        )
+        raise UsageError(f"{flag} is {path}; the name of a .safetensors file is needed.")
     if not path.parent.is_dir():
-        raise UsageError(f"--prompt-cache-file is {path}, and there is no folder {path.parent}.")
-    return path
-
-
-def _read_cache(path: Path, model: nn.Module) -> tuple[list[Any], list[int]]:
-    from afm_mlx.engine.prompt_cache import load_prompt_cache, tokens_in
-
-    cache, metadata = load_prompt_cache(path, model)
-    try:
-        held = json.loads(metadata["tokens"])
-    except (KeyError, ValueError, RecursionError):
-        held = None
-    if not isinstance(held, list) or len(held) != tokens_in(cache):
-        raise CacheFileError(
-            f"{path} does not say which tokens it holds; it was not made by `afm-mlx generate`. "
-            "Give the name of a new file, which is then made."
-        )
-    return cache, held
+        raise UsageError(f"{flag} is {path}, and there is no folder {path.parent}.")
+    caches = prompt_cache.PromptCaches(partial(model_options.new_cache, args, model, tokenizer))
+    if is_there := path.exists():
+        cache, metadata = prompt_cache.load_prompt_cache(path, model)
+        try:
+            held = json.loads(metadata["tokens"])
+        except (KeyError, ValueError, RecursionError):
+            held = None
+        if not isinstance(held, list) or len(held) != prompt_cache.tokens_in(cache):
+            raise CacheFileError(
+                f"{path} does not say which tokens it holds; it was not made by `afm-mlx generate`. "
+                "Give the name of a new file, which is then made."
+            )
+        caches.keep(cache, held)
+    with caches.continuing(prompt) as run:
+        yield run.rest, run.cache
+    if not is_there:
+        layers = [layer.copy(len(prompt)) for layer in run.cache]
+        metadata = {"tokens": json.dumps(prompt)}
+        prompt_cache.save_prompt_cache(path, layers, model, metadata=metadata)
 
 
 # -- constraints
@@ -295,26 +284,15 @@ def _read_cache(path: Path, model: nn.Module) -> tuple[list[Any], list[int]]:
 
 @dataclass(frozen=True)
 class AnswerConstraint:
-    """A constraint on the answer, and how a chat shows it.
-
-    Args:
-        constraint: the constraint.
-        response_format: the response format in a chat's message; None to show nothing.
-        check: raises `ConstraintError` if the answer is not an instance of the type; None if no type was given.
-    """
+    """A constraint on the answer, the form in which a chat shows it to the model, and a last check."""
 
     constraint: Constraint
-    response_format: dict[str, Any] | None = None
-    check: Callable[[str], Any] | None = None
+    response_format: dict[str, Any] | None = None  # None shows nothing
+    check: Callable[[str], Any] | None = None  # raises ConstraintError for no instance of the type
 
 
 def answer_constraint(args: argparse.Namespace) -> AnswerConstraint | None:
-    """Return the constraint that the arguments ask for; return None if they ask for none.
-
-    Raises:
-        UsageError: if a file or a type can't be read.
-        ConstraintError: if the constraint can't be honoured.
-    """
+    """Return the constraint that the arguments ask for, or None."""
     if all(getattr(args, name) is None for name in _CONSTRAINT_NAMES):
         if args.at_limit != "error":
             flags = ", ".join(map(flag_of, _CONSTRAINT_NAMES))
@@ -348,42 +326,37 @@ def _read_text(path: Path, flag: str) -> str:
 
 
 def _of_schema(text: str) -> AnswerConstraint:
+    """Return the constraint of a schema's file or of a type."""
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.guidance.types import answer_type
 
+    schema: Any
     if text.endswith(".json"):
-        return _of_file(Path(text))
-    kind = _type(text)
-    if getattr(kind, "_generable", False) is True:  # of afm_mlx.fm
+        try:
+            schema = json.loads(_read_text(Path(text), "--json-schema"))
+        except UsageError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--json-schema: {Path(text)} is not JSON ({error}).") from None
+        if not isinstance(schema, dict | bool):
+            raise UsageError(
+                f"--json-schema: {Path(text)} holds {shown(schema)}; a JSON schema is an object."
+            )
+    else:
+        kind = _type(text)
+        if getattr(kind, "_generable", False) is not True:  # not of afm_mlx.fm
+            answers = answer_type(kind)
+            return AnswerConstraint(answers.constraint, answers.response_format, answers.instance)
         try:
             schema = kind.generation_schema().to_dict()
         except Exception as error:  # errors of afm_mlx.fm are not AFMErrors
             raise UsageError(f"--json-schema: {text} can't be generated: {error}") from error
-        return AnswerConstraint(Constraint.json_schema(schema), _response_format(schema))
-    answers = answer_type(kind)
-    return AnswerConstraint(answers.constraint, answers.response_format, answers.instance)
-
-
-def _of_file(path: Path) -> AnswerConstraint:
-    from afm_mlx.guidance.constraint import Constraint
-
-    text = _read_text(path, "--json-schema")
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--json-schema: {path} is not JSON ({error}).") from None
-    if not isinstance(schema, dict | bool):
-        raise UsageError(
-            f"--json-schema: {path} holds {shown(schema)}; a JSON schema is an object."
-        )
-    shown_schema = _response_format(schema) if isinstance(schema, dict) else None
-    return AnswerConstraint(Constraint.json_schema(schema), shown_schema)
-
-
-def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
-    described = {"description": schema["description"]} if "description" in schema else {}
-    named = {"name": schema.get("title", "Response"), **described, "schema": schema}
-    return {"type": "json_schema", "json_schema": named}
+    constraint, shown_schema = Constraint.json_schema(schema), None
+    if isinstance(schema, dict):
+        described = {"description": schema["description"]} if "description" in schema else {}
+        named = {"name": schema.get("title", "Response"), **described, "schema": schema}
+        shown_schema = {"type": "json_schema", "json_schema": named}
+    return AnswerConstraint(constraint, shown_schema)
 
 
 def _type(text: str) -> Any:
@@ -395,9 +368,12 @@ def _type(text: str) -> Any:
         )
     source = found["file"] or found["module"]
     try:
-        # Standard output is for the answer.
-        with redirect_stdout(sys.stderr):
-            kind: Any = _run_file(Path(source)) if found["file"] else _import_module(source)
+        with redirect_stdout(sys.stderr):  # standard output is for the answer
+            if found["file"]:
+                kind: Any = _run_file(Path(source))
+            else:
+                with _importing_from(Path.cwd()):
+                    kind = importlib.import_module(source)
             for name in found["name"].split("."):
                 if not hasattr(kind, name):
                     raise UsageError(f"--json-schema: {source} has no {name}.")
@@ -409,12 +385,6 @@ def _type(text: str) -> Any:
             f"--json-schema: {source} can't be run ({type(error).__name__}: {error})."
         ) from error
     return kind
-
-
-def _import_module(name: str) -> ModuleType:
-    """Import a module of the current folder, or an installed one."""
-    with _importing_from(Path.cwd()):
-        return importlib.import_module(name)
 
 
 def _run_file(path: Path) -> ModuleType:

@@ -1,5 +1,6 @@
-"""Train a LoRA adapter, all float weights, or a draft model; with a teacher, restore a packed model's "
-"quality."""
+"""Train a LoRA adapter, all float weights, or a draft model; with a teacher, restore a packed model's
+quality.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +128,13 @@ def run(args: argparse.Namespace) -> None:
     if args.draft_preset is not None and kind != "draft":
         raise UsageError("--draft-preset is for --fine-tune-type draft; leave it out.")
     if kind == "lora":
-        _fill_from_lora_parameters(args)
+        parser = Parser()
+        add_tables(parser, {"options": _IN_LORA_PARAMETERS})
+        parameters = [("--lora-parameters", *item) for item in (args.lora_parameters or {}).items()]
+        known = ", ".join(row.name for row in _IN_LORA_PARAMETERS)
+        values = checked_arguments(parameters, parser, known)
+        drop_alternatives(values, args, _LORA_ALTERNATIVES)
+        fill(args, values)
     if args.test and not (args.train or args.resume):
         _test_adapter(args)
         return
@@ -140,8 +147,18 @@ def run(args: argparse.Namespace) -> None:
     recipe = recipe_of(args, LEARNING_RATES[kind])
     if kind == "lora":
         _train_adapter(args, recipe)
-    else:
-        _train_model(args, recipe)
+        return
+    from afm_mlx.training.methods.method import DraftTraining, FullTraining
+    from afm_mlx.training.methods.model_source import FreshSource
+
+    method = FullTraining(args.num_layers)
+    if kind == "draft":
+        method = DraftTraining(args.num_layers)
+        if args.draft_preset is not None:
+            fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
+            recipe = dataclasses.replace(recipe, model=fresh)
+            args.model = args.draft_preset  # what is shown
+    run_training(args, method, recipe, Path(args.save_path))
 
 
 def _fill_from_preset(args: argparse.Namespace) -> None:
@@ -155,9 +172,7 @@ def _fill_from_preset(args: argparse.Namespace) -> None:
         # The toolkit trains draft models with a linear warm-up, then a constant rate.
         values |= {"rank": None, "alpha": None, "schedule": "constant"}
     drop_alternatives(values, args, ALTERNATIVES)
-    if (
-        args.initial_adapter or args.resume_adapter_file
-    ):  # an initial adapter has a rank and a scale
+    if args.initial_adapter or args.resume_adapter_file:  # which has a rank and a scale
         values |= {"rank": None, "alpha": None}
     if args.optimizer == "adam" or "weight_decay" in optimizer_settings(args):
         values["weight_decay"] = None
@@ -171,10 +186,10 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
         raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
     if args.adapter_path == "":
         raise UsageError("--adapter-path is empty; a trained adapter needs a folder.")
-    own = {"initial_adapter": args.initial_adapter or args.resume_adapter_file}
-    own |= {"keys": args.keys and tuple(args.keys)}
+    initial = args.initial_adapter or args.resume_adapter_file
+    own = {"initial_adapter": initial, "keys": args.keys and tuple(args.keys)}
     if args.alpha is not None:
-        if args.rank is None and own["initial_adapter"] is not None:
+        if args.rank is None and initial is not None:
             raise UsageError("--alpha needs --rank, too; with --initial-adapter leave it out.")
         own["scale"] = args.alpha / (args.rank or RANK)
     method = LoRATraining(**fields_given(args, LoRATraining) | own)
@@ -199,20 +214,6 @@ def _check_model_arguments(args: argparse.Namespace) -> None:
             "Draft training starts from a float model folder (--model FOLDER) or from random weights "
             f"(--draft-preset {DRAFT_PRESETS[0]}); {fault}."
         )
-
-
-def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
-    from afm_mlx.training.methods.method import DraftTraining, FullTraining
-    from afm_mlx.training.methods.model_source import FreshSource
-
-    method = FullTraining(args.num_layers)
-    if args.fine_tune_type == "draft":
-        method = DraftTraining(args.num_layers)
-        if args.draft_preset is not None:
-            fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
-            recipe = dataclasses.replace(recipe, model=fresh)
-            args.model = args.draft_preset  # what is shown
-    run_training(args, method, recipe, Path(args.save_path))
 
 
 def _test_adapter(args: argparse.Namespace) -> None:
@@ -241,14 +242,3 @@ def _test_adapter(args: argparse.Namespace) -> None:
         print_json(facts | {"test": scores_dict(scores)})
     else:
         print_scores(scores)
-
-
-def _fill_from_lora_parameters(args: argparse.Namespace) -> None:
-    """Set arguments that are not given to the values in `--lora-parameters`."""
-    parser = Parser()
-    add_tables(parser, {"options": _IN_LORA_PARAMETERS})
-    given = [("--lora-parameters", *item) for item in (args.lora_parameters or {}).items()]
-    known = ", ".join(row.name for row in _IN_LORA_PARAMETERS)
-    values = checked_arguments(given, parser, known)
-    drop_alternatives(values, args, _LORA_ALTERNATIVES)
-    fill(args, values)

@@ -63,9 +63,8 @@ def named_path(text: str) -> tuple[str, str]:
     """Convert the argument `NAME=PATH`."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not NAME=PATH, such as tidy=my-adapters/tidy"
-        )
+        problem = f"{shown(text)} is not NAME=PATH, such as tidy=my-adapters/tidy"
+        raise argparse.ArgumentTypeError(problem)
     return name, path
 
 
@@ -73,9 +72,8 @@ def gigabytes(text: str) -> int:
     """Convert a number of gigabytes to bytes, at least one."""
     nbytes = round(number(0, 10**6)(text) * 1e9)
     if nbytes < 1:
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is too little for an adapter, which takes 0.001 to 0.3 GB"
-        )
+        problem = f"{shown(text)} is too little for an adapter, which takes 0.001 to 0.3 GB"
+        raise argparse.ArgumentTypeError(problem)
     return nbytes
 
 
@@ -93,11 +91,7 @@ ADAPTERS = [
 
 
 def named_adapters(given: list[tuple[str, str]]) -> dict[str, str]:
-    """Return a mapping from name to path for the values of `--adapter`.
-
-    Raises:
-        UsageError: if a name is given twice.
-    """
+    """Return the paths of `--adapter` by name; raise `UsageError` if a name is given twice."""
     names = [name for name, _ in given]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(
@@ -161,11 +155,7 @@ def sampling_arguments(seed: int | None) -> list[Argument]:
 
 
 def sampler_of(args: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer) -> Sampler | None:
-    """Make the sampler that the arguments describe; None to take the most likely token.
-
-    Raises:
-        UsageError: if the arguments contradict each other or the size of the vocabulary.
-    """
+    """Make the sampler that the arguments describe; return None to take the most likely token."""
     if args.temp == 0:
         if args.xtc_probability:
             raise UsageError(
@@ -225,13 +215,7 @@ def speculation_of(
 ) -> Speculation | None:
     """Make the `Speculation` that the arguments ask for; return None if they ask for plain decoding.
 
-    Args:
-        args: the parsed arguments of `SPECULATION`.
-        model, tokenizer: the target model and its tokenizer.
-        adapters: paths of the adapters that may answer, by name; draft models may come with them.
-
-    Raises:
-        UsageError: if `check_speculation` raises it.
+    `adapters` has the paths of the adapters that may answer, by name; draft models may come with them.
     """
     check_speculation(args)
     if args.draft_model is None and not args.prompt_lookup:
@@ -276,11 +260,7 @@ CACHE = [
 
 
 def cache_options(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of `stream_generate` that the arguments of `CACHE` set.
-
-    Raises:
-        UsageError: for `--sliding-window` with a model that doesn't have it.
-    """
+    """Return the arguments of `stream_generate` that the arguments of `CACHE` set."""
     from afm_mlx.model.model import is_afm
 
     if args.sliding_window and not is_afm(model):
@@ -295,11 +275,6 @@ def new_cache(args: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer) 
     """Make an empty KV cache as the arguments of `CACHE` say."""
     from afm_mlx.engine.engine import Engine
 
-    engine = Engine(
-        model,
-        tokenizer,
-        max_kv_size=args.max_kv_size,
-        sliding_window=args.sliding_window,
-        kv="float" if args.kv_bits == 16 else "int8",
-    )
-    return engine.make_cache()
+    kv = "float" if args.kv_bits == 16 else "int8"
+    sizes = {"max_kv_size": args.max_kv_size, "sliding_window": args.sliding_window}
+    return Engine(model, tokenizer, kv=kv, **sizes).make_cache()

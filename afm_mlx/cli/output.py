@@ -16,9 +16,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def input_bytes() -> BinaryIO:
-    """Return standard input as a stream of bytes, even if a caller has replaced `sys.stdin` by a text
-    stream.
-    """
+    """Return standard input as bytes, even if a caller has replaced `sys.stdin` by a stream of text."""
     buffer: BinaryIO | None = getattr(sys.stdin, "buffer", None)
     return io.BytesIO(sys.stdin.read().encode()) if buffer is None else buffer
 
@@ -38,9 +36,9 @@ def harmless(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def one_line(error: Exception) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split())
+def one_line(text: str) -> str:
+    """Replace each run of white space, line breaks included, by one space."""
+    return " ".join(text.split())
 
 
 def print_json(values: Any) -> None:
@@ -66,29 +64,16 @@ def print_table(rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
-def print_markdown_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table of right-aligned columns; the first row has the titles."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for index, row in enumerate(rows):
-        print(f"| {' | '.join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))} |")
-        if index == 0:
-            print(f"|{'|'.join('-' * (width + 1) + ':' for width in widths)}|")
-
-
 def print_facts(facts: dict[str, Any]) -> None:
     """Print facts as `name  value` lines; dicts follow as groups under their names."""
-    groups = {key: value for key, value in facts.items() if isinstance(value, dict)}
-    if single := {key: value for key, value in facts.items() if key not in groups}:
-        _print_lines(single)
+    groups = {"": {key: value for key, value in facts.items() if not isinstance(value, dict)}}
+    groups |= {key: value for key, value in facts.items() if isinstance(value, dict)}
     for name, group in groups.items():
-        print(f"\n{name.replace('_', ' ')}")
-        _print_lines(group, indent="  ")
-
-
-def _print_lines(facts: dict[str, Any], indent: str = "") -> None:
-    width = max(map(len, facts))
-    for key, value in facts.items():
-        print(f"{indent}{key.replace('_', ' '):<{width}}  {_text(value)}")
+        if name:
+            print(f"\n{name.replace('_', ' ')}")
+        width = max(map(len, group), default=0)
+        for key, value in group.items():
+            print(f"{'  ' * bool(name)}{key.replace('_', ' '):<{width}}  {_text(value)}")
 
 
 def _text(value: Any) -> str:

@@ -11,10 +11,7 @@ from afm_mlx.cli.arguments import FLAG, Argument, UsageError, integer
 from afm_mlx.cli.training_runs import fields_given, recipe_of, run_training, training_tables
 
 if TYPE_CHECKING:
-    from afm_mlx.quantization.quantize_model import Predicate
-    from afm_mlx.quantization.rule import QuantizationRule
     from afm_mlx.training.methods.method import QATTraining
-    from afm_mlx.training.methods.model_source import ModelSource
 
 LEARNING_RATE = 2e-5
 ALTERNATIVES = (*training_runs.ALTERNATIVES, ("bits", "quant_predicate", "how many bits"))
@@ -68,24 +65,21 @@ def _method(args: argparse.Namespace) -> QATTraining:
     if granularity is None:
         granularity = "group" if rule.granularity == "group" else "row"
     group_size = rule.group_size if granularity == "group" else None
+    predicate = None
+    if args.quant_predicate is not None:
+        from afm_mlx.config import ModelConfig
+        from afm_mlx.converters.conversion_options import recipe
+
+        if not source.is_afm:
+            raise UsageError(
+                f"--quant-predicate {args.quant_predicate} is for AFM models; leave it out, or say --bits."
+            )
+        config = ModelConfig.from_dict(source.values, source=str(source.folder / "config.json"))
+        predicate = recipe(args.quant_predicate, config, rule)
     return QATTraining(
         rule=rule,
         embedding_rule=QuantizationRule(args.embedding_bits, mode, granularity, group_size),
-        predicate=_predicate(args.quant_predicate, source, rule),
+        predicate=predicate,
         average=args.ema_decay is None,
         **fields_given(args, QATTraining),
     )
-
-
-def _predicate(name: str | None, source: ModelSource, rule: QuantizationRule) -> Predicate | None:
-    if name is None:
-        return None
-    from afm_mlx.config import ModelConfig
-    from afm_mlx.converters.conversion_options import recipe
-
-    if not source.is_afm:
-        raise UsageError(
-            f"--quant-predicate {name} is for AFM models; leave it out, or say --bits."
-        )
-    config = ModelConfig.from_dict(source.values, source=str(source.folder / "config.json"))
-    return recipe(name, config, rule)

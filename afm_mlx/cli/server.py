@@ -194,13 +194,16 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
     names = [field.name for field in dataclasses.fields(ServerOptions)]
     values: dict[str, Any] = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    for path in args.adapter_folder:
+        if not os.path.isdir(os.path.expanduser(path)):
+            raise UsageError(f"--adapter-folder is {path}, and there is no such folder.")
     values |= {
         "unix_socket": _path(args.unix_socket),
         "api_keys": _keys(args, "api", KEY_VARIABLE),
         "admin_keys": _keys(args, "admin", ADMIN_KEY_VARIABLE),
         "allowed_hosts": tuple(args.allowed_host),
         "cors_origins": tuple(args.cors_origin),
-        "adapter_folders": tuple(_folder(path) for path in args.adapter_folder),
+        "adapter_folders": tuple(_path(path) for path in args.adapter_folder),
         "temperature": args.temp,
         "prompt_cache_folder": _path(args.prompt_cache_folder),
         "chat_template_args": args.chat_template_args or {},
@@ -212,13 +215,6 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
 def _path(path: str | None) -> Path | None:
     return None if path is None else Path(os.path.expanduser(path))
-
-
-def _folder(path: str) -> Path:
-    folder = Path(os.path.expanduser(path))
-    if not folder.is_dir():
-        raise UsageError(f"--adapter-folder is {path}, and there is no such folder.")
-    return folder
 
 
 def _keys(args: argparse.Namespace, kind: str, variable: str) -> tuple[str, ...]:

@@ -26,16 +26,10 @@ _WATCHED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasa
 
 
 class Terminated(BaseException):
-    """Raised by SIGTERM and SIGHUP.
-
-    Attributes:
-        number: number of the signal.
-        status: exit status that shells expect.
-    """
+    """Raised by SIGTERM and SIGHUP; `status` is the exit status that shells expect."""
 
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
         self.status = 128 + number
 
 
@@ -133,9 +127,16 @@ class _Watch:
             in_charge = self.number is not None or self.deferred_to is not None
             rest = max(0.0, first + GRACE - time.monotonic()) if number and not in_charge else None
             if not poll.poll(None if rest is None else rest * 1000):
-                if self.number is None and self.deferred_to is None:
-                    _end_now(number)
-                continue
+                if self.number is not None or self.deferred_to is not None:
+                    continue
+                # The main thread is in native code. If this module was never imported, there are no temporary
+                # files; an import could wait for the main thread.
+                if files := sys.modules.get("afm_mlx.files"):
+                    files.remove_places()
+                stopped = Terminated(number)
+                with suppress(OSError):
+                    os.write(2, f"afm-mlx: {stopped}\n".encode())
+                os._exit(stopped.status)
             data = os.read(self._reader, 256)
             if _END in data:
                 return
@@ -150,14 +151,3 @@ class _Watch:
 
 _END = b"\0"  # no signal has this number
 _watch: _Watch | None = None
-
-
-def _end_now(number: int) -> None:
-    """End the process while its main thread is in native code."""
-    # If the module was never imported, there are no temporary files; an import could wait for the main thread.
-    if files := sys.modules.get("afm_mlx.files"):
-        files.remove_places()
-    stopped = Terminated(number)
-    with suppress(OSError):
-        os.write(2, f"afm-mlx: {stopped}\n".encode())
-    os._exit(stopped.status)

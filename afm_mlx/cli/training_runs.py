@@ -40,11 +40,11 @@ from afm_mlx.installation import install_command
 
 if TYPE_CHECKING:
     from afm_mlx.training.data.batches import Batches
-    from afm_mlx.training.loop.trainer import Event, Report
+    from afm_mlx.training.loop.trainer import Event
     from afm_mlx.training.loop.training_options import TrainingOptions
     from afm_mlx.training.methods.method import Method
     from afm_mlx.training.methods.recipe import Plan, Recipe
-    from afm_mlx.training.methods.train import Scores, TrainingResult
+    from afm_mlx.training.methods.train import Scores
 
 
 MAX_EPOCHS, MAX_SIZE = 10**6, 10**15  # MAX_SIZE is in bytes
@@ -93,11 +93,9 @@ _DISTILLATION = [
 
 
 def training_tables(learning_rate: str, *own: Argument) -> Tables:
-    """Return the tables of arguments of `lora` or `qat`.
+    """Return tables of arguments: a command's `own`, and those that `lora` and `qat` share.
 
-    Args:
-        learning_rate: description of the default of `--learning-rate`.
-        own: the command's own arguments for the table "options".
+    `learning_rate` describes the default of `--learning-rate`.
     """
     return {
         "options": [
@@ -219,7 +217,28 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
     Raises:
         UsageError: if arguments contradict each other.
     """
-    _check(args)
+    if args.data is None:
+        raise UsageError("--data is missing; it says what to train on.")
+    if not Path(args.data).exists():
+        raise UsageError(
+            f"there is no file or folder {args.data}; data sets of the hub are not fetched."
+        )
+    for name in (row.name for row in _DISTILLATION if args.teacher is None):
+        if getattr(args, name) is not None:
+            raise UsageError(
+                f"{flag_of(name)} without --teacher would do nothing. Add --teacher, or leave it out."
+            )
+    if args.plot is not None:  # hours of training are not to be spent before an error
+        folder = Path(args.plot).parent
+        if not args.plot.endswith(".png"):
+            raise UsageError(f"--plot is {args.plot}; a name that ends in .png is needed.")
+        if not folder.is_dir():
+            raise UsageError(f"--plot is {args.plot}; there is no folder {folder}. Make it first.")
+        if find_spec("matplotlib") is None:
+            raise UsageError(
+                f"--plot needs matplotlib, which is not installed. Install it ({install_command('train')}), "
+                "or leave --plot out."
+            )
     options = _options(args, learning_rate)
     from afm_mlx.training.methods.recipe import Recipe
 
@@ -230,7 +249,15 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
         values["warmup_share"] = WARMUP_SHARE
     if args.distillation_divergence is not None:
         values["divergence"] = args.distillation_divergence
-    values |= {"prompt_weight": _prompt_weight(args), "features": _features(args)}
+    if args.prompt_weight is None:
+        values["prompt_weight"] = 0.0 if args.mask_prompt else 1.0
+    elif not args.mask_prompt and args.prompt_weight != 1:
+        raise UsageError(
+            "--no-mask-prompt is --prompt-weight 1; they contradict each other. Choose one."
+        )
+    names = {name: getattr(args, f"{name}_feature") for name in FEATURES}
+    names["messages"] = names.pop("chat")
+    values["features"] = {name: key for name, key in names.items() if key not in (None, name)}
     return Recipe(options=options, **values)
 
 
@@ -253,23 +280,6 @@ def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:
     values.setdefault("iters", values["warmup_iters"] + 1)
     without = [name for name in ("clip_grad_norm", "ema_decay") if values.get(name) == 0]
     return TrainingOptions(**values | dict.fromkeys(without))
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.data is None:
-        raise UsageError("--data is missing; it says what to train on.")
-    if not Path(args.data).exists():
-        raise UsageError(
-            f"there is no file or folder {args.data}; data sets of the hub are not fetched."
-        )
-    if args.teacher is None:
-        for row in _DISTILLATION:
-            if getattr(args, row.name) is not None:
-                raise UsageError(
-                    f"{flag_of(row.name)} without --teacher would do nothing. Add --teacher, or leave it out."
-                )
-    if args.plot is not None:
-        _check_plot(args.plot)
 
 
 def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -295,48 +305,11 @@ def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {"betas": tuple(betas)} | others
 
 
-def _features(args: argparse.Namespace) -> dict[str, str]:
-    """Return a mapping from "prompt", "completion", "messages" or "text" to the key that the records use."""
-    names = {name: getattr(args, f"{name}_feature") for name in FEATURES}
-    names["messages"] = names.pop("chat")
-    return {name: key for name, key in names.items() if key not in (None, name)}
-
-
-def _check_plot(path: str) -> None:
-    """Raise `UsageError` for a plot that can't be drawn, before hours of training are spent."""
-    if not path.endswith(".png"):
-        raise UsageError(f"--plot is {path}; a name that ends in .png is needed.")
-    if not Path(path).parent.is_dir():
-        raise UsageError(
-            f"--plot is {path}; there is no folder {Path(path).parent}. Make it first."
-        )
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            f"--plot needs matplotlib, which is not installed. Install it ({install_command('train')}), or "
-            "leave --plot out."
-        )
-
-
-def _prompt_weight(args: argparse.Namespace) -> float:
-    if args.prompt_weight is None:
-        return 0.0 if args.mask_prompt else 1.0
-    if not args.mask_prompt and args.prompt_weight != 1:
-        raise UsageError(
-            "--no-mask-prompt is --prompt-weight 1; they contradict each other. Choose one."
-        )
-    return args.prompt_weight
-
-
 # -- the run and its output
 
 
 class Reporter:
-    """Print a run's events in mlx-lm's format; on stderr with `--json`.
-
-    Args:
-        args: the command's arguments.
-        bar: draws the number of steps done, from `progress_bar`; None without a terminal.
-    """
+    """Print a run's events in mlx-lm's format; on stderr with `--json`, above the bar on a terminal."""
 
     def __init__(self, args: argparse.Namespace, bar: Callable[[int, int], None] | None):
         self._stream = sys.stderr if args.json else sys.stdout
@@ -365,24 +338,21 @@ class Reporter:
             case Testing():
                 self._print(f"Testing {event.what or 'what was trained'}")
             case Report():
-                self._print(self._report_line(event))
+                speed = ""
+                if self._last is not None:
+                    step, tokens = self._last
+                    seconds = (event.tokens - tokens) / event.tokens_per_second
+                    speed = f"It/sec {(event.step - step) / seconds:.3f}, "
+                self._last = event.step, event.tokens
+                self._print(
+                    f"Iter {event.step}: Train loss {event.loss:.3f}, Learning Rate {event.learning_rate:.3e}, "
+                    f"{speed}Tokens/sec {event.tokens_per_second:.3f}, Trained Tokens {event.tokens}, "
+                    f"Peak mem {event.peak_memory / 1e9:.3f} GB"
+                )
             case Validation():
                 # The exponential of a distance from a teacher means nothing.
                 perplexity = f", Val ppl {event.valid_perplexity:.3f}" * (not self._has_teacher)
                 self._print(f"Iter {event.step}: Val loss {event.valid_loss:.3f}{perplexity}")
-
-    def _report_line(self, report: Report) -> str:
-        speed = ""
-        if self._last is not None:
-            step, tokens = self._last
-            seconds = (report.tokens - tokens) / report.tokens_per_second
-            speed = f"It/sec {(report.step - step) / seconds:.3f}, "
-        self._last = report.step, report.tokens
-        return (
-            f"Iter {report.step}: Train loss {report.loss:.3f}, Learning Rate {report.learning_rate:.3e}, "
-            f"{speed}Tokens/sec {report.tokens_per_second:.3f}, Trained Tokens {report.tokens}, "
-            f"Peak mem {report.peak_memory / 1e9:.3f} GB"
-        )
 
     def _print(self, line: str) -> None:
         if self._bar is None:
@@ -407,7 +377,10 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"Batches: {rows}, {data.train.fill:.1%} full"
     epochs = f"{options.iters / plan.steps_per_epoch:.2f} epochs of {plan.steps_per_epoch:,.1f}"
     yield f"Steps: {options.iters:,}, {epochs}"
-    yield f"Learning rate: {_rate(options)}"
+    cosine = f"a cosine down to {options.final_learning_rate:g}"
+    then = cosine if options.schedule == "cosine" else "constant"
+    rate = f"{options.learning_rate:g} after {options.warmup_iters:,} steps of warm-up, then {then}"
+    yield f"Learning rate: {rate if options.lr_schedule is None else options.lr_schedule}"
     if plan.memory is not None:
         yield f"Memory: up to about {plan.memory / 1e9:.2f} GB"
 
@@ -420,21 +393,8 @@ def data_line(name: str, split: Batches) -> str:
     )
 
 
-def _rate(options: TrainingOptions) -> str:
-    if options.lr_schedule is not None:
-        return str(options.lr_schedule)
-    cosine = f"a cosine down to {options.final_learning_rate:g}"
-    then = cosine if options.schedule == "cosine" else "constant"
-    return f"{options.learning_rate:g} after {options.warmup_iters:,} steps of warm-up, then {then}"
-
-
 def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path: Path) -> None:
-    """Train, and print progress and the result.
-
-    Args:
-        args: the command's arguments.
-        method, recipe, path: what to train, how, and the folder to make; see `train_by`.
-    """
+    """Train as `train_by` does, and print progress and the result."""
     from afm_mlx.training.methods.train import train_by
 
     run_path = Path(getattr(args, "run_path", None) or method.default_run_path(path))
@@ -457,7 +417,7 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
 
         plot_metrics(run_path / "metrics.jsonl", args.plot)
     if args.json:
-        facts = {
+        facts: dict[str, Any] = {
             "model": str(args.model),
             "data": str(args.data),
             "path": str(result.path),
@@ -469,11 +429,7 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
             "test": None if result.test is None else scores_dict(result.test),
         }
         print_json(facts)
-    else:
-        _print_result(args, result)
-
-
-def _print_result(args: argparse.Namespace, result: TrainingResult) -> None:
+        return
     outcome = result.outcome
     if outcome.stopped_early:
         evaluations = f"{args.patience} evaluations without a better one"

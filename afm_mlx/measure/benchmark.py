@@ -151,7 +151,6 @@ class BenchmarkResult:
     """The measurements of a case.
 
     Args:
-        case: the case.
         prefill: prompt tokens per second, of all rows.
         decode: new tokens per second, of all rows.
         first_token: seconds from the request to the first token.
@@ -217,33 +216,30 @@ def run_case(
         attach_random_adapters(model, case.adapter_rank, seed, case.adapters, case.batch)
     try:
         bench = Bench(model, case, kv, tokenizer, np.random.default_rng(seed))
-        return _measure(bench, repetitions, on_run or (lambda: None))
+        bench.run(min(case.generated_tokens, WARM_UP_TOKENS))
+        done = on_run or (lambda: None)
+        done()
+        mx.reset_peak_memory()
+        can_reset = reset_peak_resident()
+        times = []
+        for _ in range(repetitions):
+            times.append(bench.run(case.generated_tokens))
+            done()
+        new = case.batch * (case.generated_tokens - 2)
+        prompt = case.batch * case.prompt_tokens
+        return BenchmarkResult(
+            case,
+            prefill=Spread.of([prompt / first for first, _ in times]),
+            decode=Spread.of([new / decoding for _, decoding in times]),
+            first_token=Spread.of([first for first, _ in times]),
+            peak_memory=mx.get_peak_memory(),
+            peak_resident=peak_resident() if can_reset else None,
+            # Last, because it takes memory itself.
+            cost=step_cost(model, case, kv) if bench.is_afm else None,
+        )
     finally:
         if case.adapter_rank:
             detach_adapter(model)
-
-
-def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None]) -> BenchmarkResult:
-    case = bench.case
-    bench.run(min(case.generated_tokens, WARM_UP_TOKENS))
-    on_run()
-    mx.reset_peak_memory()
-    can_reset = reset_peak_resident()
-    times = []
-    for _ in range(repetitions):
-        times.append(bench.run(case.generated_tokens))
-        on_run()
-    new = case.batch * (case.generated_tokens - 2)
-    prompt = case.batch * case.prompt_tokens
-    return BenchmarkResult(
-        case,
-        prefill=Spread.of([prompt / first for first, _ in times]),
-        decode=Spread.of([new / decoding for _, decoding in times]),
-        first_token=Spread.of([first for first, _ in times]),
-        peak_memory=mx.get_peak_memory(),
-        peak_resident=peak_resident() if can_reset else None,
-        cost=bench.cost(),  # last, because it takes memory itself
-    )
 
 
 class Bench:
@@ -262,10 +258,8 @@ class Bench:
         tokenizer: Any,
         rng: np.random.Generator,
     ):
-        self._model = model
         self.case = case
-        self._kv = kv
-        self._rng = rng
+        self._model, self._kv, self._rng = model, kv, rng
         self.is_afm = is_afm(model)
         if self.is_afm:
             self._vocab_size = model.args.vocab_size
@@ -274,10 +268,6 @@ class Bench:
             self._vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
         detokenizer = tokenizer.detokenizer if tokenizer is not None else NO_TEXT
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
-
-    def cost(self) -> StepCost | None:
-        """Return the cost of a decode step; None for mlx-lm's models."""
-        return step_cost(self._model, self.case, self._kv) if self.is_afm else None
 
     def run(self, generated: int) -> tuple[float, float]:
         """Generate tokens; return seconds to the first, and from there to the last but one."""
@@ -293,7 +283,8 @@ class Bench:
         prompts = self._rng.integers(0, self._vocab_size, (case.batch, case.prompt_tokens))
         start = time.perf_counter()
         for prompt in prompts.tolist():
-            cache = [_copy_of(layer) for layer in filled] if filled else None
+            # Arrays that copies of mlx-lm's caches share are merged before they are written.
+            cache = filled and [x.copy() if hasattr(x, "copy") else copy.copy(x) for x in filled]
             request = Request(prompt, max_tokens=generated, cache=cache, logprobs=False)
             engine.submit(request)
             # A request that keeps its cache gets a copy of all keys and values at the end.
@@ -312,8 +303,7 @@ class Bench:
     def _filled_cache(self, engine: Engine) -> list[Any]:
         """Make a cache of one row with `depth` tokens of random keys and values.
 
-        The time of attention does not depend on the values, and computing keys and values of 4,096 tokens for
-        each run would take longer than the run.
+        The time of attention does not depend on them, and computing them would take longer than the run.
         """
         if not self.is_afm:
             return self._filled_zoo_cache(engine)
@@ -355,19 +345,8 @@ class Bench:
         return cache
 
 
-def _copy_of(layer: Any) -> Any:
-    """Copy a block's cache; arrays that copies of mlx-lm's caches share are merged before they are written."""
-    return layer.copy() if hasattr(layer, "copy") else copy.copy(layer)
-
-
 def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
-    """Compute the cost of a decode step of an AFM model without running one.
-
-    Args:
-        model: an AFM `Model`.
-        case: sets the number of rows and of the tokens that they attend to.
-        kv: "int8" or "float".
-    """
+    """Compute the cost of a decode step of an AFM model, with "int8" or "float" keys and values."""
     config: ModelConfig = model.args
     width = 1 if kv == "int8" and config.kv_bits == 8 else activation_dtype().size
     per_block = 2 * config.kv_dim * width
@@ -432,7 +411,6 @@ class FixedAcceptance(DraftModel):
         model: the draft model.
         rate: probability that a draft token is right.
         rng: decides which draft tokens are right, and draws the wrong ones.
-        prefill_step_size: see `DraftModel`.
 
     Attributes:
         answers: the right tokens, by prompt.
@@ -447,14 +425,15 @@ class FixedAcceptance(DraftModel):
 
     def next_tokens(self, drafts: dict[int, Draft]) -> list[int]:
         super().next_tokens(drafts)
-        return [self._given(draft) for draft in drafts.values()]
-
-    def _given(self, draft: Draft) -> int:
-        answer = self.answers[tuple(draft.row.request.prompt)]
-        place = len(draft.row.tokens) + len(draft.assumed)
-        if place < len(answer) and self._rng.random() < self._rate:
-            return answer[place]
-        return int(self._rng.integers(self.model.args.vocab_size))
+        found = []
+        for draft in drafts.values():
+            answer = self.answers[tuple(draft.row.request.prompt)]
+            place = len(draft.row.tokens) + len(draft.assumed)
+            if place < len(answer) and self._rng.random() < self._rate:
+                found.append(answer[place])
+            else:
+                found.append(int(self._rng.integers(self.model.args.vocab_size)))
+        return found
 
 
 def run_speculation(
@@ -473,10 +452,7 @@ def run_speculation(
         model: the model.
         prompts: token ids of each row's prompt.
         speculation: how tokens are drafted. A `FixedAcceptance` in it gets the right answers.
-        generated_tokens: new tokens of each row.
-        repetitions: measured runs of each.
-        kv: "int8" or "float" storage of keys and values.
-        on_run: called after every run.
+        generated_tokens, repetitions, kv, on_run: as in `BenchmarkCase` and `run_case`.
 
     Raises:
         RequestError: if the model or the case does not support speculation.
@@ -515,7 +491,7 @@ def _timed(
     generated_tokens: int,
     kv: str,
 ) -> tuple[Answers, float, tuple[int, int, int]]:
-    """Return answers by prompt, tokens per second after each row's first, and counts of the draft tokens.
+    """Return answers by prompt, tokens per second after each row's first, and three counts.
 
     The counts are: draft tokens proposed, draft tokens accepted, steps with draft tokens.
     """

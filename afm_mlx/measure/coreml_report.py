@@ -10,7 +10,6 @@ Every function returns values that JSON can hold.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import multiprocessing
 import statistics
 import time
@@ -31,7 +30,7 @@ from afm_mlx.coreml.package import CoreMLPackage
 from afm_mlx.errors import AFMError, CheckpointError, shown
 from afm_mlx.loading.load import load
 from afm_mlx.measure.benchmark import BenchmarkCase, run_case
-from afm_mlx.measure.describe import Facts, describe_runtime
+from afm_mlx.measure.describe import Facts, describe_runtime, version_of
 from afm_mlx.measure.kernel_report import FORMAT, describe_machine, without_private_words
 from afm_mlx.model.model import Model
 from afm_mlx.progress import Progress
@@ -50,13 +49,7 @@ _REPETITIONS = 3
 
 @dataclass(frozen=True)
 class Reference:
-    """MLX's greedy answer to a prompt.
-
-    Args:
-        prompt: ids of the prompt.
-        tokens: the most likely tokens after it, one for each step.
-        logits: (steps, vocab_size) float32, from which the tokens were chosen.
-    """
+    """MLX's greedy answer to a prompt: tokens, and the logits (steps, vocab_size) that they come from."""
 
     prompt: list[int]
     tokens: list[int]
@@ -78,7 +71,7 @@ def examine_coreml(
         packages: the packages by what the report calls them; none where Core ML can't run.
         folder: the model folder.
         adapter: name of an adapter that both have; None for none.
-        quick: compare only, and time nothing.
+        quick: True to compare only, and time nothing.
         seed: seed of the random tokens; a fresh one by default.
         progress: called with (runs done, runs in all).
 
@@ -90,13 +83,23 @@ def examine_coreml(
         AFMError: when a package is damaged, or was not made from this folder.
     """
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
-    config = _config(folder)
+    values = read_config_json(folder / "config.json")
+    if not is_afm_config(values):
+        raise AFMError(
+            f"{folder} is a model of the type {shown(values.get('model_type'))}; Core ML packages are made of "
+            f"{MODEL_TYPE!r} only."
+        )
+    config = ModelConfig.from_dict(values, source=str(folder / "config.json"))
     described = {name: _describe(path, config, folder, adapter) for name, path in packages.items()}
     runs: list[Facts] = []
     if (reason := obstacle()) is None:
         model, _ = load(folder, adapter_path=adapter)
         runs = _run_all(packages, model, adapter, quick, np.random.default_rng(seed), progress)
-    failures = {_title(run): run["failure"] for run in runs if run["failure"] is not None}
+    failures = {
+        f"{run['package']}, {run['compute_units']}": run["failure"]
+        for run in runs
+        if run["failure"] is not None
+    }
     facts = {
         "ok": not failures,
         "format": FORMAT,
@@ -104,7 +107,7 @@ def examine_coreml(
         "quick": quick,
         "seed": seed,
         "machine": describe_machine(None),
-        "runtime": {**describe_runtime(), "coremltools": _coremltools_version()},
+        "runtime": {**describe_runtime(), "coremltools": version_of("coremltools")},
         "model": {"folder": folder.name, "adapter": adapter},
         "packages": described,
         "not_run": reason,
@@ -113,16 +116,6 @@ def examine_coreml(
         "failures": failures,
     }
     return without_private_words(facts)
-
-
-def _config(folder: Path) -> ModelConfig:
-    values = read_config_json(folder / "config.json")
-    if not is_afm_config(values):
-        raise AFMError(
-            f"{folder} is a model of the type {shown(values.get('model_type'))}; Core ML packages are made of "
-            f"{MODEL_TYPE!r} only."
-        )
-    return ModelConfig.from_dict(values, source=str(folder / "config.json"))
 
 
 def _describe(path: Path, config: ModelConfig, folder: Path, adapter: str | None) -> Facts:
@@ -161,7 +154,16 @@ def _run_all(
         if progress is not None:
             progress(len(runs), 1 + len(jobs))
 
-    done(_mlx_facts(model, quick))
+    of_mlx: Facts = {"runs_with": "MLX", "failure": None}
+    if not quick:
+        prompt, steps = _timed_sizes(model.args.context_length)
+        result = run_case(model, BenchmarkCase(prompt, steps), _REPETITIONS)
+        of_mlx |= {
+            "prompt_tokens": prompt,
+            "prefill_tokens_per_second": result.prefill.mean,
+            "decode_tokens_per_second": result.decode.mean,
+        }
+    done(of_mlx)
     for name, path, units in jobs:
         facts: Facts = {"runs_with": "Core ML", "package": name, "compute_units": units}
         try:
@@ -169,17 +171,12 @@ def _run_all(
         except Exception as error:  # coremltools raises many types, and each is a finding
             facts["failure"] = _said(error)
         else:
-            facts["devices"] = _devices(path, units, adapter)
+            try:
+                facts["devices"] = in_own_process(planned_devices, path, units, adapter)
+            except Exception as error:  # not a failure of the package
+                facts["devices"] = _said(error)
         done(facts)
     return runs
-
-
-def _devices(path: Path, units: str, adapter: str | None) -> Facts | str:
-    """Return the devices' shares, or why they are unknown, which is not a failure of the package."""
-    try:
-        return in_own_process(planned_devices, path, units, adapter)
-    except Exception as error:
-        return _said(error)
 
 
 def _said(error: Exception) -> str:
@@ -189,35 +186,25 @@ def _said(error: Exception) -> str:
 
 def make_references(model: Model, rng: np.random.Generator) -> list[Reference]:
     """Compute MLX's greedy answers to prompts of random tokens."""
-    return [_reference(model, length, rng) for length in _PROMPTS]
-
-
-def _reference(model: Model, length: int, rng: np.random.Generator) -> Reference:
-    config = model.args
-    length = min(length, config.context_length - _STEPS)
-    prompt = rng.integers(0, config.vocab_size, length).tolist()
-    cache = model.make_cache()
-    model.prefill(mx.array([prompt[:-1]]), cache)
-    token, tokens, rows = prompt[-1], [], []
-    for _ in range(_STEPS):
-        row = model(mx.array([[token]]), cache)[0, -1].astype(mx.float32)
-        rows.append(np.array(row))
-        token = int(rows[-1].argmax())
-        tokens.append(token)
-    return Reference(prompt, tokens, np.stack(rows))
+    config, references = model.args, []
+    for length in _PROMPTS:
+        length = min(length, config.context_length - _STEPS)
+        prompt = rng.integers(0, config.vocab_size, length).tolist()
+        cache = model.make_cache()
+        model.prefill(mx.array([prompt[:-1]]), cache)
+        tokens, rows = [prompt[-1]], []
+        for _ in range(_STEPS):
+            row = model(mx.array([tokens[-1:]]), cache)[0, -1].astype(mx.float32)
+            rows.append(np.array(row))
+            tokens.append(int(rows[-1].argmax()))
+        references.append(Reference(prompt, tokens[1:], np.stack(rows)))
+    return references
 
 
 def run_package(
     path: Path, units: str, adapter: str | None, references: Sequence[Reference], quick: bool
 ) -> Facts:
-    """Compare a package with MLX on one kind of compute unit, and time it.
-
-    Args:
-        path: the package.
-        units: the compute units.
-        adapter: name of an adapter of the package; None for none.
-        references: MLX's answers to prompts.
-        quick: compare only.
+    """Compare a package with MLX on one kind of compute unit, and time it unless `quick`.
 
     Returns:
         `error`, the root mean square of the differences between logits as a share of the logits' own, for the
@@ -266,19 +253,6 @@ def _rates(model: CoreMLModel) -> Facts:
     }
 
 
-def _mlx_facts(model: Model, quick: bool) -> Facts:
-    facts: Facts = {"runs_with": "MLX", "failure": None}
-    if not quick:
-        prompt, steps = _timed_sizes(model.args.context_length)
-        result = run_case(model, BenchmarkCase(prompt, steps), _REPETITIONS)
-        facts |= {
-            "prompt_tokens": prompt,
-            "prefill_tokens_per_second": result.prefill.mean,
-            "decode_tokens_per_second": result.decode.mean,
-        }
-    return facts
-
-
 def _timed_sizes(context: int) -> tuple[int, int]:
     """Return the numbers of prompt tokens and steps that fit in the context."""
     steps = min(_TIMED_STEPS, context // 4)
@@ -286,12 +260,7 @@ def _timed_sizes(context: int) -> tuple[int, int]:
 
 
 def in_own_process(function: Callable[..., Facts], *arguments: Any) -> Facts:
-    """Call a module's function in a child process.
-
-    Raises:
-        AFMError: if the process ended before the function returned.
-        Exception: any exception of the function.
-    """
+    """Call a module's function in a child process; raise `AFMError` if that ends before it returns."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool:
         try:
@@ -300,14 +269,3 @@ def in_own_process(function: Callable[..., Facts], *arguments: Any) -> Facts:
             raise AFMError(
                 "Core ML ended the process that it ran in; the system's crash report says where"
             ) from None
-
-
-def _coremltools_version() -> str:
-    try:
-        return importlib.metadata.version("coremltools")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _title(run: Facts) -> str:
-    return f"{run['package']}, {run['compute_units']}"

@@ -61,19 +61,15 @@ def describe_folder(folder: Path) -> Facts:
         facts["tokenizer"] = describe_tokenizer(folder)
         facts["fingerprint"] = folder_fingerprint(config, folder)
     if (draft := model_draft(folder)) is not None:
-        facts["draft_model"] = describe_draft(draft)
+        weights = describe_stored_weights(draft)
+        values = read_config_json(draft / "config.json")
+        described = {"folder": str(draft), "model_type": values.get("model_type")}
+        if is_afm_config(values):
+            config = ModelConfig.from_dict(values, source=str(draft / "config.json"))
+            described |= {"layers": config.num_layers, "hidden_dim": config.hidden_dim}
+        described |= {name: weights[name] for name in ("parameters", "bytes", "bits_per_weight")}
+        facts["draft_model"] = described
     return facts
-
-
-def describe_draft(folder: Path) -> Facts:
-    """Describe the draft model that comes with a model."""
-    weights = describe_stored_weights(folder)
-    values = read_config_json(folder / "config.json")
-    facts = {"folder": str(folder), "model_type": values.get("model_type")}
-    if is_afm_config(values):
-        config = ModelConfig.from_dict(values, source=str(folder / "config.json"))
-        facts |= {"layers": config.num_layers, "hidden_dim": config.hidden_dim}
-    return facts | {name: weights[name] for name in ("parameters", "bytes", "bits_per_weight")}
 
 
 def describe_config(config: ModelConfig) -> Facts:
@@ -106,12 +102,7 @@ def describe_config(config: ModelConfig) -> Facts:
 
 
 def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts:
-    """Describe the sizes of stored weights, including scales.
-
-    Args:
-        tensors: the folder's tensors, by name.
-        parameters: number of the model's parameters, by which the bytes are divided.
-    """
+    """Describe the sizes of stored weights, including scales, given the number of its parameters."""
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     kinds = {str(tensor.dtype).removeprefix("mlx.core.") for tensor in tensors.values()}
     return {
@@ -139,24 +130,24 @@ def describe_packed_layers(
     formats: dict[str, dict[str, Any]] = {}
     for path in _packed_paths(tensors):
         settings = stored_settings(quantization, path)
-        bits = _bits(settings, path, source)
+        bits = settings.get("bits", 32)
+        if type(bits) is not int or not 1 <= bits <= 32:
+            raise ConfigError(
+                f"{source}: the quantization of {named(path)} has {shown(bits)} bits; 1 to 32 are possible."
+            )
         nbytes = sum(tensors[n].nbytes for n in (f"{path}.{p}" for p in PARTS) if n in tensors)
-        found = formats.setdefault(_format(settings), {"layers": 0, "weights": 0, "bytes": 0})
+        # Such as "2-bit balanced per row" or "4-bit affine per 64".
+        mode, per = settings.get("mode", "affine"), settings.get("granularity") or "group"
+        if per == "group":
+            per = f"{settings.get('group_size')}" + (" rows" if mode == "palette" else "")
+        name = f"{settings.get('bits')}-bit {mode} per {per}"
+        found = formats.setdefault(name, {"layers": 0, "weights": 0, "bytes": 0})
         found["layers"] += 1
         found["weights"] += tensors[f"{path}.weight"].size * 32 // bits
         found["bytes"] += nbytes
     for found in formats.values():
         found["bits_per_weight"] = 8 * found["bytes"] / max(1, found["weights"])
     return formats
-
-
-def _format(settings: Facts) -> str:
-    """Return the name of a format, such as "2-bit balanced per row" or "4-bit affine per 64"."""
-    mode = settings.get("mode", "affine")
-    per = settings.get("granularity") or "group"
-    if per == "group":
-        per = f"{settings.get('group_size')}" + (" rows" if mode == "palette" else "")
-    return f"{settings.get('bits')}-bit {mode} per {per}"
 
 
 def describe_tokenizer(folder: Path) -> Facts:
@@ -190,7 +181,11 @@ def describe_runtime() -> Facts:
         "blas": blas.status(),
         "cpu_gflops_float32": measure_gflops(),
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": _versions(),
+        "versions": {
+            "afm-mlx": __version__,
+            "python": platform.python_version(),
+            **{package: version_of(package) for package in ("mlx", "mlx-lm", "numpy")},
+        },
     }
 
 
@@ -208,14 +203,12 @@ def measure_gflops() -> float:
             return 2 * _PRODUCT**3 / best / 1e9
 
 
-def _versions() -> dict[str, str]:
-    versions = {"afm-mlx": __version__, "python": platform.python_version()}
-    for package in ("mlx", "mlx-lm", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _count_parameters(tensors: dict[str, StoredTensor], values: Facts, source: Path) -> int:
@@ -231,12 +224,3 @@ def _count_parameters(tensors: dict[str, StoredTensor], values: Facts, source: P
 def _packed_paths(tensors: dict[str, StoredTensor]) -> list[str]:
     names = [name for name, tensor in tensors.items() if tensor.dtype == mx.uint32]
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-
-
-def _bits(settings: Facts, path: str, source: Path) -> int:
-    bits = settings.get("bits", 32)
-    if type(bits) is not int or not 1 <= bits <= 32:
-        raise ConfigError(
-            f"{source}: the quantization of {named(path)} has {shown(bits)} bits; 1 to 32 are possible."
-        )
-    return bits

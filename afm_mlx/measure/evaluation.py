@@ -57,11 +57,7 @@ class Example:
 
     @property
     def constraint(self) -> Constraint | None:
-        """The constraint of the chat's response format, else of its tools; None without either.
-
-        Raises:
-            ConstraintError: for a schema or tools that can't be honoured.
-        """
+        """The constraint of the chat's response format, else of its tools; None without either."""
         asked = _response_format(self.messages)
         if asked is not None:
             return Constraint.json_schema(asked["json_schema"]["schema"])
@@ -117,11 +113,7 @@ class Evaluation:
 
 
 def load_examples(path: str | Path, limit: int | None = None) -> list[Example]:
-    """Read a test set.
-
-    Args:
-        path: path of the JSONL file.
-        limit: maximum examples per task, taken from the start of the file; None for all.
+    """Read a test set; at most `limit` examples per task, from the start of the file.
 
     Raises:
         DataError: names the file and the line.
@@ -154,7 +146,7 @@ def _example(where: str, record: Any) -> Example:
         raise DataError(
             f"{where}: 'compare' is {shown(compare)}; allowed are {', '.join(COMPARISONS)}."
         )
-    if not can_be_compared(answer, compare):
+    if _read(answer, compare) is None:
         raise DataError(
             f"{where}: the answer is to be compared as {compare}, and is {shown(answer)}."
         )
@@ -193,7 +185,7 @@ def evaluate(
         examples: examples of `load_examples`.
         batch_size: examples in a batch.
         constrained: True to generate under each example's constraint, if it has one.
-        progress: called with the number of answers done and the total.
+        progress: called with the numbers of answers done and in all.
 
     Raises:
         DataError: if an example's messages are not valid, or do not fit in the context.
@@ -235,37 +227,24 @@ def _submit(engine: Engine, tokenizer: Tokenizer, example: Example, constrained:
 
 
 def natural_comparison(expected: str, has_format: bool) -> str:
-    """Return the default comparison for an expected answer: "text", "json" or "calls".
-
-    Args:
-        expected: the expected answer.
-        has_format: True if the chat has a `response_format`.
-    """
+    """Return the default comparison for an expected answer; the chat may have a `response_format`."""
     if EXECUTABLE_START in expected and _read(expected, CALLS) is not None:
         return CALLS
     return JSON if has_format and _read(expected, JSON) is not None else TEXT
 
 
-def can_be_compared(expected: str, comparison: str) -> bool:
-    """True if an expected answer has the form that a comparison needs."""
-    return _read(expected, comparison) is not None
-
-
 def is_right(answer: str, expected: str, comparison: str) -> bool:
     """True if an answer equals the expected one.
 
-    Args:
-        answer, expected: texts.
-        comparison: "text" compares word for word, leading and trailing white space aside; "json" compares JSON
-            values, ignoring the order of keys; "calls" compares names and arguments of tool calls, and the
-            text before them.
+    The comparison "text" is word for word, leading and trailing white space aside; "json" compares JSON values,
+    ignoring the order of keys; "calls" compares names and arguments of tool calls, and the text before them.
     """
     got, wanted = _read(answer, comparison), _read(expected, comparison)
     return got is not None and wanted is not None and _same(got[0], wanted[0])
 
 
 def _read(text: str, comparison: str) -> tuple[Any] | None:
-    """Parse a text for a comparison; return a tuple with the value, None if it does not have that form."""
+    """Return a tuple with the value that a comparison is about; None if the text lacks that form."""
     text = text.strip()
     try:
         if comparison == JSON:

@@ -69,7 +69,7 @@ def examine(
         quick: True for a few problems without timing, in a second instead of a minute.
         retry: True to also run variants that ended the process the last time.
         seed: seed of the random inputs; by default a fresh one.
-        progress: called with the number of problems done and the total.
+        progress: called with the numbers of problems done and in all.
 
     Returns:
         `ok`; `slow`, why models run without kernels made for this machine, or None; facts about the machine;
@@ -191,29 +191,27 @@ def _summaries(results: Sequence[CheckResult]) -> list[Facts]:
     groups: dict[tuple[str, str], list[CheckResult]] = {}
     for result in results:
         groups.setdefault((result.spec.op, result.variant), []).append(result)
-    return [_summary(op, variant, group) for (op, variant), group in groups.items()]
-
-
-def _summary(op: str, variant: str, results: Sequence[CheckResult]) -> Facts:
-    run = [r for r in results if r.obstacle is None]
-    facts: Facts = {
-        "op": op,
-        "variant": variant,
-        "problems": len(run),
-        "failed": sum(r.failure is not None for r in run),
-        "chosen": sum(r.chosen for r in results),
-        "not_run": dict(Counter(r.obstacle for r in results if r.obstacle is not None)),
-    }
-    measured = [r for r in run if r.error is not None]
-    if measured:
-        worst = max(measured, key=_share_of_bound)
-        facts.update(worst_share_of_bound=_share_of_bound(worst), worst_case=worst.spec.label)
-    return facts
-
-
-def _share_of_bound(result: CheckResult) -> float:
-    assert result.error is not None
-    return math.inf if math.isnan(result.error) else float(result.error) / result.bound
+    summaries = []
+    for (op, variant), group in groups.items():
+        run = [r for r in group if r.obstacle is None]
+        facts: Facts = {
+            "op": op,
+            "variant": variant,
+            "problems": len(run),
+            "failed": sum(r.failure is not None for r in run),
+            "chosen": sum(r.chosen for r in group),
+            "not_run": dict(Counter(r.obstacle for r in group if r.obstacle is not None)),
+        }
+        shares = [
+            (math.inf if math.isnan(r.error) else float(r.error) / r.bound, r.spec.label)
+            for r in run
+            if r.error is not None
+        ]
+        if shares:
+            share, label = max(shares, key=lambda pair: pair[0])
+            facts |= {"worst_share_of_bound": share, "worst_case": label}
+        summaries.append(facts)
+    return summaries
 
 
 # -- privacy

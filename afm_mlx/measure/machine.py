@@ -27,24 +27,16 @@ _PASSES = 7
 
 
 class Bandwidth(NamedTuple):
-    """A measured rate of reading memory.
-
-    Args:
-        bytes_per_second: rate of the best pass.
-        how: description of the measurement, for reports.
-    """
+    """A measured rate of reading memory."""
 
     bytes_per_second: float
-    how: str
+    how: str  # description of the measurement, for reports
 
 
 def measure_bandwidth(threads: int) -> Bandwidth:
     """Measure the bandwidth of MLX's default device: the GPU, or `threads` threads of the CPU.
 
     Takes about a second, and half a gigabyte (GPU) or a gigabyte (CPU) of memory.
-
-    Raises:
-        ValueError: if `threads` is below 1.
     """
     import mlx.core as mx
 

@@ -44,20 +44,12 @@ SPLITS = ("test", "valid", "train")
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A measurement.
-
-    Args:
-        perplexity: as defined above; 1 is a perfect prediction.
-        standard_error: standard error of the perplexity, as if tokens were independent.
-        tokens: number of scored tokens.
-        samples: number of pieces of documents.
-        seconds: time of scoring.
-    """
+    """A perplexity, and what it was measured on."""
 
     perplexity: float
-    standard_error: float
-    tokens: int
-    samples: int
+    standard_error: float  # of the perplexity, as if tokens were independent
+    tokens: int  # that were scored
+    samples: int  # pieces of documents
     seconds: float
 
     @property
@@ -71,10 +63,8 @@ class Perplexity:
 def load_documents(path: str | Path, tokenizer: Tokenizer) -> list[list[int]]:
     """Read and tokenize documents.
 
-    Args:
-        path: a `.txt` file, which is one document; a file with a document in each record, see `jsonl`; or a
-            folder with such files (`test.jsonl`, else `valid.jsonl`, else `train.jsonl`, or another format).
-        tokenizer: a tokenizer from `load`.
+    `path` is a `.txt` file, which is one document; a file with a document in each record, see `jsonl`; or a
+    folder with such files (`test.jsonl`, else `valid.jsonl`, else `train.jsonl`, or another format).
 
     Raises:
         DataError: names the file and the line.
@@ -126,13 +116,9 @@ def cut(
     num_samples: int = -1,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Cut documents into pieces of at most `sequence_length` tokens.
+    """Cut documents of token ids into pieces of 2 to `sequence_length` tokens.
 
-    Args:
-        documents: token ids.
-        sequence_length: maximum tokens of a piece, at least 2.
-        num_samples: number of pieces to draw at random; -1 keeps all.
-        seed: seed of the draw.
+    `num_samples` pieces are drawn at random; -1 keeps all.
     """
     step = sequence_length - 1
     pieces = [
@@ -152,16 +138,9 @@ def token_losses(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Negative log-likelihood of every scored token, in float32.
+    """Return the negative log-likelihood of every scored token: (tokens,) float32, piece by piece.
 
-    Args:
-        model: called as `model(tokens)`.
-        pieces: token ids, at least two in each.
-        batch_size: pieces in a batch.
-        progress: called with the number of pieces done and the total.
-
-    Returns:
-        (scored tokens,), piece by piece in the given order.
+    Each piece has two token ids or more. `progress` is called with the numbers of pieces done and in all.
     """
     # Batches have pieces of similar length, so that little is padded.
     order = sorted(range(len(pieces)), key=lambda i: len(pieces[i]))

@@ -44,11 +44,7 @@ def fill_with_random_codes(
 ) -> None:
     """Replace linear layers and embeddings of any model by packed ones of random codes; set norms to 1.
 
-    Args:
-        model: a model whose float weights are not evaluated; they never will be.
-        rule: rule of linear layers.
-        embedding_rule: rule of embeddings.
-        seed: seed of the codes.
+    Float weights of the model that are not evaluated yet never will be.
     """
     rng = np.random.default_rng(seed)
     dtype = activation_dtype()

@@ -87,10 +87,7 @@ def program(read, body):
 
 @each(
     ("read", "body", "parts"),
-    [
-        (read_openai, lambda job: openai_body("m", job), OPENAI),
-        (read_llama, llama_body, LLAMA),
-    ],
+    [(read_openai, lambda job: openai_body("m", job), OPENAI), (read_llama, llama_body, LLAMA)],
 )
 def test_an_answer_is_timed_and_counted(read, body, parts):
     job = Job((7, 8, 9), "p q r", 2)

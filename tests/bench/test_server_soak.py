@@ -83,7 +83,7 @@ def test_requests_are_of_every_kind(rng):
     traffic = Traffic(rng, ["m", "m:a"], apis=["/v1/responses", "/v1/messages"])
     queries = [traffic.query() for _ in range(300)]
     assert {q.kind for q in queries} == {
-        *("chat", "schema", "tools", "completion", "response", "message"),
+        *("chat", "schema", "tools", "completion", "response", "message")
     }
     assert {q.body["model"] for q in queries} == {"m", "m:a"}
     assert {q.choices for q in queries} >= {1, 2, 3}

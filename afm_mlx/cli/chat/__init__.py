@@ -8,15 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from afm_mlx.cli import model_options
 from afm_mlx.cli.arguments import Argument, UsageError, integer, unavailable
-
-if TYPE_CHECKING:
-    from afm_mlx.adapters.pool import AdapterPool
-    from afm_mlx.cli.chat.loop import Entries
-
 
 ARGUMENTS = {
     "options": [
@@ -34,7 +28,7 @@ ARGUMENTS = {
 
 def run(args: argparse.Namespace) -> None:
     from afm_mlx.cli.chat.dialogue import Dialogue
-    from afm_mlx.cli.chat.loop import ChatLoop
+    from afm_mlx.cli.chat.loop import ChatLoop, Lines
     from afm_mlx.model.model import is_afm
 
     model, tokenizer, adapters = model_options.load_with_adapters(args)
@@ -70,15 +64,10 @@ def run(args: argparse.Namespace) -> None:
         window_possible=is_afm(model),
         figures=terminal,
     )
-    loop.run(_entries(terminal, adapters))
-
-
-def _entries(terminal: bool, adapters: AdapterPool) -> Entries:
-    from afm_mlx.cli.chat.loop import Lines
-
     # Emacs' shell and others like it edit lines themselves, and have no cursor movements.
     if not terminal or os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
-        return Lines(terminal)
-    from afm_mlx.cli.chat.terminal import TerminalEntries
+        loop.run(Lines(terminal))
+    else:
+        from afm_mlx.cli.chat.terminal import TerminalEntries
 
-    return TerminalEntries(adapters)
+        loop.run(TerminalEntries(adapters))

@@ -31,18 +31,9 @@ class ConversationFileError(AFMError):
 class Dialogue:
     """The turns of a chat and their KV caches, one for each adapter.
 
-    A turn renders the whole dialogue and computes the tokens that the cache doesn't hold yet, usually the end
-    of the last answer and the new question. The first turn after a switch of adapters computes all turns that
-    the adapter hasn't seen.
-
-    A method that raises, for Ctrl-C too, leaves the dialogue as it was; an answer that Ctrl-C
-    stops keeps the text so far.
-
-    Args:
-        model, tokenizer: the results of `load`.
-        new_cache: makes an empty KV cache.
-        system_prompt: instructions for all turns.
-        adapters: pool of the adapters that may answer.
+    A turn renders the whole dialogue and computes the tokens that the adapter's cache doesn't hold yet. A
+    method that raises, for Ctrl-C too, leaves the dialogue as it was; an answer that Ctrl-C stops keeps the
+    text so far.
 
     Attributes:
         adapter: name of the adapter that answers, or None.
@@ -58,10 +49,8 @@ class Dialogue:
         system_prompt: str | None = None,
         adapters: AdapterPool | None = None,
     ):
-        self._model = model
-        self._tokenizer = tokenizer
-        self._new_cache = new_cache
-        self._adapters = adapters
+        self._model, self._tokenizer = model, tokenizer
+        self._new_cache, self._adapters = new_cache, adapters
         self.adapter: str | None = None
         self._system: list[Message] = []
         self.system = system_prompt
@@ -81,11 +70,7 @@ class Dialogue:
 
     @property
     def system(self) -> str | None:
-        """Instructions for all turns; None to use the chat template's own.
-
-        Raises:
-            TokenizerError: if the value that is set is not text.
-        """
+        """Instructions for all turns; None to use the chat template's own."""
         return self._system[0]["content"] if self._system else None
 
     @system.setter
@@ -111,10 +96,6 @@ class Dialogue:
     def restore(self, messages: Sequence[Message], adapter: str | None) -> None:
         """Replace instructions, turns and adapter.
 
-        Args:
-            messages: instructions, if any, and turns.
-            adapter: name of the adapter that answers from now on; None for none.
-
         Raises:
             AFMError: if the messages are not valid, or the adapter can't be loaded.
         """
@@ -129,11 +110,7 @@ class Dialogue:
         self._question = turns[: questions[-1] + 1] if questions else []
 
     def switch(self, adapter: str | None) -> None:
-        """Set the adapter that answers from now on; None for none.
-
-        Raises:
-            AFMError: if the adapter can't be loaded; the previous one stays.
-        """
+        """Set the adapter that answers from now on, None for none; keep the old one if it can't be loaded."""
         if adapter is not None:
             if self._adapters is None:
                 raise RequestError(f"There is no adapter {adapter!r}: this chat has none.")
@@ -145,32 +122,15 @@ class Dialogue:
     def ask(
         self, question: str, show: Callable[[str], None], **arguments: Any
     ) -> GenerationResponse | None:
-        """Add a question and its answer. Ctrl-C ends the answer and keeps its text so far.
+        """Add a question and its answer; return the final response with its figures, None after Ctrl-C.
 
-        Args:
-            question: the user's message.
-            show: called with each segment of the answer.
-            arguments: options for `stream_generate`.
-
-        Returns:
-            The final response, with its figures; None after Ctrl-C.
-
-        Raises:
-            AFMError: if the answer can't be begun or finished. The dialogue is then unchanged.
+        `show` is called with each segment of the answer; `arguments` are options for `stream_generate`.
         """
         self._question = [*self._turns, {"role": "user", "content": question}]
         return self._answer(show, arguments)
 
     def retry(self, show: Callable[[str], None], **arguments: Any) -> GenerationResponse | None:
-        """Answer the last question again, and replace its answer if it has one.
-
-        Args:
-            show, arguments: see `ask`.
-
-        Raises:
-            RequestError: if there is no question yet.
-            AFMError: as `ask`.
-        """
+        """Answer the last question again, as `ask` does, and replace its answer if it has one."""
         if not self._question:
             raise RequestError("There is no question yet that could be answered again.")
         return self._answer(show, arguments)
@@ -222,11 +182,7 @@ class Dialogue:
 
 
 def _checked(messages: Sequence[Message]) -> list[Message]:
-    """Return messages that can be encoded and saved.
-
-    Raises:
-        TokenizerError: if a message can't be encoded or saved; the error names it.
-    """
+    """Return messages that can be encoded and saved; raise a `TokenizerError` that names another one."""
     checked = checked_messages(messages) if messages else []
     for index, message in enumerate(checked):
         try:
@@ -245,18 +201,11 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
 def write_conversation(
     path: Path, messages: Sequence[Message], adapter: str | None, replace: bool
 ) -> None:
-    """Write a conversation as JSON, atomically.
-
-    Args:
-        path: the file to write.
-        messages: instructions first, if there are any.
-        adapter: name of the adapter that answers, or None.
-        replace: True to overwrite an existing file.
+    """Write a conversation as JSON, atomically; only `replace` overwrites a file.
 
     Raises:
         ConversationFileError: if the file can't be written.
     """
-    record = {"adapter": adapter, "messages": list(messages)}
     where = shown(str(path))
     try:
         if path.exists() and not replace:
@@ -264,6 +213,7 @@ def write_conversation(
                 f"{where} exists, and was not written by this chat. Choose another name, or remove it first."
             )
         with atomic_write(path) as temporary:
+            record = {"adapter": adapter, "messages": list(messages)}
             text = json.dumps(record, ensure_ascii=False, indent=1)
             temporary.write_text(text + "\n", encoding="utf-8")
     except (OSError, RecursionError) as error:  # RecursionError for a deeply nested tool result
@@ -273,20 +223,14 @@ def write_conversation(
 
 
 def read_conversation(path: Path) -> tuple[list[Any], str | None]:
-    """Read the messages of a file, unchecked, and the name of its adapter, or None.
-
-    Raises:
-        ConversationFileError: if the file holds no conversation.
-    """
+    """Read the messages of a file, unchecked, and the name of its adapter, or None."""
     where = shown(str(path))
     try:
-        data = read_file(path, MAX_BYTES)
+        record = json.loads(read_file(path, MAX_BYTES))
     except OSError as error:
         raise ConversationFileError(
             f"{where} can't be read: {reason_of(error)}. Give a file that /save has written."
         ) from None
-    try:
-        record = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ConversationFileError(f"{where} is not JSON: {reason_of(error)}.") from None
     if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
@@ -306,11 +250,7 @@ def read_conversation(path: Path) -> tuple[list[Any], str | None]:
 
 
 def typed_path(text: str) -> Path:
-    """Convert a typed path, in which `~` is the home folder, to an absolute one.
-
-    Raises:
-        ConversationFileError: if the text has unprintable characters.
-    """
+    """Convert a typed path, in which `~` is the home folder, to an absolute one."""
     if not text.isprintable():
         raise ConversationFileError(f"{shown(text)} is not the name of a file.")
     return Path(os.path.expanduser(text)).absolute()

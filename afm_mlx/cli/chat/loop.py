@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.cli.arguments import UsageError
+from afm_mlx.cli.arguments import UsageError, with_flags
 from afm_mlx.cli.chat.dialogue import (
     ConversationFileError,
     Dialogue,
@@ -40,8 +40,6 @@ FENCE = '"""'
 """Begins and ends a message of several lines, alone on a line."""
 MAX_BYTES = 16 << 20
 """Maximum bytes of a line, and of a message of several lines."""
-
-
 _TOO_LONG = f"has more than {MAX_BYTES:,} bytes, which no context holds."
 
 
@@ -59,11 +57,7 @@ class Entries(Protocol):
 
 
 class Lines:
-    """Lines of standard input.
-
-    Args:
-        terminal: True if standard input is a terminal, on which a prompt is shown.
-    """
+    """Lines of standard input; if it is a terminal, a prompt is shown."""
 
     def __init__(self, terminal: bool):
         self.terminal = terminal
@@ -71,14 +65,16 @@ class Lines:
         self._count = 0
 
     def read(self, prompt: str) -> str:
-        """Return the next line, without its line break.
-
-        Raises:
-            EOFError: at the end of the input.
-            UsageError: if a piped line is not UTF-8; in typed lines, such bytes are replaced.
-        """
+        """Return the next line without its line break; raise `UsageError` if a piped one is not UTF-8."""
         if self.terminal:
-            return self._typed(prompt)
+            print(prompt, end="", flush=True)
+            try:
+                if not (line := self._input.readline()):
+                    raise EOFError
+            except (EOFError, KeyboardInterrupt):
+                print()  # neither key ends the line
+                raise
+            return line.decode(sys.stdin.encoding, errors="replace").rstrip("\r\n")
         line = self._input.readline(MAX_BYTES + 1)
         self._count += 1
         if len(line) > MAX_BYTES:
@@ -90,32 +86,16 @@ class Lines:
         except UnicodeDecodeError:
             raise UsageError(f"line {self._count} of standard input is not UTF-8 text.") from None
 
-    def _typed(self, prompt: str) -> str:
-        print(prompt, end="", flush=True)
-        try:
-            if not (line := self._input.readline()):
-                raise EOFError
-        except (EOFError, KeyboardInterrupt):
-            print()  # neither key ends the line
-            raise
-        return line.decode(sys.stdin.encoding, errors="replace").rstrip("\r\n")
-
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 def next_message(entries: Entries) -> str:
-    """Return the next entry, or all lines between two fences.
-
-    Raises:
-        EOFError: at the end of the input.
-        UsageError: if the closing fence is missing, or the message is too long.
-    """
+    """Return the next entry, or all lines between two fences; raise EOFError at the end of the input."""
     entry = entries.read(PROMPT)
     if entry.strip() != FENCE:
         return entry
-    lines: list[str] = []
-    size = 0
+    lines, size = list[str](), 0
     try:
         while (entry := entries.read(CONTINUED)).strip() != FENCE:
             lines.append(entry)
@@ -175,8 +155,7 @@ class ChatLoop:
     """Read entries, run commands, and answer messages.
 
     Args:
-        dialogue: the turns so far, and the model that answers.
-        adapters: pool of the adapters that may answer.
+        dialogue, adapters: the turns so far, and the pool of the adapters that may answer.
         arguments: options for `stream_generate`, except the seed.
         first_seed: seed of the first answer; each later answer has the next.
         context: maximum tokens of the dialogue; None if unknown.
@@ -221,26 +200,17 @@ class ChatLoop:
                     continue
                 try:
                     with entries.busy(), interrupts.allowed():
-                        self._respond(message)
+                        if message.startswith("/") and not message.startswith("//"):
+                            self._run_command(message)
+                        elif message.strip():
+                            self.ask(message.removeprefix("/"))
                 except EOFError:  # /exit
                     return
                 except KeyboardInterrupt:
                     note("Stopped.")
 
-    def _respond(self, message: str) -> None:
-        if message.startswith("//"):
-            self.ask(message[1:])
-        elif message.startswith("/"):
-            self._run_command(message)
-        elif message.strip():
-            self.ask(message)
-
     def _run_command(self, entry: str) -> None:
-        """Run a command, or print why it can't run.
-
-        Raises:
-            EOFError: for /exit.
-        """
+        """Run a command, or print why it can't run; raise EOFError for /exit."""
         name, *rest = entry.split(maxsplit=1)
         argument = rest[0].strip() if rest else ""
         if (command := COMMANDS.get(name)) is None:
@@ -258,7 +228,11 @@ class ChatLoop:
             try:
                 command.run(self, argument)
             except AFMError as error:
-                note(one_line(error))
+                note(one_line(str(error)))
+
+    def leave(self) -> None:
+        """End the chat, as the end of the input does."""
+        raise EOFError
 
     # -- answers
 
@@ -282,6 +256,7 @@ class ChatLoop:
         """Remove all turns, and start with the first seed again."""
         self.dialogue.reset()
         self._seed = self._first_seed
+        note("The conversation is forgotten.")
 
     def _answer(self, answer: Answer, consequence: str) -> None:
         written = False
@@ -292,13 +267,17 @@ class ChatLoop:
             print_answer(text)
 
         try:
-            response = answer(show, seed=self._next_seed(), **self._arguments)
+            seed = self._seed
+            self._seed = (seed + 1) % MAX_SEED  # one seed would repeat the same draws
+            response = answer(show, seed=seed, **self._arguments)
         except AFMError as error:
             if written:
                 print(flush=True)
-            if not self._can_go_on(error):
+            # Without turns, the chat goes on only if this question caused the error.
+            of_question = (CheckpointError, ConfigError, ContextLengthError, TokenizerError)
+            if not self.dialogue.turns and not isinstance(error, of_question):
                 raise
-            note(f"{self._advice(error) or one_line(error)} {consequence}")
+            note(f"{self._advice(error)} {consequence}")
             return
         if written or response is not None:
             print(flush=True)
@@ -308,22 +287,10 @@ class ChatLoop:
             speed = f"{response.generation_tps:.1f} per second"
             note(f"[{response.generation_tokens} tokens, {speed}]")
 
-    def _next_seed(self) -> int:
-        seed = self._seed
-        self._seed = (seed + 1) % MAX_SEED  # one seed would repeat the same draws
-        return seed
-
-    def _can_go_on(self, error: AFMError) -> bool:
-        """True if the chat should go on after an error: it has turns, or only this question caused the
-        error.
-        """
-        of_question = (CheckpointError, ConfigError, ContextLengthError, TokenizerError)
-        return bool(self.dialogue.turns) or isinstance(error, of_question)
-
-    def _advice(self, error: AFMError) -> str | None:
-        """Return advice for a full context in terms of the chat; None for other errors."""
+    def _advice(self, error: AFMError) -> str:
+        """Return an error's message, about a full context in terms of the chat."""
         if not isinstance(error, ContextLengthError) or self.context is None or self.sliding:
-            return None
+            return one_line(with_flags(error, self._arguments))
         needed = self.dialogue.prompt_tokens
         takes = f"the conversation with this question takes {needed:,}"
         if needed <= self.context:
@@ -346,17 +313,11 @@ _ENTRY_HELP = (
 
 
 class ChatCommand(NamedTuple):
-    """A command of a chat, such as /reset.
+    """A command of a chat, such as /reset."""
 
-    Args:
-        argument: name of its argument in the help, in brackets if it is optional; "" for none.
-        help: description for the help.
-        run: runs the command with the chat and the argument ("" for none).
-    """
-
-    argument: str
+    argument: str  # its name in the help, in brackets if it is optional; "" for none
     help: str
-    run: Callable[[ChatLoop, str], None]
+    run: Callable[[ChatLoop, str], None]  # takes the chat and the argument, "" for none
 
 
 def _help(chat: ChatLoop, argument: str) -> None:
@@ -370,24 +331,11 @@ def _help(chat: ChatLoop, argument: str) -> None:
         note(textwrap.fill(text, columns))
 
 
-def _exit(chat: ChatLoop, argument: str) -> None:
-    raise EOFError
-
-
 def _system(chat: ChatLoop, text: str) -> None:
     if text:
         chat.dialogue.system = None if text == '""' else text
     now = chat.dialogue.system
     note("There are no instructions." if now is None else f"Instructions: {now}")
-
-
-def _reset(chat: ChatLoop, argument: str) -> None:
-    chat.reset()
-    note("The conversation is forgotten.")
-
-
-def _retry(chat: ChatLoop, argument: str) -> None:
-    chat.retry()
 
 
 def _save(chat: ChatLoop, file: str) -> None:
@@ -446,14 +394,20 @@ def _stats(chat: ChatLoop, argument: str) -> None:
 
 COMMANDS = {
     "/help": ChatCommand("", "show this", _help),
-    "/exit": ChatCommand("", "leave; Ctrl-D on an empty line does so, too", _exit),
+    "/exit": ChatCommand(
+        "", "leave; Ctrl-D on an empty line does so, too", lambda chat, _: chat.leave()
+    ),
     "/system": ChatCommand(
         "[TEXT]",
         'set instructions for all answers from now on, "" for none; alone, show them',
         _system,
     ),
-    "/reset": ChatCommand("", "forget the conversation; keep instructions and adapter", _reset),
-    "/retry": ChatCommand("", "answer the last question again, with another seed", _retry),
+    "/reset": ChatCommand(
+        "", "forget the conversation; keep instructions and adapter", lambda chat, _: chat.reset()
+    ),
+    "/retry": ChatCommand(
+        "", "answer the last question again, with another seed", lambda chat, _: chat.retry()
+    ),
     "/save": ChatCommand("FILE", "write the conversation to a file", _save),
     "/load": ChatCommand("FILE", "go on with a conversation that was saved", _load),
     "/adapter": ChatCommand("[NAME]", "answer with an adapter; alone, without one", _adapter),

@@ -31,37 +31,32 @@ if TYPE_CHECKING:
 
 
 class TerminalEntries:
-    """Entries that a person types on a terminal.
-
-    Args:
-        adapters: pool of the adapters whose names are completed.
-        input, output: replace the process's terminal in tests.
-    """
+    """Entries that a person types on a terminal, or in tests `input` and `output`."""
 
     terminal = True
 
     def __init__(
         self, adapters: AdapterPool, input: Input | None = None, output: Output | None = None
     ):
+        if output is None:
+            output = Vt100_Output.from_pty(sys.stdout)
+            # A reply about the cursor may come late over a slow line, and would be taken for typed text.
+            output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
-            prompt_continuation=_continued,
+            # A line that is only too long for the screen is one line.
+            prompt_continuation=lambda width, line, wrapped: "" if wrapped else CONTINUED,
             key_bindings=_key_bindings(),
             completer=_Completer(adapters),
             complete_while_typing=False,
             enable_suspend=True,
             history=open_history(),
             input=input,
-            output=output or _own_output(),
+            output=output,
         )
 
     def read(self, prompt: str) -> str:
-        """Return the next entry, of one or several lines.
-
-        Raises:
-            EOFError: for Ctrl-D on an empty line.
-            KeyboardInterrupt: for Ctrl-C; the typed text is dropped.
-        """
+        """Return the next entry; raise EOFError for Ctrl-D on an empty line, KeyboardInterrupt for Ctrl-C."""
         return self._session.prompt(prompt)
 
     @contextmanager
@@ -85,17 +80,6 @@ class TerminalEntries:
             output.disable_bracketed_paste()
             output.flush()
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
-
-
-def _own_output() -> Output:
-    output = Vt100_Output.from_pty(sys.stdout)
-    # The reply to a cursor position request may come late over a slow line, and would be taken for typed text.
-    output.enable_cpr = False
-    return output
-
-
-def _continued(width: int, line: int, wrapped: int) -> str:
-    return "" if wrapped else CONTINUED  # a line that is only too long for the screen is one line
 
 
 def _key_bindings() -> KeyBindings:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -32,10 +33,12 @@ def scratch(folder):
     return scratch
 
 
-def test_commands_run_it(folder, adapter, scratch, done, tmp_path):
-    argv = ("generate", "--model", folder, "-p", "A list", "-m", 12, "--json")
-    text = json.loads(done(*argv, "--adapter-path", adapter))["text"]
-    assert text == scratch(adapter) != scratch()
+def test_commands_run_it(folder, adapter, scratch, done, fails, tmp_path):
+    argv = ("generate", "--model", folder, "-p", "A list", "-m", 12, "--json", "--adapter-path")
+    shutil.copytree(adapter, folder / "adapters" / "neat")
+    for named in (adapter, "neat"):
+        assert json.loads(done(*argv, named))["text"] == scratch(adapter) != scratch()
+    assert "the model's own adapters are neat" in fails(*argv, "messy")
     data = lines(tmp_path / "texts.jsonl", {"text": "A list of names and what they are for."})
     argv = ("perplexity", "--model", folder, "--data-path", data, "--json")
     facts = [json.loads(done(*argv, *more)) for more in ((), ("--adapter-path", adapter))]
@@ -86,20 +89,10 @@ def test_a_chat_survives_an_adapter_that_can_not_be_loaded(make_adapter, scratch
 
 
 def test_ctrl_c_stops_a_switch_and_not_the_chat(adapter, scratch, chat, monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(AdapterPool, "load", interrupted)
+    monkeypatch.setattr(AdapterPool, "load", Mock(side_effect=KeyboardInterrupt))
     out, notes = chat("/adapter x", "A list", flags=["--adapter", f"x={adapter}"])
     assert out == scratch() + "\n"
     assert notes == ["Stopped; the adapter is the one before."]
-
-
-def test_adapters_that_come_with_a_model(folder, adapter, scratch, done, fails):
-    shutil.copytree(adapter, folder / "adapters" / "neat")
-    argv = ("generate", "--model", folder, "-p", "A list", "-m", 12, "--json")
-    assert json.loads(done(*argv, "--adapter-path", "neat"))["text"] == scratch(adapter)
-    assert "the model's own adapters are neat" in fails(*argv, "--adapter-path", "messy")
 
 
 def test_a_path_wins_over_an_adapter_that_comes_with_the_model(

@@ -45,10 +45,7 @@ def test_what_can_not_be_used_is_one_line(fails):
         (["--chat-template-config", '{"a": "\\ud800"}'], "not valid UTF-8"),
         (["--chat-template-config", "[]"], "is not a JSON object"),
         (["--num-draft-tokens", "2"], "--num-draft-tokens needs --draft-model or --prompt-lookup"),
-        (
-            ["--draft-model", "x", "--num-draft-tokens", "8"],
-            "8 is out of range; allowed is 1 to 7",
-        ),
+        (["--draft-model", "x", "--num-draft-tokens", "8"], "8 is out of range; allowed is 1 to 7"),
         (["--draft-model", "nowhere/x"], "nowhere/x"),
         (["--image", "a.png"], "text only"),
         (["-c", "no.yaml"], "no.yaml can't be read"),

@@ -10,6 +10,7 @@ import pytest
 from afm_mlx import blas
 from afm_mlx.cli import bench
 from afm_mlx.config import PRESETS
+from afm_mlx.errors import AFMError
 from afm_mlx.measure import benchmark, machine
 from afm_mlx.measure.benchmark import run_case
 from afm_mlx.measure.machine import Bandwidth
@@ -109,11 +110,14 @@ def test_bench_refuses(folder, fails):
         assert says in fails("bench", *argv.split())
 
 
-def test_threads_are_set_before_anything_computes(monkeypatch):
+def test_threads_are_set_before_anything_computes(fails, monkeypatch):
     limited = []
+
+    def measure(threads):
+        raise AFMError(f"{threads} threads, {limited}")
+
     monkeypatch.setattr(blas, "set_threads", limited.append)
+    monkeypatch.setattr(machine, "measure_bandwidth", measure)
     monkeypatch.setenv(bench.THREADS_VARIABLE, "9")
-    bench._limit_threads(None)
-    assert (limited, machine.threads_in_use()) == ([], 9)
-    bench._limit_threads(3)
-    assert (limited, machine.threads_in_use()) == ([3], 3)
+    assert "9 threads, []" in fails("bench")
+    assert "3 threads, [3]" in fails("bench", "--threads", 3)

@@ -56,15 +56,23 @@ def test_with_and_without_constraints(folder, done, write_config, tmp_path):
 
 
 def test_bad_examples_are_one_line(folder, fails, tmp_path):
+    plain = example("a", "Who?", "{")
     for record, says in [
         ({"task": "a", "messages": []}, "e.jsonl:1: 'answer' is missing"),
         ({"task": 5, "messages": [], "answer": ""}, "e.jsonl:1: 'task' is int"),
         ([], "e.jsonl:1: this is a JSON list"),
         (example("a", "the fox " * 300, ""), "e.jsonl:1: The prompt needs"),
         ({"task": "a", "messages": [], "answer": ""}, "e.jsonl:1: messages is empty"),
+        (plain | {"compare": "yaml"}, "1: 'compare' is 'yaml'; allowed are text, json, calls"),
+        (plain | {"compare": "calls"}, "1: the answer is to be compared as calls, and is '{'"),
+        (plain | {"compare": "json"}, "1: the answer is to be compared as json"),
         (None, "holds no examples"),
     ]:
         file = lines(tmp_path / "e.jsonl", *([] if record is None else [record]))
         assert says in fails("evaluate", "--model", folder, "--data", file)
-    assert "can't be read" in fails("evaluate", "--model", folder, "--data", tmp_path / "no.jsonl")
+    argv = ("evaluate", "--model", folder, "--constrained", "always", "--data")
+    form = {"type": "json_schema", "json_schema": {"name": "N", "schema": {"type": "thing"}}}
+    plain["messages"][0]["response_format"] = form
+    assert "e.jsonl:1: The JSON schema" in fails(*argv, lines(tmp_path / "e.jsonl", plain))
+    assert "can't be read" in fails(*argv, tmp_path / "no.jsonl")
     assert "mlx_lm.evaluate" in fails("evaluate", "--tasks", "hellaswag")

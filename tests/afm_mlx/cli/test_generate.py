@@ -135,7 +135,7 @@ def test_a_full_context_ends_with_the_text_so_far(folder, generate, fails):
     argv = ("generate", "--model", folder, "-p", "A list", "--verbose", "F", "--max-kv-size")
     so_far = answer(folder, "A list", max_tokens=5) + "\n"
     assert f"context of {used + 4} tokens is full" in fails(*argv, used + 4, output=so_far)
-    assert "The prompt needs" in fails(*argv, used - 1)
+    assert "raise --max-kv-size, or ask" in fails(*argv, used - 1)
     window = generate("A list", "--max-kv-size", used + 4, "--sliding-window")
     assert window["generation_tokens"] == 12
 
@@ -143,9 +143,9 @@ def test_a_full_context_ends_with_the_text_so_far(folder, generate, fails):
 def test_what_a_model_refuses_is_one_line(folder, fails, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for argv, says in {
-        "-m 0": "max_tokens is 0",
-        "--kv-bits 4": "kv_bits is 4",
-        "--kv-bits 8": "kv_bits is 8",  # a model without scales
+        "-m 0": "error: --max-tokens is 0",
+        "--kv-bits 4": "error: --kv-bits is 4",
+        "--kv-bits 8": "--kv-bits is 8",  # a model without scales
         "--adapter-path x": "it is no path, and the model's own adapters are none",
         "--xtc-probability 0.5": "--temp",
         "--temp 1 --top-k 1000": "1000 tokens",
@@ -272,6 +272,16 @@ def constrained(folder, done, files):
     return constrained
 
 
+@pytest.mark.parametrize("flag", ["--choices", "--stop", "--extra-eos-token"])
+def test_a_flag_that_took_the_prompt(flag, fails, done, folder):
+    """Such a flag takes all texts after it, and the default prompt would be answered."""
+    line = fails("generate", flag, "1", "2", "Is it so?")
+    assert f"there is no prompt: {flag} takes all texts after it, 'Is it so?' too" in line
+    assert f"before {flag}, or as --prompt TEXT." in line
+    for rest in [("-p", "Is it so?", flag, "1", "2"), (flag, "1")]:
+        assert done("generate", "--model", folder, *rest)
+
+
 def test_answers_look_as_they_must(constrained, write_config):
     config = write_config("choices: [a list, B]")
     for argv, pattern in [
@@ -322,7 +332,10 @@ def test_an_answer_that_is_cut_off(folder, done, fails, files):
     assert json.loads(whole).keys() == {"x", "y"}
     says = "before its constraint (JSON schema) was met"
     assert says in fails(*argv, 1, output="{\n")
-    assert says in fails(*argv, 1, "--json")
+    line = fails(*argv, 1, "--json")
+    assert says in line
+    assert "Raise --max-tokens, or" in line
+    assert "completion with --at-limit complete." in line
 
 
 def test_what_can_not_be_asked_for_is_one_line(folder, fails, files):

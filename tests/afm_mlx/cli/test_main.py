@@ -140,21 +140,16 @@ def test_debug_keeps_the_traceback():
         main(["generate", "--model", "no/such/folder", "--debug"])
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (MemoryError("Unable to allocate 9 bytes."), "there is not enough memory (Unable to"),
-        (MemoryError(), "there is not enough memory. Use"),
-        (
-            RuntimeError("[malloc] Unable to allocate 9 bytes."),
-            "there is not enough memory ([malloc]",
-        ),
+def test_an_error_of_the_machine_is_one_line(monkeypatch, fails):
+    full = "there is not enough memory"
+    for error, says in (
+        (MemoryError("Unable to allocate 9 bytes."), f"{full} (Unable to"),
+        (MemoryError(), f"{full}. Use"),
+        (RuntimeError("[malloc] Unable to allocate 9 bytes."), f"{full} ([malloc]"),
         (FileNotFoundError(2, "No such file", "/no/such\nfile"), "No such file"),
-    ],
-)
-def test_an_error_of_the_machine_is_one_line(monkeypatch, fails, error, says):
-    monkeypatch.setattr(info, "run", Mock(side_effect=error))
-    assert says in fails("info")
+    ):
+        monkeypatch.setattr(info, "run", Mock(side_effect=error))
+        assert says in fails("info")
 
 
 @pytest.mark.parametrize("defect", [RuntimeError("x"), ValueError("x"), OSError("x")])
@@ -164,14 +159,10 @@ def test_our_own_defects_keep_their_traceback(monkeypatch, defect):
         main(["info"])
 
 
-def test_interrupt(monkeypatch, run):
-    monkeypatch.setattr(info, "run", Mock(side_effect=KeyboardInterrupt))
+def test_exit_status_of_an_interrupt_and_of_code_that_ends_the_process(monkeypatch, run):
+    monkeypatch.setattr(info, "run", Mock(side_effect=[KeyboardInterrupt, SystemExit(3)]))
     assert run("info") == (130, "", "afm-mlx: interrupted\n")
-
-
-def test_code_that_ends_the_process_keeps_its_exit_status(monkeypatch):
-    monkeypatch.setattr(info, "run", Mock(side_effect=SystemExit(3)))
-    assert main(["info"]) == 3
+    assert run("info")[0] == 3
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
@@ -198,13 +189,8 @@ def test_output_that_cannot_be_written_is_one_line(argv, unbuffered):
         (["-c", closed], "it is closed"),
     ):
         with open("/dev/full", "w") as full:
-            done = subprocess.run(
-                [sys.executable, *command],
-                stdout=full,
-                stderr=subprocess.PIPE,
-                env=environment,
-                text=True,
-            )
+            pipes = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
+            done = subprocess.run([sys.executable, *command], env=environment, **pipes)
         assert done.returncode == 2
         assert done.stderr.startswith(f"afm-mlx: error: standard output can't be written: {why}.")
         assert done.stderr.count("\n") == 1
@@ -216,7 +202,7 @@ def test_a_full_disk_is_one_line(fails, monkeypatch, tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     lines(tmp_path / "train.jsonl", *[{"prompt": "a", "completion": "b"}] * 3)
-    monkeypatch.setattr("afm_mlx.cli.doctor._examine_kernels", lambda args: {"ok": True})
+    monkeypatch.setattr("afm_mlx.measure.kernel_report.examine", lambda **options: {"ok": True})
     monkeypatch.setattr(Path, "write_text", full)
     report = tmp_path / "report.json"
     said = fails("doctor", "--quick", "--report", report)
@@ -228,19 +214,12 @@ def test_a_full_disk_is_one_line(fails, monkeypatch, tmp_path):
 
 def test_commands_in_a_folder_that_is_gone(tmp_path):
     gone = "import os, sys; os.rmdir(os.getcwd()); from afm_mlx.cli import main; sys.exit(main(sys.argv[1:]))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for argv, status, says in (
         (["doctor"], 2, "afm-mlx: error: the current folder is gone"),
         (["info", "--preset", "afm-3b"], 0, ""),
     ):
         (tmp_path / "gone").mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", gone, *argv],
-            cwd=tmp_path / "gone",
-            capture_output=True,
-            env=environment,
-            text=True,
-        )
+        done = process(*argv, code=gone, cwd=tmp_path / "gone")
         assert (done.returncode, done.stderr.count("\n")) == (status, status // 2), done.stderr
         assert done.stderr.startswith(says)
 

@@ -16,9 +16,8 @@ def test_perplexity(folder, done, fails):
     assert np.isfinite(facts["perplexity"] + facts["standard_error"] + facts["tokens_per_second"])
     out = done(*argv, "--data-path", folder / "heldout.jsonl")
     assert f"Perplexity: {facts['perplexity']:.3f} ± {facts['standard_error']:.3f}" in out
-    one, same, other = (
-        json.loads(done(*argv, "--json", "--num-samples", 2, "--seed", seed)) for seed in (1, 1, 2)
-    )
+    sampled = (*argv, "--json", "--num-samples", 2, "--seed")
+    one, same, other = (json.loads(done(*sampled, seed)) for seed in (1, 1, 2))
     assert one["perplexity"] == same["perplexity"] != other["perplexity"]
     assert one["samples"] == 2
 

@@ -11,7 +11,7 @@ import pytest
 
 from afm_mlx.cli import info, main
 from afm_mlx.cli.signals import Terminated, deferred_signals, handled_signals
-from tests.tools.cli import ROOT
+from tests.tools.cli import ROOT, process
 
 TERM, HUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 
@@ -89,7 +89,7 @@ def test_deferred_signals_raise_at_the_end(number, raised):
             send(TERM)  # `timeout` sends two
         done = True
     assert done
-    assert getattr(error.value, "number", TERM) == TERM
+    assert getattr(error.value, "status", 143) == 143
 
 
 @pytest.mark.usefixtures("handlers")
@@ -121,8 +121,7 @@ with signals.handled_signals(), atomic_write(sys.argv[1]) as path:
 
 @pytest.mark.parametrize("where", ["native", "clean-up"])
 def test_neither_native_work_nor_a_long_clean_up_holds_a_process(tmp_path, where):
-    command = [sys.executable, "-c", STUCK, str(tmp_path / "x.json"), where]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30)
+    done = process(tmp_path / "x.json", where, code=STUCK, timeout=30)
     assert done.returncode == 143
     if where == "native":
         assert done.stderr == "afm-mlx: stopped by SIGTERM\n"

@@ -235,7 +235,7 @@ REFUSED_BY = {
         "--initial-adapter x --resume-adapter-file y": "both say where to start; choose one",
         "--resume-adapter-file nowhere": "nowhere is no folder",
         "--keys mlp.nothing": "There is no layer mlp.nothing",
-        "--num-layers 9": "num_layers of LoRA is 9",
+        "--num-layers 9": "--num-layers of LoRA is 9",
         "--save-dtype bfloat16": "choose from",
         '--lora-parameters {"r":4}': "rank, scale, dropout, keys",
         '--lora-parameters {"rank":0}': "allowed is 1 or more",

@@ -1,18 +1,15 @@
 """Test sets, scores, and the comparison of answers."""
 
 import json
-import re
 
 import pytest
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine.generation import generate
-from afm_mlx.errors import DataError
 from afm_mlx.measure.evaluation import (
     Evaluation,
     Example,
     GradedAnswer,
-    can_be_compared,
     evaluate,
     is_right,
     load_examples,
@@ -69,11 +66,6 @@ def test_an_answer_that_fills_the_context_is_wrong_and_no_error(rng, tokenizer):
     assert evaluate(model, tokenizer, [asked]).overall.correct == 0
 
 
-def test_a_prompt_that_does_not_fit_names_its_line(rng, tokenizer):
-    with pytest.raises(DataError, match="test:7: The prompt needs"):
-        evaluate(random_model(config(rng, 10), rng), tokenizer, [example(7, "a", "")])
-
-
 def test_an_answer_is_right_when_it_is_equal_but_for_white_space_around_it():
     answers = [("b", "the fox"), ("a", " the fox\n"), ("b", "the  fox"), ("b", "")]
     graded = [GradedAnswer(example(0, task, "the fox\n"), answer) for task, answer in answers]
@@ -82,14 +74,6 @@ def test_an_answer_is_right_when_it_is_equal_but_for_white_space_around_it():
     assert scores == [("b", 1, 3), ("a", 1, 1)]
     assert result.overall.accuracy == 0.5
     assert result.mistakes == graded[2:]
-
-
-def test_the_limit_is_per_task_and_lines_are_counted(tmp_path):
-    lines = [{"task": t, "messages": [], "answer": a} for t, a in [("a", " x\n"), ("b", "y")] * 3]
-    file = tmp_path / "e.jsonl"
-    file.write_text("\n\n".join(map(json.dumps, lines)))
-    assert [e.task for e in load_examples(file, limit=2)] == ["a", "b", "a", "b"]
-    assert load_examples(file)[-1].where == f"{file}:11"
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -124,36 +108,6 @@ def test_what_is_compared_and_what_an_answer_must_look_like(tmp_path):
     assert made == ["JSON schema", "JSON schema", "tool calls", "tool calls", None]
 
 
-def test_lines_that_can_not_be_compared_are_named(tmp_path):
-    for changes, says in [
-        ({"compare": "yaml"}, "1: 'compare' is 'yaml'; allowed are text, json, calls"),
-        ({"compare": "calls"}, "1: the answer is to be compared as calls, and is '{\"n\": 1}'"),
-        ({"compare": "json", "answer": "{"}, "1: the answer is to be compared as json"),
-    ]:
-        with pytest.raises(DataError, match=re.escape(says)):
-            loaded(tmp_path, record(**changes))
-
-
-def test_under_constraints_a_random_model_gives_what_the_chat_asks_for(rng, tokenizer, tmp_path):
-    must = {"type": "object", "properties": {"n": {"const": 41}}, "required": ["n"]}
-    asked = {
-        **FORMAT,
-        "json_schema": {"name": "N", "schema": must | {"additionalProperties": False}},
-    }
-    message = {"role": "user", "content": "What?", "response_format": asked}
-    free = [{"role": "user", "content": "What?"}]
-    examples = loaded(
-        tmp_path,
-        record(messages=[message], answer='{"n":41.0}'),
-        record(task="b", messages=free, answer="Nothing."),
-    )
-    model = random_model(config(rng, 512), rng)
-    without, under = (evaluate(model, tokenizer, examples, constrained=c) for c in (False, True))
-    assert (without.overall.correct, under.overall.correct) == (0, 1)
-    assert under.answers[0].answer == '{"n": 41}'
-    assert under.answers[1] == without.answers[1]
-
-
 def test_an_answer_that_is_cut_off_before_its_constraint_is_met_is_wrong(rng, tokenizer, tmp_path):
     schema = {"type": "array", "items": {"const": "x"}, "minItems": 50}
     asked = {"type": "json_schema", "json_schema": {"name": "N", "schema": schema}}
@@ -162,10 +116,6 @@ def test_an_answer_that_is_cut_off_before_its_constraint_is_met_is_wrong(rng, to
     result = evaluate(random_model(config(rng, 512), rng), tokenizer, examples, constrained=True)
     assert result.overall.correct == 0
     assert result.answers[0].answer.startswith('["x", "x"')
-    bad = {"type": "json_schema", "json_schema": {"name": "N", "schema": {"type": "thing"}}}
-    examples = loaded(tmp_path, record(messages=[{**message, "response_format": bad}]))
-    with pytest.raises(DataError, match=r"examples.jsonl:1: .*thing"):
-        evaluate(random_model(config(rng, 512), rng), tokenizer, examples, constrained=True)
 
 
 def calls(*calls, before="", after=""):
@@ -226,6 +176,5 @@ def test_answers_are_compared_as_what_they_are(comparison, answer, expected, rig
 )
 def test_the_comparison_follows_from_the_expected_answer(expected, has_format, comparison):
     assert natural_comparison(expected, has_format) == comparison
-    assert can_be_compared(expected, comparison)
-    assert not can_be_compared("a: 1", "json")
-    assert not can_be_compared("a: 1", "calls")
+    assert is_right(expected, expected, comparison)
+    assert not any(is_right("a: 1", "a: 1", form) for form in ("json", "calls"))

@@ -77,8 +77,8 @@ def test_an_interrupted_answer_stays_in_the_conversation(start):
             raise KeyboardInterrupt
 
     assert talk.ask("the fox", show=show)[1] is None
-    said = "".join(shown)
-    assert talk.conversation.messages[-1] == {"role": "assistant", "content": said}
+    said = {"role": "assistant", "content": "".join(shown)}
+    assert talk.conversation.messages[-1] == said
     assert talk.scratch("and then")[0] == talk.ask("and then")[0]
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from afm_mlx.cli import model_options
 from afm_mlx.cli.chat import dialogue, loop
-from afm_mlx.cli.chat import loop as commands
 from afm_mlx.cli.chat.loop import Interrupts
 from afm_mlx.engine.generation import generate, stream_generate
 from afm_mlx.errors import AFMError, RequestError
@@ -42,7 +41,7 @@ def test_lines_between_quotes_are_one_message(chat, folder, say, fails):
     ("said", "flags", "says"),
     [
         (b"\xff\n", (), "line 1 of standard input is not UTF-8"),
-        (b"x\n", ("-m", 0), "max_tokens is 0"),
+        (b"x\n", ("-m", 0), "--max-tokens is 0"),
     ],
 )
 def test_what_no_turn_can_honour_ends_a_chat(folder, fails, say, said, flags, says):
@@ -52,12 +51,10 @@ def test_what_no_turn_can_honour_ends_a_chat(folder, fails, say, said, flags, sa
 
 def test_a_full_context_names_the_ways_out(chat, folder):
     out, (full, forgotten) = chat("the fox", "fox " * 300, "/reset", "the fox")
-    assert full.startswith(
-        "The context of 256 tokens is full: the conversation with this question takes "
-    )
+    beginning = "The context of 256 tokens is full: the conversation with this question takes "
+    assert full.startswith(beginning)
     assert full.endswith(LEFT_OUT)
-    for way_out in ("/save FILE and /reset", "start afm-mlx chat with --sliding-window"):
-        assert way_out in full
+    assert "/save FILE and /reset, or start afm-mlx chat with --sliding-window" in full
     assert forgotten == "The conversation is forgotten."
     assert out == f"{answer(folder, 'the fox')}\n" * 2
 
@@ -130,7 +127,7 @@ def test_a_command_says_what_belongs_behind_it(chat):
         "/save needs an argument: /save FILE",
         "/reset takes no argument, and got 'now'.",
     ]
-    assert [note.split()[0] for note in notes if note.startswith("/")][2:] == [*commands.COMMANDS]
+    assert [note.split()[0] for note in notes if note.startswith("/")][2:] == [*loop.COMMANDS]
 
 
 @pytest.mark.parametrize("columns", [40, 72, 300])
@@ -139,7 +136,7 @@ def test_the_help_fits_the_terminal(chat, monkeypatch, columns):
     _, notes = chat("/help", "/exit")
     lines = [line for note in notes for line in note.split("\n")]
     assert max(map(len, lines)) <= columns
-    assert (len(lines) > len(commands.COMMANDS) + len(commands._ENTRY_HELP)) == (columns < 300)
+    assert (len(lines) > len(loop.COMMANDS) + len(loop._ENTRY_HELP)) == (columns < 300)
 
 
 def test_instructions_are_given_shown_and_taken_back(chat, folder):
@@ -213,10 +210,8 @@ def test_save_replaces_no_file_but_its_own_and_says_why_it_can_not(chat, tmp_pat
     wrong = (f"{tmp_path}/no/x.json", "x" * 5000, "a\0b")
     saves = [f"/save {name}" for name in (file, *wrong)]
     _, (_, *notes, _) = chat("the fox", *saves, "the dog", f"/save {file}")
-    for words, text in zip(
-        ("No such file", "too long", "not the name of a file"), notes, strict=True
-    ):
-        assert words in text
+    causes = ("No such file", "too long", "not the name of a file")
+    assert all(words in text for words, text in zip(causes, notes, strict=True))
     assert len(json.loads(file.read_text())["messages"]) == 4
 
 
