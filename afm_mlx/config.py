@@ -236,12 +236,7 @@ class ModelConfig:
 
 
 class Projection(NamedTuple):
-    """Rows of a matrix that compute one thing, such as queries.
-
-    Args:
-        outputs: number of rows.
-        rotary_heads: heads among the outputs that RoPE rotates; 0 for none.
-    """
+    """Rows of a matrix that compute one thing, such as queries; `rotary_heads` of them are rotated by RoPE."""
 
     outputs: int
     rotary_heads: int = 0
@@ -262,7 +257,6 @@ class Matrix(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Number of rows."""
         return sum(projection.outputs for projection in self.projections)
 
 
@@ -349,11 +343,7 @@ _MAX_JSON_BYTES = 64 << 20
 
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
-    """Parse a JSON file that must hold one object.
-
-    Raises:
-        ConfigError: if the file is missing or is no JSON object.
-    """
+    """Parse a JSON file that must hold one object; raise `ConfigError` if it is missing or damaged."""
     path = Path(path)
     try:
         values = json.loads(read_file(path, _MAX_JSON_BYTES).decode("utf-8"))

@@ -120,10 +120,9 @@ def _check_size(size: int, limit: int) -> None:
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; on success the file replaces `path`.
+    """Yield a temporary path to write to; on success the file replaces `path`, else `path` is unchanged.
 
-    The temporary file has the name of `path`, because writers such as `mx.save_safetensors` look at the
-    suffix. After any exception it is removed, and `path` is unchanged.
+    The temporary file has the name of `path`, because writers such as `mx.save_safetensors` look at the suffix.
 
     Raises:
         OSError: if `path` is a device, a pipe or a socket, which must not be replaced by a file.
@@ -183,10 +182,7 @@ def refuse_existing(path: str | Path) -> None:
 
 @contextmanager
 def place_beside(path: Path) -> Iterator[Path]:
-    """Yield an empty hidden folder next to `path`; remove it at the end.
-
-    Leftovers of killed processes next to `path` are removed first.
-    """
+    """Yield an empty hidden folder next to `path`, and remove it; leftovers of killed processes go first."""
     remove_leftovers(path.parent)
     with _named_after(path):
         place, lock = _make(path)

@@ -42,11 +42,8 @@ def install_command(extra: str = "", *, rebuild: bool = False) -> str:
 def package_problem(error: BaseException) -> str:
     """Describe a third-party package that is missing or broken, with the command that installs it.
 
-    Args:
-        error: any exception. If it names no module, its traceback tells which one was being imported.
-
-    Returns:
-        A sentence and a command; empty if no import of a third-party package failed.
+    If the error names no module, its traceback tells which one was being imported. Returns an empty text if no
+    import of a third-party package failed.
     """
     module = (error.name if isinstance(error, ImportError) else None) or _imported_in(error)
     module = module.partition(".")[0]

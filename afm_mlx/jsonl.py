@@ -93,11 +93,7 @@ def data_files(folder: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file in UTF-8, UTF-16 or UTF-32, which may be gzipped.
-
-    Raises:
-        DataError: if the file is missing or not text.
-    """
+    """Read a text file in UTF-8, UTF-16 or UTF-32, which may be gzipped; raise `DataError` for other data."""
     text = _text(path)
     for number, line in enumerate(text.split("\n"), start=1):
         try:
@@ -108,13 +104,10 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield "file:line" and the JSON text of each record of a data file.
+    """Yield "file:line" and the JSON text of each record of a data file; raise `DataError` if it can't be read.
 
     A record is a line that is not blank, an item of a JSON array, an object over several lines, or a row of a
     CSV file, as an object with the names of the first row.
-
-    Raises:
-        DataError: if the file can't be read.
     """
     text = _text(path)
     name = path.name.removesuffix(".gz")
@@ -188,11 +181,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, str]]:
 
 
 def parse_line(line: str) -> Any:
-    """Parse a line of JSON.
-
-    Raises:
-        DataError: if the line is not UTF-8 or not JSON, or an object has a key twice.
-    """
+    """Parse a line of JSON; raise `DataError` if it is not UTF-8 or not JSON, or an object has a key twice."""
     _check_text(line)
     try:
         return json.loads(line, object_pairs_hook=_object)
@@ -211,11 +200,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield "file:line" and the value of each record of a data file, see `read_lines`.
-
-    Raises:
-        DataError: names the line that is not JSON.
-    """
+    """Yield "file:line" and the value of each record; `DataError` names a line that is not JSON."""
     for where, line in read_lines(path):
         try:
             record = parse_line(line)

@@ -50,12 +50,9 @@ class MLXThread:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def submit(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
-        """Queue a function, and return its future.
+        """Queue a function, and return its future; raise `RequestError` once Python is ending.
 
-        Once Python is ending, a daemon thread never returns from here: it ends with the process.
-
-        Raises:
-            RequestError: once Python is ending, in any other thread and in the MLX thread itself.
+        A daemon thread then never returns from here: it ends with the process.
         """
         with self._starting:
             if not self._ended:
@@ -115,10 +112,7 @@ _parent: int | None = None  # id of the process that had run MLX and was forked 
 
 
 def _note_use() -> None:
-    """Before a fork, record whether MLX has computed anything in this process.
-
-    Frameworks of macOS that `mlx.core` starts on import don't survive a fork either.
-    """
+    """Before a fork, record whether MLX has computed anything in this process."""
     global _ran_before_fork
     used = max(mx.get_peak_memory(), mx.get_active_memory(), mx.get_cache_memory())
     _ran_before_fork = used > _IMPORTED or sys.platform == "darwin"
@@ -147,7 +141,6 @@ def check_process() -> None:
 
 
 def runs_mlx() -> bool:
-    """True if the current thread may run MLX."""
     return in_main_thread() or _mlx_thread.is_current()
 
 
@@ -169,11 +162,7 @@ def call(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
 
 
 def submit(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
-    """Call a function in the MLX thread without waiting, for asyncio; return its future.
-
-    Raises:
-        RequestError: as `call`.
-    """
+    """Call a function in the MLX thread without waiting, for asyncio; return its future. Raises as `call`."""
     check_process()
     return _mlx_thread.submit(function, *args, **kwargs)
 
@@ -220,11 +209,7 @@ class Home:
             mx.eval(arrays)
 
     def take_in(self, arrays: Any, what: str) -> None:
-        """Evaluate a tree of arrays from a caller, whose thread may be another.
-
-        Args:
-            arrays: arrays that are evaluated, or begun in this thread.
-            what: name of the arrays for the error.
+        """Evaluate a tree of arrays from a caller, whose thread may be another; `what` names it in errors.
 
         Raises:
             RequestError: if another thread has begun the arrays and not evaluated them.

@@ -37,12 +37,7 @@ from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 @dataclasses.dataclass(frozen=True)
 class BaseFolder:
-    """Architecture and fingerprint of a base model.
-
-    Args:
-        config: its architecture.
-        fingerprint: see `afm_mlx.checkpoint.fingerprint`.
-    """
+    """Architecture and fingerprint of a base model."""
 
     config: ModelConfig
     fingerprint: str
@@ -85,11 +80,8 @@ def read_for(
 ) -> tuple[Tensors, AdapterConfig]:
     """Read an adapter, and check that it was made for the base model if there is one; see `read_adapter`.
 
-    Args:
-        source: an adapter of any format.
-        base: the base model; an adapter without a fingerprint gets its fingerprint.
-        alpha: see `read_adapter`.
-        force: accept another fingerprint if the shapes fit; the adapter keeps it.
+    An adapter without a fingerprint gets the base model's. With `force`, another fingerprint is accepted if the
+    shapes fit, and kept.
 
     Raises:
         CheckpointError: for an adapter of another model; shows both fingerprints.
@@ -151,12 +143,12 @@ def convert_adapter(
 def package_metadata(
     output: Path, to: str, source: str | Path | None, fields: Mapping[str, Any]
 ) -> PackageMetadata | None:
-    """Return the metadata of a new package: the source package's, overridden by `fields`.
+    """Return the metadata of an `.fmadapter` package: the source package's, overridden by `fields`.
 
     Args:
         output: the package, whose name is the default identifier.
         to: the format to be written; None is returned unless it is "fmadapter".
-        source: the adapter that is converted; only a package has metadata. None without one source.
+        source: the adapter that is converted, if it is one; only a package has metadata.
         fields: fields of `PackageMetadata`. A `draft` of None drops the draft model of the source.
     """
     if to != "fmadapter":
@@ -218,7 +210,7 @@ class AdapterReport:
     """Problems and properties of an adapter.
 
     Attributes:
-        problems: a sentence for each problem; empty if the adapter can be used.
+        problems: a sentence for each; empty if the adapter can be used.
         notes: oddities that do no harm, and checks that were left out.
         facts: what `describe_adapter` returns; None if the adapter can't be read.
     """

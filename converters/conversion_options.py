@@ -132,13 +132,7 @@ class ConversionOptions:
         return None if self.dtype is None else DTYPES[self.dtype]
 
     def check_source(self, source: Path, quantized: bool) -> None:
-        """Raise `AFMError` unless a source folder can be converted with these options.
-
-        Args:
-            source: the folder, for errors.
-            quantized: True if the folder holds packed layers: it can't be packed again or cast, but
-                dequantized.
-        """
+        """Raise `AFMError` unless a folder, `quantized` if it holds packed layers, can be converted."""
         if quantized and self.quantize:
             raise AFMError(
                 f"{source} is quantized already; rounding it again would add one error to the other. "
@@ -157,12 +151,10 @@ class ConversionOptions:
 
     @property
     def for_mlx_lm(self) -> bool:
-        """True if the folder is for mlx-lm itself, without anything that only this package reads."""
         return self.to == "mlx-lm"
 
     @property
     def for_core_ml(self) -> bool:
-        """True if the result is a Core ML package."""
         return self.to == "coreml"
 
     @property
@@ -182,11 +174,7 @@ class ConversionOptions:
         return RECIPES[self.quant_predicate]
 
     def rule(self, mode: str) -> QuantizationRule:
-        """Return the rule of most layers; with `target_bpw`, of the layers that get more bits.
-
-        Args:
-            mode: the mode if `q_mode` is None.
-        """
+        """Return the rule of most layers; with `target_bpw`, of those with more bits. `mode` is the default."""
         mode = self.q_mode or mode
         bits = self.q_bits or (2 if mode == "balanced" else 4)
         if self.target_bpw is not None:
@@ -220,11 +208,7 @@ def prompt_lengths(
 ) -> tuple[int, ...]:
     """Return the numbers of tokens that `prefill` of a Core ML package takes, ascending.
 
-    Args:
-        wanted: requested numbers; None for the default ones (`PROMPT_LENGTHS`, `NEURAL_ENGINE_PROMPT_LENGTHS`)
-            that fit into the context.
-        context: tokens of the model's context.
-        neural_engine: True for a package in the Neural Engine's arrangement.
+    `wanted` is None for the default ones that fit into a context of `context` tokens.
 
     Raises:
         AFMError: for a number above the context.

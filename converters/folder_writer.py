@@ -18,12 +18,7 @@ import numpy as np
 
 from afm_mlx.checkpoint.finite import check_finite, not_finite
 from afm_mlx.checkpoint.folder_texts import write_card, write_config
-from afm_mlx.checkpoint.safetensors_file import (
-    StoredTensor,
-    TensorSpec,
-    array_bytes,
-    float_values,
-)
+from afm_mlx.checkpoint.safetensors_file import StoredTensor, TensorSpec, array_bytes, float_values
 from afm_mlx.checkpoint.stored_layers import quantization_of
 from afm_mlx.checkpoint.weights import write_weights
 from afm_mlx.config import KV_SCALES, ModelConfig, parameter_shapes
@@ -147,12 +142,7 @@ class StoredLayer:
 
 
 def mlx_rule(rule: QuantizationRule, shape: Sequence[int], path: str) -> QuantizationRule:
-    """Return the rule of MLX's own format that holds the same numbers.
-
-    Args:
-        rule: how the layer is packed.
-        shape: (N, K).
-        path: the layer's path, for errors.
+    """Return the rule of MLX's own format that holds the numbers of a matrix (N, K) packed by `rule`.
 
     Raises:
         AFMError: names the layer if there is no such format.
@@ -194,16 +184,7 @@ def to_mlx_format(packed: PackedWeight, rule: QuantizationRule) -> PackedWeight:
 
 @dataclass
 class _PackedLayer:
-    """A layer that is packed once its first part is read; parts are kept until they are read.
-
-    Args:
-        path: the layer's path in the model.
-        shape: (N, K).
-        rule: how it is packed.
-        make: packs the matrix by the rule.
-        dtype: type of scales, biases and tables.
-        exact: True once the layer is packed if its weights were on a grid, whose codes they got.
-    """
+    """A layer that is packed once its first part is read; parts are kept until they are read."""
 
     path: str
     shape: tuple[int, ...]
@@ -220,7 +201,7 @@ class _PackedLayer:
         ]
 
     def read(self, spec: TensorSpec) -> list[np.ndarray]:
-        """Return the bytes of a packed layer's part: the codes, scales, biases or table that `spec` names."""
+        """Return the bytes of the part that `spec` names: the codes, scales, biases or table."""
         if not self._parts:
             packed, self.exact = self.make()
             arrays = (packed.codes, packed.scales, packed.biases, packed.table)
@@ -233,10 +214,7 @@ class _PackedLayer:
 def _float_layer(
     path: str, rows: Rows, rule: QuantizationRule, options: ConversionOptions
 ) -> _PackedLayer:
-    """Return a float matrix that gets packed by a rule.
-
-    MLX's own format rounds weights to the folder's dtype first, as mlx-lm does, and has scales of this type.
-    """
+    """Return a float matrix that gets packed by a rule."""
     dtype = options.mlx_dtype
     if rule.is_mlx_format:
         rows = rows if dtype is None else rows.rounded(dtype)
@@ -253,7 +231,7 @@ def _float_layer(
 
 
 def _layer_in_mlx_format(layer: StoredLayer) -> _PackedLayer:
-    """Return a stored layer in MLX's own format; raise `AFMError` if mlx-lm can't load it."""
+    """Return a stored layer in MLX's own format."""
     if layer.rule is None:
         folder = layer.parts["weight"].tensor.path.parent
         raise AFMError(
@@ -269,12 +247,7 @@ def _layer_in_mlx_format(layer: StoredLayer) -> _PackedLayer:
 
 
 class FolderWriter:
-    """Writes the parameters of one model into a folder.
-
-    Args:
-        config: the architecture.
-        parameters: every parameter of `parameter_shapes`, by name.
-        options: how the checkpoint is converted.
+    """Writes the parameters of one model, all of `parameter_shapes` by name, into a folder.
 
     Raises:
         AFMError: names the layer that can't be packed by its rule, or that mlx-lm has no format for.

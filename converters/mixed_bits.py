@@ -116,7 +116,7 @@ def calibration_pieces(data: Path, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _batches(pieces: Sequence[Sequence[int]]) -> Iterator[tuple[mx.array, mx.array]]:
-    """Yield tokens (B, L) of pieces of similar length, and (B, L) 1 where they are no padding."""
+    """Yield tokens (B, L) of pieces of similar length, and a mask (B, L) that is 0 where they are padding."""
     ordered = sorted((piece for piece in pieces if len(piece)), key=len, reverse=True)
     if not ordered:
         raise DataError("The calibration text has no tokens. Give a file with text.")
@@ -176,14 +176,14 @@ def measure_sensitivity(
     predicate: Predicate | None = None,
     dtype: mx.Dtype | None = None,
 ) -> list[LayerSensitivity]:
-    """Measure how much every linear layer suffers from fewer bits.
+    """Measure how much every linear layer of a float model suffers from fewer bits.
 
     Every batch of text runs through the float model, through the model with all layers at the high number of
     bits, and once more for each layer. Memory holds the float weights, the packed ones of both kinds, and three
     times the logits of 1,024 tokens. The model has its float layers again afterwards.
 
     Args:
-        model: a model with float weights, ours or one of mlx-lm's; called as `model(tokens)`.
+        model: ours or one of mlx-lm's; called as `model(tokens)`.
         pieces: token ids of the calibration text.
         low_rule, high_rule: rules of linear layers, with fewer and with more bits.
         progress: called with the passes done and their total number.
@@ -192,9 +192,6 @@ def measure_sensitivity(
             of their own keep it, and those for which it returns False stay float.
         dtype: type of the folder's floats, for the bytes of scales in MLX's own format; by default the type of
             the layer's weights.
-
-    Returns:
-        The measured layers.
 
     Raises:
         DataError: if the text has no tokens.
@@ -256,10 +253,7 @@ def plan_layers(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> tuple[Rules, list[str]]:
-    """Return the rule of every packed layer, and the paths of the layers whose bits are free to choose.
-
-    Free layers have the high rule. See `measure_sensitivity` for arguments and errors.
-    """
+    """Return the rule of every packed layer, and the paths of those whose bits are free to choose."""
     rules = layer_rules(model, high_rule, embedding_rule, predicate)
     modules = dict(model.named_modules())
     free = [p for p, rule in rules.items() if rule == high_rule and not is_outer(p, modules[p])]
@@ -293,13 +287,10 @@ class ModelSize(NamedTuple):
 def stored_size(
     model: nn.Module, rules: Mapping[str, QuantizationRule], dtype: mx.Dtype | None = None
 ) -> ModelSize:
-    """Compute the size of a float model once it is packed.
+    """Compute the size of a float model once the layers at the paths of `rules` are packed.
 
-    Args:
-        model: a model with float weights.
-        rules: how layers are packed, by path; others stay float.
-        dtype: type of the folder's floats; by default as in the model. Scales of int8 keys and values are
-            float32, and count as no weights.
+    `dtype` is the type of the folder's floats, by default as in the model. Scales of int8 keys and values are
+    float32, and count as no weights.
     """
     weights = nbytes = 0
     for name, array in tree_flatten(model.parameters()):
@@ -322,8 +313,7 @@ def choose_bits(
     """Choose the layers that get the fewer bits, so that the average of bits per weight is within the target.
 
     Layers get their low rule in the order of rise per byte saved until the average holds. Then layers that
-    suffer go back
-    if the average allows it, the most sensitive first. The order of the list makes no difference.
+    suffer go back if the average allows it, the most sensitive first. The order of the list has no effect.
 
     Args:
         sensitivities: what `measure_sensitivity` returned.
@@ -359,14 +349,7 @@ def choose_bits(
 
 
 def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: int) -> None:
-    """Raise `ConfigError` if no choice of bits meets the target.
-
-    Args:
-        target_bpw: bits per weight.
-        weights: number of weights in the whole model.
-        low_bytes, high_bytes: bytes of the whole model with all free layers packed by their low rule, and by
-            their high rule.
-    """
+    """Raise `ConfigError` unless a choice of bits meets the target: between all free layers low, and high."""
     least, most = 8 * low_bytes / weights, 8 * high_bytes / weights
     if not least <= target_bpw <= most:
         # Rounded inwards, so that the printed figures are allowed themselves.
@@ -383,12 +366,7 @@ def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: in
 def mix_of_folder(
     source: Path, options: ConversionOptions, data: Path, progress: Progress | None
 ) -> Mix:
-    """Choose how many bits each layer of an AFM folder gets, by the errors on `data`; see `choose_mix`.
-
-    Args:
-        source: a folder with float weights.
-        options, data, progress: see `choose_mix`.
-    """
+    """Choose how many bits each layer of a folder with float weights gets; see `choose_mix`."""
     tensors = stored_tensors(source)
     config = read_config(source, tensors)
     values = read_config_json(source / "config.json")
@@ -413,13 +391,10 @@ def choose_mix(
     dtype: mx.Dtype | None,
     progress: Progress | None = None,
 ) -> Mix:
-    """Measure a model's layers and choose the bits of each.
+    """Measure a float model's layers and choose the bits of each.
 
     Args:
-        model: a model with float weights.
-        tokenizer: the model's tokenizer.
-        options: options with a target (`target_bpw`).
-        data: a result of `calibration_file`.
+        model, tokenizer, options, data: what to measure on a file of text, under `options.target_bpw`.
         mode: the default of `q_mode`.
         dtype: type of the folder's floats; None for the model's types.
         progress: called with passes done and passes in all.

@@ -75,11 +75,7 @@ def write_mlx_lm(
     options: ConversionOptions,
     progress: Progress | None = None,
 ) -> None:
-    """Check an afm7 folder and convert it into an empty folder.
-
-    Args:
-        source: a model folder, ours or mlx-lm's.
-        folder, name, options, progress: see `write_toolkit`.
+    """Check an afm7 folder, ours or mlx-lm's, and convert it into an empty folder; see `write_toolkit`.
 
     Raises:
         AFMError: if the folder is damaged, contradicts its config, or can't be converted with these options.
@@ -127,7 +123,7 @@ def stored_parameters(
 def _copy_adapters(
     source: Path, folder: Path, config: ModelConfig, dtype: mx.Dtype | None
 ) -> list[str]:
-    """Copy the adapters in a folder, with the new folder's fingerprint for the old one; returns their names."""
+    """Copy the adapters in a folder, with the new folder's fingerprint for the old one; return their names."""
     paths = sorted(path.parent for path in source.glob("adapters/*/adapter_config.json"))
     if not paths:
         return []

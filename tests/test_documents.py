@@ -59,10 +59,7 @@ PAGES: dict[str, dict[str, str]] = {
         "afm-mlx qat": HOURS,
         "afm-mlx evaluate --model two-bit": "the model that the line before would train",
     },
-    "server.md": {
-        "pip install": "installs the package",
-        "afm-mlx server": SERVES,
-    },
+    "server.md": {"pip install": "installs the package", "afm-mlx server": SERVES},
     "operations.md": {"afm-mlx server": SERVES},
     "sessions.md": {
         "git clone": "fetches Apple's tests",

@@ -40,12 +40,9 @@ _LORA = re.compile(r"\.lora_[ab](\.\d+)?$")
 
 
 def model_fingerprint(config: ModelConfig, parameters: Mapping[str, mx.array]) -> str:
-    """Compute the fingerprint of a model in memory, or of lazily loaded arrays.
+    """Compute the fingerprint of a model from its arrays by name.
 
-    Args:
-        config: the architecture.
-        parameters: arrays by name, as from `load_weights` or a model's flattened parameters. A lazy array is
-            evaluated, which reads it whole; `folder_fingerprint` reads samples only.
+    A lazy array is evaluated, which reads it whole; `folder_fingerprint` reads samples only.
     """
     return arrays_fingerprint(_architecture(config), parameters)
 
@@ -65,12 +62,7 @@ def base_parameters(model: nn.Module) -> dict[str, mx.array]:
 
 
 def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:
-    """Compute the fingerprint of any arrays by name, and of further content such as an adapter's scale.
-
-    Args:
-        head: the further content, a JSON value.
-        arrays: see `model_fingerprint`.
-    """
+    """Compute the fingerprint of arrays by name, and of `head`, a JSON value such as an adapter's scale."""
     samples = {name: _sample_array(array) for name, array in arrays.items()}
     mx.eval(samples)
     return _digest(
@@ -83,11 +75,7 @@ def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:
 
 
 def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
-    """Compute the fingerprint of a model folder, equal to `model_fingerprint`, from the sampled elements only.
-
-    Raises:
-        CheckpointError: see `afm_mlx.checkpoint.weights.stored_tensors`.
-    """
+    """Compute the fingerprint of a model folder from samples of its tensors; equal to `model_fingerprint`."""
     tensors = stored_tensors(folder)
     return _digest(
         _architecture(config),
@@ -137,6 +125,6 @@ def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:
 
 
 def _widen(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """View bytes of float16, bfloat16 or float32 as float32, with 0 for subnormal numbers and -0."""
+    """View bytes of a float type as float32, with 0 for subnormal numbers and -0."""
     values = float_values(raw, dtype).astype("<f4", copy=False)
     return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)

@@ -28,7 +28,7 @@ _IN_CACHE = 1 << 17
 
 
 def read_parameters(model: nn.Module, source: str | Path) -> dict[str, mx.array]:
-    """Read a model's lazy parameters and check their numbers; returns them by name.
+    """Read a model's lazy parameters and check their numbers; return them by name.
 
     Raises:
         CheckpointError: if a file can't be read; and for NaN, infinity, and scales of keys and values that are

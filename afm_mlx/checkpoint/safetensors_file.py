@@ -109,7 +109,6 @@ class StoredTensor(TensorSpec):
 
 
 def array_specs(tensors: Mapping[str, mx.array]) -> list[TensorSpec]:
-    """Return the specs of arrays, in memory or lazy."""
     return [TensorSpec(name, tuple(array.shape), array.dtype) for name, array in tensors.items()]
 
 
@@ -217,11 +216,9 @@ def write_file(
     report: Callable[[int], None] = lambda written: None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file as a stream; raises as `write_weights`.
+    """Write one safetensors file as a stream, wider types first; raises as `write_weights`.
 
     Args:
-        path: path of the file.
-        specs: the tensors; wider types come first in the file.
         read: see `write_weights`.
         report: called after each chunk with the bytes written so far.
         metadata: strings for the header; by default mlx-lm's.

@@ -186,12 +186,7 @@ def check_folder_tensors(
 ) -> StoredRules:
     """Compare the headers of an AFM folder's tensors with its config, before anything is built.
 
-    Args:
-        config: the architecture.
-        quantization, tensors, source: see `stored_rules`.
-
-    Returns:
-        The result of `stored_rules`.
+    For arguments and result see `stored_rules`.
 
     Raises:
         ConfigError, CheckpointError: name the tensors that are missing, not of the model, of another shape, or
@@ -259,9 +254,8 @@ def place_stored_layers(
 
     Args:
         model: a model with float layers, which may be unevaluated.
-        quantization: a result of `quantization_of`.
+        quantization, source: see `stored_rules`.
         weights: arrays by name, usually lazy.
-        source: the folder's config.json, for errors.
         dtype: type that embeddings return.
         rules: the result of `stored_rules` for this model; None to call it here.
 

@@ -48,11 +48,7 @@ _CHUNK_ELEMENTS = 8 << 20
 
 
 def import_torch() -> Any:
-    """Import PyTorch, which only `.pt` files need.
-
-    Raises:
-        AFMError: says how to install it.
-    """
+    """Import PyTorch, which only `.pt` files need; raise `AFMError`, which says how to install it."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -440,10 +436,7 @@ def map_keys(keys: Iterable[str], source: str) -> KeyMap:
 def adapter_key(name: str, adapter: str, segmented: bool) -> str:
     """Return the key of one of our LoRA tensors in a state dict: the inverse of `map_keys`.
 
-    Args:
-        name: our name of the tensor, such as `model.layers.0.self_attn.qkv_proj.lora_a.0`.
-        adapter: id of the adapter.
-        segmented: True if the model has blocks that reuse keys and values.
+    `segmented` is True if the model has blocks that reuse keys and values.
     """
     _, kind, layer, group, leaf, matrix, *part = name.split(".")
     segment = f"segment_{int(kind == 'kv_reuse_layers')}." if segmented else ""

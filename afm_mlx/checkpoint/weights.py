@@ -76,11 +76,7 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def load_weights(folder: str | Path) -> dict[str, mx.array]:
-    """Load a model folder's tensors lazily: MLX reads an array's data at its first use.
-
-    Raises:
-        CheckpointError: see `stored_tensors`.
-    """
+    """Load a model folder's tensors lazily, as `stored_tensors` finds them: data is read at its first use."""
     return load_stored(stored_tensors(folder))
 
 

@@ -11,14 +11,7 @@ from typing import Any, NoReturn
 from afm_mlx.adapters.formats.mil_blob import check_blob
 from afm_mlx.config import ModelConfig
 from afm_mlx.coreml.availability import import_coremltools
-from afm_mlx.errors import (
-    AFMError,
-    CheckpointError,
-    did_you_mean,
-    named,
-    reason_of,
-    shown,
-)
+from afm_mlx.errors import AFMError, CheckpointError, did_you_mean, named, reason_of, shown
 from afm_mlx.files import read_file
 
 PREFILL, DECODE = "prefill", "decode"
@@ -208,8 +201,7 @@ def _check_function(
     for part, shape in needed.items():
         if (given := list(found.get(part, []))) != shape:
             _fail(
-                path,
-                f"{part} of {named(name)} is {shown(given)}, and its afm_config means {shape}",
+                path, f"{part} of {named(name)} is {shown(given)}, and its afm_config means {shape}"
             )
     return _lengths(path, name, kinds["tokens"], config)
 

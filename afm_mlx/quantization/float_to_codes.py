@@ -68,11 +68,7 @@ class Rows:
 
     @classmethod
     def of(cls, array: mx.array, name: str = "the matrix") -> Rows:
-        """Make rows of an array in memory.
-
-        Raises:
-            CheckpointError: if it is no float matrix.
-        """
+        """Make rows of an array in memory; raise `CheckpointError` if it is no float matrix."""
         if array.ndim != 2 or not mx.issubdtype(array.dtype, mx.floating):
             raise CheckpointError(
                 f"{name}: the weight is {array.dtype} of shape {list(array.shape)}; a float matrix [N, K] is "
@@ -85,7 +81,6 @@ class Rows:
         return cls(tuple(array.shape), array.dtype, read, name)
 
     def rounded(self, dtype: mx.Dtype) -> Rows:
-        """Return the same matrix with its numbers rounded to `dtype`."""
 
         def read(start: int, stop: int) -> Array:
             return round_to(self.read(start, stop), dtype)
@@ -93,10 +88,7 @@ class Rows:
         return self if dtype == self.dtype else Rows(self.shape, dtype, read, self.name)
 
     def blocks(self, multiple: int = 1) -> Iterator[tuple[int, int, Array]]:
-        """Yield start, stop and rows of blocks of at most some 4 million numbers.
-
-        Args:
-            multiple: every block but the last has a multiple of this number of rows.
+        """Yield start, stop and rows of blocks of at most 4 million numbers, whose height is a `multiple`.
 
         Raises:
             CheckpointError: on NaN and infinity.
@@ -129,12 +121,7 @@ class Packing(NamedTuple):
 
 
 def pack(weight: mx.array | Rows, rule: QuantizationRule, *, name: str = "the matrix") -> Packing:
-    """Pack a float matrix.
-
-    Args:
-        weight: (N, K) float.
-        rule: bits, mode and granularity.
-        name: the layer's name, for errors.
+    """Pack a float matrix (N, K).
 
     Raises:
         CheckpointError, ConfigError: name the layer: shapes that don't pack, groups that don't divide, NaN
@@ -219,9 +206,7 @@ def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
 def _affine_units(
     units: Array, rule: QuantizationRule, dtype: mx.Dtype, search: bool
 ) -> tuple[Array, AffineGrids]:
-    """Return codes of units (U, L) and their grids; if `search`, look for grids that the weights are on
-    first.
-    """
+    """Return codes of units (U, L) and their grids, on which the weights are if one is found by `search`."""
     if rule.is_mlx_format:
         return mlx_codes(units, rule.bits, dtype, search)
     centers = units.mean(axis=1)

@@ -124,15 +124,11 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed):
-    """`y = x W^T + bias` with a packed `W`, plus `scale * B A x` if its model runs with adapters.
+    """`y = x W^T + bias` with a packed `W` (N, K), plus `scale * B A x` if its model runs with adapters.
 
     While the layer trains (`self.training`), the product is the differentiable reference; otherwise the
-    fastest kernel for the device and the shape runs.
-
-    Args:
-        packed: the matrix, (N, K).
-        bias: (N,), or None.
-        activation_bits: 16, or 8 to let a kernel round activations to int8, which is faster and less exact.
+    fastest kernel for the device and the shape runs. `activation_bits` is 16, or 8 to let a kernel round
+    activations to int8, which is faster and less exact.
     """
 
     adapters: LayerAdapters | None = None  # set if the layer's model is bound to adapters
@@ -156,13 +152,10 @@ class PackedLinear(_Packed):
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
     def low_rank(self, batch: int) -> LowRank | None:
-        """Return the adapters of this layer for a batch of `batch` rows; None if there are none. See
-        `LayerAdapters`.
-        """
+        """Return the adapters of this layer for a batch of `batch` rows; None if there are none."""
         return None if self.adapters is None else self.adapters(batch)
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
-        """Return the same layer with a float matrix."""
         packed = self.packed
         linear = nn.Linear(packed.in_dims, packed.out_dims, bias="bias" in self)
         linear.weight = self.dequantize(dtype)
@@ -179,13 +172,7 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """Embedding whose packed matrix is also the head.
-
-    Args:
-        packed: the matrix, (vocab_size, K).
-        dtype: type of the rows that a lookup returns.
-        activation_bits: bits of activations in `as_linear`, see `PackedLinear`.
-    """
+    """Embedding whose packed matrix (vocab_size, K) is also the head; a lookup returns rows of `dtype`."""
 
     def __init__(
         self, packed: PackedWeight, dtype: mx.Dtype = mx.float32, activation_bits: int = 16
@@ -196,7 +183,6 @@ class PackedEmbedding(_Packed):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Type of the rows that a lookup returns."""
         return getattr(mx, self._dtype)
 
     @dtype.setter
@@ -214,7 +200,6 @@ class PackedEmbedding(_Packed):
         return matmul(x, self.packed, ProductOptions(activation_bits=self.activation_bits))
 
     def to_embedding(self, dtype: mx.Dtype = mx.float32) -> nn.Embedding:
-        """Return the same layer with a float matrix."""
         packed = self.packed
         embedding = nn.Embedding(packed.out_dims, packed.in_dims)
         embedding.weight = self.dequantize(dtype)
@@ -228,10 +213,7 @@ class PackedEmbedding(_Packed):
 def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -> nn.Module:
     """Return a packed layer that replaces a linear layer, whose bias it keeps, or an embedding.
 
-    Args:
-        module: the layer to replace.
-        packed: the matrix of the new layer.
-        dtype: type of the rows that an embedding returns.
+    `dtype` is the type of the rows that an embedding returns.
     """
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):
         return PackedEmbedding(packed, dtype).train(module.training)

@@ -41,14 +41,12 @@ _MAX_ROWS = 1 << 14
 
 
 class TokenPositions(NamedTuple):
-    """Columns of a call's tokens, and what attention computes from them.
+    """Columns of a call's tokens, and what attention computes from them, in the layout's shape.
 
     Args:
-        first: (1,) int32, column of the first token.
-        after: (1,) int32, column after the last token.
-        cos: cosines of RoPE's angles, in the layout's shape.
-        sin: their sines.
-        mask: added to scores, in the layout's shape.
+        first, after: (1,) int32, the column of the first token, and the one after the last token.
+        cos, sin: cosines and sines of RoPE's angles.
+        mask: added to scores.
     """
 
     first: Var
@@ -59,25 +57,14 @@ class TokenPositions(NamedTuple):
 
 
 class Caches:
-    """The states of a function: keys and values of all writing blocks.
-
-    Args:
-        keys, values: states, (writing blocks, num_kv_heads, columns, head_dim) float16.
-    """
+    """The states of a function: keys and values, (writing blocks, num_kv_heads, columns, head_dim) float16."""
 
     def __init__(self, keys: Var, values: Var) -> None:
         self._states = {"keys": keys, "values": values}
         self._now = {name: mb.read_state(input=state) for name, state in self._states.items()}
 
     def write(self, name: str, block: int, new: Var, positions: TokenPositions) -> None:
-        """Write a block's keys or values into the state, at the positions of a call's tokens.
-
-        Args:
-            name: the state, "keys" or "values".
-            block: index of the block among those that write.
-            new: (1, num_kv_heads, L, head_dim).
-            positions: positions of the call's tokens.
-        """
+        """Write a block's keys or values (1, num_kv_heads, L, head_dim) at the positions of a call's tokens."""
         now = self._now[name]
         _, heads, _, width = now.shape
         corner = [np.array([block, 0], np.int32), positions.first, np.array([0], np.int32)]
@@ -91,13 +78,7 @@ class Caches:
         self._now[name] = mb.coreml_update_state(state=self._states[name], value=updated)
 
     def read(self, name: str, block: int, dtype: str) -> Var:
-        """Return a block's keys or values at all positions, (1, num_kv_heads, positions, head_dim).
-
-        Args:
-            name: the state, "keys" or "values".
-            block: index of the block among those that write.
-            dtype: type of the result, "fp16" or "fp32".
-        """
+        """Return a block's keys or values at all positions, (1, num_kv_heads, positions, head_dim)."""
         now = self._now[name]
         part = mb.slice_by_index(x=now, begin=[block, 0, 0, 0], end=[block + 1, *now.shape[1:]])
         return part if dtype == "fp16" else mb.cast(x=part, dtype=dtype)
@@ -106,12 +87,7 @@ class Caches:
 class Layout(ABC):
     """An arrangement of operators; one object builds one function. `x` are activations in the layout's shape.
 
-    Args:
-        source: the model.
-        constants: collects vectors.
-        matrices: collects matrices.
-        dtype: the type to compute in.
-        adapter: added to the matrices; None for no adapter.
+    `constants` and `matrices` collect what the function uses; it computes in `dtype`.
     """
 
     weight_axes: tuple[int, ...]
@@ -141,12 +117,7 @@ class Layout(ABC):
 
     @abstractmethod
     def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
-        """Return what attention needs to know about the positions of a call's tokens.
-
-        Args:
-            columns: (1, L) int32, position of each token.
-            first, after: see `TokenPositions`.
-        """
+        """Return what attention needs to know about tokens in `columns` (1, L) int32; see `TokenPositions`."""
 
     @abstractmethod
     def norm(self, x: Var, name: str) -> Var:
@@ -158,38 +129,21 @@ class Layout(ABC):
 
     @abstractmethod
     def queries(self, x: Var, weight: np.ndarray, positions: TokenPositions) -> Var | list[Var]:
-        """Apply RoPE and a norm with `weight` to projected queries x; return them as an argument of
-        `attend`.
-        """
+        """Return projected queries x after RoPE and a norm with `weight`, as an argument of `attend`."""
 
     @abstractmethod
     def keys(self, x: Var, weight: np.ndarray, positions: TokenPositions, codes: bool) -> Var:
-        """Apply RoPE and a norm with `weight` to projected keys x; return (1, num_kv_heads, L, head_dim).
-
-        Args:
-            x: the projected keys.
-            weight: weight of the norm.
-            positions: positions of the call's tokens.
-            codes: True to round the result to int8 codes, False if the state holds floats.
-        """
+        """Return projected keys x after RoPE and a norm, (1, num_kv_heads, L, head_dim), int8 if `codes`."""
 
     @abstractmethod
     def values(self, x: Var, factor: float, codes: bool) -> Var:
-        """Return projected values x in the shape of the state, (1, num_kv_heads, L, head_dim).
-
-        Args:
-            x: the projected values.
-            factor: factor that makes codes of numbers, the inverse of their scale; unused if `codes` is False.
-            codes: True to return int8 codes (x times `factor`, rounded), False if the state holds floats.
-        """
+        """Return projected values x, (1, num_kv_heads, L, head_dim); if `codes`, `x * factor` as int8."""
 
     @abstractmethod
     def attend(
         self, queries: Var | list[Var], keys: Var, values: Var, positions: TokenPositions
     ) -> Var:
-        """Return attention's outputs of all heads, side by side as x; `keys` and `values` are results of
-        `Caches.read`.
-        """
+        """Return the outputs of all heads side by side, as x; `keys` and `values` come from `Caches.read`."""
 
     @abstractmethod
     def logits(self, x: Var) -> Var:
@@ -198,7 +152,7 @@ class Layout(ABC):
     # -- what they share
 
     def write(self, x: Var, block: int, positions: TokenPositions, caches: Caches) -> Var:
-        """Write a writing block's keys and values into the states; returns its projected queries."""
+        """Write a writing block's keys and values into the states; return its projected queries."""
         config, path = self.config, f"model.layers.{block}"
         qkv = self.linear(
             self.norm(x, f"{path}.input_layernorm.weight"), f"{path}.self_attn.qkv_proj"
@@ -265,7 +219,7 @@ class Layout(ABC):
         return mb.mul(x=y, y=self._row_scales(weight, self.feature_shape))
 
     def rows(self, weight: Weight, indices: Var) -> Var:
-        """Return rows (1, L, K) of a matrix of the model; `indices` are (1, L) int32."""
+        """Return rows (1, L, K) of a matrix of the model at `indices` (1, L) int32."""
         found = mb.gather(x=weight.numbers, indices=indices, axis=0, validate_indices=False)
         if weight.row_scales is None:
             return found
@@ -275,11 +229,9 @@ class Layout(ABC):
         )
 
     def split(self, x: Var, widths: list[int]) -> list[Var]:
-        """Split x along its features."""
         return list(mb.split(x=x, split_sizes=widths, axis=self.feature_axis))
 
     def join(self, parts: list[Var]) -> Var:
-        """Concatenate along features."""
         return mb.concat(values=parts, axis=self.feature_axis)
 
     def _row_scales(self, weight: Weight, shape: tuple[int, ...]) -> Var:
@@ -302,11 +254,7 @@ class Layout(ABC):
         return key, float(self._source.vector(f"{path}_value_scale"))
 
     def _rope(self, columns: Var) -> tuple[Var, Var]:
-        """Return cosines and sines (L, head_dim / 2) of RoPE's angles, float32.
-
-        The angle of column 64 a + b is the sum of two from tables: a GPU's own cosine is inexact for large
-        angles.
-        """
+        """Return cosines and sines (L, head_dim / 2) of RoPE's angles, float32."""
         half, length = self.config.head_dim // 2, self.config.context_length
         frequencies = self.config.rope_theta ** -(np.arange(half, dtype=np.float64) / half)
         flat = mb.reshape(x=columns, shape=[-1])
@@ -410,7 +358,6 @@ class LinearLayout(Layout):
     def _rotated_and_normed(
         self, x: Var, heads: int, weight: np.ndarray, positions: TokenPositions
     ) -> Var:
-        """Return RoPE and norm of heads, (1, heads, L, head_dim) float32."""
         x = self._heads(mb.cast(x=x, dtype="fp32"), heads)
         return self._norm(self._rotated(x, positions, -1), weight.astype(np.float32))
 
@@ -543,7 +490,6 @@ class ChannelLayout(Layout):
     def _rotated_and_normed(
         self, x: Var, heads: int, weight: np.ndarray, positions: TokenPositions
     ) -> Var:
-        """Return RoPE and norm of heads, (1, heads, head_dim, L)."""
         rotated = self._rotated(self._heads(x, heads), positions, 2)
         held = self._held(weight, "a norm's weight with the scale of int8 keys")
         return self._norm(rotated, held[None, None, :, None], 2)
@@ -589,14 +535,7 @@ class ChannelLayout(Layout):
 def add_functions(
     program: Program, prefill: Layout, decode: Layout, lengths: Sequence[int], suffix: str = ""
 ) -> None:
-    """Add a pair of functions to a program.
-
-    Args:
-        program: the program.
-        prefill, decode: the layouts that build the two functions.
-        lengths: numbers of tokens that `prefill` takes.
-        suffix: appended to the functions' names.
-    """
+    """Add the functions `prefill`, which takes each of `lengths` tokens, and `decode`, both with a suffix."""
     program.add_function(f"prefill{suffix}", _prefill(prefill, lengths))
     program.add_function(f"decode{suffix}", _decode(decode))
 

@@ -41,12 +41,9 @@ _RECORD_BYTES = 64
 
 
 def write_package(plan: PackagePlan, folder: Path, progress: Progress | None = None) -> None:
-    """Write a model and its adapters as a Core ML package.
+    """Write a model and its adapters as a Core ML package into an empty folder NAME.mlpackage.
 
-    Args:
-        plan: the model folder, and how it is converted.
-        folder: an empty folder whose name ends with `.mlpackage`; it becomes the package.
-        progress: called with the bytes written and the total number of bytes.
+    `progress` is called with the bytes written and the total number of bytes.
 
     Raises:
         CheckpointError: if the disk has no room.
@@ -138,11 +135,7 @@ class _Exporter(MILProtoExporter):
         self._path = folder / _FILE
 
     def written(self) -> MIL_pb2.Program:
-        """Write the file of weights, and return the program's description.
-
-        Raises:
-            RuntimeError: if the file is incomplete.
-        """
+        """Write the file of weights, and return the program; raise `RuntimeError` if the file is incomplete."""
         proto = self.export()
         self._writer = None  # writes the rest, and can't report that it failed
         if self._path.stat().st_size < self._end:
@@ -169,13 +162,7 @@ class _Exporter(MILProtoExporter):
         )
 
     def _write(self, array: np.ndarray, dtype: type, nbytes: int) -> int:
-        """Append an array unless an equal one was written; returns the offset of its record.
-
-        Args:
-            array: numbers, or codes of one byte each.
-            dtype: their type in the program.
-            nbytes: bytes that they take in the file.
-        """
+        """Append an array of `nbytes` unless an equal one was written; return its record's offset."""
         array = np.ascontiguousarray(array.reshape(-1))
         kind = _WRITERS[dtype]
         content = (kind, hashlib.blake2b(array.view(np.uint8).data).digest())
@@ -220,7 +207,6 @@ def _make_repeatable(folder: Path, spec: Model_pb2.Model) -> None:
 
 
 def package_size(package: Path) -> tuple[int, int]:
-    """Return the bytes of a package's weights, and of all its other files."""
     sizes = {path: path.stat().st_size for path in package.rglob("*") if path.is_file()}
     weights = sum(size for path, size in sizes.items() if path.name == _FILE)
     return weights, sum(sizes.values()) - weights

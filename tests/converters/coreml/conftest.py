@@ -50,11 +50,7 @@ PACKINGS = {
         (2, "balanced", "tensor"),
         (4, "palette", "group", 32),
     ),
-    "scales behind tables": (
-        (2, "balanced", "group", 32),
-        (2, "affine"),
-        (2, "affine", "row"),
-    ),
+    "scales behind tables": ((2, "balanced", "group", 32), (2, "affine"), (2, "affine", "row")),
 }
 """Rules of layers, by what they are about; the embedding has the last one."""
 
