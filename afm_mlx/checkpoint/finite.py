@@ -6,7 +6,7 @@ a number overflows. Checking a model reads its float tensors once, at memory spe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
@@ -66,17 +66,12 @@ def not_finite(tensors: Mapping[str, mx.array]) -> list[str]:
     small = {name: t for name, t in floats.items() if t.size <= _SMALL}
     large = {name: t for name, t in floats.items() if t.size > _SMALL}
     # Small tensors are many: norms, and scales of packed layers. One by one, they would take longer.
-    bad = [name for name, fine in zip(small, _are_finite(small.values()), strict=True) if not fine]
+    bad = []
+    if small:
+        flat = mx.concatenate([t.reshape(-1).astype(mx.float32) for t in small.values()])
+        if not _is_finite(flat):
+            bad = [name for name, tensor in small.items() if not _are_usable(tensor)]
     return bad + [name for name, tensor in large.items() if not _is_finite(tensor)]
-
-
-def _are_finite(tensors: Collection[mx.array]) -> list[bool]:
-    if not tensors:
-        return []
-    flat = mx.concatenate([tensor.reshape(-1).astype(mx.float32) for tensor in tensors])
-    if _is_finite(flat):
-        return [True] * len(tensors)
-    return [_are_usable(tensor) for tensor in tensors]
 
 
 def _is_finite(tensor: mx.array) -> bool:

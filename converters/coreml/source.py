@@ -98,7 +98,7 @@ class StoredMatrix:
 
 
 class Source:
-    """The parameters of a model folder, all by name; `matrices` are those of all blocks, by path."""
+    """The parameters of a model folder, all by name; `matrices` has the matrices of all blocks, by path."""
 
     def __init__(
         self,
