@@ -84,19 +84,39 @@ def open_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
             f"{path} can't be read as a PyTorch checkpoint: {reason}. "
             "It is damaged: copy or download it again."
         ) from None
-    _check_state(state, path, torch)
-    _check_records(state, path)
+    if not isinstance(state, dict) or not state:
+        raise CheckpointError(
+            f"{path} holds a {type(state).__name__}; a state dict (names to tensors) is needed."
+        )
+    others = [str(k) for k, v in state.items() if not isinstance(v, torch.Tensor)]
+    if others:
+        raise CheckpointError(
+            f"{path} holds other things than tensors at its top level: {', '.join(others[:5])}. "
+            "Save the state dict alone: torch.save(model.state_dict(), path)."
+        )
+    for key, tensor in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(
+                f"{path}: the name {shown(key)} is no text. A state dict is needed."
+            )
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise CheckpointError(f"{path}: {key} is no dense tensor, and only those are read.")
+    # Data of another size than described: reads would go beyond it.
+    with zipfile.ZipFile(path) as archive:
+        records = Counter(e.file_size for e in archive.infolist() if "/data/" in e.filename)
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in state.values())}
+    if missing := Counter(size for size in storages.values() if size) - records:
+        raise CheckpointError(
+            f"{path} describes tensors of {min(missing):,} bytes that no record in it has. It is damaged: "
+            "copy or download it again."
+        )
     return state
 
 
 def mlx_dtype(tensor: torch.Tensor) -> mx.Dtype | None:
     """Return the MLX type of a floating-point tensor, float32 for float64; None for other types and 8 bits."""
-    types = {
-        "float16": mx.float16,
-        "bfloat16": mx.bfloat16,
-        "float32": mx.float32,
-        "float64": mx.float32,
-    }
+    types = {"float16": mx.float16, "bfloat16": mx.bfloat16}
+    types |= {"float32": mx.float32, "float64": mx.float32}
     return types.get(str(tensor.dtype).removeprefix("torch."))
 
 
@@ -186,38 +206,6 @@ def check_archive(path: Path) -> None:
         )
 
 
-def _check_state(state: Any, path: Path, torch: Any) -> None:
-    if not isinstance(state, dict) or not state:
-        raise CheckpointError(
-            f"{path} holds a {type(state).__name__}; a state dict (names to tensors) is needed."
-        )
-    others = [str(k) for k, v in state.items() if not isinstance(v, torch.Tensor)]
-    if others:
-        raise CheckpointError(
-            f"{path} holds other things than tensors at its top level: {', '.join(others[:5])}. "
-            "Save the state dict alone: torch.save(model.state_dict(), path)."
-        )
-    for key, tensor in state.items():
-        if not isinstance(key, str):
-            raise CheckpointError(
-                f"{path}: the name {shown(key)} is no text. A state dict is needed."
-            )
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            raise CheckpointError(f"{path}: {key} is no dense tensor, and only those are read.")
-
-
-def _check_records(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raise `CheckpointError` for data of another size than described: reads would go beyond it."""
-    with zipfile.ZipFile(path) as archive:
-        records = Counter(e.file_size for e in archive.infolist() if "/data/" in e.filename)
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in state.values())}
-    if missing := Counter(size for size in storages.values() if size) - records:
-        raise CheckpointError(
-            f"{path} describes tensors of {min(missing):,} bytes that no record in it has. It is damaged: "
-            "copy or download it again."
-        )
-
-
 # -- config
 
 _ARCHITECTURE_DEFAULTS: dict[str, Any] = {
@@ -300,7 +288,20 @@ def read_toolkit_config(path: str | Path) -> ToolkitConfig:
     fields = {key: values.get(key, default) for key, default in _ARCHITECTURE_DEFAULTS.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
-    fields["kv_bits"] = _kv_bits(_objects(values, "arch_optimizers", path), path)
+    optimizers = _objects(values, "arch_optimizers", path)
+    for name, entry in optimizers.items():
+        if _type_name(entry) != "KVQuantArchOptimizer":
+            raise ConfigError(
+                f"{path}: arch_optimizers {shown(name)} is {shown(entry.get('__tamm_type__'))}; "
+                "KVQuantArchOptimizer is the one that can be converted."
+            )
+        if entry.get("skip_quantize_for_first_token", False):
+            raise ConfigError(
+                f"{path}: arch_optimizers {shown(name)} sets skip_quantize_for_first_token, which computes "
+                "the prompt's logits from unquantized keys and values. This package always reads "
+                "what the cache holds; set it to false if that is what you want."
+            )
+    fields["kv_bits"] = 8 if optimizers else None
     adapters = {
         name: _adapter(entry, f"{path}: adapter {shown(name)}")
         for name, entry in _objects(values, "adapters", path).items()
@@ -317,22 +318,6 @@ def _objects(values: Mapping[str, Any], key: str, path: str | Path) -> dict[str,
     if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
         raise ConfigError(f"{path}: {key} must be an object of objects.")
     return entries
-
-
-def _kv_bits(optimizers: Mapping[str, dict[str, Any]], path: str | Path) -> int | None:
-    for name, entry in optimizers.items():
-        if _type_name(entry) != "KVQuantArchOptimizer":
-            raise ConfigError(
-                f"{path}: arch_optimizers {shown(name)} is {shown(entry.get('__tamm_type__'))}; "
-                "KVQuantArchOptimizer is the one that can be converted."
-            )
-        if entry.get("skip_quantize_for_first_token", False):
-            raise ConfigError(
-                f"{path}: arch_optimizers {shown(name)} sets skip_quantize_for_first_token, which computes "
-                "the prompt's logits from unquantized keys and values. This package always reads "
-                "what the cache holds; set it to false if that is what you want."
-            )
-    return 8 if optimizers else None
 
 
 def _adapter(entry: Mapping[str, Any], where: str) -> LoRASpec | str:
@@ -354,10 +339,7 @@ def _adapter(entry: Mapping[str, Any], where: str) -> LoRASpec | str:
 
 # -- names
 
-_OUTER = {
-    "embedding.weight": "model.embedding.weight",
-    "output_norm.weight": "model.output_norm.weight",
-}
+_OUTER = {name: f"model.{name}" for name in ("embedding.weight", "output_norm.weight")}
 TIED_HEAD = "output_transform.weight"
 
 # Linear layers that can carry an adapter, and norms, by their names within a block.
