@@ -53,19 +53,12 @@ _ROPE_THETA = (1.0, 1e30)
 _RMS_NORM_EPS = (1e-30, 1.0)
 
 # Keys of an afm7 `config.json` that are not part of the architecture.
-_OTHER_KEYS = {
-    "model_type",
-    "quantization",
-    "quantization_config",
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "architectures",
-    "torch_dtype",
-    "dtype",
-    "tie_word_embeddings",
-    "transformers_version",
-}
+_OTHER_KEYS = set(
+    """
+    model_type quantization quantization_config eos_token_id bos_token_id pad_token_id architectures
+    torch_dtype dtype tie_word_embeddings transformers_version
+    """.split()
+)
 
 
 def is_afm_config(values: Mapping[str, Any]) -> bool:
@@ -109,8 +102,15 @@ class ModelConfig:
     context_length: int = 4096
 
     def __post_init__(self) -> None:
+        kinds = {"int": (int,), "float": (int, float), "int | None": (int, type(None))}
         for field in dataclasses.fields(self):
-            self._check_type(field.name, field.type)
+            value, annotation = getattr(self, field.name), str(field.type)
+            # bool is an int to Python, and never a size.
+            if not isinstance(value, kinds[annotation]) or isinstance(value, bool):
+                wanted = annotation.replace("None", "null")
+                raise ConfigError(
+                    f"config: {field.name} is {shown(value)}, and must be of type {wanted}"
+                )
         for name, largest in _SIZES.items():
             self._require_within(name, 1, largest)
         self._require_within("rope_theta", *_ROPE_THETA)
@@ -139,15 +139,6 @@ class ModelConfig:
         self._require(self.kv_bits in (8, None), f"kv_bits is {shown(self.kv_bits)}", "8 or null")
         for name in ("rope_theta", "hidden_dim_scale_factor", "rms_norm_eps"):
             object.__setattr__(self, name, float(getattr(self, name)))
-
-    def _check_type(self, name: str, annotation: Any) -> None:
-        value = getattr(self, name)
-        kinds = {"int": (int,), "float": (int, float), "int | None": (int, type(None))}
-        # bool is an int to Python, and never a size.
-        if not isinstance(value, kinds[annotation]) or isinstance(value, bool):
-            raise ConfigError(
-                f"config: {name} is {shown(value)}, and must be of type {annotation.replace('None', 'null')}"
-            )
 
     def _require_within(self, name: str, least: float, most: float) -> None:
         value = getattr(self, name)

@@ -62,7 +62,8 @@ def read_file(path: str | Path, limit: int, *, pipes: bool = False) -> bytes:
         status = os.fstat(descriptor)
         if pipes and stat.S_ISFIFO(status.st_mode):
             return _read_all(_pieces_of_pipe(descriptor), limit)
-        if not stat.S_ISREG(status.st_mode) and not _is_null(status):
+        is_null = stat.S_ISCHR(status.st_mode) and os.path.samestat(status, os.stat(os.devnull))
+        if not stat.S_ISREG(status.st_mode) and not is_null:
             raise OSError(errno.EINVAL, f"it is {_kind(status)}, and a file is needed")
         _check_size(status.st_size, limit)
         # The file may grow while it is read, and files in /proc report a size of 0.
@@ -104,10 +105,6 @@ def _pieces_of_pipe(descriptor: int) -> Iterator[bytes]:
 def _kind(status: os.stat_result) -> str:
     kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
     return next((kind for test, kind in kinds.items() if test(status.st_mode)), "a device")
-
-
-def _is_null(status: os.stat_result) -> bool:
-    return stat.S_ISCHR(status.st_mode) and os.path.samestat(status, os.stat(os.devnull))
 
 
 def _check_size(size: int, limit: int) -> None:
@@ -236,11 +233,12 @@ def remove_leftovers(folder: str | Path) -> None:
     """Remove the temporary folders in a folder whose processes have ended."""
     try:
         with os.scandir(folder) as entries:
-            found = [entry for entry in entries if _is_place(entry)]
+            folders = [Path(e) for e in entries if e.is_dir(follow_symlinks=False)]
     except OSError:
         return  # missing, or not readable
-    for entry in found:
-        place = Path(entry)
+    for place in folders:
+        if not (place.name.startswith(".") and place.name.endswith(_SUFFIX)):
+            continue
         try:
             _discard(place, FileLock(place / _LOCK_NAME, create=False))
         except FileNotFoundError:
@@ -255,11 +253,6 @@ def remove_places() -> None:
     """Remove all temporary folders of this process, which is about to end without unwinding its threads."""
     for place, lock in list(_places.items()):
         _discard(place, lock)
-
-
-def _is_place(entry: os.DirEntry[str]) -> bool:
-    name = entry.name
-    return name.startswith(".") and name.endswith(_SUFFIX) and entry.is_dir(follow_symlinks=False)
 
 
 def _make(path: Path) -> tuple[Path, FileLock]:

@@ -85,11 +85,13 @@ class ConversionOptions:
         self._check_core_ml()
         if self.quantize and self.dequantize:
             raise AFMError("quantize and dequantize (-q and -d) exclude each other; choose one.")
-        given = [name for name in _OF_QUANTIZATION if getattr(self, name) is not None]
+        names = [name for name in vars(self) if name.startswith("q_")]
+        names += ["quant_predicate", "target_bpw", "data"]
+        given = [name for name in names if getattr(self, name) is not None]
         if given and not self.quantize:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise AFMError(
-                f"{names} without -q (quantize) would do nothing. Add -q, or leave it out."
+                f"{flags} without -q (quantize) would do nothing. Add -q, or leave it out."
             )
         if self.q_bits is not None and isinstance(self.quant_predicate, str):
             raise AFMError("--q-bits and --quant-predicate both say how many bits; choose one.")
@@ -105,11 +107,10 @@ class ConversionOptions:
 
     def _check_core_ml(self) -> None:
         if not self.for_core_ml:
-            given = ("ane", self.ane), ("prompt_lengths", self.prompt_lengths)
-            for name, value in given:
+            for flag, value in ("ane", self.ane), ("prompt-lengths", self.prompt_lengths):
                 if value:
                     raise AFMError(
-                        f"--{name.replace('_', '-')} is for Core ML packages. Add --to coreml, or leave it out."
+                        f"--{flag} is for Core ML packages. Add --to coreml, or leave it out."
                     )
             return
         if self.quantize or self.dequantize:
@@ -221,12 +222,6 @@ def prompt_lengths(
             f"--prompt-lengths has {max(wanted)}; the model's context is {context} tokens, which is the most."
         )
     return tuple(sorted(set(wanted)))
-
-
-_OF_QUANTIZATION = (
-    *(field.name for field in dataclasses.fields(ConversionOptions) if field.name.startswith("q_")),
-    *("quant_predicate", "target_bpw", "data"),
-)
 
 
 def recipe(name: str, config: ModelConfig, rule: QuantizationRule) -> Predicate:

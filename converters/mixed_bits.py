@@ -326,10 +326,8 @@ def choose_bits(
     Raises:
         ConfigError: if no choice meets the target; says which targets can be met.
     """
-    weights, nbytes = size or (
-        sum(s.weights for s in sensitivities),
-        sum(s.high_bytes for s in sensitivities),
-    )
+    own = sum(s.weights for s in sensitivities), sum(s.high_bytes for s in sensitivities)
+    weights, nbytes = size or own
     saving = [s for s in sensitivities if s.saved_bytes > 0]
     check_target(target_bpw, weights, nbytes - sum(s.saved_bytes for s in saving), nbytes)
     # In whole bytes, so that the rounding of a target that is met exactly sends no layer low.
@@ -375,10 +373,8 @@ def mix_of_folder(
     model = load_model(source, values | config.to_dict())
     warn_if_slow(model)
     dtype = options.mlx_dtype or tensors["model.output_norm.weight"].dtype
-    tokenizer = load_tokenizer(source)
-    return choose_mix(
-        model, tokenizer, options, data, mode="balanced", dtype=dtype, progress=progress
-    )
+    given = (model, load_tokenizer(source), options, data)
+    return choose_mix(*given, mode="balanced", dtype=dtype, progress=progress)
 
 
 def choose_mix(
@@ -410,9 +406,8 @@ def choose_mix(
     rules, free = plan_layers(model, high, embedding, own)
     size = stored_size(model, rules, dtype)
     least = stored_size(model, rules | dict.fromkeys(free, low), dtype).nbytes
-    check_target(
-        options.target_bpw, size.weights, least, size.nbytes
-    )  # before measuring, which takes minutes
+    # Before measuring, which takes minutes.
+    check_target(options.target_bpw, size.weights, least, size.nbytes)
     pieces = calibration_pieces(data, tokenizer)
     layers = measure_sensitivity(
         model, pieces, low, high, progress, embedding_rule=embedding, predicate=own, dtype=dtype

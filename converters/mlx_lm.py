@@ -91,9 +91,8 @@ def write_mlx_lm(
     _copy_tokenizer(source, folder, config.vocab_size)
     writer = FolderWriter(config, stored_parameters(config, tensors, rules, quantization), options)
     writer.write_weights(folder, progress)
-    adapters: list[str] = []
-    if not options.for_mlx_lm:
-        adapters = _copy_adapters(source, folder, config, options.mlx_dtype)
+    dtype = options.mlx_dtype
+    adapters = [] if options.for_mlx_lm else _copy_adapters(source, folder, config, dtype)
     writer.write_texts(
         folder, name=name, source=source.resolve().name, values=values, adapters=adapters
     )

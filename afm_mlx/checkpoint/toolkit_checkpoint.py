@@ -402,10 +402,16 @@ def map_keys(keys: Iterable[str], source: str) -> KeyMap:
         name = key.removeprefix("model.").replace(".wrapped.", ".")
         if name == TIED_HEAD:
             result.tied_head = key
-        elif name in _OUTER:
-            _put(result.weights, _OUTER[name], key, source)
-        elif not ((block := _BLOCK.fullmatch(name)) and _map_block(result, block, key, source)):
+        elif (place := _place(result, name)) is None:
             unknown.append(key)
+        else:
+            target, ours = place
+            if ours in target:
+                raise CheckpointError(
+                    f"{source}: the tensors {named(target[ours])} and {named(key)} both mean {named(ours)}. "
+                    "The state dict is a mix of two models."
+                )
+            target[ours] = key
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise CheckpointError(
@@ -428,32 +434,25 @@ def adapter_key(name: str, adapter: str, segmented: bool) -> str:
     return f"layers.{segment}layer_{layer}.{module}.adapters.{adapter}.{lora}{side}_transpose"
 
 
-def _map_block(result: KeyMap, block: re.Match[str], key: str, source: str) -> bool:
+def _place(keys: KeyMap, name: str) -> tuple[dict[str, str], str] | None:
+    """Return the mapping that holds a tensor's key, and our name in it; None for an unknown tensor."""
+    if name in _OUTER:
+        return keys.weights, _OUTER[name]
+    if (block := _BLOCK.fullmatch(name)) is None:
+        return None
     # Blocks of segment 1 reuse keys and values.
     kind, rest = "kv_reuse_layers" if block["segment"] == "1" else "layers", block["rest"]
     prefix = f"model.{kind}.{int(block['layer'])}"
     if rest in _WEIGHTS:
-        _put(result.weights, f"{prefix}.{_WEIGHTS[rest]}", key, source)
-    elif found := _RANGE.fullmatch(rest):
+        return keys.weights, f"{prefix}.{_WEIGHTS[rest]}"
+    if found := _RANGE.fullmatch(rest):
         scale = f"{prefix}.self_attn.quant_{found['kind']}_scale"
-        _put(result.kv_ranges[scale], found["what"], key, source)
-    elif (found := _LORA.fullmatch(rest)) and found["module"] in _LINEARS:
-        module = _LINEARS[found["module"]]
-        # mlx-lm numbers the pairs of the fused layer only.
-        if (found["part"] is None) == (module == "self_attn.qkv_proj"):
-            return False
-        part = "" if found["part"] is None else f".{found['part']}"
-        name = f"{prefix}.{module}.lora_{found['side']}{part}"
-        _put(result.adapters[found["id"]], name, key, source)
-    else:
-        return False
-    return True
-
-
-def _put(target: dict[str, str], name: str, key: str, source: str) -> None:
-    if name in target:
-        raise CheckpointError(
-            f"{source}: the tensors {named(target[name])} and {named(key)} both mean {named(name)}. "
-            "The state dict is a mix of two models."
-        )
-    target[name] = key
+        return keys.kv_ranges[scale], found["what"]
+    if not (found := _LORA.fullmatch(rest)) or found["module"] not in _LINEARS:
+        return None
+    module = _LINEARS[found["module"]]
+    # mlx-lm numbers the pairs of the fused layer only.
+    if (found["part"] is None) == (module == "self_attn.qkv_proj"):
+        return None
+    part = "" if found["part"] is None else f".{found['part']}"
+    return keys.adapters[found["id"]], f"{prefix}.{module}.lora_{found['side']}{part}"

@@ -142,7 +142,7 @@ def pack(weight: mx.array | Rows, rule: QuantizationRule, *, name: str = "the ma
 def _pack_balanced(rows: Rows, rule: QuantizationRule) -> Packing:
     if rule.granularity == "tensor":
         scales, exact = _tensor_scale(rows, rule.bits)
-        words = _pack_units(rows, rule, lambda u: (balanced_codes(u, scales, rule.bits), [])).words
+        words, _ = _pack_units(rows, rule, lambda u: (balanced_codes(u, scales, rule.bits), []))
     else:
 
         def encode(units: Array) -> tuple[Array, list[Array]]:
@@ -230,7 +230,7 @@ def _pack_affine_tensor(rows: Rows, rule: QuantizationRule) -> Packing:
     if not found:
         _, grids = _affine_units(sample, rule, rows.dtype, False)
     scale, bias = grids.scales[0], grids.biases[0]
-    words = _pack_units(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits), [])).words
+    words, _ = _pack_units(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits), []))
     return Packing(_affine(mx.array(words), rule, scale, bias, mx.float32), bool(found))
 
 
@@ -277,8 +277,14 @@ def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
     per_table = rows.shape[0] // count
     words = np.empty(rule.part_shapes(rows.shape)["weight"], np.uint32)
     tables, exact = np.empty((count, entries), np.float32), True
-    if count == 1:
-        tables[0], exact = _tensor_table(rows, entries)
+    if (
+        count == 1
+    ):  # the distinct weights of the whole matrix if they are few, else k-means of a sample
+        tables[:], fits = k_means(rows.sample().reshape(1, -1), entries)
+        distinct = _distinct(rows, entries) if fits[0] else None
+        exact = distinct is not None
+        if distinct is not None:
+            tables[0] = np.pad(distinct, (0, entries - len(distinct)), mode="edge")
         per_table = 1  # blocks of any height
     for start, stop, block in rows.blocks(per_table):
         if count == 1:
@@ -293,29 +299,13 @@ def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
     return Packing(packed, exact)
 
 
-def _tensor_table(rows: Rows, entries: int) -> tuple[Array, bool]:
-    """Return a table for a whole matrix: its distinct weights if they are few, else k-means of a sample."""
-    table, exact = k_means(rows.sample().reshape(1, -1), entries)
-    distinct = _distinct(rows, entries) if exact[0] else None
-    if distinct is None:
-        return table[0], False
-    return np.pad(distinct, (0, entries - len(distinct)), mode="edge"), True
-
-
 # -- blocks
-
-
-class _PackedUnits(NamedTuple):
-    """Words of a matrix, and arrays of one number for each of its units, in the shape of the rule's scales."""
-
-    words: Array
-    parts: list[Array]
 
 
 def _pack_units(
     rows: Rows, rule: QuantizationRule, encode: Callable[[Array], tuple[Array, list[Array]]]
-) -> _PackedUnits:
-    """Pack a matrix block by block; `encode` returns the codes of units (U, L), and arrays (U,)."""
+) -> tuple[Array, list[Array]]:
+    """Return words of a matrix, and what `encode` returns beside the codes of its units, in their shape."""
     shapes = rule.part_shapes(rows.shape)
     words, blocks = np.empty(shapes["weight"], np.uint32), []
     for start, stop, block in rows.blocks():
@@ -323,4 +313,4 @@ def _pack_units(
         words[start:stop] = pack_words(codes.reshape(block.shape), rule.bits)
         blocks.append(parts)
     joined = [np.concatenate(p).reshape(shapes["scales"]) for p in zip(*blocks, strict=True)]
-    return _PackedUnits(words, joined)
+    return words, joined

@@ -30,9 +30,8 @@ _LEVELS_TRIED = 24
 _LLOYD_STEPS = 40
 _BINS = 128
 _SAMPLE = 1 << 18
-_SMALLEST = {
-    mx.float16: 2.0**-24
-}  # distance of float16's numbers below 2**-14; the other types reach further
+# Distance of float16's numbers below 2**-14; the other types reach further.
+_SMALLEST = {mx.float16: 2.0**-24}
 _BISECTIONS = 24
 _NEARLY_WHOLE = 0.1
 _SHARE_LEFT = 0.75  # of the searched units: with fewer left, the search goes on with these alone
@@ -400,9 +399,8 @@ def _fit_line(
         for kept, new in ((scale, at), (bias, (most + least) / 2), (widest, gap)):
             kept[rows[better]] = new[better]
         left[rows[rises]], right[rows[~rises]] = at[rises], at[~rises]
-        gain = (
-            steps * (right - left)[rows] / 2
-        )  # the gap rises by `steps` per unit of the scale at most
+        # The gap rises by `steps` per unit of the scale at most.
+        gain = steps * (right - left)[rows] / 2
         found = widest[rows]
         rows = rows[(found < enough[rows]) & (found < 2 * gain) & (found + gain >= 0)]
         if not len(rows):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import coremltools as ct
 import numpy as np
 from coremltools.converters.mil import Builder as mb
-from coremltools.converters.mil.mil import Function, Program, Var, get_new_symbol, types
+from coremltools.converters.mil.mil import Function, Var, get_new_symbol, types
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.coreml.compression import Constants, MatrixConstants, Weight
@@ -220,13 +220,11 @@ class Layout(ABC):
 
     def rows(self, weight: Weight, indices: Var) -> Var:
         """Return rows (1, L, K) of a matrix of the model at `indices` (1, L) int32."""
-        found = mb.gather(x=weight.numbers, indices=indices, axis=0, validate_indices=False)
+        where = {"indices": indices, "axis": 0, "validate_indices": False}
+        found = mb.gather(x=weight.numbers, **where)
         if weight.row_scales is None:
             return found
-        scales = self._row_scales(weight, (-1, 1))
-        return mb.mul(
-            x=found, y=mb.gather(x=scales, indices=indices, axis=0, validate_indices=False)
-        )
+        return mb.mul(x=found, y=mb.gather(x=self._row_scales(weight, (-1, 1)), **where))
 
     def split(self, x: Var, widths: list[int]) -> list[Var]:
         return list(mb.split(x=x, split_sizes=widths, axis=self.feature_axis))
@@ -261,10 +259,8 @@ class Layout(ABC):
         high = mb.floor_div(x=flat, y=np.int32(_STRIDE))
         low = mb.sub(x=flat, y=mb.mul(x=high, y=np.int32(_STRIDE)))
         parts = []
-        for name, index, numbers in (
-            ("high", high, np.arange(0, length, _STRIDE)),
-            ("low", low, np.arange(_STRIDE)),
-        ):
+        every, first = np.arange(0, length, _STRIDE), np.arange(_STRIDE)
+        for name, index, numbers in (("high", high, every), ("low", low, first)):
             angles = numbers[:, None] * frequencies
             for kind, table in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
                 whole = self._constants.array(f"rope.{name}.{kind}", table.astype(np.float32))
@@ -309,9 +305,8 @@ class LinearLayout(Layout):
     def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
         config = self.config
         cos, sin = self._rope(columns)
-        every = self._constants.array(
-            "columns", np.arange(config.context_length, dtype=np.int32)[None]
-        )
+        every = np.arange(config.context_length, dtype=np.int32)[None]
+        every = self._constants.array("columns", every)
         seen = mb.less_equal(x=every, y=mb.transpose(x=columns, perm=[1, 0]))
         hidden = mb.sub(x=np.float32(1), y=mb.cast(x=seen, dtype="fp32"))
         mask = mb.expand_dims(x=mb.mul(x=hidden, y=np.float32(_HIDDEN)), axes=[0, 1])
@@ -325,10 +320,8 @@ class LinearLayout(Layout):
 
     def _norm(self, x: Var, weight: Var | np.ndarray) -> Var:
         square = mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[-1], keep_dims=True)
-        return mb.mul(
-            x=mb.mul(x=x, y=mb.rsqrt(x=square, epsilon=np.float32(self.config.rms_norm_eps))),
-            y=weight,
-        )
+        inverse = mb.rsqrt(x=square, epsilon=np.float32(self.config.rms_norm_eps))
+        return mb.mul(x=mb.mul(x=x, y=inverse), y=weight)
 
     def product(self, x: Var, weight: Var) -> Var:
         # Core ML's linear layer needs a bias; zeros are written once for each length.
@@ -422,9 +415,8 @@ class ChannelLayout(Layout):
             mb.cast(x=mb.transpose(x=part, perm=[1, 0]), dtype=self._dtype)
             for part in self._rope(columns)
         )
-        every = self._constants.array(
-            "columns.first", np.arange(config.context_length, dtype=np.int32)[:, None]
-        )
+        every = np.arange(config.context_length, dtype=np.int32)[:, None]
+        every = self._constants.array("columns.first", every)
         seen = mb.cast(x=mb.less_equal(x=every, y=columns), dtype=self._dtype)
         kind = self._np_dtype.type
         mask = mb.mul(x=mb.sub(x=kind(1), y=seen), y=kind(_HIDDEN))
@@ -464,8 +456,8 @@ class ChannelLayout(Layout):
         share = config.num_heads // config.num_kv_heads
         weight = weight / np.sqrt(config.head_dim)
         q = self._rotated_and_normed(x, config.num_heads, weight, positions)
-        alone = config.num_kv_heads == 1
-        groups = [q] if alone else mb.split(x=q, num_splits=config.num_kv_heads, axis=1)
+        count = config.num_kv_heads
+        groups = [q] if count == 1 else mb.split(x=q, num_splits=count, axis=1)
         found = []
         for group in groups:
             turned = group if share == 1 else mb.transpose(x=group, perm=[0, 2, 1, 3])
@@ -501,13 +493,9 @@ class ChannelLayout(Layout):
         share = config.num_heads // config.num_kv_heads
         outputs = []
         for head, q in enumerate(queries):
+            end = [1, head + 1, config.context_length, config.head_dim]
             k, v = (
-                mb.slice_by_index(
-                    x=part,
-                    begin=[0, head, 0, 0],
-                    end=[1, head + 1, config.context_length, config.head_dim],
-                )
-                for part in (keys, values)
+                mb.slice_by_index(x=part, begin=[0, head, 0, 0], end=end) for part in (keys, values)
             )
             k = mb.transpose(x=k, perm=[0, 2, 1, 3])  # (1, columns, 1, head_dim)
             v = mb.transpose(x=v, perm=[0, 3, 1, 2])  # (1, head_dim, 1, columns)
@@ -532,15 +520,8 @@ class ChannelLayout(Layout):
 # -- functions
 
 
-def add_functions(
-    program: Program, prefill: Layout, decode: Layout, lengths: Sequence[int], suffix: str = ""
-) -> None:
-    """Add the functions `prefill`, which takes each of `lengths` tokens, and `decode`, both with a suffix."""
-    program.add_function(f"prefill{suffix}", _prefill(prefill, lengths))
-    program.add_function(f"decode{suffix}", _decode(decode))
-
-
-def _prefill(layout: Layout, lengths: Sequence[int]) -> Function:
+def prefill_function(layout: Layout, lengths: Sequence[int]) -> Function:
+    """Build the function `prefill`, which takes each of `lengths` tokens."""
     config = layout.config
     function = _function(config, lengths[0] if len(lengths) == 1 else get_new_symbol())
     with function:
@@ -548,11 +529,8 @@ def _prefill(layout: Layout, lengths: Sequence[int]) -> Function:
         # Columns (1, L) of the tokens: a running sum of ones, whose length follows from the tokens' type.
         ones = mb.add(x=mb.mul(x=tokens, y=np.int32(0)), y=np.int32(1))
         columns = mb.add(x=mb.cumsum(x=ones, axis=1), y=mb.sub(x=first, y=np.array([1], np.int32)))
-        after = mb.add(
-            x=mb.reduce_max(x=columns, axes=[1], keep_dims=False),
-            y=np.array([1], np.int32),
-            name="next_position",
-        )
+        highest = mb.reduce_max(x=columns, axes=[1], keep_dims=False)
+        after = mb.add(x=highest, y=np.array([1], np.int32), name="next_position")
         positions = layout.positions(columns, first, after)
         x = layout.embed(tokens)
         last = config.num_kv_layers - 1
@@ -566,21 +544,20 @@ def _prefill(layout: Layout, lengths: Sequence[int]) -> Function:
     return function
 
 
-def _decode(layout: Layout) -> Function:
+def decode_function(layout: Layout) -> Function:
+    """Build the function `decode`."""
     config = layout.config
     function = _function(config, 1)
     with function:
         tokens, first, caches = _inputs(function)
         after = mb.add(x=first, y=np.array([1], np.int32))
-        columns = mb.expand_dims(x=first, axes=[0])
-        positions = layout.positions(columns, first, after)
+        positions = layout.positions(mb.expand_dims(x=first, axes=[0]), first, after)
         x = layout.embed(tokens)
         for block in range(config.num_kv_layers):
             x = layout.writing_block(x, block, positions, caches)
         for block in range(config.num_kv_reuse_layers):
             x = layout.reuse_block(x, block, positions, caches)
-        x = layout.norm(x, "model.output_norm.weight")
-        function.set_outputs([layout.logits(x)])
+        function.set_outputs([layout.logits(layout.norm(x, "model.output_norm.weight"))])
     return function
 
 
@@ -596,7 +573,5 @@ def _function(config: ModelConfig, length: object) -> Function:
 
 
 def _inputs(function: Function) -> tuple[Var, Var, Caches]:
-    tokens, first, keys, values = (
-        function.inputs[name] for name in ("tokens", "position", *STATES)
-    )
-    return tokens, first, Caches(keys, values)
+    tokens, first, *states = (function.inputs[name] for name in ("tokens", "position", *STATES))
+    return tokens, first, Caches(*states)

@@ -29,7 +29,13 @@ from coremltools.proto import MIL_pb2, Model_pb2
 
 from afm_mlx.checkpoint.weights import check_space
 from afm_mlx.converters.coreml.compression import Constants, MatrixConstants
-from afm_mlx.converters.coreml.layouts import TARGET, ChannelLayout, LinearLayout, add_functions
+from afm_mlx.converters.coreml.layouts import (
+    TARGET,
+    ChannelLayout,
+    LinearLayout,
+    decode_function,
+    prefill_function,
+)
 from afm_mlx.converters.coreml.source import PackagePlan
 from afm_mlx.errors import AFMError
 from afm_mlx.progress import Progress
@@ -58,7 +64,8 @@ def write_package(plan: PackagePlan, folder: Path, progress: Progress | None = N
                 layout(plan.source, constants, matrices, plan.dtype, adapter) for _ in range(2)
             )
             suffix = "" if adapter is None else f"_{adapter.name}"
-            add_functions(program, prefill, decode, plan.lengths, suffix)
+            program.add_function(f"prefill{suffix}", prefill_function(prefill, plan.lengths))
+            program.add_function(f"decode{suffix}", decode_function(decode))
         program.default_function_name = "decode"
         program.export_as_multifunction = True
         metadata = {
