@@ -215,7 +215,6 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
-        """Read a `config.json`."""
         return cls.from_dict(read_config_json(path), source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -238,7 +237,6 @@ class Matrix(NamedTuple):
 
     Args:
         name: path of the layer within its block, such as `mlp.up_proj`.
-        inputs: number of columns.
         projections: the projections that its rows compute, in order: three in a fused layer, else one.
     """
 
@@ -256,7 +254,6 @@ class BlockKind(NamedTuple):
 
     Args:
         path: path of the list that holds the blocks, such as `model.layers`.
-        num_blocks: number of blocks of this kind.
         matrices: linear layers of a block, in the order of tamm's state dicts.
         norms: number of weights of each norm, by its path within the block.
         scales: paths of the scalar parameters within the block.

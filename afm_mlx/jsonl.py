@@ -57,14 +57,11 @@ class ChatRecord:
 
 
 def is_data_file(path: Path) -> bool:
-    """True if a file's name has a data file's suffix, with or without `.gz`."""
     return path.name.removesuffix(".gz").endswith(_SUFFIXES)
 
 
 def data_file(folder: Path, stem: str) -> Path | None:
-    """Find a data set's split in a folder; None if it has none.
-
-    The file is `stem.jsonl`, or has another format, or another name for validation data.
+    """Find a data set's split in a folder, under all usual names and formats; None without one.
 
     Raises:
         DataError: if there are several, and none is `stem.jsonl`.

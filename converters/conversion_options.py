@@ -129,7 +129,6 @@ class ConversionOptions:
 
     @property
     def mlx_dtype(self) -> mx.Dtype | None:
-        """The MLX type that `dtype` names; None if `dtype` is None."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
     def check_source(self, source: Path, quantized: bool) -> None:
@@ -191,11 +190,7 @@ class ConversionOptions:
         return QuantizationRule(bits, mode, self.q_embedding_granularity)
 
     def afm_rules(self, config: ModelConfig) -> dict[str, QuantizationRule]:
-        """Return the rule of every packed layer of an AFM model, by its path.
-
-        Raises:
-            ConfigError, CheckpointError: name the layer that can't be packed by its rule.
-        """
+        """Return the rule of every packed layer of an AFM model, by its path."""
         rule = self.rule("balanced")
         predicate = self.quant_predicate
         if isinstance(predicate, str):

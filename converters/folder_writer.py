@@ -44,16 +44,10 @@ class Parameter(Protocol):
     @property
     def dtype(self) -> mx.Dtype: ...
 
-    def rows(self) -> Rows:
-        """Return a matrix, to be packed."""
-        ...
+    def rows(self) -> Rows: ...
 
     def chunks(self, dtype: mx.Dtype) -> Iterable[np.ndarray]:
-        """Yield all numbers, row-major, as bytes of `dtype`.
-
-        Raises:
-            CheckpointError: for NaN, infinity, and numbers that `dtype` can't hold.
-        """
+        """Yield all numbers, row-major, as bytes of `dtype`; `CheckpointError` if it can't hold one."""
         ...
 
 
@@ -100,11 +94,9 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A layer that a folder stores packed.
+    """A matrix (N, K) that a folder stores packed.
 
     Args:
-        path: the layer's path in the model.
-        shape: (N, K).
         parts: its stored tensors, by their names in `packed_layers.PARTS` and in that order.
         rule: how it is packed; None for a format of MLX's own layers only.
         settings: its settings in `quantization` of config.json.
@@ -132,7 +124,6 @@ class StoredLayer:
             yield array_bytes(dequantize_rows(packed, rows, dtype))
 
     def packed(self) -> PackedWeight:
-        """Read the layer; `rule` must not be None."""
         assert self.rule is not None
         arrays = {name: part.array() for name, part in self.parts.items()}
         return PackedWeight(arrays.pop("weight"), self.rule.bits, self.rule.mode, **arrays)
@@ -194,19 +185,12 @@ class _PackedLayer:
     exact: bool = False
     _parts: dict[str, mx.array] = field(default_factory=dict)
 
-    def specs(self) -> list[TensorSpec]:
-        return [
-            TensorSpec(f"{self.path}.{part}", shape, mx.uint32 if part == "weight" else self.dtype)
-            for part, shape in self.rule.part_shapes(self.shape).items()
-        ]
-
     def read(self, spec: TensorSpec) -> list[np.ndarray]:
         """Return the bytes of the part that `spec` names: the codes, scales, biases or table."""
         if not self._parts:
             packed, self.exact = self.make()
             arrays = (packed.codes, packed.scales, packed.biases, packed.table)
-            found = zip(PARTS, arrays, strict=True)
-            self._parts = {part: array for part, array in found if array is not None}
+            self._parts = {p: a for p, a in zip(PARTS, arrays, strict=True) if a is not None}
         array = self._parts.pop(spec.name.rpartition(".")[2])
         return [array_bytes(array.astype(spec.dtype))]
 
@@ -279,7 +263,9 @@ class FolderWriter:
 
     def _add_packed(self, layer: _PackedLayer) -> None:
         self._packed.append(layer)
-        self._readers |= dict.fromkeys(layer.specs(), layer.read)
+        for part, shape in layer.rule.part_shapes(layer.shape).items():
+            dtype = mx.uint32 if part == "weight" else layer.dtype
+            self._readers[TensorSpec(f"{layer.path}.{part}", shape, dtype)] = layer.read
 
     def _add_cast(
         self, name: str, shape: tuple[int, ...], parameter: Parameter | StoredLayer
@@ -292,7 +278,6 @@ class FolderWriter:
         self._readers[TensorSpec(name, shape, dtype)] = lambda spec: parameter.chunks(spec.dtype)
 
     def write_weights(self, folder: Path, progress: Progress | None = None) -> None:
-        """Write the weight files."""
         write_weights(
             folder,
             list(self._readers),
@@ -307,7 +292,6 @@ class FolderWriter:
         """Write `config.json` and the model card, after the weights.
 
         Args:
-            folder: the folder to write into.
             name: the folder's name in the card.
             source: the checkpoint's bare name.
             values: further content of `config.json`; keys of the architecture and of packed layers override it.

@@ -61,18 +61,12 @@ Rules: TypeAlias = dict[str, QuantizationRule]
 
 @dataclass(frozen=True)
 class Mix:
-    """Options that give each layer its bits, and the measurement behind them.
-
-    Args:
-        options: the given options, with a predicate in place of the target.
-        report: the content of `sensitivity.json`.
-    """
+    """Options that give each layer its bits in place of the target, and the content of `sensitivity.json`."""
 
     options: ConversionOptions
     report: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Write the table of sensitivities into a model folder."""
         text = json.dumps(self.report, indent=2)
         (folder / REPORT).write_text(text, encoding="utf-8")
 
@@ -81,11 +75,7 @@ class Mix:
 
 
 def calibration_file(options: ConversionOptions, source: Path) -> Path:
-    """Return the file of calibration text: the `data` of the options, or the model folder's own text.
-
-    Raises:
-        DataError: if there is neither.
-    """
+    """Return the file of calibration text: the `data` of the options, or the folder's own text."""
     if options.data is not None:
         path = Path(options.data)
         if not path.exists():
@@ -102,17 +92,6 @@ def calibration_file(options: ConversionOptions, source: Path) -> Path:
             "file, a .txt file, or a folder with train.jsonl; a few thousand words are enough."
         )
     return path
-
-
-def calibration_pieces(data: Path, tokenizer: Tokenizer) -> list[list[int]]:
-    """Draw pieces of a text's documents with a fixed seed, until they have some 2,000 tokens."""
-    pieces = cut(load_documents(data, tokenizer), _PIECE)
-    chosen: list[list[int]] = []
-    for index in np.random.default_rng(0).permutation(len(pieces)):
-        if sum(map(len, chosen)) >= TOKENS:
-            break
-        chosen.append(pieces[index])
-    return chosen
 
 
 def _batches(pieces: Sequence[Sequence[int]]) -> Iterator[tuple[mx.array, mx.array]]:
@@ -135,15 +114,10 @@ def _batches(pieces: Sequence[Sequence[int]]) -> Iterator[tuple[mx.array, mx.arr
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """How much a model suffers from fewer bits in one layer, and the bytes that they save.
+    """How much a model suffers from fewer bits in one layer of `weights` numbers, and the bytes that they save.
 
-    Args:
-        path: the layer's path in the model.
-        weights: numbers in its matrix.
-        rise: by how much the divergence from the float model rises if this layer alone goes from `high` to
-            `low`, in nats per token. A negative rise is noise.
-        low, high: rules with fewer and with more bits.
-        low_bytes, high_bytes: bytes of the matrix packed by either rule, scales and tables included.
+    `rise` is by how much the divergence from the float model rises if this layer alone goes from the rule
+    `high` to `low`, in nats per token; a negative rise is noise. Bytes include scales and tables.
     """
 
     path: str
@@ -188,10 +162,8 @@ def measure_sensitivity(
         low_rule, high_rule: rules of linear layers, with fewer and with more bits.
         progress: called with the passes done and their total number.
         embedding_rule: rule of embeddings and heads, which are not measured; see `quantize_model`.
-        predicate: as in `quantize_model`. Layers for which it returns True are measured; those that get a rule
-            of their own keep it, and those for which it returns False stay float.
-        dtype: type of the folder's floats, for the bytes of scales in MLX's own format; by default the type of
-            the layer's weights.
+        predicate: as in `quantize_model`. Only layers for which it returns True are measured.
+        dtype: type of scales in MLX's own format, for their bytes; by default the type of the layer's weights.
 
     Raises:
         DataError: if the text has no tokens.
@@ -287,11 +259,7 @@ class ModelSize(NamedTuple):
 def stored_size(
     model: nn.Module, rules: Mapping[str, QuantizationRule], dtype: mx.Dtype | None = None
 ) -> ModelSize:
-    """Compute the size of a float model once the layers at the paths of `rules` are packed.
-
-    `dtype` is the type of the folder's floats, by default as in the model. Scales of int8 keys and values are
-    float32, and count as no weights.
-    """
+    """Compute the size of a float model once the layers at the paths of `rules` are packed; see `Mix`."""
     weights = nbytes = 0
     for name, array in tree_flatten(model.parameters()):
         path, _, kind = name.rpartition(".")
@@ -310,18 +278,11 @@ def choose_bits(
     target_bpw: float,
     size: tuple[int, int] | None = None,
 ) -> Rules:
-    """Choose the layers that get the fewer bits, so that the average of bits per weight is within the target.
+    """Choose the rule of each layer, by path, so that the average of bits per weight is within the target.
 
     Layers get their low rule in the order of rise per byte saved until the average holds. Then layers that
     suffer go back if the average allows it, the most sensitive first. The order of the list has no effect.
-
-    Args:
-        sensitivities: what `measure_sensitivity` returned.
-        target_bpw: bits per weight, scales and tables included.
-        size: the whole model's `ModelSize` with these layers high; by default the size of these layers alone.
-
-    Returns:
-        The rule of every layer, by its path.
+    `size` is the whole model's `ModelSize` with these layers high, by default the size of these layers alone.
 
     Raises:
         ConfigError: if no choice meets the target; says which targets can be met.
@@ -387,13 +348,9 @@ def choose_mix(
     dtype: mx.Dtype | None,
     progress: Progress | None = None,
 ) -> Mix:
-    """Measure a float model's layers and choose the bits of each.
+    """Measure a float model's layers on a file of text, and choose the bits of each.
 
-    Args:
-        model, tokenizer, options, data: what to measure on a file of text, under `options.target_bpw`.
-        mode: the default of `q_mode`.
-        dtype: type of the folder's floats; None for the model's types.
-        progress: called with passes done and passes in all.
+    `mode` is the default of `q_mode`; `dtype` is the type of the folder's floats, None for the model's types.
 
     Raises:
         AFMError: if the text can't be used, a layer can't be packed, or the target can't be met.
@@ -408,7 +365,12 @@ def choose_mix(
     least = stored_size(model, rules | dict.fromkeys(free, low), dtype).nbytes
     # Before measuring, which takes minutes.
     check_target(options.target_bpw, size.weights, least, size.nbytes)
-    pieces = calibration_pieces(data, tokenizer)
+    parts = cut(load_documents(data, tokenizer), _PIECE)
+    pieces: list[list[int]] = []  # drawn with a fixed seed, until they have some 2,000 tokens
+    for index in np.random.default_rng(0).permutation(len(parts)):
+        if sum(map(len, pieces)) >= TOKENS:
+            break
+        pieces.append(parts[index])
     layers = measure_sensitivity(
         model, pieces, low, high, progress, embedding_rule=embedding, predicate=own, dtype=dtype
     )

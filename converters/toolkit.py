@@ -62,11 +62,7 @@ if TYPE_CHECKING:
 
 
 def find_files(path: Path) -> tuple[Path, Path, Path]:
-    """Find the weights, config and tokenizer of a checkpoint: a `.pt` file, or a folder with all three.
-
-    Raises:
-        CheckpointError: names the missing file, or the `.pt` files to choose from.
-    """
+    """Find the weights, config and tokenizer of a checkpoint: a `.pt` file, or a folder with all three."""
     weights = path
     if path.is_dir():
         files = sorted(path.glob("*.pt"))

@@ -95,7 +95,6 @@ PAGES: dict[str, dict[str, str]] = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder as the repository's is to a reader, in which nothing is changed."""
     for name in ("afm_mlx", "examples", "bench"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)

@@ -252,10 +252,7 @@ def write_file(
 def save_file(
     path: str | Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write arrays to one safetensors file, by default with mlx-lm's metadata.
-
-    `mx.save_safetensors` does the same, but reports no error if the disk is full.
-    """
+    """Write arrays to one safetensors file; `mx.save_safetensors` reports no error if the disk is full."""
     specs = array_specs(tensors)
     write_file(Path(path), specs, lambda spec: [array_bytes(tensors[spec.name])], metadata=metadata)
 

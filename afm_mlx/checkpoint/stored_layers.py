@@ -245,7 +245,6 @@ def place_stored_layers(
 
     Args:
         model: a model with float layers, which may be unevaluated.
-        quantization, source: see `stored_rules`.
         weights: arrays by name, usually lazy.
         dtype: type that embeddings return.
         rules: the result of `stored_rules` for this model; None to call it here.

@@ -111,16 +111,12 @@ def write_weights(
     """Write a model folder's safetensors files and their index; memory holds one chunk of `read`.
 
     Args:
-        folder: an existing folder, usually one from `afm_mlx.files.atomic_folder`.
         specs: the tensors, in the order in which shards are filled.
         read: called once for each tensor; yields its data, row-major and little-endian, in chunks with the
             buffer protocol.
         max_shard_bytes: maximum size of a shard; a larger tensor gets a shard of its own.
         total_parameters: number of parameters for the index; by default the number of elements.
         progress: called after each chunk with the bytes written and the total number of bytes.
-
-    Returns:
-        The paths of the shards.
 
     Raises:
         CheckpointError: if the disk has no room.
@@ -157,7 +153,6 @@ def write_weights(
 
 
 def save_weights(folder: str | Path, weights: Mapping[str, mx.array], **options: Any) -> list[Path]:
-    """Write arrays as a model folder's weight files; for `options` see `write_weights`."""
     specs = array_specs(weights)
     return write_weights(folder, specs, lambda spec: [array_bytes(weights[spec.name])], **options)
 

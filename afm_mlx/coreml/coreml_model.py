@@ -138,7 +138,12 @@ class CoreMLModel:
             else:
                 padded = np.pad(chunk, (0, length - len(chunk)), constant_values=_PADDING)
                 end = self._call(self._prefill, padded)["next_position"]
-                self._check_end(int(end[0]), length)
+                # Core ML has been seen to run another length than it was given, without an error.
+                if (read := int(end[0]) - self.position) != length:
+                    raise AFMError(
+                        f"Core ML read {read} tokens of {length}, on {self._units}. Try other compute "
+                        "units, or a package with one prompt length."
+                    )
             self.position += len(chunk)
 
     def decode(self, token: int) -> np.ndarray:
@@ -213,14 +218,6 @@ class CoreMLModel:
                 f"{config.context_length}. Shorten the prompt, or rewind."
             )
         return ids.astype(np.int32)
-
-    def _check_end(self, end: int, length: int) -> None:
-        # Core ML has been seen to run another length than it was given, without an error.
-        if end != self.position + length:
-            raise AFMError(
-                f"Core ML read {end - self.position} tokens of {length}, on {self._units}. Try other compute "
-                "units, or a package with one prompt length."
-            )
 
 
 # -- prompts

@@ -183,8 +183,9 @@ def _tensor_scale(rows: Rows, bits: int) -> tuple[Array, bool]:
 
 def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
     dtype = rows.dtype if rule.is_mlx_format else mx.float32
-    if _starts_on_balanced_grid(rows, rule):
-        # Its biases are half a step from where `mx.quantize` may have them.
+    first = rows.read(0, 1).reshape(-1, rule.group_size or rows.shape[1])
+    if grid_scales(first, rule.bits, rows.dtype)[1].all():
+        # Biases of a balanced grid are half a step from where `mx.quantize` may have them.
         balanced, exact = _pack_balanced(rows, dataclasses.replace(rule, mode="balanced"))
         if exact:
             scales = np.array(balanced.scales)
@@ -257,11 +258,6 @@ def _sample_is_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
     return bool(grids.found.any())
 
 
-def _starts_on_balanced_grid(rows: Rows, rule: QuantizationRule) -> bool:
-    units = rows.read(0, 1).reshape(-1, rule.group_size or rows.shape[1])
-    return bool(grid_scales(units, rule.bits, rows.dtype)[1].all())
-
-
 def _affine(
     codes: mx.array, rule: QuantizationRule, scales: Array, biases: Array, dtype: mx.Dtype
 ) -> PackedWeight:
@@ -305,7 +301,7 @@ def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
 def _pack_units(
     rows: Rows, rule: QuantizationRule, encode: Callable[[Array], tuple[Array, list[Array]]]
 ) -> tuple[Array, list[Array]]:
-    """Return words of a matrix, and what `encode` returns beside the codes of its units, in their shape."""
+    """Return packed words, and the arrays that `encode` returns with codes of units, in the scales' shape."""
     shapes = rule.part_shapes(rows.shape)
     words, blocks = np.empty(shapes["weight"], np.uint32), []
     for start, stop, block in rows.blocks():

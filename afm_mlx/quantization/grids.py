@@ -59,10 +59,14 @@ def grid_scales(units: Array, bits: int, dtype: mx.Dtype) -> tuple[Array, Array]
     """
     scales = np.zeros(len(units), np.float32)
     exact = np.asarray(~units.any(axis=1))  # a unit of zeros is on the grid of scale 0
-    left = np.flatnonzero(~exact & _may_be_grid(units, bits))
+    # Units in which a few weights have more magnitudes than a grid has levels are on none.
+    sample = np.sort(np.abs(units[:, : 4 << bits]), axis=1)
+    magnitudes = 1 + (sample[:, 1:] != sample[:, :-1]).sum(axis=1)
+    left = np.flatnonzero(~exact & (magnitudes <= 1 << (bits - 1)))
     top, largest = (2**bits - 1) / 2, np.abs(units).max(axis=1)
     # Where the type has too few digits for that many levels, a few weights rule out most wrong scales.
     tried = 1 << (bits - 1) if digits(dtype) > bits else _LEVELS_TRIED
+    slack = np.float32(2.0 ** (2 - digits(dtype)))
     for below in range(tried):
         if not len(left):
             break
@@ -70,8 +74,10 @@ def grid_scales(units: Array, bits: int, dtype: mx.Dtype) -> tuple[Array, Array]
         estimate = largest[left] / np.float32(top - below)
         likely = np.arange(len(left))
         for few in (4, 16):
+            # As near to the scale's levels as rounding would leave the weights.
             part = units[left[likely], :few]
-            likely = likely[_close_to_grid(part, estimate[likely, None], bits, dtype)]
+            off = np.abs(balanced_values(part, estimate[likely, None], bits) - part)
+            likely = likely[(off <= slack * np.abs(part)).all(axis=1)]
         _accept(units, left[likely], estimate[likely], (scales, exact), bits, dtype)
         left = left[~exact[left]]
     return scales, exact
@@ -104,19 +110,6 @@ def _accept(
         scales[likely[hit]] = scale[hit]
         exact[likely[hit]] = True
         likely, estimate = likely[~hit], estimate[~hit]
-
-
-def _may_be_grid(units: Array, bits: int) -> Array:
-    """Return (U,) bool, False for units in which a few weights have more magnitudes than a grid has levels."""
-    sample = np.sort(np.abs(units[:, : 4 << bits]), axis=1)
-    return 1 + (sample[:, 1:] != sample[:, :-1]).sum(axis=1) <= 1 << (bits - 1)
-
-
-def _close_to_grid(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> Array:
-    """Return (U,), True for units that are as near to a scale's levels as rounding would leave them."""
-    values = balanced_values(units, scale, bits)
-    slack = np.float32(2.0 ** (2 - digits(dtype)))
-    return (np.abs(values - units) <= slack * np.abs(units)).all(axis=1)
 
 
 def _middle_scale(units: Array, estimate: Array, bits: int, dtype: mx.Dtype, step: int) -> Array:

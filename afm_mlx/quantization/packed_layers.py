@@ -109,7 +109,6 @@ class _Packed(nn.Module):
         return self.packed.group_size
 
     def dequantize(self, dtype: mx.Dtype = mx.float32) -> mx.array:
-        """Return the matrix as numbers, (N, K)."""
         return dequantize(self.packed, dtype)
 
     def _format(self) -> str:
@@ -143,7 +142,6 @@ class PackedLinear(_Packed):
             self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map (..., K) to (..., N) in the dtype of `x`."""
         matmul = reference.packed_matmul if self.training else packed_matmul
         low_rank = self.low_rank(x.shape[0])
         adapters = () if low_rank is None else (low_rank,)
@@ -190,7 +188,6 @@ class PackedEmbedding(_Packed):
         self._dtype = str(dtype).rpartition(".")[2]  # a Dtype can't be copied or pickled
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Map (...) integers to (..., K)."""
         lookup = reference.packed_embedding if self.training else packed_embedding
         return lookup(tokens, self.packed, self.dtype)
 
@@ -255,7 +252,7 @@ def _check_codes(codes: mx.array, bits: int, name: str) -> None:
 
 
 def check_width(in_dims: int, bits: int, name: str) -> None:
-    """Raise `CheckpointError`, which has the layer's `name`, unless `in_dims` codes fill whole 32-bit words."""
+    """Raise `CheckpointError` unless `in_dims` codes fill whole 32-bit words."""
     if in_dims * bits % 32:
         raise CheckpointError(
             f"{name} has {in_dims} inputs, which can't be packed in {bits} bits: rows have to fill 32-bit "

@@ -63,12 +63,7 @@ def layer_rules(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> dict[str, QuantizationRule]:
-    """Return the rule of every layer of a float model that gets packed, by its path; see `quantize_model`.
-
-    Raises:
-        ConfigError, CheckpointError: name the layer that can't be packed by its rule; ConfigError if no layer
-            is chosen.
-    """
+    """Return the rule of every layer of a float model that gets packed, by its path; see `quantize_model`."""
     choose = rule_chooser(rule, embedding_rule, predicate)
     rules = {}
     for path, module in model.named_modules():

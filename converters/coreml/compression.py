@@ -63,7 +63,7 @@ class Constant:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data in the file of weights."""
+        """Bytes in the file of weights."""
         bits = next((b for b, dtype in _CODE_TYPES.items() if dtype is self.dtype), None)
         return math.prod(self.shape) * (bits or 8 * self.dtype.itemsize) // 8
 
@@ -109,13 +109,8 @@ class Weight:
 class CodeMapping:
     """How codes of some rows become numbers: `(table[code] - offset) * scale * row_scales`.
 
-    Factors that are None are left out; without a table, the code is its own entry.
-
-    Args:
-        table: (tables, 2**bits); the number of tables divides the number of rows.
-        scale: (rows, 1) or (rows, groups).
-        offset: in the shape of `scale`.
-        row_scales: (rows,).
+    Factors that are None are left out; without a table, the code is its own entry. Shapes are
+    (tables, 2**bits), (rows, 1) or (rows, groups) for scale and offset, and (rows,).
     """
 
     table: np.ndarray | None = None

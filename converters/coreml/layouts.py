@@ -43,10 +43,8 @@ _MAX_ROWS = 1 << 14
 class TokenPositions(NamedTuple):
     """Columns of a call's tokens, and what attention computes from them, in the layout's shape.
 
-    Args:
-        first, after: (1,) int32, the column of the first token, and the one after the last token.
-        cos, sin: cosines and sines of RoPE's angles.
-        mask: added to scores.
+    `first` and `after` are (1,) int32: the column of the first token, and the one after the last token.
+    The mask is added to scores.
     """
 
     first: Var
@@ -146,8 +144,7 @@ class Layout(ABC):
         """Return the outputs of all heads side by side, as x; `keys` and `values` come from `Caches.read`."""
 
     @abstractmethod
-    def logits(self, x: Var) -> Var:
-        """Return logits (1, vocab_size) for one token's x after the final norm."""
+    def logits(self, x: Var) -> Var: ...
 
     # -- what they share
 

@@ -34,7 +34,7 @@ _ROWS_BYTES = 32 << 20
 
 
 def check_held(array: np.ndarray, name: str) -> None:
-    """Raise `AFMError` if an array holds NaN or infinity: its type may be too narrow for its numbers."""
+    """Raise `AFMError` for NaN or infinity: the array's type may be too narrow for its numbers."""
     if not np.isfinite(array).all():
         raise AFMError(
             f"{named(name)} holds NaN, infinity, or numbers that {array.dtype} can't hold. Check the "
@@ -130,7 +130,6 @@ class Source:
         return StoredMatrix(path, (matrix.outputs, matrix.inputs), stored, order)
 
     def vector(self, name: str) -> np.ndarray:
-        """Read a parameter of one axis or none, as float32."""
         stored = self._parameters[name]
         assert isinstance(stored, StoredParameter)
         return np.array(stored.array().astype(mx.float32))
@@ -141,12 +140,10 @@ class Source:
 
 @dataclass(frozen=True)
 class AdapterMatrices:
-    """The matrices that an adapter adds to one matrix: each projection's rows get `B (A x)`.
+    """The matrices of an adapter for one matrix: each projection's rows get `B (A x)`.
 
-    Args:
-        key: name of its constants.
-        a: (projections * rank, K), the A of all projections, one below the other.
-        b: (N_i, rank) of each projection, times the adapter's scale; rows in the program's order.
+    `a` is (projections * rank, K), the A of all projections one below the other. `b` has (N_i, rank) of each
+    projection, times the adapter's scale, with rows in the program's order.
     """
 
     key: str
@@ -238,11 +235,7 @@ def plan_package(
 ) -> PackagePlan:
     """Check that a Core ML package can hold a model folder, float or packed, and the adapters inside it.
 
-    Args:
-        folder: a model folder of an AFM model.
-        dtype: "float16" or "float32", the type that the package computes in.
-        neural_engine: arrange operators as the Neural Engine needs them.
-        lengths: numbers of tokens that `prefill` takes; None for the default of `prompt_lengths`.
+    `lengths` are the numbers of tokens that `prefill` takes, None for the default of `prompt_lengths`.
 
     Raises:
         AFMError: if the folder is damaged, holds a format that Core ML has no operation for, or has a shorter
