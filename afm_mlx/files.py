@@ -42,15 +42,10 @@ _PIECE = 1 << 20
 
 
 def read_file(path: str | Path, limit: int, *, pipes: bool = False) -> bytes:
-    """Read a whole file of at most `limit` bytes.
+    """Read a whole file of at most `limit` bytes; with `pipes` also a pipe, such as the shell's `<(command)`.
 
     The size of a regular file is checked before it is read. Devices, sockets and folders are refused, except
     the null device, which is an empty file.
-
-    Args:
-        path: path of the file.
-        limit: maximum bytes.
-        pipes: True to also read a named pipe, such as a shell's `<(command)`.
 
     Raises:
         OSError: if the file is missing, unreadable, of another kind, too large, or a pipe that doesn't end in

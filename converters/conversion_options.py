@@ -82,7 +82,25 @@ class ConversionOptions:
             raise AFMError(
                 f"The target format is {shown(self.to)}; allowed are {', '.join(TARGETS)}."
             )
-        self._check_core_ml()
+        lengths = self.prompt_lengths
+        if not self.for_core_ml:
+            for flag, value in ("ane", self.ane), ("prompt-lengths", lengths):
+                if value:
+                    raise AFMError(
+                        f"--{flag} is for Core ML packages. Add --to coreml, or leave it out."
+                    )
+        elif self.quantize or self.dequantize:
+            raise AFMError(
+                "--to coreml writes weights as the folder has them, packed or not. Convert to a folder with "
+                "-q or -d first, and that one to Core ML."
+            )
+        elif self.dtype == "bfloat16":
+            raise AFMError("Core ML has no bfloat16; --dtype float16 and float32 are allowed.")
+        elif lengths is not None and (not lengths or min(lengths) < 1):
+            raise AFMError(
+                f"--prompt-lengths is {shown(list(lengths))}; it takes one number of tokens or more, each 1 or "
+                "more."
+            )
         if self.quantize and self.dequantize:
             raise AFMError("quantize and dequantize (-q and -d) exclude each other; choose one.")
         names = [name for name in vars(self) if name.startswith("q_")]
@@ -103,28 +121,6 @@ class ConversionOptions:
         if self.data is not None and self.target_bpw is None:
             raise AFMError(
                 "--data without --target-bpw would do nothing: only a choice of bits is measured on text."
-            )
-
-    def _check_core_ml(self) -> None:
-        if not self.for_core_ml:
-            for flag, value in ("ane", self.ane), ("prompt-lengths", self.prompt_lengths):
-                if value:
-                    raise AFMError(
-                        f"--{flag} is for Core ML packages. Add --to coreml, or leave it out."
-                    )
-            return
-        if self.quantize or self.dequantize:
-            raise AFMError(
-                "--to coreml writes weights as the folder has them, packed or not. Convert to a folder with "
-                "-q or -d first, and that one to Core ML."
-            )
-        if self.dtype == "bfloat16":
-            raise AFMError("Core ML has no bfloat16; --dtype float16 and float32 are allowed.")
-        lengths = self.prompt_lengths
-        if lengths is not None and (not lengths or min(lengths) < 1):
-            raise AFMError(
-                f"--prompt-lengths is {shown(list(lengths))}; it takes one number of tokens or more, each 1 or "
-                "more."
             )
 
     @property

@@ -88,7 +88,24 @@ def write_mlx_lm(
         check_mlx_lm_computes(config, source)
     options.check_source(source, bool(quantization))
     rules = check_folder_tensors(config, quantization, tensors, path)
-    _copy_tokenizer(source, folder, config.vocab_size)
+    names = copy_tokenizer_files(source, folder)
+    if not {"tokenizer.json", "tokenizer.model"} & set(names):
+        raise CheckpointError(f"{source} has no tokenizer.json and no tokenizer.model.")
+    if "tokenizer.json" in names:
+        from tokenizers import Tokenizer
+
+        try:
+            pieces = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+        # The library raises bare Exception.
+        except Exception as error:
+            raise CheckpointError(
+                f"{source / 'tokenizer.json'} is no tokenizer: {error}."
+            ) from None
+        if pieces > config.vocab_size:
+            raise CheckpointError(
+                f"{source}: the tokenizer has {pieces} tokens, and the embedding {config.vocab_size} rows. "
+                "They belong to different models."
+            )
     writer = FolderWriter(config, stored_parameters(config, tensors, rules, quantization), options)
     writer.write_weights(folder, progress)
     dtype = options.mlx_dtype
@@ -136,24 +153,3 @@ def _copy_adapters(
             plan = dataclasses.replace(plan, base_model_fingerprint=new)
         save_adapter(folder / "adapters" / path.name, tensors, plan)
     return [path.name for path in paths]
-
-
-def _copy_tokenizer(source: Path, folder: Path, vocab_size: int) -> None:
-    """Copy a folder's tokenizer, which must be there and have no more tokens than the embedding has rows."""
-    names = copy_tokenizer_files(source, folder)
-    if not {"tokenizer.json", "tokenizer.model"} & set(names):
-        raise CheckpointError(f"{source} has no tokenizer.json and no tokenizer.model.")
-    if "tokenizer.json" not in names:
-        return
-    from tokenizers import Tokenizer
-
-    try:
-        pieces = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    # The library raises bare Exception.
-    except Exception as error:
-        raise CheckpointError(f"{source / 'tokenizer.json'} is no tokenizer: {error}.") from None
-    if pieces > vocab_size:
-        raise CheckpointError(
-            f"{source}: the tokenizer has {pieces} tokens, and the embedding {vocab_size} rows. "
-            "They belong to different models."
-        )

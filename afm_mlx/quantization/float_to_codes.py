@@ -52,14 +52,7 @@ _UNITS_OF_SAMPLE = 256
 
 @dataclass(frozen=True)
 class Rows:
-    """A float matrix (N, K) that is read in blocks of rows.
-
-    Args:
-        shape: (N, K).
-        dtype: type in which its numbers are exact.
-        read: returns the rows from start to stop, as float32.
-        name: the matrix's name, for errors.
-    """
+    """A float matrix (N, K) that is read in blocks of rows, as float32, and exact in `dtype`."""
 
     shape: tuple[int, int]
     dtype: mx.Dtype

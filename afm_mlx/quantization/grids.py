@@ -325,7 +325,12 @@ def any_grids(units: Array, centers: Array, bits: int, dtype: mx.Dtype) -> Affin
     if digits(dtype) <= bits:
         return result
     left, top = np.flatnonzero(~flat), 2**bits - 1
-    share, slack = _shares_of_range(units[left, :16], low[left], high[left], dtype)
+    # Where weights are in their unit's range, 0 to 1, and how far rounding may have moved them.
+    part, width = units[left, :16], (high - low)[left, None]
+    ends = np.maximum(np.abs(low), np.abs(high))[left, None]
+    moved = (np.abs(part) + ends) * np.float32(2.0 ** -digits(dtype))
+    moved += np.float32(_SMALLEST.get(dtype, 0))
+    share, slack = (part - low[left, None]) / width, moved / width + np.float32(2.0**-21)
     few, few_slack = (np.ascontiguousarray(array[:, :3]) for array in (share, slack))
     for steps in range(top, 0, -1):
         near = np.flatnonzero(_are_whole(few, few_slack, steps) & ~result.found[left])
@@ -347,15 +352,6 @@ def any_grids(units: Array, centers: Array, bits: int, dtype: mx.Dtype) -> Affin
         if not len(left):
             break
     return result
-
-
-def _shares_of_range(units: Array, low: Array, high: Array, dtype: mx.Dtype) -> tuple[Array, Array]:
-    """Return where weights (U, S) are in their unit's range, 0 to 1, and how far rounding may move them."""
-    width = (high - low)[:, None]
-    ends = np.maximum(np.abs(low), np.abs(high))[:, None]
-    moved = (np.abs(units) + ends) * np.float32(2.0 ** -digits(dtype))
-    moved += np.float32(_SMALLEST.get(dtype, 0))
-    return (units - low[:, None]) / width, moved / width + np.float32(2.0**-21)
 
 
 def _are_whole(share: Array, slack: Array, steps: int) -> Array:

@@ -78,7 +78,19 @@ class _Packed(nn.Module):
         Raises:
             CheckpointError: if a code does not fit, K does not fill whole words, or the parts do not fit.
         """
-        _check_codes(codes, bits, name)
+        if bits not in BITS:
+            raise CheckpointError(f"{name}: bits is {bits!r}; allowed are {_listed(BITS)}.")
+        if codes.ndim != 2 or not mx.issubdtype(codes.dtype, mx.integer):
+            raise CheckpointError(
+                f"{name}: codes are {_described(codes)}; integers of shape [N, K] are needed."
+            )
+        check_width(codes.shape[1], bits, name)
+        low, high = codes.min().item(), codes.max().item()
+        if low < 0 or high >= 2**bits:
+            raise CheckpointError(
+                f"{name}: codes reach from {low} to {high}; {bits} bits hold 0 to {2**bits - 1}. Take more "
+                "bits, or subtract the lowest code."
+            )
         packed = PackedWeight(pack_codes(codes, bits), bits, mode, scales, biases, table)
         check_packed(packed, name)
         return cls(packed, **options)
@@ -233,22 +245,6 @@ def set_activation_bits(model: nn.Module, bits: int) -> None:
         )
     for layer in layers:
         layer.activation_bits = bits
-
-
-def _check_codes(codes: mx.array, bits: int, name: str) -> None:
-    if bits not in BITS:
-        raise CheckpointError(f"{name}: bits is {bits!r}; allowed are {_listed(BITS)}.")
-    if codes.ndim != 2 or not mx.issubdtype(codes.dtype, mx.integer):
-        raise CheckpointError(
-            f"{name}: codes are {_described(codes)}; integers of shape [N, K] are needed."
-        )
-    check_width(codes.shape[1], bits, name)
-    low, high = codes.min().item(), codes.max().item()
-    if low < 0 or high >= 2**bits:
-        raise CheckpointError(
-            f"{name}: codes reach from {low} to {high}; {bits} bits hold 0 to {2**bits - 1}. Take more bits, "
-            "or subtract the lowest code."
-        )
 
 
 def check_width(in_dims: int, bits: int, name: str) -> None:

@@ -62,11 +62,7 @@ class QuantizationRule:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationRule:
-        """Parse a layer's entry of `config.json`.
-
-        Raises:
-            ConfigError: names every unknown key.
-        """
+        """Parse a layer's entry of `config.json`; `ConfigError` names every unknown key."""
         unknown = sorted(map(str, set(values) - set(RULE_KEYS)))
         if unknown:
             raise ConfigError(

@@ -74,7 +74,36 @@ def write_package(plan: PackagePlan, folder: Path, progress: Progress | None = N
             "prompt_lengths": json.dumps(plan.lengths),
             "adapters": json.dumps([adapter.name for adapter in plan.adapters]),
         }
-        _write_files(program, constants, folder, metadata, progress)
+        # Directories next to `folder`, in the temporary place that becomes the package.
+        weights, empty = folder.with_name(_WEIGHTS), folder.with_name("empty")
+        weights.mkdir()
+        check_space(folder, constants.nbytes)
+        try:
+            proto = _Exporter(program, weights, constants, progress).written()
+        except RuntimeError as error:  # raised by the library that writes the file
+            raise AFMError(
+                f"The file of weights of {folder.name} can't be written ({error}). Check that there is room "
+                "and permission to write."
+            ) from None
+        if progress is not None:  # a few small arrays are in the program itself
+            progress(constants.nbytes, constants.nbytes)
+        spec = CoreMLProtoExporter(
+            program, proto, None, None, None, "mlprogram", "milinternal", TARGET
+        ).export(TARGET)
+        spec.description.metadata.shortDescription = (
+            "AFM text model by afm-mlx: prefill and decode with a shared cache of keys and values"
+        )
+        spec.description.metadata.userDefined.update(metadata)
+        # `save_spec` would copy the weights: it gets an empty folder of them, and the file is moved.
+        empty.mkdir()
+        ct.utils.save_spec(spec, str(folder), weights_dir=str(empty))
+        inside = next(folder.glob(f"Data/*/{_WEIGHTS}"))
+        os.replace(weights / _FILE, inside / _FILE)
+        _make_repeatable(folder, spec)
+        for path in folder.rglob("*"):
+            # coremltools makes the description in a temporary file, which only its owner may read.
+            if path.is_file():
+                shutil.copymode(inside / _FILE, path)
 
 
 @contextmanager
@@ -86,45 +115,6 @@ def _counting_names_from_0() -> Iterator[None]:
         yield
     finally:
         Builder.name_count, Block.counter = before
-
-
-def _write_files(
-    program: Program,
-    constants: Constants,
-    folder: Path,
-    metadata: dict[str, str],
-    progress: Progress | None,
-) -> None:
-    # Directories next to `folder`, in the temporary place that becomes the package.
-    weights, empty = folder.with_name(_WEIGHTS), folder.with_name("empty")
-    weights.mkdir()
-    check_space(folder, constants.nbytes)
-    try:
-        proto = _Exporter(program, weights, constants, progress).written()
-    except RuntimeError as error:  # raised by the library that writes the file
-        raise AFMError(
-            f"The file of weights of {folder.name} can't be written ({error}). Check that there is room and "
-            "permission to write."
-        ) from None
-    if progress is not None:  # a few small arrays are in the program itself
-        progress(constants.nbytes, constants.nbytes)
-    spec = CoreMLProtoExporter(
-        program, proto, None, None, None, "mlprogram", "milinternal", TARGET
-    ).export(TARGET)
-    spec.description.metadata.shortDescription = (
-        "AFM text model by afm-mlx: prefill and decode with a shared cache of keys and values"
-    )
-    spec.description.metadata.userDefined.update(metadata)
-    # `save_spec` would copy the weights: it gets an empty folder of them, and the file is moved.
-    empty.mkdir()
-    ct.utils.save_spec(spec, str(folder), weights_dir=str(empty))
-    inside = next(folder.glob(f"Data/*/{_WEIGHTS}"))
-    os.replace(weights / _FILE, inside / _FILE)
-    _make_repeatable(folder, spec)
-    for path in folder.rglob("*"):
-        # coremltools makes the description in a temporary file, which only its owner may read.
-        if path.is_file():
-            shutil.copymode(inside / _FILE, path)
 
 
 class _Exporter(MILProtoExporter):
