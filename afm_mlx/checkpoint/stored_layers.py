@@ -119,6 +119,7 @@ def stored_rules(
         if kind != "weight" or len(shape) != 2:
             continue
         own, weight = quantization.get(path), tensors.get(name)
+        has_entry = own is not None and isinstance(own, Mapping)
         found = {part: tensors[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in tensors}
         packed = any(part != "weight" for part in found) or (
             weight is not None and weight.dtype == mx.uint32
@@ -126,12 +127,12 @@ def stored_rules(
         if packed and (not quantization or own is False):
             says = "nothing of it" if not quantization else shown(own)
             got = f"{path} is stored packed, and its quantization says {says}"
-        elif not packed and isinstance(own, Mapping):
+        elif has_entry and not packed:
             got = f"the quantization says that {path} is {shown(own)}, and the folder stores it as "
             got += "nothing" if weight is None else _described(weight)
         else:
             if packed:
-                key = path if isinstance(own, Mapping) else ""
+                key = path if has_entry else ""
                 if key not in known:
                     known[key] = stored_rule(quantization, path, source)
                 rules[path] = rule = known[key]
