@@ -45,7 +45,6 @@ def install() -> None:
 
 
 def set_threads(threads: int) -> None:
-    """Set the number of threads of NumPy's OpenBLAS, if it has one."""
     if (openblas := _numpy_openblas()) is not None:
         ctypes.CDLL(str(openblas)).scipy_openblas_set_num_threads64_(ctypes.c_int(threads))
 

@@ -53,19 +53,12 @@ _ROPE_THETA = (1.0, 1e30)
 _RMS_NORM_EPS = (1e-30, 1.0)
 
 # Keys of an afm7 `config.json` that are not part of the architecture.
-_OTHER_KEYS = {
-    "model_type",
-    "quantization",
-    "quantization_config",
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "architectures",
-    "torch_dtype",
-    "dtype",
-    "tie_word_embeddings",
-    "transformers_version",
-}
+_OTHER_KEYS = set(
+    """
+    model_type quantization quantization_config eos_token_id bos_token_id pad_token_id architectures
+    torch_dtype dtype tie_word_embeddings transformers_version
+    """.split()
+)
 
 
 def is_afm_config(values: Mapping[str, Any]) -> bool:
@@ -109,8 +102,15 @@ class ModelConfig:
     context_length: int = 4096
 
     def __post_init__(self) -> None:
+        kinds = {"int": (int,), "float": (int, float), "int | None": (int, type(None))}
         for field in dataclasses.fields(self):
-            self._check_type(field.name, field.type)
+            value, annotation = getattr(self, field.name), str(field.type)
+            # bool is an int to Python, and never a size.
+            if not isinstance(value, kinds[annotation]) or isinstance(value, bool):
+                wanted = annotation.replace("None", "null")
+                raise ConfigError(
+                    f"config: {field.name} is {shown(value)}, and must be of type {wanted}"
+                )
         for name, largest in _SIZES.items():
             self._require_within(name, 1, largest)
         self._require_within("rope_theta", *_ROPE_THETA)
@@ -139,15 +139,6 @@ class ModelConfig:
         self._require(self.kv_bits in (8, None), f"kv_bits is {shown(self.kv_bits)}", "8 or null")
         for name in ("rope_theta", "hidden_dim_scale_factor", "rms_norm_eps"):
             object.__setattr__(self, name, float(getattr(self, name)))
-
-    def _check_type(self, name: str, annotation: Any) -> None:
-        value = getattr(self, name)
-        kinds = {"int": (int,), "float": (int, float), "int | None": (int, type(None))}
-        # bool is an int to Python, and never a size.
-        if not isinstance(value, kinds[annotation]) or isinstance(value, bool):
-            raise ConfigError(
-                f"config: {name} is {shown(value)}, and must be of type {annotation.replace('None', 'null')}"
-            )
 
     def _require_within(self, name: str, least: float, most: float) -> None:
         value = getattr(self, name)
@@ -224,7 +215,6 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
-        """Read a `config.json`."""
         return cls.from_dict(read_config_json(path), source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,12 +226,7 @@ class ModelConfig:
 
 
 class Projection(NamedTuple):
-    """Rows of a matrix that compute one thing, such as queries.
-
-    Args:
-        outputs: number of rows.
-        rotary_heads: heads among the outputs that RoPE rotates; 0 for none.
-    """
+    """Rows of a matrix that compute one thing, such as queries; `rotary_heads` of them are rotated by RoPE."""
 
     outputs: int
     rotary_heads: int = 0
@@ -252,7 +237,6 @@ class Matrix(NamedTuple):
 
     Args:
         name: path of the layer within its block, such as `mlp.up_proj`.
-        inputs: number of columns.
         projections: the projections that its rows compute, in order: three in a fused layer, else one.
     """
 
@@ -262,7 +246,6 @@ class Matrix(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Number of rows."""
         return sum(projection.outputs for projection in self.projections)
 
 
@@ -271,7 +254,6 @@ class BlockKind(NamedTuple):
 
     Args:
         path: path of the list that holds the blocks, such as `model.layers`.
-        num_blocks: number of blocks of this kind.
         matrices: linear layers of a block, in the order of tamm's state dicts.
         norms: number of weights of each norm, by its path within the block.
         scales: paths of the scalar parameters within the block.
@@ -349,11 +331,7 @@ _MAX_JSON_BYTES = 64 << 20
 
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
-    """Parse a JSON file that must hold one object.
-
-    Raises:
-        ConfigError: if the file is missing or is no JSON object.
-    """
+    """Parse a JSON file that must hold one object; raise `ConfigError` if it is missing or damaged."""
     path = Path(path)
     try:
         values = json.loads(read_file(path, _MAX_JSON_BYTES).decode("utf-8"))

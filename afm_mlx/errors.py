@@ -54,16 +54,11 @@ def _ends(text: Any, limit: int = SHOWN) -> Any:
 
 
 def bounded(message: str) -> str:
-    """Cut a message in the middle to `MESSAGE` characters."""
     return _ends(message, MESSAGE)
 
 
 class AFMError(ValueError):
-    """A mistake of the caller, or a file that can't be used.
-
-    Args:
-        message: what is wrong, what was got, what is allowed and what to do next; cut by `bounded`.
-    """
+    """A mistake of the caller, or a file that can't be used; its message is cut by `bounded`."""
 
     def __init__(self, message: str = ""):
         super().__init__(bounded(message))

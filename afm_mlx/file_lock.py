@@ -32,11 +32,7 @@ _RECORD_BYTES = 1 << 16
 
 
 class LockHeldError(AFMError):
-    """Another process, or another `FileLock` of this one, holds the lock.
-
-    Attributes:
-        owner: the process that holds it; None if the file does not say.
-    """
+    """Another process, or another `FileLock` of this one, holds the lock: `owner`, None if it is unknown."""
 
     def __init__(self, path: Path, owner: Owner | None):
         super().__init__(f"{path} is locked by {owner or 'a process that it does not name'}.")
@@ -45,14 +41,7 @@ class LockHeldError(AFMError):
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that holds a lock.
-
-    Args:
-        pid: process id.
-        host: name of the machine.
-        since: time when the lock was taken, in ISO 8601.
-        command: command line of the process.
-    """
+    """A process that holds a lock, `since` when (ISO 8601), and its command line."""
 
     pid: int
     host: str
@@ -61,7 +50,6 @@ class Owner:
 
     @classmethod
     def here(cls) -> Owner:
-        """Describe this process, now."""
         program, *arguments = sys.orig_argv if sys.argv[:1] in ([], [""], ["-c"]) else sys.argv
         name = Path(program).name
         if name == "__main__.py":
@@ -94,7 +82,6 @@ class Owner:
         return True
 
     def is_here(self) -> bool:
-        """True if it is this very process."""
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
 
     def __str__(self) -> str:
@@ -107,9 +94,7 @@ class Owner:
 class FileLock:
     """A lock that is held from the creation of this object to `release`, or to the end of the process.
 
-    Args:
-        path: path of the lock's file, in an existing folder.
-        create: True to make the file if it is missing.
+    Unless `create`, the lock's file must exist.
 
     Raises:
         LockHeldError: names the process that holds the lock, which may be this one.

@@ -42,15 +42,10 @@ _PIECE = 1 << 20
 
 
 def read_file(path: str | Path, limit: int, *, pipes: bool = False) -> bytes:
-    """Read a whole file of at most `limit` bytes.
+    """Read a whole file of at most `limit` bytes; with `pipes` also a pipe, such as the shell's `<(command)`.
 
     The size of a regular file is checked before it is read. Devices, sockets and folders are refused, except
     the null device, which is an empty file.
-
-    Args:
-        path: path of the file.
-        limit: maximum bytes.
-        pipes: True to also read a named pipe, such as a shell's `<(command)`.
 
     Raises:
         OSError: if the file is missing, unreadable, of another kind, too large, or a pipe that doesn't end in
@@ -62,7 +57,8 @@ def read_file(path: str | Path, limit: int, *, pipes: bool = False) -> bytes:
         status = os.fstat(descriptor)
         if pipes and stat.S_ISFIFO(status.st_mode):
             return _read_all(_pieces_of_pipe(descriptor), limit)
-        if not stat.S_ISREG(status.st_mode) and not _is_null(status):
+        is_null = stat.S_ISCHR(status.st_mode) and os.path.samestat(status, os.stat(os.devnull))
+        if not stat.S_ISREG(status.st_mode) and not is_null:
             raise OSError(errno.EINVAL, f"it is {_kind(status)}, and a file is needed")
         _check_size(status.st_size, limit)
         # The file may grow while it is read, and files in /proc report a size of 0.
@@ -106,10 +102,6 @@ def _kind(status: os.stat_result) -> str:
     return next((kind for test, kind in kinds.items() if test(status.st_mode)), "a device")
 
 
-def _is_null(status: os.stat_result) -> bool:
-    return stat.S_ISCHR(status.st_mode) and os.path.samestat(status, os.stat(os.devnull))
-
-
 def _check_size(size: int, limit: int) -> None:
     if size > limit:
         raise OSError(errno.EFBIG, f"it has more than the {limit:,} bytes that are allowed")
@@ -120,10 +112,9 @@ def _check_size(size: int, limit: int) -> None:
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; on success the file replaces `path`.
+    """Yield a temporary path to write to; on success the file replaces `path`, else `path` is unchanged.
 
-    The temporary file has the name of `path`, because writers such as `mx.save_safetensors` look at the
-    suffix. After any exception it is removed, and `path` is unchanged.
+    The temporary file has the name of `path`, because writers such as `mx.save_safetensors` look at the suffix.
 
     Raises:
         OSError: if `path` is a device, a pipe or a socket, which must not be replaced by a file.
@@ -183,10 +174,7 @@ def refuse_existing(path: str | Path) -> None:
 
 @contextmanager
 def place_beside(path: Path) -> Iterator[Path]:
-    """Yield an empty hidden folder next to `path`; remove it at the end.
-
-    Leftovers of killed processes next to `path` are removed first.
-    """
+    """Yield an empty hidden folder next to `path`, and remove it; leftovers of killed processes go first."""
     remove_leftovers(path.parent)
     with _named_after(path):
         place, lock = _make(path)
@@ -240,11 +228,12 @@ def remove_leftovers(folder: str | Path) -> None:
     """Remove the temporary folders in a folder whose processes have ended."""
     try:
         with os.scandir(folder) as entries:
-            found = [entry for entry in entries if _is_place(entry)]
+            folders = [Path(e) for e in entries if e.is_dir(follow_symlinks=False)]
     except OSError:
         return  # missing, or not readable
-    for entry in found:
-        place = Path(entry)
+    for place in folders:
+        if not (place.name.startswith(".") and place.name.endswith(_SUFFIX)):
+            continue
         try:
             _discard(place, FileLock(place / _LOCK_NAME, create=False))
         except FileNotFoundError:
@@ -259,11 +248,6 @@ def remove_places() -> None:
     """Remove all temporary folders of this process, which is about to end without unwinding its threads."""
     for place, lock in list(_places.items()):
         _discard(place, lock)
-
-
-def _is_place(entry: os.DirEntry[str]) -> bool:
-    name = entry.name
-    return name.startswith(".") and name.endswith(_SUFFIX) and entry.is_dir(follow_symlinks=False)
 
 
 def _make(path: Path) -> tuple[Path, FileLock]:

@@ -36,17 +36,22 @@ def install_command(extra: str = "", *, rebuild: bool = False) -> str:
     source = _source()
     extras = f"[{extra}]" if extra else ""
     editable = "--editable " if source.get("dir_info", {}).get("editable") else ""
-    return f"{_installer(rebuild)} {editable}{shlex.quote(_requirement(source, extras))}"
+    parts = urlsplit(source.get("url", ""))
+    if not source:
+        requirement = ANYWHERE + extras
+    elif parts.scheme == "file" and "vcs_info" not in source:
+        requirement = url2pathname(parts.path) + extras
+    else:
+        scheme = f"{source['vcs_info']['vcs']}+" if "vcs_info" in source else ""
+        requirement = f"afm-mlx{extras} @ {scheme}{source['url']}"
+    return f"{_installer(rebuild)} {editable}{shlex.quote(requirement)}"
 
 
 def package_problem(error: BaseException) -> str:
     """Describe a third-party package that is missing or broken, with the command that installs it.
 
-    Args:
-        error: any exception. If it names no module, its traceback tells which one was being imported.
-
-    Returns:
-        A sentence and a command; empty if no import of a third-party package failed.
+    If the error names no module, its traceback tells which one was being imported. Returns an empty text if no
+    import of a third-party package failed.
     """
     module = (error.name if isinstance(error, ImportError) else None) or _imported_in(error)
     module = module.partition(".")[0]
@@ -100,16 +105,6 @@ def _required(package: str) -> tuple[str, str]:
         if extra is None or extra[1] not in _FOR_DEVELOPERS:
             return requirement.strip(), extra[1] if extra else ""
     return "", ""
-
-
-def _requirement(source: dict[str, Any], extras: str) -> str:
-    if not source:
-        return ANYWHERE + extras
-    parts = urlsplit(source["url"])
-    if parts.scheme == "file" and "vcs_info" not in source:
-        return url2pathname(parts.path) + extras
-    scheme = f"{source['vcs_info']['vcs']}+" if "vcs_info" in source else ""
-    return f"afm-mlx{extras} @ {scheme}{source['url']}"
 
 
 def _installer(rebuild: bool) -> str:

@@ -57,14 +57,11 @@ class ChatRecord:
 
 
 def is_data_file(path: Path) -> bool:
-    """True if a file's name has a data file's suffix, with or without `.gz`."""
     return path.name.removesuffix(".gz").endswith(_SUFFIXES)
 
 
 def data_file(folder: Path, stem: str) -> Path | None:
-    """Find a data set's split in a folder; None if it has none.
-
-    The file is `stem.jsonl`, or has another format, or another name for validation data.
+    """Find a data set's split in a folder, under all usual names and formats; None without one.
 
     Raises:
         DataError: if there are several, and none is `stem.jsonl`.
@@ -93,11 +90,7 @@ def data_files(folder: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file in UTF-8, UTF-16 or UTF-32, which may be gzipped.
-
-    Raises:
-        DataError: if the file is missing or not text.
-    """
+    """Read a text file in UTF-8, UTF-16 or UTF-32, which may be gzipped; raise `DataError` for other data."""
     text = _text(path)
     for number, line in enumerate(text.split("\n"), start=1):
         try:
@@ -108,13 +101,10 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield "file:line" and the JSON text of each record of a data file.
+    """Yield "file:line" and the JSON text of each record of a data file; raise `DataError` if it can't be read.
 
     A record is a line that is not blank, an item of a JSON array, an object over several lines, or a row of a
     CSV file, as an object with the names of the first row.
-
-    Raises:
-        DataError: if the file can't be read.
     """
     text = _text(path)
     name = path.name.removesuffix(".gz")
@@ -188,11 +178,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, str]]:
 
 
 def parse_line(line: str) -> Any:
-    """Parse a line of JSON.
-
-    Raises:
-        DataError: if the line is not UTF-8 or not JSON, or an object has a key twice.
-    """
+    """Parse a line of JSON; raise `DataError` if it is not UTF-8 or not JSON, or an object has a key twice."""
     _check_text(line)
     try:
         return json.loads(line, object_pairs_hook=_object)
@@ -211,11 +197,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield "file:line" and the value of each record of a data file, see `read_lines`.
-
-    Raises:
-        DataError: names the line that is not JSON.
-    """
+    """Yield "file:line" and the value of each record; `DataError` names a line that is not JSON."""
     for where, line in read_lines(path):
         try:
             record = parse_line(line)
@@ -224,31 +206,22 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         yield where, record
 
 
-def _read(path: Path) -> bytes:
+def _text(path: Path) -> str:
+    """Read and decode a text file; bytes that are not UTF-8 become surrogates."""
     try:
-        return read_file(path, MAX_BYTES, pipes=True)
+        content = read_file(path, MAX_BYTES, pipes=True)
     except OSError as error:
         raise DataError(
             f"{path} can't be read: {error.strerror}. Data sets are local files; none is fetched."
         ) from None
-
-
-def _unpacked(path: Path, content: bytes) -> bytes:
-    if not content.startswith(b"\x1f\x8b"):
-        return content
-    try:
-        with gzip.open(io.BytesIO(content)) as file:
-            unpacked = file.read(MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} can't be unpacked ({error}).") from None
-    if len(unpacked) > MAX_BYTES:
-        raise DataError(f"{path} has more than {MAX_BYTES:,} bytes when it is unpacked.")
-    return unpacked
-
-
-def _text(path: Path) -> str:
-    """Read and decode a text file; bytes that are not UTF-8 become surrogates."""
-    content = _unpacked(path, _read(path))
+    if content.startswith(b"\x1f\x8b"):
+        try:
+            with gzip.open(io.BytesIO(content)) as file:
+                content = file.read(MAX_BYTES + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} can't be unpacked ({error}).") from None
+        if len(content) > MAX_BYTES:
+            raise DataError(f"{path} has more than {MAX_BYTES:,} bytes when it is unpacked.")
     for start, kind in _OTHERS.items():
         if content.startswith(start):
             raise DataError(f"{path} is {kind}, not text. {_CONVERSION}")
@@ -298,15 +271,6 @@ _CONVERSION = (
 # -- records
 
 
-def _key_of_records(record: Mapping[str, Any]) -> str | None:
-    """Return the key of an object whose value is a list of records; None if there is none."""
-    for key, value in record.items():
-        first = value[0] if isinstance(value, list) and value else None
-        if isinstance(first, Mapping) and any(all(k in first for k in keys) for keys in _KEYS):
-            return key
-    return None
-
-
 def document_of(record: Any) -> TextRecord | ChatRecord:
     """Convert a record to a text or a chat; a prompt with its completion is a chat of two turns.
 
@@ -325,21 +289,20 @@ def document_of(record: Any) -> TextRecord | ChatRecord:
             "(--prompt-feature and --completion-feature, --chat-feature, or --text-feature)."
         )
     if not kinds:
-        if (key := _key_of_records(record)) is not None:
+        for key, value in record.items():
+            inner = value[0] if isinstance(value, list) and value else None
+            if not isinstance(inner, Mapping) or not any(set(keys) <= set(inner) for keys in _KEYS):
+                continue
             raise DataError(
                 f"the records are inside {key!r}; a file is the list itself, or has a record in each line. "
                 f"Take them out: jq '.[\"{key}\"]' FILE > NEW.json, for example."
             )
         first = next(iter(record.values()), None)
         if isinstance(first, list):
-            return ChatRecord(
-                _messages(first), record.get("tools") if first is not record.get("tools") else None
-            )
-        hint = (
-            " This is one message: the list of a chat's messages is needed."
-            if "role" in record
-            else ""
-        )
+            tools = record.get("tools")
+            return ChatRecord(_messages(first), None if first is tools else tools)
+        one = " This is one message: the list of a chat's messages is needed."
+        hint = one if "role" in record else ""
         raise DataError(
             f"a document with the keys {', '.join(map(str, record)) or 'none'}; allowed are {KINDS}.{hint}"
         )
@@ -352,12 +315,16 @@ def document_of(record: Any) -> TextRecord | ChatRecord:
         messages = _turns(_string(record, "prompt"), _string(record, "completion"))
     else:
         # Alpaca: the input follows the instruction.
-        asked = [
-            _string(record, "instruction"),
-            _string(record, "input") if record.get("input") else "",
-        ]
-        past = [turn for pair in _pairs(record.get("history") or []) for turn in _turns(*pair)]
-        messages = [*past, *_turns("\n".join(filter(None, asked)), _string(record, "output"))]
+        given = [key for key in ("instruction", "input") if key == "instruction" or record.get(key)]
+        asked = "\n".join(filter(None, (_string(record, key) for key in given)))
+        history = record.get("history") or []
+        is_list = isinstance(history, list)
+        if not is_list or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            raise DataError(
+                f"'history' is {shown(history)}; a list of [instruction, output] is needed."
+            )
+        past = [turn for pair in history for turn in _turns(*pair)]
+        messages = [*past, *_turns(asked, _string(record, "output"))]
     tools = record.get("tools")
     if keys in _OF_OTHERS:
         if record.get("system"):
@@ -369,57 +336,37 @@ def document_of(record: Any) -> TextRecord | ChatRecord:
 
 _OF_OTHERS = (("conversations",), ("instruction", "output"))
 _KEYS = (("messages",), ("prompt", "completion"), ("text",), *_OF_OTHERS)
-_SENDERS = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "function_response": "tool",
-}
+_SENDERS = {"system": "system"}
+_SENDERS |= dict.fromkeys(("human", "user"), "user")
+_SENDERS |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant")
+_SENDERS |= dict.fromkeys(("observation", "tool", "function_response"), "tool")
 
 
 def _turns(prompt: Any, completion: Any) -> list[Any]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
 
 
-def _pairs(history: Any) -> list[Any]:
-    is_list = isinstance(history, list)
-    if not is_list or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise DataError(
-            f"'history' is {shown(history)}; a list of [instruction, output] is needed."
-        )
-    return list(history)
-
-
 def _messages(messages: Any) -> Any:
     """Rename `from` and `value` in ShareGPT's messages to `role` and `content`."""
     if not isinstance(messages, list):
         return messages
-    return [_message(i, m) if _is_sharegpt(m) else m for i, m in enumerate(messages)]
-
-
-def _is_sharegpt(message: Any) -> bool:
-    return (
-        isinstance(message, Mapping) and {"from", "value"} <= set(message) and "role" not in message
-    )
-
-
-def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    sender = message["from"]
-    if sender == "function_call":
-        found = parse_line(_string(message, "value"))
-        calls = [{"function": call} for call in (found if isinstance(found, list) else [found])]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
-    if sender not in _SENDERS:
-        raise DataError(
-            f"messages[{index}] is from {shown(sender)}; allowed are {', '.join(_SENDERS)} and function_call."
-        )
-    return {"role": _SENDERS[sender], "content": message["value"]}
+    found = []
+    for index, message in enumerate(messages):
+        is_sharegpt = isinstance(message, Mapping) and {"from", "value"} <= set(message)
+        if not is_sharegpt or "role" in message:
+            found.append(message)
+        elif (sender := message["from"]) == "function_call":
+            value = parse_line(_string(message, "value"))
+            calls = [{"function": call} for call in (value if isinstance(value, list) else [value])]
+            found.append({"role": "assistant", "content": "", "tool_calls": calls})
+        elif sender in _SENDERS:
+            found.append({"role": _SENDERS[sender], "content": message["value"]})
+        else:
+            raise DataError(
+                f"messages[{index}] is from {shown(sender)}; allowed are {', '.join(_SENDERS)} and "
+                "function_call."
+            )
+    return found
 
 
 def _string(record: Mapping[str, Any], key: str) -> str:

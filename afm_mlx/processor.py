@@ -21,11 +21,7 @@ class ProcessorError(AFMError):
 
 
 def check() -> None:
-    """Check that the processor has the instructions that the installed NumPy needs.
-
-    Raises:
-        ProcessorError: names the missing instructions and says what to do.
-    """
+    """Raise `ProcessorError` if the processor lacks instructions that the installed NumPy needs."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return
     missing = _missing()

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import mlx.core as mx
 
@@ -30,6 +30,7 @@ from afm_mlx.errors import RequestError
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
+Job: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
 _PAUSE = 1e-4
 """Seconds that a thread leaves the lock to a waiting thread before it takes it again."""
@@ -39,9 +40,7 @@ class MLXThread:
     """The thread that runs MLX for all threads except the main one; it starts when first needed."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ended = False
@@ -50,31 +49,26 @@ class MLXThread:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def submit(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
-        """Queue a function, and return its future.
+        """Queue a function, and return its future; raise `RequestError` once Python is ending.
 
-        Once Python is ending, a daemon thread never returns from here: it ends with the process.
-
-        Raises:
-            RequestError: once Python is ending, in any other thread and in the MLX thread itself.
+        A daemon thread then never returns from here: it ends with the process.
         """
         with self._starting:
             if not self._ended:
                 if self._thread is None:
-                    self._start()
+                    # A daemon: Python waits for other threads before it calls `end`.
+                    self._thread = threading.Thread(
+                        target=self._run, name="afm-mlx MLX", daemon=True
+                    )
+                    self._thread.start()
+                    atexit.register(self.end)
                 future: Future[Result] = Future()
                 self._jobs.put((future, functools.partial(function, *args, **kwargs)))
                 return future
-        if (
-            threading.current_thread().daemon and not self.is_current()
-        ):  # `end` waits for the MLX thread
+        # `end` waits for the MLX thread.
+        if threading.current_thread().daemon and not self.is_current():
             threading.Event().wait()
         raise RequestError("Python is ending, and MLX runs no more: let threads end before.")
-
-    def _start(self) -> None:
-        # A daemon: Python waits for other threads before it calls `end`.
-        self._thread = threading.Thread(target=self._run, name="afm-mlx MLX", daemon=True)
-        self._thread.start()
-        atexit.register(self.end)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -115,10 +109,8 @@ _parent: int | None = None  # id of the process that had run MLX and was forked 
 
 
 def _note_use() -> None:
-    """Before a fork, record whether MLX has computed anything in this process.
-
-    Frameworks of macOS that `mlx.core` starts on import don't survive a fork either.
-    """
+    """Before a fork, record whether MLX has computed anything in this process."""
+    # Frameworks of macOS that `mlx.core` starts on import don't survive a fork either.
     global _ran_before_fork
     used = max(mx.get_peak_memory(), mx.get_active_memory(), mx.get_cache_memory())
     _ran_before_fork = used > _IMPORTED or sys.platform == "darwin"
@@ -147,7 +139,6 @@ def check_process() -> None:
 
 
 def runs_mlx() -> bool:
-    """True if the current thread may run MLX."""
     return in_main_thread() or _mlx_thread.is_current()
 
 
@@ -169,11 +160,7 @@ def call(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
 
 
 def submit(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
-    """Call a function in the MLX thread without waiting, for asyncio; return its future.
-
-    Raises:
-        RequestError: as `call`.
-    """
+    """Call a function in the MLX thread without waiting, for asyncio; return its future. Raises as `call`."""
     check_process()
     return _mlx_thread.submit(function, *args, **kwargs)
 
@@ -212,7 +199,14 @@ class Home:
                 )
         elif not _mlx_thread.is_current():
             return submit(self.call, function, *args, **kwargs).result()
-        return _in_turn(function, *args, **kwargs)
+        me = threading.get_ident()
+        _wanting.add(me)
+        with _turn:  # in one instruction, so that Ctrl-C finds it either taken or not
+            _wanting.discard(me)
+            result = function(*args, **kwargs)
+        if _wanting:
+            time.sleep(_PAUSE)
+        return result
 
     def hand_out(self, arrays: Any) -> None:
         """Evaluate a tree of arrays for a caller in another thread; in the main thread it stays lazy."""
@@ -220,11 +214,7 @@ class Home:
             mx.eval(arrays)
 
     def take_in(self, arrays: Any, what: str) -> None:
-        """Evaluate a tree of arrays from a caller, whose thread may be another.
-
-        Args:
-            arrays: arrays that are evaluated, or begun in this thread.
-            what: name of the arrays for the error.
+        """Evaluate a tree of arrays from a caller, whose thread may be another; `what` names it in errors.
 
         Raises:
             RequestError: if another thread has begun the arrays and not evaluated them.
@@ -238,14 +228,3 @@ class Home:
                 f"{what} has arrays that another thread has begun and not evaluated ({error}). Call mx.eval on "
                 "them in that thread first; weights are read by load without lazy=True."
             ) from None
-
-
-def _in_turn(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    me = threading.get_ident()
-    _wanting.add(me)
-    with _turn:  # in one instruction, so that Ctrl-C finds it either taken or not
-        _wanting.discard(me)
-        result = function(*args, **kwargs)
-    if _wanting:
-        time.sleep(_PAUSE)
-    return result

@@ -37,12 +37,7 @@ from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 @dataclasses.dataclass(frozen=True)
 class BaseFolder:
-    """Architecture and fingerprint of a base model.
-
-    Args:
-        config: its architecture.
-        fingerprint: see `afm_mlx.checkpoint.fingerprint`.
-    """
+    """Architecture and fingerprint of a base model."""
 
     config: ModelConfig
     fingerprint: str
@@ -85,11 +80,7 @@ def read_for(
 ) -> tuple[Tensors, AdapterConfig]:
     """Read an adapter, and check that it was made for the base model if there is one; see `read_adapter`.
 
-    Args:
-        source: an adapter of any format.
-        base: the base model; an adapter without a fingerprint gets its fingerprint.
-        alpha: see `read_adapter`.
-        force: accept another fingerprint if the shapes fit; the adapter keeps it.
+    An adapter without a fingerprint gets the base model's. `force` accepts another fingerprint, which is kept.
 
     Raises:
         CheckpointError: for an adapter of another model; shows both fingerprints.
@@ -115,15 +106,9 @@ def convert_adapter(
     qkv: str = "fused",
     force: bool = False,
 ) -> AdapterConfig:
-    """Convert an adapter to another format, or to the same one.
+    """Convert an adapter to another format, or to the same one; return its config.
 
-    Args:
-        source, base, alpha, force: see `read_for`.
-        output, to, dtype, any_rank, qkv: see `write_adapter`.
-        package: fields of `PackageMetadata` to set, see `package_metadata`.
-
-    Returns:
-        The adapter's config.
+    For arguments see `read_for`, `write_adapter`, and `package_metadata` (`package` has its `fields`).
 
     Raises:
         AFMError: if the source can't be read or can't be converted with these options.
@@ -151,13 +136,9 @@ def convert_adapter(
 def package_metadata(
     output: Path, to: str, source: str | Path | None, fields: Mapping[str, Any]
 ) -> PackageMetadata | None:
-    """Return the metadata of a new package: the source package's, overridden by `fields`.
+    """Return an `.fmadapter` package's metadata, the source's overridden by `fields`; None for other formats.
 
-    Args:
-        output: the package, whose name is the default identifier.
-        to: the format to be written; None is returned unless it is "fmadapter".
-        source: the adapter that is converted; only a package has metadata. None without one source.
-        fields: fields of `PackageMetadata`. A `draft` of None drops the draft model of the source.
+    The name of `output` is the default identifier. A `draft` of None drops the draft model of the source.
     """
     if to != "fmadapter":
         return None
@@ -168,7 +149,6 @@ def package_metadata(
 
 
 def stored_bytes(path: str | Path) -> int:
-    """Return the bytes of an adapter's files."""
     path = Path(path)
     files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
     return sum(file.stat().st_size for file in files)
@@ -177,11 +157,7 @@ def stored_bytes(path: str | Path) -> int:
 def describe_adapter(
     path: str | Path, base: BaseFolder | None = None, alpha: float | None = None
 ) -> dict[str, Any]:
-    """Return the properties of an adapter, as JSON values; its numbers are not checked.
-
-    Raises:
-        AFMError: if it can't be read.
-    """
+    """Return the properties of an adapter, as JSON values; its numbers are not checked."""
     tensors, config = read_adapter(path, base.config if base else None, alpha=alpha, finite=False)
     return _facts(path, tensors, config)
 
@@ -215,12 +191,9 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
 
 @dataclasses.dataclass
 class AdapterReport:
-    """Problems and properties of an adapter.
+    """Problems of an adapter, a sentence for each, and its properties.
 
-    Attributes:
-        problems: a sentence for each problem; empty if the adapter can be used.
-        notes: oddities that do no harm, and checks that were left out.
-        facts: what `describe_adapter` returns; None if the adapter can't be read.
+    `notes` has oddities that do no harm, and checks that were left out. `facts` is None if it can't be read.
     """
 
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -235,13 +208,10 @@ def verify_adapter(
     alpha: float | None = None,
     base_signature: str | None = None,
 ) -> AdapterReport:
-    """Find every problem that keeps an adapter from being used.
+    """Find every problem that keeps an adapter of any format from being used.
 
-    Args:
-        path: an adapter of any format.
-        base: the model that names and shapes of all tensors, and the fingerprint, must fit.
-        alpha: see `read_adapter`.
-        base_signature: the signature that an `.fmadapter` package must have.
+    Names and shapes of all tensors, and the fingerprint, must fit `base`; an `.fmadapter` package must have
+    `base_signature`.
     """
     report = AdapterReport()
     try:

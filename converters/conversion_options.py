@@ -82,14 +82,34 @@ class ConversionOptions:
             raise AFMError(
                 f"The target format is {shown(self.to)}; allowed are {', '.join(TARGETS)}."
             )
-        self._check_core_ml()
+        lengths = self.prompt_lengths
+        if not self.for_core_ml:
+            for flag, value in ("ane", self.ane), ("prompt-lengths", lengths):
+                if value:
+                    raise AFMError(
+                        f"--{flag} is for Core ML packages. Add --to coreml, or leave it out."
+                    )
+        elif self.quantize or self.dequantize:
+            raise AFMError(
+                "--to coreml writes weights as the folder has them, packed or not. Convert to a folder with "
+                "-q or -d first, and that one to Core ML."
+            )
+        elif self.dtype == "bfloat16":
+            raise AFMError("Core ML has no bfloat16; --dtype float16 and float32 are allowed.")
+        elif lengths is not None and (not lengths or min(lengths) < 1):
+            raise AFMError(
+                f"--prompt-lengths is {shown(list(lengths))}; it takes one number of tokens or more, each 1 or "
+                "more."
+            )
         if self.quantize and self.dequantize:
             raise AFMError("quantize and dequantize (-q and -d) exclude each other; choose one.")
-        given = [name for name in _OF_QUANTIZATION if getattr(self, name) is not None]
+        names = [name for name in vars(self) if name.startswith("q_")]
+        names += ["quant_predicate", "target_bpw", "data"]
+        given = [name for name in names if getattr(self, name) is not None]
         if given and not self.quantize:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise AFMError(
-                f"{names} without -q (quantize) would do nothing. Add -q, or leave it out."
+                f"{flags} without -q (quantize) would do nothing. Add -q, or leave it out."
             )
         if self.q_bits is not None and isinstance(self.quant_predicate, str):
             raise AFMError("--q-bits and --quant-predicate both say how many bits; choose one.")
@@ -103,42 +123,12 @@ class ConversionOptions:
                 "--data without --target-bpw would do nothing: only a choice of bits is measured on text."
             )
 
-    def _check_core_ml(self) -> None:
-        if not self.for_core_ml:
-            given = ("ane", self.ane), ("prompt_lengths", self.prompt_lengths)
-            for name, value in given:
-                if value:
-                    raise AFMError(
-                        f"--{name.replace('_', '-')} is for Core ML packages. Add --to coreml, or leave it out."
-                    )
-            return
-        if self.quantize or self.dequantize:
-            raise AFMError(
-                "--to coreml writes weights as the folder has them, packed or not. Convert to a folder with "
-                "-q or -d first, and that one to Core ML."
-            )
-        if self.dtype == "bfloat16":
-            raise AFMError("Core ML has no bfloat16; --dtype float16 and float32 are allowed.")
-        lengths = self.prompt_lengths
-        if lengths is not None and (not lengths or min(lengths) < 1):
-            raise AFMError(
-                f"--prompt-lengths is {shown(list(lengths))}; it takes one number of tokens or more, each 1 or "
-                "more."
-            )
-
     @property
     def mlx_dtype(self) -> mx.Dtype | None:
-        """The MLX type that `dtype` names; None if `dtype` is None."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
     def check_source(self, source: Path, quantized: bool) -> None:
-        """Raise `AFMError` unless a source folder can be converted with these options.
-
-        Args:
-            source: the folder, for errors.
-            quantized: True if the folder holds packed layers: it can't be packed again or cast, but
-                dequantized.
-        """
+        """Raise `AFMError` unless a folder, `quantized` if it holds packed layers, can be converted."""
         if quantized and self.quantize:
             raise AFMError(
                 f"{source} is quantized already; rounding it again would add one error to the other. "
@@ -157,12 +147,10 @@ class ConversionOptions:
 
     @property
     def for_mlx_lm(self) -> bool:
-        """True if the folder is for mlx-lm itself, without anything that only this package reads."""
         return self.to == "mlx-lm"
 
     @property
     def for_core_ml(self) -> bool:
-        """True if the result is a Core ML package."""
         return self.to == "coreml"
 
     @property
@@ -182,11 +170,7 @@ class ConversionOptions:
         return RECIPES[self.quant_predicate]
 
     def rule(self, mode: str) -> QuantizationRule:
-        """Return the rule of most layers; with `target_bpw`, of the layers that get more bits.
-
-        Args:
-            mode: the mode if `q_mode` is None.
-        """
+        """Return the rule of most layers; with `target_bpw`, of those with more bits. `mode` is the default."""
         mode = self.q_mode or mode
         bits = self.q_bits or (2 if mode == "balanced" else 4)
         if self.target_bpw is not None:
@@ -202,11 +186,7 @@ class ConversionOptions:
         return QuantizationRule(bits, mode, self.q_embedding_granularity)
 
     def afm_rules(self, config: ModelConfig) -> dict[str, QuantizationRule]:
-        """Return the rule of every packed layer of an AFM model, by its path.
-
-        Raises:
-            ConfigError, CheckpointError: name the layer that can't be packed by its rule.
-        """
+        """Return the rule of every packed layer of an AFM model, by its path."""
         rule = self.rule("balanced")
         predicate = self.quant_predicate
         if isinstance(predicate, str):
@@ -220,11 +200,7 @@ def prompt_lengths(
 ) -> tuple[int, ...]:
     """Return the numbers of tokens that `prefill` of a Core ML package takes, ascending.
 
-    Args:
-        wanted: requested numbers; None for the default ones (`PROMPT_LENGTHS`, `NEURAL_ENGINE_PROMPT_LENGTHS`)
-            that fit into the context.
-        context: tokens of the model's context.
-        neural_engine: True for a package in the Neural Engine's arrangement.
+    `wanted` is None for the default ones that fit into a context of `context` tokens.
 
     Raises:
         AFMError: for a number above the context.
@@ -237,12 +213,6 @@ def prompt_lengths(
             f"--prompt-lengths has {max(wanted)}; the model's context is {context} tokens, which is the most."
         )
     return tuple(sorted(set(wanted)))
-
-
-_OF_QUANTIZATION = (
-    *(field.name for field in dataclasses.fields(ConversionOptions) if field.name.startswith("q_")),
-    *("quant_predicate", "target_bpw", "data"),
-)
 
 
 def recipe(name: str, config: ModelConfig, rule: QuantizationRule) -> Predicate:

@@ -20,12 +20,7 @@ from afm_mlx.checkpoint.toolkit_checkpoint import check_archive, is_toolkit_conf
 from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.coreml.source import plan_package
-from afm_mlx.converters.mixed_bits import (
-    Mix,
-    calibration_file,
-    check_mlx_format,
-    mix_of_folder,
-)
+from afm_mlx.converters.mixed_bits import Mix, calibration_file, check_mlx_format, mix_of_folder
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model
 from afm_mlx.converters.toolkit import write_toolkit
@@ -101,11 +96,7 @@ def convert(
 
 
 def _convert_to_core_ml(
-    source: Path,
-    kind: str,
-    mlx_path: Path,
-    options: ConversionOptions,
-    progress: Progress | None,
+    source: Path, kind: str, mlx_path: Path, options: ConversionOptions, progress: Progress | None
 ) -> None:
     if mlx_path.suffix != ".mlpackage":
         raise AFMError(
@@ -137,11 +128,7 @@ def _convert_to_core_ml(
 
 
 def _mix_of_afm(
-    source: Path,
-    kind: str,
-    mlx_path: Path,
-    options: ConversionOptions,
-    progress: Progress | None,
+    source: Path, kind: str, mlx_path: Path, options: ConversionOptions, progress: Progress | None
 ) -> Mix:
     data = calibration_file(options, source)
     if options.for_mlx_lm:

@@ -18,12 +18,7 @@ import numpy as np
 
 from afm_mlx.checkpoint.finite import check_finite, not_finite
 from afm_mlx.checkpoint.folder_texts import write_card, write_config
-from afm_mlx.checkpoint.safetensors_file import (
-    StoredTensor,
-    TensorSpec,
-    array_bytes,
-    float_values,
-)
+from afm_mlx.checkpoint.safetensors_file import StoredTensor, TensorSpec, array_bytes, float_values
 from afm_mlx.checkpoint.stored_layers import quantization_of
 from afm_mlx.checkpoint.weights import write_weights
 from afm_mlx.config import KV_SCALES, ModelConfig, parameter_shapes
@@ -49,16 +44,10 @@ class Parameter(Protocol):
     @property
     def dtype(self) -> mx.Dtype: ...
 
-    def rows(self) -> Rows:
-        """Return a matrix, to be packed."""
-        ...
+    def rows(self) -> Rows: ...
 
     def chunks(self, dtype: mx.Dtype) -> Iterable[np.ndarray]:
-        """Yield all numbers, row-major, as bytes of `dtype`.
-
-        Raises:
-            CheckpointError: for NaN, infinity, and numbers that `dtype` can't hold.
-        """
+        """Yield all numbers, row-major, as bytes of `dtype`; `CheckpointError` if it can't hold one."""
         ...
 
 
@@ -105,11 +94,9 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A layer that a folder stores packed.
+    """A matrix (N, K) that a folder stores packed.
 
     Args:
-        path: the layer's path in the model.
-        shape: (N, K).
         parts: its stored tensors, by their names in `packed_layers.PARTS` and in that order.
         rule: how it is packed; None for a format of MLX's own layers only.
         settings: its settings in `quantization` of config.json.
@@ -137,7 +124,6 @@ class StoredLayer:
             yield array_bytes(dequantize_rows(packed, rows, dtype))
 
     def packed(self) -> PackedWeight:
-        """Read the layer; `rule` must not be None."""
         assert self.rule is not None
         arrays = {name: part.array() for name, part in self.parts.items()}
         return PackedWeight(arrays.pop("weight"), self.rule.bits, self.rule.mode, **arrays)
@@ -147,12 +133,7 @@ class StoredLayer:
 
 
 def mlx_rule(rule: QuantizationRule, shape: Sequence[int], path: str) -> QuantizationRule:
-    """Return the rule of MLX's own format that holds the same numbers.
-
-    Args:
-        rule: how the layer is packed.
-        shape: (N, K).
-        path: the layer's path, for errors.
+    """Return the rule of MLX's own format that holds the numbers of a matrix (N, K) packed by `rule`.
 
     Raises:
         AFMError: names the layer if there is no such format.
@@ -194,16 +175,7 @@ def to_mlx_format(packed: PackedWeight, rule: QuantizationRule) -> PackedWeight:
 
 @dataclass
 class _PackedLayer:
-    """A layer that is packed once its first part is read; parts are kept until they are read.
-
-    Args:
-        path: the layer's path in the model.
-        shape: (N, K).
-        rule: how it is packed.
-        make: packs the matrix by the rule.
-        dtype: type of scales, biases and tables.
-        exact: True once the layer is packed if its weights were on a grid, whose codes they got.
-    """
+    """A layer that is packed once its first part is read; parts are kept until they are read."""
 
     path: str
     shape: tuple[int, ...]
@@ -213,19 +185,12 @@ class _PackedLayer:
     exact: bool = False
     _parts: dict[str, mx.array] = field(default_factory=dict)
 
-    def specs(self) -> list[TensorSpec]:
-        return [
-            TensorSpec(f"{self.path}.{part}", shape, mx.uint32 if part == "weight" else self.dtype)
-            for part, shape in self.rule.part_shapes(self.shape).items()
-        ]
-
     def read(self, spec: TensorSpec) -> list[np.ndarray]:
-        """Return the bytes of a packed layer's part: the codes, scales, biases or table that `spec` names."""
+        """Return the bytes of the part that `spec` names: the codes, scales, biases or table."""
         if not self._parts:
             packed, self.exact = self.make()
             arrays = (packed.codes, packed.scales, packed.biases, packed.table)
-            found = zip(PARTS, arrays, strict=True)
-            self._parts = {part: array for part, array in found if array is not None}
+            self._parts = {p: a for p, a in zip(PARTS, arrays, strict=True) if a is not None}
         array = self._parts.pop(spec.name.rpartition(".")[2])
         return [array_bytes(array.astype(spec.dtype))]
 
@@ -233,10 +198,7 @@ class _PackedLayer:
 def _float_layer(
     path: str, rows: Rows, rule: QuantizationRule, options: ConversionOptions
 ) -> _PackedLayer:
-    """Return a float matrix that gets packed by a rule.
-
-    MLX's own format rounds weights to the folder's dtype first, as mlx-lm does, and has scales of this type.
-    """
+    """Return a float matrix that gets packed by a rule."""
     dtype = options.mlx_dtype
     if rule.is_mlx_format:
         rows = rows if dtype is None else rows.rounded(dtype)
@@ -253,7 +215,7 @@ def _float_layer(
 
 
 def _layer_in_mlx_format(layer: StoredLayer) -> _PackedLayer:
-    """Return a stored layer in MLX's own format; raise `AFMError` if mlx-lm can't load it."""
+    """Return a stored layer in MLX's own format."""
     if layer.rule is None:
         folder = layer.parts["weight"].tensor.path.parent
         raise AFMError(
@@ -269,12 +231,7 @@ def _layer_in_mlx_format(layer: StoredLayer) -> _PackedLayer:
 
 
 class FolderWriter:
-    """Writes the parameters of one model into a folder.
-
-    Args:
-        config: the architecture.
-        parameters: every parameter of `parameter_shapes`, by name.
-        options: how the checkpoint is converted.
+    """Writes the parameters of one model, all of `parameter_shapes` by name, into a folder.
 
     Raises:
         AFMError: names the layer that can't be packed by its rule, or that mlx-lm has no format for.
@@ -306,7 +263,9 @@ class FolderWriter:
 
     def _add_packed(self, layer: _PackedLayer) -> None:
         self._packed.append(layer)
-        self._readers |= dict.fromkeys(layer.specs(), layer.read)
+        for part, shape in layer.rule.part_shapes(layer.shape).items():
+            dtype = mx.uint32 if part == "weight" else layer.dtype
+            self._readers[TensorSpec(f"{layer.path}.{part}", shape, dtype)] = layer.read
 
     def _add_cast(
         self, name: str, shape: tuple[int, ...], parameter: Parameter | StoredLayer
@@ -319,7 +278,6 @@ class FolderWriter:
         self._readers[TensorSpec(name, shape, dtype)] = lambda spec: parameter.chunks(spec.dtype)
 
     def write_weights(self, folder: Path, progress: Progress | None = None) -> None:
-        """Write the weight files."""
         write_weights(
             folder,
             list(self._readers),
@@ -334,7 +292,6 @@ class FolderWriter:
         """Write `config.json` and the model card, after the weights.
 
         Args:
-            folder: the folder to write into.
             name: the folder's name in the card.
             source: the checkpoint's bare name.
             values: further content of `config.json`; keys of the architecture and of packed layers override it.

@@ -61,18 +61,12 @@ Rules: TypeAlias = dict[str, QuantizationRule]
 
 @dataclass(frozen=True)
 class Mix:
-    """Options that give each layer its bits, and the measurement behind them.
-
-    Args:
-        options: the given options, with a predicate in place of the target.
-        report: the content of `sensitivity.json`.
-    """
+    """Options that give each layer its bits in place of the target, and the content of `sensitivity.json`."""
 
     options: ConversionOptions
     report: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Write the table of sensitivities into a model folder."""
         text = json.dumps(self.report, indent=2)
         (folder / REPORT).write_text(text, encoding="utf-8")
 
@@ -81,11 +75,7 @@ class Mix:
 
 
 def calibration_file(options: ConversionOptions, source: Path) -> Path:
-    """Return the file of calibration text: the `data` of the options, or the model folder's own text.
-
-    Raises:
-        DataError: if there is neither.
-    """
+    """Return the file of calibration text: the `data` of the options, or the folder's own text."""
     if options.data is not None:
         path = Path(options.data)
         if not path.exists():
@@ -104,19 +94,8 @@ def calibration_file(options: ConversionOptions, source: Path) -> Path:
     return path
 
 
-def calibration_pieces(data: Path, tokenizer: Tokenizer) -> list[list[int]]:
-    """Draw pieces of a text's documents with a fixed seed, until they have some 2,000 tokens."""
-    pieces = cut(load_documents(data, tokenizer), _PIECE)
-    chosen: list[list[int]] = []
-    for index in np.random.default_rng(0).permutation(len(pieces)):
-        if sum(map(len, chosen)) >= TOKENS:
-            break
-        chosen.append(pieces[index])
-    return chosen
-
-
 def _batches(pieces: Sequence[Sequence[int]]) -> Iterator[tuple[mx.array, mx.array]]:
-    """Yield tokens (B, L) of pieces of similar length, and (B, L) 1 where they are no padding."""
+    """Yield tokens (B, L) of pieces of similar length, and a mask (B, L) that is 0 where they are padding."""
     ordered = sorted((piece for piece in pieces if len(piece)), key=len, reverse=True)
     if not ordered:
         raise DataError("The calibration text has no tokens. Give a file with text.")
@@ -135,15 +114,10 @@ def _batches(pieces: Sequence[Sequence[int]]) -> Iterator[tuple[mx.array, mx.arr
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """How much a model suffers from fewer bits in one layer, and the bytes that they save.
+    """How much a model suffers from fewer bits in one layer of `weights` numbers, and the bytes that they save.
 
-    Args:
-        path: the layer's path in the model.
-        weights: numbers in its matrix.
-        rise: by how much the divergence from the float model rises if this layer alone goes from `high` to
-            `low`, in nats per token. A negative rise is noise.
-        low, high: rules with fewer and with more bits.
-        low_bytes, high_bytes: bytes of the matrix packed by either rule, scales and tables included.
+    `rise` is by how much the divergence from the float model rises if this layer alone goes from the rule
+    `high` to `low`, in nats per token; a negative rise is noise. Bytes include scales and tables.
     """
 
     path: str
@@ -176,25 +150,20 @@ def measure_sensitivity(
     predicate: Predicate | None = None,
     dtype: mx.Dtype | None = None,
 ) -> list[LayerSensitivity]:
-    """Measure how much every linear layer suffers from fewer bits.
+    """Measure how much every linear layer of a float model suffers from fewer bits.
 
     Every batch of text runs through the float model, through the model with all layers at the high number of
     bits, and once more for each layer. Memory holds the float weights, the packed ones of both kinds, and three
     times the logits of 1,024 tokens. The model has its float layers again afterwards.
 
     Args:
-        model: a model with float weights, ours or one of mlx-lm's; called as `model(tokens)`.
+        model: ours or one of mlx-lm's; called as `model(tokens)`.
         pieces: token ids of the calibration text.
         low_rule, high_rule: rules of linear layers, with fewer and with more bits.
         progress: called with the passes done and their total number.
         embedding_rule: rule of embeddings and heads, which are not measured; see `quantize_model`.
-        predicate: as in `quantize_model`. Layers for which it returns True are measured; those that get a rule
-            of their own keep it, and those for which it returns False stay float.
-        dtype: type of the folder's floats, for the bytes of scales in MLX's own format; by default the type of
-            the layer's weights.
-
-    Returns:
-        The measured layers.
+        predicate: as in `quantize_model`. Only layers for which it returns True are measured.
+        dtype: type of scales in MLX's own format, for their bytes; by default the type of the layer's weights.
 
     Raises:
         DataError: if the text has no tokens.
@@ -256,10 +225,7 @@ def plan_layers(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> tuple[Rules, list[str]]:
-    """Return the rule of every packed layer, and the paths of the layers whose bits are free to choose.
-
-    Free layers have the high rule. See `measure_sensitivity` for arguments and errors.
-    """
+    """Return the rule of every packed layer, and the paths of those whose bits are free to choose."""
     rules = layer_rules(model, high_rule, embedding_rule, predicate)
     modules = dict(model.named_modules())
     free = [p for p, rule in rules.items() if rule == high_rule and not is_outer(p, modules[p])]
@@ -293,14 +259,7 @@ class ModelSize(NamedTuple):
 def stored_size(
     model: nn.Module, rules: Mapping[str, QuantizationRule], dtype: mx.Dtype | None = None
 ) -> ModelSize:
-    """Compute the size of a float model once it is packed.
-
-    Args:
-        model: a model with float weights.
-        rules: how layers are packed, by path; others stay float.
-        dtype: type of the folder's floats; by default as in the model. Scales of int8 keys and values are
-            float32, and count as no weights.
-    """
+    """Compute the size of a float model once the layers at the paths of `rules` are packed; see `Mix`."""
     weights = nbytes = 0
     for name, array in tree_flatten(model.parameters()):
         path, _, kind = name.rpartition(".")
@@ -319,27 +278,17 @@ def choose_bits(
     target_bpw: float,
     size: tuple[int, int] | None = None,
 ) -> Rules:
-    """Choose the layers that get the fewer bits, so that the average of bits per weight is within the target.
+    """Choose the rule of each layer, by path, so that the average of bits per weight is within the target.
 
     Layers get their low rule in the order of rise per byte saved until the average holds. Then layers that
-    suffer go back
-    if the average allows it, the most sensitive first. The order of the list makes no difference.
-
-    Args:
-        sensitivities: what `measure_sensitivity` returned.
-        target_bpw: bits per weight, scales and tables included.
-        size: the whole model's `ModelSize` with these layers high; by default the size of these layers alone.
-
-    Returns:
-        The rule of every layer, by its path.
+    suffer go back if the average allows it, the most sensitive first. The order of the list has no effect.
+    `size` is the whole model's `ModelSize` with these layers high, by default the size of these layers alone.
 
     Raises:
         ConfigError: if no choice meets the target; says which targets can be met.
     """
-    weights, nbytes = size or (
-        sum(s.weights for s in sensitivities),
-        sum(s.high_bytes for s in sensitivities),
-    )
+    own = sum(s.weights for s in sensitivities), sum(s.high_bytes for s in sensitivities)
+    weights, nbytes = size or own
     saving = [s for s in sensitivities if s.saved_bytes > 0]
     check_target(target_bpw, weights, nbytes - sum(s.saved_bytes for s in saving), nbytes)
     # In whole bytes, so that the rounding of a target that is met exactly sends no layer low.
@@ -359,14 +308,7 @@ def choose_bits(
 
 
 def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: int) -> None:
-    """Raise `ConfigError` if no choice of bits meets the target.
-
-    Args:
-        target_bpw: bits per weight.
-        weights: number of weights in the whole model.
-        low_bytes, high_bytes: bytes of the whole model with all free layers packed by their low rule, and by
-            their high rule.
-    """
+    """Raise `ConfigError` unless a choice of bits meets the target: between all free layers low, and high."""
     least, most = 8 * low_bytes / weights, 8 * high_bytes / weights
     if not least <= target_bpw <= most:
         # Rounded inwards, so that the printed figures are allowed themselves.
@@ -383,12 +325,7 @@ def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: in
 def mix_of_folder(
     source: Path, options: ConversionOptions, data: Path, progress: Progress | None
 ) -> Mix:
-    """Choose how many bits each layer of an AFM folder gets, by the errors on `data`; see `choose_mix`.
-
-    Args:
-        source: a folder with float weights.
-        options, data, progress: see `choose_mix`.
-    """
+    """Choose how many bits each layer of a folder with float weights gets; see `choose_mix`."""
     tensors = stored_tensors(source)
     config = read_config(source, tensors)
     values = read_config_json(source / "config.json")
@@ -397,10 +334,8 @@ def mix_of_folder(
     model = load_model(source, values | config.to_dict())
     warn_if_slow(model)
     dtype = options.mlx_dtype or tensors["model.output_norm.weight"].dtype
-    tokenizer = load_tokenizer(source)
-    return choose_mix(
-        model, tokenizer, options, data, mode="balanced", dtype=dtype, progress=progress
-    )
+    given = (model, load_tokenizer(source), options, data)
+    return choose_mix(*given, mode="balanced", dtype=dtype, progress=progress)
 
 
 def choose_mix(
@@ -413,16 +348,9 @@ def choose_mix(
     dtype: mx.Dtype | None,
     progress: Progress | None = None,
 ) -> Mix:
-    """Measure a model's layers and choose the bits of each.
+    """Measure a float model's layers on a file of text, and choose the bits of each.
 
-    Args:
-        model: a model with float weights.
-        tokenizer: the model's tokenizer.
-        options: options with a target (`target_bpw`).
-        data: a result of `calibration_file`.
-        mode: the default of `q_mode`.
-        dtype: type of the folder's floats; None for the model's types.
-        progress: called with passes done and passes in all.
+    `mode` is the default of `q_mode`; `dtype` is the type of the folder's floats, None for the model's types.
 
     Raises:
         AFMError: if the text can't be used, a layer can't be packed, or the target can't be met.
@@ -435,10 +363,14 @@ def choose_mix(
     rules, free = plan_layers(model, high, embedding, own)
     size = stored_size(model, rules, dtype)
     least = stored_size(model, rules | dict.fromkeys(free, low), dtype).nbytes
-    check_target(
-        options.target_bpw, size.weights, least, size.nbytes
-    )  # before measuring, which takes minutes
-    pieces = calibration_pieces(data, tokenizer)
+    # Before measuring, which takes minutes.
+    check_target(options.target_bpw, size.weights, least, size.nbytes)
+    parts = cut(load_documents(data, tokenizer), _PIECE)
+    pieces: list[list[int]] = []  # drawn with a fixed seed, until they have some 2,000 tokens
+    for index in np.random.default_rng(0).permutation(len(parts)):
+        if sum(map(len, pieces)) >= TOKENS:
+            break
+        pieces.append(parts[index])
     layers = measure_sensitivity(
         model, pieces, low, high, progress, embedding_rule=embedding, predicate=own, dtype=dtype
     )

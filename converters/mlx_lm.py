@@ -75,11 +75,7 @@ def write_mlx_lm(
     options: ConversionOptions,
     progress: Progress | None = None,
 ) -> None:
-    """Check an afm7 folder and convert it into an empty folder.
-
-    Args:
-        source: a model folder, ours or mlx-lm's.
-        folder, name, options, progress: see `write_toolkit`.
+    """Check an afm7 folder, ours or mlx-lm's, and convert it into an empty folder; see `write_toolkit`.
 
     Raises:
         AFMError: if the folder is damaged, contradicts its config, or can't be converted with these options.
@@ -92,12 +88,28 @@ def write_mlx_lm(
         check_mlx_lm_computes(config, source)
     options.check_source(source, bool(quantization))
     rules = check_folder_tensors(config, quantization, tensors, path)
-    _copy_tokenizer(source, folder, config.vocab_size)
+    names = copy_tokenizer_files(source, folder)
+    if not {"tokenizer.json", "tokenizer.model"} & set(names):
+        raise CheckpointError(f"{source} has no tokenizer.json and no tokenizer.model.")
+    if "tokenizer.json" in names:
+        from tokenizers import Tokenizer
+
+        try:
+            pieces = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+        # The library raises bare Exception.
+        except Exception as error:
+            raise CheckpointError(
+                f"{source / 'tokenizer.json'} is no tokenizer: {error}."
+            ) from None
+        if pieces > config.vocab_size:
+            raise CheckpointError(
+                f"{source}: the tokenizer has {pieces} tokens, and the embedding {config.vocab_size} rows. "
+                "They belong to different models."
+            )
     writer = FolderWriter(config, stored_parameters(config, tensors, rules, quantization), options)
     writer.write_weights(folder, progress)
-    adapters: list[str] = []
-    if not options.for_mlx_lm:
-        adapters = _copy_adapters(source, folder, config, options.mlx_dtype)
+    dtype = options.mlx_dtype
+    adapters = [] if options.for_mlx_lm else _copy_adapters(source, folder, config, dtype)
     writer.write_texts(
         folder, name=name, source=source.resolve().name, values=values, adapters=adapters
     )
@@ -127,7 +139,7 @@ def stored_parameters(
 def _copy_adapters(
     source: Path, folder: Path, config: ModelConfig, dtype: mx.Dtype | None
 ) -> list[str]:
-    """Copy the adapters in a folder, with the new folder's fingerprint for the old one; returns their names."""
+    """Copy the adapters in a folder, with the new folder's fingerprint for the old one; return their names."""
     paths = sorted(path.parent for path in source.glob("adapters/*/adapter_config.json"))
     if not paths:
         return []
@@ -141,24 +153,3 @@ def _copy_adapters(
             plan = dataclasses.replace(plan, base_model_fingerprint=new)
         save_adapter(folder / "adapters" / path.name, tensors, plan)
     return [path.name for path in paths]
-
-
-def _copy_tokenizer(source: Path, folder: Path, vocab_size: int) -> None:
-    """Copy a folder's tokenizer, which must be there and have no more tokens than the embedding has rows."""
-    names = copy_tokenizer_files(source, folder)
-    if not {"tokenizer.json", "tokenizer.model"} & set(names):
-        raise CheckpointError(f"{source} has no tokenizer.json and no tokenizer.model.")
-    if "tokenizer.json" not in names:
-        return
-    from tokenizers import Tokenizer
-
-    try:
-        pieces = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    # The library raises bare Exception.
-    except Exception as error:
-        raise CheckpointError(f"{source / 'tokenizer.json'} is no tokenizer: {error}.") from None
-    if pieces > vocab_size:
-        raise CheckpointError(
-            f"{source}: the tokenizer has {pieces} tokens, and the embedding {vocab_size} rows. "
-            "They belong to different models."
-        )

@@ -41,12 +41,7 @@ def write_other_model(
     options: ConversionOptions,
     measuring: Progress | None = None,
 ) -> None:
-    """Convert a model of architecture `kind` into an empty folder.
-
-    Args:
-        source, folder, options: see `write_toolkit`.
-        kind: `model_type` of config.json.
-        measuring: see `convert`.
+    """Convert a model of architecture `kind` (its `model_type`) into an empty folder; see `convert`.
 
     Raises:
         AFMError: if neither mlx-lm nor this package can convert it with these options.
@@ -112,11 +107,7 @@ def _write_by_mlx_lm(source: Path, inner: Path, options: ConversionOptions) -> N
 
 
 def _write_packed(
-    source: Path,
-    inner: Path,
-    options: ConversionOptions,
-    packed: bool,
-    measuring: Progress | None,
+    source: Path, inner: Path, options: ConversionOptions, packed: bool, measuring: Progress | None
 ) -> None:
     from mlx_lm import utils
 
@@ -160,14 +151,7 @@ def _write_packed(
 
 
 def _to_mlx_layers(model: nn.Module, quantization: dict[str, Any]) -> dict[str, Any]:
-    """Convert packed layers to MLX's own format, with the same numbers.
-
-    Returns:
-        `quantization` for config.json; MLX's own layers in the model keep their settings.
-
-    Raises:
-        AFMError: names the layer that MLX has no format for.
-    """
+    """Convert packed layers to MLX's own format, with the same numbers; return the new `quantization`."""
     rules: dict[str, QuantizationRule] = {}
     others: dict[str, Any] = {}
     layers: list[tuple[str, nn.Module]] = []

@@ -62,11 +62,7 @@ if TYPE_CHECKING:
 
 
 def find_files(path: Path) -> tuple[Path, Path, Path]:
-    """Find the weights, the config and the tokenizer of a checkpoint: a `.pt` file, or a folder with all three.
-
-    Raises:
-        CheckpointError: names the missing file, or the `.pt` files to choose from.
-    """
+    """Find the weights, config and tokenizer of a checkpoint: a `.pt` file, or a folder with all three."""
     weights = path
     if path.is_dir():
         files = sorted(path.glob("*.pt"))
@@ -106,11 +102,9 @@ def write_toolkit(
     """Write a checkpoint's weights, tokenizer, adapters, config and card into an empty folder.
 
     Args:
-        source: see `find_files`.
-        folder: where to write.
         name: the folder's name in the card.
         options: how to convert; a folder for mlx-lm itself gets no adapters.
-        progress: see `write_weights`.
+        progress: called with the bytes written and the total number of bytes.
 
     Raises:
         AFMError: if the checkpoint is damaged, contradicts its config, or can't be converted with the options.
@@ -212,7 +206,7 @@ def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -
 
 
 def _kv_scale(keys: dict[str, str], state: State, source: str) -> torch.Tensor:
-    """Compute the scale, float32, from a quantizer's range."""
+    """Compute the float32 scale from a quantizer's range."""
     if set(keys) != {"range", "num_samples"}:
         raise CheckpointError(
             f"{source}: {named(next(iter(keys.values())))} stands alone; a KV quantizer has a range and "
@@ -239,7 +233,7 @@ def _kv_scale(keys: dict[str, str], state: State, source: str) -> torch.Tensor:
 def _plan_adapters(
     config: ToolkitConfig, keys: KeyMap, state: State, source: str
 ) -> dict[str, AdapterConfig]:
-    """Check each adapter's tensors against the config and the base; returns the configs to write, by id."""
+    """Return the configs of the adapters by id, whose tensors fit the config and the base."""
     plans = {}
     for adapter, tensors in keys.adapters.items():
         where = f"{source}: adapter {shown(adapter)}"

@@ -65,12 +65,10 @@ def compiled():
 
 
 def _name(item):
-    """The test's id, without the group that pytest-xdist adds to it."""
     return item.nodeid.partition("@")[0] if item.get_closest_marker("xdist_group") else item.nodeid
 
 
 def _variables(item, call):
-    """What a loop was at: the plain values among the test's variables."""
     plain = (str, bytes, int, float, list, tuple, dict, type(None))
     frames = [e for e in call.excinfo.traceback if e.name == getattr(item, "originalname", None)]
     return "\n".join(
@@ -82,7 +80,6 @@ def _variables(item, call):
 
 
 def _command(item):
-    """One command that runs this test alone on the same inputs."""
     names = ("AFM_TEST_SEED", "AFM_HOSTILE_CASES", "OMP_NUM_THREADS")
     settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     marked = ["-m", "slow"] if item.get_closest_marker("slow") else []

@@ -46,7 +46,6 @@ class Fault(NamedTuple):
 
 
 def change(node: ast.AST, rng: random.Random) -> bool:
-    """Put a fault into a node; False when there is no place for any."""
     match node:
         case ast.Compare() if type(node.ops[0]) in SWAP:
             node.ops[0] = SWAP[type(node.ops[0])]()
@@ -82,7 +81,6 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def draw(path: Path, rng: random.Random) -> Fault | None:
-    """A fault in a file, or None for a file without a place for one."""
     tree = ast.parse(path.read_text())
     found = list(nodes(tree))
     for node in rng.sample(found, len(found)):

@@ -59,10 +59,7 @@ PAGES: dict[str, dict[str, str]] = {
         "afm-mlx qat": HOURS,
         "afm-mlx evaluate --model two-bit": "the model that the line before would train",
     },
-    "server.md": {
-        "pip install": "installs the package",
-        "afm-mlx server": SERVES,
-    },
+    "server.md": {"pip install": "installs the package", "afm-mlx server": SERVES},
     "operations.md": {"afm-mlx server": SERVES},
     "sessions.md": {
         "git clone": "fetches Apple's tests",
@@ -98,7 +95,6 @@ PAGES: dict[str, dict[str, str]] = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder as the repository's is to a reader, in which nothing is changed."""
     for name in ("afm_mlx", "examples", "bench"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)

@@ -33,14 +33,12 @@ print(json.dumps({"heavy": heavy, "kernels": afm_mlx.kernels.__name__, "blas": a
 
 
 def said(command, **options):
-    """The standard output of a process that must succeed."""
     result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_import_is_light():
-    """Nothing heavy is imported with the package; each name is loaded when it is first used."""
     answer = json.loads(said([sys.executable, "-c", PROBE]))
     assert (answer["heavy"], answer["kernels"]) == ([], "afm_mlx.kernels")
 

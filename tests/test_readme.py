@@ -39,13 +39,11 @@ def blocks(text, language):
 
 
 def commands(text):
-    """Lines after a `$`, without comments."""
     lines = "".join(blocks(text, "console")).splitlines()
     return [line[2:].split("  #")[0].rstrip() for line in lines if line.startswith("$ ")]
 
 
 def words_of(command):
-    """Words of the programs in a pipe."""
     lexer = shlex.shlex(command.partition(">")[0], posix=True, punctuation_chars="|")
     lexer.whitespace_split = True
     return [list(words) for bar, words in itertools.groupby(lexer, "|".__eq__) if not bar]

@@ -32,7 +32,6 @@ MODULES = {"build", "cibuildwheel", "pip", "pytest"}
 
 
 def commands(workflow):
-    """Words of each command of a workflow, with the values of its matrix in their places."""
     for job in workflow["jobs"].values():
         matrix = job.get("strategy", {}).get("matrix", {})
         rows = [*matrix.get("include", []), {k: v[0] for k, v in matrix.items() if k != "include"}]
@@ -47,7 +46,6 @@ def commands(workflow):
 
 
 def check(words):
-    """Raise AssertionError or UsageError where a command has a part that does not exist."""
     words = [*itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)]
     program, *rest = words
     if program == "make":

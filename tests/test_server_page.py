@@ -23,7 +23,6 @@ def section(title):
 
 
 def table(title):
-    """The cells of a section's first table, without its head."""
     rows = [line for line in section(title).splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
 

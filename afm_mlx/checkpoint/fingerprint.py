@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,20 +31,15 @@ from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import ModelConfig
 
 _SAMPLES = 256
-_READ_WHOLE = (
-    1 << 16
-)  # up to this many bytes are read at once, which is faster than element by element
+_READ_WHOLE = 1 << 16  # up to this many bytes are read at once, faster than single elements
 _Sampled = tuple[str, Iterable[int], mx.Dtype, np.ndarray]  # name, shape, type, bytes of elements
 _LORA = re.compile(r"\.lora_[ab](\.\d+)?$")
 
 
 def model_fingerprint(config: ModelConfig, parameters: Mapping[str, mx.array]) -> str:
-    """Compute the fingerprint of a model in memory, or of lazily loaded arrays.
+    """Compute the fingerprint of a model from its arrays by name.
 
-    Args:
-        config: the architecture.
-        parameters: arrays by name, as from `load_weights` or a model's flattened parameters. A lazy array is
-            evaluated, which reads it whole; `folder_fingerprint` reads samples only.
+    A lazy array is evaluated, which reads it whole; `folder_fingerprint` reads samples only.
     """
     return arrays_fingerprint(_architecture(config), parameters)
 
@@ -65,36 +59,21 @@ def base_parameters(model: nn.Module) -> dict[str, mx.array]:
 
 
 def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:
-    """Compute the fingerprint of any arrays by name, and of further content such as an adapter's scale.
-
-    Args:
-        head: the further content, a JSON value.
-        arrays: see `model_fingerprint`.
-    """
-    samples = {name: _sample_array(array) for name, array in arrays.items()}
+    """Compute the fingerprint of arrays by name, and of `head`, a JSON value such as an adapter's scale."""
+    samples = {}
+    for name, array in arrays.items():
+        stride, count = _stride(array.size)
+        samples[name] = array.reshape(-1)[: stride * count : stride]
     mx.eval(samples)
-    return _digest(
-        head,
-        (
-            (name, arrays[name].shape, arrays[name].dtype, array_bytes(samples[name]))
-            for name in sorted(arrays)
-        ),
-    )
+    items = sorted(arrays.items())
+    return _digest(head, ((n, a.shape, a.dtype, array_bytes(samples[n])) for n, a in items))
 
 
 def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
-    """Compute the fingerprint of a model folder, equal to `model_fingerprint`, from the sampled elements only.
-
-    Raises:
-        CheckpointError: see `afm_mlx.checkpoint.weights.stored_tensors`.
-    """
-    tensors = stored_tensors(folder)
+    """Compute the fingerprint of a model folder from samples of its tensors; equal to `model_fingerprint`."""
+    tensors = sorted(stored_tensors(folder).items())
     return _digest(
-        _architecture(config),
-        (
-            (name, tensors[name].shape, tensors[name].dtype, _sample_stored(tensors[name]))
-            for name in sorted(tensors)
-        ),
+        _architecture(config), ((n, t.shape, t.dtype, _sample_stored(t)) for n, t in tensors)
     )
 
 
@@ -106,16 +85,11 @@ def _stride(size: int) -> tuple[int, int]:
     return stride, min(size, _SAMPLES)
 
 
-def _sample_array(array: mx.array) -> mx.array:
-    stride, count = _stride(array.size)
-    return array.reshape(-1)[: stride * count : stride]
-
-
 def _sample_stored(tensor: StoredTensor) -> np.ndarray:
     width = tensor.dtype.size
     if tensor.size == 0:
         return np.empty(0, np.uint8)
-    stride, count = _stride(math.prod(tensor.shape))
+    stride, count = _stride(tensor.size)
     if stride * count * width <= _READ_WHOLE:
         rows = tensor.read(0, stride * count * width).reshape(-1, width)
         return rows[::stride].reshape(-1)
@@ -132,11 +106,9 @@ def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:
         floating = mx.issubdtype(dtype, mx.floating)
         kind = "float" if floating else str(dtype).removeprefix("mlx.core.")
         digest.update(json.dumps([name, list(shape), kind]).encode())
-        digest.update(_widen(raw, dtype).astype("<f4").tobytes() if floating else raw.tobytes())
+        if floating:  # 0 for subnormal numbers and -0
+            values = float_values(raw, dtype).astype("<f4", copy=False)
+            raw = np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)
+            raw = raw.astype("<f4", copy=False)
+        digest.update(raw.tobytes())
     return digest.hexdigest()
-
-
-def _widen(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """View bytes of float16, bfloat16 or float32 as float32, with 0 for subnormal numbers and -0."""
-    values = float_values(raw, dtype).astype("<f4", copy=False)
-    return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)

@@ -6,7 +6,7 @@ a number overflows. Checking a model reads its float tensors once, at memory spe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,7 +28,7 @@ _IN_CACHE = 1 << 17
 
 
 def read_parameters(model: nn.Module, source: str | Path) -> dict[str, mx.array]:
-    """Read a model's lazy parameters and check their numbers; returns them by name.
+    """Read a model's lazy parameters and check their numbers; return them by name.
 
     Raises:
         CheckpointError: if a file can't be read; and for NaN, infinity, and scales of keys and values that are
@@ -66,36 +66,22 @@ def not_finite(tensors: Mapping[str, mx.array]) -> list[str]:
     small = {name: t for name, t in floats.items() if t.size <= _SMALL}
     large = {name: t for name, t in floats.items() if t.size > _SMALL}
     # Small tensors are many: norms, and scales of packed layers. One by one, they would take longer.
-    bad = [name for name, fine in zip(small, _are_finite(small.values()), strict=True) if not fine]
+    bad = []
+    if small:
+        flat = mx.concatenate([t.reshape(-1).astype(mx.float32) for t in small.values()])
+        if not _is_finite(flat):
+            bad = [name for name, tensor in small.items() if not _are_usable(tensor)]
     return bad + [name for name, tensor in large.items() if not _is_finite(tensor)]
 
 
-def _are_finite(tensors: Collection[mx.array]) -> list[bool]:
-    if not tensors:
-        return []
-    flat = mx.concatenate([tensor.reshape(-1).astype(mx.float32) for tensor in tensors])
-    if _is_finite(flat):
-        return [True] * len(tensors)
-    return [_are_usable(tensor) for tensor in tensors]
-
-
 def _is_finite(tensor: mx.array) -> bool:
-    if mx.default_device() == mx.Device(mx.cpu):
-        return _is_finite_on_cpu(tensor)
-    # Two reads, and no array of bools. Comparisons may miss NaN; the sum does not.
-    ends = mx.stack([mx.max(tensor), -mx.min(tensor)]).astype(mx.float32)
-    if mx.isfinite(mx.sum(tensor)).item() and mx.all(ends <= LARGEST).item():
-        return True
-    return _are_usable(tensor)
-
-
-def _are_usable(tensor: mx.array) -> bool:
-    # Not by the sum alone, which is one read: it may overflow even if all numbers are small.
-    return bool(mx.all(mx.abs(tensor.astype(mx.float32)) <= LARGEST).item())
-
-
-def _is_finite_on_cpu(tensor: mx.array) -> bool:
-    """True if a tensor is finite, computed by NumPy: on a CPU, MLX's sums take 3 to 30 times as long."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        # Two reads, and no array of bools. Comparisons may miss NaN; the sum does not.
+        ends = mx.stack([mx.max(tensor), -mx.min(tensor)]).astype(mx.float32)
+        if mx.isfinite(mx.sum(tensor)).item() and mx.all(ends <= LARGEST).item():
+            return True
+        return _are_usable(tensor)
+    # By NumPy: on a CPU, MLX's sums take 3 to 30 times as long.
     if tensor.dtype not in _LARGEST_HALF:
         values = np.array(tensor.reshape(-1), copy=False)
         with np.errstate(all="ignore"):
@@ -109,3 +95,8 @@ def _is_finite_on_cpu(tensor: mx.array) -> bool:
         if part.view(np.int16).max() > largest or part.max() > largest | 0x8000:
             return False
     return True
+
+
+def _are_usable(tensor: mx.array) -> bool:
+    # Not by the sum alone, which is one read: it may overflow even if all numbers are small.
+    return bool(mx.all(mx.abs(tensor.astype(mx.float32)) <= LARGEST).item())

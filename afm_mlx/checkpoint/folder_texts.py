@@ -81,10 +81,8 @@ def write_card(
     """Write the card, `README.md`, of a converted model.
 
     Args:
-        folder: the folder to write into.
         name: the model's name.
         source: the checkpoint's bare name, without its folders.
-        config: the architecture.
         dtype: type of weights that are not packed.
         quantization: `quantization` of config.json, or None.
         note: a sentence on how layers were packed.
@@ -134,8 +132,6 @@ def write_trained_card(
     """Write the card, `README.md`, of a trained model.
 
     Args:
-        folder: the folder to write into.
-        name: the model's name.
         source: bare name of the model before training.
         model_type: `model_type` in the folder's config.json.
         what: a sentence that describes the weights.

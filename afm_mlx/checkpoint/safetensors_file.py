@@ -109,7 +109,6 @@ class StoredTensor(TensorSpec):
 
 
 def array_specs(tensors: Mapping[str, mx.array]) -> list[TensorSpec]:
-    """Return the specs of arrays, in memory or lazy."""
     return [TensorSpec(name, tuple(array.shape), array.dtype) for name, array in tensors.items()]
 
 
@@ -129,8 +128,7 @@ def float_values(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
 # -- files
 
 # The types that MLX loads; safetensors has more.
-_DTYPES: dict[str, mx.Dtype] = {"BOOL": mx.bool_, "BF16": mx.bfloat16}
-_DTYPES |= {"F16": mx.float16, "F32": mx.float32}
+_DTYPES = {"BOOL": mx.bool_, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 _DTYPES |= {f"U{bits}": getattr(mx, f"uint{bits}") for bits in (8, 16, 32, 64)}
 _DTYPES |= {f"I{bits}": getattr(mx, f"int{bits}") for bits in (8, 16, 32, 64)}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -164,16 +162,12 @@ def read_header(path: str | Path) -> dict[str, StoredTensor]:
             f"{path} holds tensors of type {', '.join(unknown)}; MLX loads {', '.join(_DTYPES)}. "
             "Save the model in one of these."
         )
-    return {
-        name: StoredTensor(
-            name,
-            tuple(entry["shape"]),
-            _DTYPES[entry["dtype"]],
-            path,
-            8 + length + entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-    }
+    tensors = {}
+    for name, entry in header.items():
+        shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        offset = 8 + length + entry["data_offsets"][0]
+        tensors[name] = StoredTensor(name, shape, dtype, path, offset)
+    return tensors
 
 
 @contextmanager
@@ -217,11 +211,9 @@ def write_file(
     report: Callable[[int], None] = lambda written: None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file as a stream; raises as `write_weights`.
+    """Write one safetensors file as a stream, wider types first; raises as `write_weights`.
 
     Args:
-        path: path of the file.
-        specs: the tensors; wider types come first in the file.
         read: see `write_weights`.
         report: called after each chunk with the bytes written so far.
         metadata: strings for the header; by default mlx-lm's.
@@ -232,11 +224,8 @@ def write_file(
     end = 0
     for spec in ordered:
         begin, end = end, end + spec.nbytes
-        header[spec.name] = {
-            "dtype": _CODES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [begin, end],
-        }
+        entry = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape)}
+        header[spec.name] = {**entry, "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     written = 0
@@ -263,16 +252,9 @@ def write_file(
 def save_file(
     path: str | Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write arrays to one safetensors file, by default with mlx-lm's metadata.
-
-    `mx.save_safetensors` does the same, but reports no error if the disk is full.
-    """
-    write_file(
-        Path(path),
-        array_specs(tensors),
-        lambda spec: [array_bytes(tensors[spec.name])],
-        metadata=metadata,
-    )
+    """Write arrays to one safetensors file; `mx.save_safetensors` reports no error if the disk is full."""
+    specs = array_specs(tensors)
+    write_file(Path(path), specs, lambda spec: [array_bytes(tensors[spec.name])], metadata=metadata)
 
 
 @contextmanager

@@ -77,7 +77,8 @@ def stored_rule(
     settings = stored_settings(quantization, path)
     mode, bits, group = settings["mode"], settings.get("bits"), settings.get("group_size")
     of_mlx = mode in _MLX_MODES or (mode == "affine" and bits in _MLX_BITS)
-    if of_mlx and _is_within(bits, _MLX_MOST_BITS) and _is_within(group, _MLX_MOST_IN_GROUP):
+    limits = (bits, _MLX_MOST_BITS), (group, _MLX_MOST_IN_GROUP)
+    if of_mlx and all(type(value) is int and 1 <= value <= most for value, most in limits):
         return None
     try:
         if type(bits) is not int:
@@ -88,61 +89,6 @@ def stored_rule(
         return QuantizationRule.from_dict(settings)
     except ConfigError as error:
         raise ConfigError(f"{source}: the quantization of {path} can't be used: {error}") from None
-
-
-def _is_within(value: Any, most: int) -> bool:
-    return type(value) is int and 1 <= value <= most
-
-
-def _is_stored_packed(
-    path: str,
-    quantization: Mapping[str, Any],
-    tensors: Mapping[str, TensorLike],
-    source: str | Path,
-) -> bool:
-    """True if a layer's tensors are packed; raises `CheckpointError` if the config contradicts."""
-    weight = tensors.get(f"{path}.weight")
-    parts = [part for part in PARTS[1:] if f"{path}.{part}" in tensors]
-    packed = bool(parts) or (weight is not None and weight.dtype == mx.uint32)
-    says = "nothing of it" if not quantization else shown(quantization.get(path))
-    if packed and (not quantization or quantization.get(path) is False):
-        got = f"{path} is stored packed, and its quantization says {says}"
-    elif not packed and isinstance(quantization.get(path), Mapping):
-        got = f"the quantization says that {path} is {says}, and the folder stores it as "
-        got += "nothing" if weight is None else f"{_name(weight.dtype)} {shown(list(weight.shape))}"
-    else:
-        return packed
-    raise CheckpointError(
-        f"{source}: {got}. The config and the weights are not of the same model: copy or convert it again."
-    )
-
-
-def _check_stored(
-    path: str,
-    rule: QuantizationRule,
-    shape: tuple[int, ...],
-    tensors: Mapping[str, TensorLike],
-    source: str | Path,
-) -> None:
-    """Raise unless the tensors of a layer have the shapes and types of its rule for a matrix of `shape`."""
-    rule.check(shape, f"{source}: {path}")
-    wanted = rule.part_shapes(shape)
-    found = {part: tensors[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in tensors}
-    problems = [f"{part} is missing" for part in wanted if part not in found]
-    problems += [
-        f"{part} does not belong to mode {rule.mode}" for part in found if part not in wanted
-    ]
-    for part, tensor in found.items():
-        kind = "uint32" if part == "weight" else "float"
-        right = tensor.dtype == mx.uint32 if part == "weight" else _is_float(tensor)
-        if part in wanted and (not right or tuple(tensor.shape) != wanted[part]):
-            got = f"{part} is {_name(tensor.dtype)} {shown(list(tensor.shape))}"
-            problems.append(f"{got} and must be {kind} {list(wanted[part])}")
-    if problems:
-        raise CheckpointError(
-            f"{source}: {path} is {list(shape)} and its quantization {rule.to_dict()}, which its tensors do "
-            f"not fit: {'; '.join(problems)}. Check that the config and the weights are of the same model."
-        )
 
 
 StoredRules: TypeAlias = dict[str, QuantizationRule | None]
@@ -167,15 +113,60 @@ def stored_rules(
         ConfigError, CheckpointError: name the layer whose tensors and settings do not fit.
     """
     rules: StoredRules = {}
+    known: StoredRules = {}  # rules by path; "" for layers without an entry of their own
     for name, shape in shapes.items():
         path, _, kind = name.rpartition(".")
         if kind != "weight" or len(shape) != 2:
             continue
-        if _is_stored_packed(path, quantization, tensors, source):
-            rules[path] = rule = stored_rule(quantization, path, source)
-            if rule is not None:
-                _check_stored(path, rule, shape, tensors, source)
+        own, weight = quantization.get(path), tensors.get(name)
+        has_entry = own is not None and isinstance(own, Mapping)
+        found = {part: tensors[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in tensors}
+        packed = any(part != "weight" for part in found) or (
+            weight is not None and weight.dtype == mx.uint32
+        )
+        if packed and (not quantization or own is False):
+            says = "nothing of it" if not quantization else shown(own)
+            got = f"{path} is stored packed, and its quantization says {says}"
+        elif has_entry and not packed:
+            got = f"the quantization says that {path} is {shown(own)}, and the folder stores it as "
+            got += "nothing" if weight is None else _described(weight)
+        else:
+            if packed:
+                key = path if has_entry else ""
+                if key not in known:
+                    known[key] = stored_rule(quantization, path, source)
+                rules[path] = rule = known[key]
+                if rule is not None:
+                    _check_parts(f"{source}: {path}", rule, shape, found)
+            continue
+        raise CheckpointError(
+            f"{source}: {got}. The config and the weights are not of the same model: copy or convert it again."
+        )
     return rules
+
+
+def _check_parts(
+    where: str, rule: QuantizationRule, shape: tuple[int, ...], found: Mapping[str, TensorLike]
+) -> None:
+    """Raise unless a layer's tensors have the shapes and types of its rule for a matrix of `shape`."""
+    rule.check(shape, where)
+    wanted = rule.part_shapes(shape)
+    problems = [f"{part} is missing" for part in wanted if part not in found]
+    problems += [
+        f"{part} does not belong to mode {rule.mode}" for part in found if part not in wanted
+    ]
+    for part, tensor in found.items():
+        kind = "uint32" if part == "weight" else "float"
+        right = tensor.dtype == mx.uint32 if part == "weight" else _is_float(tensor)
+        if part in wanted and (not right or tuple(tensor.shape) != wanted[part]):
+            problems.append(
+                f"{part} is {_described(tensor)} and must be {kind} {list(wanted[part])}"
+            )
+    if problems:
+        raise CheckpointError(
+            f"{where} is {list(shape)} and its quantization {rule.to_dict()}, which its tensors do "
+            f"not fit: {'; '.join(problems)}. Check that the config and the weights are of the same model."
+        )
 
 
 def check_folder_tensors(
@@ -186,12 +177,7 @@ def check_folder_tensors(
 ) -> StoredRules:
     """Compare the headers of an AFM folder's tensors with its config, before anything is built.
 
-    Args:
-        config: the architecture.
-        quantization, tensors, source: see `stored_rules`.
-
-    Returns:
-        The result of `stored_rules`.
+    For arguments and result see `stored_rules`.
 
     Raises:
         ConfigError, CheckpointError: name the tensors that are missing, not of the model, of another shape, or
@@ -199,15 +185,16 @@ def check_folder_tensors(
     """
     shapes = parameter_shapes(config)
     rules = stored_rules(shapes, quantization, tensors, source)
-    expected = {n: s for n, s in shapes.items() if n.removesuffix(".weight") not in rules}
-    floats = list(expected)
+    floats = {n: s for n, s in shapes.items() if n.removesuffix(".weight") not in rules}
+    expected = dict(floats)
     for path, rule in rules.items():
-        shape = shapes[f"{path}.weight"]
-        if rule is not None:
-            parts = rule.part_shapes(shape)
-        else:
+        if rule is None:
+            shape = shapes[f"{path}.weight"]
             parts = _mlx_part_shapes(path, shape, quantization, tensors, source)
-        expected |= {f"{path}.{part}": of_part for part, of_part in parts.items()}
+            expected |= {f"{path}.{part}": of_part for part, of_part in parts.items()}
+        else:  # `stored_rules` has compared these shapes
+            names = [f"{path}.{part}" for part in PARTS]
+            expected |= {name: tuple(tensors[name].shape) for name in names if name in tensors}
     check_weights(expected, tensors, source.parent)
     for name in floats:
         if not _is_float(tensors[name]):
@@ -259,9 +246,7 @@ def place_stored_layers(
 
     Args:
         model: a model with float layers, which may be unevaluated.
-        quantization: a result of `quantization_of`.
         weights: arrays by name, usually lazy.
-        source: the folder's config.json, for errors.
         dtype: type that embeddings return.
         rules: the result of `stored_rules` for this model; None to call it here.
 
@@ -288,18 +273,12 @@ def place_stored_layers(
         packed = PackedWeight(weights[f"{path}.weight"], rule.bits, rule.mode, **parts)
         layers.append((path, packed_layer_for(floats[path], packed, dtype)))
     replace_modules(model, layers)
-    if others:
-        _place_mlx_layers(model, quantization, others, source)
+    if not others:
+        return
 
-
-def _place_mlx_layers(
-    model: nn.Module, quantization: Mapping[str, Any], paths: set[str], source: str | Path
-) -> None:
     def settings(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if path not in paths:
-            return False
         own = stored_settings(quantization, path)
-        return {key: value for key, value in own.items() if key != "granularity"}
+        return path in others and {k: value for k, value in own.items() if k != "granularity"}
 
     try:
         nn.quantize(model, class_predicate=settings)
@@ -314,9 +293,8 @@ def repack_mlx_layers(model: nn.Module) -> None:
     """Replace MLX's own quantized layers, where the format allows it, by packed layers for our kernels."""
     layers: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
-        if type(module) not in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-            continue
-        if module.mode != "affine" or module.bits not in BITS:
+        quantized = type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
+        if not quantized or module.mode != "affine" or module.bits not in BITS:
             continue
         parts = (module.scales, module.biases)
         packed = PackedWeight(module.weight, module.bits, "affine", *parts)
@@ -359,3 +337,7 @@ def settle_floats(model: nn.Module) -> None:
 
 def _name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
+
+
+def _described(tensor: TensorLike) -> str:
+    return f"{_name(tensor.dtype)} {shown(list(tensor.shape))}"

@@ -48,11 +48,7 @@ _CHUNK_ELEMENTS = 8 << 20
 
 
 def import_torch() -> Any:
-    """Import PyTorch, which only `.pt` files need.
-
-    Raises:
-        AFMError: says how to install it.
-    """
+    """Import PyTorch, which only `.pt` files need; raise `AFMError`, which says how to install it."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -88,19 +84,39 @@ def open_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
             f"{path} can't be read as a PyTorch checkpoint: {reason}. "
             "It is damaged: copy or download it again."
         ) from None
-    _check_state(state, path, torch)
-    _check_records(state, path)
+    if not isinstance(state, dict) or not state:
+        raise CheckpointError(
+            f"{path} holds a {type(state).__name__}; a state dict (names to tensors) is needed."
+        )
+    others = [str(k) for k, v in state.items() if not isinstance(v, torch.Tensor)]
+    if others:
+        raise CheckpointError(
+            f"{path} holds other things than tensors at its top level: {', '.join(others[:5])}. "
+            "Save the state dict alone: torch.save(model.state_dict(), path)."
+        )
+    for key, tensor in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(
+                f"{path}: the name {shown(key)} is no text. A state dict is needed."
+            )
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise CheckpointError(f"{path}: {key} is no dense tensor, and only those are read.")
+    # Data of another size than described: reads would go beyond it.
+    with zipfile.ZipFile(path) as archive:
+        records = Counter(e.file_size for e in archive.infolist() if "/data/" in e.filename)
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in state.values())}
+    if missing := Counter(size for size in storages.values() if size) - records:
+        raise CheckpointError(
+            f"{path} describes tensors of {min(missing):,} bytes that no record in it has. It is damaged: "
+            "copy or download it again."
+        )
     return state
 
 
 def mlx_dtype(tensor: torch.Tensor) -> mx.Dtype | None:
     """Return the MLX type of a floating-point tensor, float32 for float64; None for other types and 8 bits."""
-    types = {
-        "float16": mx.float16,
-        "bfloat16": mx.bfloat16,
-        "float32": mx.float32,
-        "float64": mx.float32,
-    }
+    types = {"float16": mx.float16, "bfloat16": mx.bfloat16}
+    types |= {"float32": mx.float32, "float64": mx.float32}
     return types.get(str(tensor.dtype).removeprefix("torch."))
 
 
@@ -190,38 +206,6 @@ def check_archive(path: Path) -> None:
         )
 
 
-def _check_state(state: Any, path: Path, torch: Any) -> None:
-    if not isinstance(state, dict) or not state:
-        raise CheckpointError(
-            f"{path} holds a {type(state).__name__}; a state dict (names to tensors) is needed."
-        )
-    others = [str(k) for k, v in state.items() if not isinstance(v, torch.Tensor)]
-    if others:
-        raise CheckpointError(
-            f"{path} holds other things than tensors at its top level: {', '.join(others[:5])}. "
-            "Save the state dict alone: torch.save(model.state_dict(), path)."
-        )
-    for key, tensor in state.items():
-        if not isinstance(key, str):
-            raise CheckpointError(
-                f"{path}: the name {shown(key)} is no text. A state dict is needed."
-            )
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            raise CheckpointError(f"{path}: {key} is no dense tensor, and only those are read.")
-
-
-def _check_records(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raise `CheckpointError` for data of another size than described: reads would go beyond it."""
-    with zipfile.ZipFile(path) as archive:
-        records = Counter(e.file_size for e in archive.infolist() if "/data/" in e.filename)
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in state.values())}
-    if missing := Counter(size for size in storages.values() if size) - records:
-        raise CheckpointError(
-            f"{path} describes tensors of {min(missing):,} bytes that no record in it has. It is damaged: "
-            "copy or download it again."
-        )
-
-
 # -- config
 
 _ARCHITECTURE_DEFAULTS: dict[str, Any] = {
@@ -304,7 +288,20 @@ def read_toolkit_config(path: str | Path) -> ToolkitConfig:
     fields = {key: values.get(key, default) for key, default in _ARCHITECTURE_DEFAULTS.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
-    fields["kv_bits"] = _kv_bits(_objects(values, "arch_optimizers", path), path)
+    optimizers = _objects(values, "arch_optimizers", path)
+    for name, entry in optimizers.items():
+        if _type_name(entry) != "KVQuantArchOptimizer":
+            raise ConfigError(
+                f"{path}: arch_optimizers {shown(name)} is {shown(entry.get('__tamm_type__'))}; "
+                "KVQuantArchOptimizer is the one that can be converted."
+            )
+        if entry.get("skip_quantize_for_first_token", False):
+            raise ConfigError(
+                f"{path}: arch_optimizers {shown(name)} sets skip_quantize_for_first_token, which computes "
+                "the prompt's logits from unquantized keys and values. This package always reads "
+                "what the cache holds; set it to false if that is what you want."
+            )
+    fields["kv_bits"] = 8 if optimizers else None
     adapters = {
         name: _adapter(entry, f"{path}: adapter {shown(name)}")
         for name, entry in _objects(values, "adapters", path).items()
@@ -321,22 +318,6 @@ def _objects(values: Mapping[str, Any], key: str, path: str | Path) -> dict[str,
     if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
         raise ConfigError(f"{path}: {key} must be an object of objects.")
     return entries
-
-
-def _kv_bits(optimizers: Mapping[str, dict[str, Any]], path: str | Path) -> int | None:
-    for name, entry in optimizers.items():
-        if _type_name(entry) != "KVQuantArchOptimizer":
-            raise ConfigError(
-                f"{path}: arch_optimizers {shown(name)} is {shown(entry.get('__tamm_type__'))}; "
-                "KVQuantArchOptimizer is the one that can be converted."
-            )
-        if entry.get("skip_quantize_for_first_token", False):
-            raise ConfigError(
-                f"{path}: arch_optimizers {shown(name)} sets skip_quantize_for_first_token, which computes "
-                "the prompt's logits from unquantized keys and values. This package always reads "
-                "what the cache holds; set it to false if that is what you want."
-            )
-    return 8 if optimizers else None
 
 
 def _adapter(entry: Mapping[str, Any], where: str) -> LoRASpec | str:
@@ -358,10 +339,7 @@ def _adapter(entry: Mapping[str, Any], where: str) -> LoRASpec | str:
 
 # -- names
 
-_OUTER = {
-    "embedding.weight": "model.embedding.weight",
-    "output_norm.weight": "model.output_norm.weight",
-}
+_OUTER = {name: f"model.{name}" for name in ("embedding.weight", "output_norm.weight")}
 TIED_HEAD = "output_transform.weight"
 
 # Linear layers that can carry an adapter, and norms, by their names within a block.
@@ -424,10 +402,16 @@ def map_keys(keys: Iterable[str], source: str) -> KeyMap:
         name = key.removeprefix("model.").replace(".wrapped.", ".")
         if name == TIED_HEAD:
             result.tied_head = key
-        elif name in _OUTER:
-            _put(result.weights, _OUTER[name], key, source)
-        elif not ((block := _BLOCK.fullmatch(name)) and _map_block(result, block, key, source)):
+        elif (place := _place(result, name)) is None:
             unknown.append(key)
+        else:
+            target, ours = place
+            if ours in target:
+                raise CheckpointError(
+                    f"{source}: the tensors {named(target[ours])} and {named(key)} both mean {named(ours)}. "
+                    "The state dict is a mix of two models."
+                )
+            target[ours] = key
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise CheckpointError(
@@ -440,10 +424,7 @@ def map_keys(keys: Iterable[str], source: str) -> KeyMap:
 def adapter_key(name: str, adapter: str, segmented: bool) -> str:
     """Return the key of one of our LoRA tensors in a state dict: the inverse of `map_keys`.
 
-    Args:
-        name: our name of the tensor, such as `model.layers.0.self_attn.qkv_proj.lora_a.0`.
-        adapter: id of the adapter.
-        segmented: True if the model has blocks that reuse keys and values.
+    `segmented` is True if the model has blocks that reuse keys and values.
     """
     _, kind, layer, group, leaf, matrix, *part = name.split(".")
     segment = f"segment_{int(kind == 'kv_reuse_layers')}." if segmented else ""
@@ -453,32 +434,25 @@ def adapter_key(name: str, adapter: str, segmented: bool) -> str:
     return f"layers.{segment}layer_{layer}.{module}.adapters.{adapter}.{lora}{side}_transpose"
 
 
-def _map_block(result: KeyMap, block: re.Match[str], key: str, source: str) -> bool:
+def _place(keys: KeyMap, name: str) -> tuple[dict[str, str], str] | None:
+    """Return the mapping that holds a tensor's key, and our name in it; None for an unknown tensor."""
+    if name in _OUTER:
+        return keys.weights, _OUTER[name]
+    if (block := _BLOCK.fullmatch(name)) is None:
+        return None
     # Blocks of segment 1 reuse keys and values.
     kind, rest = "kv_reuse_layers" if block["segment"] == "1" else "layers", block["rest"]
     prefix = f"model.{kind}.{int(block['layer'])}"
     if rest in _WEIGHTS:
-        _put(result.weights, f"{prefix}.{_WEIGHTS[rest]}", key, source)
-    elif found := _RANGE.fullmatch(rest):
+        return keys.weights, f"{prefix}.{_WEIGHTS[rest]}"
+    if found := _RANGE.fullmatch(rest):
         scale = f"{prefix}.self_attn.quant_{found['kind']}_scale"
-        _put(result.kv_ranges[scale], found["what"], key, source)
-    elif (found := _LORA.fullmatch(rest)) and found["module"] in _LINEARS:
-        module = _LINEARS[found["module"]]
-        # mlx-lm numbers the pairs of the fused layer only.
-        if (found["part"] is None) == (module == "self_attn.qkv_proj"):
-            return False
-        part = "" if found["part"] is None else f".{found['part']}"
-        name = f"{prefix}.{module}.lora_{found['side']}{part}"
-        _put(result.adapters[found["id"]], name, key, source)
-    else:
-        return False
-    return True
-
-
-def _put(target: dict[str, str], name: str, key: str, source: str) -> None:
-    if name in target:
-        raise CheckpointError(
-            f"{source}: the tensors {named(target[name])} and {named(key)} both mean {named(name)}. "
-            "The state dict is a mix of two models."
-        )
-    target[name] = key
+        return keys.kv_ranges[scale], found["what"]
+    if not (found := _LORA.fullmatch(rest)) or found["module"] not in _LINEARS:
+        return None
+    module = _LINEARS[found["module"]]
+    # mlx-lm numbers the pairs of the fused layer only.
+    if (found["part"] is None) == (module == "self_attn.qkv_proj"):
+        return None
+    part = "" if found["part"] is None else f".{found['part']}"
+    return keys.adapters[found["id"]], f"{prefix}.{module}.lora_{found['side']}{part}"

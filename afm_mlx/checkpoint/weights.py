@@ -12,12 +12,13 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from afm_mlx.checkpoint.safetensors_file import (
     StoredTensor,
+    TensorLike,
     TensorSpec,
     array_bytes,
     array_specs,
@@ -35,13 +36,6 @@ MAX_SHARD_BYTES = 5 << 30
 
 _LINE = 300
 _SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-
-
-class HasShape(Protocol):
-    """Anything with a shape."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
 
 
 def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
@@ -76,16 +70,12 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def load_weights(folder: str | Path) -> dict[str, mx.array]:
-    """Load a model folder's tensors lazily: MLX reads an array's data at its first use.
-
-    Raises:
-        CheckpointError: see `stored_tensors`.
-    """
+    """Load a model folder's tensors lazily, as `stored_tensors` finds them: data is read at its first use."""
     return load_stored(stored_tensors(folder))
 
 
 def check_weights(
-    expected: Mapping[str, Sequence[int]], weights: Mapping[str, HasShape], source: str | Path
+    expected: Mapping[str, Sequence[int]], weights: Mapping[str, TensorLike], source: str | Path
 ) -> None:
     """Compare the names and shapes of weights with the expected ones.
 
@@ -121,7 +111,6 @@ def write_weights(
     """Write a model folder's safetensors files and their index; memory holds one chunk of `read`.
 
     Args:
-        folder: an existing folder, usually one from `afm_mlx.files.atomic_folder`.
         specs: the tensors, in the order in which shards are filled.
         read: called once for each tensor; yields its data, row-major and little-endian, in chunks with the
             buffer protocol.
@@ -129,16 +118,20 @@ def write_weights(
         total_parameters: number of parameters for the index; by default the number of elements.
         progress: called after each chunk with the bytes written and the total number of bytes.
 
-    Returns:
-        The paths of the shards.
-
     Raises:
         CheckpointError: if the disk has no room.
     """
     folder = Path(folder)
     total = sum(spec.nbytes for spec in specs)
     check_space(folder, total)
-    shards = _split(specs, max_shard_bytes)
+    shards: list[list[TensorSpec]] = []
+    filled = 0
+    for spec in specs:
+        if not shards or filled + spec.nbytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(spec)
+        filled += spec.nbytes
     done, paths = 0, []
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -160,7 +153,6 @@ def write_weights(
 
 
 def save_weights(folder: str | Path, weights: Mapping[str, mx.array], **options: Any) -> list[Path]:
-    """Write arrays as a model folder's weight files; for `options` see `write_weights`."""
     specs = array_specs(weights)
     return write_weights(folder, specs, lambda spec: [array_bytes(weights[spec.name])], **options)
 
@@ -173,18 +165,6 @@ def check_space(folder: Path, needed: int) -> None:
             f"{output_of(folder).parent} has no room: {needed / 1e6:,.1f} MB are needed and "
             f"{free / 1e6:,.1f} MB are free. Make room, choose another output path, or a dtype of 16 bits."
         )
-
-
-def _split(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    shards: list[list[TensorSpec]] = []
-    filled = 0
-    for spec in specs:
-        if not shards or filled + spec.nbytes > max_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(spec)
-        filled += spec.nbytes
-    return shards
 
 
 def _read_index(path: Path) -> dict[str, str]:

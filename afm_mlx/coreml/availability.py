@@ -19,11 +19,7 @@ REINSTALL = f"pip install --force-reinstall 'coremltools>={COREMLTOOLS}'"
 
 
 def import_coremltools() -> Any:
-    """Import coremltools, without its warnings about other packages.
-
-    Raises:
-        AFMError: if it is missing, too old or can't be imported.
-    """
+    """Import coremltools, without its warnings about other packages; `AFMError` if it is missing or too old."""
     logger = logging.getLogger("coremltools")
     level = logger.level
     logger.setLevel(logging.ERROR)

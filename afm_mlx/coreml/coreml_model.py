@@ -22,18 +22,14 @@ COMPUTE_UNITS = ("CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE", "ALL")
 class LoadedFunction(Protocol):
     """A loaded function of coremltools."""
 
-    def make_state(self) -> Any:
-        """Return keys and values of zeros, which functions of one package share."""
+    def make_state(self) -> Any: ...
 
     def predict(self, inputs: dict[str, np.ndarray], state: Any) -> Mapping[str, np.ndarray]:
-        """Run the function; return its outputs by name, and write new keys and values into `state`."""
+        """Return the outputs by name, and write new keys and values into `state`."""
 
 
 class CompiledPackage:
     """A package compiled by Core ML, in a folder that is deleted with this object.
-
-    Args:
-        path: the `.mlpackage` folder.
 
     Raises:
         AFMError: if Core ML can't run here, or can't compile the package.
@@ -54,10 +50,6 @@ class CompiledPackage:
 
     def load(self, names: Sequence[str], compute_units: str) -> list[LoadedFunction]:
         """Load functions, which for the Neural Engine may take minutes.
-
-        Args:
-            names: the functions' names.
-            compute_units: one of `COMPUTE_UNITS`.
 
         Raises:
             AFMError: if Core ML can't load one.
@@ -146,17 +138,16 @@ class CoreMLModel:
             else:
                 padded = np.pad(chunk, (0, length - len(chunk)), constant_values=_PADDING)
                 end = self._call(self._prefill, padded)["next_position"]
-                self._check_end(int(end[0]), length)
+                # Core ML has been seen to run another length than it was given, without an error.
+                if (read := int(end[0]) - self.position) != length:
+                    raise AFMError(
+                        f"Core ML read {read} tokens of {length}, on {self._units}. Try other compute "
+                        "units, or a package with one prompt length."
+                    )
             self.position += len(chunk)
 
     def decode(self, token: int) -> np.ndarray:
-        """Return the logits after one more token.
-
-        Args:
-            token: its id.
-
-        Returns:
-            (vocab_size,) float32.
+        """Return the logits (vocab_size,) float32 after one more token.
 
         Raises:
             AFMError: for an id outside of the vocabulary.
@@ -167,10 +158,7 @@ class CoreMLModel:
         return np.asarray(logits, np.float32).reshape(-1)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the logits after a prompt: `prefill` of all tokens but the last one, which goes to `decode`.
-
-        Returns:
-            (vocab_size,) float32.
+        """Return the logits (vocab_size,) float32 after a prompt.
 
         Raises:
             AFMError: if there is no token, and as `prefill` does.
@@ -231,14 +219,6 @@ class CoreMLModel:
             )
         return ids.astype(np.int32)
 
-    def _check_end(self, end: int, length: int) -> None:
-        # Core ML has been seen to run another length than it was given, without an error.
-        if end != self.position + length:
-            raise AFMError(
-                f"Core ML read {end - self.position} tokens of {length}, on {self._units}. Try other compute "
-                "units, or a package with one prompt length."
-            )
-
 
 # -- prompts
 
@@ -250,19 +230,12 @@ _CALL = 32
 
 
 def prompt_chunks(count: int, lengths: Sequence[int], room: int) -> list[int]:
-    """Return the lengths of the calls that together prefill a prompt in the least time, in order.
+    """Return the calls that together prefill a prompt in the least time: each of `lengths`, or `ONE_TOKEN`.
 
     All choices of lengths compute the same keys and values. A call reads all weights, however few its tokens,
     and computes all its tokens, padding included. Only the last call may be longer than the rest of the prompt.
-    Its padding writes columns after the prompt, which are written again before any token sees them.
-
-    Args:
-        count: tokens of the prompt.
-        lengths: numbers of tokens that `prefill` takes.
-        room: columns of the context after the prompt, which padding may use.
-
-    Returns:
-        Each of `lengths`, or `ONE_TOKEN`.
+    Its padding writes columns after the prompt, at most `room`, which are written again before any token
+    sees them.
     """
     costs, first = [0], [ONE_TOKEN]
     for left in range(1, count + 1):

@@ -11,14 +11,7 @@ from typing import Any, NoReturn
 from afm_mlx.adapters.formats.mil_blob import check_blob
 from afm_mlx.config import ModelConfig
 from afm_mlx.coreml.availability import import_coremltools
-from afm_mlx.errors import (
-    AFMError,
-    CheckpointError,
-    did_you_mean,
-    named,
-    reason_of,
-    shown,
-)
+from afm_mlx.errors import AFMError, CheckpointError, did_you_mean, named, reason_of, shown
 from afm_mlx.files import read_file
 
 PREFILL, DECODE = "prefill", "decode"
@@ -30,11 +23,9 @@ _PATH = 200  # characters of a file's path in a package
 
 @dataclass(frozen=True)
 class CoreMLPackage:
-    """Description of a package.
+    """Description of a package: the `.mlpackage` folder `path`, and what it holds.
 
     Args:
-        path: the `.mlpackage` folder.
-        config: the architecture of its model.
         arrangement: "linear" or "neural_engine", the arrangement of operators.
         prompt_lengths: numbers of tokens that `prefill` takes, ascending.
         adapters: names of the adapters that have functions.
@@ -57,9 +48,23 @@ class CoreMLPackage:
         path = Path(path)
         model = _model_file(path)
         spec = _read_spec(path, model)
-        functions = _functions(path, spec)
+        functions = {function.name: function for function in spec.description.functions}
+        if len(functions) < len(spec.description.functions):
+            _fail(path, "two of its functions have one name")
+        for name in (PREFILL, DECODE):
+            if name not in functions:
+                found = shown(sorted(functions) or ["main"])
+                raise CheckpointError(
+                    f"{path} has no function {name}; it has {found}. Make it with afm-mlx convert --to coreml."
+                )
         metadata = spec.description.metadata.userDefined
-        config = _config(path, metadata.get("afm_config", ""))
+        try:
+            values = json.loads(metadata.get("afm_config", ""))
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            _fail(path, "its metadata has no afm_config, the model's architecture")
+        config = ModelConfig.from_dict(values, source=f"afm_config in {path}")
         arrangement = metadata.get("arrangement", ARRANGEMENTS[0])
         if arrangement not in ARRANGEMENTS:
             _fail(path, f"its arrangement is {shown(arrangement)}; known are {ARRANGEMENTS}")
@@ -170,20 +175,6 @@ def _operations(block: Any) -> Iterator[Any]:
 # -- functions
 
 
-def _functions(path: Path, spec: Any) -> dict[str, Any]:
-    """Return the descriptions of the functions, by name."""
-    functions = {function.name: function for function in spec.description.functions}
-    if len(functions) < len(spec.description.functions):
-        _fail(path, "two of its functions have one name")
-    for name in (PREFILL, DECODE):
-        if name not in functions:
-            found = shown(sorted(functions) or ["main"])
-            raise CheckpointError(
-                f"{path} has no function {name}; it has {found}. Make it with afm-mlx convert --to coreml."
-            )
-    return functions
-
-
 def _check_function(
     path: Path, name: str, functions: Mapping[str, Any], config: ModelConfig
 ) -> tuple[int, ...]:
@@ -208,15 +199,10 @@ def _check_function(
     for part, shape in needed.items():
         if (given := list(found.get(part, []))) != shape:
             _fail(
-                path,
-                f"{part} of {named(name)} is {shown(given)}, and its afm_config means {shape}",
+                path, f"{part} of {named(name)} is {shown(given)}, and its afm_config means {shape}"
             )
-    return _lengths(path, name, kinds["tokens"], config)
-
-
-def _lengths(path: Path, name: str, tokens: Any, config: ModelConfig) -> tuple[int, ...]:
-    listed = [list(entry.shape) for entry in tokens.enumeratedShapes.shapes]
-    shapes = listed or [list(tokens.shape)]
+    tokens = kinds["tokens"]
+    shapes = [list(entry.shape) for entry in tokens.enumeratedShapes.shapes] or [list(tokens.shape)]
     most = 1 if name.startswith(DECODE) else config.context_length
     for shape in shapes:
         if len(shape) != 2 or shape[0] != 1 or not 1 <= shape[1] <= most:
@@ -226,13 +212,3 @@ def _lengths(path: Path, name: str, tokens: Any, config: ModelConfig) -> tuple[i
                 f"{most}",
             )
     return tuple(sorted({shape[1] for shape in shapes}))
-
-
-def _config(path: Path, text: str) -> ModelConfig:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        _fail(path, "its metadata has no afm_config, the model's architecture")
-    return ModelConfig.from_dict(values, source=f"afm_config in {path}")

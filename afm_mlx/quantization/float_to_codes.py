@@ -52,14 +52,7 @@ _UNITS_OF_SAMPLE = 256
 
 @dataclass(frozen=True)
 class Rows:
-    """A float matrix (N, K) that is read in blocks of rows.
-
-    Args:
-        shape: (N, K).
-        dtype: type in which its numbers are exact.
-        read: returns the rows from start to stop, as float32.
-        name: the matrix's name, for errors.
-    """
+    """A float matrix (N, K) that is read in blocks of rows, as float32, and exact in `dtype`."""
 
     shape: tuple[int, int]
     dtype: mx.Dtype
@@ -68,11 +61,7 @@ class Rows:
 
     @classmethod
     def of(cls, array: mx.array, name: str = "the matrix") -> Rows:
-        """Make rows of an array in memory.
-
-        Raises:
-            CheckpointError: if it is no float matrix.
-        """
+        """Make rows of an array in memory; raise `CheckpointError` if it is no float matrix."""
         if array.ndim != 2 or not mx.issubdtype(array.dtype, mx.floating):
             raise CheckpointError(
                 f"{name}: the weight is {array.dtype} of shape {list(array.shape)}; a float matrix [N, K] is "
@@ -85,7 +74,6 @@ class Rows:
         return cls(tuple(array.shape), array.dtype, read, name)
 
     def rounded(self, dtype: mx.Dtype) -> Rows:
-        """Return the same matrix with its numbers rounded to `dtype`."""
 
         def read(start: int, stop: int) -> Array:
             return round_to(self.read(start, stop), dtype)
@@ -93,10 +81,7 @@ class Rows:
         return self if dtype == self.dtype else Rows(self.shape, dtype, read, self.name)
 
     def blocks(self, multiple: int = 1) -> Iterator[tuple[int, int, Array]]:
-        """Yield start, stop and rows of blocks of at most some 4 million numbers.
-
-        Args:
-            multiple: every block but the last has a multiple of this number of rows.
+        """Yield start, stop and rows of blocks of at most 4 million numbers, whose height is a `multiple`.
 
         Raises:
             CheckpointError: on NaN and infinity.
@@ -129,12 +114,7 @@ class Packing(NamedTuple):
 
 
 def pack(weight: mx.array | Rows, rule: QuantizationRule, *, name: str = "the matrix") -> Packing:
-    """Pack a float matrix.
-
-    Args:
-        weight: (N, K) float.
-        rule: bits, mode and granularity.
-        name: the layer's name, for errors.
+    """Pack a float matrix (N, K).
 
     Raises:
         CheckpointError, ConfigError: name the layer: shapes that don't pack, groups that don't divide, NaN
@@ -155,7 +135,7 @@ def pack(weight: mx.array | Rows, rule: QuantizationRule, *, name: str = "the ma
 def _pack_balanced(rows: Rows, rule: QuantizationRule) -> Packing:
     if rule.granularity == "tensor":
         scales, exact = _tensor_scale(rows, rule.bits)
-        words = _pack_units(rows, rule, lambda u: (balanced_codes(u, scales, rule.bits), [])).words
+        words, _ = _pack_units(rows, rule, lambda u: (balanced_codes(u, scales, rule.bits), []))
     else:
 
         def encode(units: Array) -> tuple[Array, list[Array]]:
@@ -196,8 +176,9 @@ def _tensor_scale(rows: Rows, bits: int) -> tuple[Array, bool]:
 
 def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
     dtype = rows.dtype if rule.is_mlx_format else mx.float32
-    if _starts_on_balanced_grid(rows, rule):
-        # Its biases are half a step from where `mx.quantize` may have them.
+    first = rows.read(0, 1).reshape(-1, rule.group_size or rows.shape[1])
+    if grid_scales(first, rule.bits, rows.dtype)[1].all():
+        # Biases of a balanced grid are half a step from where `mx.quantize` may have them.
         balanced, exact = _pack_balanced(rows, dataclasses.replace(rule, mode="balanced"))
         if exact:
             scales = np.array(balanced.scales)
@@ -219,9 +200,7 @@ def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
 def _affine_units(
     units: Array, rule: QuantizationRule, dtype: mx.Dtype, search: bool
 ) -> tuple[Array, AffineGrids]:
-    """Return codes of units (U, L) and their grids; if `search`, look for grids that the weights are on
-    first.
-    """
+    """Return codes of units (U, L) and their grids, on which the weights are if one is found by `search`."""
     if rule.is_mlx_format:
         return mlx_codes(units, rule.bits, dtype, search)
     centers = units.mean(axis=1)
@@ -245,7 +224,7 @@ def _pack_affine_tensor(rows: Rows, rule: QuantizationRule) -> Packing:
     if not found:
         _, grids = _affine_units(sample, rule, rows.dtype, False)
     scale, bias = grids.scales[0], grids.biases[0]
-    words = _pack_units(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits), [])).words
+    words, _ = _pack_units(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits), []))
     return Packing(_affine(mx.array(words), rule, scale, bias, mx.float32), bool(found))
 
 
@@ -272,11 +251,6 @@ def _sample_is_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
     return bool(grids.found.any())
 
 
-def _starts_on_balanced_grid(rows: Rows, rule: QuantizationRule) -> bool:
-    units = rows.read(0, 1).reshape(-1, rule.group_size or rows.shape[1])
-    return bool(grid_scales(units, rule.bits, rows.dtype)[1].all())
-
-
 def _affine(
     codes: mx.array, rule: QuantizationRule, scales: Array, biases: Array, dtype: mx.Dtype
 ) -> PackedWeight:
@@ -292,8 +266,14 @@ def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
     per_table = rows.shape[0] // count
     words = np.empty(rule.part_shapes(rows.shape)["weight"], np.uint32)
     tables, exact = np.empty((count, entries), np.float32), True
-    if count == 1:
-        tables[0], exact = _tensor_table(rows, entries)
+    if (
+        count == 1
+    ):  # the distinct weights of the whole matrix if they are few, else k-means of a sample
+        tables[:], fits = k_means(rows.sample().reshape(1, -1), entries)
+        distinct = _distinct(rows, entries) if fits[0] else None
+        exact = distinct is not None
+        if distinct is not None:
+            tables[0] = np.pad(distinct, (0, entries - len(distinct)), mode="edge")
         per_table = 1  # blocks of any height
     for start, stop, block in rows.blocks(per_table):
         if count == 1:
@@ -308,29 +288,13 @@ def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
     return Packing(packed, exact)
 
 
-def _tensor_table(rows: Rows, entries: int) -> tuple[Array, bool]:
-    """Return a table for a whole matrix: its distinct weights if they are few, else k-means of a sample."""
-    table, exact = k_means(rows.sample().reshape(1, -1), entries)
-    distinct = _distinct(rows, entries) if exact[0] else None
-    if distinct is None:
-        return table[0], False
-    return np.pad(distinct, (0, entries - len(distinct)), mode="edge"), True
-
-
 # -- blocks
-
-
-class _PackedUnits(NamedTuple):
-    """Words of a matrix, and arrays of one number for each of its units, in the shape of the rule's scales."""
-
-    words: Array
-    parts: list[Array]
 
 
 def _pack_units(
     rows: Rows, rule: QuantizationRule, encode: Callable[[Array], tuple[Array, list[Array]]]
-) -> _PackedUnits:
-    """Pack a matrix block by block; `encode` returns the codes of units (U, L), and arrays (U,)."""
+) -> tuple[Array, list[Array]]:
+    """Return packed words, and the arrays that `encode` returns with codes of units, in the scales' shape."""
     shapes = rule.part_shapes(rows.shape)
     words, blocks = np.empty(shapes["weight"], np.uint32), []
     for start, stop, block in rows.blocks():
@@ -338,4 +302,4 @@ def _pack_units(
         words[start:stop] = pack_words(codes.reshape(block.shape), rule.bits)
         blocks.append(parts)
     joined = [np.concatenate(p).reshape(shapes["scales"]) for p in zip(*blocks, strict=True)]
-    return _PackedUnits(words, joined)
+    return words, joined

@@ -30,16 +30,14 @@ _LEVELS_TRIED = 24
 _LLOYD_STEPS = 40
 _BINS = 128
 _SAMPLE = 1 << 18
-_SMALLEST = {
-    mx.float16: 2.0**-24
-}  # distance of float16's numbers below 2**-14; the other types reach further
+# Distance of float16's numbers below 2**-14; the other types reach further.
+_SMALLEST = {mx.float16: 2.0**-24}
 _BISECTIONS = 24
 _NEARLY_WHOLE = 0.1
 _SHARE_LEFT = 0.75  # of the searched units: with fewer left, the search goes on with these alone
 
 
 def digits(dtype: mx.Dtype) -> int:
-    """Return the binary digits of a float's significand, the leading 1 included."""
     return {mx.bfloat16: 8, mx.float16: 11}.get(dtype, 24)
 
 
@@ -54,22 +52,21 @@ def round_to(values: Array, dtype: mx.Dtype) -> Array:
 
 
 def grid_scales(units: Array, bits: int, dtype: mx.Dtype) -> tuple[Array, Array]:
-    """Find balanced grids that weights are on.
+    """Find balanced grids that weights (U, L) float32 are on, which were rounded to `dtype`.
 
-    Args:
-        units: (U, L) float32.
-        bits: 2, 4 or 8.
-        dtype: type that the weights were rounded to.
-
-    Returns:
-        Scales (U,) float32, and (U,) bool, True for those that give the weights back bit for bit. Others are 0.
+    Returns scales (U,) float32, and (U,) bool, True for those that give the weights back bit for bit; others
+    are 0.
     """
     scales = np.zeros(len(units), np.float32)
     exact = np.asarray(~units.any(axis=1))  # a unit of zeros is on the grid of scale 0
-    left = np.flatnonzero(~exact & _may_be_grid(units, bits))
+    # Units in which a few weights have more magnitudes than a grid has levels are on none.
+    sample = np.sort(np.abs(units[:, : 4 << bits]), axis=1)
+    magnitudes = 1 + (sample[:, 1:] != sample[:, :-1]).sum(axis=1)
+    left = np.flatnonzero(~exact & (magnitudes <= 1 << (bits - 1)))
     top, largest = (2**bits - 1) / 2, np.abs(units).max(axis=1)
     # Where the type has too few digits for that many levels, a few weights rule out most wrong scales.
     tried = 1 << (bits - 1) if digits(dtype) > bits else _LEVELS_TRIED
+    slack = np.float32(2.0 ** (2 - digits(dtype)))
     for below in range(tried):
         if not len(left):
             break
@@ -77,8 +74,10 @@ def grid_scales(units: Array, bits: int, dtype: mx.Dtype) -> tuple[Array, Array]
         estimate = largest[left] / np.float32(top - below)
         likely = np.arange(len(left))
         for few in (4, 16):
+            # As near to the scale's levels as rounding would leave the weights.
             part = units[left[likely], :few]
-            likely = likely[_close_to_grid(part, estimate[likely, None], bits, dtype)]
+            off = np.abs(balanced_values(part, estimate[likely, None], bits) - part)
+            likely = likely[(off <= slack * np.abs(part)).all(axis=1)]
         _accept(units, left[likely], estimate[likely], (scales, exact), bits, dtype)
         left = left[~exact[left]]
     return scales, exact
@@ -113,21 +112,8 @@ def _accept(
         likely, estimate = likely[~hit], estimate[~hit]
 
 
-def _may_be_grid(units: Array, bits: int) -> Array:
-    """Return (U,) bool, False for units in which a few weights have more magnitudes than a grid has levels."""
-    sample = np.sort(np.abs(units[:, : 4 << bits]), axis=1)
-    return 1 + (sample[:, 1:] != sample[:, :-1]).sum(axis=1) <= 1 << (bits - 1)
-
-
-def _close_to_grid(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> Array:
-    """Return (U,), True for units that are as near to a scale's levels as rounding would leave them."""
-    values = balanced_values(units, scale, bits)
-    slack = np.float32(2.0 ** (2 - digits(dtype)))
-    return (np.abs(values - units) <= slack * np.abs(units)).all(axis=1)
-
-
 def _middle_scale(units: Array, estimate: Array, bits: int, dtype: mx.Dtype, step: int) -> Array:
-    """Return the middle of all scales under which each weight is rounded to itself, at codes near an estimate.
+    """Return the middle of all scales near an estimate under which each weight is rounded to itself.
 
     If there is only one such float32, the middle may be its neighbour, because the bounds are exact: `step` -1
     and 1 take the floats next to the middle.
@@ -221,7 +207,6 @@ class AffineGrids(NamedTuple):
 
     @classmethod
     def none(cls, count: int) -> AffineGrids:
-        """Return zeros for units of which none is on a grid."""
         return cls(np.zeros(count, np.float32), np.zeros(count, np.float32), np.zeros(count, bool))
 
 
@@ -235,14 +220,8 @@ def affine_codes(units: Array, scale: Array, bias: Array, bits: int) -> Array:
 def mlx_codes(units: Array, bits: int, dtype: mx.Dtype, search: bool) -> tuple[Array, AffineGrids]:
     """Return groups in MLX's own format: codes (U, L) uint8, scales and biases.
 
-    Groups that are on a grid get its codes; `mx.quantize` packs the others. Applied to its own numbers,
-    `mx.quantize` stretches the grid over both ends of a group, and about every sixth group gets other codes.
-
-    Args:
-        units: (U, L) float32; L is a group size that MLX has.
-        bits: 2, 4 or 8.
-        dtype: type of the weights, and of scales and biases.
-        search: False leaves all units to `mx.quantize`.
+    Groups that are on a grid get its codes; `mx.quantize` packs the others, and all unless `search`. Applied
+    to its own numbers, `mx.quantize` stretches the grid over both ends: about every sixth group changes.
     """
     words, *parts = mx.quantize(mx.array(units).astype(dtype), units.shape[1], bits)
     codes = np.array(unpack_codes(words, bits))
@@ -262,16 +241,11 @@ def mlx_codes(units: Array, bits: int, dtype: mx.Dtype, search: bool) -> tuple[A
 
 
 def mlx_grids(units: Array, bits: int, dtype: mx.Dtype) -> AffineGrids:
-    """Find grids of `mx.quantize` that weights are on.
+    """Find grids of `mx.quantize` that weights (U, L) float32 are on, which were rounded to `dtype`.
 
     `mx.quantize` gives code 0 to a group's weight of largest magnitude, which is the bias, and divides it by a
     whole number for the scale. The other end of the group has the last code or the one before it. Scales that
-    may have been taken are tried; one is accepted if it gives all weights back bit for bit.
-
-    Args:
-        units: (U, L) float32.
-        bits: 2, 4 or 8.
-        dtype: type that the weights were rounded to. Scales and biases may have been of any type.
+    may have been taken, of any type, are tried; one is accepted if it gives all weights back bit for bit.
     """
     result = AffineGrids.none(len(units))
     low, high = units.min(axis=1), units.max(axis=1)
@@ -304,11 +278,7 @@ def mlx_grids(units: Array, bits: int, dtype: mx.Dtype) -> AffineGrids:
 def _reproduces_affine(
     units: Array, codes: Array, scale: Array, bias: Array, dtype: mx.Dtype
 ) -> Array:
-    """Return (U,), True for units that codes (U, L) under scales and biases (U,) give back bit for bit.
-
-    The numbers may have been computed in float32 and rounded then, as here, or in their own type, as in
-    `mx.dequantize`.
-    """
+    """Return (U,), True for units that codes (U, L) under scales and biases (U,) give back bit for bit."""
     products = codes.astype(np.float32) * scale[:, None]
     bias = bias[:, None]
     same = (round_to(products + bias, dtype) == units).all(axis=1)
@@ -342,15 +312,11 @@ def _stored_grids(units: Array, bits: int, dtype: mx.Dtype) -> AffineGrids:
 
 
 def any_grids(units: Array, centers: Array, bits: int, dtype: mx.Dtype) -> AffineGrids:
-    """Find grids with any positive scale and any bias that weights are on, the finest ones.
+    """Find grids with any positive scale and any bias that weights (U, L) float32 are on, the finest ones.
 
-    Args:
-        units: (U, L) float32.
-        centers: (U,), numbers near the middle of the codes. Where a unit has fewer levels than there are codes,
-            they decide which codes the levels get.
-        bits: 2, 4 or 8. If `dtype` has no more digits than that, its numbers can't tell levels apart, and only
-            constant units are found.
-        dtype: type that the weights were rounded to.
+    `centers` (U,) are numbers near the middle of the codes. Where a unit has fewer levels than there are
+    codes, they decide which codes the levels get. If `dtype`, to which weights were rounded, has no more
+    digits than `bits`, its numbers can't tell levels apart, and only constant units are found.
     """
     result = AffineGrids.none(len(units))
     low, high = units.min(axis=1), units.max(axis=1)
@@ -359,7 +325,12 @@ def any_grids(units: Array, centers: Array, bits: int, dtype: mx.Dtype) -> Affin
     if digits(dtype) <= bits:
         return result
     left, top = np.flatnonzero(~flat), 2**bits - 1
-    share, slack = _shares_of_range(units[left, :16], low[left], high[left], dtype)
+    # Where weights are in their unit's range, 0 to 1, and how far rounding may have moved them.
+    part, width = units[left, :16], (high - low)[left, None]
+    ends = np.maximum(np.abs(low), np.abs(high))[left, None]
+    moved = (np.abs(part) + ends) * np.float32(2.0 ** -digits(dtype))
+    moved += np.float32(_SMALLEST.get(dtype, 0))
+    share, slack = (part - low[left, None]) / width, moved / width + np.float32(2.0**-21)
     few, few_slack = (np.ascontiguousarray(array[:, :3]) for array in (share, slack))
     for steps in range(top, 0, -1):
         near = np.flatnonzero(_are_whole(few, few_slack, steps) & ~result.found[left])
@@ -383,25 +354,8 @@ def any_grids(units: Array, centers: Array, bits: int, dtype: mx.Dtype) -> Affin
     return result
 
 
-def _shares_of_range(units: Array, low: Array, high: Array, dtype: mx.Dtype) -> tuple[Array, Array]:
-    """Return where weights (U, S) are in their unit's range, 0 to 1, and how far rounding may have moved
-    them.
-    """
-    width = (high - low)[:, None]
-    ends = np.maximum(np.abs(low), np.abs(high))[:, None]
-    moved = (np.abs(units) + ends) * np.float32(2.0 ** -digits(dtype))
-    moved += np.float32(_SMALLEST.get(dtype, 0))
-    return (units - low[:, None]) / width, moved / width + np.float32(2.0**-21)
-
-
 def _are_whole(share: Array, slack: Array, steps: int) -> Array:
-    """Return (U,) bool, True for units whose weights may all be on one of `steps` equal steps of the range.
-
-    Args:
-        share: (U, S), where weights are in their unit's range, 0 to 1.
-        slack: how far rounding may have moved the shares.
-        steps: number of steps.
-    """
+    """Return (U,), True for units whose weights may all be on one of `steps` equal steps of the range."""
     place = share * np.float32(steps)
     return np.asarray((np.abs(place - np.rint(place)) <= slack * np.float32(steps)).all(axis=1))
 
@@ -409,22 +363,12 @@ def _are_whole(share: Array, slack: Array, steps: int) -> Array:
 def _fit_line(
     units: Array, low: Array, high: Array, steps: int, dtype: mx.Dtype
 ) -> tuple[Array, Array, Array]:
-    """Find a scale and a bias for each unit (weights that share them) with which codes reproduce its weights.
+    """Find a scale and a bias for each unit with which codes 0 to `steps` reproduce its weights.
 
     Under a scale s, a bias has to be at least every `lower - s * code` and at most every `upper - s * code`,
     where `lower` to `upper` are the numbers that round to a weight. The gap between these two bounds is a
     concave function of s. Its maximum is bisected by the sign of its slope, until 2/3 of it are reached, or it
-    is known to be below 0.
-
-    Args:
-        units: (U, L) float32, the weights of each unit.
-        low, high: (U,) float32, numbers that get code 0 and code `steps`.
-        steps: the last code.
-        dtype: type that the weights were rounded to.
-
-    Returns:
-        Scales (U,) and biases (U,), float32; and (U,) bool, True for units whose weights all come back after
-        rounding to `dtype`.
+    is known to be below 0. Returns scales and biases (U,), and True (U,) where all weights come back.
     """
     codes = np.rint((units - low[:, None]) * (np.float32(steps) / (high - low))[:, None])
     upper, lower = _roundable(units, low, high, dtype)
@@ -444,9 +388,8 @@ def _fit_line(
         for kept, new in ((scale, at), (bias, (most + least) / 2), (widest, gap)):
             kept[rows[better]] = new[better]
         left[rows[rises]], right[rows[~rises]] = at[rises], at[~rises]
-        gain = (
-            steps * (right - left)[rows] / 2
-        )  # the gap rises by `steps` per unit of the scale at most
+        # The gap rises by `steps` per unit of the scale at most.
+        gain = steps * (right - left)[rows] / 2
         found = widest[rows]
         rows = rows[(found < enough[rows]) & (found < 2 * gain) & (found + gain >= 0)]
         if not len(rows):
@@ -455,10 +398,7 @@ def _fit_line(
 
 
 def _roundable(units: Array, low: Array, high: Array, dtype: mx.Dtype) -> tuple[Array, Array]:
-    """Return the largest and smallest numbers, float64, that are these weights once rounded to `dtype`.
-
-    They may be off by the error of float32 in terms as large as the ends of their unit.
-    """
+    """Return the largest and smallest numbers, float64, that are these weights once rounded to `dtype`."""
     magnitude = np.abs(units)
     power = (magnitude.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
     away = power * np.float32(2.0 ** -digits(dtype))

@@ -78,7 +78,19 @@ class _Packed(nn.Module):
         Raises:
             CheckpointError: if a code does not fit, K does not fill whole words, or the parts do not fit.
         """
-        _check_codes(codes, bits, name)
+        if bits not in BITS:
+            raise CheckpointError(f"{name}: bits is {bits!r}; allowed are {_listed(BITS)}.")
+        if codes.ndim != 2 or not mx.issubdtype(codes.dtype, mx.integer):
+            raise CheckpointError(
+                f"{name}: codes are {_described(codes)}; integers of shape [N, K] are needed."
+            )
+        check_width(codes.shape[1], bits, name)
+        low, high = codes.min().item(), codes.max().item()
+        if low < 0 or high >= 2**bits:
+            raise CheckpointError(
+                f"{name}: codes reach from {low} to {high}; {bits} bits hold 0 to {2**bits - 1}. Take more "
+                "bits, or subtract the lowest code."
+            )
         packed = PackedWeight(pack_codes(codes, bits), bits, mode, scales, biases, table)
         check_packed(packed, name)
         return cls(packed, **options)
@@ -109,7 +121,6 @@ class _Packed(nn.Module):
         return self.packed.group_size
 
     def dequantize(self, dtype: mx.Dtype = mx.float32) -> mx.array:
-        """Return the matrix as numbers, (N, K)."""
         return dequantize(self.packed, dtype)
 
     def _format(self) -> str:
@@ -124,15 +135,11 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed):
-    """`y = x W^T + bias` with a packed `W`, plus `scale * B A x` if its model runs with adapters.
+    """`y = x W^T + bias` with a packed `W` (N, K), plus `scale * B A x` if its model runs with adapters.
 
     While the layer trains (`self.training`), the product is the differentiable reference; otherwise the
-    fastest kernel for the device and the shape runs.
-
-    Args:
-        packed: the matrix, (N, K).
-        bias: (N,), or None.
-        activation_bits: 16, or 8 to let a kernel round activations to int8, which is faster and less exact.
+    fastest kernel for the device and the shape runs. `activation_bits` is 16, or 8 to let a kernel round
+    activations to int8, which is faster and less exact.
     """
 
     adapters: LayerAdapters | None = None  # set if the layer's model is bound to adapters
@@ -147,7 +154,6 @@ class PackedLinear(_Packed):
             self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map (..., K) to (..., N) in the dtype of `x`."""
         matmul = reference.packed_matmul if self.training else packed_matmul
         packed, low_rank, bits = self.operands(x.shape[0])
         adapters = () if low_rank is None else (low_rank,)
@@ -162,7 +168,6 @@ class PackedLinear(_Packed):
         return self.packed, low_rank, self._activation_bits
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
-        """Return the same layer with a float matrix."""
         packed = self.packed
         linear = nn.Linear(packed.in_dims, packed.out_dims, bias="bias" in self)
         linear.weight = self.dequantize(dtype)
@@ -179,13 +184,7 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """Embedding whose packed matrix is also the head.
-
-    Args:
-        packed: the matrix, (vocab_size, K).
-        dtype: type of the rows that a lookup returns.
-        activation_bits: bits of activations in `as_linear`, see `PackedLinear`.
-    """
+    """Embedding whose packed matrix (vocab_size, K) is also the head; a lookup returns rows of `dtype`."""
 
     def __init__(
         self, packed: PackedWeight, dtype: mx.Dtype = mx.float32, activation_bits: int = 16
@@ -196,7 +195,6 @@ class PackedEmbedding(_Packed):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Type of the rows that a lookup returns."""
         return getattr(mx, self._dtype)
 
     @dtype.setter
@@ -204,7 +202,6 @@ class PackedEmbedding(_Packed):
         self._dtype = str(dtype).rpartition(".")[2]  # a Dtype can't be copied or pickled
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Map (...) integers to (..., K)."""
         lookup = reference.packed_embedding if self.training else packed_embedding
         return lookup(tokens, self.packed, self.dtype)
 
@@ -214,7 +211,6 @@ class PackedEmbedding(_Packed):
         return matmul(x, self.packed, ProductOptions(activation_bits=self.activation_bits))
 
     def to_embedding(self, dtype: mx.Dtype = mx.float32) -> nn.Embedding:
-        """Return the same layer with a float matrix."""
         packed = self.packed
         embedding = nn.Embedding(packed.out_dims, packed.in_dims)
         embedding.weight = self.dequantize(dtype)
@@ -228,10 +224,7 @@ class PackedEmbedding(_Packed):
 def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -> nn.Module:
     """Return a packed layer that replaces a linear layer, whose bias it keeps, or an embedding.
 
-    Args:
-        module: the layer to replace.
-        packed: the matrix of the new layer.
-        dtype: type of the rows that an embedding returns.
+    `dtype` is the type of the rows that an embedding returns.
     """
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):
         return PackedEmbedding(packed, dtype).train(module.training)
@@ -256,24 +249,8 @@ def set_activation_bits(model: nn.Module, bits: int) -> None:
         layer.activation_bits = bits
 
 
-def _check_codes(codes: mx.array, bits: int, name: str) -> None:
-    if bits not in BITS:
-        raise CheckpointError(f"{name}: bits is {bits!r}; allowed are {_listed(BITS)}.")
-    if codes.ndim != 2 or not mx.issubdtype(codes.dtype, mx.integer):
-        raise CheckpointError(
-            f"{name}: codes are {_described(codes)}; integers of shape [N, K] are needed."
-        )
-    check_width(codes.shape[1], bits, name)
-    low, high = codes.min().item(), codes.max().item()
-    if low < 0 or high >= 2**bits:
-        raise CheckpointError(
-            f"{name}: codes reach from {low} to {high}; {bits} bits hold 0 to {2**bits - 1}. Take more bits, "
-            "or subtract the lowest code."
-        )
-
-
 def check_width(in_dims: int, bits: int, name: str) -> None:
-    """Raise `CheckpointError`, which has the layer's `name`, unless `in_dims` codes fill whole 32-bit words."""
+    """Raise `CheckpointError` unless `in_dims` codes fill whole 32-bit words."""
     if in_dims * bits % 32:
         raise CheckpointError(
             f"{name} has {in_dims} inputs, which can't be packed in {bits} bits: rows have to fill 32-bit "

@@ -63,12 +63,7 @@ def layer_rules(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> dict[str, QuantizationRule]:
-    """Return the rule of every layer of a float model that gets packed, by its path; see `quantize_model`.
-
-    Raises:
-        ConfigError, CheckpointError: name the layer that can't be packed by its rule; ConfigError if no layer
-            is chosen.
-    """
+    """Return the rule of every layer of a float model that gets packed, by its path; see `quantize_model`."""
     choose = rule_chooser(rule, embedding_rule, predicate)
     rules = {}
     for path, module in model.named_modules():
@@ -85,10 +80,7 @@ def rule_chooser(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> Callable[[str, nn.Module], QuantizationRule | None]:
-    """Return a function that returns the rule of a layer, None if it stays float; see `quantize_model`.
-
-    The function raises `ConfigError`, which names the layer.
-    """
+    """Return a function that returns the rule of a layer, None if it stays float; see `quantize_model`."""
     outer = embedding_rule or dataclasses.replace(rule, bits=max(rule.bits, 4))
 
     def choose(path: str, module: nn.Module) -> QuantizationRule | None:
@@ -147,9 +139,7 @@ def quantized_config(
 
 
 def with_quantization(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json with `entries` as `quantization`; without that key if `entries` is
-    empty.
-    """
+    """Return the content of config.json with `entries` as `quantization`; without that key if it is empty."""
     keys = ("quantization", "quantization_config")
     others = {key: value for key, value in config.items() if key not in keys}
     return others | dict.fromkeys(keys, entries) if entries else others
@@ -160,9 +150,7 @@ def quantization_entries(
 ) -> dict[str, Any]:
     """Return the content of `quantization`: the commonest rule, and the layers that differ.
 
-    Args:
-        rules: rules of the packed layers, by path.
-        fused: paths of fused QKV layers, for which mlx-lm's `to_quantized` takes no mode. Their entry has none.
+    mlx-lm's `to_quantized` of `fused` QKV layers takes no mode: their entries have none.
     """
     commonest, _ = Counter(rules.values()).most_common(1)[0]
     entries: dict[str, Any] = commonest.to_dict()

@@ -62,11 +62,7 @@ class QuantizationRule:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationRule:
-        """Parse a layer's entry of `config.json`.
-
-        Raises:
-            ConfigError: names every unknown key.
-        """
+        """Parse a layer's entry of `config.json`; `ConfigError` names every unknown key."""
         unknown = sorted(map(str, set(values) - set(RULE_KEYS)))
         if unknown:
             raise ConfigError(
@@ -89,11 +85,7 @@ class QuantizationRule:
         )
 
     def check(self, shape: tuple[int, ...], name: str) -> None:
-        """Raise unless a matrix can be packed by this rule.
-
-        Args:
-            shape: (N, K).
-            name: the layer's name, for errors.
+        """Raise unless a matrix (N, K) can be packed by this rule.
 
         Raises:
             CheckpointError: if a row does not fill whole words.
@@ -126,10 +118,9 @@ class QuantizationRule:
         return parts | {"biases": per} if self.mode == "affine" else parts
 
     def nbytes(self, shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> int:
-        """Return the bytes of a packed matrix in a folder, scales and tables included.
+        """Return the bytes of a packed matrix (N, K) in a folder, scales and tables included.
 
         Args:
-            shape: (N, K).
             dtype: type of the folder's floats, and of scales in MLX's own format. Other scales are float32.
         """
         width = dtype.size if self.is_mlx_format else 4
@@ -160,9 +151,7 @@ AFM_RULE = QuantizationRule()
 
 AFM_EMBEDDING_RULE = QuantizationRule(bits=4)
 
-PRESET_RULES = {
-    "afm-2024": (QuantizationRule(4, "palette"), QuantizationRule(8)),
-}
+PRESET_RULES = {"afm-2024": (QuantizationRule(4, "palette"), QuantizationRule(8))}
 """Rules of linear layers and of the embedding, for presets that differ from the 3B.
 
 Source: arXiv 2407.21075, its part on compression: every 16 rows share a table of 16 entries, and the

@@ -63,7 +63,7 @@ class Constant:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data in the file of weights."""
+        """Bytes in the file of weights."""
         bits = next((b for b, dtype in _CODE_TYPES.items() if dtype is self.dtype), None)
         return math.prod(self.shape) * (bits or 8 * self.dtype.itemsize) // 8
 
@@ -76,7 +76,6 @@ class Constants:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all constants' data."""
         return sum(constant.nbytes for constant in self.by_key.values())
 
     def add(self, constant: Constant) -> Var:
@@ -91,7 +90,6 @@ class Constants:
         return variable
 
     def array(self, key: str, array: np.ndarray) -> Var:
-        """Return the variable of an array in memory."""
         return self.add(Constant(key, array.shape, array.dtype, lambda: array))
 
 
@@ -99,10 +97,7 @@ class Constants:
 class Weight:
     """A matrix in the function that is being built; row i is `row_scales[i] * numbers[i]`.
 
-    Args:
-        key: name of its constants.
-        numbers: the variable, (rows, K, *axes).
-        row_scales: (rows,); None for ones.
+    `numbers` is (rows, K, *axes); `row_scales` is (rows,), or None for ones.
     """
 
     key: str
@@ -114,13 +109,8 @@ class Weight:
 class CodeMapping:
     """How codes of some rows become numbers: `(table[code] - offset) * scale * row_scales`.
 
-    Factors that are None are left out; without a table, the code is its own entry.
-
-    Args:
-        table: (tables, 2**bits); the number of tables divides the number of rows.
-        scale: (rows, 1) or (rows, groups).
-        offset: in the shape of `scale`.
-        row_scales: (rows,).
+    Factors that are None are left out; without a table, the code is its own entry. Shapes are
+    (tables, 2**bits), (rows, 1) or (rows, groups) for scale and offset, and (rows,).
     """
 
     table: np.ndarray | None = None
@@ -130,12 +120,7 @@ class CodeMapping:
 
 
 class MatrixConstants:
-    """The matrices of a program.
-
-    Args:
-        constants: collects the arrays.
-        dtype: the type that the program computes in.
-    """
+    """The matrices of a program that computes in `dtype`."""
 
     def __init__(self, constants: Constants, dtype: Float) -> None:
         self._constants, self._dtype = constants, dtype
@@ -144,12 +129,9 @@ class MatrixConstants:
     def matrix(
         self, matrix: StoredMatrix, rows: slice | None = None, axes: tuple[int, ...] = ()
     ) -> Weight:
-        """Add a matrix to the function that is being built.
+        """Add a matrix, or a range of its rows in the program's order, to the function that is being built.
 
-        Args:
-            matrix: the matrix.
-            rows: a range of its rows, in the program's order; None for all.
-            axes: further axes of length 1, for the weight of a convolution.
+        `axes` are further axes of length 1, for the weight of a convolution.
 
         Raises:
             AFMError: for scales that `dtype` can't hold.

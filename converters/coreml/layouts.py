@@ -23,7 +23,7 @@ from typing import NamedTuple
 import coremltools as ct
 import numpy as np
 from coremltools.converters.mil import Builder as mb
-from coremltools.converters.mil.mil import Function, Program, Var, get_new_symbol, types
+from coremltools.converters.mil.mil import Function, Var, get_new_symbol, types
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.coreml.compression import Constants, MatrixConstants, Weight
@@ -41,14 +41,10 @@ _MAX_ROWS = 1 << 14
 
 
 class TokenPositions(NamedTuple):
-    """Columns of a call's tokens, and what attention computes from them.
+    """Columns of a call's tokens, and what attention computes from them, in the layout's shape.
 
-    Args:
-        first: (1,) int32, column of the first token.
-        after: (1,) int32, column after the last token.
-        cos: cosines of RoPE's angles, in the layout's shape.
-        sin: their sines.
-        mask: added to scores, in the layout's shape.
+    `first` and `after` are (1,) int32: the column of the first token, and the one after the last token.
+    The mask is added to scores.
     """
 
     first: Var
@@ -59,25 +55,14 @@ class TokenPositions(NamedTuple):
 
 
 class Caches:
-    """The states of a function: keys and values of all writing blocks.
-
-    Args:
-        keys, values: states, (writing blocks, num_kv_heads, columns, head_dim) float16.
-    """
+    """The states of a function: keys and values, (writing blocks, num_kv_heads, columns, head_dim) float16."""
 
     def __init__(self, keys: Var, values: Var) -> None:
         self._states = {"keys": keys, "values": values}
         self._now = {name: mb.read_state(input=state) for name, state in self._states.items()}
 
     def write(self, name: str, block: int, new: Var, positions: TokenPositions) -> None:
-        """Write a block's keys or values into the state, at the positions of a call's tokens.
-
-        Args:
-            name: the state, "keys" or "values".
-            block: index of the block among those that write.
-            new: (1, num_kv_heads, L, head_dim).
-            positions: positions of the call's tokens.
-        """
+        """Write a block's keys or values (1, num_kv_heads, L, head_dim) at the positions of a call's tokens."""
         now = self._now[name]
         _, heads, _, width = now.shape
         corner = [np.array([block, 0], np.int32), positions.first, np.array([0], np.int32)]
@@ -91,13 +76,7 @@ class Caches:
         self._now[name] = mb.coreml_update_state(state=self._states[name], value=updated)
 
     def read(self, name: str, block: int, dtype: str) -> Var:
-        """Return a block's keys or values at all positions, (1, num_kv_heads, positions, head_dim).
-
-        Args:
-            name: the state, "keys" or "values".
-            block: index of the block among those that write.
-            dtype: type of the result, "fp16" or "fp32".
-        """
+        """Return a block's keys or values at all positions, (1, num_kv_heads, positions, head_dim)."""
         now = self._now[name]
         part = mb.slice_by_index(x=now, begin=[block, 0, 0, 0], end=[block + 1, *now.shape[1:]])
         return part if dtype == "fp16" else mb.cast(x=part, dtype=dtype)
@@ -106,12 +85,7 @@ class Caches:
 class Layout(ABC):
     """An arrangement of operators; one object builds one function. `x` are activations in the layout's shape.
 
-    Args:
-        source: the model.
-        constants: collects vectors.
-        matrices: collects matrices.
-        dtype: the type to compute in.
-        adapter: added to the matrices; None for no adapter.
+    `constants` and `matrices` collect what the function uses; it computes in `dtype`.
     """
 
     weight_axes: tuple[int, ...]
@@ -141,12 +115,7 @@ class Layout(ABC):
 
     @abstractmethod
     def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
-        """Return what attention needs to know about the positions of a call's tokens.
-
-        Args:
-            columns: (1, L) int32, position of each token.
-            first, after: see `TokenPositions`.
-        """
+        """Return what attention needs to know about tokens in `columns` (1, L) int32; see `TokenPositions`."""
 
     @abstractmethod
     def norm(self, x: Var, name: str) -> Var:
@@ -158,47 +127,29 @@ class Layout(ABC):
 
     @abstractmethod
     def queries(self, x: Var, weight: np.ndarray, positions: TokenPositions) -> Var | list[Var]:
-        """Apply RoPE and a norm with `weight` to projected queries x; return them as an argument of
-        `attend`.
-        """
+        """Return projected queries x after RoPE and a norm with `weight`, as an argument of `attend`."""
 
     @abstractmethod
     def keys(self, x: Var, weight: np.ndarray, positions: TokenPositions, codes: bool) -> Var:
-        """Apply RoPE and a norm with `weight` to projected keys x; return (1, num_kv_heads, L, head_dim).
-
-        Args:
-            x: the projected keys.
-            weight: weight of the norm.
-            positions: positions of the call's tokens.
-            codes: True to round the result to int8 codes, False if the state holds floats.
-        """
+        """Return projected keys x after RoPE and a norm, (1, num_kv_heads, L, head_dim), int8 if `codes`."""
 
     @abstractmethod
     def values(self, x: Var, factor: float, codes: bool) -> Var:
-        """Return projected values x in the shape of the state, (1, num_kv_heads, L, head_dim).
-
-        Args:
-            x: the projected values.
-            factor: factor that makes codes of numbers, the inverse of their scale; unused if `codes` is False.
-            codes: True to return int8 codes (x times `factor`, rounded), False if the state holds floats.
-        """
+        """Return projected values x, (1, num_kv_heads, L, head_dim); if `codes`, `x * factor` as int8."""
 
     @abstractmethod
     def attend(
         self, queries: Var | list[Var], keys: Var, values: Var, positions: TokenPositions
     ) -> Var:
-        """Return attention's outputs of all heads, side by side as x; `keys` and `values` are results of
-        `Caches.read`.
-        """
+        """Return the outputs of all heads side by side, as x; `keys` and `values` come from `Caches.read`."""
 
     @abstractmethod
-    def logits(self, x: Var) -> Var:
-        """Return logits (1, vocab_size) for one token's x after the final norm."""
+    def logits(self, x: Var) -> Var: ...
 
     # -- what they share
 
     def write(self, x: Var, block: int, positions: TokenPositions, caches: Caches) -> Var:
-        """Write a writing block's keys and values into the states; returns its projected queries."""
+        """Write a writing block's keys and values into the states; return its projected queries."""
         config, path = self.config, f"model.layers.{block}"
         qkv = self.linear(
             self.norm(x, f"{path}.input_layernorm.weight"), f"{path}.self_attn.qkv_proj"
@@ -265,21 +216,17 @@ class Layout(ABC):
         return mb.mul(x=y, y=self._row_scales(weight, self.feature_shape))
 
     def rows(self, weight: Weight, indices: Var) -> Var:
-        """Return rows (1, L, K) of a matrix of the model; `indices` are (1, L) int32."""
-        found = mb.gather(x=weight.numbers, indices=indices, axis=0, validate_indices=False)
+        """Return rows (1, L, K) of a matrix of the model at `indices` (1, L) int32."""
+        where = {"indices": indices, "axis": 0, "validate_indices": False}
+        found = mb.gather(x=weight.numbers, **where)
         if weight.row_scales is None:
             return found
-        scales = self._row_scales(weight, (-1, 1))
-        return mb.mul(
-            x=found, y=mb.gather(x=scales, indices=indices, axis=0, validate_indices=False)
-        )
+        return mb.mul(x=found, y=mb.gather(x=self._row_scales(weight, (-1, 1)), **where))
 
     def split(self, x: Var, widths: list[int]) -> list[Var]:
-        """Split x along its features."""
         return list(mb.split(x=x, split_sizes=widths, axis=self.feature_axis))
 
     def join(self, parts: list[Var]) -> Var:
-        """Concatenate along features."""
         return mb.concat(values=parts, axis=self.feature_axis)
 
     def _row_scales(self, weight: Weight, shape: tuple[int, ...]) -> Var:
@@ -302,21 +249,15 @@ class Layout(ABC):
         return key, float(self._source.vector(f"{path}_value_scale"))
 
     def _rope(self, columns: Var) -> tuple[Var, Var]:
-        """Return cosines and sines (L, head_dim / 2) of RoPE's angles, float32.
-
-        The angle of column 64 a + b is the sum of two from tables: a GPU's own cosine is inexact for large
-        angles.
-        """
+        """Return cosines and sines (L, head_dim / 2) of RoPE's angles, float32."""
         half, length = self.config.head_dim // 2, self.config.context_length
         frequencies = self.config.rope_theta ** -(np.arange(half, dtype=np.float64) / half)
         flat = mb.reshape(x=columns, shape=[-1])
         high = mb.floor_div(x=flat, y=np.int32(_STRIDE))
         low = mb.sub(x=flat, y=mb.mul(x=high, y=np.int32(_STRIDE)))
         parts = []
-        for name, index, numbers in (
-            ("high", high, np.arange(0, length, _STRIDE)),
-            ("low", low, np.arange(_STRIDE)),
-        ):
+        every, first = np.arange(0, length, _STRIDE), np.arange(_STRIDE)
+        for name, index, numbers in (("high", high, every), ("low", low, first)):
             angles = numbers[:, None] * frequencies
             for kind, table in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
                 whole = self._constants.array(f"rope.{name}.{kind}", table.astype(np.float32))
@@ -361,9 +302,8 @@ class LinearLayout(Layout):
     def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
         config = self.config
         cos, sin = self._rope(columns)
-        every = self._constants.array(
-            "columns", np.arange(config.context_length, dtype=np.int32)[None]
-        )
+        every = np.arange(config.context_length, dtype=np.int32)[None]
+        every = self._constants.array("columns", every)
         seen = mb.less_equal(x=every, y=mb.transpose(x=columns, perm=[1, 0]))
         hidden = mb.sub(x=np.float32(1), y=mb.cast(x=seen, dtype="fp32"))
         mask = mb.expand_dims(x=mb.mul(x=hidden, y=np.float32(_HIDDEN)), axes=[0, 1])
@@ -377,10 +317,8 @@ class LinearLayout(Layout):
 
     def _norm(self, x: Var, weight: Var | np.ndarray) -> Var:
         square = mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[-1], keep_dims=True)
-        return mb.mul(
-            x=mb.mul(x=x, y=mb.rsqrt(x=square, epsilon=np.float32(self.config.rms_norm_eps))),
-            y=weight,
-        )
+        inverse = mb.rsqrt(x=square, epsilon=np.float32(self.config.rms_norm_eps))
+        return mb.mul(x=mb.mul(x=x, y=inverse), y=weight)
 
     def product(self, x: Var, weight: Var) -> Var:
         # Core ML's linear layer needs a bias; zeros are written once for each length.
@@ -410,7 +348,6 @@ class LinearLayout(Layout):
     def _rotated_and_normed(
         self, x: Var, heads: int, weight: np.ndarray, positions: TokenPositions
     ) -> Var:
-        """Return RoPE and norm of heads, (1, heads, L, head_dim) float32."""
         x = self._heads(mb.cast(x=x, dtype="fp32"), heads)
         return self._norm(self._rotated(x, positions, -1), weight.astype(np.float32))
 
@@ -475,9 +412,8 @@ class ChannelLayout(Layout):
             mb.cast(x=mb.transpose(x=part, perm=[1, 0]), dtype=self._dtype)
             for part in self._rope(columns)
         )
-        every = self._constants.array(
-            "columns.first", np.arange(config.context_length, dtype=np.int32)[:, None]
-        )
+        every = np.arange(config.context_length, dtype=np.int32)[:, None]
+        every = self._constants.array("columns.first", every)
         seen = mb.cast(x=mb.less_equal(x=every, y=columns), dtype=self._dtype)
         kind = self._np_dtype.type
         mask = mb.mul(x=mb.sub(x=kind(1), y=seen), y=kind(_HIDDEN))
@@ -517,8 +453,8 @@ class ChannelLayout(Layout):
         share = config.num_heads // config.num_kv_heads
         weight = weight / np.sqrt(config.head_dim)
         q = self._rotated_and_normed(x, config.num_heads, weight, positions)
-        alone = config.num_kv_heads == 1
-        groups = [q] if alone else mb.split(x=q, num_splits=config.num_kv_heads, axis=1)
+        count = config.num_kv_heads
+        groups = [q] if count == 1 else mb.split(x=q, num_splits=count, axis=1)
         found = []
         for group in groups:
             turned = group if share == 1 else mb.transpose(x=group, perm=[0, 2, 1, 3])
@@ -543,7 +479,6 @@ class ChannelLayout(Layout):
     def _rotated_and_normed(
         self, x: Var, heads: int, weight: np.ndarray, positions: TokenPositions
     ) -> Var:
-        """Return RoPE and norm of heads, (1, heads, head_dim, L)."""
         rotated = self._rotated(self._heads(x, heads), positions, 2)
         held = self._held(weight, "a norm's weight with the scale of int8 keys")
         return self._norm(rotated, held[None, None, :, None], 2)
@@ -555,13 +490,9 @@ class ChannelLayout(Layout):
         share = config.num_heads // config.num_kv_heads
         outputs = []
         for head, q in enumerate(queries):
+            end = [1, head + 1, config.context_length, config.head_dim]
             k, v = (
-                mb.slice_by_index(
-                    x=part,
-                    begin=[0, head, 0, 0],
-                    end=[1, head + 1, config.context_length, config.head_dim],
-                )
-                for part in (keys, values)
+                mb.slice_by_index(x=part, begin=[0, head, 0, 0], end=end) for part in (keys, values)
             )
             k = mb.transpose(x=k, perm=[0, 2, 1, 3])  # (1, columns, 1, head_dim)
             v = mb.transpose(x=v, perm=[0, 3, 1, 2])  # (1, head_dim, 1, columns)
@@ -586,22 +517,8 @@ class ChannelLayout(Layout):
 # -- functions
 
 
-def add_functions(
-    program: Program, prefill: Layout, decode: Layout, lengths: Sequence[int], suffix: str = ""
-) -> None:
-    """Add a pair of functions to a program.
-
-    Args:
-        program: the program.
-        prefill, decode: the layouts that build the two functions.
-        lengths: numbers of tokens that `prefill` takes.
-        suffix: appended to the functions' names.
-    """
-    program.add_function(f"prefill{suffix}", _prefill(prefill, lengths))
-    program.add_function(f"decode{suffix}", _decode(decode))
-
-
-def _prefill(layout: Layout, lengths: Sequence[int]) -> Function:
+def prefill_function(layout: Layout, lengths: Sequence[int]) -> Function:
+    """Build the function `prefill`, which takes each of `lengths` tokens."""
     config = layout.config
     function = _function(config, lengths[0] if len(lengths) == 1 else get_new_symbol())
     with function:
@@ -609,11 +526,8 @@ def _prefill(layout: Layout, lengths: Sequence[int]) -> Function:
         # Columns (1, L) of the tokens: a running sum of ones, whose length follows from the tokens' type.
         ones = mb.add(x=mb.mul(x=tokens, y=np.int32(0)), y=np.int32(1))
         columns = mb.add(x=mb.cumsum(x=ones, axis=1), y=mb.sub(x=first, y=np.array([1], np.int32)))
-        after = mb.add(
-            x=mb.reduce_max(x=columns, axes=[1], keep_dims=False),
-            y=np.array([1], np.int32),
-            name="next_position",
-        )
+        highest = mb.reduce_max(x=columns, axes=[1], keep_dims=False)
+        after = mb.add(x=highest, y=np.array([1], np.int32), name="next_position")
         positions = layout.positions(columns, first, after)
         x = layout.embed(tokens)
         last = config.num_kv_layers - 1
@@ -627,21 +541,20 @@ def _prefill(layout: Layout, lengths: Sequence[int]) -> Function:
     return function
 
 
-def _decode(layout: Layout) -> Function:
+def decode_function(layout: Layout) -> Function:
+    """Build the function `decode`."""
     config = layout.config
     function = _function(config, 1)
     with function:
         tokens, first, caches = _inputs(function)
         after = mb.add(x=first, y=np.array([1], np.int32))
-        columns = mb.expand_dims(x=first, axes=[0])
-        positions = layout.positions(columns, first, after)
+        positions = layout.positions(mb.expand_dims(x=first, axes=[0]), first, after)
         x = layout.embed(tokens)
         for block in range(config.num_kv_layers):
             x = layout.writing_block(x, block, positions, caches)
         for block in range(config.num_kv_reuse_layers):
             x = layout.reuse_block(x, block, positions, caches)
-        x = layout.norm(x, "model.output_norm.weight")
-        function.set_outputs([layout.logits(x)])
+        function.set_outputs([layout.logits(layout.norm(x, "model.output_norm.weight"))])
     return function
 
 
@@ -657,7 +570,5 @@ def _function(config: ModelConfig, length: object) -> Function:
 
 
 def _inputs(function: Function) -> tuple[Var, Var, Caches]:
-    tokens, first, keys, values = (
-        function.inputs[name] for name in ("tokens", "position", *STATES)
-    )
-    return tokens, first, Caches(keys, values)
+    tokens, first, *states = (function.inputs[name] for name in ("tokens", "position", *STATES))
+    return tokens, first, Caches(*states)

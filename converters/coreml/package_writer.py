@@ -29,7 +29,13 @@ from coremltools.proto import MIL_pb2, Model_pb2
 
 from afm_mlx.checkpoint.weights import check_space
 from afm_mlx.converters.coreml.compression import Constants, MatrixConstants
-from afm_mlx.converters.coreml.layouts import TARGET, ChannelLayout, LinearLayout, add_functions
+from afm_mlx.converters.coreml.layouts import (
+    TARGET,
+    ChannelLayout,
+    LinearLayout,
+    decode_function,
+    prefill_function,
+)
 from afm_mlx.converters.coreml.source import PackagePlan
 from afm_mlx.errors import AFMError
 from afm_mlx.progress import Progress
@@ -41,12 +47,9 @@ _RECORD_BYTES = 64
 
 
 def write_package(plan: PackagePlan, folder: Path, progress: Progress | None = None) -> None:
-    """Write a model and its adapters as a Core ML package.
+    """Write a model and its adapters as a Core ML package into an empty folder NAME.mlpackage.
 
-    Args:
-        plan: the model folder, and how it is converted.
-        folder: an empty folder whose name ends with `.mlpackage`; it becomes the package.
-        progress: called with the bytes written and the total number of bytes.
+    `progress` is called with the bytes written and the total number of bytes.
 
     Raises:
         CheckpointError: if the disk has no room.
@@ -61,7 +64,8 @@ def write_package(plan: PackagePlan, folder: Path, progress: Progress | None = N
                 layout(plan.source, constants, matrices, plan.dtype, adapter) for _ in range(2)
             )
             suffix = "" if adapter is None else f"_{adapter.name}"
-            add_functions(program, prefill, decode, plan.lengths, suffix)
+            program.add_function(f"prefill{suffix}", prefill_function(prefill, plan.lengths))
+            program.add_function(f"decode{suffix}", decode_function(decode))
         program.default_function_name = "decode"
         program.export_as_multifunction = True
         metadata = {
@@ -70,7 +74,36 @@ def write_package(plan: PackagePlan, folder: Path, progress: Progress | None = N
             "prompt_lengths": json.dumps(plan.lengths),
             "adapters": json.dumps([adapter.name for adapter in plan.adapters]),
         }
-        _write_files(program, constants, folder, metadata, progress)
+        # Directories next to `folder`, in the temporary place that becomes the package.
+        weights, empty = folder.with_name(_WEIGHTS), folder.with_name("empty")
+        weights.mkdir()
+        check_space(folder, constants.nbytes)
+        try:
+            proto = _Exporter(program, weights, constants, progress).written()
+        except RuntimeError as error:  # raised by the library that writes the file
+            raise AFMError(
+                f"The file of weights of {folder.name} can't be written ({error}). Check that there is room "
+                "and permission to write."
+            ) from None
+        if progress is not None:  # a few small arrays are in the program itself
+            progress(constants.nbytes, constants.nbytes)
+        spec = CoreMLProtoExporter(
+            program, proto, None, None, None, "mlprogram", "milinternal", TARGET
+        ).export(TARGET)
+        spec.description.metadata.shortDescription = (
+            "AFM text model by afm-mlx: prefill and decode with a shared cache of keys and values"
+        )
+        spec.description.metadata.userDefined.update(metadata)
+        # `save_spec` would copy the weights: it gets an empty folder of them, and the file is moved.
+        empty.mkdir()
+        ct.utils.save_spec(spec, str(folder), weights_dir=str(empty))
+        inside = next(folder.glob(f"Data/*/{_WEIGHTS}"))
+        os.replace(weights / _FILE, inside / _FILE)
+        _make_repeatable(folder, spec)
+        for path in folder.rglob("*"):
+            # coremltools makes the description in a temporary file, which only its owner may read.
+            if path.is_file():
+                shutil.copymode(inside / _FILE, path)
 
 
 @contextmanager
@@ -82,45 +115,6 @@ def _counting_names_from_0() -> Iterator[None]:
         yield
     finally:
         Builder.name_count, Block.counter = before
-
-
-def _write_files(
-    program: Program,
-    constants: Constants,
-    folder: Path,
-    metadata: dict[str, str],
-    progress: Progress | None,
-) -> None:
-    # Directories next to `folder`, in the temporary place that becomes the package.
-    weights, empty = folder.with_name(_WEIGHTS), folder.with_name("empty")
-    weights.mkdir()
-    check_space(folder, constants.nbytes)
-    try:
-        proto = _Exporter(program, weights, constants, progress).written()
-    except RuntimeError as error:  # raised by the library that writes the file
-        raise AFMError(
-            f"The file of weights of {folder.name} can't be written ({error}). Check that there is room and "
-            "permission to write."
-        ) from None
-    if progress is not None:  # a few small arrays are in the program itself
-        progress(constants.nbytes, constants.nbytes)
-    spec = CoreMLProtoExporter(
-        program, proto, None, None, None, "mlprogram", "milinternal", TARGET
-    ).export(TARGET)
-    spec.description.metadata.shortDescription = (
-        "AFM text model by afm-mlx: prefill and decode with a shared cache of keys and values"
-    )
-    spec.description.metadata.userDefined.update(metadata)
-    # `save_spec` would copy the weights: it gets an empty folder of them, and the file is moved.
-    empty.mkdir()
-    ct.utils.save_spec(spec, str(folder), weights_dir=str(empty))
-    inside = next(folder.glob(f"Data/*/{_WEIGHTS}"))
-    os.replace(weights / _FILE, inside / _FILE)
-    _make_repeatable(folder, spec)
-    for path in folder.rglob("*"):
-        # coremltools makes the description in a temporary file, which only its owner may read.
-        if path.is_file():
-            shutil.copymode(inside / _FILE, path)
 
 
 class _Exporter(MILProtoExporter):
@@ -138,11 +132,7 @@ class _Exporter(MILProtoExporter):
         self._path = folder / _FILE
 
     def written(self) -> MIL_pb2.Program:
-        """Write the file of weights, and return the program's description.
-
-        Raises:
-            RuntimeError: if the file is incomplete.
-        """
+        """Write the file of weights, and return the program; raise `RuntimeError` if the file is incomplete."""
         proto = self.export()
         self._writer = None  # writes the rest, and can't report that it failed
         if self._path.stat().st_size < self._end:
@@ -169,13 +159,7 @@ class _Exporter(MILProtoExporter):
         )
 
     def _write(self, array: np.ndarray, dtype: type, nbytes: int) -> int:
-        """Append an array unless an equal one was written; returns the offset of its record.
-
-        Args:
-            array: numbers, or codes of one byte each.
-            dtype: their type in the program.
-            nbytes: bytes that they take in the file.
-        """
+        """Append an array of `nbytes` unless an equal one was written; return its record's offset."""
         array = np.ascontiguousarray(array.reshape(-1))
         kind = _WRITERS[dtype]
         content = (kind, hashlib.blake2b(array.view(np.uint8).data).digest())
@@ -220,7 +204,6 @@ def _make_repeatable(folder: Path, spec: Model_pb2.Model) -> None:
 
 
 def package_size(package: Path) -> tuple[int, int]:
-    """Return the bytes of a package's weights, and of all its other files."""
     sizes = {path: path.stat().st_size for path in package.rglob("*") if path.is_file()}
     weights = sum(size for path, size in sizes.items() if path.name == _FILE)
     return weights, sum(sizes.values()) - weights

@@ -34,7 +34,7 @@ _ROWS_BYTES = 32 << 20
 
 
 def check_held(array: np.ndarray, name: str) -> None:
-    """Raise `AFMError` if an array holds NaN or infinity: its type may be too narrow for its numbers."""
+    """Raise `AFMError` for NaN or infinity: the array's type may be too narrow for its numbers."""
     if not np.isfinite(array).all():
         raise AFMError(
             f"{named(name)} holds NaN, infinity, or numbers that {array.dtype} can't hold. Check the "
@@ -63,13 +63,9 @@ def half_split_rows(matrix: Matrix, head_dim: int) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix of the folder, and the order of its rows in a program.
+    """A matrix (N, K) of the folder, and the order of its rows in a program.
 
-    Args:
-        path: its path in the model.
-        shape: (N, K).
-        stored: the folder's tensors.
-        order: (N,) the folder's row of each of the program's rows; None for the same order.
+    `order` is (N,), the folder's row of each of the program's rows; None for the same order.
     """
 
     path: str
@@ -79,7 +75,6 @@ class StoredMatrix:
 
     @property
     def rule(self) -> QuantizationRule | None:
-        """The rule of a packed matrix; None for a float one."""
         return self.stored.rule if isinstance(self.stored, StoredLayer) else None
 
     def packed(self) -> PackedWeight:
@@ -88,11 +83,7 @@ class StoredMatrix:
         return self.stored.packed()
 
     def floats(self, rows: slice, dtype: Float) -> np.ndarray:
-        """Read some rows of a float matrix, in the program's order.
-
-        Raises:
-            AFMError: for numbers that the type can't hold.
-        """
+        """Read rows of a float matrix, in the program's order; raise `AFMError` for numbers that overflow."""
         assert isinstance(self.stored, StoredParameter)
         stored = self.stored.rows()
         wanted = rows if self.order is None else slice(0, self.shape[0])
@@ -107,16 +98,7 @@ class StoredMatrix:
 
 
 class Source:
-    """The parameters of a model folder.
-
-    Args:
-        config: the architecture.
-        parameters: every parameter, by name.
-        folder: the folder, for errors.
-
-    Attributes:
-        matrices: the matrices of all blocks, by path.
-    """
+    """The parameters of a model folder, all by name; `matrices` has the matrices of all blocks, by path."""
 
     def __init__(
         self,
@@ -148,7 +130,6 @@ class Source:
         return StoredMatrix(path, (matrix.outputs, matrix.inputs), stored, order)
 
     def vector(self, name: str) -> np.ndarray:
-        """Read a parameter of one axis or none, as float32."""
         stored = self._parameters[name]
         assert isinstance(stored, StoredParameter)
         return np.array(stored.array().astype(mx.float32))
@@ -159,12 +140,10 @@ class Source:
 
 @dataclass(frozen=True)
 class AdapterMatrices:
-    """The matrices that an adapter adds to one matrix: each projection's rows get `B (A x)`.
+    """The matrices of an adapter for one matrix: each projection's rows get `B (A x)`.
 
-    Args:
-        key: name of its constants.
-        a: (projections * rank, K), the A of all projections, one below the other.
-        b: (N_i, rank) of each projection, times the adapter's scale; rows in the program's order.
+    `a` is (projections * rank, K), the A of all projections one below the other. `b` has (N_i, rank) of each
+    projection, times the adapter's scale, with rows in the program's order.
     """
 
     key: str
@@ -173,12 +152,7 @@ class AdapterMatrices:
 
 
 class AdapterSource:
-    """An adapter in the model's folder.
-
-    Args:
-        folder: the adapter's folder, in mlx-lm's format.
-        source: the model that the adapter was made for.
-        dtype: type of its numbers in the program.
+    """An adapter in the model's folder; its numbers become `dtype`.
 
     Raises:
         CheckpointError: if a pair fits no matrix of the model.
@@ -243,15 +217,7 @@ def _pairs(matrix: Matrix) -> list[tuple[str, Projection]]:
 
 @dataclass(frozen=True)
 class PackagePlan:
-    """A model folder that can become a Core ML package, and how.
-
-    Args:
-        source: the model's parameters.
-        adapters: the folder's adapters.
-        dtype: the type that the package computes in.
-        neural_engine: True for operators in the Neural Engine's arrangement.
-        lengths: numbers of tokens that `prefill` takes, ascending, each at most the context's.
-    """
+    """A model folder that can become a Core ML package, and how; see `plan_package`."""
 
     source: Source
     adapters: tuple[AdapterSource, ...]
@@ -267,13 +233,9 @@ def plan_package(
     neural_engine: bool = False,
     lengths: Sequence[int] | None = None,
 ) -> PackagePlan:
-    """Check that a Core ML package can hold a model folder and the adapters inside it.
+    """Check that a Core ML package can hold a model folder, float or packed, and the adapters inside it.
 
-    Args:
-        folder: a model folder of an AFM model, float or packed.
-        dtype: "float16" or "float32", the type that the package computes in.
-        neural_engine: arrange operators as the Neural Engine needs them.
-        lengths: numbers of tokens that `prefill` takes; None for the default of `prompt_lengths`.
+    `lengths` are the numbers of tokens that `prefill` takes, None for the default of `prompt_lengths`.
 
     Raises:
         AFMError: if the folder is damaged, holds a format that Core ML has no operation for, or has a shorter

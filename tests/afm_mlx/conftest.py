@@ -15,19 +15,16 @@ from tests.tools.tokenizers import train_tiny_spm
 
 @pytest.fixture(scope="session")
 def spm_bpe(tmp_path_factory):
-    """The path of a tiny SentencePiece BPE model with AFM's special pieces."""
     return train_tiny_spm(tmp_path_factory.mktemp("bpe") / "tokenizer.model", "bpe")
 
 
 @pytest.fixture(scope="session")
 def spm_unigram(tmp_path_factory):
-    """The path of a tiny SentencePiece Unigram model with AFM's special pieces."""
     return train_tiny_spm(tmp_path_factory.mktemp("unigram") / "tokenizer.model", "unigram")
 
 
 @pytest.fixture(scope="session", params=["bpe", "unigram"])
 def spm_path(request):
-    """Each of the two SentencePiece models in turn."""
     return request.getfixturevalue(f"spm_{request.param}")
 
 
@@ -53,7 +50,6 @@ def either_folder(request, tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def core_ml(spm_bpe, tmp_path_factory):
-    """A tiny model folder and its Core ML package."""
     pytest.importorskip("coremltools", reason="pip install '.[coreml]'")
     return make_package(tmp_path_factory.mktemp("coreml"), spm_bpe, np.random.default_rng(SEED))
 

@@ -252,10 +252,7 @@ def test_names_of_any_length(tmp_path):
 
 def test_a_copy_that_fails_names_the_output_and_no_hidden_place(tmp_path):
     wanted = str(tmp_path / "out" / "file")
-    for number, names in (
-        (errno.ENOSPC, (wanted, None)),
-        (errno.EACCES, ("source", wanted)),
-    ):
+    for number, names in ((errno.ENOSPC, (wanted, None)), (errno.EACCES, ("source", wanted))):
         with pytest.raises(OSError) as failed, atomic_folder(tmp_path / "out") as folder:
             raise OSError(number, "said", "source", None, str(folder / "file"))
         assert (failed.value.errno, failed.value.strerror) == (number, "said")

@@ -25,8 +25,6 @@ PIP = f"{sys.executable} -m pip install"
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Replaces the installer's record; None takes the package's metadata away."""
-
     def record(source):
         class Distribution:
             def read_text(self, name):
@@ -105,8 +103,6 @@ def test_nothing_tells_a_user_to_install_a_name_that_is_on_no_index():
 
 
 class Broken(importlib.abc.MetaPathFinder):
-    """Finds a package that can't be imported: a library that it needs is not there."""
-
     def __init__(self, name):
         self.name = name
 
@@ -118,8 +114,6 @@ class Broken(importlib.abc.MetaPathFinder):
 
 @pytest.fixture
 def without(monkeypatch):
-    """Take a package away, or break it."""
-
     def without(name, *, broken=False):
         for known in [known for known in sys.modules if known.partition(".")[0] == name]:
             monkeypatch.delitem(sys.modules, known)
@@ -181,23 +175,6 @@ def test_imports_of_tokenizers_that_fail_are_no_damage(without, tokenizer_folder
     without("tokenizers", broken=broken)
     with pytest.raises(TokenizerError, match=f"^The package tokenizers {words}"):
         load_tokenizer(tmp_path)
-
-
-def test_commands_tell_a_package_that_cannot_be_imported_in_one_line():
-    code = """
-import sys
-class Broken:
-    def find_spec(self, name, path=None, target=None):
-        if name == "llguidance":
-            raise ImportError("libx.so.1: cannot open", name="llguidance._lib")
-sys.meta_path.insert(0, Broken())
-from afm_mlx.cli import main
-sys.exit(main(["generate", "--regex", "a+", "-m", "3"]))
-"""
-    done = process(code=code)
-    assert done.returncode == 2
-    assert done.stderr.startswith("afm-mlx: error: The package llguidance is broken")
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

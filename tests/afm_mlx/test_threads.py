@@ -34,13 +34,11 @@ def tokenizer():
 
 
 def in_thread(function, *args, **options):
-    """Call a function in a thread of its own, which has ended when this returns."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function, *args, **options).result(60)
 
 
 def at_once(calls):
-    """Results of functions that run side by side, a thread for each."""
     barrier = threading.Barrier(len(calls))
 
     def one(call):
@@ -78,7 +76,6 @@ def test_every_way_to_generate_is_that_of_the_main_thread(rng, model, tokenizer)
 
 
 def test_the_main_thread_and_others_take_turns(rng, model, tokenizer):
-    """Neither waits for the other's whole answer."""
     prompt = some_prompt(rng, 4)
     wanted = answer(Engine(model, tokenizer), prompt, 150)
     order = []

@@ -16,37 +16,27 @@ from afm_mlx.tokenizer import tokenizer_export
 from tests.tools.compare import assert_same_tensors
 from tests.tools.tokenizers import train_tiny_spm
 
-SMALL = {
-    "vocab_size": 512,
-    "hidden_dim": 64,
-    "num_layers": 5,
-    "num_kv_reuse_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-}
+SMALL = {"vocab_size": 512, "hidden_dim": 64, "num_layers": 5, "num_kv_reuse_layers": 2}
+SMALL |= {"num_heads": 4, "num_kv_heads": 2}
 # The toolkit's draft model has no reuse, no KV quantizer and another feed-forward width.
 DRAFT = SMALL | {"num_kv_reuse_layers": 0, "num_layers": 3, "hidden_dim_scale_factor": 3.0}
 
 
 def config_of(folder):
-    """The content of a folder's config.json."""
     return json.loads((folder / "config.json").read_text())
 
 
 def edit_config(folder, **changes):
-    """Change values of a folder's config.json; None drops the key."""
     values = {k: v for k, v in (config_of(folder) | changes).items() if v is not None}
     (folder / "config.json").write_text(json.dumps(values))
 
 
 def assert_same_weights(one, other):
-    """Raise unless two folders hold the same tensors."""
     assert_same_tensors(load_weights(one), load_weights(other))
 
 
 @pytest.fixture(scope="session")
 def tokenizer_bytes(tmp_path_factory):
-    """A SentencePiece model of AFM's kind."""
     path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
     return train_tiny_spm(path, "bpe", vocab_size=500).read_bytes()
 
@@ -90,8 +80,6 @@ def randomize(model, rng):
 
 @pytest.fixture
 def make_checkpoint(tmp_path, rng, tokenizer_bytes):
-    """A function that writes a checkpoint folder and returns it with tamm's model and config."""
-
     def make(name="base-model", folder="assets", shape=SMALL, kv_quant=True, adapters=None):
         config = AFMTextV7.Config(
             **shape,
@@ -108,25 +96,18 @@ def make_checkpoint(tmp_path, rng, tokenizer_bytes):
         model.eval()
         path = tmp_path / folder
         path.mkdir(exist_ok=True)
-        torch.save(model.state_dict(), path / f"{name}.pt")
-        (path / f"{name}-config.json").write_text(tamm_json.dumps(config))
+        weights, config_path = path / f"{name}.pt", path / f"{name}-config.json"
+        torch.save(model.state_dict(), weights)
+        config_path.write_text(tamm_json.dumps(config))
         (path / "tokenizer.model").write_bytes(tokenizer_bytes)
-        return SimpleNamespace(
-            folder=path,
-            weights=path / f"{name}.pt",
-            config_path=path / f"{name}-config.json",
-            config=config,
-            model=model,
-            shape=shape,
-        )
+        found = {"folder": path, "weights": weights, "config_path": config_path}
+        return SimpleNamespace(**found, config=config, model=model, shape=shape)
 
     return make
 
 
 @pytest.fixture
 def edit_state():
-    """A function that saves a checkpoint's state dict again, which a function has changed or replaced."""
-
     def edit(checkpoint, change):
         state = torch.load(checkpoint.weights, weights_only=True)
         changed = change(state)

@@ -22,8 +22,6 @@ LAYER = "model.layers.1.mlp.up_proj"
 
 @pytest.fixture
 def float_folder(make_checkpoint, tmp_path):
-    """A function that makes a float model folder, and returns it with the checkpoint that it is of."""
-
     def make(kv_quant=False):
         checkpoint = make_checkpoint(shape=SHAPE, kv_quant=kv_quant)
         return convert(checkpoint.folder, tmp_path / "float"), checkpoint
@@ -132,7 +130,6 @@ def test_what_stock_mlx_lm_has_no_format_for(float_folder, tmp_path):
 
 
 def test_dtypes(float_folder, tmp_path):
-    """Scales of balanced codes stay float32; MLX's own format has the folder's type throughout."""
     source, _ = float_folder()
     balanced = convert(source, tmp_path / "one", quantize=True, dtype="bfloat16")
     affine = convert(source, tmp_path / "two", quantize=True, q_mode="affine", dtype="bfloat16")

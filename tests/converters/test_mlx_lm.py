@@ -24,7 +24,6 @@ from tests.tools.compare import assert_parity, assert_same
 
 @pytest.fixture
 def stock(tmp_path, rng, tokenizer_bytes):
-    """A folder as mlx-lm writes one, and its model."""
     values = {"model_type": "afm7", "rope_theta": 500000.0, **SMALL}
     mx.random.seed(int(rng.integers(2**32)))
     model = afm7.Model(afm7.ModelArgs.from_dict(values))

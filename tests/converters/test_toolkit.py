@@ -212,12 +212,6 @@ def test_tensors_of_another_model(make_checkpoint, edit_state, refuses, change, 
     refuses(checkpoint.folder, "base-model.pt", *words)
 
 
-def test_a_number_too_large_for_float16(make_checkpoint, refuses, edit_state):
-    checkpoint = make_checkpoint()
-    edit_state(checkpoint, lambda s: s[NORM][5].fill_(-70000))
-    refuses(checkpoint.folder, NORM, "7e+04", "bfloat16", dtype="float16")
-
-
 def test_a_config_of_another_model(make_checkpoint, refuses):
     checkpoint = make_checkpoint()
     refuses(checkpoint.folder, "nothing to dequantize", kind=AFMError, dequantize=True)

@@ -34,14 +34,8 @@ SPECIAL = {
     "I32": ("<i4", [0, 1, -(2**31), 2**31 - 1, 100]),
     "I8": ("<i1", [0, 1, -128, 127, 100]),
 }
-SAME_WIDTH = {
-    "F32": ["I32", "U32"],
-    "U32": ["F32", "I32"],
-    "I32": ["U32", "F32"],
-    "I8": ["U8", "BOOL"],
-    "F16": ["BF16", "I16", "U16"],
-    "BF16": ["F16", "I16"],
-}
+SAME_WIDTH = {"F32": ["I32", "U32"], "U32": ["F32", "I32"], "I32": ["U32", "F32"]}
+SAME_WIDTH |= {"I8": ["U8", "BOOL"], "F16": ["BF16", "I16", "U16"], "BF16": ["F16", "I16"]}
 
 
 def pick(rng: Generator, options: Sequence[T]) -> T:
@@ -53,7 +47,6 @@ def some_value(rng: Generator) -> Any:
 
 
 def changed_json(rng: Generator, values: Any) -> str:
-    """The text of a JSON object with something changed in it."""
     kind = int(rng.integers(12))
     if kind < 7:
         values = copy.deepcopy(values)
@@ -73,14 +66,7 @@ def changed_json(rng: Generator, values: Any) -> str:
 
 
 def change_inside(rng: Generator, value: Any, values: Sequence[Any] = (), deepest: int = 0) -> None:
-    """Replace, drop, add, swap or nest something somewhere in lists and dicts.
-
-    Args:
-        rng: draws it.
-        value: a list or dict; changed in place.
-        values: what to put in; `some_value` when there are none.
-        deepest: lists and dicts to nest a value in, at most.
-    """
+    """Replace, drop, add, swap or nest (at most `deepest` times) something somewhere in lists and dicts."""
     while value and rng.integers(5):
         key = pick(rng, list(value) if isinstance(value, dict) else range(len(value)))
         if not isinstance(value[key], dict | list):
@@ -110,7 +96,6 @@ def change_inside(rng: Generator, value: Any, values: Sequence[Any] = (), deepes
 
 
 def changed_bytes(rng: Generator, data: bytes) -> bytes:
-    """Cut off, flipped, filled, repeated, or with something in between or left out."""
     kind, size = int(rng.integers(11)), len(data)
     at, few = int(rng.integers(size + 1)), int(rng.integers(1, 64))
     if kind == 0:
@@ -137,7 +122,6 @@ def changed_bytes(rng: Generator, data: bytes) -> bytes:
 
 
 def read_safetensors(path: Path) -> tuple[Header, bytes]:
-    """The header of a valid file, and its data."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]
@@ -182,7 +166,6 @@ def changed_safetensors(rng: Generator, header: Header, data: bytes) -> bytes:
 
 
 def _changed_numbers(rng: Generator, header: Header, data: bytes) -> bytes:
-    """NaN, infinity or other numbers at a place of a tensor, or everywhere in it."""
     entry = header[pick(rng, [name for name in header if name != "__metadata__"])]
     begin, end = entry["data_offsets"]
     bits, values = SPECIAL[entry["dtype"]]

@@ -20,17 +20,9 @@ from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.models import random_model
 
-CONFIG = ModelConfig(
-    vocab_size=48,
-    hidden_dim=32,
-    num_layers=2,
-    num_kv_reuse_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    rope_theta=10000.0,
-    hidden_dim_scale_factor=2.0,
-    context_length=128,
-)
+_SIZES = {"vocab_size": 48, "hidden_dim": 32, "num_layers": 2, "num_kv_reuse_layers": 1}
+_SIZES |= {"num_heads": 4, "num_kv_heads": 2, "context_length": 128}
+CONFIG = ModelConfig(**_SIZES, rope_theta=10000.0, hidden_dim_scale_factor=2.0)
 TOKENS = mx.array([[1, 7, 3]])
 MODERATE = 1e4
 """Finite weights up to this give finite logits; what larger ones overflow is seen where requests end."""
@@ -45,12 +37,10 @@ class Folder(NamedTuple):
 
     @property
     def values(self) -> dict:
-        """The content of config.json."""
         return json.loads((self.path / "config.json").read_text())
 
 
 def write_folders(place: Path, rng: np.random.Generator) -> dict[str, Folder]:
-    """A folder of float weights, packed ones, one of mlx-lm's format, and one of bfloat16 in shards."""
     rules = {"packed": QuantizationRule(2), "affine": QuantizationRule(4, "affine", "group", 32)}
     rules |= {"palette": QuantizationRule(4, "palette", "tensor")}
     folders = {}
@@ -74,7 +64,6 @@ def write_folders(place: Path, rng: np.random.Generator) -> dict[str, Folder]:
 
 @contextmanager
 def replaced(path: Path, content: bytes | None) -> Iterator[None]:
-    """Give a file another content, or take it away, and put it back."""
     whole = path.read_bytes()
     if content is None:
         path.unlink()

@@ -34,12 +34,9 @@ MESSAGE = 1200
 
 
 class Case(NamedTuple):
-    """One hostile input.
+    """One hostile input: `what` for the report of a failure, and `run`, which uses it as a program would.
 
-    Args:
-        what: the input in a few words, or as text, for the report of a failure.
-        run: uses the input as a program would. It checks its own answer where the input is usable after all,
-            and lets errors pass.
+    `run` checks its own answer where the input is usable after all, and lets errors pass.
     """
 
     what: str
@@ -49,13 +46,7 @@ class Case(NamedTuple):
 def run_cases(
     generate: Callable[[np.random.Generator], Case], rng: np.random.Generator, share: float
 ) -> None:
-    """Draw and run cases, and check what every one must keep to.
-
-    Args:
-        generate: draws a case.
-        rng: of the test; every case gets a child of it.
-        share: of all cases.
-    """
+    """Draw and run a share of all cases, each from a child of `rng`; check what every one must keep to."""
     count = max(1, round(TOTAL * share))
     for number, child in enumerate(rng.spawn(count)):
         case = generate(child)

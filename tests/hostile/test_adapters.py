@@ -46,7 +46,6 @@ def test_changed_adapters_give_right_answers_or_one_error(rng, tmp_path):
     detach_adapter(model)
 
     def attach(path):
-        """What still loads computes finite numbers, and the same ones if it is the same adapter."""
         try:
             attach_adapter(model, path)
             now, (fingerprint, before) = logits(model), right[path]
@@ -91,7 +90,6 @@ def test_changed_adapters_give_right_answers_or_one_error(rng, tmp_path):
 
 
 def _changed(rng, file):
-    """The content of a file with a random change; None to remove the file."""
     if rng.random() < 0.02:
         return None
     if file.suffix == ".json" and rng.random() < 0.9:

@@ -42,7 +42,6 @@ def draw_arguments(actions, rng) -> list[str]:
 
 
 def test_arguments_of_every_command(rng):
-    """Parsed, or refused in one line."""
     modules = [(name, module, actions_of(module)) for name, module in commands().items()]
 
     def generate(rng):
@@ -55,7 +54,6 @@ def test_arguments_of_every_command(rng):
 
 @pytest.mark.parametrize("name", RUN + TRAIN)
 def test_commands_that_run(rng, tmp_path, monkeypatch, name):
-    """Status 0, or 2 and one line. Training ends where the loop would begin."""
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "data.jsonl", {"prompt": "a", "completion": "b"})
     if name in TRAIN:

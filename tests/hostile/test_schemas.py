@@ -19,7 +19,6 @@ KEYWORDS = "allOf anyOf oneOf not items properties if contains $defs dependentSc
 
 
 def nested(keyword, depth, rng):
-    """A schema nested `depth` times."""
     schema = random_schema(rng, 1)
     for _ in range(depth):
         if keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):
@@ -32,19 +31,16 @@ def nested(keyword, depth, rng):
 
 
 def product(size, rng):
-    """Alternatives that multiply."""
     keyword = str(rng.choice(["anyOf", "oneOf"]))
     options = [[{"required": [str(rng.choice(NAMES))]} for _ in range(5)] for _ in range(size)]
     return {"type": "object", "allOf": [{keyword: one} for one in options]}
 
 
 def overlapping(size, rng):
-    """Alternatives of which exactly one holds, though several may."""
     return {"oneOf": [random_schema(rng, 2) for _ in range(size)]}
 
 
 def dependent(size, rng):
-    """Properties that each ask for others."""
     kind = str(rng.choice(["dependentRequired", "dependencies", "if"]))
     if kind != "if":
         return {"type": "object", kind: {name: [str(rng.choice(NAMES))] for name in NAMES[:size]}}
@@ -73,7 +69,6 @@ def referring(size, rng):
 
 
 def chained(size, rng):
-    """Definitions of which each refers to the next."""
     key = str(rng.choice(["in place", "properties", "items"]))
     wrap = {
         "properties": lambda r: {"properties": {"a": r}, "required": ["a"]},
@@ -87,7 +82,6 @@ def chained(size, rng):
 
 
 def counted(size, rng):
-    """Counts and lengths beyond reason."""
     keys = "minItems maxItems minLength maxLength minProperties maxProperties minContains".split()
     keys += "maxContains minimum maximum exclusiveMinimum multipleOf".split()
     values = [size, 10**9, 2**63, 10**30, 10**400, 1e308, 1e-308, -1, 0.1, "1", None, True, []]
@@ -98,7 +92,6 @@ def counted(size, rng):
 
 
 def patterned(size, rng):
-    """Patterns that take other engines forever."""
     patterns = r"^(a+)+$ (x+x+)+y ^(?:a|b)*a(?:a|b){60}$ ((a{1,99}){1,99}){1,99} a{99999}".split()
     patterns += r"^(?:(?!b).)*$ \p{L} (?<n>a)\k<n>".split()
     patterns += ["(?!a)" * 50, "(" * 500, "[" + "a-z" * 900, ".*" * 60, "a|" * 2000]
@@ -113,7 +106,6 @@ def patterned(size, rng):
 
 
 def wide(size, rng):
-    """Many of everything."""
     kind = int(rng.integers(4))
     if kind == 0:
         return {"enum": [f"value {i}" for i in range(100 * size)]}
@@ -131,7 +123,6 @@ KINDS = [product, overlapping, dependent, referring, chained, counted, patterned
 
 
 def damaged(schema, rng):
-    """A schema with a value anywhere that does not belong there."""
     schema = copy.deepcopy(schema)
     holders, pending = [], [schema]
     while pending:

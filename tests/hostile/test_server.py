@@ -36,28 +36,11 @@ TEXTS = [
     "text", "json_schema", "function", "system", "assistant", "tool", "content", "role", "type", "start: /a/",
     'root ::= "a"', "%json {}", "\u202e", "afm-nano:todo", "afm-nano", "\\", "(a|b)*{99999}",
 ]  # fmt: skip
-NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    3,
-    0.5,
-    1e308,
-    -1e308,
-    2**31,
-    2**63,
-    2**64,
-    10**400,
-    1e-300,
-    True,
-    False,
-    None,
-]  # fmt: skip
+NUMBERS = [0, 1, -1, 2, 3, 0.5, 1e308, -1e308, 2**31, 2**63, 2**64, 10**400, 1e-300]
+NUMBERS += [True, False, None]
 
 
 def draw_value(rng, depth=0):
-    """Any JSON value."""
     kind = rng.integers(6 if depth < 3 else 3)
     if kind == 0:
         return NUMBERS[int(rng.integers(len(NUMBERS)))]

@@ -33,7 +33,6 @@ ENDS = {"toolkit": ".pt", "fmadapter": ".fmadapter"}
 
 
 def put(kind, path):
-    """Put something else where a file is expected."""
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "socket":
@@ -45,12 +44,8 @@ def put(kind, path):
         with path.open("wb") as file:
             file.truncate((1 << 40) * (kind == "sparse"))
     else:
-        targets = {
-            "zeros": "/dev/zero",
-            "noise": "/dev/urandom",
-            "null": "/dev/null",
-            "loop": path.name,
-        }
+        targets = {"zeros": "/dev/zero", "noise": "/dev/urandom", "null": "/dev/null"}
+        targets["loop"] = path.name
         path.symlink_to(targets.get(kind, "nothing-here"))
 
 

@@ -105,8 +105,6 @@ def test_hostile_chats(rng):
 
 
 def test_templates_of_random_parts(rng):
-    """Over a hostile chat; a quarter of them have a bomb."""
-
     def hostile_template(rng):
         (messages, tools), (plain, plain_tools) = two_chats(rng)
         parts = [pick(rng, PARTS) for _ in range(int(rng.integers(1, 7)))]
@@ -127,8 +125,6 @@ def test_templates_of_random_parts(rng):
 
 
 def test_mutated_templates(rng):
-    """AFM's own, or one of parts, with characters dropped, doubled, swapped or put in."""
-
     def mutated_template(rng):
         source = V6_TEMPLATE if rng.integers(2) else "{% for m in messages %}" + "".join(PARTS)
         for _ in range(int(rng.integers(1, 6))):
@@ -147,8 +143,6 @@ def test_mutated_templates(rng):
 
 
 def test_messages_of_wrong_types(rng):
-    """Anywhere, or nested deeply."""
-
     def wrong_messages(rng):
         messages, tools = chat(rng, lambda: text(rng))
         target = {"messages": messages, "tools": tools}

@@ -21,7 +21,6 @@ JUNK = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The four files of a model folder, with a small vocabulary so that a mutation hits something."""
     folder = tmp_path_factory.mktemp("valid")
     train_tiny_spm(folder / "tiny.model", "unigram", vocab_size=420)
     save_tokenizer(folder / "tiny.model", folder)
@@ -36,7 +35,6 @@ def normalizing(tmp_path_factory):
 
 
 def use(folder, text):
-    """What a program does with a tokenizer."""
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.encode(text, add_special_tokens=True)
     ids += tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)

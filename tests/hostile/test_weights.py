@@ -24,7 +24,6 @@ def describe(folder):
 
 
 def convert(folder):
-    """What can be converted can be loaded."""
     (folder.path / "tokenizer.model").write_bytes(b"")
     out = folder.path / "out"
     shutil.rmtree(out, ignore_errors=True)

@@ -37,7 +37,6 @@ def draw_yaml(actions, rng) -> str:
 
 
 def damaged(text: str, rng) -> bytes:
-    """A text with pieces put in, cut or repeated, in up to four places."""
     for _ in range(rng.integers(5)):
         at, to = sorted(int(n) for n in rng.integers(0, len(text) + 1, 2))
         kind = rng.integers(4)

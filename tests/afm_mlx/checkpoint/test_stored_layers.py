@@ -34,8 +34,6 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 @pytest.fixture
 def folder(rng, tmp_path):
-    """A function that packs a random model into a folder, lets a function change it, and returns both."""
-
     def make(rule=AFM_RULE, change=lambda weights, values: None):
         config = random_config(rng, **SIZES)
         model = random_model(config, rng)
@@ -97,12 +95,8 @@ def test_mlxs_own_layers_become_packed_ones(rng, tmp_path):
     tokens = mx.array(rng.integers(0, 96, (1, 5)))
     assert_close(loaded(tokens), model(tokens), 0.05)  # int8 keys may round either way
     packed = describe_packed_layers(stored_tensors(tmp_path), quantization, tmp_path)
-    assert packed["8-bit affine per 64"] == {
-        "layers": 1,
-        "weights": 96 * 64,
-        "bytes": 96 * 64 + 96 * 8,
-        "bits_per_weight": 9.0,
-    }
+    size = {"weights": 96 * 64, "bytes": 96 * 64 + 96 * 8, "bits_per_weight": 9.0}
+    assert packed["8-bit affine per 64"] == {"layers": 1, **size}
     assert packed["6-bit affine per 32"]["weights"] == 64 * 64
 
 

@@ -35,7 +35,6 @@ class Runs:
 
 @pytest.fixture
 def path(tmp_path):
-    """A file with a whole state dict."""
     torch.save({"a": torch.arange(300.0), "b": torch.ones(2, 3)}, tmp_path / "model.pt")
     return tmp_path / "model.pt"
 
@@ -143,8 +142,6 @@ MODEL = {"__tamm_type__": "models:AFMTextV7Config"}
 
 @pytest.fixture
 def read(tmp_path):
-    """A function that reads a config with these values."""
-
     def read(values):
         path = tmp_path / "base-model-config.json"
         path.write_text(json.dumps(MODEL | values))

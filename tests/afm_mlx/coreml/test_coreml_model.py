@@ -37,7 +37,6 @@ def tokens_of(rng, runner, count):
 
 
 def wanted(model, tokens):
-    """Logits behind each token."""
     return np.array(model(mx.array([tokens]))[0].astype(mx.float32))
 
 
@@ -150,7 +149,6 @@ def seconds(length):
 
 @functools.cache
 def least(count, lengths, room):
-    """By trying all ways."""
     if count <= 0:
         return 0
     ways = [seconds(n) + least(count - n, lengths, room) for n in lengths if n - count <= room]
@@ -162,7 +160,6 @@ def least(count, lengths, room):
 
 @pytest.fixture
 def tools(monkeypatch):
-    """coremltools, whose calls into Core ML are recorded and checked against its signatures."""
     pytest.importorskip("coremltools", reason="pip install '.[coreml]'")
     models = import_coremltools().models
     monkeypatch.setattr(coreml_model, "obstacle", lambda: None)

@@ -85,7 +85,6 @@ def reshape_tokens(spec, length):
 
 
 def set_blob(spec, **values):
-    """Change where the first constant in the file of weights lies."""
     for block in spec.mlProgram.functions["prefill"].block_specializations.values():
         for operation in block.operations:
             for value in operation.attributes.values():

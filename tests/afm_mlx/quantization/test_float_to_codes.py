@@ -96,7 +96,6 @@ def test_a_balanced_grid_gives_affine_groups_their_codes(rng):
 
 
 def test_normal_weights_keep_a_stated_error(rng):
-    """Near the best uniform quantizer of a normal distribution (Max, 1960)."""
     for mode, bits, per in all_pairs(["balanced", "affine", "palette"], BITS, PER):
         best = {2: 0.3449, 4: 0.1074, 8: 0.0089}[bits]
         weight = rng.normal(0, 0.02, (ROWS, INPUTS)).astype(np.float32)
@@ -170,7 +169,6 @@ def test_numbers_that_cannot_be_packed(rng):
 
 
 def test_rows_are_read_in_blocks(rng, monkeypatch):
-    """What makes a matrix larger than memory possible: no block is larger than it says."""
     monkeypatch.setattr(float_to_codes, "_SAMPLE_ELEMENTS", 4 * INPUTS)
     weight = rng.normal(0, 1, (ROWS, INPUTS)).astype(np.float32)
     heights = []

@@ -56,8 +56,6 @@ def test_the_first_generation_has_its_published_formats(rng):
 
 @pytest.fixture
 def zoo_folder(rng, tmp_path):
-    """A function that makes a tiny model of mlx-lm's zoo, and its folder."""
-
     def make(model_type):
         model = zoo_model(model_type, VOCAB, int(rng.integers(2**31)))
         write_zoo_folder(tmp_path / "float", model_type, model, word_tokenizer_json(VOCAB))

@@ -19,17 +19,10 @@ pytest.importorskip("coremltools.libmilstoragepython", reason="pip install '.[co
 
 def packable(rng, **fixed):
     """Random sizes of which groups and words of codes are whole."""
-    heads, kv_heads = int(rng.choice([2, 4, 8])), int(rng.choice([1, 2]))
-    sizes = {
-        "vocab_size": 96,
-        "hidden_dim": 64,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "num_layers": 3,
-        "num_kv_reuse_layers": int(rng.integers(0, 3)),
-        "hidden_dim_scale_factor": float(rng.choice([2.0, 3.0])),
-        "context_length": 100,
-    }
+    sizes = {"vocab_size": 96, "hidden_dim": 64, "num_layers": 3, "context_length": 100}
+    sizes |= {"num_heads": int(rng.choice([2, 4, 8])), "num_kv_heads": int(rng.choice([1, 2]))}
+    sizes |= {"num_kv_reuse_layers": int(rng.integers(0, 3))}
+    sizes |= {"hidden_dim_scale_factor": float(rng.choice([2.0, 3.0]))}
     return random_config(rng, **(sizes | fixed))
 
 
@@ -50,11 +43,7 @@ PACKINGS = {
         (2, "balanced", "tensor"),
         (4, "palette", "group", 32),
     ),
-    "scales behind tables": (
-        (2, "balanced", "group", 32),
-        (2, "affine"),
-        (2, "affine", "row"),
-    ),
+    "scales behind tables": ((2, "balanced", "group", 32), (2, "affine"), (2, "affine", "row")),
 }
 """Rules of layers, by what they are about; the embedding has the last one."""
 
@@ -65,8 +54,6 @@ def rules_of(name):
 
 @pytest.fixture
 def write_model(rng, tmp_path):
-    """A function that writes a model folder."""
-
     def write(config, rules=(), adapters=()):
         """Layers take the rules in turn; the last one is the embedding's. Without rules it is a float model."""
         model, folder = random_model(config, rng), tmp_path / "model"
@@ -76,13 +63,11 @@ def write_model(rng, tmp_path):
         values = {"model_type": MODEL_TYPE, **config.to_dict()}
         if rules:
             turns = itertools.cycle(rules)
-            model, values = quantize_model(
-                model,
-                values,
-                rules[0],
-                rules[-1],
-                lambda path, module: True if path == "model.embedding" else next(turns),
-            )
+
+            def choose(path, module):
+                return True if path == "model.embedding" else next(turns)
+
+            model, values = quantize_model(model, values, rules[0], rules[-1], choose)
         save_weights(folder, dict(tree_flatten(model.parameters())))
         mx.eval(model.parameters())
         (folder / "config.json").write_text(json.dumps(values))

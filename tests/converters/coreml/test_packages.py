@@ -88,20 +88,9 @@ def test_coremltools_reads_the_weights_that_the_model_has(
 def test_what_a_package_says_of_itself(rng, write_model, tmp_path, capsys):
     """By the command line, with what it prints; and no constant is in memory together with another."""
     config = packable(rng, context_length=70)
-    folder, path = (
-        write_model(config, rules_of("2 bits"), adapters=["a", "b"]),
-        tmp_path / "m.mlpackage",
-    )
-    arguments = [
-        "convert",
-        "--model",
-        str(folder),
-        "--mlx-path",
-        str(path),
-        "--to",
-        "coreml",
-        "--ane",
-    ]
+    folder = write_model(config, rules_of("2 bits"), adapters=["a", "b"])
+    path = tmp_path / "m.mlpackage"
+    arguments = f"convert --model {folder} --mlx-path {path} --to coreml --ane".split()
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"{path}: 0.")
@@ -118,9 +107,8 @@ def test_what_a_package_says_of_itself(rng, write_model, tmp_path, capsys):
         inputs = {i.name: list(i.type.multiArrayType.shape) for i in function.input}
         assert inputs == {"tokens": [1, 32 if name.startswith("prefill") else 1], "position": [1]}
         states = {s.name: s.type.stateType.arrayType for s in function.state}
-        assert {name: list(state.shape) for name, state in states.items()} == dict.fromkeys(
-            ("keys", "values"), shape
-        )
+        shapes = {name: list(state.shape) for name, state in states.items()}
+        assert shapes == {"keys": shape, "values": shape}
         assert all(s.dataType == FeatureTypes_pb2.ArrayFeatureType.FLOAT16 for s in states.values())
     about = dict(spec.description.metadata.userDefined)
     assert json.loads(about["afm_config"]) == config.to_dict()
@@ -176,9 +164,8 @@ def test_equal_constants_are_stored_once(rng, write_model, tmp_path):
     assert package_module.package_size(one)[0] == package_module.package_size(two)[0]
     # Both names lead to the same numbers.
     functions = program_of(two).functions
-    for mine, other in zip(
-        matrices(functions["decode_a"]), matrices(functions["decode_b"]), strict=True
-    ):
+    both = (matrices(functions[f"decode_{name}"]) for name in "ab")
+    for mine, other in zip(*both, strict=True):
         np.testing.assert_array_equal(mine, other)
 
 
@@ -275,13 +262,9 @@ def test_folders_that_become_no_package(rng, write_model, tmp_path, monkeypatch)
         refused(r"model\.\w+.* numbers that float16 can't hold", ane=ane)
     save_weights(folder, weights)
     adapter = folder / "adapters" / "a"
-    write_folder(
-        adapter,
-        {
-            "model.layers.0.mlp.up_proj.lora_a": np.zeros((32, 4), np.float16),
-            "model.layers.0.mlp.up_proj.lora_b": np.zeros((4, 128), np.float16),
-        },
-    )
+    shapes = {"lora_a": (32, 4), "lora_b": (4, 128)}
+    names = {f"model.layers.0.mlp.up_proj.{name}": shape for name, shape in shapes.items()}
+    write_folder(adapter, {name: np.zeros(shape, np.float16) for name, shape in names.items()})
     refused("The adapter was made for another model")
     shutil.rmtree(adapter)
     with monkeypatch.context() as patch:

@@ -124,14 +124,8 @@ def test_a_prompt_and_twenty_steps(
         config = packable(rng, kv_bits=kv_bits)
     rules = [] if packing is None else rules_of(packing)
     folder = write_model(config, rules, adapters=["a"] if adapter else [])
-    path = convert(
-        folder,
-        tmp_path / "m.mlpackage",
-        to="coreml",
-        ane=ane,
-        dtype="float32",
-        prompt_lengths=[16, 8],
-    )
+    options = {"to": "coreml", "ane": ane, "dtype": "float32", "prompt_lengths": [16, 8]}
+    path = convert(folder, tmp_path / "m.mlpackage", **options)
     package = Package(path, compute=np.float64)
     found = run_both(rng, package, decoded(folder, config), folder, adapter, kv="float")
     assert found.unseen == 0
