@@ -25,7 +25,7 @@ from afm_mlx.fm.prompt import Prompt, prompt_text
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import Entry
-from afm_mlx.fm.turn import POLICIES, Answer, Turn, TurnOptions, check_logprobs, request_fields
+from afm_mlx.fm.turn import POLICIES, Answer, Turn, request_fields
 
 TOOL_ERRORS = ("model", "raise")
 TOOL_CHOICES = ("auto", "none", "required", "one")
@@ -83,8 +83,14 @@ class LanguageModelSession:
                 raise ValueError(f"{name} is {shown(value)}; allowed are {', '.join(allowed)}.")
         if type(max_tool_rounds) is not int or max_tool_rounds < 0:
             raise ValueError(f"max_tool_rounds is {shown(max_tool_rounds)}; allowed is 0 and more.")
-        _check_type("instructions", instructions, str)
-        _check_type("model", model, SystemLanguageModel)
+        for name, value, kind in (
+            ("instructions", instructions, str),
+            ("model", model, SystemLanguageModel),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(
+                    f"{name} has the type {type(value).__name__}; {kind.__name__} is needed."
+                )
         self._model = model or SystemLanguageModel()
         self._tools = _by_name(tools or ())
         self._adapter = adapter
@@ -208,16 +214,19 @@ class LanguageModelSession:
             Exception: as `respond` does.
         """
         form = answer_form(generating, schema, json_schema)
-        more: dict[str, Any] = {
-            "include_schema_in_prompt": include_schema_in_prompt,
-            "adapter": adapter,
-            "stop": stop,
-            "logprobs": logprobs,
-            "tool_choice": tool_choice,
-            "at_limit": at_limit,
-        }
+        answered = self._answered(
+            prompt,
+            form,
+            options,
+            include_schema_in_prompt=include_schema_in_prompt,
+            adapter=adapter,
+            stop=stop,
+            logprobs=logprobs,
+            tool_choice=tool_choice,
+            at_limit=at_limit,
+        )
         id, last = GenerationID(), None
-        async with aclosing(self._answered(prompt, form, options, **more)) as texts:
+        async with aclosing(answered) as texts:
             async for text, value in texts:
                 is_complete = value is not None
                 so_far = text if form.is_text else form.so_far(text, is_complete)
@@ -248,28 +257,30 @@ class LanguageModelSession:
             raise ValueError(
                 f"{has}tool_choice is {shown(tool_choice)}; allowed are {', '.join(choices)}."
             )
-        check_logprobs(logprobs)
-        turn_options = TurnOptions(
-            form,
-            request_fields(options, stop, at_limit),
-            tool_choice=tool_choice,
-            max_tool_rounds=self._max_tool_rounds,
-            tool_errors=self._tool_errors,
-            context_policy=self._context_policy,
-            logprobs=logprobs,
-        )
+        fields = request_fields(options, stop, logprobs, at_limit)
         async with self._lock.held() as hold:
             await self._load()
-            turn_options.adapter = chosen = self._chosen(adapter)
+            chosen = self._chosen(adapter)
             names = [chosen] if isinstance(chosen, str) else chosen or ()
             assets = [self._model._shared.name, *names]
-            turn_options.form = form = await form.compiled()
+            form = await form.compiled()
             draft = self.transcript.copy()
             shown_format = form.response_format if include_schema_in_prompt else None
             draft.add_prompt(text, shown_format, options, tool_choice)
             hold.mark()
-            turn_options.tool_context = contextvars.copy_context()
-            turn = Turn(self._model._shared, draft, self._tools, turn_options)
+            turn = Turn(
+                self._model._shared,
+                draft,
+                form,
+                fields,
+                chosen,
+                self._tools,
+                tool_choice=tool_choice,
+                max_tool_rounds=self._max_tool_rounds,
+                tool_errors=self._tool_errors,
+                context_policy=self._context_policy,
+                logprobs=logprobs,
+            )
             try:
                 async with aclosing(turn.texts()) as texts:
                     async for text in texts:
@@ -316,18 +327,12 @@ class LanguageModelSession:
         Raises:
             FoundationModelsError: if it can't be continued.
         """
-        text, fields = prompt_text(text), request_fields(options, stop)
-        check_logprobs(logprobs)
+        text, fields = prompt_text(text), request_fields(options, stop, logprobs)
         await self._load()
         shared, answer = self._model._shared, Answer()
         with translated():
-            request = Request(
-                encode_prompt(shared.tokenizer, text),
-                adapter=self._chosen(adapter),
-                logprobs=logprobs is not None,
-                heal=True,
-                **fields,
-            )
+            prompt = encode_prompt(shared.tokenizer, text)
+            request = Request(prompt, adapter=self._chosen(adapter), heal=True, **fields)
             answer.prompt_tokens = len(request.prompt)
             async with aclosing(shared.engine.stream(request)) as responses:
                 async for response in responses:
@@ -401,13 +406,6 @@ class LanguageModelSession:
         messages, _ = draft.messages()
         definitions = [tool.tool_definition for tool in self._tools.values()]
         return self._model._shared.encode_chat(messages, definitions, **options)
-
-
-def _check_type(name: str, value: object, allowed: type) -> None:
-    if value is not None and not isinstance(value, allowed):
-        raise TypeError(
-            f"{name} has the type {type(value).__name__}; {allowed.__name__} is needed."
-        )
 
 
 def _by_name(tools: Sequence[Tool | Callable[..., object]]) -> dict[str, Tool]:

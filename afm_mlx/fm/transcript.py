@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any, ClassVar, Literal, overload
 
 import msgspec
@@ -126,8 +126,8 @@ class Transcript(Sequence[kinds.Entry]):
             *older, own = _parts(draft._entries)
             here = [e for e in self._entries if id(e) not in copied or id(e) in kept]
             before, *turns = _parts(here)
-            added = [e for e in joined(older) if id(e) not in copied]
-            self._entries[:] = [*before, *added, *joined(turns), *own]
+            added = [e for e in chain(*older) if id(e) not in copied]
+            self._entries[:] = [*before, *added, *chain(*turns), *own]
 
     def turns(self) -> tuple[list[JSON], list[list[JSON]]]:
         """Split into the entries before the first prompt, and turns: each a prompt and all that follows it."""
@@ -191,12 +191,7 @@ def _parts(entries: Sequence[JSON]) -> list[list[JSON]]:
     """Split entries into the ones before the first prompt, then one list per turn."""
     starts = [i for i, entry in enumerate(entries) if entry["role"] == "user"]
     ends = [0, *starts, len(entries)]
-    return [list(entries[i:j]) for i, j in itertools.pairwise(ends)]
-
-
-def joined(parts: Sequence[list[JSON]]) -> list[JSON]:
-    """Join lists of entries to one list."""
-    return [entry for part in parts for entry in part]
+    return [list(entries[i:j]) for i, j in pairwise(ends)]
 
 
 _ROLES = {"instructions": "system", "user": "user", "response": "assistant", "tool": "tool"}
