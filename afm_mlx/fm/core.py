@@ -228,11 +228,11 @@ def _known(default: Choice, given: Any) -> Choice:
 class SharedModel:
     """A model with its tokenizer, its adapters, and the engine that all of its sessions use.
 
-    It is loaded when it is first needed, in MLX's thread.
+    `load` loads it in MLX's thread; `engine` and `tokenizer` need that.
 
     Args:
         source: folder, hub id or name; or a model and its tokenizer, as `load` returns them.
-        pool: the model's adapters; None to make a pool.
+        pool: the model's adapters; pass None to make a pool.
     """
 
     def __init__(self, source: str | tuple[nn.Module, Tokenizer], pool: AdapterPool | None):
@@ -255,13 +255,11 @@ class SharedModel:
 
     @property
     def engine(self) -> AsyncEngine:
-        """The engine, once the model is loaded."""
         assert self._engine is not None
         return self._engine
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, once the model is loaded."""
         assert self._tokenizer is not None
         return self._tokenizer
 
@@ -289,16 +287,27 @@ class SharedModel:
 
     @property
     def languages(self) -> list[str]:
-        """The languages that the model's card names; empty if it names none.
-
-        Raises:
-            AFMError: if the model can't be found.
-        """
+        """The `language` of the model's card, `README.md`; empty without one. Raises as `context_size`."""
         if isinstance(self._source, str):
             folder = self._found()
         else:
             folder = Path(getattr(self._source[1], "name_or_path", "") or os.devnull)
-        return card_languages(folder / "README.md")
+        card = folder / "README.md"
+        if not card.is_file():
+            return []
+        try:
+            with card.open("rb") as file:
+                text = file.read(_CARD_BYTES).decode("utf-8", "replace")
+            head = re.match(r"---\s*\n(.*?)\n---", text, re.S)
+            fields = yaml.safe_load(head[1]) if head else None
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            return []
+        found = fields.get("language") if isinstance(fields, dict) else None
+        listed = found if isinstance(found, list) else [found]
+        # YAML reads the code of Norwegian as the word "no".
+        return [
+            "no" if one is False else one for one in listed if one is False or isinstance(one, str)
+        ]
 
     def has_adapter(self, name: str) -> bool:
         """True if the model has an adapter of this name, once it is loaded."""
@@ -312,24 +321,16 @@ class SharedModel:
         return self._folder
 
     async def load(self) -> None:
-        """Load the model, unless it is loaded.
-
-        Raises:
-            AFMError: if it can't be found or loaded.
-        """
+        """Load the model, unless it is loaded; raise an `AFMError` if that fails."""
         if self._engine is not None:
             return
         if isinstance(self._source, str):
-            await asyncio.to_thread(
-                self._found
-            )  # so that other models' rows don't wait for a download
+            # In another thread than MLX's: other models' rows don't wait for a download.
+            await asyncio.to_thread(self._found)
         with self._lock:
-            failed = (
-                self._loading is not None and self._loading.done() and self._loading.exception()
-            )
-            if self._loading is None or failed:
-                self._loading = threads.submit(self._load)
             loading = self._loading
+            if loading is None or (loading.done() and loading.exception()):
+                loading = self._loading = threads.submit(self._load)
         # If one task is cancelled, the others still get the model.
         await asyncio.shield(asyncio.wrap_future(loading))
 
@@ -339,39 +340,26 @@ class SharedModel:
         else:
             model, self._tokenizer = self._source
         if self._pool is None:
-            self._make_pool(model)
-        self._engine = AsyncEngine(
-            model,
-            self._tokenizer,
-            adapters=self._pool,
-            prefix_cache=PrefixCache(PREFIX_BYTES),
-        )
-
-    def _make_pool(self, model: nn.Module) -> None:
-        """Make a pool of the model's adapters, unless all of its rows use one already."""
-        active = active_adapters(model)
-        is_taken = active is not None and active.batch is not None
-        pool = None if is_taken else AdapterPool(model, base_folder=self._folder)
-        own = model_adapters(self._folder) if self._folder else {}
-        with self._lock:
-            if pool is None and self._adapters:
-                raise RequestError(
-                    f"The adapters {', '.join(self._adapters)} can't be used: the model has one that all rows "
-                    "use. Remove that one (detach_adapter)."
-                )
-            for name, path in own.items():
-                self._adapters.setdefault(name, path.resolve())
-            if pool is not None:
-                for name, path in self._adapters.items():
+            active = active_adapters(model)
+            is_taken = active is not None and active.batch is not None
+            pool = None if is_taken else AdapterPool(model, base_folder=self._folder)
+            own = model_adapters(self._folder) if self._folder else {}
+            with self._lock:
+                if pool is None and self._adapters:
+                    raise RequestError(
+                        f"The adapters {', '.join(self._adapters)} can't be used: the model has one that all "
+                        "rows use. Remove that one (detach_adapter)."
+                    )
+                for name, path in own.items():
+                    self._adapters.setdefault(name, path.resolve())
+                for name, path in self._adapters.items() if pool else ():
                     pool.register(name, path)
-            self._pool = pool
+                self._pool = pool
+        cache = PrefixCache(PREFIX_BYTES)
+        self._engine = AsyncEngine(model, self._tokenizer, adapters=self._pool, prefix_cache=cache)
 
     def register(self, adapters: Mapping[str, str | Path]) -> None:
-        """Register adapters' folders by name.
-
-        Raises:
-            RequestError: for a name that another adapter has, and a folder that doesn't exist.
-        """
+        """Register adapters' folders by name; raise `RequestError` for a taken name or a missing folder."""
         for name, path in adapters.items():
             if not isinstance(path, str | os.PathLike):
                 raise RequestError(
@@ -396,33 +384,9 @@ class SharedModel:
         tools: Sequence[Mapping[str, object]] = (),
         **options: Any,
     ) -> list[int]:
-        """Encode a conversation with the model's chat template.
-
-        Args:
-            messages, tools, options: see `AFMTokenizer.apply_chat_template`.
-
-        Raises:
-            TokenizerError: for what can't be encoded.
-        """
+        """Encode a conversation; takes and raises what `AFMTokenizer.apply_chat_template` does."""
         given: dict[str, Any] = {"tools": list(tools)} if tools else {}
         return list(self.tokenizer.apply_chat_template(list(messages), **given, **options))
-
-
-def card_languages(card: Path) -> list[str]:
-    """Read the `language` field of a model card in the Hugging Face Hub's form; empty if there is none."""
-    if not card.is_file():
-        return []
-    try:
-        with card.open("rb") as file:
-            text = file.read(_CARD_BYTES).decode("utf-8", "replace")
-        head = re.match(r"---\s*\n(.*?)\n---", text, re.S)
-        fields = yaml.safe_load(head[1]) if head else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return []
-    found = fields.get("language") if isinstance(fields, dict) else None
-    listed = found if isinstance(found, list) else [found]
-    # YAML reads the code of Norwegian as the word "no".
-    return ["no" if one is False else one for one in listed if one is False or isinstance(one, str)]
 
 
 _models: weakref.WeakValueDictionary[Hashable, SharedModel] = weakref.WeakValueDictionary()

@@ -353,34 +353,23 @@ def generation_schema(cls: TypeForm, description: str | None = None) -> Generati
     Raises:
         TypeError: for a list without a type of its elements.
     """
-    nested = [_schema(c, c._generable_description, []) for c in referenced_classes(cls)]
-    return _schema(cls, description or cls._generable_description, nested)
-
-
-def _schema(
-    cls: TypeForm, description: str | None, nested: list[GenerationSchema]
-) -> GenerationSchema:
-    return GenerationSchema(cls, description, list(cls._generable_properties), nested)
-
-
-def referenced_classes(cls: TypeForm) -> list[TypeForm]:
-    """The generable classes that a class refers to, directly or not, without the class itself."""
-    found = [cls]
+    found = [cls]  # the class, and those that it refers to, directly or not
     for one in found:
         for property in one._generable_properties:
             for inner in inner_types(property.type_class):
                 is_class = isinstance(inner, type) and isinstance(inner, Generable)
                 if is_class and not any(is_same_class(inner, known) for known in found):
                     found.append(inner)
-    return found[1:]
+    nested = [
+        GenerationSchema(c, c._generable_description, list(c._generable_properties))
+        for c in found[1:]
+    ]
+    description = description or cls._generable_description
+    return GenerationSchema(cls, description, list(cls._generable_properties), nested)
 
 
 def _from_generated_content(cls: TypeForm, content: GeneratedContent) -> Any:
-    """Make an instance with the content's fields.
-
-    Raises:
-        ValueError: if a field has a value of the wrong type.
-    """
+    """Make an instance with the content's fields; raise `ValueError` for a value of another type."""
     values = {}
     for one in cls._generable_properties:
         try:
