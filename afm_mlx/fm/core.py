@@ -209,7 +209,6 @@ Choice = TypeVar("Choice", bound=IntEnum)
 
 
 def _language(locale: str) -> str:
-    """Return the language code of a locale's name; empty if it has none."""
     found = re.match(r"([A-Za-z]{2,3})(?![A-Za-z])", locale)
     return found[1].lower() if found else ""
 
@@ -267,8 +266,7 @@ class SharedModel:
     def context_size(self) -> int:
         """Largest number of tokens of prompt and answer; very large if the model doesn't say.
 
-        Raises:
-            AFMError: if the model can't be found.
+        Raises `AFMError` if the model can't be found.
         """
         if self._context is not None:
             return self._context
@@ -314,7 +312,7 @@ class SharedModel:
         return self._pool is not None and name in self._pool.registered
 
     def _found(self) -> Path:
-        """Return the model's folder; fetch a hub id once."""
+        """Return the model's folder; fetch the files of a hub id once."""
         assert isinstance(self._source, str)
         if self._folder is None:
             self._folder = resolve_model(self._source)
@@ -352,8 +350,9 @@ class SharedModel:
                     )
                 for name, path in own.items():
                     self._adapters.setdefault(name, path.resolve())
-                for name, path in self._adapters.items() if pool else ():
-                    pool.register(name, path)
+                if pool is not None:
+                    for name, path in self._adapters.items():
+                        pool.register(name, path)
                 self._pool = pool
         cache = PrefixCache(PREFIX_BYTES)
         self._engine = AsyncEngine(model, self._tokenizer, adapters=self._pool, prefix_cache=cache)
@@ -398,12 +397,8 @@ def shared_model(
 ) -> SharedModel:
     """Return the process's model for a source; make one if none is in use.
 
-    Args:
-        source: the model.
-        adapters: folders of adapters by name; or a pool, which needs the model that it was made for.
-
-    Raises:
-        RequestError: for adapters that can't be used.
+    `adapters` are folders by name, or a pool, which needs the model that it was made for. Raises `RequestError`
+    for a source or adapters that can't be used.
     """
     if not isinstance(adapters, AdapterPool | Mapping | None):
         raise RequestError(

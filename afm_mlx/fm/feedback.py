@@ -72,16 +72,13 @@ def feedback_attachment(
     issues: Iterable[Issue],
     desired: object,
 ) -> bytes:
-    """Write feedback about a session's last turn as a line of JSON.
+    """Write feedback about a session's last turn, or about a later request that failed, as a line of JSON.
 
     Args:
         transcript: the session's transcript.
-        rejected: entries of a later request that failed, which are not in the transcript.
-        error: that request's error; None if there is none.
-        sentiment: a member of `Sentiment`, its value, or None.
-        issues: faults in the answer.
-        desired: a better answer: a text, generated content, an instance of a generable class, or an entry; None
-            for no answer.
+        rejected: entries of the request that failed, which are not in the transcript; empty without one.
+        error: the failed request's error; None without one.
+        sentiment, issues, desired: see `LanguageModelSession.log_feedback_attachment`.
 
     Raises:
         ValueError, TypeError: for arguments of other kinds.

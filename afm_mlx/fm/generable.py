@@ -57,8 +57,8 @@ class GeneratedContent:
     """A generated JSON value, usually an object.
 
     Args:
-        content_dict: the value; None for an empty object.
-        id: its identity; None makes a new one.
+        content_dict: the value; pass None for an empty object.
+        id: the content's identity; pass None for a new one.
 
     Raises:
         TypeError: for a value that JSON can't hold.
@@ -80,12 +80,7 @@ class GeneratedContent:
     def of(
         cls, value: object, id: GenerationID | None = None, is_complete: bool = True
     ) -> GeneratedContent:
-        """Make content of a JSON value; None is null.
-
-        Args:
-            value: the value, or its beginning.
-            id: its identity; None makes a new one.
-            is_complete: True if it was generated to its end.
+        """Make content of a JSON value, or of its beginning if not `is_complete`; None is null.
 
         Raises:
             TypeError: for a value that JSON can't hold.
@@ -96,11 +91,7 @@ class GeneratedContent:
 
     @classmethod
     def from_json(cls, json_str: str) -> GeneratedContent:
-        """Parse JSON.
-
-        Raises:
-            ValueError: if the text isn't JSON (`json.JSONDecodeError`), or is nested too deeply.
-        """
+        """Parse JSON; raise `ValueError` for other text (`json.JSONDecodeError`), and for deep nesting."""
         try:
             value = json.loads(json_str)
         except RecursionError as error:
@@ -116,19 +107,16 @@ class GeneratedContent:
 
     @property
     def is_complete(self) -> bool:
-        """True if it was generated to its end."""
+        """True if the content was generated to its end."""
         return self._is_complete
 
     def value(self, type_class: TypeForm = None, for_property: str | None = None) -> Any:
-        """Return the whole content, or one field.
+        """Return the whole content, or one field; None for a missing field, [] if `type_class` is a list.
 
         Args:
             type_class: a generable class or an enum, optional or in a list, to make instances of; other types
                 leave the JSON value as it is, so a whole number stays an int for `float`.
-            for_property: the field; None for the whole content.
-
-        Returns:
-            None for a missing field; an empty list if `type_class` is a list.
+            for_property: the field; pass None for the whole content.
 
         Raises:
             TypeError: if `type_class` is a list and the value is not; for a field of content that is
@@ -152,11 +140,8 @@ def as_instances(
 ) -> Any:
     """Convert a JSON value to a type: objects to generable classes, values to enum members.
 
-    Args:
-        type_class: the type.
-        value: a JSON value; None if it is missing.
-        name: the field's name, for error messages.
-        is_partial: True to make instances of the classes' `PartiallyGenerated`.
+    `name` is the field's, for errors; `is_partial` makes instances of the classes' `PartiallyGenerated`. A
+    missing value, None, becomes None, or an empty list for a list that is not optional.
 
     Raises:
         TypeError: if the type is a list and the value is not.
@@ -344,11 +329,7 @@ def _has_text(annotation: TypeForm) -> bool:
 
 
 def generation_schema(cls: TypeForm, description: str | None = None) -> GenerationSchema:
-    """The schema of a generable class.
-
-    Args:
-        cls: the class.
-        description: a description for the model, instead of the class's own.
+    """Make the schema of a generable class, with `description` in place of the class's own, if it is given.
 
     Raises:
         TypeError: for a list without a type of its elements.
@@ -380,7 +361,7 @@ def _from_generated_content(cls: TypeForm, content: GeneratedContent) -> Any:
 
 
 def _generated_content(self: Any) -> GeneratedContent:
-    """The instance's fields as content; None is left out."""
+    """Convert the instance's fields to content; fields that are None are left out."""
     values = {p.name: getattr(self, p.name) for p in self._generable_properties}
     return GeneratedContent({n: _as_json(v) for n, v in values.items() if v is not None})
 

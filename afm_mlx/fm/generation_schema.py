@@ -206,11 +206,11 @@ class Property:
     """A field of an object.
 
     Args:
-        name: its key.
+        name: the field's key.
         type_class: str, int, float, bool, a generable class, a `Literal` or an `Enum` of strings or of
             integers, `list[T]` or `Optional[T]` of these.
-        description: the description for the model.
-        guides: limits on its value.
+        description: the field's description for the model.
+        guides: limits on the field's value.
     """
 
     name: str
@@ -224,10 +224,7 @@ class Property:
         return without_none(self.type_class)[1]
 
     def to_dict(self, reference: Reference) -> Schema:
-        """The field's JSON schema.
-
-        Args:
-            reference: makes the schema that refers to a class.
+        """Convert to the field's JSON schema; `reference` makes the schema that refers to a class.
 
         Raises:
             UnsupportedGuideError: for a guide that the field's type can't have.
@@ -252,7 +249,7 @@ def without_none(type_class: TypeForm) -> tuple[TypeForm, bool]:
 
 
 def choices_of(type_class: TypeForm) -> list[object] | None:
-    """The JSON values of a `Literal` or an `Enum`; None for any other type."""
+    """Return the JSON values of a `Literal` or an `Enum`; None for any other type."""
     if get_origin(type_class) is Literal:
         return list(get_args(type_class))
     if isinstance(type_class, type) and issubclass(type_class, Enum):
@@ -261,7 +258,7 @@ def choices_of(type_class: TypeForm) -> list[object] | None:
 
 
 def inner_types(type_class: TypeForm) -> list[TypeForm]:
-    """A type, the type of its elements, of their elements, ..., each without None."""
+    """List a type, the type of its elements, of their elements, ..., each without None."""
     found = [without_none(type_class)[0]]
     while get_origin(found[-1]) is list:
         (element,) = get_args(found[-1]) or (list,)  # typing.List has no type of its elements
@@ -348,7 +345,6 @@ def _bounds(
 
 
 def _refuse(guides: Sequence[GenerationGuide], allowed: set[GuideType], name: str) -> None:
-    """Raise `UnsupportedGuideError` for the first guide of another kind."""
     for g in guides:
         if g.guide_type not in allowed:
             kinds = ", ".join(sorted(kind.name for kind in allowed)) or "none"
@@ -432,7 +428,7 @@ class GenerationSchema:
         return schema
 
     def response_format(self) -> Schema:
-        """The schema as the `response_format` of a chat message; raises what `to_dict` raises."""
+        """Make the `response_format` of a chat message; raises what `to_dict` raises."""
         described = _present(description=self.description or None)
         schema = {"name": self.name, **described, "schema": self.to_dict()}
         return {"type": "json_schema", "json_schema": schema}
@@ -450,7 +446,6 @@ class GenerationSchema:
         }
 
     def _nested_by_name(self) -> dict[str, GenerationSchema]:
-        """All nested schemas, by name, without this one."""
         found: dict[str, GenerationSchema] = {}
         waiting = list(self.dynamic_nested_types)
         while waiting:

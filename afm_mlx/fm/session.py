@@ -75,22 +75,22 @@ class LanguageModelSession:
         max_tool_rounds: int = 8,
         tool_errors: str = "model",
     ):
-        for name, value, allowed in (
+        for name, choice, allowed in (
             ("context_policy", context_policy, POLICIES),
             ("tool_errors", tool_errors, TOOL_ERRORS),
         ):
-            if value not in allowed:
-                raise ValueError(f"{name} is {shown(value)}; allowed are {', '.join(allowed)}.")
+            if choice not in allowed:
+                raise ValueError(f"{name} is {shown(choice)}; allowed are {', '.join(allowed)}.")
         if type(max_tool_rounds) is not int or max_tool_rounds < 0:
             raise ValueError(f"max_tool_rounds is {shown(max_tool_rounds)}; allowed is 0 and more.")
-        for name, value, kind in (
+        given: tuple[tuple[str, object, type], ...] = (
             ("instructions", instructions, str),
             ("model", model, SystemLanguageModel),
-        ):
+        )
+        for name, value, kind in given:
             if value is not None and not isinstance(value, kind):
-                raise TypeError(
-                    f"{name} has the type {type(value).__name__}; {kind.__name__} is needed."
-                )
+                got = type(value).__name__
+                raise TypeError(f"{name} has the type {got}; {kind.__name__} is needed.")
         self._model = model or SystemLanguageModel()
         self._tools = _by_name(tools or ())
         self._adapter = adapter

@@ -103,8 +103,7 @@ class FunctionTool(Tool):
 
     Args:
         function: a function with a docstring. Its annotations are generable classes, lists or options of these,
-            or types that `answer_type` takes: plain types, lists, dicts, `Literal`, enums, dataclasses,
-            TypedDicts, dates, pydantic models and more.
+            or types that `answer_type` takes.
 
     Raises:
         TypeError: for a function without a docstring, a parameter without an annotation or whose annotation has
@@ -155,10 +154,8 @@ class FunctionTool(Tool):
     async def call(self, args: GeneratedContent) -> str:
         """Call the function; return its result, as JSON if it is not text.
 
-        Raises:
-            TypeError: for an argument that is missing, and one that the function doesn't have.
-            ValueError: for an argument of another type.
-            Exception: what the function raises.
+        Raises `TypeError` for a missing or an unknown argument, `ValueError` for one of another type, and what
+        the function raises.
         """
         arguments = args.value()
         # Python reports missing and unknown arguments.

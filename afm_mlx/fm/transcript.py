@@ -82,11 +82,7 @@ class Transcript(Sequence[kinds.Entry]):
 
     @classmethod
     async def from_dict(cls, dict: Mapping[str, object]) -> Transcript:
-        """Read a transcript that `to_dict`, or an app, wrote.
-
-        Raises:
-            DecodingFailureError: for JSON that is not a transcript; names the place.
-        """
+        """Read what `to_dict`, or an app, wrote; raise `DecodingFailureError`, which names the faulty place."""
         transcript = cls()
         transcript._document = _checked_document(dict)
         return transcript
@@ -103,12 +99,7 @@ class Transcript(Sequence[kinds.Entry]):
     def with_entries(
         self, entries: Sequence[JSON], copied: Sequence[JSON] | None = None
     ) -> Transcript:
-        """Return a transcript with other entries.
-
-        Args:
-            entries: the entries.
-            copied: the entries that `merge` takes as known; None for this transcript's.
-        """
+        """Return a transcript with other entries; `copied` are those that `merge` takes as known."""
         other = type(self)()
         document = self._document
         inner = {**document["transcript"], "entries": list(entries)}
@@ -117,7 +108,7 @@ class Transcript(Sequence[kinds.Entry]):
         return other
 
     def merge(self, draft: Transcript) -> None:
-        """Apply to this transcript, in one step, the changes that a request made to its copy.
+        """Apply to this transcript, in one step, what a request changed in its copy, `draft`.
 
         The changes are a new last turn, older entries removed, and entries added after the instructions.
         """
@@ -169,10 +160,7 @@ class Transcript(Sequence[kinds.Entry]):
         self._entries.append(kinds.ToolOutput(call_id, name, text)._json)
 
     def messages(self) -> tuple[list[JSON], list[JSON]]:
-        """Convert to what `AFMTokenizer.apply_chat_template` takes.
-
-        Returns:
-            The messages, and the definitions of the tools that the instructions name.
+        """Convert to what `AFMTokenizer.apply_chat_template` takes: messages, and tools of the instructions.
 
         Raises:
             DecodingFailureError: for a part of a message that is neither text nor an object, such as an image.

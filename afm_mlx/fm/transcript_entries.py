@@ -94,7 +94,6 @@ class Entry:
 
     @property
     def id(self) -> str:
-        """The entry's id."""
         return str(self._json["id"])
 
     @property
@@ -174,11 +173,7 @@ class Prompt(Entry):
 
     @property
     def options(self) -> GenerationOptions:
-        """How tokens are chosen.
-
-        Raises:
-            DecodingFailureError: for values that options can't have.
-        """
+        """How tokens are chosen. Raises `DecodingFailureError` for values that options can't have."""
         given = self._json.get("options") or {}
         top, threshold, seed = (given.get(key) for key in ("topK", "topP", "randomSeed"))
         try:
@@ -246,11 +241,7 @@ class ToolCalls(Entry):
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls.
-
-        Raises:
-            DecodingFailureError: for arguments that are not JSON.
-        """
+        """The calls. Raises `DecodingFailureError` for arguments that are not JSON."""
         try:
             return [
                 ToolCall(
@@ -321,11 +312,7 @@ def _options_json(options: GenerationOptions | None, tool_choice: str) -> JSON:
 
 
 def json_copy(value: object) -> Any:
-    """Copy a JSON value: faster than `deepcopy`, and for deeper nesting.
-
-    Raises:
-        TypeError, ValueError, RecursionError: for what JSON can't hold.
-    """
+    """Copy a JSON value, faster and deeper than `deepcopy`; raise what `json.dumps` raises for other values."""
     return json.loads(json.dumps(value, allow_nan=False))
 
 

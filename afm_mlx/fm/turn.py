@@ -80,12 +80,9 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def take(self, response: TokenResponse, tokenizer: Tokenizer, top: int | None) -> None:
-        """Add the engine's next response.
+        """Add the engine's next response; `tokenizer` has the pieces of its tokens.
 
-        Args:
-            response: the response.
-            tokenizer: has the vocabulary's pieces.
-            top: number of most likely tokens to keep for each token; None for no log-probabilities.
+        `top` is the number of most likely tokens to keep for each token; pass None for no log-probabilities.
         """
         self.text += response.text
         self.computed_tokens = self.prompt_tokens - response.cached_tokens
@@ -116,7 +113,7 @@ def request_fields(
     """Convert a request's options to fields of the engine's `Request`.
 
     Decoding is greedy without options. A temperature, or `SamplingMode.random`, draws tokens; without a
-    temperature, at 1. `at_limit` is `Request`'s, and the others are those of `stream_response`.
+    temperature, at 1. The arguments are `stream_response`'s, or `Request`'s.
 
     Raises:
         TypeError: for options or a `stop` of another type.
@@ -196,11 +193,7 @@ class Turn:
         self._context = contextvars.copy_context()
 
     async def texts(self) -> AsyncGenerator[str, None]:
-        """Yield the answer's text so far as it grows; make the model's tool calls on the way.
-
-        Raises:
-            FoundationModelsError: if there can't be an answer.
-        """
+        """Yield the answer's text so far as it grows; make the model's tool calls on the way."""
         rounds = self.max_tool_rounds
         choice = self.tool_choice if self.tools else "none"
         for round in range(rounds + 1):

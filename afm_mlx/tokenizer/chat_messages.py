@@ -148,14 +148,9 @@ def _checked_response_format(where: str, response_format: object) -> Message | N
 
 
 def checked_tools(tools: object, where: str = "tools") -> list[Message]:
-    """Check tool definitions, and return copies.
+    """Check tool definitions, and return copies; raise `TokenizerError` unless `tools` is a list of dicts.
 
-    Args:
-        tools: the definitions.
-        where: name of the list in errors.
-
-    Raises:
-        TokenizerError: for a value that is not a list of dicts.
+    `where` names the list in errors.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise TokenizerError(
@@ -173,9 +168,7 @@ def checked_tools(tools: object, where: str = "tools") -> list[Message]:
 def parse_tool_calls(text: str, tools: object = None) -> list[Message]:
     """Parse the text between `<executable_start>` and `<executable_end>`.
 
-    Args:
-        text: the text.
-        tools: ignored; mlx-lm passes tool definitions to its parsers.
+    `tools` is ignored; mlx-lm passes tool definitions to its parsers.
 
     Returns:
         `[{"name": ..., "arguments": ...}]`, as mlx-lm's tool parsers do.

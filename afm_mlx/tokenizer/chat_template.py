@@ -99,7 +99,7 @@ class ChatTemplate:
 
     Args:
         source: the template's text.
-        path: the file that holds the template, for errors; None for the built-in one.
+        path: the file that holds the template, for errors; pass None for the built-in one.
     """
 
     def __init__(self, source: str = V6_TEMPLATE, path: str | None = None) -> None:
@@ -148,14 +148,10 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path, config: Mapping[str, object]) -> ChatTemplate | None:
-    """Read a model folder's chat template: `chat_template.jinja`, else its configuration's; None without one.
+    """Read a model folder's chat template; return None if it has none.
 
-    Args:
-        folder: the model folder.
-        config: content of its `tokenizer_config.json`.
-
-    Raises:
-        TokenizerError: if the file or the field can't be read as a template.
+    The template is in `chat_template.jinja`, else in `config`, the content of `tokenizer_config.json`. Raises
+    `TokenizerError` if the file or the field can't be read as a template.
     """
     file = folder / "chat_template.jinja"
     if file.exists():
@@ -196,13 +192,9 @@ class Chat:
     open_end: str | None
 
     def render(self, mark: str = "") -> str:
-        """Render the prompt's text, without the separator.
+        """Render the prompt's text, without the separator; raises what `ChatTemplate.render` does.
 
-        Args:
-            mark: character to put after each of the caller's, see `control_tokens.CallerText`; "" for none.
-
-        Raises:
-            TokenizerError: if the template fails, see `ChatTemplate.render`.
+        `mark` is put after each of the caller's characters, see `control_tokens.CallerText`; "" for none.
         """
         messages, variables = self.messages, self.variables
         if mark:

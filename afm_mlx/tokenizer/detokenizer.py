@@ -74,7 +74,7 @@ class StreamingDetokenizer:
 
     Args:
         tokenizer: has the pieces.
-        spacing: which leading spaces are dropped; None for the tokenizer's own.
+        spacing: which leading spaces are dropped; pass None for the tokenizer's own.
         spells_newlines: True if pieces that spell `<n>` together are a newline, as in `tokenizer.decode`.
     """
 
@@ -98,11 +98,7 @@ class StreamingDetokenizer:
         self._empty = True
 
     def add_token(self, token: int) -> None:
-        """Append one id.
-
-        Raises:
-            TokenizerError: if the id is outside the vocabulary.
-        """
+        """Append one id; raise `TokenizerError` if the id is outside the vocabulary."""
         piece = self._piece(token)
         self.tokens.append(token)
         if piece.kind is PieceKind.BYTE:

@@ -67,8 +67,8 @@ def save_tokenizer(
     Args:
         source: a `tokenizer.model`, or a folder with one (a toolkit's `assets`).
         folder: the model folder; created if it is missing.
-        toolkit_config: the toolkit's `tokenizer-config.json`; None for the one in the folder of the model, if
-            any. `user_defined_tokens` (pieces to add) and `eot_id` (the end of a turn) are read from it.
+        toolkit_config: the toolkit's `tokenizer-config.json`; `user_defined_tokens` (pieces to add) and
+            `eot_id` (the end of a turn) are read from it. Pass None for the file next to the model.
 
     Returns:
         Warnings for the user about known differences in other programs.
@@ -295,14 +295,11 @@ def _unigram_scores(pieces: list[Any]) -> list[float]:
 def _compare(
     vocabulary: SentencePieceVocabulary, hub: _HubFile, path: Path
 ) -> tuple[bool, list[str]]:
-    """Compare the ids of sample texts.
+    """Compare the ids of sample texts: return True if all are equal or ties, and warnings for the user.
 
-    Left out is what can't agree: the separator's name as text, which is a special token in tokenizer.json, and
-    a marker alone, which gets no dummy prefix there. Two Unigram segmentations of equal score are a tie, which
-    agrees: SentencePiece adds scores in float32, so that rounding decides, tokenizers in float64.
-
-    Returns:
-        True if all ids are equal or ties; and warnings for the user.
+    Texts that can't agree are left out: the separator's name, a special token in tokenizer.json, and a marker
+    alone, which gets no dummy prefix there. Two Unigram segmentations of equal score are a tie: SentencePiece
+    adds scores in float32, so that rounding decides, tokenizers in float64.
     """
     has_ties = False
     for text in _sample_texts(vocabulary):

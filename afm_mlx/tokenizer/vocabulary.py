@@ -72,8 +72,7 @@ def tokenizer_folder(folder: Path) -> Path:
 def tokenizer_files(folder: Path) -> list[Path]:
     """List the tokenizer's files in a model folder of any architecture, sorted by name.
 
-    Raises:
-        TokenizerError: if one of them is not a regular file, or larger than any tokenizer's.
+    Raises `TokenizerError` for one that is not a regular file, or larger than any tokenizer's.
     """
     found = {file for pattern in _FILES for file in folder.glob(pattern) if not file.is_dir()}
     for file in found:
@@ -164,18 +163,14 @@ class SentencePieceVocabulary:
 
     Attributes:
         size: number of ids, which are 0 .. size - 1.
-        separator_id: SentencePiece's end-of-sequence id, which comes before every sequence here.
+        separator_id: SentencePiece's end-of-sequence id, which AFM puts before every sequence.
         pad_id, unk_id: padding and unknown ids; None if the file has none.
         spacing: which leading spaces decoding drops.
     """
 
     @_finds_damage
     def __init__(self, model: bytes, path: str | Path) -> None:
-        """Read a serialized model.
-
-        Args:
-            model: content of the file.
-            path: the file, for errors.
+        """Read `model`, the serialized model of the file `path`.
 
         Raises:
             TokenizerError: for a file that is not a SentencePiece model, or has no end-of-sequence piece.
@@ -274,12 +269,7 @@ class HubVocabulary:
 
     @_finds_damage
     def __init__(self, text: str, path: str | Path, config: dict[str, Any]) -> None:
-        """Read a file's text.
-
-        Args:
-            text: content of the file.
-            path: the file, for errors.
-            config: content of tokenizer_config.json.
+        """Read `text`, the content of the file `path`, and `config`, the content of tokenizer_config.json.
 
         Raises:
             TokenizerError: for a text that is not a tokenizer file, or a file without a separator.
@@ -411,11 +401,7 @@ Vocabulary: TypeAlias = SentencePieceVocabulary | HubVocabulary
 
 
 def parse_model(model: bytes, path: str | Path) -> Any:
-    """Parse a serialized SentencePiece model to its `ModelProto`.
-
-    Raises:
-        TokenizerError: if the model is damaged; names `path`.
-    """
+    """Parse a serialized SentencePiece model to its `ModelProto`; raise `TokenizerError` naming `path`."""
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
