@@ -65,10 +65,16 @@ def _checked_message(index: int, message: Mapping[str, object]) -> Message:
         content = ""
     checked["content"] = _checked_content(where, role, content)
     response_format = message.get("response_format")
-    if response_format is not None:
-        schema = _checked_response_format(f"{where}['response_format']", response_format)
-        if schema:
-            checked["response_format"] = schema
+    given = response_format if isinstance(response_format, Mapping) else {}
+    # In the OpenAI API, the type "text" means no format.
+    if response_format is not None and given.get("type") != "text":
+        schema = given.get("json_schema") if given.get("type") == "json_schema" else None
+        if not isinstance(schema, Mapping) or "schema" not in schema:
+            raise TokenizerError(
+                f"{where}['response_format'] must be {{'type': 'json_schema', 'json_schema': "
+                f"{{'name', 'schema'}}}}, got {shown(response_format)}."
+            )
+        checked["response_format"] = {"type": "json_schema", "json_schema": dict(schema)}
     if role == "system" and message.get("tools"):
         checked["tools"] = checked_tools(message["tools"], f"{where}['tools']")
     return checked
@@ -131,20 +137,6 @@ def _checked_calls(where: str, calls: object) -> list[Message]:
         arguments = {} if function.get("arguments") is None else arguments
         checked.append({"function": {"name": function["name"], "arguments": arguments}})
     return checked
-
-
-def _checked_response_format(where: str, response_format: object) -> Message | None:
-    given = response_format if isinstance(response_format, Mapping) else {}
-    kind = given.get("type")
-    if kind == "text":  # in the OpenAI API: no format
-        return None
-    schema = given.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(schema, Mapping) or "schema" not in schema:
-        raise TokenizerError(
-            f"{where} must be {{'type': 'json_schema', 'json_schema': {{'name', 'schema'}}}}, "
-            f"got {shown(response_format)}."
-        )
-    return {"type": kind, "json_schema": dict(schema)}
 
 
 def checked_tools(tools: object, where: str = "tools") -> list[Message]:

@@ -280,7 +280,13 @@ class HubVocabulary:
         content = json.loads(text)
         model = content["model"]
         added = content.get("added_tokens") or []
-        control = _control_names(added, config)
+        # Names of tokens without text: as `save_tokenizer` listed them, else special tokens.
+        noted = config.get("control_tokens")
+        if isinstance(noted, list):
+            control = {name for name in noted if isinstance(name, str)}
+        else:
+            control = {token["content"] for token in added if token.get("special")}
+            control -= {*MARKERS, NEWLINE, "<unk>"}
         # The text "</s>" is text, as in SentencePiece: only an id makes a control token.
         entries = model["vocab"]  # of a Unigram model, pairs of name and score
         names = entries if isinstance(entries, dict) else [name for name, *_ in entries]
@@ -298,27 +304,26 @@ class HubVocabulary:
         self._newline_id = self._tokenizer.token_to_id("\n")
         # There, the normalizer turns a text's `<n>` into a newline.
         self._has_raw_newline = "\n" in set(names)
-        self.separator_id = self._find_separator(path, config)
+        bos, eos = (token_name(config, key) for key in ("bos_token", "eos_token"))
+        # LLaMA converters write "<s>" even if the model doesn't know it.
+        separators = [n for n in (bos, "</s>", eos) if n and n != "<s>" and n not in MARKERS]
+        found = [t for n in separators if (t := self._tokenizer.token_to_id(n)) is not None]
+        if not found:
+            raise TokenizerError(
+                f"{path} has no separator token: neither '</s>' nor tokenizer_config.json's bos_token. "
+                "Use the files that belong to the model, or its tokenizer.model."
+            )
+        self.separator_id = found[0]
         self.pad_id = self.id_of(token_name(config, "pad_token") or "<pad>")
-        self.unk_id = self.id_of(_unknown_name(model) or "<unk>")
+        unk_token, unk_id = model.get("unk_token"), model.get("unk_id")
+        if not unk_token and unk_id is not None:
+            unk_token = entries[unk_id][0]
+        self.unk_id = self.id_of(unk_token or "<unk>")
         self._added = {token["content"] for token in content["added_tokens"]}
         first = self._tokenizer.encode("a", add_special_tokens=False).tokens[:1]
         self._prefix_id = self._tokenizer.token_to_id(SPACE) or 0
         has_prefix = "".join(first).startswith(SPACE) and self._prefix_id > 0
         self.spacing = Spacing(dummy_prefix=has_prefix, strip_all=False)
-
-    def _find_separator(self, path: str | Path, config: dict[str, Any]) -> int:
-        bos, eos = (token_name(config, key) for key in ("bos_token", "eos_token"))
-        for name in (bos, "</s>", eos):
-            # LLaMA converters write "<s>" even if the model doesn't know it.
-            if name and name != "<s>" and name not in MARKERS:
-                token = self._tokenizer.token_to_id(name)
-                if token is not None:
-                    return token
-        raise TokenizerError(
-            f"{path} has no separator token: neither '</s>' nor tokenizer_config.json's bos_token. "
-            "Use the files that belong to the model, or its tokenizer.model."
-        )
 
     @_finds_damage
     def encode(self, text: str) -> list[int]:
@@ -430,7 +435,9 @@ def _with_names(value: dict[str, Any], names: Mapping[str, str]) -> dict[str, An
     else:
         model["vocab"] = [[names.get(name, name), *score] for name, *score in vocabulary]
     if "merges" in model:
-        model["merges"] = [m for m in model["merges"] if _merged(m) not in names]
+        # A merge is a pair, or a text with a space between its two parts.
+        pairs = ((m, m.split(" ", 1) if isinstance(m, str) else m) for m in model["merges"])
+        model["merges"] = [merge for merge, pair in pairs if "".join(pair) not in names]
     content["model"] = model
     # A file of `save_tokenizer` has the markers' names in a regular expression.
     normalizer = json.dumps(value.get("normalizer"), ensure_ascii=False)
@@ -439,23 +446,3 @@ def _with_names(value: dict[str, Any], names: Mapping[str, str]) -> dict[str, An
             normalizer = normalizer.replace(json.dumps(spelled, ensure_ascii=False)[1:-1], new)
     content["normalizer"] = json.loads(normalizer)
     return content
-
-
-def _merged(merge: str | list[str]) -> str:
-    return "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
-
-
-def _control_names(added: list[dict[str, Any]], config: dict[str, Any]) -> set[str]:
-    """Collect the names of tokens without text: as `save_tokenizer` listed them, else special tokens."""
-    noted = config.get("control_tokens")
-    if isinstance(noted, list):
-        return {name for name in noted if isinstance(name, str)}
-    special = {token["content"] for token in added if token.get("special")}
-    return special - {*MARKERS, NEWLINE, "<unk>"}
-
-
-def _unknown_name(model: dict[str, Any]) -> str | None:
-    if model.get("unk_token"):
-        return model["unk_token"]
-    unk_id = model.get("unk_id")
-    return None if unk_id is None else model["vocab"][unk_id][0]
