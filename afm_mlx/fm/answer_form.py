@@ -173,10 +173,7 @@ def answer_form(
         name = followed.get("title")
         described = {"name": name if isinstance(name, str) else "Response"}
         described |= {key: followed[key] for key in ("description",) if key in followed}
-        response_format = {
-            "type": "json_schema",
-            "json_schema": {**described, "schema": followed},
-        }
+        response_format = {"type": "json_schema", "json_schema": {**described, "schema": followed}}
     else:
         return AnswerForm()
     return AnswerForm(response_format, followed, generating)
