@@ -246,9 +246,7 @@ def generable(arg: Any = None) -> Any:
     return decorate
 
 
-def _apply_generable_decorator(
-    cls: TypeForm, description: str | None, frame: FrameType | None = None
-) -> Any:
+def _apply_generable_decorator(cls: TypeForm, description: str | None, frame: FrameType) -> Any:
     """Make `cls` generable; its annotations may use local names of `frame`."""
     if not isinstance(cls, type):
         raise GenerableDecoratorError(
@@ -261,8 +259,34 @@ def _apply_generable_decorator(
             f"{cls.__name__} is an enum, and needs no decorator to be the type of a field.\n"
             f"{_example('Correct usage', 'MyClass', line)}"
         )
-    made: TypeForm = _as_dataclass(cls)
-    hints = _type_hints(made, frame)
+    name, made = cls.__name__, cls
+    if "__dataclass_fields__" not in vars(cls):
+        try:
+            made = dataclasses.dataclass(cls)
+        except Exception as error:  # dataclass raises several types
+            line = "tags: list[str] = field(default_factory=list)"
+            raise GenerableDecoratorError(
+                f"{name} can't be made a dataclass: {error}. A default that can be changed needs "
+                f"field(default_factory=...).\n{_example('Example of correct usage', name, line)}"
+            ) from error
+    if not dataclasses.fields(made):
+        raise GenerableDecoratorError(
+            f"@generable needs a class with type-annotated fields; {name} has none.\n"
+            f"{_example('Correct usage', name)}\n"
+            f"Incorrect usage:\n    class {name}:\n        name = ''  # a value, but no type"
+        )
+    try:
+        # Before Python 3.13 `f_locals` keeps the frame's objects alive until it ends: read only if needed.
+        written = vars(made).get("__annotations__", {}).values()
+        needs_names = sys.version_info >= (3, 13) or any(map(_has_text, written))
+        names = frame.f_locals if needs_names else {}
+        hints = get_type_hints(made, localns={**names, name: made})
+    except Exception as error:  # an annotation is any expression
+        line = "parent: Optional['MyClass'] = None  # a class is known from its own line on"
+        raise GenerableDecoratorError(
+            f"The type hints of {name} can't be resolved: {error}. Each type must be defined "
+            f"above the class.\n{_example('Example of correct usage', 'MyClass', line)}"
+        ) from error
     made._generable = True
     made._generable_description = description
     # Kept here: applying `dataclass` again loses the metadata of fields without a default.
@@ -285,41 +309,6 @@ def _apply_generable_decorator(
 
 def _example(title: str, name: str, line: str = "name: str  # Type annotation is required") -> str:
     return f"{title}:\n    @fm.generable\n    class {name}:\n        {line}"
-
-
-def _as_dataclass(cls: type) -> type:
-    name = cls.__name__
-    if "__dataclass_fields__" not in vars(cls):
-        try:
-            cls = dataclasses.dataclass(cls)
-        except Exception as error:  # dataclass raises several types
-            line = "tags: list[str] = field(default_factory=list)"
-            raise GenerableDecoratorError(
-                f"{name} can't be made a dataclass: {error}. A default that can be changed needs "
-                f"field(default_factory=...).\n{_example('Example of correct usage', name, line)}"
-            ) from error
-    if not dataclasses.fields(cls):  # type: ignore[arg-type]  # it is a dataclass
-        raise GenerableDecoratorError(
-            f"@generable needs a class with type-annotated fields; {name} has none.\n"
-            f"{_example('Correct usage', name)}\n"
-            f"Incorrect usage:\n    class {name}:\n        name = ''  # a value, but no type"
-        )
-    return cls
-
-
-def _type_hints(cls: type, frame: FrameType | None) -> dict[str, TypeForm]:
-    try:
-        # Before Python 3.13 `f_locals` keeps the frame's objects alive until it ends: read only if needed.
-        written = vars(cls).get("__annotations__", {}).values()
-        needs_names = sys.version_info >= (3, 13) or any(map(_has_text, written))
-        names = frame.f_locals if frame and needs_names else {}
-        return get_type_hints(cls, localns={**names, cls.__name__: cls})
-    except Exception as error:  # an annotation is any expression
-        line = "parent: Optional['MyClass'] = None  # a class is known from its own line on"
-        raise GenerableDecoratorError(
-            f"The type hints of {cls.__name__} can't be resolved: {error}. Each type must be defined "
-            f"above the class.\n{_example('Example of correct usage', 'MyClass', line)}"
-        ) from error
 
 
 def _has_text(annotation: TypeForm) -> bool:

@@ -107,6 +107,10 @@ class GenerationOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that are set, as JSON."""
+        found: dict[str, Any] = {
+            "temperature": self.temperature,
+            "maximum_response_tokens": self.maximum_response_tokens,
+        }
         options: dict[str, Any] = {}
         if self.sampling is not None:
             limits = {
@@ -115,15 +119,9 @@ class GenerationOptions:
                 "seed": self.sampling.seed,
             }
             is_random = self.sampling.mode_type is SamplingModeType.RANDOM
-            given = {
-                name: value for name, value in limits.items() if is_random and value is not None
-            }
+            given = {n: value for n, value in limits.items() if is_random and value is not None}
             options["sampling"] = {"mode": self.sampling.mode_type.value, **given}
-        if self.temperature is not None:
-            options["temperature"] = self.temperature
-        if self.maximum_response_tokens is not None:
-            options["maximum_response_tokens"] = self.maximum_response_tokens
-        return options
+        return options | {name: value for name, value in found.items() if value is not None}
 
 
 def _is_integer(value: object) -> bool:

@@ -406,7 +406,20 @@ class GenerationSchema:
             InvalidGenerationSchemaError: for a field of another type, guides that no value meets, and two
                 classes of one name.
         """
-        nested = self._nested_by_name()
+        nested: dict[str, GenerationSchema] = {}  # all schemas below this one, by name
+        waiting = list(self.dynamic_nested_types)
+        while waiting:
+            inner = waiting.pop(0)
+            known = self if inner.name == self.name else nested.get(inner.name)
+            if known is None:
+                nested[inner.name] = inner
+                waiting += inner.dynamic_nested_types
+            elif not is_same_class(known.type_class, inner.type_class):
+                raise InvalidGenerationSchemaError(
+                    f"Invalid generation schema {self.name!r}. Two of its classes have the name "
+                    f"{inner.name}, in {known.type_class.__module__} and "
+                    f"{inner.type_class.__module__}. Rename one."
+                )
 
         def reference(type_class: TypeForm) -> Schema:
             name = type_class.__name__ if isinstance(type_class, type) else str(type_class)
@@ -444,23 +457,6 @@ class GenerationSchema:
             "additionalProperties": False,
             "x-order": [p.name for p in self.properties],
         }
-
-    def _nested_by_name(self) -> dict[str, GenerationSchema]:
-        found: dict[str, GenerationSchema] = {}
-        waiting = list(self.dynamic_nested_types)
-        while waiting:
-            schema = waiting.pop(0)
-            known = self if schema.name == self.name else found.get(schema.name)
-            if known is None:
-                found[schema.name] = schema
-                waiting += schema.dynamic_nested_types
-            elif not is_same_class(known.type_class, schema.type_class):
-                raise InvalidGenerationSchemaError(
-                    f"Invalid generation schema {self.name!r}. Two of its classes have the name "
-                    f"{schema.name}, in {known.type_class.__module__} and "
-                    f"{schema.type_class.__module__}. Rename one."
-                )
-        return found
 
 
 def is_same_class(a: type, b: type) -> bool:

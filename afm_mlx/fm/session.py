@@ -92,7 +92,14 @@ class LanguageModelSession:
                 got = type(value).__name__
                 raise TypeError(f"{name} has the type {got}; {kind.__name__} is needed.")
         self._model = model or SystemLanguageModel()
-        self._tools = _by_name(tools or ())
+        self._tools: dict[str, Tool] = {}
+        for one in tools or ():
+            tool = one if isinstance(one, Tool) else Tool.from_function(one)
+            first = self._tools.setdefault(tool.name, tool)
+            if first.tool_definition != tool.tool_definition:
+                raise ValueError(
+                    f"Two different tools have the name {shown(tool.name)}; each needs its own."
+                )
         self._adapter = adapter
         self._context_policy = context_policy
         self._max_tool_rounds = max_tool_rounds
@@ -406,18 +413,6 @@ class LanguageModelSession:
         messages, _ = draft.messages()
         definitions = [tool.tool_definition for tool in self._tools.values()]
         return self._model._shared.encode_chat(messages, definitions, **options)
-
-
-def _by_name(tools: Sequence[Tool | Callable[..., object]]) -> dict[str, Tool]:
-    found: dict[str, Tool] = {}
-    for given in tools:
-        tool = given if isinstance(given, Tool) else Tool.from_function(given)
-        first = found.setdefault(tool.name, tool)
-        if first.tool_definition != tool.tool_definition:
-            raise ValueError(
-                f"Two different tools have the name {shown(tool.name)}; each needs its own."
-            )
-    return found
 
 
 class _Hold:

@@ -165,11 +165,30 @@ class Transcript(Sequence[kinds.Entry]):
         Raises:
             DecodingFailureError: for a part of a message that is neither text nor an object, such as an image.
         """
-        messages = []
+        messages: list[JSON] = []
         tools: list[JSON] = []
         for index, entry in enumerate(self._entries):
             tools += json_copy(entry.get("tools") or [])
-            message = _message(entry, f"Entry {index} of the transcript")
+            texts = []
+            for part in entry.get("contents") or []:
+                if part["type"] == "text":
+                    texts.append(str(part["text"]))
+                elif part["type"] == "structure":
+                    texts.append(json_text(part["structure"]["content"]))
+                else:
+                    raise DecodingFailureError(
+                        f"Entry {index} of the transcript has a part of the type {part['type']!r}; this model "
+                        "reads text and generated objects."
+                    )
+            message: JSON = {"role": _ROLES[entry["role"]], "content": "\n".join(texts)}
+            if entry.get("toolCalls"):
+                message["tool_calls"] = [
+                    {"function": {"name": call["name"], "arguments": call["arguments"]}}
+                    for call in entry["toolCalls"]
+                ]
+            if entry.get("responseFormat"):
+                schema = json_copy(entry["responseFormat"]["jsonSchema"])
+                message["response_format"] = {"type": "json_schema", "json_schema": schema}
             if message["role"] != "system" or message["content"]:
                 messages.append(message)
         return messages, tools
@@ -183,30 +202,6 @@ def _parts(entries: Sequence[JSON]) -> list[list[JSON]]:
 
 
 _ROLES = {"instructions": "system", "user": "user", "response": "assistant", "tool": "tool"}
-
-
-def _message(entry: JSON, where: str) -> JSON:
-    texts = []
-    for part in entry.get("contents") or []:
-        if part["type"] == "text":
-            texts.append(str(part["text"]))
-        elif part["type"] == "structure":
-            texts.append(json_text(part["structure"]["content"]))
-        else:
-            raise DecodingFailureError(
-                f"{where} has a part of the type {part['type']!r}; this model reads text and generated "
-                "objects."
-            )
-    message: JSON = {"role": _ROLES[entry["role"]], "content": "\n".join(texts)}
-    if entry.get("toolCalls"):
-        message["tool_calls"] = [
-            {"function": {"name": call["name"], "arguments": call["arguments"]}}
-            for call in entry["toolCalls"]
-        ]
-    if entry.get("responseFormat"):
-        schema = json_copy(entry["responseFormat"]["jsonSchema"])
-        message["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return message
 
 
 # The form of a transcript's JSON, as far as it is read; other fields are kept.

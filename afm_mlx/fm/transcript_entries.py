@@ -99,7 +99,17 @@ class Entry:
     @property
     def segments(self) -> list[Segment]:
         """The parts of the entry's contents."""
-        return [_segment(part) for part in self._json.get("contents") or ()]
+        found: list[Segment] = []
+        for part in self._json.get("contents") or ():
+            if part["type"] == "text":
+                found.append(TextSegment(str(part["text"])))
+            elif part["type"] == "structure":
+                source = part["structure"].get("source", "")
+                content = GeneratedContent.of(part["structure"]["content"])
+                found.append(StructuredSegment(source, content))
+            else:
+                found.append(OtherSegment(part["type"], part))
+        return found
 
     @property
     def text(self) -> str:
@@ -166,7 +176,23 @@ class Prompt(Entry):
         response_format: JSON | None = None,
         tool_choice: str = "auto",
     ) -> None:
-        super().__init__(contents=[_text_part(text)], options=_options_json(options, tool_choice))
+        options = options or GenerationOptions()
+        mode = options.sampling
+        found: JSON = {
+            "maximumResponseTokens": options.maximum_response_tokens,
+            "temperature": options.temperature,
+        }
+        # As the framework writes it: greedy sampling is sampling from the 1 most likely token.
+        if mode is not None and mode.mode_type is SamplingModeType.GREEDY:
+            found["topK"] = 1
+        elif mode is not None:
+            is_all = (mode.top, mode.probability_threshold, mode.seed) == (None, None, None)
+            threshold = 1.0 if is_all else mode.probability_threshold
+            found |= {"topK": mode.top, "topP": threshold, "randomSeed": mode.seed}
+        if tool_choice != "auto":
+            found["toolCallingMode"] = "disallowed" if tool_choice == "none" else "required"
+        given = {key: value for key, value in found.items() if value is not None}
+        super().__init__(contents=[_text_part(text)], options=given)
         if response_format is not None:
             schema = json_copy(dict(response_format["json_schema"]))
             self._json["responseFormat"] = {"type": "jsonSchema", "jsonSchema": schema}
@@ -208,9 +234,8 @@ class Response(Entry):
     def __init__(
         self, content: str | GeneratedContent, assets: Sequence[str] = (), source: str = ""
     ) -> None:
-        if isinstance(content, str):
-            part: JSON = {"type": "text", "text": content, "id": "0"}
-        else:
+        part: JSON = {"type": "text", "text": content, "id": "0"}
+        if not isinstance(content, str):
             structure = {"source": source, "content": json_copy(content.value())}
             part = {"type": "structure", "structure": structure, "id": "0"}
         super().__init__(contents=[part], assets=list(assets))
@@ -280,35 +305,6 @@ class ToolOutput(Entry):
 
 
 _KINDS: dict[str, type[Entry]] = {k.role: k for k in (Instructions, Prompt, Response, ToolOutput)}
-
-
-def _segment(part: JSON) -> Segment:
-    if part["type"] == "text":
-        return TextSegment(str(part["text"]))
-    if part["type"] == "structure":
-        structure = part["structure"]
-        content = GeneratedContent.of(structure["content"])
-        return StructuredSegment(structure.get("source", ""), content)
-    return OtherSegment(part["type"], part)
-
-
-def _options_json(options: GenerationOptions | None, tool_choice: str) -> JSON:
-    """Write options as the framework does: greedy sampling is sampling from the 1 most likely token."""
-    options = options or GenerationOptions()
-    mode = options.sampling
-    found: JSON = {
-        "maximumResponseTokens": options.maximum_response_tokens,
-        "temperature": options.temperature,
-    }
-    if mode is not None and mode.mode_type is SamplingModeType.GREEDY:
-        found["topK"] = 1
-    elif mode is not None:
-        is_all = (mode.top, mode.probability_threshold, mode.seed) == (None, None, None)
-        threshold = 1.0 if is_all else mode.probability_threshold
-        found |= {"topK": mode.top, "topP": threshold, "randomSeed": mode.seed}
-    if tool_choice != "auto":
-        found["toolCallingMode"] = "disallowed" if tool_choice == "none" else "required"
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def json_copy(value: object) -> Any:
