@@ -28,11 +28,9 @@ from afm_mlx.guidance.types import MISSING, json_so_far
 class AnswerForm:
     """The form that an answer must have: text, or JSON under a schema. Made by `answer_form`.
 
-    Args:
-        response_format: the schema as the model reads it in a chat message; None for text.
-        followed: the schema that the answer's tokens follow, with anchored patterns; None for text.
-        generating: the generable class whose instance is the answer; None for `GeneratedContent`, and for text.
-        constraint: the constraint on the answer's tokens; None for text, and before `compiled`.
+    All fields are None for text. `response_format` is the schema as the model reads it in a chat message;
+    `followed` is the schema that the answer's tokens follow, with anchored patterns; `generating` is the class
+    whose instance is the answer, None for `GeneratedContent`; `constraint` is None before `compiled`.
     """
 
     response_format: Schema | None = None
@@ -56,7 +54,6 @@ class AnswerForm:
 
     @property
     def name(self) -> str:
-        """The schema's name; empty for text."""
         return self.response_format["json_schema"]["name"] if self.response_format else ""
 
     def content(self, text: str) -> GeneratedContent:
@@ -71,7 +68,7 @@ class AnswerForm:
         return self.generating._from_generated_content(content)
 
     def so_far(self, text: str, is_complete: bool = False) -> Any:
-        """Decode an answer, or the beginning of one, to a JSON value; None if there is no value yet."""
+        """Decode an answer, or the beginning of one, to JSON; return None if there is no value yet."""
         with _decoding(text):
             if is_complete:
                 return json.loads(text)
@@ -132,11 +129,6 @@ def answer_form(
     json_schema: Mapping[str, object] | None = None,
 ) -> AnswerForm:
     """Check the arguments that give an answer's form, and make the form; text if there are none.
-
-    Args:
-        generating: a generable class.
-        schema: a schema.
-        json_schema: a schema in JSON.
 
     Raises:
         ValueError: for more than one of them, and for a class that is not generable.

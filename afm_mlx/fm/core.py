@@ -78,7 +78,7 @@ class SystemLanguageModel:
             such an adapter answers as in general, with a warning.
         guardrails: kept; the models that run here have no guardrails.
         model: folder, hub id or name of a model; or a model and its tokenizer, as `afm_mlx.load` returns them.
-            None for the environment variable AFM_MLX_MODEL, else the embedded `afm-nano`.
+            Pass None for the environment variable AFM_MLX_MODEL, else the embedded `afm-nano`.
         adapters: folders of adapters by name, or an `AdapterPool` of the given model. The adapters in the
             model's folder are found without it.
 
@@ -132,7 +132,7 @@ class SystemLanguageModel:
         """True if the model's card names a locale's language, or no languages at all.
 
         Args:
-            locale: a locale such as "de", "de-AT", "zh_Hant_TW" or "de_AT.UTF-8"; None for the process's.
+            locale: such as "de", "de-AT", "zh_Hant_TW" or "de_AT.UTF-8"; pass None for the process's locale.
 
         Raises:
             ValueError: for a name that is not a locale.
@@ -150,7 +150,7 @@ class SystemLanguageModel:
 
     @property
     def use_case_adapter(self) -> str | None:
-        """Name of the adapter for the use case, once the model is loaded; None if it needs or has none."""
+        """Name of the use case's adapter, once the model is loaded; None if there is none, or no need."""
         if self.use_case is SystemLanguageModelUseCase.GENERAL:
             return None
         name = self.use_case.name.lower()

@@ -42,11 +42,8 @@ class Issue:
     """A fault in an answer.
 
     Args:
-        category: a `Category` or its value.
+        category: a `Category` or its value. An unknown one raises `ValueError`.
         explanation: what is wrong, in words.
-
-    Raises:
-        ValueError: for an unknown category.
     """
 
     category: Category
@@ -74,14 +71,8 @@ def feedback_attachment(
 ) -> bytes:
     """Write feedback about a session's last turn, or about a later request that failed, as a line of JSON.
 
-    Args:
-        transcript: the session's transcript.
-        rejected: entries of the request that failed, which are not in the transcript; empty without one.
-        error: the failed request's error; None without one.
-        sentiment, issues, desired: see `LanguageModelSession.log_feedback_attachment`.
-
-    Raises:
-        ValueError, TypeError: for arguments of other kinds.
+    `rejected` are the entries of the failed request, which are not in the transcript, and `error` is what it
+    raised, None without one. See `LanguageModelSession.log_feedback_attachment` for the rest.
     """
     issues = list(issues)
     if not all(isinstance(issue, Issue) for issue in issues):

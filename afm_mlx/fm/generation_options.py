@@ -75,9 +75,9 @@ class GenerationOptions:
     """Options of one request.
 
     Args:
-        sampling: how tokens are chosen; None for greedy, or random if there is a temperature.
-        temperature: divides the logits: below 1, likely tokens become likelier; 0 is greedy. None for 1.
-        maximum_response_tokens: length at which the answer is cut off; None for no limit.
+        sampling: how tokens are chosen; pass None for greedy, or for random if there is a temperature.
+        temperature: divides the logits: below 1, likely tokens become likelier; 0 is greedy. Pass None for 1.
+        maximum_response_tokens: length at which the answer is cut off; pass None for no limit.
 
     Raises:
         ValueError: for a value of the wrong type or out of range.

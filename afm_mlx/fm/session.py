@@ -42,12 +42,12 @@ class LanguageModelSession:
     Arguments after `tools` go beyond Apple's SDK.
 
     Args:
-        instructions: instructions for the model; None and "" for none.
-        model: the model; None for `SystemLanguageModel()`.
+        instructions: instructions for the model; pass None or "" for none.
+        model: the model; pass None for `SystemLanguageModel()`.
         tools: tools that the model may call, or functions with annotations and a docstring. If several look the
             same to the model, the first is called.
         adapter: the adapter that answers: the name of one of the model's, or weights of several by name, which
-            are added up. None for the model alone; the default is the adapter of the model's use case.
+            are added up. Pass None for the model alone; the default is the adapter of the model's use case.
         context_policy: what happens if the history leaves too little context for an answer: "error" raises
             `ExceededContextWindowSizeError`; "drop_oldest" drops the oldest turns of the transcript;
             "summarize" replaces them with the model's own summary.
@@ -124,7 +124,7 @@ class LanguageModelSession:
 
         Args:
             transcript: the history, with its instructions. The tools that it names can't be called.
-            model: the model; None for `SystemLanguageModel()`.
+            model: the model; pass None for `SystemLanguageModel()`.
             tools: tools that the model may call from now on.
             options: the other arguments of a session.
 
@@ -152,17 +152,14 @@ class LanguageModelSession:
         options: GenerationOptions | None = None,
         **more: Any,
     ) -> Any:
-        """Answer a prompt.
+        """Answer a prompt; return text if there is neither class nor schema.
 
         Args:
             prompt: text, or a list of texts.
             generating: a generable class, for an answer that is an instance of it.
             schema, json_schema: a schema, for an answer that is `GeneratedContent`.
-            options: how tokens are chosen; None for greedy.
+            options: how tokens are chosen; pass None for greedy.
             more: the arguments of `stream_response` from `include_schema_in_prompt` on.
-
-        Returns:
-            The answer: text if there is neither class nor schema.
 
         Raises:
             ValueError: for arguments that exclude each other.
@@ -200,11 +197,11 @@ class LanguageModelSession:
         Arguments after `options`, and answers other than text, go beyond Apple's SDK.
 
         Args:
-            prompt, generating, schema, json_schema, options: see `respond`.
+            prompt, generating, schema, json_schema, options: see `respond`, which raises the same errors.
             include_schema_in_prompt: True if the model reads the schema; answers follow it either way.
-            adapter: the adapter that answers this prompt, or None for none; the default is the session's.
+            adapter: the adapter that answers this prompt; pass None for none. The default is the session's.
             stop: a stop string, or several.
-            logprobs: number of most likely tokens that `last_answer` has for each token; None for no
+            logprobs: number of most likely tokens that `last_answer` has for each token; pass None for no
                 log-probabilities.
             tool_choice: "auto" if the model may call tools, "none" if not; "required" for one or more calls,
                 "one" for exactly one call, a tool's name for calls of it, in the first answer.
@@ -216,9 +213,6 @@ class LanguageModelSession:
         Yields:
             Texts; for a class, its `PartiallyGenerated` instances; for a schema, `GeneratedContent`, which is
             complete in the end.
-
-        Raises:
-            Exception: as `respond` does.
         """
         form = answer_form(generating, schema, json_schema)
         answered = self._answered(
@@ -332,7 +326,7 @@ class LanguageModelSession:
             options, adapter, stop, logprobs: see `stream_response`.
 
         Raises:
-            FoundationModelsError: if it can't be continued.
+            FoundationModelsError: if the text can't be continued.
         """
         text, fields = prompt_text(text), request_fields(options, stop, logprobs)
         await self._load()
@@ -353,18 +347,15 @@ class LanguageModelSession:
         issues: Iterable[Issue] = (),
         desired_output: object = None,
     ) -> bytes:
-        """Write feedback about the last answer, or about the error in its place.
+        """Write feedback about the last answer, or about the error in its place, as a line of JSON.
 
         The framework's Swift method has the same name and arguments; Apple's Python SDK has no such method.
 
         Args:
-            sentiment: a judgement of the answer.
+            sentiment: a member of `Sentiment` or its value.
             issues: faults in the answer.
             desired_output: a better answer: a text, generated content, an instance of a generable class, or an
                 entry of a transcript.
-
-        Returns:
-            A line of JSON with the conversation, to be appended to a file.
 
         Raises:
             ValueError, TypeError: for arguments of other kinds.
@@ -375,10 +366,7 @@ class LanguageModelSession:
         )
 
     async def prewarm(self, prompt_prefix: Prompt | None = None) -> None:
-        """Load the model, and prefill the history and the beginning of the next prompt.
-
-        Args:
-            prompt_prefix: the beginning of the next prompt; None if it isn't known.
+        """Load the model, and prefill the history and the beginning of the next prompt, if it is known.
 
         Raises:
             FoundationModelsError: if the model can't be loaded or run.
@@ -406,7 +394,6 @@ class LanguageModelSession:
             return len(self._tokens(None if prompt is None else prompt_text(prompt)))
 
     def _tokens(self, prompt: str | None, **options: Any) -> list[int]:
-        """Encode the history and a prompt."""
         draft = self.transcript.copy()
         if prompt is not None:
             draft.add_prompt(prompt)
@@ -422,10 +409,9 @@ class _Hold:
         self._is_active = True
 
     def mark(self) -> None:
-        """Mark the current context, and all tasks started in it, as inside this request.
+        """Mark the current context, and all tasks started in it, as inside this request while it runs.
 
-        Called before the request waits for code of the caller: its tools, and the loop over its stream. The
-        mark of a request that has ended has no effect.
+        Called before the request waits for code of the caller: its tools, and the loop over its stream.
         """
         marks = _marks.get()
         if self not in marks:
@@ -460,9 +446,7 @@ class _SessionLock:
     async def held(self) -> AsyncIterator[_Hold]:
         """Hold the lock while the context is open.
 
-        Raises:
-            ConcurrentRequestsError: if the request that holds it waits for this one, or runs in another event
-                loop.
+        Raises `ConcurrentRequestsError` if the request that holds it waits for this one, or is in another loop.
         """
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop() is not loop:

@@ -193,7 +193,7 @@ class FunctionTool(Tool):
 
 
 class _FunctionSchema(GenerationSchema):
-    """The schema of a function's parameters, in the dialect of generable classes' schemas."""
+    """The schema of a function's parameters, with the fields that are generable classes in their dialect."""
 
     def __init__(self, answers: AnswerType, generable: Mapping[str, object]) -> None:
         properties = [Property(name, hint) for name, hint in generable.items()]

@@ -27,12 +27,7 @@ class TextSegment:
 
 @dataclass(frozen=True)
 class StructuredSegment:
-    """A part of an entry that was generated under a schema.
-
-    Args:
-        source: the schema's name.
-        content: the generated value.
-    """
+    """A part of an entry that was generated under the schema named `source`."""
 
     source: str
     content: GeneratedContent
@@ -162,8 +157,7 @@ class Prompt(Entry):
     Args:
         text: the prompt.
         options: how tokens are chosen.
-        response_format: `{"type": "json_schema", "json_schema": {"name", "schema"}}`, see
-            `GenerationSchema.response_format`; None for text.
+        response_format: see `GenerationSchema.response_format`; pass None for text.
         tool_choice: which tools the model may call, see `LanguageModelSession.stream_response`.
     """
 
@@ -215,7 +209,7 @@ class Prompt(Entry):
 
     @property
     def response_schema(self) -> JSON | None:
-        """The schema for the answer; None for text."""
+        """The schema for the answer; None if it is text."""
         response_format = self._json.get("responseFormat")
         return response_format and json_copy(response_format["jsonSchema"]["schema"])
 
@@ -279,13 +273,7 @@ class ToolCalls(Entry):
 
 
 class ToolOutput(Entry):
-    """The output of a tool call.
-
-    Args:
-        call_id: the call's id.
-        tool_name: the tool's name.
-        text: the tool's result.
-    """
+    """The output `text` of the call with the id `call_id` of the tool `tool_name`."""
 
     role = "tool"
 

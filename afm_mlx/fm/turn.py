@@ -163,13 +163,10 @@ class Turn:
         draft: the session's history with the new prompt; tool calls and their outputs are added to it.
         form: text, or JSON under a schema.
         fields: fields of the engine's `Request`, see `request_fields`.
-        adapter: the adapter that answers; None for the model alone.
+        adapter: the adapter that answers; pass None for the model alone.
         tools: tools that may be called, by name. They run in the context in which the turn was made.
-        tool_choice: "auto", "none", "required", "one", or the name of a tool.
-        max_tool_rounds: largest number of answers with tool calls; the next answer is text.
-        tool_errors: "model" passes a tool's error to the model as the tool's output; "raise" ends the request.
-        context_policy: one of `POLICIES`, for a history that leaves too little context, see `fit_to_context`.
-        logprobs: number of most likely tokens to keep for each token; None for no log-probabilities.
+        tool_choice, max_tool_rounds, tool_errors, context_policy, logprobs: see `LanguageModelSession` and its
+            `stream_response`.
 
     Attributes:
         answer: the model's latest answer, as far as it is generated; it is not in the draft.
@@ -206,7 +203,7 @@ class Turn:
             choice = "auto"  # the required call has been made
 
     async def _constraint(self, choice: str) -> Constraint | None:
-        """Compile the next answer's constraint; raise `GenerationError` if the model can't call the tools."""
+        """Compile the next answer's constraint; raise `GenerationError` if the model can't call tools."""
         if choice == "none":  # a model that has read of tools must not call them
             return Constraint.text() if self.form.is_text and self.tools else self.form.constraint
         if not getattr(self.shared.tokenizer, "has_tool_calling", False):

@@ -181,7 +181,7 @@ class Chat:
         variables: the caller's variables for the template, tools included.
         own: the template's own variables.
         separator: name of the token before a chat, which templates for other programs may write.
-        open_end: text to remove at the end, so that the last message stays open; None to remove nothing.
+        open_end: text to remove at the end, so that the last message stays open; pass None to keep all.
     """
 
     template: ChatTemplate

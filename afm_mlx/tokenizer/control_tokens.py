@@ -40,10 +40,7 @@ class ControlTokens:
 
     These are the markers of the prompt format, special ids, and user-defined symbols (added tokens) whose name
     is in brackets. `<n>` is the newline, not a control token; but a caller's `<n>` is three characters, too.
-
-    Args:
-        vocabulary: encodes texts.
-        special_ids: the tokenizer's separator, padding and end-of-answer ids.
+    `special_ids` are the tokenizer's separator, padding and end-of-answer ids.
 
     Attributes:
         names: ids by name, for the control tokens that the vocabulary finds in text.
@@ -98,7 +95,7 @@ class ControlTokens:
     def may_come_from(self, texts: list[str], template: str | None) -> bool:
         """True if a part of a control token's name in a rendered chat may be from the caller's `texts`.
 
-        `template` is the chat template's source; None for AFM's own, which writes no two texts side by side.
+        `template` is the chat template's source, or None for AFM's own, which writes no two texts side by side.
         """
         if template is None:
             return _any_in(self._found, texts)

@@ -49,9 +49,8 @@ class Piece(NamedTuple):
 class Spacing(NamedTuple):
     """Which leading spaces decoding drops, as the SentencePiece model's normalizer says.
 
-    Args:
-        dummy_prefix: drop one `SPACE` at the start of the first piece that has text.
-        strip_all: drop one `SPACE` of each piece until there is text; the model removes repeated spaces.
+    With `dummy_prefix`, one `SPACE` at the start of the first piece that has text. With `strip_all`, one
+    `SPACE` of each piece until there is text, because the model removes repeated spaces.
     """
 
     dummy_prefix: bool

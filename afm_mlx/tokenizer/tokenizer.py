@@ -236,16 +236,14 @@ class AFMTokenizer:
 
         Args:
             messages: `{"role", "content"}` dicts, see `chat_messages.checked_messages`.
-            tools: tool definitions; None for the system message's `tools`.
+            tools: tool definitions; pass None for the system message's `tools`.
             add_generation_prompt: end with the start of an answer. A final assistant message is then left
                 out: it is the answer to be generated again, as in tamm.
             tokenize: True for ids; False for the text, without the separator.
             continue_final_message: leave the last message open, to be continued.
             chat_template: another Jinja template for this call.
-            kwargs: variables for the template, such as `enable_thinking`; AFM's own uses none.
-                transformers' `return_dict`, `return_tensors`, `padding`, `truncation`, `max_length`,
-                `documents`, `tokenizer_kwargs` and `return_assistant_tokens_mask` are accepted with the
-                values that change nothing.
+            kwargs: variables for the template, such as `enable_thinking`; AFM's own uses none. Arguments of
+                transformers, such as `padding`, are accepted with the values that change nothing.
 
         Raises:
             TokenizerError: for messages, tools or arguments that can't be honoured.
@@ -416,7 +414,7 @@ class AFMTokenizer:
     def convert_tokens_to_ids(
         self, names: str | list[str] | tuple[str, ...]
     ) -> int | list[int | None] | None:
-        """Return the id of one piece, None if there is no such piece; or a list for several."""
+        """Return the id of one piece, or None if there is no such piece; or a list for several."""
         if isinstance(names, str):
             return self._vocabulary.id_of(names)
         return [self._vocabulary.id_of(name) for name in names]

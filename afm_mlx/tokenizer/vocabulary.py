@@ -117,7 +117,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def token_name(config: Mapping[str, object], key: str) -> str | None:
-    """Return a token's name from tokenizer_config.json: a string, or an object's `content`; None if unset."""
+    """Return a token's name from tokenizer_config.json, or None if `key` is unset.
+
+    A token is written as a string, or as an object whose `content` is the string.
+    """
     token = config.get(key)
     name = token.get("content") if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
