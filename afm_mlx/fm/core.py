@@ -234,6 +234,9 @@ class SharedModel:
         pool: the model's adapters; pass None to make a pool.
     """
 
+    tokenizer: Tokenizer
+    engine: AsyncEngine
+
     def __init__(self, source: str | tuple[nn.Module, Tokenizer], pool: AdapterPool | None):
         self._source, self._pool = source, pool
         self._loading: Future[None] | None = None
@@ -241,8 +244,7 @@ class SharedModel:
         self._adapters: dict[str, Path] = {}  # adapters that were given as folders
         self._folder: Path | None = None
         self._context: int | None = None
-        self._tokenizer: Tokenizer | None = None
-        self._engine: AsyncEngine | None = None
+        self._is_loaded = False
 
     @property
     def name(self) -> str:
@@ -251,16 +253,6 @@ class SharedModel:
             return Path(self._source).name
         folder = getattr(self._source[1], "name_or_path", "")
         return Path(folder).name or type(self._source[0]).__name__
-
-    @property
-    def engine(self) -> AsyncEngine:
-        assert self._engine is not None
-        return self._engine
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        assert self._tokenizer is not None
-        return self._tokenizer
 
     @property
     def context_size(self) -> int:
@@ -320,7 +312,7 @@ class SharedModel:
 
     async def load(self) -> None:
         """Load the model, unless it is loaded; raise an `AFMError` if that fails."""
-        if self._engine is not None:
+        if self._is_loaded:
             return
         if isinstance(self._source, str):
             # In another thread than MLX's: other models' rows don't wait for a download.
@@ -334,9 +326,9 @@ class SharedModel:
 
     def _load(self) -> None:
         if isinstance(self._source, str):
-            model, self._tokenizer = load(self._found())
+            model, self.tokenizer = load(self._found())
         else:
-            model, self._tokenizer = self._source
+            model, self.tokenizer = self._source
         if self._pool is None:
             active = active_adapters(model)
             is_taken = active is not None and active.batch is not None
@@ -355,7 +347,8 @@ class SharedModel:
                         pool.register(name, path)
                 self._pool = pool
         cache = PrefixCache(PREFIX_BYTES)
-        self._engine = AsyncEngine(model, self._tokenizer, adapters=self._pool, prefix_cache=cache)
+        self.engine = AsyncEngine(model, self.tokenizer, adapters=self._pool, prefix_cache=cache)
+        self._is_loaded = True
 
     def register(self, adapters: Mapping[str, str | Path]) -> None:
         """Register adapters' folders by name; raise `RequestError` for a taken name or a missing folder."""
