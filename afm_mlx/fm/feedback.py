@@ -79,6 +79,7 @@ def feedback_attachment(
         raise TypeError(
             f"issues is {shown(issues)}; LanguageModelFeedback.Issue(category, ...) are needed."
         )
+    judged = None if sentiment is None else _member(Sentiment, "sentiment", sentiment)
     before, turns = transcript.turns()
     failed = [entry.to_dict() for entry in rejected]
     # The feedback is about the turn that failed, else the last one.
@@ -88,9 +89,7 @@ def feedback_attachment(
         "version": 1,
         "input": [*before, *(entry for part in turns for entry in part), *turn[:1]],
         "output": turn[1:],
-        "sentiment": None
-        if sentiment is None
-        else _member(Sentiment, "sentiment", sentiment).value,
+        "sentiment": judged and judged.value,
         "issues": [
             {"category": i.category.value}
             | ({"explanation": i.explanation} if i.explanation else {})

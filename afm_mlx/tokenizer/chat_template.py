@@ -131,20 +131,16 @@ class ChatTemplate:
                     f"messages[{index}] has {field!r}, which {self._name[0].lower()}{self._name[1:]} "
                     "does not use. Remove that template to use AFM's own, or leave the field out."
                 )
-        render = self._compiled
         try:
-            return render({**variables, "messages": messages})
-        except Exception as error:  # a template may fail in any way that Python can
-            raise TokenizerError(f"{self._name} failed: {_reason(error)}") from error
-
-    @cached_property
-    def _compiled(self) -> Callable[[dict[str, object]], str]:
-        try:
-            return _compile(self.source)
+            render = _compile(self.source)
         except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
             if problem := package_problem(error):  # of Jinja itself: templates import nothing
                 raise TokenizerError(problem) from error
             raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
+        try:
+            return render({**variables, "messages": messages})
+        except Exception as error:  # a template may fail in any way that Python can
+            raise TokenizerError(f"{self._name} failed: {_reason(error)}") from error
 
 
 def read_chat_template(folder: Path, config: Mapping[str, object]) -> ChatTemplate | None:
