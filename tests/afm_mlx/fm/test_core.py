@@ -39,20 +39,17 @@ def test_the_model_is_the_embedded_one_or_the_environments(monkeypatch, tmp_path
     assert asyncio.run(missing.token_count("Hi")) > 0
 
 
-def test_who_names_the_same_model_shares_it(nano):
+async def test_who_names_the_same_model_shares_it(nano):
     one, other = fm.SystemLanguageModel(), fm.SystemLanguageModel(model="afm-nano")
     by_path = fm.SystemLanguageModel(model=FOLDER)
     by_objects = fm.SystemLanguageModel(model=nano)
     assert one._shared is other._shared is not by_path._shared
     assert by_objects._shared is fm.SystemLanguageModel(model=nano)._shared
 
-    async def load(*models):
-        await asyncio.gather(*(model._shared.load() for model in models))
-        adapters = [model._shared.engine._made().adapters for model in models]
-        assert adapters[0] is adapters[1]
-        assert "todo" in adapters[0].registered  # it comes with the model
-
-    asyncio.run(load(one, other))
+    await asyncio.gather(one._shared.load(), other._shared.load())
+    adapters = [model._shared.engine._made().adapters for model in (one, other)]
+    assert adapters[0] is adapters[1]
+    assert "todo" in adapters[0].registered  # it comes with the model
 
 
 def test_use_cases_and_guardrails_are_kept_and_unknown_ones_replaced():

@@ -395,19 +395,16 @@ def test_a_session_outlives_a_loop_that_is_closed_while_it_answers(model):
     assert roles(session) == ["user", "response"] * 2
 
 
-def test_a_transcript_goes_on_in_another_session(nano, model):
-    async def main():
-        first = fm.LanguageModelSession("Be brief.", model)
-        await first.respond(FORMAL)
-        saved = await first.transcript.to_dict()
-        transcript = await fm.Transcript.from_dict(saved)
-        second = fm.LanguageModelSession.from_transcript(transcript, model, adapter="redact")
-        assert second.transcript is transcript
-        answer = await second.respond(TOPICS, adapter=None)
-        assert answer == await first.respond(TOPICS)
-        assert len(entries(second)) == 5
-
-    asyncio.run(main())
+async def test_a_transcript_goes_on_in_another_session(nano, model):
+    first = fm.LanguageModelSession("Be brief.", model)
+    await first.respond(FORMAL)
+    saved = await first.transcript.to_dict()
+    transcript = await fm.Transcript.from_dict(saved)
+    second = fm.LanguageModelSession.from_transcript(transcript, model, adapter="redact")
+    assert second.transcript is transcript
+    answer = await second.respond(TOPICS, adapter=None)
+    assert answer == await first.respond(TOPICS)
+    assert len(entries(second)) == 5
 
 
 def test_a_text_is_completed_as_it_is(nano, model):
