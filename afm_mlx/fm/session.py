@@ -101,9 +101,11 @@ class LanguageModelSession:
                     f"Two different tools have the name {shown(tool.name)}; each needs its own."
                 )
         self._adapter = adapter
-        self._context_policy = context_policy
-        self._max_tool_rounds = max_tool_rounds
-        self._tool_errors = tool_errors
+        self._policies: dict[str, Any] = {
+            "context_policy": context_policy,
+            "max_tool_rounds": max_tool_rounds,
+            "tool_errors": tool_errors,
+        }
         self._lock = _SessionLock()
         self.last_answer: Answer | None = None
         self._failed: tuple[list[Entry], str] | None = None  # entries and error of the last request
@@ -276,11 +278,9 @@ class LanguageModelSession:
                 fields,
                 chosen,
                 self._tools,
-                tool_choice=tool_choice,
-                max_tool_rounds=self._max_tool_rounds,
-                tool_errors=self._tool_errors,
-                context_policy=self._context_policy,
-                logprobs=logprobs,
+                tool_choice,
+                logprobs,
+                **self._policies,
             )
             try:
                 async with aclosing(turn.texts()) as texts:

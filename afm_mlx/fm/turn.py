@@ -138,7 +138,8 @@ def request_fields(
         "logprobs": logprobs is not None,
     }
     mode, temperature = options.sampling, options.temperature
-    if mode.mode_type is SamplingModeType.GREEDY if mode else temperature is None:
+    is_greedy = temperature is None if mode is None else mode.mode_type is SamplingModeType.GREEDY
+    if is_greedy:
         return fields
     mode = mode or SamplingMode.random()
     top, threshold, seed = mode.top, mode.probability_threshold, mode.seed
@@ -154,7 +155,7 @@ def request_fields(
 # Turns
 
 
-@dataclass
+@dataclass(eq=False)
 class Turn:
     """A running request. It changes nothing of the session.
 
@@ -165,8 +166,8 @@ class Turn:
         fields: fields of the engine's `Request`, see `request_fields`.
         adapter: the adapter that answers; pass None for the model alone.
         tools: tools that may be called, by name. They run in the context in which the turn was made.
-        tool_choice, max_tool_rounds, tool_errors, context_policy, logprobs: see `LanguageModelSession` and its
-            `stream_response`.
+        tool_choice, logprobs: see `LanguageModelSession.stream_response`.
+        context_policy, max_tool_rounds, tool_errors: see `LanguageModelSession`.
 
     Attributes:
         answer: the model's latest answer, as far as it is generated; it is not in the draft.
@@ -179,10 +180,10 @@ class Turn:
     adapter: AdapterChoice | None
     tools: Mapping[str, Tool] = field(default_factory=dict)
     tool_choice: str = "auto"
+    logprobs: int | None = None
+    context_policy: str = "error"
     max_tool_rounds: int = 0
     tool_errors: str = "model"
-    context_policy: str = "error"
-    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self.answer = Answer()
