@@ -259,7 +259,8 @@ def _apply_generable_decorator(cls: TypeForm, description: str | None, frame: Fr
             f"{cls.__name__} is an enum, and needs no decorator to be the type of a field.\n"
             f"{_example('Correct usage', 'MyClass', line)}"
         )
-    name, made = cls.__name__, cls
+    name: str = cls.__name__
+    made: TypeForm = cls
     if "__dataclass_fields__" not in vars(cls):
         try:
             made = dataclasses.dataclass(cls)

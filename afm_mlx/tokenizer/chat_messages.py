@@ -86,16 +86,15 @@ def _checked_content(where: str, role: str, content: object) -> object:
     is_tool = role in ("tool", "function")
     if isinstance(content, Sequence) and not isinstance(content, bytes):
         parts = list(content)
-        if parts and all(_is_text_part(part) for part in parts):
-            return "".join(part["text"] for part in parts)
-        if is_tool:
+        other = next((i for i, part in enumerate(parts) if not _is_text_part(part)), None)
+        if is_tool and (other is not None or not parts):
             return checked_tools(parts, f"{where}['content']")
-        if not parts:
-            return ""
-        index, part = next((i, p) for i, p in enumerate(parts) if not _is_text_part(p))
+        if other is None:
+            return "".join(part["text"] for part in parts)
+        part = parts[other]
         got = shown(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
         raise TokenizerError(
-            f"{where}['content'][{index}] has the type {got}; this model reads text only: "
+            f"{where}['content'][{other}] has the type {got}; this model reads text only: "
             "{'type': 'text', 'text': a string}."
         )
     if is_tool and isinstance(content, Mapping):
@@ -110,9 +109,8 @@ def _checked_content(where: str, role: str, content: object) -> object:
 
 
 def _is_text_part(part: Any) -> bool:
-    if not isinstance(part, Mapping):
-        return False
-    return part.get("type") == "text" and isinstance(part.get("text"), str)
+    is_text = isinstance(part, Mapping) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
 
 
 def _checked_calls(where: str, calls: object) -> list[Message]:

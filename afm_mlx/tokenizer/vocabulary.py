@@ -284,12 +284,10 @@ class HubVocabulary:
         model = content["model"]
         added = content.get("added_tokens") or []
         # Names of tokens without text: as `save_tokenizer` listed them, else special tokens.
-        noted = config.get("control_tokens")
-        if isinstance(noted, list):
+        control = {token["content"] for token in added if token.get("special")}
+        control -= {*MARKERS, NEWLINE, "<unk>"}
+        if isinstance(noted := config.get("control_tokens"), list):
             control = {name for name in noted if isinstance(name, str)}
-        else:
-            control = {token["content"] for token in added if token.get("special")}
-            control -= {*MARKERS, NEWLINE, "<unk>"}
         # The text "</s>" is text, as in SentencePiece: only an id makes a control token.
         entries = model["vocab"]  # of a Unigram model, pairs of name and score
         names = entries if isinstance(entries, dict) else [name for name, *_ in entries]
