@@ -246,8 +246,11 @@ def generable(arg: Any = None) -> Any:
     return decorate
 
 
-def _apply_generable_decorator(cls: TypeForm, description: str | None, frame: FrameType) -> Any:
+def _apply_generable_decorator(
+    cls: TypeForm, description: str | None, frame: FrameType | None = None
+) -> Any:
     """Make `cls` generable; its annotations may use local names of `frame`."""
+    # Apple's own tests call this function, without a frame.
     if not isinstance(cls, type):
         raise GenerableDecoratorError(
             f"@generable can only be applied to classes, got a {type(cls).__name__}.\n"
@@ -280,7 +283,7 @@ def _apply_generable_decorator(cls: TypeForm, description: str | None, frame: Fr
         # Before Python 3.13 `f_locals` keeps the frame's objects alive until it ends: read only if needed.
         written = vars(made).get("__annotations__", {}).values()
         needs_names = sys.version_info >= (3, 13) or any(map(_has_text, written))
-        names = frame.f_locals if needs_names else {}
+        names = frame.f_locals if frame and needs_names else {}
         hints = get_type_hints(made, localns={**names, name: made})
     except Exception as error:  # an annotation is any expression
         line = "parent: Optional['MyClass'] = None  # a class is known from its own line on"

@@ -9,6 +9,7 @@ from typing import Optional
 import pytest
 
 from afm_mlx import fm
+from afm_mlx.fm.generable import _apply_generable_decorator
 from tests.afm_mlx.fm.conftest import freed
 from tests.tools.cases import each
 
@@ -114,6 +115,8 @@ def test_what_is_no_generable_class_is_refused():
         def function():
             pass
 
+    with pytest.raises(fm.InvalidGenerationSchemaError, match="only be applied to classes"):
+        _apply_generable_decorator(len, None)  # as Apple's own tests do
     with pytest.raises(fm.InvalidGenerationSchemaError) as no_fields:
 
         @fm.generable
