@@ -28,11 +28,9 @@ from afm_mlx.guidance.types import MISSING, json_so_far
 class AnswerForm:
     """The form that an answer must have: text, or JSON under a schema. Made by `answer_form`.
 
-    Args:
-        response_format: the schema in the form of chat messages; None for text.
-        followed: the schema that the answer follows; None for text.
-        generating: the answer's generable class, or an instance of it; None for content.
-        constraint: the constraint on the answer's tokens; None for text, and until `compiled`.
+    All fields are None for text. `response_format` is the schema as the model reads it in a chat message;
+    `followed` is the schema that the answer's tokens follow, with anchored patterns; `generating` is the class
+    whose instance is the answer, None for `GeneratedContent`; `constraint` is None before `compiled`.
     """
 
     response_format: Schema | None = None
@@ -45,11 +43,7 @@ class AnswerForm:
         return self.followed is None
 
     async def compiled(self) -> AnswerForm:
-        """Return the form with its constraint, which takes a while for a large schema.
-
-        Raises:
-            InvalidGenerationSchemaError: for a schema that can't be honoured.
-        """
+        """Return the form with its constraint; raise `InvalidGenerationSchemaError` if there can be none."""
         if self.followed is None:
             return self
         try:
@@ -60,16 +54,10 @@ class AnswerForm:
 
     @property
     def name(self) -> str:
-        """The schema's name; empty for text."""
         return self.response_format["json_schema"]["name"] if self.response_format else ""
 
     def content(self, text: str) -> GeneratedContent:
-        """Decode a complete answer to content.
-
-        Raises:
-            DecodingFailureError: if it is not JSON, for example because a stop string has cut it, or has a
-                number that is too large for a float.
-        """
+        """Decode a complete answer to content; raise `DecodingFailureError` if it is cut off, or no JSON."""
         with _decoding(text):
             return GeneratedContent.of(json.loads(text))
 
@@ -80,7 +68,7 @@ class AnswerForm:
         return self.generating._from_generated_content(content)
 
     def so_far(self, text: str, is_complete: bool = False) -> Any:
-        """Decode an answer, or the beginning of one, to a JSON value; None if there is no value yet."""
+        """Decode an answer, or the beginning of one, to JSON; return None if there is no value yet."""
         with _decoding(text):
             if is_complete:
                 return json.loads(text)
@@ -91,13 +79,7 @@ class AnswerForm:
             return None if value is MISSING else value
 
     def snapshot(self, value: object, id: GenerationID, is_complete: bool) -> Any:
-        """Make a snapshot of an answer, or of the beginning of one.
-
-        Args:
-            value: the answer's JSON value so far.
-            id: the id of all snapshots of the answer.
-            is_complete: True if the value is the whole answer.
-        """
+        """Make a snapshot of the JSON value `value`; all snapshots of one answer have the same id."""
         with _decoding(value):
             content = GeneratedContent.of(value, id, is_complete)
         if self.generating is None:
@@ -106,12 +88,9 @@ class AnswerForm:
 
 
 def _without_open_choices(type_class: Any, value: object, closed: Any) -> object:
-    """Remove words of a `Literal` or an `Enum` that may be incomplete from a value.
+    """Remove words of a `Literal` or an `Enum` that may go on from a value of type `type_class`.
 
-    Args:
-        type_class: the value's type.
-        value: the value so far, with incomplete strings.
-        closed: the value without incomplete strings, or `MISSING`.
+    `value` has incomplete strings; `closed` is the same value without them, `MISSING` if nothing is left.
     """
     type_class, _ = without_none(type_class)
     if choices_of(type_class) is not None:
@@ -151,11 +130,6 @@ def answer_form(
 ) -> AnswerForm:
     """Check the arguments that give an answer's form, and make the form; text if there are none.
 
-    Args:
-        generating: a generable class.
-        schema: a schema.
-        json_schema: a schema in JSON.
-
     Raises:
         ValueError: for more than one of them, and for a class that is not generable.
         TypeError: for a `schema` that is not a `GenerationSchema`, and a JSON schema that JSON can't hold.
@@ -180,23 +154,18 @@ def answer_form(
         response_format = schema.response_format()
         followed = with_whole_patterns(response_format["json_schema"]["schema"])
     elif json_schema is not None:
-        response_format = _json_response_format(json_schema)
-        followed = response_format["json_schema"]["schema"]
+        try:
+            followed = json.loads(json.dumps(json_schema))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"The schema can't be written as JSON: {error}.") from None
+        if not isinstance(followed, dict):
+            raise GenerationError(
+                f"The schema has the wrong format: {shown(json_schema)}; a dict with a JSON schema is needed."
+            )
+        name = followed.get("title")
+        described = {"name": name if isinstance(name, str) else "Response"}
+        described |= {key: followed[key] for key in ("description",) if key in followed}
+        response_format = {"type": "json_schema", "json_schema": {**described, "schema": followed}}
     else:
         return AnswerForm()
     return AnswerForm(response_format, followed, generating)
-
-
-def _json_response_format(schema: object) -> Schema:
-    try:
-        copied = json.loads(json.dumps(schema))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"The schema can't be written as JSON: {error}.") from None
-    if not isinstance(copied, dict):
-        raise GenerationError(
-            f"The schema has the wrong format: {shown(schema)}; a dict with a JSON schema is needed."
-        )
-    name = copied.get("title")
-    described = {"description": copied["description"]} if "description" in copied else {}
-    json_schema = {"name": name if isinstance(name, str) else "Response", **described}
-    return {"type": "json_schema", "json_schema": {**json_schema, "schema": copied}}

@@ -78,7 +78,7 @@ class SystemLanguageModel:
             such an adapter answers as in general, with a warning.
         guardrails: kept; the models that run here have no guardrails.
         model: folder, hub id or name of a model; or a model and its tokenizer, as `afm_mlx.load` returns them.
-            None for the environment variable AFM_MLX_MODEL, else the embedded `afm-nano`.
+            Pass None for the environment variable AFM_MLX_MODEL, else the embedded `afm-nano`.
         adapters: folders of adapters by name, or an `AdapterPool` of the given model. The adapters in the
             model's folder are found without it.
 
@@ -132,7 +132,7 @@ class SystemLanguageModel:
         """True if the model's card names a locale's language, or no languages at all.
 
         Args:
-            locale: a locale such as "de", "de-AT", "zh_Hant_TW" or "de_AT.UTF-8"; None for the process's.
+            locale: such as "de", "de-AT", "zh_Hant_TW" or "de_AT.UTF-8"; pass None for the process's locale.
 
         Raises:
             ValueError: for a name that is not a locale.
@@ -150,7 +150,7 @@ class SystemLanguageModel:
 
     @property
     def use_case_adapter(self) -> str | None:
-        """Name of the adapter for the use case, once the model is loaded; None if it needs or has none."""
+        """Name of the use case's adapter, once the model is loaded; None if there is none, or no need."""
         if self.use_case is SystemLanguageModelUseCase.GENERAL:
             return None
         name = self.use_case.name.lower()
@@ -209,7 +209,6 @@ Choice = TypeVar("Choice", bound=IntEnum)
 
 
 def _language(locale: str) -> str:
-    """Return the language code of a locale's name; empty if it has none."""
     found = re.match(r"([A-Za-z]{2,3})(?![A-Za-z])", locale)
     return found[1].lower() if found else ""
 
@@ -228,12 +227,15 @@ def _known(default: Choice, given: Any) -> Choice:
 class SharedModel:
     """A model with its tokenizer, its adapters, and the engine that all of its sessions use.
 
-    It is loaded when it is first needed, in MLX's thread.
+    `load` loads it in MLX's thread; `engine` and `tokenizer` need that.
 
     Args:
         source: folder, hub id or name; or a model and its tokenizer, as `load` returns them.
-        pool: the model's adapters; None to make a pool.
+        pool: the model's adapters; pass None to make a pool.
     """
+
+    tokenizer: Tokenizer
+    engine: AsyncEngine
 
     def __init__(self, source: str | tuple[nn.Module, Tokenizer], pool: AdapterPool | None):
         self._source, self._pool = source, pool
@@ -242,8 +244,7 @@ class SharedModel:
         self._adapters: dict[str, Path] = {}  # adapters that were given as folders
         self._folder: Path | None = None
         self._context: int | None = None
-        self._tokenizer: Tokenizer | None = None
-        self._engine: AsyncEngine | None = None
+        self._is_loaded = False
 
     @property
     def name(self) -> str:
@@ -254,23 +255,10 @@ class SharedModel:
         return Path(folder).name or type(self._source[0]).__name__
 
     @property
-    def engine(self) -> AsyncEngine:
-        """The engine, once the model is loaded."""
-        assert self._engine is not None
-        return self._engine
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer, once the model is loaded."""
-        assert self._tokenizer is not None
-        return self._tokenizer
-
-    @property
     def context_size(self) -> int:
         """Largest number of tokens of prompt and answer; very large if the model doesn't say.
 
-        Raises:
-            AFMError: if the model can't be found.
+        Raises `AFMError` if the model can't be found.
         """
         if self._context is not None:
             return self._context
@@ -289,89 +277,81 @@ class SharedModel:
 
     @property
     def languages(self) -> list[str]:
-        """The languages that the model's card names; empty if it names none.
-
-        Raises:
-            AFMError: if the model can't be found.
-        """
+        """The `language` of the model's card, `README.md`; empty without one. Raises as `context_size`."""
         if isinstance(self._source, str):
             folder = self._found()
         else:
             folder = Path(getattr(self._source[1], "name_or_path", "") or os.devnull)
-        return card_languages(folder / "README.md")
+        card = folder / "README.md"
+        if not card.is_file():
+            return []
+        try:
+            with card.open("rb") as file:
+                text = file.read(_CARD_BYTES).decode("utf-8", "replace")
+            head = re.match(r"---\s*\n(.*?)\n---", text, re.S)
+            fields = yaml.safe_load(head[1]) if head else None
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            return []
+        found = fields.get("language") if isinstance(fields, dict) else None
+        listed = found if isinstance(found, list) else [found]
+        # YAML reads the code of Norwegian as the word "no".
+        return [
+            "no" if one is False else one for one in listed if one is False or isinstance(one, str)
+        ]
 
     def has_adapter(self, name: str) -> bool:
         """True if the model has an adapter of this name, once it is loaded."""
         return self._pool is not None and name in self._pool.registered
 
     def _found(self) -> Path:
-        """Return the model's folder; fetch a hub id once."""
+        """Return the model's folder; fetch the files of a hub id once."""
         assert isinstance(self._source, str)
         if self._folder is None:
             self._folder = resolve_model(self._source)
         return self._folder
 
     async def load(self) -> None:
-        """Load the model, unless it is loaded.
-
-        Raises:
-            AFMError: if it can't be found or loaded.
-        """
-        if self._engine is not None:
+        """Load the model, unless it is loaded; raise an `AFMError` if that fails."""
+        if self._is_loaded:
             return
         if isinstance(self._source, str):
-            await asyncio.to_thread(
-                self._found
-            )  # so that other models' rows don't wait for a download
+            # In another thread than MLX's: other models' rows don't wait for a download.
+            await asyncio.to_thread(self._found)
         with self._lock:
-            failed = (
-                self._loading is not None and self._loading.done() and self._loading.exception()
-            )
-            if self._loading is None or failed:
-                self._loading = threads.submit(self._load)
             loading = self._loading
+            if loading is None or (loading.done() and loading.exception()):
+                loading = self._loading = threads.submit(self._load)
         # If one task is cancelled, the others still get the model.
         await asyncio.shield(asyncio.wrap_future(loading))
 
     def _load(self) -> None:
         if isinstance(self._source, str):
-            model, self._tokenizer = load(self._found())
+            model, self.tokenizer = load(self._found())
         else:
-            model, self._tokenizer = self._source
+            model, self.tokenizer = self._source
         if self._pool is None:
-            self._make_pool(model)
-        self._engine = AsyncEngine(
-            model,
-            self._tokenizer,
-            adapters=self._pool,
-            prefix_cache=PrefixCache(PREFIX_BYTES),
-        )
-
-    def _make_pool(self, model: nn.Module) -> None:
-        """Make a pool of the model's adapters, unless all of its rows use one already."""
-        active = active_adapters(model)
-        is_taken = active is not None and active.batch is not None
-        pool = None if is_taken else AdapterPool(model, base_folder=self._folder)
-        own = model_adapters(self._folder) if self._folder else {}
-        with self._lock:
-            if pool is None and self._adapters:
-                raise RequestError(
-                    f"The adapters {', '.join(self._adapters)} can't be used: the model has one that all rows "
-                    "use. Remove that one (detach_adapter)."
-                )
-            for name, path in own.items():
-                self._adapters.setdefault(name, path.resolve())
-            if pool is not None:
-                for name, path in self._adapters.items():
-                    pool.register(name, path)
-            self._pool = pool
+            active = active_adapters(model)
+            is_taken = active is not None and active.batch is not None
+            pool = None if is_taken else AdapterPool(model, base_folder=self._folder)
+            own = model_adapters(self._folder) if self._folder else {}
+            with self._lock:
+                if pool is None and self._adapters:
+                    raise RequestError(
+                        f"The adapters {', '.join(self._adapters)} can't be used: the model has one that all "
+                        "rows use. Remove that one (detach_adapter)."
+                    )
+                for name, path in own.items():
+                    self._adapters.setdefault(name, path.resolve())
+                if pool is not None:
+                    for name, path in self._adapters.items():
+                        pool.register(name, path)
+                self._pool = pool
+        cache = PrefixCache(PREFIX_BYTES)
+        self.engine = AsyncEngine(model, self.tokenizer, adapters=self._pool, prefix_cache=cache)
+        self._is_loaded = True
 
     def register(self, adapters: Mapping[str, str | Path]) -> None:
-        """Register adapters' folders by name.
-
-        Raises:
-            RequestError: for a name that another adapter has, and a folder that doesn't exist.
-        """
+        """Register adapters' folders by name; raise `RequestError` for a taken name or a missing folder."""
         for name, path in adapters.items():
             if not isinstance(path, str | os.PathLike):
                 raise RequestError(
@@ -396,33 +376,9 @@ class SharedModel:
         tools: Sequence[Mapping[str, object]] = (),
         **options: Any,
     ) -> list[int]:
-        """Encode a conversation with the model's chat template.
-
-        Args:
-            messages, tools, options: see `AFMTokenizer.apply_chat_template`.
-
-        Raises:
-            TokenizerError: for what can't be encoded.
-        """
+        """Encode a conversation; takes and raises what `AFMTokenizer.apply_chat_template` does."""
         given: dict[str, Any] = {"tools": list(tools)} if tools else {}
         return list(self.tokenizer.apply_chat_template(list(messages), **given, **options))
-
-
-def card_languages(card: Path) -> list[str]:
-    """Read the `language` field of a model card in the Hugging Face Hub's form; empty if there is none."""
-    if not card.is_file():
-        return []
-    try:
-        with card.open("rb") as file:
-            text = file.read(_CARD_BYTES).decode("utf-8", "replace")
-        head = re.match(r"---\s*\n(.*?)\n---", text, re.S)
-        fields = yaml.safe_load(head[1]) if head else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return []
-    found = fields.get("language") if isinstance(fields, dict) else None
-    listed = found if isinstance(found, list) else [found]
-    # YAML reads the code of Norwegian as the word "no".
-    return ["no" if one is False else one for one in listed if one is False or isinstance(one, str)]
 
 
 _models: weakref.WeakValueDictionary[Hashable, SharedModel] = weakref.WeakValueDictionary()
@@ -434,12 +390,8 @@ def shared_model(
 ) -> SharedModel:
     """Return the process's model for a source; make one if none is in use.
 
-    Args:
-        source: the model.
-        adapters: folders of adapters by name; or a pool, which needs the model that it was made for.
-
-    Raises:
-        RequestError: for adapters that can't be used.
+    `adapters` are folders by name, or a pool, which needs the model that it was made for. Raises `RequestError`
+    for a source or adapters that can't be used.
     """
     if not isinstance(adapters, AdapterPool | Mapping | None):
         raise RequestError(

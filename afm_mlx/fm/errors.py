@@ -126,8 +126,7 @@ _KINDS: dict[type[Exception], type[GenerationError]] = {
 def translated(kind: type[GenerationError] = GenerationError) -> Iterator[None]:
     """Raise the engine's errors as errors of Apple's SDK, caused by them, while the context is open.
 
-    Args:
-        kind: the error for those that have no counterpart.
+    An error without a counterpart becomes a `kind`.
     """
     # The package is imported without the engine, which takes a second.
     from afm_mlx.engine.async_engine import StepError

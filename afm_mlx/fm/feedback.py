@@ -42,11 +42,8 @@ class Issue:
     """A fault in an answer.
 
     Args:
-        category: a `Category` or its value.
+        category: a `Category` or its value. An unknown one raises `ValueError`.
         explanation: what is wrong, in words.
-
-    Raises:
-        ValueError: for an unknown category.
     """
 
     category: Category
@@ -72,25 +69,17 @@ def feedback_attachment(
     issues: Iterable[Issue],
     desired: object,
 ) -> bytes:
-    """Write feedback about a session's last turn as a line of JSON.
+    """Write feedback about a session's last turn, or about a later request that failed, as a line of JSON.
 
-    Args:
-        transcript: the session's transcript.
-        rejected: entries of a later request that failed, which are not in the transcript.
-        error: that request's error; None if there is none.
-        sentiment: a member of `Sentiment`, its value, or None.
-        issues: faults in the answer.
-        desired: a better answer: a text, generated content, an instance of a generable class, or an entry; None
-            for no answer.
-
-    Raises:
-        ValueError, TypeError: for arguments of other kinds.
+    `rejected` are the entries of the failed request, which are not in the transcript, and `error` is what it
+    raised, None without one. See `LanguageModelSession.log_feedback_attachment` for the rest.
     """
     issues = list(issues)
     if not all(isinstance(issue, Issue) for issue in issues):
         raise TypeError(
             f"issues is {shown(issues)}; LanguageModelFeedback.Issue(category, ...) are needed."
         )
+    judged = None if sentiment is None else _member(Sentiment, "sentiment", sentiment)
     before, turns = transcript.turns()
     failed = [entry.to_dict() for entry in rejected]
     # The feedback is about the turn that failed, else the last one.
@@ -100,9 +89,7 @@ def feedback_attachment(
         "version": 1,
         "input": [*before, *(entry for part in turns for entry in part), *turn[:1]],
         "output": turn[1:],
-        "sentiment": None
-        if sentiment is None
-        else _member(Sentiment, "sentiment", sentiment).value,
+        "sentiment": judged and judged.value,
         "issues": [
             {"category": i.category.value}
             | ({"explanation": i.explanation} if i.explanation else {})

@@ -57,8 +57,8 @@ class GeneratedContent:
     """A generated JSON value, usually an object.
 
     Args:
-        content_dict: the value; None for an empty object.
-        id: its identity; None makes a new one.
+        content_dict: the value; pass None for an empty object.
+        id: the content's identity; pass None for a new one.
 
     Raises:
         TypeError: for a value that JSON can't hold.
@@ -80,12 +80,7 @@ class GeneratedContent:
     def of(
         cls, value: object, id: GenerationID | None = None, is_complete: bool = True
     ) -> GeneratedContent:
-        """Make content of a JSON value; None is null.
-
-        Args:
-            value: the value, or its beginning.
-            id: its identity; None makes a new one.
-            is_complete: True if it was generated to its end.
+        """Make content of a JSON value, or of its beginning if not `is_complete`; None is null.
 
         Raises:
             TypeError: for a value that JSON can't hold.
@@ -96,11 +91,7 @@ class GeneratedContent:
 
     @classmethod
     def from_json(cls, json_str: str) -> GeneratedContent:
-        """Parse JSON.
-
-        Raises:
-            ValueError: if the text isn't JSON (`json.JSONDecodeError`), or is nested too deeply.
-        """
+        """Parse JSON; raise `ValueError` for other text (`json.JSONDecodeError`), and for deep nesting."""
         try:
             value = json.loads(json_str)
         except RecursionError as error:
@@ -116,19 +107,16 @@ class GeneratedContent:
 
     @property
     def is_complete(self) -> bool:
-        """True if it was generated to its end."""
+        """True if the content was generated to its end."""
         return self._is_complete
 
     def value(self, type_class: TypeForm = None, for_property: str | None = None) -> Any:
-        """Return the whole content, or one field.
+        """Return the whole content, or one field; None for a missing field, [] if `type_class` is a list.
 
         Args:
             type_class: a generable class or an enum, optional or in a list, to make instances of; other types
                 leave the JSON value as it is, so a whole number stays an int for `float`.
-            for_property: the field; None for the whole content.
-
-        Returns:
-            None for a missing field; an empty list if `type_class` is a list.
+            for_property: the field; pass None for the whole content.
 
         Raises:
             TypeError: if `type_class` is a list and the value is not; for a field of content that is
@@ -152,11 +140,8 @@ def as_instances(
 ) -> Any:
     """Convert a JSON value to a type: objects to generable classes, values to enum members.
 
-    Args:
-        type_class: the type.
-        value: a JSON value; None if it is missing.
-        name: the field's name, for error messages.
-        is_partial: True to make instances of the classes' `PartiallyGenerated`.
+    `name` is the field's, for errors; `is_partial` makes instances of the classes' `PartiallyGenerated`. A
+    missing value, None, becomes None, or an empty list for a list that is not optional.
 
     Raises:
         TypeError: if the type is a list and the value is not.
@@ -265,6 +250,7 @@ def _apply_generable_decorator(
     cls: TypeForm, description: str | None, frame: FrameType | None = None
 ) -> Any:
     """Make `cls` generable; its annotations may use local names of `frame`."""
+    # Apple's own tests call this function, without a frame.
     if not isinstance(cls, type):
         raise GenerableDecoratorError(
             f"@generable can only be applied to classes, got a {type(cls).__name__}.\n"
@@ -276,8 +262,35 @@ def _apply_generable_decorator(
             f"{cls.__name__} is an enum, and needs no decorator to be the type of a field.\n"
             f"{_example('Correct usage', 'MyClass', line)}"
         )
-    made: TypeForm = _as_dataclass(cls)
-    hints = _type_hints(made, frame)
+    name: str = cls.__name__
+    made: TypeForm = cls
+    if "__dataclass_fields__" not in vars(cls):
+        try:
+            made = dataclasses.dataclass(cls)
+        except Exception as error:  # dataclass raises several types
+            line = "tags: list[str] = field(default_factory=list)"
+            raise GenerableDecoratorError(
+                f"{name} can't be made a dataclass: {error}. A default that can be changed needs "
+                f"field(default_factory=...).\n{_example('Example of correct usage', name, line)}"
+            ) from error
+    if not dataclasses.fields(made):
+        raise GenerableDecoratorError(
+            f"@generable needs a class with type-annotated fields; {name} has none.\n"
+            f"{_example('Correct usage', name)}\n"
+            f"Incorrect usage:\n    class {name}:\n        name = ''  # a value, but no type"
+        )
+    try:
+        # Before Python 3.13 `f_locals` keeps the frame's objects alive until it ends: read only if needed.
+        written = vars(made).get("__annotations__", {}).values()
+        needs_names = sys.version_info >= (3, 13) or any(map(_has_text, written))
+        names = frame.f_locals if frame and needs_names else {}
+        hints = get_type_hints(made, localns={**names, name: made})
+    except Exception as error:  # an annotation is any expression
+        line = "parent: Optional['MyClass'] = None  # a class is known from its own line on"
+        raise GenerableDecoratorError(
+            f"The type hints of {name} can't be resolved: {error}. Each type must be defined "
+            f"above the class.\n{_example('Example of correct usage', 'MyClass', line)}"
+        ) from error
     made._generable = True
     made._generable_description = description
     # Kept here: applying `dataclass` again loses the metadata of fields without a default.
@@ -302,41 +315,6 @@ def _example(title: str, name: str, line: str = "name: str  # Type annotation is
     return f"{title}:\n    @fm.generable\n    class {name}:\n        {line}"
 
 
-def _as_dataclass(cls: type) -> type:
-    name = cls.__name__
-    if "__dataclass_fields__" not in vars(cls):
-        try:
-            cls = dataclasses.dataclass(cls)
-        except Exception as error:  # dataclass raises several types
-            line = "tags: list[str] = field(default_factory=list)"
-            raise GenerableDecoratorError(
-                f"{name} can't be made a dataclass: {error}. A default that can be changed needs "
-                f"field(default_factory=...).\n{_example('Example of correct usage', name, line)}"
-            ) from error
-    if not dataclasses.fields(cls):  # type: ignore[arg-type]  # it is a dataclass
-        raise GenerableDecoratorError(
-            f"@generable needs a class with type-annotated fields; {name} has none.\n"
-            f"{_example('Correct usage', name)}\n"
-            f"Incorrect usage:\n    class {name}:\n        name = ''  # a value, but no type"
-        )
-    return cls
-
-
-def _type_hints(cls: type, frame: FrameType | None) -> dict[str, TypeForm]:
-    try:
-        # Before Python 3.13 `f_locals` keeps the frame's objects alive until it ends: read only if needed.
-        written = vars(cls).get("__annotations__", {}).values()
-        needs_names = sys.version_info >= (3, 13) or any(map(_has_text, written))
-        names = frame.f_locals if frame and needs_names else {}
-        return get_type_hints(cls, localns={**names, cls.__name__: cls})
-    except Exception as error:  # an annotation is any expression
-        line = "parent: Optional['MyClass'] = None  # a class is known from its own line on"
-        raise GenerableDecoratorError(
-            f"The type hints of {cls.__name__} can't be resolved: {error}. Each type must be defined "
-            f"above the class.\n{_example('Example of correct usage', 'MyClass', line)}"
-        ) from error
-
-
 def _has_text(annotation: TypeForm) -> bool:
     """True if an annotation, or a part of it, is written as text."""
     is_text = isinstance(annotation, str | ForwardRef)
@@ -344,43 +322,28 @@ def _has_text(annotation: TypeForm) -> bool:
 
 
 def generation_schema(cls: TypeForm, description: str | None = None) -> GenerationSchema:
-    """The schema of a generable class.
-
-    Args:
-        cls: the class.
-        description: a description for the model, instead of the class's own.
+    """Make the schema of a generable class, with `description` in place of the class's own, if it is given.
 
     Raises:
         TypeError: for a list without a type of its elements.
     """
-    nested = [_schema(c, c._generable_description, []) for c in referenced_classes(cls)]
-    return _schema(cls, description or cls._generable_description, nested)
-
-
-def _schema(
-    cls: TypeForm, description: str | None, nested: list[GenerationSchema]
-) -> GenerationSchema:
-    return GenerationSchema(cls, description, list(cls._generable_properties), nested)
-
-
-def referenced_classes(cls: TypeForm) -> list[TypeForm]:
-    """The generable classes that a class refers to, directly or not, without the class itself."""
-    found = [cls]
+    found = [cls]  # the class, and those that it refers to, directly or not
     for one in found:
         for property in one._generable_properties:
             for inner in inner_types(property.type_class):
                 is_class = isinstance(inner, type) and isinstance(inner, Generable)
                 if is_class and not any(is_same_class(inner, known) for known in found):
                     found.append(inner)
-    return found[1:]
+    nested = [
+        GenerationSchema(c, c._generable_description, list(c._generable_properties))
+        for c in found[1:]
+    ]
+    description = description or cls._generable_description
+    return GenerationSchema(cls, description, list(cls._generable_properties), nested)
 
 
 def _from_generated_content(cls: TypeForm, content: GeneratedContent) -> Any:
-    """Make an instance with the content's fields.
-
-    Raises:
-        ValueError: if a field has a value of the wrong type.
-    """
+    """Make an instance with the content's fields; raise `ValueError` for a value of another type."""
     values = {}
     for one in cls._generable_properties:
         try:
@@ -391,7 +354,7 @@ def _from_generated_content(cls: TypeForm, content: GeneratedContent) -> Any:
 
 
 def _generated_content(self: Any) -> GeneratedContent:
-    """The instance's fields as content; None is left out."""
+    """Convert the instance's fields to content; fields that are None are left out."""
     values = {p.name: getattr(self, p.name) for p in self._generable_properties}
     return GeneratedContent({n: _as_json(v) for n, v in values.items() if v is not None})
 

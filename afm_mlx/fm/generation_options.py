@@ -75,9 +75,9 @@ class GenerationOptions:
     """Options of one request.
 
     Args:
-        sampling: how tokens are chosen; None for greedy, or random if there is a temperature.
-        temperature: divides the logits: below 1, likely tokens become likelier; 0 is greedy. None for 1.
-        maximum_response_tokens: length at which the answer is cut off; None for no limit.
+        sampling: how tokens are chosen; pass None for greedy, or for random if there is a temperature.
+        temperature: divides the logits: below 1, likely tokens become likelier; 0 is greedy. Pass None for 1.
+        maximum_response_tokens: length at which the answer is cut off; pass None for no limit.
 
     Raises:
         ValueError: for a value of the wrong type or out of range.
@@ -107,6 +107,10 @@ class GenerationOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that are set, as JSON."""
+        found: dict[str, Any] = {
+            "temperature": self.temperature,
+            "maximum_response_tokens": self.maximum_response_tokens,
+        }
         options: dict[str, Any] = {}
         if self.sampling is not None:
             limits = {
@@ -115,15 +119,9 @@ class GenerationOptions:
                 "seed": self.sampling.seed,
             }
             is_random = self.sampling.mode_type is SamplingModeType.RANDOM
-            given = {
-                name: value for name, value in limits.items() if is_random and value is not None
-            }
+            given = {n: value for n, value in limits.items() if is_random and value is not None}
             options["sampling"] = {"mode": self.sampling.mode_type.value, **given}
-        if self.temperature is not None:
-            options["temperature"] = self.temperature
-        if self.maximum_response_tokens is not None:
-            options["maximum_response_tokens"] = self.maximum_response_tokens
-        return options
+        return options | {name: value for name, value in found.items() if value is not None}
 
 
 def _is_integer(value: object) -> bool:

@@ -140,28 +140,16 @@ def guide(
     """
     if description is not None and not isinstance(description, str):
         raise ValueError(f"description must be a string, got {shown(description)}.")
-    values = {
-        GuideType.anyOf: anyOf,
-        GuideType.constant: constant,
-        GuideType.count: count,
-        GuideType.element: element,
-        GuideType.maxItems: max_items,
-        GuideType.maximum: maximum,
-        GuideType.minItems: min_items,
-        GuideType.minimum: minimum,
-        GuideType.range: range,
-        GuideType.regex: regex,
-    }
-    guides = [GenerationGuide(kind, value) for kind, value in values.items() if value is not None]
+    values = (
+        *(anyOf, constant, count, element, max_items),
+        *(maximum, min_items, minimum, range, regex),
+    )
+    guides = [
+        GenerationGuide(kind, value)
+        for kind, value in zip(GuideType, values, strict=True)
+        if value is not None
+    ]
     return field(metadata={"description": description, "guides": guides})
-
-
-def _is_string(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_strings(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -178,22 +166,22 @@ def _is_range(value: Any) -> bool:
     return is_pair and value[0] <= value[1]
 
 
+def _is_strings(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
+
+
 # For each kind: its argument of `guide`, the check of its value, and what is allowed.
 _VALUES: dict[GuideType, tuple[str, Callable[[object], bool], str]] = {
     GuideType.anyOf: ("anyOf", _is_strings, "a list of strings, at least one"),
-    GuideType.constant: ("constant", _is_string, "a string"),
-    GuideType.count: ("count", lambda value: _is_count(value) and value > 0, "a positive integer"),
-    GuideType.element: (
-        "element",
-        lambda value: isinstance(value, GenerationGuide),
-        "a GenerationGuide",
-    ),
+    GuideType.constant: ("constant", lambda v: isinstance(v, str), "a string"),
+    GuideType.count: ("count", lambda v: _is_count(v) and v > 0, "a positive integer"),
+    GuideType.element: ("element", lambda v: isinstance(v, GenerationGuide), "a GenerationGuide"),
     GuideType.maxItems: ("max_items", _is_count, "a non-negative integer"),
     GuideType.maximum: ("maximum", _is_number, "a number"),
     GuideType.minItems: ("min_items", _is_count, "a non-negative integer"),
     GuideType.minimum: ("minimum", _is_number, "a number"),
     GuideType.range: ("range", _is_range, "a tuple of two numbers, the smaller one first"),
-    GuideType.regex: ("regex", _is_string, "a string"),
+    GuideType.regex: ("regex", lambda v: isinstance(v, str), "a string"),
 }
 
 
@@ -209,6 +197,8 @@ _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _OF_STRINGS = {GuideType.anyOf, GuideType.constant, GuideType.regex}
 _OF_NUMBERS = {GuideType.minimum, GuideType.maximum, GuideType.range}
 _OF_LISTS = {GuideType.count, GuideType.minItems, GuideType.maxItems, GuideType.element}
+_FROM_BELOW = {GuideType.count, GuideType.minItems, GuideType.minimum, GuideType.range}
+_FROM_ABOVE = {GuideType.count, GuideType.maxItems, GuideType.maximum, GuideType.range}
 
 
 @dataclass(eq=False)
@@ -216,11 +206,11 @@ class Property:
     """A field of an object.
 
     Args:
-        name: its key.
+        name: the field's key.
         type_class: str, int, float, bool, a generable class, a `Literal` or an `Enum` of strings or of
             integers, `list[T]` or `Optional[T]` of these.
-        description: the description for the model.
-        guides: limits on its value.
+        description: the field's description for the model.
+        guides: limits on the field's value.
     """
 
     name: str
@@ -233,19 +223,8 @@ class Property:
         """True if the field may be missing; it is never null."""
         return without_none(self.type_class)[1]
 
-    def check_lists(self) -> None:
-        """Raise `TypeError` for a list without a type of its elements."""
-        if list in inner_types(self.type_class):
-            raise TypeError(
-                f"The field {self.name!r} has the type {self.type_class}, without a type of its elements. "
-                "Write list[str], for example."
-            )
-
     def to_dict(self, reference: Reference) -> Schema:
-        """The field's JSON schema.
-
-        Args:
-            reference: makes the schema that refers to a class.
+        """Convert to the field's JSON schema; `reference` makes the schema that refers to a class.
 
         Raises:
             UnsupportedGuideError: for a guide that the field's type can't have.
@@ -255,7 +234,7 @@ class Property:
             schema = _value(self.type_class, self.guides, reference)
         except (UnsupportedGuideError, InvalidGenerationSchemaError) as error:
             raise type(error)(f"The field {self.name!r}: {error}") from None
-        return schema | ({"description": self.description} if self.description else {})
+        return schema | _present(description=self.description or None)
 
 
 def without_none(type_class: TypeForm) -> tuple[TypeForm, bool]:
@@ -270,7 +249,7 @@ def without_none(type_class: TypeForm) -> tuple[TypeForm, bool]:
 
 
 def choices_of(type_class: TypeForm) -> list[object] | None:
-    """The JSON values of a `Literal` or an `Enum`; None for any other type."""
+    """Return the JSON values of a `Literal` or an `Enum`; None for any other type."""
     if get_origin(type_class) is Literal:
         return list(get_args(type_class))
     if isinstance(type_class, type) and issubclass(type_class, Enum):
@@ -279,7 +258,7 @@ def choices_of(type_class: TypeForm) -> list[object] | None:
 
 
 def inner_types(type_class: TypeForm) -> list[TypeForm]:
-    """A type, the type of its elements, of their elements, ..., each without None."""
+    """List a type, the type of its elements, of their elements, ..., each without None."""
     found = [without_none(type_class)[0]]
     while get_origin(found[-1]) is list:
         (element,) = get_args(found[-1]) or (list,)  # typing.List has no type of its elements
@@ -288,9 +267,22 @@ def inner_types(type_class: TypeForm) -> list[TypeForm]:
 
 
 def _value(type_class: TypeForm, guides: Sequence[GenerationGuide], reference: Reference) -> Schema:
+    """Write the JSON schema of a type's values under guides."""
     type_class, _ = without_none(type_class)
     if get_origin(type_class) is list:
-        return _list(get_args(type_class)[0], guides, reference)
+        (element,) = get_args(type_class)
+        inner, _ = without_none(element)
+        # A choice of strings on a list of strings is a choice for each of them.
+        of_each = {GuideType.anyOf, GuideType.constant} if inner is str else set()
+        _refuse(guides, _OF_LISTS | of_each, f"list[{getattr(inner, '__name__', inner)}]")
+        of_elements = [
+            g.value if g.guide_type is GuideType.element else g
+            for g in guides
+            if g.guide_type in of_each | {GuideType.element}
+        ]
+        lower, upper = _bounds(guides, "number of elements", least=0)
+        schema = {"type": "array", "items": _value(element, of_elements, reference)}
+        return schema | _present(minItems=lower or None, maxItems=upper)
     if type_class is bool:  # Apple's SDK lets guides pass here, and doesn't use them
         return {"type": "boolean"}
     name = getattr(type_class, "__name__", str(type_class))
@@ -299,7 +291,8 @@ def _value(type_class: TypeForm, guides: Sequence[GenerationGuide], reference: R
         return {"type": "string"} | _string_limits(guides)
     if type_class in (int, float):
         _refuse(guides, _OF_NUMBERS, name)
-        return {"type": _SCALARS[type_class]} | _number_limits(guides, type_class is int)
+        lower, upper = _bounds(guides, "number", is_whole=type_class is int)
+        return {"type": _SCALARS[type_class]} | _present(minimum=lower, maximum=upper)
     choices = choices_of(type_class)
     schema = reference(type_class) if choices is None else _choice(type_class, choices)
     _refuse(guides, set(), name)
@@ -307,38 +300,14 @@ def _value(type_class: TypeForm, guides: Sequence[GenerationGuide], reference: R
 
 
 def _choice(type_class: TypeForm, choices: Sequence[Any]) -> Schema:
+    is_flag = isinstance(type_class, type) and issubclass(type_class, Flag)
     for kind in (str, int):
-        is_flag = isinstance(type_class, type) and issubclass(type_class, Flag)
-        if choices and not is_flag and all(_is_plain(value, kind) for value in choices):
+        is_plain = (isinstance(v, kind) and not isinstance(v, bool | Enum) for v in choices)
+        if choices and not is_flag and all(is_plain):
             return {"type": _SCALARS[kind], "enum": [kind(value) for value in choices]}
     raise InvalidGenerationSchemaError(
         f"{type_class} has the values {shown(choices)}; allowed are strings only or integers only, one or more."
     )
-
-
-def _is_plain(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool | Enum)
-
-
-def _list(element: TypeForm, guides: Sequence[GenerationGuide], reference: Reference) -> Schema:
-    inner, _ = without_none(element)
-    # A choice of strings on a list of strings is a choice for each of them.
-    of_each = {GuideType.anyOf, GuideType.constant} if inner is str else set()
-    _refuse(guides, _OF_LISTS | of_each, f"list[{getattr(inner, '__name__', inner)}]")
-    of_elements = [
-        g.value if g.guide_type is GuideType.element else g
-        for g in guides
-        if g.guide_type in of_each | {GuideType.element}
-    ]
-    lower, upper = 0, math.inf
-    for g in guides:
-        if g.guide_type in (GuideType.count, GuideType.minItems):
-            lower = max(lower, g.value)
-        if g.guide_type in (GuideType.count, GuideType.maxItems):
-            upper = min(upper, g.value)
-    _check_order(lower, upper, "number of elements")
-    schema = {"type": "array", "items": _value(element, of_elements, reference)}
-    return schema | _present(minItems=lower or None, maxItems=None if upper == math.inf else upper)
 
 
 def _string_limits(guides: Sequence[GenerationGuide]) -> Schema:
@@ -357,29 +326,25 @@ def _string_limits(guides: Sequence[GenerationGuide]) -> Schema:
     return _present(enum=choices, pattern=pattern)
 
 
-def _number_limits(guides: Sequence[GenerationGuide], is_whole: bool) -> Schema:
-    lower, upper = -math.inf, math.inf
+def _bounds(
+    guides: Sequence[GenerationGuide], what: str, least: float = -math.inf, is_whole: bool = False
+) -> tuple[float | None, float | None]:
+    """Return the lower and the upper bound that guides set together, None for no bound."""
+    lower, upper = least, math.inf
     for g in guides:
         first, last = g.value if g.guide_type is GuideType.range else (g.value, g.value)
-        if g.guide_type is not GuideType.maximum:
+        if g.guide_type in _FROM_BELOW:
             lower = max(lower, math.ceil(first) if is_whole else first)
-        if g.guide_type is not GuideType.minimum:
+        if g.guide_type in _FROM_ABOVE:
             upper = min(upper, math.floor(last) if is_whole else last)
-    _check_order(lower, upper, "number")
-    return _present(
-        minimum=None if lower == -math.inf else lower, maximum=None if upper == math.inf else upper
-    )
-
-
-def _check_order(lower: float, upper: float, what: str) -> None:
     if lower > upper:
         raise InvalidGenerationSchemaError(
             f"no {what} is at least {lower} and at most {upper}. Widen its guides."
         )
+    return None if lower == -math.inf else lower, None if upper == math.inf else upper
 
 
 def _refuse(guides: Sequence[GenerationGuide], allowed: set[GuideType], name: str) -> None:
-    """Raise `UnsupportedGuideError` for the first guide of another kind."""
     for g in guides:
         if g.guide_type not in allowed:
             kinds = ", ".join(sorted(kind.name for kind in allowed)) or "none"
@@ -422,7 +387,11 @@ class GenerationSchema:
         self.properties = properties or []
         self.dynamic_nested_types = list(dynamic_nested_types)
         for one in self.properties:
-            one.check_lists()
+            if list in inner_types(one.type_class):
+                raise TypeError(
+                    f"The field {one.name!r} has the type {one.type_class}, without a type of its elements. "
+                    "Write list[str], for example."
+                )
 
     @property
     def name(self) -> str:
@@ -437,7 +406,20 @@ class GenerationSchema:
             InvalidGenerationSchemaError: for a field of another type, guides that no value meets, and two
                 classes of one name.
         """
-        nested = self._nested_by_name()
+        nested: dict[str, GenerationSchema] = {}  # all schemas below this one, by name
+        waiting = list(self.dynamic_nested_types)
+        while waiting:
+            inner = waiting.pop(0)
+            known = self if inner.name == self.name else nested.get(inner.name)
+            if known is None:
+                nested[inner.name] = inner
+                waiting += inner.dynamic_nested_types
+            elif not is_same_class(known.type_class, inner.type_class):
+                raise InvalidGenerationSchemaError(
+                    f"Invalid generation schema {self.name!r}. Two of its classes have the name "
+                    f"{inner.name}, in {known.type_class.__module__} and "
+                    f"{inner.type_class.__module__}. Rename one."
+                )
 
         def reference(type_class: TypeForm) -> Schema:
             name = type_class.__name__ if isinstance(type_class, type) else str(type_class)
@@ -459,41 +441,22 @@ class GenerationSchema:
         return schema
 
     def response_format(self) -> Schema:
-        """The schema as the `response_format` of a chat message; raises what `to_dict` raises."""
-        described = {"description": self.description} if self.description else {}
+        """Make the `response_format` of a chat message; raises what `to_dict` raises."""
+        described = _present(description=self.description or None)
         schema = {"name": self.name, **described, "schema": self.to_dict()}
         return {"type": "json_schema", "json_schema": schema}
 
     def object_schema(self, reference: Reference) -> Schema:
-        """Convert to JSON schema without `$defs`; arguments and errors as for `Property.to_dict`."""
-        described = {"description": self.description} if self.description else {}
+        """Convert to JSON schema without `$defs`; takes and raises what `Property.to_dict` does."""
         return {
             "title": self.name,
-            **described,
+            **_present(description=self.description or None),
             "type": "object",
             "properties": {p.name: p.to_dict(reference) for p in self.properties},
             "required": [p.name for p in self.properties if not p.is_optional],
             "additionalProperties": False,
             "x-order": [p.name for p in self.properties],
         }
-
-    def _nested_by_name(self) -> dict[str, GenerationSchema]:
-        """All nested schemas, by name, without this one."""
-        found: dict[str, GenerationSchema] = {}
-        waiting = list(self.dynamic_nested_types)
-        while waiting:
-            schema = waiting.pop(0)
-            known = self if schema.name == self.name else found.get(schema.name)
-            if known is None:
-                found[schema.name] = schema
-                waiting += schema.dynamic_nested_types
-            elif not is_same_class(known.type_class, schema.type_class):
-                raise InvalidGenerationSchemaError(
-                    f"Invalid generation schema {self.name!r}. Two of its classes have the name "
-                    f"{schema.name}, in {known.type_class.__module__} and "
-                    f"{schema.type_class.__module__}. Rename one."
-                )
-        return found
 
 
 def is_same_class(a: type, b: type) -> bool:

@@ -55,9 +55,8 @@ Prompt = Union[PromptComponent, list[PromptComponent]]  # noqa: UP007
 def prompt_text(prompt: Prompt) -> str:
     """Return a prompt's text; the parts of a list are joined by newlines.
 
-    Raises:
-        ImagePromptError: for an attachment: AFM's checkpoints read text only.
-        PromptError: for what is neither text nor attachment.
+    Raises `ImagePromptError` for an attachment, because AFM's checkpoints read text only, and `PromptError` for
+    what is neither text nor attachment.
     """
     is_one = isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable)
     parts: list[object] = [prompt] if is_one else list(prompt)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from afm_mlx.fm.prompt import Prompt, prompt_text
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import Entry
-from afm_mlx.fm.turn import POLICIES, Answer, Turn, TurnOptions, check_logprobs, request_fields
+from afm_mlx.fm.turn import POLICIES, Answer, Turn, request_fields
 
 TOOL_ERRORS = ("model", "raise")
 TOOL_CHOICES = ("auto", "none", "required", "one")
@@ -42,12 +42,12 @@ class LanguageModelSession:
     Arguments after `tools` go beyond Apple's SDK.
 
     Args:
-        instructions: instructions for the model; None and "" for none.
-        model: the model; None for `SystemLanguageModel()`.
+        instructions: instructions for the model; pass None or "" for none.
+        model: the model; pass None for `SystemLanguageModel()`.
         tools: tools that the model may call, or functions with annotations and a docstring. If several look the
             same to the model, the first is called.
         adapter: the adapter that answers: the name of one of the model's, or weights of several by name, which
-            are added up. None for the model alone; the default is the adapter of the model's use case.
+            are added up. Pass None for the model alone; the default is the adapter of the model's use case.
         context_policy: what happens if the history leaves too little context for an answer: "error" raises
             `ExceededContextWindowSizeError`; "drop_oldest" drops the oldest turns of the transcript;
             "summarize" replaces them with the model's own summary.
@@ -75,22 +75,37 @@ class LanguageModelSession:
         max_tool_rounds: int = 8,
         tool_errors: str = "model",
     ):
-        for name, value, allowed in (
+        for name, choice, allowed in (
             ("context_policy", context_policy, POLICIES),
             ("tool_errors", tool_errors, TOOL_ERRORS),
         ):
-            if value not in allowed:
-                raise ValueError(f"{name} is {shown(value)}; allowed are {', '.join(allowed)}.")
+            if choice not in allowed:
+                raise ValueError(f"{name} is {shown(choice)}; allowed are {', '.join(allowed)}.")
         if type(max_tool_rounds) is not int or max_tool_rounds < 0:
             raise ValueError(f"max_tool_rounds is {shown(max_tool_rounds)}; allowed is 0 and more.")
-        _check_type("instructions", instructions, str)
-        _check_type("model", model, SystemLanguageModel)
+        given: tuple[tuple[str, object, type], ...] = (
+            ("instructions", instructions, str),
+            ("model", model, SystemLanguageModel),
+        )
+        for name, value, kind in given:
+            if value is not None and not isinstance(value, kind):
+                got = type(value).__name__
+                raise TypeError(f"{name} has the type {got}; {kind.__name__} is needed.")
         self._model = model or SystemLanguageModel()
-        self._tools = _by_name(tools or ())
+        self._tools: dict[str, Tool] = {}
+        for one in tools or ():
+            tool = one if isinstance(one, Tool) else Tool.from_function(one)
+            first = self._tools.setdefault(tool.name, tool)
+            if first.tool_definition != tool.tool_definition:
+                raise ValueError(
+                    f"Two different tools have the name {shown(tool.name)}; each needs its own."
+                )
         self._adapter = adapter
-        self._context_policy = context_policy
-        self._max_tool_rounds = max_tool_rounds
-        self._tool_errors = tool_errors
+        self._policies: dict[str, Any] = {
+            "context_policy": context_policy,
+            "max_tool_rounds": max_tool_rounds,
+            "tool_errors": tool_errors,
+        }
         self._lock = _SessionLock()
         self.last_answer: Answer | None = None
         self._failed: tuple[list[Entry], str] | None = None  # entries and error of the last request
@@ -111,7 +126,7 @@ class LanguageModelSession:
 
         Args:
             transcript: the history, with its instructions. The tools that it names can't be called.
-            model: the model; None for `SystemLanguageModel()`.
+            model: the model; pass None for `SystemLanguageModel()`.
             tools: tools that the model may call from now on.
             options: the other arguments of a session.
 
@@ -139,17 +154,14 @@ class LanguageModelSession:
         options: GenerationOptions | None = None,
         **more: Any,
     ) -> Any:
-        """Answer a prompt.
+        """Answer a prompt; return text if there is neither class nor schema.
 
         Args:
             prompt: text, or a list of texts.
             generating: a generable class, for an answer that is an instance of it.
             schema, json_schema: a schema, for an answer that is `GeneratedContent`.
-            options: how tokens are chosen; None for greedy.
+            options: how tokens are chosen; pass None for greedy.
             more: the arguments of `stream_response` from `include_schema_in_prompt` on.
-
-        Returns:
-            The answer: text if there is neither class nor schema.
 
         Raises:
             ValueError: for arguments that exclude each other.
@@ -187,11 +199,11 @@ class LanguageModelSession:
         Arguments after `options`, and answers other than text, go beyond Apple's SDK.
 
         Args:
-            prompt, generating, schema, json_schema, options: see `respond`.
+            prompt, generating, schema, json_schema, options: see `respond`, which raises the same errors.
             include_schema_in_prompt: True if the model reads the schema; answers follow it either way.
-            adapter: the adapter that answers this prompt, or None for none; the default is the session's.
+            adapter: the adapter that answers this prompt; pass None for none. The default is the session's.
             stop: a stop string, or several.
-            logprobs: number of most likely tokens that `last_answer` has for each token; None for no
+            logprobs: number of most likely tokens that `last_answer` has for each token; pass None for no
                 log-probabilities.
             tool_choice: "auto" if the model may call tools, "none" if not; "required" for one or more calls,
                 "one" for exactly one call, a tool's name for calls of it, in the first answer.
@@ -203,21 +215,21 @@ class LanguageModelSession:
         Yields:
             Texts; for a class, its `PartiallyGenerated` instances; for a schema, `GeneratedContent`, which is
             complete in the end.
-
-        Raises:
-            Exception: as `respond` does.
         """
         form = answer_form(generating, schema, json_schema)
-        more: dict[str, Any] = {
-            "include_schema_in_prompt": include_schema_in_prompt,
-            "adapter": adapter,
-            "stop": stop,
-            "logprobs": logprobs,
-            "tool_choice": tool_choice,
-            "at_limit": at_limit,
-        }
+        answered = self._answered(
+            prompt,
+            form,
+            options,
+            include_schema_in_prompt=include_schema_in_prompt,
+            adapter=adapter,
+            stop=stop,
+            logprobs=logprobs,
+            tool_choice=tool_choice,
+            at_limit=at_limit,
+        )
         id, last = GenerationID(), None
-        async with aclosing(self._answered(prompt, form, options, **more)) as texts:
+        async with aclosing(answered) as texts:
             async for text, value in texts:
                 is_complete = value is not None
                 so_far = text if form.is_text else form.so_far(text, is_complete)
@@ -248,28 +260,28 @@ class LanguageModelSession:
             raise ValueError(
                 f"{has}tool_choice is {shown(tool_choice)}; allowed are {', '.join(choices)}."
             )
-        check_logprobs(logprobs)
-        turn_options = TurnOptions(
-            form,
-            request_fields(options, stop, at_limit),
-            tool_choice=tool_choice,
-            max_tool_rounds=self._max_tool_rounds,
-            tool_errors=self._tool_errors,
-            context_policy=self._context_policy,
-            logprobs=logprobs,
-        )
+        fields = request_fields(options, stop, logprobs, at_limit)
         async with self._lock.held() as hold:
             await self._load()
-            turn_options.adapter = chosen = self._chosen(adapter)
+            chosen = self._chosen(adapter)
             names = [chosen] if isinstance(chosen, str) else chosen or ()
             assets = [self._model._shared.name, *names]
-            turn_options.form = form = await form.compiled()
+            form = await form.compiled()
             draft = self.transcript.copy()
             shown_format = form.response_format if include_schema_in_prompt else None
             draft.add_prompt(text, shown_format, options, tool_choice)
             hold.mark()
-            turn_options.tool_context = contextvars.copy_context()
-            turn = Turn(self._model._shared, draft, self._tools, turn_options)
+            turn = Turn(
+                self._model._shared,
+                draft,
+                form,
+                fields,
+                chosen,
+                self._tools,
+                tool_choice,
+                logprobs,
+                **self._policies,
+            )
             try:
                 async with aclosing(turn.texts()) as texts:
                     async for text in texts:
@@ -314,20 +326,14 @@ class LanguageModelSession:
             options, adapter, stop, logprobs: see `stream_response`.
 
         Raises:
-            FoundationModelsError: if it can't be continued.
+            FoundationModelsError: if the text can't be continued.
         """
-        text, fields = prompt_text(text), request_fields(options, stop)
-        check_logprobs(logprobs)
+        text, fields = prompt_text(text), request_fields(options, stop, logprobs)
         await self._load()
         shared, answer = self._model._shared, Answer()
         with translated():
-            request = Request(
-                encode_prompt(shared.tokenizer, text),
-                adapter=self._chosen(adapter),
-                logprobs=logprobs is not None,
-                heal=True,
-                **fields,
-            )
+            prompt = encode_prompt(shared.tokenizer, text)
+            request = Request(prompt, adapter=self._chosen(adapter), heal=True, **fields)
             answer.prompt_tokens = len(request.prompt)
             async with aclosing(shared.engine.stream(request)) as responses:
                 async for response in responses:
@@ -341,18 +347,15 @@ class LanguageModelSession:
         issues: Iterable[Issue] = (),
         desired_output: object = None,
     ) -> bytes:
-        """Write feedback about the last answer, or about the error in its place.
+        """Write feedback about the last answer, or about the error in its place, as a line of JSON.
 
         The framework's Swift method has the same name and arguments; Apple's Python SDK has no such method.
 
         Args:
-            sentiment: a judgement of the answer.
+            sentiment: a member of `Sentiment` or its value.
             issues: faults in the answer.
             desired_output: a better answer: a text, generated content, an instance of a generable class, or an
                 entry of a transcript.
-
-        Returns:
-            A line of JSON with the conversation, to be appended to a file.
 
         Raises:
             ValueError, TypeError: for arguments of other kinds.
@@ -363,10 +366,7 @@ class LanguageModelSession:
         )
 
     async def prewarm(self, prompt_prefix: Prompt | None = None) -> None:
-        """Load the model, and prefill the history and the beginning of the next prompt.
-
-        Args:
-            prompt_prefix: the beginning of the next prompt; None if it isn't known.
+        """Load the model, and prefill the history and the beginning of the next prompt, if it is known.
 
         Raises:
             FoundationModelsError: if the model can't be loaded or run.
@@ -394,32 +394,12 @@ class LanguageModelSession:
             return len(self._tokens(None if prompt is None else prompt_text(prompt)))
 
     def _tokens(self, prompt: str | None, **options: Any) -> list[int]:
-        """Encode the history and a prompt."""
         draft = self.transcript.copy()
         if prompt is not None:
             draft.add_prompt(prompt)
         messages, _ = draft.messages()
         definitions = [tool.tool_definition for tool in self._tools.values()]
         return self._model._shared.encode_chat(messages, definitions, **options)
-
-
-def _check_type(name: str, value: object, allowed: type) -> None:
-    if value is not None and not isinstance(value, allowed):
-        raise TypeError(
-            f"{name} has the type {type(value).__name__}; {allowed.__name__} is needed."
-        )
-
-
-def _by_name(tools: Sequence[Tool | Callable[..., object]]) -> dict[str, Tool]:
-    found: dict[str, Tool] = {}
-    for given in tools:
-        tool = given if isinstance(given, Tool) else Tool.from_function(given)
-        first = found.setdefault(tool.name, tool)
-        if first.tool_definition != tool.tool_definition:
-            raise ValueError(
-                f"Two different tools have the name {shown(tool.name)}; each needs its own."
-            )
-    return found
 
 
 class _Hold:
@@ -429,10 +409,9 @@ class _Hold:
         self._is_active = True
 
     def mark(self) -> None:
-        """Mark the current context, and all tasks started in it, as inside this request.
+        """Mark the current context, and all tasks started in it, as inside this request while it runs.
 
-        Called before the request waits for code of the caller: its tools, and the loop over its stream. The
-        mark of a request that has ended has no effect.
+        Called before the request waits for code of the caller: its tools, and the loop over its stream.
         """
         marks = _marks.get()
         if self not in marks:
@@ -467,9 +446,7 @@ class _SessionLock:
     async def held(self) -> AsyncIterator[_Hold]:
         """Hold the lock while the context is open.
 
-        Raises:
-            ConcurrentRequestsError: if the request that holds it waits for this one, or runs in another event
-                loop.
+        Raises `ConcurrentRequestsError` if the request that holds it waits for this one, or is in another loop.
         """
         loop = asyncio.get_running_loop()
         if self._loop is None or self._loop() is not loop:

@@ -103,8 +103,7 @@ class FunctionTool(Tool):
 
     Args:
         function: a function with a docstring. Its annotations are generable classes, lists or options of these,
-            or types that `answer_type` takes: plain types, lists, dicts, `Literal`, enums, dataclasses,
-            TypedDicts, dates, pydantic models and more.
+            or types that `answer_type` takes.
 
     Raises:
         TypeError: for a function without a docstring, a parameter without an annotation or whose annotation has
@@ -121,19 +120,6 @@ class FunctionTool(Tool):
             )
         self._function = function
         self._generable: dict[str, object] = {}  # generable types by parameter
-        self._answers = self._answer_type()
-        self._signature = inspect.signature(function)
-        self.name = self._answers.name
-        self.description = " ".join((self._answers.description or "").split("\n\n")[0].split())
-        if not self.description:
-            raise TypeError(
-                f"The function {self.name} has no docstring. Its first paragraph tells the model what the "
-                "tool is for: write one."
-            )
-        super().__init__()
-
-    def _answer_type(self) -> AnswerType:
-        """Make the type of the function's arguments; collect those that are generable classes."""
 
         def read_as(parameter: inspect.Parameter) -> object:
             hint = parameter.annotation
@@ -147,11 +133,18 @@ class FunctionTool(Tool):
             return Annotated[Any, *notes] if notes else Any
 
         try:
-            return answer_type(arguments_type(self._function, read_as))
+            self._answers: AnswerType = answer_type(arguments_type(function, read_as))
         except ConstraintError as error:
+            raise TypeError(f"The function {function.__name__} can't be a tool: {error}") from None
+        self._signature = inspect.signature(function)
+        self.name = self._answers.name
+        self.description = " ".join((self._answers.description or "").split("\n\n")[0].split())
+        if not self.description:
             raise TypeError(
-                f"The function {self._function.__name__} can't be a tool: {error}"
-            ) from None
+                f"The function {self.name} has no docstring. Its first paragraph tells the model what the "
+                "tool is for: write one."
+            )
+        super().__init__()
 
     @property
     def arguments_schema(self) -> GenerationSchema:
@@ -161,12 +154,23 @@ class FunctionTool(Tool):
     async def call(self, args: GeneratedContent) -> str:
         """Call the function; return its result, as JSON if it is not text.
 
-        Raises:
-            TypeError: for an argument that is missing, and one that the function doesn't have.
-            ValueError: for an argument of another type.
-            Exception: what the function raises.
+        Raises `TypeError` for a missing or an unknown argument, `ValueError` for one of another type, and what
+        the function raises.
         """
-        given = self._converted(args.value())
+        arguments = args.value()
+        # Python reports missing and unknown arguments.
+        parameters = self._signature.bind(**arguments).signature.parameters
+        given = {
+            name: value
+            for name, value in arguments.items()
+            if value is not None or parameters[name].default is not None
+        }
+        try:
+            given = self._answers.instance(given)
+        except ConstraintError as error:
+            raise ValueError(str(error)) from None
+        for name in self._generable.keys() & given.keys():
+            given[name] = as_instances(self._generable[name], given[name], name)
         if inspect.iscoroutinefunction(self._function):
             result = await self._function(**given)
         else:
@@ -187,25 +191,9 @@ class FunctionTool(Tool):
         except StopIteration as error:  # no future can raise it: the call would never end
             raise RuntimeError(f"{self.name} raised StopIteration") from error
 
-    def _converted(self, arguments: Mapping[str, object]) -> dict[str, object]:
-        """Convert arguments to the function's annotations; Python reports missing and unknown ones."""
-        parameters = self._signature.bind(**arguments).signature.parameters
-        given = {
-            name: value
-            for name, value in arguments.items()
-            if value is not None or parameters[name].default is not None
-        }
-        try:
-            converted: dict[str, object] = self._answers.instance(given)
-        except ConstraintError as error:
-            raise ValueError(str(error)) from None
-        for name in self._generable.keys() & converted.keys():
-            converted[name] = as_instances(self._generable[name], converted[name], name)
-        return converted
-
 
 class _FunctionSchema(GenerationSchema):
-    """The schema of a function's parameters, in the dialect of generable classes' schemas."""
+    """The schema of a function's parameters, with the fields that are generable classes in their dialect."""
 
     def __init__(self, answers: AnswerType, generable: Mapping[str, object]) -> None:
         properties = [Property(name, hint) for name, hint in generable.items()]

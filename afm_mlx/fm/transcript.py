@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any, ClassVar, Literal, overload
 
 import msgspec
@@ -82,11 +82,7 @@ class Transcript(Sequence[kinds.Entry]):
 
     @classmethod
     async def from_dict(cls, dict: Mapping[str, object]) -> Transcript:
-        """Read a transcript that `to_dict`, or an app, wrote.
-
-        Raises:
-            DecodingFailureError: for JSON that is not a transcript; names the place.
-        """
+        """Read what `to_dict`, or an app, wrote; raise `DecodingFailureError`, which names the faulty place."""
         transcript = cls()
         transcript._document = _checked_document(dict)
         return transcript
@@ -103,12 +99,7 @@ class Transcript(Sequence[kinds.Entry]):
     def with_entries(
         self, entries: Sequence[JSON], copied: Sequence[JSON] | None = None
     ) -> Transcript:
-        """Return a transcript with other entries.
-
-        Args:
-            entries: the entries.
-            copied: the entries that `merge` takes as known; None for this transcript's.
-        """
+        """Return a transcript with other entries; `copied` are those that `merge` takes as known."""
         other = type(self)()
         document = self._document
         inner = {**document["transcript"], "entries": list(entries)}
@@ -117,7 +108,7 @@ class Transcript(Sequence[kinds.Entry]):
         return other
 
     def merge(self, draft: Transcript) -> None:
-        """Apply to this transcript, in one step, the changes that a request made to its copy.
+        """Apply to this transcript, in one step, what a request changed in its copy, `draft`.
 
         The changes are a new last turn, older entries removed, and entries added after the instructions.
         """
@@ -126,8 +117,8 @@ class Transcript(Sequence[kinds.Entry]):
             *older, own = _parts(draft._entries)
             here = [e for e in self._entries if id(e) not in copied or id(e) in kept]
             before, *turns = _parts(here)
-            added = [e for e in joined(older) if id(e) not in copied]
-            self._entries[:] = [*before, *added, *joined(turns), *own]
+            added = [e for e in chain(*older) if id(e) not in copied]
+            self._entries[:] = [*before, *added, *chain(*turns), *own]
 
     def turns(self) -> tuple[list[JSON], list[list[JSON]]]:
         """Split into the entries before the first prompt, and turns: each a prompt and all that follows it."""
@@ -169,19 +160,35 @@ class Transcript(Sequence[kinds.Entry]):
         self._entries.append(kinds.ToolOutput(call_id, name, text)._json)
 
     def messages(self) -> tuple[list[JSON], list[JSON]]:
-        """Convert to what `AFMTokenizer.apply_chat_template` takes.
-
-        Returns:
-            The messages, and the definitions of the tools that the instructions name.
+        """Convert to what `AFMTokenizer.apply_chat_template` takes: messages, and tools of the instructions.
 
         Raises:
             DecodingFailureError: for a part of a message that is neither text nor an object, such as an image.
         """
-        messages = []
+        messages: list[JSON] = []
         tools: list[JSON] = []
         for index, entry in enumerate(self._entries):
             tools += json_copy(entry.get("tools") or [])
-            message = _message(entry, f"Entry {index} of the transcript")
+            texts = []
+            for part in entry.get("contents") or []:
+                if part["type"] == "text":
+                    texts.append(str(part["text"]))
+                elif part["type"] == "structure":
+                    texts.append(json_text(part["structure"]["content"]))
+                else:
+                    raise DecodingFailureError(
+                        f"Entry {index} of the transcript has a part of the type {part['type']!r}; this model "
+                        "reads text and generated objects."
+                    )
+            message: JSON = {"role": _ROLES[entry["role"]], "content": "\n".join(texts)}
+            if entry.get("toolCalls"):
+                message["tool_calls"] = [
+                    {"function": {"name": call["name"], "arguments": call["arguments"]}}
+                    for call in entry["toolCalls"]
+                ]
+            if entry.get("responseFormat"):
+                schema = json_copy(entry["responseFormat"]["jsonSchema"])
+                message["response_format"] = {"type": "json_schema", "json_schema": schema}
             if message["role"] != "system" or message["content"]:
                 messages.append(message)
         return messages, tools
@@ -191,39 +198,10 @@ def _parts(entries: Sequence[JSON]) -> list[list[JSON]]:
     """Split entries into the ones before the first prompt, then one list per turn."""
     starts = [i for i, entry in enumerate(entries) if entry["role"] == "user"]
     ends = [0, *starts, len(entries)]
-    return [list(entries[i:j]) for i, j in itertools.pairwise(ends)]
-
-
-def joined(parts: Sequence[list[JSON]]) -> list[JSON]:
-    """Join lists of entries to one list."""
-    return [entry for part in parts for entry in part]
+    return [list(entries[i:j]) for i, j in pairwise(ends)]
 
 
 _ROLES = {"instructions": "system", "user": "user", "response": "assistant", "tool": "tool"}
-
-
-def _message(entry: JSON, where: str) -> JSON:
-    texts = []
-    for part in entry.get("contents") or []:
-        if part["type"] == "text":
-            texts.append(str(part["text"]))
-        elif part["type"] == "structure":
-            texts.append(json_text(part["structure"]["content"]))
-        else:
-            raise DecodingFailureError(
-                f"{where} has a part of the type {part['type']!r}; this model reads text and generated "
-                "objects."
-            )
-    message: JSON = {"role": _ROLES[entry["role"]], "content": "\n".join(texts)}
-    if entry.get("toolCalls"):
-        message["tool_calls"] = [
-            {"function": {"name": call["name"], "arguments": call["arguments"]}}
-            for call in entry["toolCalls"]
-        ]
-    if entry.get("responseFormat"):
-        schema = json_copy(entry["responseFormat"]["jsonSchema"])
-        message["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return message
 
 
 # The form of a transcript's JSON, as far as it is read; other fields are kept.

@@ -27,12 +27,7 @@ class TextSegment:
 
 @dataclass(frozen=True)
 class StructuredSegment:
-    """A part of an entry that was generated under a schema.
-
-    Args:
-        source: the schema's name.
-        content: the generated value.
-    """
+    """A part of an entry that was generated under the schema named `source`."""
 
     source: str
     content: GeneratedContent
@@ -94,13 +89,22 @@ class Entry:
 
     @property
     def id(self) -> str:
-        """The entry's id."""
         return str(self._json["id"])
 
     @property
     def segments(self) -> list[Segment]:
         """The parts of the entry's contents."""
-        return [_segment(part) for part in self._json.get("contents") or ()]
+        found: list[Segment] = []
+        for part in self._json.get("contents") or ():
+            if part["type"] == "text":
+                found.append(TextSegment(str(part["text"])))
+            elif part["type"] == "structure":
+                source = part["structure"].get("source", "")
+                content = GeneratedContent.of(part["structure"]["content"])
+                found.append(StructuredSegment(source, content))
+            else:
+                found.append(OtherSegment(part["type"], part))
+        return found
 
     @property
     def text(self) -> str:
@@ -153,8 +157,7 @@ class Prompt(Entry):
     Args:
         text: the prompt.
         options: how tokens are chosen.
-        response_format: `{"type": "json_schema", "json_schema": {"name", "schema"}}`, see
-            `GenerationSchema.response_format`; None for text.
+        response_format: see `GenerationSchema.response_format`; pass None for text.
         tool_choice: which tools the model may call, see `LanguageModelSession.stream_response`.
     """
 
@@ -167,18 +170,30 @@ class Prompt(Entry):
         response_format: JSON | None = None,
         tool_choice: str = "auto",
     ) -> None:
-        super().__init__(contents=[_text_part(text)], options=_options_json(options, tool_choice))
+        options = options or GenerationOptions()
+        mode = options.sampling
+        found: JSON = {
+            "maximumResponseTokens": options.maximum_response_tokens,
+            "temperature": options.temperature,
+        }
+        # As the framework writes it: greedy sampling is sampling from the 1 most likely token.
+        if mode is not None and mode.mode_type is SamplingModeType.GREEDY:
+            found["topK"] = 1
+        elif mode is not None:
+            is_all = (mode.top, mode.probability_threshold, mode.seed) == (None, None, None)
+            threshold = 1.0 if is_all else mode.probability_threshold
+            found |= {"topK": mode.top, "topP": threshold, "randomSeed": mode.seed}
+        if tool_choice != "auto":
+            found["toolCallingMode"] = "disallowed" if tool_choice == "none" else "required"
+        given = {key: value for key, value in found.items() if value is not None}
+        super().__init__(contents=[_text_part(text)], options=given)
         if response_format is not None:
             schema = json_copy(dict(response_format["json_schema"]))
             self._json["responseFormat"] = {"type": "jsonSchema", "jsonSchema": schema}
 
     @property
     def options(self) -> GenerationOptions:
-        """How tokens are chosen.
-
-        Raises:
-            DecodingFailureError: for values that options can't have.
-        """
+        """How tokens are chosen. Raises `DecodingFailureError` for values that options can't have."""
         given = self._json.get("options") or {}
         top, threshold, seed = (given.get(key) for key in ("topK", "topP", "randomSeed"))
         try:
@@ -194,7 +209,7 @@ class Prompt(Entry):
 
     @property
     def response_schema(self) -> JSON | None:
-        """The schema for the answer; None for text."""
+        """The schema for the answer; None if it is text."""
         response_format = self._json.get("responseFormat")
         return response_format and json_copy(response_format["jsonSchema"]["schema"])
 
@@ -213,9 +228,8 @@ class Response(Entry):
     def __init__(
         self, content: str | GeneratedContent, assets: Sequence[str] = (), source: str = ""
     ) -> None:
-        if isinstance(content, str):
-            part: JSON = {"type": "text", "text": content, "id": "0"}
-        else:
+        part: JSON = {"type": "text", "text": content, "id": "0"}
+        if not isinstance(content, str):
             structure = {"source": source, "content": json_copy(content.value())}
             part = {"type": "structure", "structure": structure, "id": "0"}
         super().__init__(contents=[part], assets=list(assets))
@@ -246,11 +260,7 @@ class ToolCalls(Entry):
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls.
-
-        Raises:
-            DecodingFailureError: for arguments that are not JSON.
-        """
+        """The calls. Raises `DecodingFailureError` for arguments that are not JSON."""
         try:
             return [
                 ToolCall(
@@ -263,13 +273,7 @@ class ToolCalls(Entry):
 
 
 class ToolOutput(Entry):
-    """The output of a tool call.
-
-    Args:
-        call_id: the call's id.
-        tool_name: the tool's name.
-        text: the tool's result.
-    """
+    """The output `text` of the call with the id `call_id` of the tool `tool_name`."""
 
     role = "tool"
 
@@ -291,41 +295,8 @@ class ToolOutput(Entry):
 _KINDS: dict[str, type[Entry]] = {k.role: k for k in (Instructions, Prompt, Response, ToolOutput)}
 
 
-def _segment(part: JSON) -> Segment:
-    if part["type"] == "text":
-        return TextSegment(str(part["text"]))
-    if part["type"] == "structure":
-        structure = part["structure"]
-        content = GeneratedContent.of(structure["content"])
-        return StructuredSegment(structure.get("source", ""), content)
-    return OtherSegment(part["type"], part)
-
-
-def _options_json(options: GenerationOptions | None, tool_choice: str) -> JSON:
-    """Write options as the framework does: greedy sampling is sampling from the 1 most likely token."""
-    options = options or GenerationOptions()
-    mode = options.sampling
-    found: JSON = {
-        "maximumResponseTokens": options.maximum_response_tokens,
-        "temperature": options.temperature,
-    }
-    if mode is not None and mode.mode_type is SamplingModeType.GREEDY:
-        found["topK"] = 1
-    elif mode is not None:
-        is_all = (mode.top, mode.probability_threshold, mode.seed) == (None, None, None)
-        threshold = 1.0 if is_all else mode.probability_threshold
-        found |= {"topK": mode.top, "topP": threshold, "randomSeed": mode.seed}
-    if tool_choice != "auto":
-        found["toolCallingMode"] = "disallowed" if tool_choice == "none" else "required"
-    return {key: value for key, value in found.items() if value is not None}
-
-
 def json_copy(value: object) -> Any:
-    """Copy a JSON value: faster than `deepcopy`, and for deeper nesting.
-
-    Raises:
-        TypeError, ValueError, RecursionError: for what JSON can't hold.
-    """
+    """Copy a JSON value, faster and deeper than `deepcopy`; raise what `json.dumps` raises for other values."""
     return json.loads(json.dumps(value, allow_nan=False))
 
 

@@ -10,8 +10,9 @@ import contextvars
 import json
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,10 @@ from afm_mlx.fm.answer_form import AnswerForm
 from afm_mlx.fm.core import SharedModel
 from afm_mlx.fm.errors import DecodingFailureError, GenerationError, ToolCallError, translated
 from afm_mlx.fm.generable import GeneratedContent
-from afm_mlx.fm.generation_options import GenerationOptions, SamplingModeType
+from afm_mlx.fm.generation_options import GenerationOptions, SamplingMode, SamplingModeType
 from afm_mlx.fm.generation_schema import with_whole_patterns
 from afm_mlx.fm.tool import Tool
-from afm_mlx.fm.transcript import Transcript, joined
+from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import JSON
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
@@ -79,12 +80,9 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def take(self, response: TokenResponse, tokenizer: Tokenizer, top: int | None) -> None:
-        """Add the engine's next response.
+        """Add the engine's next response; `tokenizer` has the pieces of its tokens.
 
-        Args:
-            response: the response.
-            tokenizer: has the vocabulary's pieces.
-            top: number of most likely tokens to keep for each token; None for no log-probabilities.
+        `top` is the number of most likely tokens to keep for each token; pass None for no log-probabilities.
         """
         self.text += response.text
         self.computed_tokens = self.prompt_tokens - response.cached_tokens
@@ -106,30 +104,26 @@ class Answer:
         self.logprobs.append(TokenLogprob(token, piece(token), float(values[token]), found))
 
 
-def check_logprobs(top: object) -> None:
-    """Raise `ValueError` if `logprobs` is not a valid number of tokens, see `Answer.take`."""
-    if top is not None and (type(top) is not int or top < 0):
-        raise ValueError(f"logprobs is {shown(top)}; allowed are 0 and more, and None for none.")
-
-
 def request_fields(
-    options: GenerationOptions | None, stop: str | Sequence[str] = (), at_limit: str = "complete"
+    options: GenerationOptions | None,
+    stop: str | Sequence[str],
+    logprobs: int | None,
+    at_limit: str = "complete",
 ) -> dict[str, Any]:
-    """Convert options to fields of the engine's `Request`.
+    """Convert a request's options to fields of the engine's `Request`.
 
     Decoding is greedy without options. A temperature, or `SamplingMode.random`, draws tokens; without a
-    temperature, at 1.
-
-    Args:
-        options: the options; None for none.
-        stop: a stop string, or several.
-        at_limit: see `Request`.
+    temperature, at 1. The arguments are `stream_response`'s, or `Request`'s.
 
     Raises:
         TypeError: for options or a `stop` of another type.
-        ValueError: for options that were changed to invalid values.
+        ValueError: for options that were changed to invalid values, and `logprobs` that is not a count.
         GenerationError: for options that no sampler can have.
     """
+    if logprobs is not None and (type(logprobs) is not int or logprobs < 0):
+        raise ValueError(
+            f"logprobs is {shown(logprobs)}; allowed are 0 and more, and None for none."
+        )
     options = GenerationOptions() if options is None else options
     if not isinstance(options, GenerationOptions):
         raise TypeError(f"options must be GenerationOptions, got {shown(options)}.")
@@ -141,16 +135,14 @@ def request_fields(
         "max_tokens": -1 if limit is None else limit,
         "stop": [stop] if isinstance(stop, str) else list(stop),
         "at_limit": at_limit,
+        "logprobs": logprobs is not None,
     }
     mode, temperature = options.sampling, options.temperature
-    is_random = (
-        temperature is not None if mode is None else mode.mode_type is SamplingModeType.RANDOM
-    )
-    if not is_random:
+    is_greedy = temperature is None if mode is None else mode.mode_type is SamplingModeType.GREEDY
+    if is_greedy:
         return fields
-    top = mode.top if mode else None
-    threshold = mode.probability_threshold if mode else None
-    seed = mode.seed if mode else None
+    mode = mode or SamplingMode.random()
+    top, threshold, seed = mode.top, mode.probability_threshold, mode.seed
     if threshold == 0:  # only the most likely token
         top, threshold = 1, None
     with translated():
@@ -163,67 +155,45 @@ def request_fields(
 # Turns
 
 
-@dataclass
-class TurnOptions:
-    """How a request to a session is answered.
-
-    Args:
-        form: text, or JSON under a schema.
-        fields: fields of the engine's `Request`, see `request_fields`.
-        adapter: the adapter that answers; None for the model alone.
-        tool_choice: "auto", "none", "required", "one", or the name of a tool.
-        max_tool_rounds: largest number of answers with tool calls; the next answer is text.
-        tool_errors: "model" passes a tool's error to the model as the tool's output; "raise" ends the request.
-        context_policy: one of `POLICIES`, for a history that leaves too little context, see `fit_to_context`.
-        logprobs: number of most likely tokens to keep for each token; None for no log-probabilities.
-        tool_context: the context in which tools run.
-    """
-
-    form: AnswerForm
-    fields: Mapping[str, Any]
-    adapter: AdapterChoice | None = None
-    tool_choice: str = "auto"
-    max_tool_rounds: int = 0
-    tool_errors: str = "model"
-    context_policy: str = "error"
-    logprobs: int | None = None
-    tool_context: contextvars.Context = field(default_factory=contextvars.copy_context)
-
-
+@dataclass(eq=False)
 class Turn:
     """A running request. It changes nothing of the session.
 
     Args:
         shared: the model, loaded.
-        draft: the session's history with the new prompt; tool calls and outputs are added to it.
-        tools: tools that may be called, by name.
-        options: how to answer.
+        draft: the session's history with the new prompt; tool calls and their outputs are added to it.
+        form: text, or JSON under a schema.
+        fields: fields of the engine's `Request`, see `request_fields`.
+        adapter: the adapter that answers; pass None for the model alone.
+        tools: tools that may be called, by name. They run in the context in which the turn was made.
+        tool_choice, logprobs: see `LanguageModelSession.stream_response`.
+        context_policy, max_tool_rounds, tool_errors: see `LanguageModelSession`.
 
     Attributes:
-        draft: the history, without the final answer.
-        answer: the model's latest answer, as far as it is generated.
+        answer: the model's latest answer, as far as it is generated; it is not in the draft.
     """
 
-    def __init__(
-        self,
-        shared: SharedModel,
-        draft: Transcript,
-        tools: Mapping[str, Tool],
-        options: TurnOptions,
-    ):
-        self._shared, self._tools, self._options = shared, tools, options
-        self._definitions = [tool.tool_definition for tool in tools.values()]
-        self.draft = draft
+    shared: SharedModel
+    draft: Transcript
+    form: AnswerForm
+    fields: Mapping[str, Any]
+    adapter: AdapterChoice | None
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    tool_choice: str = "auto"
+    logprobs: int | None = None
+    context_policy: str = "error"
+    max_tool_rounds: int = 0
+    tool_errors: str = "model"
+
+    def __post_init__(self) -> None:
         self.answer = Answer()
+        self._definitions = [tool.tool_definition for tool in self.tools.values()]
+        self._context = contextvars.copy_context()
 
     async def texts(self) -> AsyncGenerator[str, None]:
-        """Yield the answer's text so far as it grows; make the model's tool calls on the way.
-
-        Raises:
-            FoundationModelsError: if there can't be an answer.
-        """
-        rounds = self._options.max_tool_rounds
-        choice = self._options.tool_choice if self._tools else "none"
+        """Yield the answer's text so far as it grows; make the model's tool calls on the way."""
+        rounds = self.max_tool_rounds
+        choice = self.tool_choice if self.tools else "none"
         for round in range(rounds + 1):
             choice = "none" if round == rounds else choice
             async with aclosing(self._generated(await self._constraint(choice))) as texts:
@@ -234,54 +204,84 @@ class Turn:
             choice = "auto"  # the required call has been made
 
     async def _constraint(self, choice: str) -> Constraint | None:
-        """Compile the constraint of the next answer.
-
-        Raises:
-            GenerationError: if the model can't call tools, or not these.
-        """
-        form = self._options.form
+        """Compile the next answer's constraint; raise `GenerationError` if the model can't call tools."""
         if choice == "none":  # a model that has read of tools must not call them
-            return Constraint.text() if form.is_text and self._tools else form.constraint
-        if not getattr(self._shared.tokenizer, "has_tool_calling", False):
+            return Constraint.text() if self.form.is_text and self.tools else self.form.constraint
+        if not getattr(self.shared.tokenizer, "has_tool_calling", False):
             raise GenerationError(
-                f"The model {self._shared.name} can't call tools: its tokenizer has no "
+                f"The model {self.shared.name} can't call tools: its tokenizer has no "
                 f"{EXECUTABLE_START} and {EXECUTABLE_END}. Make the session without tools."
             )
         definitions = with_whole_patterns(self._definitions)
         try:
             return await asyncio.to_thread(
-                tool_call_constraint, definitions, choice, form.constraint
+                tool_call_constraint, definitions, choice, self.form.constraint
             )
         except ConstraintError as error:
             raise GenerationError(str(error)) from error
 
     async def _make_calls(self) -> bool:
-        """Make the last answer's tool calls; return True if it has any."""
-        if self._shared.tokenizer.convert_tokens_to_ids(EXECUTABLE_START) not in self.answer.tokens:
+        """Make the last answer's tool calls, all at once; return True if it has any."""
+        if self.shared.tokenizer.convert_tokens_to_ids(EXECUTABLE_START) not in self.answer.tokens:
             return False  # text may have the marker's name
         said, _, rest = self.answer.text.partition(EXECUTABLE_START)
         with translated(DecodingFailureError):
             calls = parse_tool_calls(rest.rpartition(EXECUTABLE_END)[0] or rest)
         ids = self.draft.add_tool_calls(calls, said)
-        outputs = await _run_calls(
-            calls, self._tools, self._options.tool_context, self._options.tool_errors == "raise"
-        )
+        tasks = [
+            asyncio.create_task(self._output(call), context=self._context.copy()) for call in calls
+        ]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        except GeneratorExit:  # the event loop has ended
+            raise
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
         for call, call_id, text in zip(calls, ids, outputs, strict=True):
             self.draft.add_tool_output(call_id, call["name"], text)
         return True
 
+    async def _output(self, call: JSON) -> str:
+        """Call a tool; return its result as text, or its error unless `tool_errors` is "raise"."""
+        name, task = call["name"], asyncio.current_task()
+        try:
+            if name not in self.tools:
+                raise LookupError(f"there is no tool {name!r}; there are {', '.join(self.tools)}.")
+            result: object = await self.tools[name].call(GeneratedContent(call["arguments"]))
+            text = str(result)
+            if isinstance(result, GeneratedContent):
+                text = result.to_json()
+            elif isinstance(result, dict | list):
+                with suppress(TypeError, ValueError):
+                    text = json.dumps(result, ensure_ascii=False)
+        except (Exception, asyncio.CancelledError) as cause:
+            error: Exception
+            if isinstance(cause, Exception):
+                error = cause
+            elif task is None or task.cancelling():
+                raise
+            else:  # something that the tool waited for was cancelled, not the request
+                error = RuntimeError(f"cancelled {cause}".strip())
+            if self.tool_errors == "raise":
+                raise ToolCallError(name, error) from cause
+            text = f"Tool error: {error}"
+        # Half surrogate pairs, which file names may have, can't be encoded by the tokenizer.
+        return text.encode("utf-8", "replace").decode()
+
     async def _generated(self, constraint: Constraint | None) -> AsyncGenerator[str, None]:
         """Generate an answer to the draft; yield its text so far."""
-        options, tokenizer = self._options, self._shared.tokenizer
-        size = self._shared.context_size
+        tokenizer, size = self.shared.tokenizer, self.shared.context_size
         with translated():
-            if options.context_policy != "error":
+            if self.context_policy != "error":
                 self.draft = await fit_to_context(
                     self.draft,
                     lambda history: len(self._prompt(history)),
                     size,
-                    options.fields["max_tokens"],
-                    self._summary if options.context_policy == "summarize" else None,
+                    self.fields["max_tokens"],
+                    self._summary if self.context_policy == "summarize" else None,
                 )
             prompt = self._prompt(self.draft)
             if len(prompt) >= size:
@@ -291,22 +291,16 @@ class Turn:
                     'context_policy="drop_oldest" or "summarize".'
                 )
             answer = self.answer = Answer(prompt_tokens=len(prompt))
-            request = Request(
-                prompt,
-                adapter=options.adapter,
-                constraint=constraint,
-                logprobs=options.logprobs is not None,
-                **options.fields,
-            )
+            request = Request(prompt, adapter=self.adapter, constraint=constraint, **self.fields)
             try:
-                async with aclosing(self._shared.engine.stream(request)) as responses:
+                async with aclosing(self.shared.engine.stream(request)) as responses:
                     async for response in responses:
-                        answer.take(response, tokenizer, options.logprobs)
+                        answer.take(response, tokenizer, self.logprobs)
                         if response.text:
                             yield answer.text
                 start = tokenizer.convert_tokens_to_ids(EXECUTABLE_START)
                 end = tokenizer.convert_tokens_to_ids(EXECUTABLE_END)
-                if self._tools and start in answer.tokens and end not in answer.tokens:
+                if self.tools and start in answer.tokens and end not in answer.tokens:
                     # Completed, the call would have arguments that the model has not chosen.
                     raise IncompleteError(
                         f"The answer ended after {len(answer.tokens)} tokens, in the middle of a tool call, "
@@ -321,96 +315,14 @@ class Turn:
 
     def _prompt(self, history: Transcript) -> list[int]:
         messages, _ = history.messages()
-        return self._shared.encode_chat(messages, self._definitions, add_generation_prompt=True)
+        return self.shared.encode_chat(messages, self._definitions, add_generation_prompt=True)
 
     async def _summary(self, history: Transcript, max_tokens: int) -> str:
-        options = TurnOptions(AnswerForm(), {"max_tokens": max_tokens}, self._options.adapter)
-        turn = Turn(self._shared, history, {}, options)
+        fields = {"max_tokens": max_tokens, "logprobs": False}
+        turn = Turn(self.shared, history, AnswerForm(), fields, self.adapter)
         async for _ in turn.texts():
             pass
         return turn.answer.text.strip()
-
-
-# Tool calls
-
-
-async def _run_calls(
-    calls: Sequence[JSON],
-    tools: Mapping[str, Tool],
-    context: contextvars.Context,
-    raises: bool,
-) -> list[str]:
-    """Make calls concurrently, and return their outputs as texts.
-
-    Args:
-        calls: `name` and `arguments` (a JSON object) of each.
-        tools: the tools by name.
-        context: the context that the calls run in.
-        raises: True to raise a tool's error; False to return it as the tool's output.
-
-    Raises:
-        ToolCallError: for the first tool that failed, after all others have ended.
-    """
-    tasks = [
-        asyncio.create_task(_run_call(call, tools, raises), context=context.copy())
-        for call in calls
-    ]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except GeneratorExit:  # the event loop has ended
-        raise
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def _run_call(call: JSON, tools: Mapping[str, Tool], raises: bool) -> str:
-    name, task = call["name"], asyncio.current_task()
-    try:
-        if name not in tools:
-            raise LookupError(f"there is no tool {name!r}; there are {', '.join(tools)}.")
-        text = _output_text(await tools[name].call(GeneratedContent(call["arguments"])))
-    except (Exception, asyncio.CancelledError) as cause:
-        error: Exception
-        if isinstance(cause, Exception):
-            error = cause
-        elif task is None or task.cancelling():
-            raise
-        else:  # something that the tool waited for was cancelled, not the request
-            error = RuntimeError(f"cancelled {cause}".strip())
-        if raises:
-            raise ToolCallError(name, error) from cause
-        text = f"Tool error: {error}"
-    # Half surrogate pairs, which file names may have, can't be encoded by the tokenizer.
-    return text.encode("utf-8", "replace").decode()
-
-
-def _output_text(result: object) -> str:
-    """Write a tool's result as text; as JSON if it is a dict, a list or generated content."""
-    if isinstance(result, GeneratedContent):
-        return result.to_json()
-    if isinstance(result, dict | list):
-        try:
-            return json.dumps(result, ensure_ascii=False)
-        except (TypeError, ValueError):
-            return str(result)
-    return str(result)
-
-
-# The context window
-
-
-def reserved_tokens(context_size: int, max_tokens: int) -> int:
-    """Return the number of tokens to reserve for an answer: its limit, up to a quarter of the context.
-
-    Args:
-        context_size: tokens of the whole context.
-        max_tokens: the answer's limit; -1 for none.
-    """
-    most = context_size // 4
-    return most if max_tokens < 0 else min(max_tokens, most)
 
 
 async def fit_to_context(
@@ -428,18 +340,20 @@ async def fit_to_context(
     Args:
         draft: the history.
         count: counts a history's tokens, up to the answer.
-        context_size, max_tokens: see `reserved_tokens`.
+        context_size: tokens of the whole context.
+        max_tokens: the answer's limit, -1 for none; up to a quarter of the context is reserved for it.
         summarize: answers a history that ends with `SUMMARY_PROMPT`, in a number of tokens at most; the summary
-            replaces the dropped turns. None for no summary.
+            replaces the dropped turns. Pass None for no summary.
     """
-    if count(draft) + reserved_tokens(context_size, max_tokens) <= context_size:
+    most = context_size // 4
+    if count(draft) + (most if max_tokens < 0 else min(max_tokens, most)) <= context_size:
         return draft
     before, turns = draft.turns()
     reserved = context_size // 8 if summarize else 0
     target = context_size // 2 - reserved
 
     def without(first: int) -> Transcript:
-        return draft.with_entries([*before, *joined(turns[first:])])
+        return draft.with_entries([*before, *chain(*turns[first:])])
 
     # Fewer turns have fewer tokens; if even the last turn alone has too many, it alone stays.
     first = bisect_left(range(len(turns) - 1), -target, key=lambda n: -count(without(n)))
@@ -448,7 +362,7 @@ async def fit_to_context(
         return kept
     # Summarize the newest of the dropped turns that fit.
     for start in range(first):
-        history = draft.with_entries([*before, *joined(turns[start:first])])
+        history = draft.with_entries([*before, *chain(*turns[start:first])])
         history.add_prompt(SUMMARY_PROMPT)
         if count(history) <= context_size - reserved:
             summary = await summarize(history, reserved)
@@ -460,5 +374,4 @@ async def fit_to_context(
     summarized = draft.with_entries(before)
     summarized.add_prompt(SUMMARY_PROMPT)
     summarized.add_response(summary)
-    entries: list[JSON] = joined([before, *summarized.turns()[1], *turns[first:]])
-    return draft.with_entries(entries)
+    return draft.with_entries([*before, *chain(*summarized.turns()[1], *turns[first:])])

@@ -65,10 +65,16 @@ def _checked_message(index: int, message: Mapping[str, object]) -> Message:
         content = ""
     checked["content"] = _checked_content(where, role, content)
     response_format = message.get("response_format")
-    if response_format is not None:
-        schema = _checked_response_format(f"{where}['response_format']", response_format)
-        if schema:
-            checked["response_format"] = schema
+    given = response_format if isinstance(response_format, Mapping) else {}
+    # In the OpenAI API, the type "text" means no format.
+    if response_format is not None and given.get("type") != "text":
+        schema = given.get("json_schema") if given.get("type") == "json_schema" else None
+        if not isinstance(schema, Mapping) or "schema" not in schema:
+            raise TokenizerError(
+                f"{where}['response_format'] must be {{'type': 'json_schema', 'json_schema': "
+                f"{{'name', 'schema'}}}}, got {shown(response_format)}."
+            )
+        checked["response_format"] = {"type": "json_schema", "json_schema": dict(schema)}
     if role == "system" and message.get("tools"):
         checked["tools"] = checked_tools(message["tools"], f"{where}['tools']")
     return checked
@@ -80,16 +86,15 @@ def _checked_content(where: str, role: str, content: object) -> object:
     is_tool = role in ("tool", "function")
     if isinstance(content, Sequence) and not isinstance(content, bytes):
         parts = list(content)
-        if parts and all(_is_text_part(part) for part in parts):
-            return "".join(part["text"] for part in parts)
-        if is_tool:
+        other = next((i for i, part in enumerate(parts) if not _is_text_part(part)), None)
+        if is_tool and (other is not None or not parts):
             return checked_tools(parts, f"{where}['content']")
-        if not parts:
-            return ""
-        index, part = next((i, p) for i, p in enumerate(parts) if not _is_text_part(p))
+        if other is None:
+            return "".join(part["text"] for part in parts)
+        part = parts[other]
         got = shown(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
         raise TokenizerError(
-            f"{where}['content'][{index}] has the type {got}; this model reads text only: "
+            f"{where}['content'][{other}] has the type {got}; this model reads text only: "
             "{'type': 'text', 'text': a string}."
         )
     if is_tool and isinstance(content, Mapping):
@@ -104,9 +109,8 @@ def _checked_content(where: str, role: str, content: object) -> object:
 
 
 def _is_text_part(part: Any) -> bool:
-    if not isinstance(part, Mapping):
-        return False
-    return part.get("type") == "text" and isinstance(part.get("text"), str)
+    is_text = isinstance(part, Mapping) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
 
 
 def _checked_calls(where: str, calls: object) -> list[Message]:
@@ -133,29 +137,10 @@ def _checked_calls(where: str, calls: object) -> list[Message]:
     return checked
 
 
-def _checked_response_format(where: str, response_format: object) -> Message | None:
-    given = response_format if isinstance(response_format, Mapping) else {}
-    kind = given.get("type")
-    if kind == "text":  # in the OpenAI API: no format
-        return None
-    schema = given.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(schema, Mapping) or "schema" not in schema:
-        raise TokenizerError(
-            f"{where} must be {{'type': 'json_schema', 'json_schema': {{'name', 'schema'}}}}, "
-            f"got {shown(response_format)}."
-        )
-    return {"type": kind, "json_schema": dict(schema)}
-
-
 def checked_tools(tools: object, where: str = "tools") -> list[Message]:
-    """Check tool definitions, and return copies.
+    """Check tool definitions, and return copies; raise `TokenizerError` unless `tools` is a list of dicts.
 
-    Args:
-        tools: the definitions.
-        where: name of the list in errors.
-
-    Raises:
-        TokenizerError: for a value that is not a list of dicts.
+    `where` names the list in errors.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise TokenizerError(
@@ -173,9 +158,7 @@ def checked_tools(tools: object, where: str = "tools") -> list[Message]:
 def parse_tool_calls(text: str, tools: object = None) -> list[Message]:
     """Parse the text between `<executable_start>` and `<executable_end>`.
 
-    Args:
-        text: the text.
-        tools: ignored; mlx-lm passes tool definitions to its parsers.
+    `tools` is ignored; mlx-lm passes tool definitions to its parsers.
 
     Returns:
         `[{"name": ..., "arguments": ...}]`, as mlx-lm's tool parsers do.

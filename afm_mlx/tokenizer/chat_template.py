@@ -99,7 +99,7 @@ class ChatTemplate:
 
     Args:
         source: the template's text.
-        path: the file that holds the template, for errors; None for the built-in one.
+        path: the file that holds the template, for errors; pass None for the built-in one.
     """
 
     def __init__(self, source: str = V6_TEMPLATE, path: str | None = None) -> None:
@@ -131,31 +131,23 @@ class ChatTemplate:
                     f"messages[{index}] has {field!r}, which {self._name[0].lower()}{self._name[1:]} "
                     "does not use. Remove that template to use AFM's own, or leave the field out."
                 )
-        render = self._compiled
+        try:
+            render = _compile(self.source)
+        except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
+            if problem := package_problem(error):  # of Jinja itself: templates import nothing
+                raise TokenizerError(problem) from error
+            raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
         try:
             return render({**variables, "messages": messages})
         except Exception as error:  # a template may fail in any way that Python can
             raise TokenizerError(f"{self._name} failed: {_reason(error)}") from error
 
-    @cached_property
-    def _compiled(self) -> Callable[[dict[str, object]], str]:
-        try:
-            return _compile(self.source)
-        except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
-            if problem := package_problem(error):  # of Jinja itself: templates import nothing
-                raise TokenizerError(problem) from error
-            raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
-
 
 def read_chat_template(folder: Path, config: Mapping[str, object]) -> ChatTemplate | None:
-    """Read a model folder's chat template: `chat_template.jinja`, else its configuration's; None without one.
+    """Read a model folder's chat template; return None if it has none.
 
-    Args:
-        folder: the model folder.
-        config: content of its `tokenizer_config.json`.
-
-    Raises:
-        TokenizerError: if the file or the field can't be read as a template.
+    The template is in `chat_template.jinja`, else in `config`, the content of `tokenizer_config.json`. Raises
+    `TokenizerError` if the file or the field can't be read as a template.
     """
     file = folder / "chat_template.jinja"
     if file.exists():
@@ -185,7 +177,7 @@ class Chat:
         variables: the caller's variables for the template, tools included.
         own: the template's own variables.
         separator: name of the token before a chat, which templates for other programs may write.
-        open_end: text to remove at the end, so that the last message stays open; None to remove nothing.
+        open_end: text to remove at the end, so that the last message stays open; pass None to keep all.
     """
 
     template: ChatTemplate
@@ -196,13 +188,9 @@ class Chat:
     open_end: str | None
 
     def render(self, mark: str = "") -> str:
-        """Render the prompt's text, without the separator.
+        """Render the prompt's text, without the separator; raises what `ChatTemplate.render` does.
 
-        Args:
-            mark: character to put after each of the caller's, see `control_tokens.CallerText`; "" for none.
-
-        Raises:
-            TokenizerError: if the template fails, see `ChatTemplate.render`.
+        `mark` is put after each of the caller's characters, see `control_tokens.CallerText`; "" for none.
         """
         messages, variables = self.messages, self.variables
         if mark:

@@ -40,10 +40,7 @@ class ControlTokens:
 
     These are the markers of the prompt format, special ids, and user-defined symbols (added tokens) whose name
     is in brackets. `<n>` is the newline, not a control token; but a caller's `<n>` is three characters, too.
-
-    Args:
-        vocabulary: encodes texts.
-        special_ids: the tokenizer's separator, padding and end-of-answer ids.
+    `special_ids` are the tokenizer's separator, padding and end-of-answer ids.
 
     Attributes:
         names: ids by name, for the control tokens that the vocabulary finds in text.
@@ -79,13 +76,10 @@ class ControlTokens:
         return [self.names[name] for name in pattern.findall(text)]
 
     def match(self, text: str, tokens: list[int]) -> bool:
-        """True if a text's ids have exactly the control tokens and newlines that it names.
+        """True if ids have exactly the control tokens and newlines that their text names.
 
-        A normalizer can turn a text without a control token's name into one that has it.
-
-        Args:
-            text: the text.
-            tokens: the separator's id, then the text's ids.
+        `tokens` are the separator's id, then the ids of `text`. They can differ because a normalizer may turn
+        text without a control token's name into the name.
         """
         if self._vocabulary.is_literal:
             return True
@@ -99,11 +93,9 @@ class ControlTokens:
         return tokens.count(self._newline) == written
 
     def may_come_from(self, texts: list[str], template: str | None) -> bool:
-        """True if parts of a control token's name in a rendered chat may come from the caller's texts.
+        """True if a part of a control token's name in a rendered chat may be from the caller's `texts`.
 
-        Args:
-            texts: the caller's texts.
-            template: source of the chat template; None for AFM's, which writes no two texts side by side.
+        `template` is the chat template's source, or None for AFM's own, which writes no two texts side by side.
         """
         if template is None:
             return _any_in(self._found, texts)
@@ -121,7 +113,7 @@ class ControlTokens:
         )
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Encode a rendered chat whose caller's characters are marked.
+        """Encode a rendered chat in which the caller's characters are marked.
 
         The ids equal `Vocabulary.encode`'s, except that names and newlines with a mark inside are plain text.
         """
@@ -170,8 +162,7 @@ def _pattern(names: tuple[str, ...], mark: str) -> re.Pattern[str]:
 def free_mark(texts: list[str]) -> str:
     """Return a character that none of the texts has: a Unicode noncharacter, else one for private use.
 
-    Raises:
-        TokenizerError: if the texts have all of them.
+    Raises `TokenizerError` if the texts have all of them.
     """
     used = {character for text in texts if not text.isascii() for character in text}
     for code in chain(_NONCHARACTERS, _PRIVATE):
@@ -201,8 +192,7 @@ def strings_in(value: object) -> list[str]:
 def marked(value: _Value, mark: str) -> _Value:
     """Copy nested lists and dicts; each string becomes `CallerText`, in which control tokens are plain text.
 
-    Raises:
-        RecursionError: if they are nested too deeply.
+    Raises `RecursionError` if they are nested too deeply.
     """
     copied: object = value
     if isinstance(value, str):

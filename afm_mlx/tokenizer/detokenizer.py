@@ -49,9 +49,8 @@ class Piece(NamedTuple):
 class Spacing(NamedTuple):
     """Which leading spaces decoding drops, as the SentencePiece model's normalizer says.
 
-    Args:
-        dummy_prefix: drop one `SPACE` at the start of the first piece that has text.
-        strip_all: drop one `SPACE` of each piece until there is text; the model removes repeated spaces.
+    With `dummy_prefix`, one `SPACE` at the start of the first piece that has text. With `strip_all`, one
+    `SPACE` of each piece until there is text, because the model removes repeated spaces.
     """
 
     dummy_prefix: bool
@@ -74,7 +73,7 @@ class StreamingDetokenizer:
 
     Args:
         tokenizer: has the pieces.
-        spacing: which leading spaces are dropped; None for the tokenizer's own.
+        spacing: which leading spaces are dropped; pass None for the tokenizer's own.
         spells_newlines: True if pieces that spell `<n>` together are a newline, as in `tokenizer.decode`.
     """
 
@@ -98,11 +97,7 @@ class StreamingDetokenizer:
         self._empty = True
 
     def add_token(self, token: int) -> None:
-        """Append one id.
-
-        Raises:
-            TokenizerError: if the id is outside the vocabulary.
-        """
+        """Append one id; raise `TokenizerError` if the id is outside the vocabulary."""
         piece = self._piece(token)
         self.tokens.append(token)
         if piece.kind is PieceKind.BYTE:

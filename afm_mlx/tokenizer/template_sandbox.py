@@ -48,8 +48,7 @@ _Value = TypeVar("_Value")
 class RenderingBudget:
     """The steps and the processor time that a rendering has left.
 
-    Args:
-        size: size of messages and variables in steps; the caller chose them, so they add to the budget.
+    `size` is the size of messages and variables in steps: the caller chose them, so they add to the budget.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -58,11 +57,7 @@ class RenderingBudget:
         self._next_look = self._left
 
     def take(self, steps: int) -> None:
-        """Take steps, before they run.
-
-        Raises:
-            SecurityError: if the steps or the time are used up.
-        """
+        """Take steps, before they run; raise `SecurityError` if the steps or the time are used up."""
         self._left -= steps
         if self._left < 0:
             raise SecurityError(f"it takes more than {STEPS:,} steps, or a text is too long")
@@ -80,15 +75,10 @@ class RenderingBudget:
         return value
 
     def take_for(self, name: str, value: object, given: list[object]) -> None:
-        """Take steps for a filter, or a method of `str`, before it makes its result.
+        """Take steps for the filter or method of `str` called `name`, before it makes its result.
 
-        Args:
-            name: the filter or method.
-            value: the value that it is applied to.
-            given: its arguments.
-
-        Raises:
-            SecurityError: for a width over the limit, or if the budget is used up.
+        It is applied to `value` with the arguments `given`. Raises `SecurityError` for a large width, or
+        if the budget is used up.
         """
         length = len(value) if isinstance(value, str) else 0
         self.take(length // (1 if name in _SPLITS_TEXT else 64))
@@ -145,12 +135,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"_each": _each, "_joined": _joined, "_made": _made}
 
     def render(self, template: Template, variables: Mapping[str, object]) -> str:
-        """Render a template's text.
-
-        Raises:
-            SecurityError: if it takes too much.
-            Exception: whatever else a template can raise.
-        """
+        """Render a template's text; raise `SecurityError` if that takes too much."""
         budget = RenderingBudget(size_of(variables))
         return _concat(template.generate({**variables, _BUDGET: budget}))
 
@@ -283,8 +268,7 @@ def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
 def _steps_of_format(pattern: str, values: list[object]) -> int:
     """Count the steps of a format: each field may show all values again, and have a width.
 
-    Raises:
-        SecurityError: for a width that is too large.
+    Raises `SecurityError` for a width that is too large.
     """
     takes_widths = "*" in pattern or re.search(r"\{[^{}]*\{", pattern)
     if re.search(r"\d{5}", pattern) or (
@@ -296,11 +280,7 @@ def _steps_of_format(pattern: str, values: list[object]) -> int:
 
 
 def _steps_of(operator: str, left: object, right: object) -> int:
-    """Count the steps of an operator.
-
-    Raises:
-        SecurityError: for an integer that is too large.
-    """
+    """Count the steps of an operator; raise `SecurityError` for an integer that is too large."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() + right.bit_length()
         if operator == "**":

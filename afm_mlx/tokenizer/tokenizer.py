@@ -51,12 +51,12 @@ _NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
 
 
 class AFMTokenizer:
-    """Encodes, decodes and renders chats for one model; see `load_tokenizer`.
+    """Encodes, decodes and renders chats for one model; made by `load_tokenizer`.
 
     Args:
         vocabulary: text to ids and back.
-        eos_token: name of the token that ends an answer; None for `<turn_end>`.
-        chat_template: the format of chats; None for AFM's own.
+        eos_token: name of the token that ends an answer; pass None for `<turn_end>`.
+        chat_template: the format of chats; pass None for AFM's own.
         name_or_path: the model folder, for errors.
 
     Attributes:
@@ -161,10 +161,9 @@ class AFMTokenizer:
         belongs in a message, see `apply_chat_template`.
 
         Args:
-            text: the text.
-            add_special_tokens: False for the ids of tamm's `AFMTokenizer.encode`. True for what the model
-                expects at the start of a sequence: the separator first, and no dummy prefix if the text starts
-                with a marker, as a rendered chat does.
+            add_special_tokens: pass False for the ids of tamm's `AFMTokenizer.encode`; True for what the model
+                expects at the start of a sequence: the separator first, and no dummy prefix (the space that
+                SentencePiece puts before a text) if `text` starts with a marker, as a rendered chat does.
 
         Raises:
             TokenizerError: if `text` is not a string, or has surrogates, which UTF-8 can't hold.
@@ -237,16 +236,14 @@ class AFMTokenizer:
 
         Args:
             messages: `{"role", "content"}` dicts, see `chat_messages.checked_messages`.
-            tools: tool definitions; None for the system message's `tools`.
+            tools: tool definitions; pass None for the system message's `tools`.
             add_generation_prompt: end with the start of an answer. A final assistant message is then left
                 out: it is the answer to be generated again, as in tamm.
             tokenize: True for ids; False for the text, without the separator.
             continue_final_message: leave the last message open, to be continued.
             chat_template: another Jinja template for this call.
-            kwargs: variables for the template, such as `enable_thinking`; AFM's own uses none.
-                transformers' `return_dict`, `return_tensors`, `padding`, `truncation`, `max_length`,
-                `documents`, `tokenizer_kwargs` and `return_assistant_tokens_mask` are accepted with the
-                values that change nothing.
+            kwargs: variables for the template, such as `enable_thinking`; AFM's own uses none. Arguments of
+                transformers, such as `padding`, are accepted with the values that change nothing.
 
         Raises:
             TokenizerError: for messages, tools or arguments that can't be honoured.
@@ -319,14 +316,11 @@ class AFMTokenizer:
     def decode(
         self, tokens: int | Iterable[int], skip_special_tokens: bool = False, **kwargs: object
     ) -> str:
-        """Decode ids to text, equal to tamm's `AFMTokenizer.decode`.
+        """Decode an id, ids or an array of ids to text, equal to tamm's `AFMTokenizer.decode`.
 
         Control pieces (padding, separator) have no text; markers such as `<turn_end>` have.
-
-        Args:
-            tokens: an id, ids, or an array of ids.
-            skip_special_tokens: leave out `all_special_ids`.
-            kwargs: further arguments of transformers' `decode`, ignored.
+        `skip_special_tokens` leaves out `all_special_ids`; `kwargs` takes others of transformers'
+        `decode`, and ignores them.
 
         Raises:
             TokenizerError: if an id is outside the vocabulary.
@@ -356,11 +350,7 @@ class AFMTokenizer:
         return StreamingDetokenizer(self, spacing, spells_newlines=False)
 
     def piece(self, token: int) -> Piece:
-        """Return the vocabulary entry of one id.
-
-        Raises:
-            TokenizerError: if the id is outside the vocabulary.
-        """
+        """Return the vocabulary entry of one id; raise `TokenizerError` for an id outside the vocabulary."""
         piece = self._pieces.get(token)
         if piece is None:
             self._check_id(token)
@@ -424,17 +414,13 @@ class AFMTokenizer:
     def convert_tokens_to_ids(
         self, names: str | list[str] | tuple[str, ...]
     ) -> int | list[int | None] | None:
-        """Return the id of one piece, None if there is no such piece; or a list for several."""
+        """Return the id of one piece, or None if there is no such piece; or a list for several."""
         if isinstance(names, str):
             return self._vocabulary.id_of(names)
         return [self._vocabulary.id_of(name) for name in names]
 
     def add_eos_token(self, token: str | int) -> None:
-        """Let another piece, by name or id, end an answer.
-
-        Raises:
-            TokenizerError: if there is no such piece.
-        """
+        """Let another piece, by name or id, end an answer; raise `TokenizerError` if there is no such piece."""
         try:
             token_id = int(token)
             self._check_id(token_id)

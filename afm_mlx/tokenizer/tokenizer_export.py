@@ -67,8 +67,8 @@ def save_tokenizer(
     Args:
         source: a `tokenizer.model`, or a folder with one (a toolkit's `assets`).
         folder: the model folder; created if it is missing.
-        toolkit_config: the toolkit's `tokenizer-config.json`; None for the one in the folder of the model, if
-            any. `user_defined_tokens` (pieces to add) and `eot_id` (the end of a turn) are read from it.
+        toolkit_config: the toolkit's `tokenizer-config.json`; `user_defined_tokens` (pieces to add) and
+            `eot_id` (the end of a turn) are read from it. Pass None for the file next to the model.
 
     Returns:
         Warnings for the user about known differences in other programs.
@@ -139,15 +139,14 @@ def _read_toolkit_config(path: Path) -> dict[str, object]:
         raise TokenizerError(
             f"{path} is not valid JSON ({error}). Copy it again from the toolkit's assets."
         ) from error
-    settings: dict[str, object] = {}
     for key, value in entries:
-        if key in ("user_defined_tokens", "eot_id") and value is not None:
-            settings.setdefault(key, value)
         if key == "replacements" and value != {"\n": NEWLINE}:
             raise TokenizerError(
                 f"{path} replaces {value!r} in texts; only {{'\\n': '{NEWLINE}'}}, AFM's own, is known."
             )
-    return settings
+    known = ("user_defined_tokens", "eot_id")
+    # The first of several wins.
+    return {key: value for key, value in reversed(entries) if key in known and value is not None}
 
 
 def _walk(value: object) -> Iterator[tuple[str, object]]:
@@ -206,26 +205,23 @@ class _HubFile:
         # If the vocabulary has a newline piece already, "<n>" keeps its name.
         newline, spelled = ("\n", NEWLINE) if "\n" not in names else (NEWLINE, "\n")
         names = [newline if name == NEWLINE else name for name in names]
-        named: list[tuple[str, int]] = [
-            (name, piece.type) for name, piece in zip(names, pieces, strict=True)
-        ]
+        kinds: list[int] = [piece.type for piece in pieces]
+        named = list(zip(names, kinds, strict=True))
         self.control = [name for name, kind in named if kind == _CONTROL]
         self.markers = [name for name, kind in named if kind == USER_DEFINED and name != newline]
         self.separator = names[separator_id]
         self.is_unigram = proto.trainer_spec.model_type == _UNIGRAM
         self._scores: list[float] = [piece.score for piece in pieces]
 
-        unknown = next(token for token, (_, kind) in enumerate(named) if kind == _UNKNOWN)
-        has_bytes = any(kind == _BYTE for _, kind in named)
+        unknown, has_bytes = kinds.index(_UNKNOWN), _BYTE in kinds
         if self.is_unigram:
             pairs = list(zip(names, _unigram_scores(pieces), strict=True))
             self.tokenizer: HubTokenizer = Tokenizer(models.Unigram(pairs, unknown, has_bytes))
         else:
+            scored = zip(named, self._scores, strict=True)
             bpe = models.BPE(
                 {name: token for token, name in enumerate(names)},
-                _merges(
-                    {n: p.score for n, p in zip(names, pieces, strict=True) if p.type == _NORMAL}
-                ),
+                _merges({name: score for (name, kind), score in scored if kind == _NORMAL}),
                 unk_token=names[unknown],
                 fuse_unk=True,
                 byte_fallback=has_bytes,
@@ -255,16 +251,14 @@ class _HubFile:
         self.tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{self.separator} $A", special_tokens=[(self.separator, separator_id)]
         )
+        turns = (TURN_START, TURN_END)
         self.tokenizer.add_tokens(
-            [
-                AddedToken(name, normalized=True, special=name in (TURN_START, TURN_END))
-                for name in self.markers
-            ]
+            [AddedToken(name, normalized=True, special=name in turns) for name in self.markers]
         )
         self.tokenizer.add_special_tokens([AddedToken(self.separator, normalized=True)])
 
     def score(self, tokens: list[int]) -> float:
-        """Compute the log probability of a Unigram segmentation."""
+        """Add up the log probabilities of a Unigram segmentation's pieces."""
         return sum(self._scores[token] for token in tokens)
 
 
@@ -283,26 +277,23 @@ def _unigram_scores(pieces: list[Any]) -> list[float]:
     """List scores, with SentencePiece's bonus for user-defined pieces; other kinds never win."""
     normal = [piece.score for piece in pieces if piece.type == _NORMAL]
     best, never = max(normal), 10 * min(normal) - 1000
-    scores = [never] * len(pieces)
-    for token, piece in enumerate(pieces):
-        if piece.type == _NORMAL:
-            scores[token] = piece.score
-        elif piece.type == USER_DEFINED:
-            scores[token] = len(piece.piece.encode()) * best - 0.1
-    return scores
+
+    def score(piece: Any) -> float:
+        if piece.type == USER_DEFINED:
+            return len(piece.piece.encode()) * best - 0.1
+        return piece.score if piece.type == _NORMAL else never
+
+    return [score(piece) for piece in pieces]
 
 
 def _compare(
     vocabulary: SentencePieceVocabulary, hub: _HubFile, path: Path
 ) -> tuple[bool, list[str]]:
-    """Compare the ids of sample texts.
+    """Compare the ids of sample texts: return True if all are equal or ties, and warnings for the user.
 
-    Left out is what can't agree: the separator's name as text, which is a special token in tokenizer.json, and
-    a marker alone, which gets no dummy prefix there. Two Unigram segmentations of equal score are a tie, which
-    agrees: SentencePiece adds scores in float32, so that rounding decides, tokenizers in float64.
-
-    Returns:
-        True if all ids are equal or ties; and warnings for the user.
+    Texts that can't agree are left out: the separator's name, a special token in tokenizer.json, and a marker
+    alone, which gets no dummy prefix there. Two Unigram segmentations of equal score are a tie: SentencePiece
+    adds scores in float32, so that rounding decides, tokenizers in float64.
     """
     has_ties = False
     for text in _sample_texts(vocabulary):

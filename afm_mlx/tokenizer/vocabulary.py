@@ -72,8 +72,7 @@ def tokenizer_folder(folder: Path) -> Path:
 def tokenizer_files(folder: Path) -> list[Path]:
     """List the tokenizer's files in a model folder of any architecture, sorted by name.
 
-    Raises:
-        TokenizerError: if one of them is not a regular file, or larger than any tokenizer's.
+    Raises `TokenizerError` for one that is not a regular file, or larger than any tokenizer's.
     """
     found = {file for pattern in _FILES for file in folder.glob(pattern) if not file.is_dir()}
     for file in found:
@@ -118,7 +117,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def token_name(config: Mapping[str, object], key: str) -> str | None:
-    """Return a token's name from tokenizer_config.json: a string, or an object's `content`; None if unset."""
+    """Return a token's name from tokenizer_config.json, or None if `key` is unset.
+
+    A token is written as a string, or as an object whose `content` is the string.
+    """
     token = config.get(key)
     name = token.get("content") if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
@@ -164,18 +166,14 @@ class SentencePieceVocabulary:
 
     Attributes:
         size: number of ids, which are 0 .. size - 1.
-        separator_id: SentencePiece's end-of-sequence id, which comes before every sequence here.
+        separator_id: SentencePiece's end-of-sequence id, which AFM puts before every sequence.
         pad_id, unk_id: padding and unknown ids; None if the file has none.
         spacing: which leading spaces decoding drops.
     """
 
     @_finds_damage
     def __init__(self, model: bytes, path: str | Path) -> None:
-        """Read a serialized model.
-
-        Args:
-            model: content of the file.
-            path: the file, for errors.
+        """Read `model`, the serialized model of the file `path`.
 
         Raises:
             TokenizerError: for a file that is not a SentencePiece model, or has no end-of-sequence piece.
@@ -274,12 +272,7 @@ class HubVocabulary:
 
     @_finds_damage
     def __init__(self, text: str, path: str | Path, config: dict[str, Any]) -> None:
-        """Read a file's text.
-
-        Args:
-            text: content of the file.
-            path: the file, for errors.
-            config: content of tokenizer_config.json.
+        """Read `text`, the content of the file `path`, and `config`, the content of tokenizer_config.json.
 
         Raises:
             TokenizerError: for a text that is not a tokenizer file, or a file without a separator.
@@ -290,7 +283,11 @@ class HubVocabulary:
         content = json.loads(text)
         model = content["model"]
         added = content.get("added_tokens") or []
-        control = _control_names(added, config)
+        # Names of tokens without text: as `save_tokenizer` listed them, else special tokens.
+        control = {token["content"] for token in added if token.get("special")}
+        control -= {*MARKERS, NEWLINE, "<unk>"}
+        if isinstance(noted := config.get("control_tokens"), list):
+            control = {name for name in noted if isinstance(name, str)}
         # The text "</s>" is text, as in SentencePiece: only an id makes a control token.
         entries = model["vocab"]  # of a Unigram model, pairs of name and score
         names = entries if isinstance(entries, dict) else [name for name, *_ in entries]
@@ -308,27 +305,26 @@ class HubVocabulary:
         self._newline_id = self._tokenizer.token_to_id("\n")
         # There, the normalizer turns a text's `<n>` into a newline.
         self._has_raw_newline = "\n" in set(names)
-        self.separator_id = self._find_separator(path, config)
+        bos, eos = (token_name(config, key) for key in ("bos_token", "eos_token"))
+        # LLaMA converters write "<s>" even if the model doesn't know it.
+        separators = [n for n in (bos, "</s>", eos) if n and n != "<s>" and n not in MARKERS]
+        found = [t for n in separators if (t := self._tokenizer.token_to_id(n)) is not None]
+        if not found:
+            raise TokenizerError(
+                f"{path} has no separator token: neither '</s>' nor tokenizer_config.json's bos_token. "
+                "Use the files that belong to the model, or its tokenizer.model."
+            )
+        self.separator_id = found[0]
         self.pad_id = self.id_of(token_name(config, "pad_token") or "<pad>")
-        self.unk_id = self.id_of(_unknown_name(model) or "<unk>")
+        unk_token, unk_id = model.get("unk_token"), model.get("unk_id")
+        if not unk_token and unk_id is not None:
+            unk_token = entries[unk_id][0]
+        self.unk_id = self.id_of(unk_token or "<unk>")
         self._added = {token["content"] for token in content["added_tokens"]}
         first = self._tokenizer.encode("a", add_special_tokens=False).tokens[:1]
         self._prefix_id = self._tokenizer.token_to_id(SPACE) or 0
         has_prefix = "".join(first).startswith(SPACE) and self._prefix_id > 0
         self.spacing = Spacing(dummy_prefix=has_prefix, strip_all=False)
-
-    def _find_separator(self, path: str | Path, config: dict[str, Any]) -> int:
-        bos, eos = (token_name(config, key) for key in ("bos_token", "eos_token"))
-        for name in (bos, "</s>", eos):
-            # LLaMA converters write "<s>" even if the model doesn't know it.
-            if name and name != "<s>" and name not in MARKERS:
-                token = self._tokenizer.token_to_id(name)
-                if token is not None:
-                    return token
-        raise TokenizerError(
-            f"{path} has no separator token: neither '</s>' nor tokenizer_config.json's bos_token. "
-            "Use the files that belong to the model, or its tokenizer.model."
-        )
 
     @_finds_damage
     def encode(self, text: str) -> list[int]:
@@ -411,11 +407,7 @@ Vocabulary: TypeAlias = SentencePieceVocabulary | HubVocabulary
 
 
 def parse_model(model: bytes, path: str | Path) -> Any:
-    """Parse a serialized SentencePiece model to its `ModelProto`.
-
-    Raises:
-        TokenizerError: if the model is damaged; names `path`.
-    """
+    """Parse a serialized SentencePiece model to its `ModelProto`; raise `TokenizerError` naming `path`."""
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
@@ -444,7 +436,9 @@ def _with_names(value: dict[str, Any], names: Mapping[str, str]) -> dict[str, An
     else:
         model["vocab"] = [[names.get(name, name), *score] for name, *score in vocabulary]
     if "merges" in model:
-        model["merges"] = [m for m in model["merges"] if _merged(m) not in names]
+        # A merge is a pair, or a text with a space between its two parts.
+        pairs = ((m, m.split(" ", 1) if isinstance(m, str) else m) for m in model["merges"])
+        model["merges"] = [merge for merge, pair in pairs if "".join(pair) not in names]
     content["model"] = model
     # A file of `save_tokenizer` has the markers' names in a regular expression.
     normalizer = json.dumps(value.get("normalizer"), ensure_ascii=False)
@@ -453,23 +447,3 @@ def _with_names(value: dict[str, Any], names: Mapping[str, str]) -> dict[str, An
             normalizer = normalizer.replace(json.dumps(spelled, ensure_ascii=False)[1:-1], new)
     content["normalizer"] = json.loads(normalizer)
     return content
-
-
-def _merged(merge: str | list[str]) -> str:
-    return "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
-
-
-def _control_names(added: list[dict[str, Any]], config: dict[str, Any]) -> set[str]:
-    """Collect the names of tokens without text: as `save_tokenizer` listed them, else special tokens."""
-    noted = config.get("control_tokens")
-    if isinstance(noted, list):
-        return {name for name in noted if isinstance(name, str)}
-    special = {token["content"] for token in added if token.get("special")}
-    return special - {*MARKERS, NEWLINE, "<unk>"}
-
-
-def _unknown_name(model: dict[str, Any]) -> str | None:
-    if model.get("unk_token"):
-        return model["unk_token"]
-    unk_id = model.get("unk_id")
-    return None if unk_id is None else model["vocab"][unk_id][0]

@@ -1,8 +1,10 @@
 """The embedded model, loaded once, prompts that it was trained to answer, and tests that are coroutines."""
 
 import asyncio
+import gc
 import inspect
 import json
+import weakref
 
 import pytest
 
@@ -45,6 +47,17 @@ def chats():
         chat = json.loads(line)
         found.setdefault(chat["task"], []).append(chat)
     return found
+
+
+def freed(kept):
+    """Drop all that the list holds; True if that frees each, without the garbage collector's help."""
+    seen = [weakref.ref(one) for one in kept]
+    gc.disable()
+    try:
+        kept.clear()
+        return all(one() is None for one in seen)
+    finally:
+        gc.enable()
 
 
 def entries(session):

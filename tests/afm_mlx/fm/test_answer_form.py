@@ -67,7 +67,6 @@ async def test_a_class_gives_an_instance_and_a_schema_gives_content(nano, model,
 
 
 async def test_options_and_guides_are_honoured_together(model):
-    """The temperature is so high that only the schema gives the answer its form."""
     made = []
     for seed in (4, 4, 5):
         session = fm.LanguageModelSession(model=model)
@@ -130,7 +129,6 @@ class Chosen:
 
 
 async def test_enums_and_literals_are_fields(model):
-    """The temperature is so high that only the schema gives the answer its form."""
     days, hours = set(), set()
     for seed in range(4):
         session = fm.LanguageModelSession(model=model)
@@ -190,37 +188,3 @@ async def test_an_answer_that_is_cut_off_is_an_error_or_completed(model):
     assert event.title.startswith("Dance")
     assert event.place == ""
     assert session.last_answer.finish_reason == "length"
-
-
-@fm.generable
-class Guided:
-    name: str = fm.guide(minimum=3)
-
-
-class Plain:
-    name: str
-
-
-cycle: dict = {}
-cycle["not"] = cycle
-
-
-@each(
-    "how, error, message",
-    [
-        ({"generating": Plain}, ValueError, "Plain is not a Generable type"),
-        ({"generating": Event, "schema": Event.generation_schema()}, ValueError, "more than one"),
-        ({"generating": Event, "json_schema": {}}, ValueError, "more than one"),
-        ({"generating": Guided}, fm.UnsupportedGuideError, "minimum"),
-        ({"json_schema": {"x": {1}}}, TypeError, "not JSON serializable"),
-        ({"json_schema": cycle}, TypeError, "Circular"),
-        ({"json_schema": '{"type": "string"}'}, fm.GenerationError, "format"),
-        ({"json_schema": {"type": "strin"}}, fm.InvalidGenerationSchemaError, "strin"),
-        ({"json_schema": {"pattern": "("}}, fm.InvalidGenerationSchemaError, "without its"),
-    ],
-)
-def test_what_no_answer_can_be_is_refused_at_once(model, how, error, message):
-    session = fm.LanguageModelSession(model=model)
-    with pytest.raises(error, match=message):
-        asyncio.run(session.respond("Hi", **how))
-    assert session.last_answer is None

@@ -68,7 +68,6 @@ def test_apples_own_tests_pass(tmp_path):
         for names in LEFT_OUT.values()
         for file, separator, test in (name.partition("::") for name in names.split())
     ]
-
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *left_out, "tests"],
         cwd=folder,
@@ -76,7 +75,6 @@ def test_apples_own_tests_pass(tmp_path):
         text=True,
         timeout=600,
     )
-
     assert run.returncode == 0, run.stdout[-20000:] + run.stderr
     assert "skipped" not in run.stdout, run.stdout
     assert "153 passed, 26 deselected" in run.stdout, run.stdout[-500:]

@@ -1,6 +1,5 @@
 """Feedback about answers, as files."""
 
-import asyncio
 import json
 
 import pytest
@@ -16,21 +15,19 @@ class Event:
     title: str
 
 
-def test_feedback_has_the_conversation_the_answer_and_what_was_wanted(model):
+async def test_feedback_has_the_conversation_the_answer_and_what_was_wanted(model):
     session = fm.LanguageModelSession("Be brief.", model)
     issue = Feedback.Issue(Feedback.Category.INCORRECT, "It is Monday.")
 
-    async def main():
-        await session.respond("Hi")
-        await session.respond("Which day is it?")
-        first = session.log_feedback_attachment(Feedback.Sentiment.NEGATIVE, [issue], "Monday")
-        with pytest.raises(fm.ExceededContextWindowSizeError):
-            await session.respond("word " * 2000)
-        failed = session.log_feedback_attachment("neutral", desired_output=Event("Lunch"))
-        await session.respond("Hi")
-        return first + failed + session.log_feedback_attachment()
-
-    first, failed, last = map(json.loads, asyncio.run(main()).splitlines())
+    await session.respond("Hi")
+    await session.respond("Which day is it?")
+    first = session.log_feedback_attachment(Feedback.Sentiment.NEGATIVE, [issue], "Monday")
+    with pytest.raises(fm.ExceededContextWindowSizeError):
+        await session.respond("word " * 2000)
+    failed = session.log_feedback_attachment("neutral", desired_output=Event("Lunch"))
+    await session.respond("Hi")
+    lines = (first + failed + session.log_feedback_attachment()).splitlines()
+    first, failed, last = map(json.loads, lines)
     entries = [entry.to_dict() for entry in session.transcript]
     assert first["input"] == entries[:4]
     assert first["output"] == entries[4:5]

@@ -7,10 +7,7 @@ from afm_mlx.fm.prompt import prompt_text
 from tests.tools.cases import each
 
 
-@each(
-    "prompt, text",
-    [("Hi", "Hi"), ("", ""), (["a", "b"], "a\nb"), (("a",), "a"), ([], "")],
-)
+@each("prompt, text", [("Hi", "Hi"), ("", ""), (["a", "b"], "a\nb"), (("a",), "a"), ([], "")])
 def test_parts_of_a_prompt_come_on_lines_of_their_own(prompt, text):
     assert prompt_text(prompt) == text
 

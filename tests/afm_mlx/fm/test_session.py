@@ -128,7 +128,6 @@ async def test_a_request_that_is_left_changes_nothing_and_frees_its_row(nano, mo
 
 
 def test_the_event_loop_goes_on_and_loops_come_and_go(model):
-    """A session is used in one loop after the other, and in none at the same time as in another."""
     session = fm.LanguageModelSession(model=model)
     ticks = 0
 
@@ -203,7 +202,6 @@ async def test_a_task_from_before_a_loop_over_a_stream_waits_for_its_end(model):
 
 
 async def test_sessions_of_one_transcript_lose_no_turn(model):
-    """Requests of two sessions at the same time, and one after the other."""
     transcript = fm.Transcript()
     one, other = (fm.LanguageModelSession.from_transcript(transcript, model) for _ in range(2))
     await asyncio.gather(one.respond("Hi"), other.respond(TOPICS))
@@ -282,6 +280,20 @@ def changed(**values):
     return options
 
 
+@fm.generable
+class Plain:
+    name: str
+
+
+@fm.generable
+class Guided:
+    name: str = fm.guide(minimum=3)
+
+
+cycle: dict = {}
+cycle["not"] = cycle
+
+
 @each(
     "prompt, options, error, message",
     [
@@ -297,6 +309,20 @@ def changed(**values):
         ("Hi", {"logprobs": -1}, ValueError, "logprobs is -1"),
         ("Hi", {"logprobs": True}, ValueError, "logprobs is True"),
         ("Hi", {"schema": {"type": "null"}}, TypeError, "goes to json_schema"),
+        ("Hi", {"generating": dict}, ValueError, "dict is not a Generable type"),
+        (
+            "Hi",
+            {"generating": Plain, "schema": Plain.generation_schema()},
+            ValueError,
+            "more than one",
+        ),
+        ("Hi", {"generating": Plain, "json_schema": {}}, ValueError, "more than one"),
+        ("Hi", {"generating": Guided}, fm.UnsupportedGuideError, "minimum"),
+        ("Hi", {"json_schema": {"x": {1}}}, TypeError, "not JSON serializable"),
+        ("Hi", {"json_schema": cycle}, TypeError, "Circular"),
+        ("Hi", {"json_schema": '{"type": "string"}'}, fm.GenerationError, "format"),
+        ("Hi", {"json_schema": {"type": "strin"}}, fm.InvalidGenerationSchemaError, "strin"),
+        ("Hi", {"json_schema": {"pattern": "("}}, fm.InvalidGenerationSchemaError, "without its"),
         ("Hi", {"stop": [""]}, fm.GenerationError, "non-empty"),
         ("Hi", {"at_limit": "later"}, fm.GenerationError, "at_limit"),
     ],
@@ -305,7 +331,7 @@ def test_what_cant_be_honoured_leaves_the_session_usable(model, prompt, options,
     session = fm.LanguageModelSession(model=model)
     with pytest.raises(error, match=message):
         asyncio.run(session.respond(prompt, **options))
-    assert not entries(session)
+    assert (entries(session), session.last_answer) == ([], None)
     assert asyncio.run(session.respond("Hi"))
 
 
@@ -369,25 +395,16 @@ def test_a_session_outlives_a_loop_that_is_closed_while_it_answers(model):
     assert roles(session) == ["user", "response"] * 2
 
 
-def test_a_transcript_goes_on_in_another_session(nano, model):
-    async def main():
-        first = fm.LanguageModelSession("Be brief.", model)
-        await first.respond(FORMAL)
-        saved = await first.transcript.to_dict()
-        transcript = await fm.Transcript.from_dict(saved)
-        second = fm.LanguageModelSession.from_transcript(transcript, model, adapter="redact")
-        assert second.transcript is transcript
-        answer = await second.respond(TOPICS, adapter=None)
-        assert answer == await first.respond(TOPICS)
-        assert len(await read(transcript)) == 5
-        assert await read(await fm.Transcript.from_dict(await transcript.to_dict())) == await read(
-            transcript
-        )
-
-    async def read(transcript):
-        return (await transcript.to_dict())["transcript"]["entries"]
-
-    asyncio.run(main())
+async def test_a_transcript_goes_on_in_another_session(nano, model):
+    first = fm.LanguageModelSession("Be brief.", model)
+    await first.respond(FORMAL)
+    saved = await first.transcript.to_dict()
+    transcript = await fm.Transcript.from_dict(saved)
+    second = fm.LanguageModelSession.from_transcript(transcript, model, adapter="redact")
+    assert second.transcript is transcript
+    answer = await second.respond(TOPICS, adapter=None)
+    assert answer == await first.respond(TOPICS)
+    assert len(entries(second)) == 5
 
 
 def test_a_text_is_completed_as_it_is(nano, model):

@@ -3,9 +3,7 @@
 import asyncio
 import dataclasses
 import functools
-import gc
 import threading
-import weakref
 from typing import Annotated, Any, Literal
 
 import jsonschema
@@ -14,6 +12,7 @@ import pydantic
 import pytest
 
 from afm_mlx import fm
+from tests.afm_mlx.fm.conftest import freed
 from tests.tools.cases import each
 
 
@@ -89,14 +88,7 @@ def test_a_tool_with_something_missing_is_not_made():
 
 
 def test_a_tool_is_freed_when_dropped():
-    tools = [Weather(), fm.Tool.from_function(search)]
-    seen = [weakref.ref(tool) for tool in tools]
-    gc.disable()
-    try:
-        del tools
-        assert [one() for one in seen] == [None, None]
-    finally:
-        gc.enable()
+    assert freed([Weather(), fm.Tool.from_function(search)])
 
 
 @dataclasses.dataclass

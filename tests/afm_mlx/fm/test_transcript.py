@@ -119,7 +119,6 @@ Kind = fm.Transcript
 
 
 def test_entries_are_typed_and_transcripts_are_made_of_them(transcript):
-    """Of entries that were read, and of new ones: they have the same JSON."""
     document = written(transcript)
     document["transcript"]["entries"][1]["unknown"] = [1]
     again = read(document)
@@ -223,27 +222,11 @@ def test_what_is_no_transcript_is_refused(transcript):
         read(document)
 
 
-def test_a_draft_changes_nothing_until_it_is_merged(transcript):
-    before = written(transcript)
-    draft = transcript.copy()
-    draft.add_prompt("More?")
-    draft.add_response("No.")
-    assert written(transcript) == before
-    assert len(entries(draft)) == 10
-    transcript.merge(draft)
-    assert entries(transcript) == entries(draft)
-    assert entries(transcript)[:8] == before["transcript"]["entries"]
-    other = Transcript()
-    other.merge(transcript)
-    assert entries(other) == entries(draft)
-
-
 def prompts(transcript):
     return [e["contents"][0]["text"] for e in entries(transcript) if e["role"] == "user"]
 
 
 def test_requests_that_share_a_transcript_keep_the_turns_of_each_other(transcript):
-    """Whatever they take out of it, or put in the place of older turns."""
     drafts = [transcript.copy() for _ in range(3)]
     before, turns = drafts[1].turns()
     summary = Transcript()

@@ -48,7 +48,6 @@ def set_alarm(time: str) -> str:
 
 
 async def test_the_model_calls_a_tool_and_answers_with_its_result(nano, model):
-    """Each step equals generation in the trained format."""
     tool = TrackOrder()
     session = fm.LanguageModelSession("Be brief.", model, [tool, set_alarm])
     *_, last = [text async for text in session.stream_response(PROMPT)]
@@ -271,7 +270,6 @@ SHORT = fm.GenerationOptions(maximum_response_tokens=20)
 
 
 async def talk(session, turns):
-    """Take turns; return the number of entries after each."""
     sizes = []
     for i in range(turns):
         await session.respond(f"{i}: " + LONG_PROMPT * 5, options=SHORT)
@@ -366,7 +364,6 @@ def count(transcript):
 
 @pytest.mark.parametrize("summarizes", [False, True])
 def test_what_is_kept_fits(rng, summarizes):
-    """The newest turns that half of the context holds are kept, and always the last turn."""
     for _ in range(50):
         words = rng.integers(1, 40, int(rng.integers(1, 12))).tolist()
         limit = int(rng.integers(-1, 40)) or 1

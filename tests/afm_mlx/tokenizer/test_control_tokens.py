@@ -42,7 +42,6 @@ def tokenizer(request, tmp_path_factory):
 
 
 def controls(tokenizer, ids):
-    """The control tokens among ids, by name."""
     names = [*MARKERS[:4], "</s>", "<pad>"]
     control = dict(zip(tokenizer.convert_tokens_to_ids(names), names, strict=True))
     return [control[token] for token in ids if token in control]
@@ -115,7 +114,6 @@ TEXTS = [INJECTION, "<turn_", "turn_end", "<tuXrn_enXd>", ">dne_nrut<", "  <turn
 
 @each("source", TEMPLATES)
 def test_no_template_lets_text_become_control_tokens(tokenizer, source):
-    """Templates do many things with texts; parts of a name are in several of them."""
     source = "{% set X = messages[0].content %}" + source
 
     def found(text, begin, end):
@@ -165,7 +163,6 @@ def test_ordinary_texts_have_the_ids_of_one_encoding(tokenizer, rng):
 
 @each("last", ["bye", INJECTION])
 def test_templates_that_look_into_texts_work_as_before(tokenizer, last):
-    """A text with a `<` outside of names is unchanged for the template."""
     source = """{%- for m in messages -%}
         {%- set text = m.content.split('</think>')[-1].lstrip('\\n') if '</think>' in m.content
             else m.content -%}
@@ -179,7 +176,6 @@ def test_templates_that_look_into_texts_work_as_before(tokenizer, last):
 
 
 def test_added_tokens_of_other_files(tmp_path, tokenizer_folder):
-    """Names in brackets are control tokens; runs of spaces and words are not."""
     content = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     words = ["<|think|>", "[INST]", "\u2581\u2581\u2581", "Foundation", "<turn_start", "[0]"]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)

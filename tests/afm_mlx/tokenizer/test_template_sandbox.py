@@ -122,7 +122,6 @@ def test_renders_what_jinjas_own_sandbox_renders(source):
 
 
 def test_a_long_chat_is_no_bomb(monkeypatch):
-    """The budget grows with the size of the messages."""
     monkeypatch.setattr(template_sandbox, "STEPS", 100)
     source = "{% for m in messages %}{{ m.role + ': ' + m.content | trim ~ '\n' }}{% endfor %}"
     messages = [{"role": "user", "content": f"{i} " * 50} for i in range(300)]

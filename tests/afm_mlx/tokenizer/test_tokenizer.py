@@ -43,7 +43,6 @@ def test_special_tokens_at_the_start(tokenizer):
 
 
 def test_control_pieces_in_text_are_text(tokenizer):
-    """A user can't write a separator or padding."""
     ids = tokenizer.encode("a </s> <pad> <unk> <0x41>")
     assert not {tokenizer.separator_id, tokenizer.pad_token_id, tokenizer.unk_token_id} & {*ids}
     assert tokenizer.decode(ids) == "a </s> <pad> <unk> <0x41>"

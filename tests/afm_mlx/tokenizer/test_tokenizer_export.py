@@ -75,7 +75,6 @@ def test_stock_decode_and_stream(tokenizer, stock, rng):
     ids=lambda options: next(iter(options)),
 )
 def test_other_kinds_of_model_agree_or_say_so(tmp_path, rng, options):
-    """Whatever the SentencePiece model is, a tokenizer.json that was written has its ids."""
     model_type = str(rng.choice(["bpe", "unigram"]))
     (tmp_path / "toolkit").mkdir()
     path = train_tiny_spm(tmp_path / "toolkit" / "tokenizer.model", model_type, **options)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 
 import pytest
 
@@ -75,22 +74,6 @@ def test_control_tokens_keep_their_ids_under_other_names(tokenizer_folder, norma
     renamed = vocabulary.renamed(dict(zip(ids, "\ue000\ue001", strict=True)))
     assert [token for token in renamed.encode("\ue000\ue001") if token in ids] == ids
     assert not set(ids) & set(renamed.encode("<turn_start><turn_end>"))
-
-
-def test_many_control_tokens_of_a_unigram_file_cost_no_search_each():
-    names = [f"x{n}" for n in range(40_000)]
-    vocabulary = [["<unk>", 0.0], ["</s>", 0.0], *([name, -9.0] for name in names)]
-    model = {"type": "Unigram", "unk_id": 0, "vocab": vocabulary, "byte_fallback": False}
-    text = json.dumps({"version": "1.0", "added_tokens": [], "model": model})
-
-    def seconds(control):
-        start = time.perf_counter()
-        read = HubVocabulary(text, "tokenizer.json", {"control_tokens": control})
-        assert sum(map(read.is_hidden, range(read.size))) == len(control)
-        return time.perf_counter() - start
-
-    few, many = (min(seconds(control) for _ in range(2)) for control in (names[:1], names[-2000:]))
-    assert many < 10 * few
 
 
 # A model folder's tokenizer_config.json and chat template

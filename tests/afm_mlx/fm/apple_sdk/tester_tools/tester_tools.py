@@ -50,54 +50,46 @@ class BreadParams:
     limit: int = fm.guide("How many at most", range=(1, 6))
 
 
-class SimpleCalculatorTool(fm.Tool):
-    name = "simple_calculator"
-    description = "Perform basic arithmetic operations"
-
+class ToolOfClass(fm.Tool):
     @property
     def arguments_schema(self):
-        return CalculatorParams.generation_schema()
+        return self.arguments.generation_schema()
+
+
+class SimpleCalculatorTool(ToolOfClass):
+    name = "simple_calculator"
+    description = "Perform basic arithmetic operations"
+    arguments = CalculatorParams
 
     async def call(self, args):
         operation, a, b = (args.value(for_property=name) for name in ("operation", "a", "b"))
         return f"{a} {operation} {b}: {OPERATIONS[operation](a, b)}"
 
 
-class GetUserInfoTool(fm.Tool):
+class GetUserInfoTool(ToolOfClass):
     name = "get_user_info"
     description = "Get what is known about a user"
-
-    @property
-    def arguments_schema(self):
-        return UserInfoParams.generation_schema()
+    arguments = UserInfoParams
 
     async def call(self, args):
         return json.dumps({"name": USERS.get(args.value(int, for_property="user_id"))})
 
 
-class ProcessListTool(fm.Tool):
+class ProcessListTool(ToolOfClass):
     name = "process_list"
     description = "Count, add up or join a list"
-
-    @property
-    def arguments_schema(self):
-        return ListParams.generation_schema()
+    arguments = ListParams
 
     async def call(self, args):
         items = args.value(list, for_property="items")
-        action = {"count": len, "sum": sum, "join": ", ".join}[
-            args.value(str, for_property="action")
-        ]
-        return f"Result: {action(items)}"
+        actions = {"count": len, "sum": sum, "join": ", ".join}
+        return f"Result: {actions[args.value(str, for_property='action')](items)}"
 
 
-class ErrorRaisingTool(fm.Tool):
+class ErrorRaisingTool(ToolOfClass):
     name = "error_raising_tool"
     description = "Fails if should_fail is true"
-
-    @property
-    def arguments_schema(self):
-        return ErrorParams.generation_schema()
+    arguments = ErrorParams
 
     async def call(self, args):
         if args.value(bool, for_property="should_fail"):
@@ -105,26 +97,20 @@ class ErrorRaisingTool(fm.Tool):
         return "Success"
 
 
-class AsyncDelayTool(fm.Tool):
+class AsyncDelayTool(ToolOfClass):
     name = "async_delay_tool"
     description = "Says something after a while"
-
-    @property
-    def arguments_schema(self):
-        return DelayParams.generation_schema()
+    arguments = DelayParams
 
     async def call(self, args):
         await asyncio.sleep(args.value(float, for_property="delay"))
         return args.value(str, for_property="message")
 
 
-class SearchBreadDatabaseTool(fm.Tool):
+class SearchBreadDatabaseTool(ToolOfClass):
     name = "searchBreadDatabaseTool"
     description = "Searches a database of breads"
-
-    @property
-    def arguments_schema(self):
-        return BreadParams.generation_schema()
+    arguments = BreadParams
 
     async def call(self, args):
         term = args.value(str, for_property="searchTerm").lower()
