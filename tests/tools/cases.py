@@ -59,6 +59,7 @@ def each(names: str | Sequence[str], rows: Sequence[Any]) -> Callable[[Callable]
 
     def decorate(test: Callable) -> Callable:
         assert rows, f"{test.__name__} has no row to go through"
+        assert not inspect.iscoroutinefunction(test), f"nobody awaits {test.__name__}"
 
         @functools.wraps(test)
         def through_all_rows(**fixtures: Any) -> None:
