@@ -49,15 +49,14 @@ class MemoryEstimate:
     """Bytes of a training step, by purpose.
 
     Args:
-        weights: weights of the model, adapters included.
+        weights: the model's, adapters included.
         optimizer: both moments, and a float32 copy of 16-bit weights.
-        average: average of weights.
-        gradients: gradients of all trained weights, float32.
+        average: the average of weights.
+        gradients: of all trained weights, float32.
         accumulated: sum of gradients over micro-batches.
         update: new weights while the old ones exist.
-        activations: activations that are kept for the backward pass.
-        expanded: float copies of packed matrices, and of matrices on a grid, which are kept for the backward
-            pass.
+        activations: what blocks keep for the backward pass.
+        expanded: float copies, kept for the backward pass, of packed matrices and of matrices on a grid.
         head: logits of a chunk of targets, and gradients of the embedding before they are summed.
     """
 
@@ -113,11 +112,8 @@ def estimate_memory(
         accumulates: True if a step has several micro-batches.
         targets: number of scored tokens in a micro-batch; None for B * L.
     """
-    hidden, ffn, embedding = (
-        config.hidden_dim,
-        config.ffn_dim,
-        config.vocab_size * config.hidden_dim,
-    )
+    hidden, ffn = config.hidden_dim, config.ffn_dim
+    embedding = config.vocab_size * hidden
     body = sum(  # weights of all linear layers of all blocks
         kind.num_blocks * matrix.inputs * matrix.outputs
         for kind in block_kinds(config)
@@ -186,13 +182,9 @@ def lora_parameters(config: ModelConfig, rank: int) -> int:
 
 
 def check_fits(nbytes: int | None) -> None:
-    """Refuse a run that needs more than this machine's memory, without swap space.
+    """Raise `TrainingError` if a run of `nbytes` needs more than this machine's memory, without swap space.
 
-    Args:
-        nbytes: estimated bytes; None if there is no estimate.
-
-    Raises:
-        TrainingError: names the machine's memory, and options that need less.
+    `nbytes` is None if there is no estimate. The error names options that need less.
     """
     available = machine_memory()
     if nbytes is not None and nbytes > available:
