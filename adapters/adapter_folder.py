@@ -40,7 +40,7 @@ class AdapterConfig:
         scale: alpha / rank.
         num_layers: how many blocks, counted from the last, may carry the adapter (mlx-lm's meaning).
         keys: adapted layers by their names within a block, such as `mlp.up_proj`.
-        dropout: dropout rate of the inputs of A in training; it has no effect on inference.
+        dropout: dropout rate of the inputs of A in training.
         base_model_fingerprint: fingerprint of the model that the adapter was made for; None when unknown, as in
             folders that mlx-lm wrote.
     """
@@ -122,19 +122,14 @@ def save_adapter(
         with atomic_write(folder / TENSORS_NAME) as path:
             save_file(path, dict(sorted(tensors.items())))
         with atomic_write(folder / CONFIG_NAME) as path:
-            path.write_text(
-                json.dumps(config.to_dict(), indent=4, sort_keys=True), encoding="utf-8"
-            )
+            text = json.dumps(config.to_dict(), indent=4, sort_keys=True)
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise AFMError(f"The adapter folder {folder} can't be written: {error}.") from None
 
 
 def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig]:
-    """Read an adapter folder; the tensors are lazy, and NaN is not looked for (`check_finite` does that).
-
-    Raises:
-        CheckpointError, ConfigError: see `open_folder`.
-    """
+    """Read an adapter folder as `open_folder` does; the tensors are lazy, and NaN is not looked for."""
     stored, config = open_folder(folder)
     return load_stored(stored), config
 

@@ -164,12 +164,8 @@ class Registry(dict[Key, PoolEntry]):
 
     def add(self, name: str, source: str | Path | Mapping[str, float]) -> None:
         """Add an entry; see `AdapterPool.register`."""
-        if (
-            not isinstance(name, str)
-            or not name.strip()
-            or not name.isprintable()
-            or len(name) > 200
-        ):
+        is_text = isinstance(name, str) and name.strip() and name.isprintable()
+        if not is_text or len(name) > 200:
             raise RequestError(
                 f"The adapter name is {shown(name)}; a text of 1 to 200 printable characters is needed."
             )
@@ -178,19 +174,31 @@ class Registry(dict[Key, PoolEntry]):
                 f"The adapter name {shown(name)} is taken, by {self[name].origin}. Choose another, or "
                 "unregister that one first."
             )
-        known = self.flattened(source) if isinstance(source, Mapping) else _path_of(name, source)
-        self[name] = PoolEntry(name, known)
+        if isinstance(source, Mapping):
+            self[name] = PoolEntry(name, self.flattened(source))
+            return
+        if not isinstance(source, str | Path) or not str(source):
+            raise RequestError(
+                f"The adapter {shown(name)} is to come from {shown(source)}; a path, or weights of registered "
+                "adapters by their names, are needed."
+            )
+        path = Path(os.path.expanduser(source)).absolute()
+        try:
+            missing = "there is no such path" if not path.exists() else None
+        except OSError as error:
+            missing = f"that can't be read: {error.strerror}"
+        if missing is not None:
+            raise CheckpointError(
+                f"The adapter {shown(name)} is to come from {path}, and {missing}."
+            )
+        self[name] = PoolEntry(name, path)
 
     @property
     def names(self) -> list[str]:
         return [key for key in self if isinstance(key, str)]
 
     def named(self, name: str) -> PoolEntry:
-        """Return the entry of a registered adapter.
-
-        Raises:
-            RequestError: lists the registered names.
-        """
+        """Return the entry of a registered adapter, or raise `RequestError` with the registered names."""
         entry = self.get(name) if isinstance(name, str) else None
         if entry is None:
             raise RequestError(
@@ -199,11 +207,7 @@ class Registry(dict[Key, PoolEntry]):
         return entry
 
     def entry_of(self, adapter: AdapterChoice) -> PoolEntry:
-        """Return the entry of a name or a sum; a new sum's entry is not added to the registry.
-
-        Raises:
-            RequestError: for names that are not registered, and weights that can't be used.
-        """
+        """Return the entry of a name or a sum, or raise `RequestError`; a new sum's entry is not added."""
         if isinstance(adapter, str):
             return self.named(adapter)
         if not isinstance(adapter, Mapping):
@@ -237,22 +241,6 @@ class Registry(dict[Key, PoolEntry]):
                 f"The weights {shown(dict(weights))} leave no adapter; give None for the model without one."
             )
         return flat
-
-
-def _path_of(name: str, source: str | Path) -> Path:
-    if not isinstance(source, str | Path) or not str(source):
-        raise RequestError(
-            f"The adapter {shown(name)} is to come from {shown(source)}; a path, or weights of registered "
-            "adapters by their names, are needed."
-        )
-    path = Path(os.path.expanduser(source)).absolute()
-    try:
-        missing = "there is no such path" if not path.exists() else None
-    except OSError as error:
-        missing = f"that can't be read: {error.strerror}"
-    if missing is not None:
-        raise CheckpointError(f"The adapter {shown(name)} is to come from {path}, and {missing}.")
-    return path
 
 
 def _finite(name: str, weight: object) -> float:
