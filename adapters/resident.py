@@ -315,7 +315,8 @@ class Base(NamedTuple):
 
         Args:
             model: the model.
-            base_folder: folder of the model, whose fingerprint is accepted too: the fingerprint of arrays in memory depends on the type that the device computes in.
+            base_folder: folder of the model, whose fingerprint is accepted too: the fingerprint of arrays in
+                memory depends on the type that the device computes in.
             force: accept adapters that were made for other models.
         """
         if not is_afm(model):

@@ -82,9 +82,10 @@ def pair_targets(config: ModelConfig) -> list[PairTarget]:
 def _name_pattern() -> re.Pattern[str]:
     """Return the pattern of tensor names in AFM adapters: `model.<list>.<index>.<name in the block>`."""
     names = [name for p in pair_targets(PRESETS["afm-nano"]) for name in (p.a, p.b)]
-    lists, in_block = ({re.escape(name.split(".", 3)[i]) for name in names} for i in (1, 3))
-    either = "|".join(sorted(in_block))
-    return re.compile(rf"model\.(?:{'|'.join(sorted(lists))})\.\d{{1,5}}\.(?:{either})", re.ASCII)
+    lists, in_block = (
+        "|".join(sorted({re.escape(name.split(".", 3)[i]) for name in names})) for i in (1, 3)
+    )
+    return re.compile(rf"model\.(?:{lists})\.\d{{1,5}}\.(?:{in_block})", re.ASCII)
 
 
 _NAME = _name_pattern()
@@ -172,31 +173,26 @@ def check_fits(tensors: Mapping[str, Shaped], config: ModelConfig, source: objec
 def config_for(
     tensors: Mapping[str, Shaped], config: ModelConfig | None, source: object
 ) -> ModelConfig:
-    """Return `config`; if it is None, return the architecture of Apple's 3B model. The tensors must fit it.
+    """Return `config`, or the architecture of Apple's 3B model for None; the tensors must fit it.
 
     Raises:
         CheckpointError: when the tensors do not fit, or the architecture is unknown.
     """
-    if config is None:
-        config = PRESETS["afm-3b"]
-        if misfits(tensors, config):
-            raise CheckpointError(
-                f"{source} is not for Apple's 3B model, and this format needs the architecture. Name the model "
-                "folder that the adapter belongs to (--model)."
-            )
-        return config
-    check_fits(tensors, config, source)
+    if config is not None:
+        check_fits(tensors, config, source)
+    elif misfits(tensors, config := PRESETS["afm-3b"]):
+        raise CheckpointError(
+            f"{source} is not for Apple's 3B model, and this format needs the architecture. Name the model "
+            "folder that the adapter belongs to (--model)."
+        )
     return config
 
 
 def complete(tensors: Mapping[str, mx.array], targets: Sequence[PairTarget], rank: int) -> Tensors:
     """Return the tensors in the order of the targets, with zeros for pairs that the adapter leaves out."""
     dtype = next(iter(tensors.values())).dtype
-    result = {}
-    for target in targets:
-        for name, shape in target.shapes(rank).items():
-            result[name] = tensors[name] if name in tensors else mx.zeros(shape, dtype)
-    return result
+    shapes = [item for target in targets for item in target.shapes(rank).items()]
+    return {n: tensors[n] if n in tensors else mx.zeros(shape, dtype) for n, shape in shapes}
 
 
 def without_empty(tensors: Mapping[str, mx.array]) -> Tensors:

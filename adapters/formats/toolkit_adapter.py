@@ -105,18 +105,32 @@ def read(
     if config := find_toolkit_config(path.parent, [name.format(path.stem) for name in _CONFIGS]):
         parsed = read_toolkit_config(config)
         spec = _spec(parsed.adapters, adapter, config)
-        fingerprint = _fingerprint(config)
+        notes = read_config_json(config).get("metadata")
+        value = notes.get(FINGERPRINT) if isinstance(notes, dict) else None
+        fingerprint = value if is_text(value) else None
         model_config = model_config or parsed.model
+    shaped = {name: state[key] for name, key in keys.items()}
     if model_config is not None:
-        check_fits({name: state[key] for name, key in keys.items()}, model_config, path)
+        check_fits(shaped, model_config, path)
     # Tensors may share what is stored: a few bytes can claim to be gigabytes.
-    size, claimed = path.stat().st_size, sum(state[key].nbytes for key in keys.values())
+    size, claimed = path.stat().st_size, sum(tensor.nbytes for tensor in shaped.values())
     if claimed > _MAX_SHARED * size:
         raise CheckpointError(
             f"{path} has {size:,} bytes, and its tensors would take {claimed:,}: they repeat what is "
             "stored, or were made to fill memory. Save them whole: tensor.clone()."
         )
-    rank = _rank(state, keys, path)
+    ranks = set()
+    for name, tensor in shaped.items():
+        if tensor.ndim != 2:
+            raise CheckpointError(
+                f"{path}: {named(keys[name])} is {shown(list(tensor.shape))}; a matrix is needed."
+            )
+        ranks.add(tensor.shape[1 if is_a(name) else 0])
+    if len(ranks) != 1 or 0 in ranks:
+        raise CheckpointError(
+            f"{path} holds pairs of the ranks {shown(sorted(ranks))}; one rank is needed."
+        )
+    (rank,) = ranks
     scale = _scale(rank, alpha, spec, path)
     tensors = without_empty(read_pairs(state, keys, None, path))
     result = AdapterConfig(
@@ -132,12 +146,7 @@ def read(
 
 
 def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
-    """Return the entry for an adapter in tamm's config; return None if the config has no adapters.
-
-    Args:
-        adapters: the config's entries by adapter id; a single one is returned whatever its id is.
-        adapter: id of the adapter in the `.pt` file.
-        config: path of the config, for errors.
+    """Return the entry for an adapter among a config's; a single one is returned whatever its id is.
 
     Raises:
         ConfigError: when no entry is for the adapter, or the adapter is not of LoRA.
@@ -157,32 +166,10 @@ def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) ->
     return entry
 
 
-def _fingerprint(config: Path) -> str | None:
-    notes = read_config_json(config).get("metadata")
-    value = notes.get(FINGERPRINT) if isinstance(notes, dict) else None
-    return value if is_text(value) else None
-
-
-def _rank(state: Mapping[str, torch.Tensor], keys: Mapping[str, str], path: Path) -> int:
-    ranks = set()
-    for name, key in keys.items():
-        shape = tuple(state[key].shape)
-        if len(shape) != 2:
-            raise CheckpointError(
-                f"{path}: {named(key)} is {shown(list(shape))}; a matrix is needed."
-            )
-        ranks.add(shape[1 if is_a(name) else 0])
-    if len(ranks) != 1 or 0 in ranks:
-        raise CheckpointError(
-            f"{path} holds pairs of the ranks {shown(sorted(ranks))}; one rank is needed."
-        )
-    return ranks.pop()
-
-
 def _scale(rank: int, alpha: float | None, spec: LoRASpec | None, path: Path) -> float:
-    if alpha is not None and not (is_number(alpha) and alpha >= 0):
-        raise ConfigError(f"The alpha is {shown(alpha)}; it is a finite number of 0 or more.")
     if alpha is not None:
+        if not is_number(alpha) or alpha < 0:
+            raise ConfigError(f"The alpha is {shown(alpha)}; it is a finite number of 0 or more.")
         return alpha / rank
     if spec is not None:
         if spec.rank != rank:
@@ -227,10 +214,8 @@ def write(
         try:
             torch.save(state, weights_file)
         except RuntimeError as error:  # PyTorch's for a full disk
-            reason = (str(error).splitlines() or ["?"])[0]
-            raise AFMError(
-                f"{path} can't be written: {reason}. Check room and permissions."
-            ) from None
+            why = (str(error).splitlines() or ["?"])[0]
+            raise AFMError(f"{path} can't be written: {why}. Check room and permissions.") from None
 
 
 def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, object]:
