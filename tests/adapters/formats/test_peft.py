@@ -170,7 +170,7 @@ def test_options_without_effect(folder, edit_config):
             "layers_pattern": "layers",
             "init_lora_weights": "gaussian",
             "something_new": None,
-        },
+        }
     )
     found, found_config = read_adapter(folder)
     assert_same_numbers(found, wanted)
