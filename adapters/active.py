@@ -43,26 +43,16 @@ _NO_PART = Part(0, 0, 0)
 
 @dataclass(frozen=True, eq=False)
 class BatchAdapters:
-    """The adapters of a batch's rows, in the form that kernels read.
+    """The adapters of a batch's rows, in the form that kernels read."""
 
-    Args:
-        residents: the distinct adapters.
-        scales: (adapters,) float32, alpha / rank of each.
-        slots: (B,) int32, each row's index into `residents`, -1 for none; None if all rows of any batch use
-            the first one.
-    """
-
-    residents: tuple[ResidentAdapter, ...]
-    scales: mx.array
+    residents: tuple[ResidentAdapter, ...]  # distinct ones
+    scales: mx.array  # (adapters,) float32, alpha / rank of each
+    # (B,) int32, each row's index into `residents`, -1 for none; None if all rows of any batch use the first
     slots: mx.array | None
 
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
-        """Make the batch whose row i uses adapter `rows[i]`, or none.
-
-        Raises:
-            RequestError: for more than `MAX_ADAPTERS` distinct adapters.
-        """
+        """Make the batch whose row i uses adapter `rows[i]`, or none; at most `MAX_ADAPTERS` different ones."""
         # Sorted by layout: batches whose rows have the same layouts in another order share a trace.
         distinct = {id(row): row for row in rows if row is not None}.values()
         residents = tuple(sorted(distinct, key=lambda resident: resident.layout))
@@ -145,13 +135,11 @@ class ActiveAdapters(dict[str, Any]):
 
 
 def bind(model: nn.Module) -> ActiveAdapters:
-    """Make a model's layers look up their adapters in an `ActiveAdapters`, and return it.
+    """Make a model's layers look up their adapters in an `ActiveAdapters`, and return it; a second call returns
+    the same.
 
-    A second call returns the same object. Packed layers look up adapters themselves; other linear layers are
-    wrapped (`afm_mlx.model.fused_layers`).
-
-    Raises:
-        RequestError: when no block has a linear layer, or the model has LoRA layers.
+    Packed layers look up adapters themselves; other linear layers are wrapped (`afm_mlx.model.fused_layers`).
+    Raises `RequestError` when no block has a linear layer, or the model has LoRA layers.
     """
     found = active_adapters(model)
     if found is not None:

@@ -24,37 +24,22 @@ Files: TypeAlias = Path | list[tuple[Path, float]]
 
 @dataclass(eq=False)
 class PoolEntry:
-    """A registered adapter, or an unnamed sum that a request has named by its weights.
+    """A registered adapter, or an unnamed sum that a request has named by its weights."""
 
-    Args:
-        key: name, or the sum's names and weights.
-        source: folder or file; of a sum, weights of adapters that have files.
-        state: "registered", "opening" (headers are read), "waiting" (for memory), "loading" or "resident".
-        order: counter value at the last use; larger is later.
-        held: number of leases that have been granted and not released.
-        waiting: leases that wait for the adapter.
-        dropped: True if the adapter was unloaded while it was read.
-        pinned: True if the adapter is never evicted.
-        nbytes: bytes in memory, 0 while unknown.
-        opened: the opened files, between "opening" and "waiting".
-        resident: the adapter, in state "resident".
-        fingerprint: fingerprint of the numbers at the first load.
-        error: message of the last load's error; None if it succeeded.
-    """
-
-    key: Key
-    source: Path | dict[str, float]
+    key: Key  # name, or the sum's names and weights
+    source: Path | dict[str, float]  # folder or file; of a sum, weights of adapters that have files
+    # "registered", "opening" (headers are read), "waiting" (for memory), "loading" or "resident"
     state: str = "registered"
-    order: int = 0
-    held: int = 0
+    order: int = 0  # counter value at the last use; larger is later
+    held: int = 0  # leases that have been granted and not released
     waiting: weakref.WeakSet[Lease] = field(default_factory=weakref.WeakSet)
-    dropped: bool = False
-    pinned: bool = False
-    nbytes: int = 0
-    opened: OpenAdapter | None = None
+    dropped: bool = False  # unloaded while it was read
+    pinned: bool = False  # never evicted
+    nbytes: int = 0  # in memory, 0 while unknown
+    opened: OpenAdapter | None = None  # between "opening" and "waiting"
     resident: ResidentAdapter | None = None
-    fingerprint: str | None = None
-    error: str | None = None
+    fingerprint: str | None = None  # at the first load
+    error: str | None = None  # message of the last load's error; None if it succeeded
 
     @property
     def name(self) -> str:
@@ -102,9 +87,7 @@ class _Pool(Protocol):
 
 
 class Lease:
-    """One row's hold on an adapter: from the request, through loading, until `release`.
-
-    A lease that is garbage-collected without `release` ends then.
+    """One row's hold on an adapter: from the request, through loading, until `release` or garbage collection.
 
     Attributes:
         error: why the adapter could not be loaded; None while it loads and once it is ready.
@@ -128,11 +111,7 @@ class Lease:
 
     @property
     def resident(self) -> ResidentAdapter:
-        """The adapter.
-
-        Raises:
-            AFMError: the error that loading raised; or, before the adapter is loaded, that it is not.
-        """
+        """The adapter. Raises the error of loading, or `RequestError` before the adapter is loaded."""
         if self.error is not None:
             raise self.error
         if self._resident is None:

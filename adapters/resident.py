@@ -59,21 +59,13 @@ Pair: TypeAlias = tuple[Readable, Readable]
 
 @dataclass(frozen=True, eq=False)
 class ResidentAdapter:
-    """An adapter in memory, ready to run.
+    """An adapter in memory, ready to run."""
 
-    Args:
-        numbers: (n,) float16, the numbers of all matrices.
-        parts: each adapted layer's place in `numbers`, by the layer's path.
-        scale: alpha / rank.
-        fingerprint: 64 hex digits, equal for equal numbers on the same layers.
-        layout: a number that adapters with equal `parts` share.
-    """
-
-    numbers: mx.array
-    parts: Mapping[str, Part]
-    scale: float
-    fingerprint: str
-    layout: int
+    numbers: mx.array  # (n,) float16, of all matrices
+    parts: Mapping[str, Part]  # each adapted layer's place in `numbers`, by the layer's path
+    scale: float  # alpha / rank
+    fingerprint: str  # 64 hex digits, equal for equal numbers on the same layers
+    layout: int  # a number that adapters with equal `parts` share
 
     @property
     def nbytes(self) -> int:
@@ -88,11 +80,7 @@ class ResidentAdapter:
 def plan_layout(
     tensors: Mapping[str, Readable], shapes: Shapes, source: str | Path
 ) -> tuple[dict[str, Part], int]:
-    """Return an adapter's `ResidentAdapter.parts` and its bytes in memory, from the tensors' shapes.
-
-    Raises:
-        CheckpointError: names the tensor that does not fit this model, and `source`.
-    """
+    """Return an adapter's `ResidentAdapter.parts` and its bytes in memory; raises as `pairs_by_layer`."""
     pairs = pairs_by_layer(tensors, shapes, source)
     parts, size = {}, 0
     for path, of_sections in pairs.items():
@@ -217,9 +205,6 @@ def for_numpy(tensors: Mapping[str, Readable], source: str | Path) -> dict[str, 
     """Evaluate MLX arrays for `TensorReader`, and convert bfloat16, which NumPy lacks, to float32.
 
     Call this before threads read: MLX gives each thread that computes a stream, and never takes it back.
-
-    Raises:
-        CheckpointError: when MLX can't read what an array holds from its file.
     """
     arrays = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, mx.array)}
     for name, array in arrays.items():
@@ -237,11 +222,7 @@ class TensorReader:
         self._buffer = np.empty(0, np.uint8)
 
     def __call__(self, tensor: Readable) -> np.ndarray:
-        """Return the numbers of a stored tensor, or of one from `for_numpy`; stored bfloat16 becomes float32.
-
-        Raises:
-            CheckpointError: when a `StoredTensor`'s file can't be read, or ends early.
-        """
+        """Return the numbers of a stored tensor, or of one from `for_numpy`; stored bfloat16 as float32."""
         if not isinstance(tensor, StoredTensor):
             return np.asarray(tensor)
         if self._buffer.size < tensor.nbytes:
@@ -256,13 +237,8 @@ def pairs_by_layer(
 ) -> dict[str, list[Pair | None]]:
     """Return a mapping from each adapted layer's path to one pair (A, B) for each section, or None for it.
 
-    Args:
-        tensors: whole pairs by their names in an adapter folder; only their shapes are read.
-        shapes: shapes of the model's target modules, see `target_shapes`.
-        source: where the adapter comes from, for errors.
-
-    Raises:
-        CheckpointError: names the tensor that does not fit this model.
+    `tensors` are whole pairs, of which only the shapes are read. Raises `CheckpointError`, which names the
+    tensor that does not fit the model.
     """
     rest, result = dict(tensors), {}
     for path, of_sections in shapes.items():
@@ -295,17 +271,11 @@ def pairs_by_layer(
 
 
 class Base(NamedTuple):
-    """What an adapter has to fit: a model's shapes and fingerprints.
-
-    Args:
-        shapes: shapes of the target modules, see `target_shapes`.
-        fingerprints: fingerprints that an adapter may name; None accepts any adapter.
-        config: architecture of the model; None for a model of mlx-lm's zoo.
-    """
+    """What an adapter has to fit: a model's shapes and fingerprints."""
 
     shapes: Shapes
-    fingerprints: Collection[str] | None
-    config: ModelConfig | None = None
+    fingerprints: Collection[str] | None  # that an adapter may name; None accepts any adapter
+    config: ModelConfig | None = None  # None for a model of mlx-lm's zoo
 
     @classmethod
     def of(
@@ -331,30 +301,17 @@ class Base(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """An adapter whose headers were read and fit the base.
+    """An adapter whose headers were read and fit the base."""
 
-    Args:
-        tensors: stored tensors, by their names in an adapter folder.
-        scale: alpha / rank.
-        base: the model that the adapter fits.
-        source: where the adapter comes from, for errors.
-        stamps: inode, size and modification time of each file, by its path.
-        nbytes: bytes that the adapter will take in memory.
-    """
-
-    tensors: Mapping[str, Readable]
-    scale: float
+    tensors: Mapping[str, Readable]  # by their names in an adapter folder
+    scale: float  # alpha / rank
     base: Base
-    source: str
-    stamps: Mapping[Path, tuple[int, ...]]
-    nbytes: int
+    source: str  # for errors
+    stamps: Mapping[Path, tuple[int, ...]]  # see `_stamps`
+    nbytes: int  # that the adapter will take in memory
 
     def read(self) -> ResidentAdapter:
-        """Read the numbers into memory.
-
-        Raises:
-            CheckpointError: when a file was changed or deleted since it was opened, or holds NaN or infinity.
-        """
+        """Read the numbers into memory, or raise `CheckpointError` if a file has changed or holds NaN."""
         resident = build_resident(self.tensors, self.scale, self.base.shapes, self.source)
         for path, stamp in self.stamps.items():
             if _stamps(path) != {path: stamp}:

@@ -20,21 +20,13 @@ Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
 
 
 class TargetModule(NamedTuple):
-    """A linear layer of a block, which an adapter can change.
+    """A linear layer of a block, which an adapter can change."""
 
-    Args:
-        path: path within the model, such as `model.layers.0.mlp.up_proj`.
-        key: path within the block, such as `mlp.up_proj`.
-        block: index of the block.
-        layer: the linear layer, or the wrapper around it.
-        sections: end of each projection's outputs in a fused layer; None for one projection.
-    """
-
-    path: str
-    key: str
+    path: str  # within the model, such as `model.layers.0.mlp.up_proj`
+    key: str  # within the block, such as `mlp.up_proj`
     block: int
-    layer: nn.Module
-    sections: tuple[int, ...] | None
+    layer: nn.Module  # the linear layer, or the wrapper around it
+    sections: tuple[int, ...] | None  # end of each projection's outputs in a fused layer
 
     @property
     def linear(self) -> nn.Module:

@@ -60,34 +60,24 @@ OUR_NOTES = "afm-mlx"
 
 @dataclass(frozen=True)
 class PackageMetadata:
-    """The content of a package's `metadata.json`, except the rank.
+    """The content of a package's `metadata.json`, except the rank."""
 
-    Args:
-        name: letters, digits and '_'; the framework accepts no others.
-        author, description, license: texts about the adapter.
-        base_signature: 40 hex digits that identify the base model; None for the toolkit 26.0's signature if the
-            base has the 3B's shape, else for the start of the base's fingerprint.
-        draft_token_count: tokens that a draft model proposes at a time.
-        creator_defined: the author's own JSON object.
-        draft: folder that holds `draft.mil` and `draft_weights.bin`.
-    """
-
-    name: str
+    name: str  # letters, digits and '_'; the framework accepts no others
     author: str = "3P developer"
     description: str = ""
     license: str = ""
+    # 40 hex digits that identify the base model; None for the toolkit 26.0's signature if the base has the 3B's
+    # shape, else for the start of the base's fingerprint.
     base_signature: str | None = None
-    draft_token_count: int = 5
-    creator_defined: Mapping[str, object] = field(default_factory=dict)
-    draft: Path | None = None
+    draft_token_count: int = 5  # tokens that a draft model proposes at a time
+    creator_defined: Mapping[str, object] = field(default_factory=dict)  # the author's own notes
+    draft: Path | None = None  # folder that holds `draft.mil` and `draft_weights.bin`
 
 
 def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
     """Read a package's `metadata.json`; return its content and the rank.
 
-    Raises:
-        ConfigError: names what is missing or can't be used.
-        CheckpointError: when only one file of a draft model is there.
+    Raises `ConfigError`, which names what is missing or can't be used, and as `check_draft` does.
     """
     path = folder / METADATA_NAME
     values = read_config_json(path)

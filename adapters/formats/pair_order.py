@@ -33,30 +33,20 @@ class Shaped(Protocol):
 
 
 class PairTarget(NamedTuple):
-    """A projection that one LoRA pair can change.
+    """A projection that one LoRA pair, A (inputs, rank) and B (rank, outputs), can change."""
 
-    Args:
-        layer: path of the linear layer, such as `model.layers.0.mlp.up_proj`.
-        part: ".0", ".1", ".2" for queries, keys and values of a fused layer, else "".
-        inputs: K, rows of A.
-        outputs: N, columns of B.
-        rotary_heads: heads that RoPE rotates among the outputs; 0 where it rotates none.
-    """
-
-    layer: str
-    part: str
+    layer: str  # path of the linear layer, such as `model.layers.0.mlp.up_proj`
+    part: str  # ".0", ".1", ".2" for queries, keys and values of a fused layer, else ""
     inputs: int
     outputs: int
-    rotary_heads: int = 0
+    rotary_heads: int = 0  # heads that RoPE rotates among the outputs
 
     @property
     def a(self) -> str:
-        """Name of A (inputs, rank)."""
         return f"{self.layer}.lora_a{self.part}"
 
     @property
     def b(self) -> str:
-        """Name of B (rank, outputs)."""
         return f"{self.layer}.lora_b{self.part}"
 
     def shapes(self, rank: int) -> dict[str, tuple[int, int]]:

@@ -80,19 +80,12 @@ def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tre
 
 
 class StepResult(NamedTuple):
-    """Results of a step, () arrays.
+    """Results of a step, () arrays. If loss or norm is not finite, nothing was updated."""
 
-    Args:
-        loss: weighted mean loss of the targets, before the update.
-        grad_norm: norm before clipping. If it or the loss is not finite, nothing was updated.
-        weight: sum of the targets' weights.
-        targets: number of targets that have a weight.
-    """
-
-    loss: mx.array
-    grad_norm: mx.array
-    weight: mx.array
-    targets: mx.array
+    loss: mx.array  # weighted mean loss of the targets, before the update
+    grad_norm: mx.array  # before clipping
+    weight: mx.array  # sum of the targets' weights
+    targets: mx.array  # number of targets that have a weight
 
 
 class TrainingStep:

@@ -53,25 +53,15 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Report:
-    """Event for `on_event`: training metrics, which are also a line of metrics.jsonl.
+    """Event for `on_event`: training metrics, which are also a line of metrics.jsonl."""
 
-    Args:
-        step: number of the last step.
-        loss: weighted mean loss over the steps since the previous report.
-        learning_rate: learning rate of the last step.
-        grad_norm: global norm of the last step's gradient, before clipping.
-        tokens: number of targets since step 1.
-        tokens_per_second: speed since the previous report, without evaluation and saving.
-        peak_memory: maximum number of bytes that MLX has held in this process.
-    """
-
-    step: int
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    tokens: int
-    tokens_per_second: float
-    peak_memory: int
+    step: int  # the last one, from 1
+    loss: float  # weighted mean over the steps since the previous report
+    learning_rate: float  # of the last step
+    grad_norm: float  # global norm of the last step's gradient, before clipping
+    tokens: int  # targets since step 1
+    tokens_per_second: float  # since the previous report, without evaluation and saving
+    peak_memory: int  # most bytes that MLX has held in this process
 
 
 @dataclass(frozen=True)

@@ -177,14 +177,11 @@ def read_initial(
 ) -> tuple[dict[str, mx.array], AdapterConfig]:
     """Read an adapter to start training from; the tensors are lazy.
 
-    Args:
-        path: an adapter folder; or a `.safetensors` file of LoRA pairs, such as mlx-lm's
-            `0000100_adapters.safetensors`, whose scale is in the `adapter_config.json` next to it.
-        scale: alpha / rank of a file without such a config.
+    `path` is an adapter folder; or a `.safetensors` file of LoRA pairs, such as mlx-lm's
+    `0000100_adapters.safetensors`, whose scale is in the `adapter_config.json` next to it, or else `scale`.
 
-    Raises:
-        CheckpointError: when the path is missing, damaged, or holds no LoRA pairs.
-        ConfigError: when the config can't be used, or the scale is unknown.
+    Raises `CheckpointError` when the path is missing, damaged, or holds no LoRA pairs, and `ConfigError` when
+    the config can't be used, or the scale is unknown.
     """
     path = Path(path)
     if path.suffix != ".safetensors":

@@ -79,11 +79,8 @@ class Method:
     def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
         """Change a model in place so that exactly the parameters to train are trainable.
 
-        Args:
-            model: what `source.load` returned.
-            source: where the model comes from.
-            batches: the training data, for calibration.
-            seed: seed of new weights.
+        `model` is what `source.load` returned; `batches` are the training data, for calibration; `seed` draws
+        new weights.
         """
         raise NotImplementedError
 
@@ -116,16 +113,9 @@ def save_model_folder(
 ) -> Path:
     """Write a model folder that `afm_mlx.load` and mlx-lm read, whole or not at all.
 
-    Args:
-        path: path of the folder, which must not exist.
-        model: a model with float or packed layers.
-        values: content of config.json.
-        source: source of the model, whose tokenizer files are copied.
-        what: a sentence for the card that describes the weights.
-        facts: values for the card, by their labels.
-
-    Raises:
-        AFMError: when `path` exists or can't be written.
+    `values` is the content of config.json; the tokenizer files are the source's. `what` is a sentence for the
+    card that describes the weights, and `facts` are values for the card by their labels. Raises `AFMError` when
+    `path` exists or can't be written.
     """
     path = Path(path)
     try:

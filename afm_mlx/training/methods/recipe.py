@@ -87,8 +87,7 @@ class Recipe:
     def loop_options(self, per_epoch: int) -> TrainingOptions:
         """Return the loop's options, with epochs and shares converted to steps of `per_epoch` micro-batches.
 
-        Raises:
-            ConfigError: when the warm-up is as long as the run.
+        Raises `ConfigError` when the warm-up is as long as the run.
         """
         options, iters, warmup = self.options, self.options.iters, self.options.warmup_iters
         micro_batches = options.grad_accumulation_steps  # of a step
@@ -127,9 +126,8 @@ class DataSplits:
 def read_data(recipe: Recipe, source: ModelSource) -> DataSplits:
     """Read and tokenize all splits that a recipe needs.
 
-    Raises:
-        DataError: names the lines that can't be used; or for a test, when the data is one file.
-        ConfigError: for packed rows and a model that can't keep samples apart.
+    Raises `DataError`, which names the lines that can't be used, or says that one file has no test; and
+    `ConfigError` for packed rows and a model that can't keep samples apart.
     """
     if recipe.test and Path(recipe.data).is_file():
         raise DataError(
@@ -186,16 +184,13 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a training run, to be shown before it begins.
+    """The size of a training run, to be shown before it begins."""
 
-    `parameters` includes LoRA's; each code of a packed matrix counts as one. `memory` is in bytes, or None.
-    """
-
-    parameters: int
-    trainable: int
+    parameters: int  # the model's, LoRA's included; each code of a packed matrix counts as one
+    trainable: int  # parameters
     data: DataSplits
     options: TrainingOptions
-    memory: int | None
+    memory: int | None  # estimated bytes
 
     @property
     def steps_per_epoch(self) -> float:

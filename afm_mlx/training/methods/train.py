@@ -269,9 +269,7 @@ def open_teacher(
 ) -> ModelSource | None:
     """Find the teacher of a recipe without loading it; "self" is the student as it is before training.
 
-    Raises:
-        ConfigError: when student and teacher are the same model.
-        AFMError: when there is no such model.
+    Raises `ConfigError` when student and teacher are the same model, `AFMError` when there is no such model.
     """
     if recipe.teacher is None:
         return None
@@ -288,9 +286,8 @@ def open_teacher(
 def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> Teacher:
     """Load the teacher of a recipe with its adapter.
 
-    Raises:
-        ConfigError: when teacher and student have different vocabularies, or embeddings of different rows.
-        AFMError: when the model or its adapter can't be loaded.
+    Raises `ConfigError` when the student has another vocabulary, `AFMError` when teacher or adapter can't be
+    loaded.
     """
     if not source.is_same(student):
         pieces, other_pieces = (each.tokenizer.get_vocab() for each in (source, student))

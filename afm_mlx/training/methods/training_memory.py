@@ -46,29 +46,17 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a training step, by purpose.
+    """Bytes of a training step, by purpose."""
 
-    Args:
-        weights: the model's, adapters included.
-        optimizer: both moments, and a float32 copy of 16-bit weights.
-        average: the average of weights.
-        gradients: of all trained weights, float32.
-        accumulated: sum of gradients over micro-batches.
-        update: new weights while the old ones exist.
-        activations: what blocks keep for the backward pass.
-        expanded: float copies, kept for the backward pass, of packed matrices and of matrices on a grid.
-        head: logits of a chunk of targets, and gradients of the embedding before they are summed.
-    """
-
-    weights: int
-    optimizer: int
-    average: int
-    gradients: int
-    accumulated: int
-    update: int
-    activations: int
-    expanded: int
-    head: int
+    weights: int  # of the model, adapters included
+    optimizer: int  # both moments, and a float32 copy of 16-bit weights
+    average: int  # of weights
+    gradients: int  # of all trained weights, float32
+    accumulated: int  # sum of gradients over micro-batches
+    update: int  # new weights while the old ones exist
+    activations: int  # what blocks keep for the backward pass
+    expanded: int  # float copies, kept for it, of packed matrices and of matrices on a grid
+    head: int  # logits of a chunk of targets, and gradients of the embedding before they are summed
 
     @property
     def held(self) -> int:
