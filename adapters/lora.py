@@ -30,16 +30,10 @@ from afm_mlx.model.model import is_afm
 class LoRALinear(LinearWrapper):
     """`y = linear(x) + scale * (dropout(x) A_i) B_i`, with a pair A_i, B_i for every section of the output.
 
-    `lora_a` (K, rank) and `lora_b` (rank, N_i) are arrays; of a fused layer, lists of arrays. At the start A is
-    normal with variance 1 / K and B is zero, so that the layer computes what `linear` does.
-
-    Args:
-        linear: maps (..., K) to (..., N); it is frozen.
-        rank: columns of A and rows of B.
-        scale: alpha / rank.
-        dropout: dropout rate of the adapter's inputs in training mode, 0 to less than 1.
-        sections: end of each projection's outputs; None for one projection.
-        key: random key that A is drawn with; None for MLX's global random state.
+    `lora_a` (K, rank) and `lora_b` (rank, N_i) are arrays; of a fused layer, whose projections' outputs end at
+    `sections`, lists of arrays. At the start A is normal with variance 1 / K, drawn with `key` (None for MLX's
+    global random state), and B is zero, so that the layer computes what `linear` does, which is frozen. `scale`
+    is alpha / rank, and `dropout` is for training mode.
 
     Source: `tamm` 0.2.0, `LoRA` and `LoRAFusedMultiOutputLinear`.
     """

@@ -329,7 +329,7 @@ class AdapterPool:
         """Drop adapters and their pins; if one of them is in use, raise `RequestError` and drop none."""
         self._advance()
         for entry in entries:
-            if entry.in_use:
+            if entry.held or entry.waiting:
                 raise RequestError(
                     f"The adapter {entry.name} is in use: {entry.held} rows run with it or are about to, "
                     f"and {len(entry.waiting)} wait for it. Let them end, or cancel them."

@@ -56,10 +56,6 @@ class PoolEntry:
         """Names of a sum's parts; empty for an adapter that has files."""
         return () if isinstance(self.source, Path) else self.source
 
-    @property
-    def in_use(self) -> bool:
-        return bool(self.held or self.waiting)
-
     def describe(self) -> dict[str, object]:
         """Return the entry's facts as JSON values, for listings."""
         return {

@@ -96,16 +96,10 @@ def plan_layout(
 def build_resident(
     tensors: Mapping[str, Readable], scale: float, shapes: Shapes, source: str | Path
 ) -> ResidentAdapter:
-    """Read an adapter's tensors, one by one, into one array.
+    """Read an adapter's tensors, by their names in an adapter folder and of a floating type, into one array.
 
-    Args:
-        tensors: A (K, rank) and B (rank, N_i) of a floating type, by their names in an adapter folder.
-        scale: alpha / rank.
-        shapes: shapes of the model's target modules, see `target_shapes`.
-        source: where the adapter comes from, for errors.
-
-    Raises:
-        CheckpointError: when a tensor does not fit the model, or holds a number that float16 does not.
+    `scale` is alpha / rank, `shapes` are the model's `target_shapes`. Raises `CheckpointError`, which names
+    `source`, when a tensor does not fit the model, or holds a number that float16 does not.
     """
     parts, nbytes = plan_layout(tensors, shapes, source)
     # NumPy fills the array without Python's lock, so decoding goes on, and faster than MLX copies.
@@ -281,13 +275,10 @@ class Base(NamedTuple):
     def of(
         cls, model: nn.Module, base_folder: str | Path | None = None, force: bool = False
     ) -> Base:
-        """Describe a model in memory, with LoRA layers or without.
+        """Describe a model in memory, with LoRA layers or without; with `force`, accept adapters of other models.
 
-        Args:
-            model: the model.
-            base_folder: folder of the model, whose fingerprint is accepted too: the fingerprint of arrays in
-                memory depends on the type that the device computes in.
-            force: accept adapters that were made for other models.
+        The fingerprint of `base_folder`, the model's folder, is accepted too: the fingerprint of arrays in
+        memory depends on the type that the device computes in.
         """
         if not is_afm(model):
             return cls(target_shapes(model), None)
@@ -324,11 +315,9 @@ class OpenAdapter:
 def open_adapter(path: Path, base: Base) -> OpenAdapter:
     """Open an adapter of any format, and check that it fits a base.
 
-    Only the headers of an mlx-lm folder are read. Other formats are converted, so they are read whole.
-
-    Raises:
-        CheckpointError: when files are missing or damaged, hold no LoRA pairs, or are for another model.
-        ConfigError: when the config can't be used.
+    Only the headers of an mlx-lm folder are read. Other formats are converted, so they are read whole. Raises
+    `CheckpointError` when files are missing or damaged, hold no LoRA pairs, or are for another model, and
+    `ConfigError` when the config can't be used.
     """
     stamps = _stamps(path)
     tensors: Mapping[str, Readable]

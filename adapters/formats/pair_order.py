@@ -115,11 +115,8 @@ def expected_shapes(
 ) -> dict[str, tuple[int, int]]:
     """Return the shapes of A and B of every pair that has a tensor among `names`."""
     wanted = set(names)
-    result: dict[str, tuple[int, int]] = {}
-    for target in pair_targets(config):
-        if not wanted.isdisjoint((target.a, target.b)):
-            result |= target.shapes(rank)
-    return result
+    pairs = [t for t in pair_targets(config) if not wanted.isdisjoint((t.a, t.b))]
+    return {name: shape for target in pairs for name, shape in target.shapes(rank).items()}
 
 
 def check_names(tensors: Iterable[str], source: object) -> None:
@@ -163,11 +160,7 @@ def check_fits(tensors: Mapping[str, Shaped], config: ModelConfig, source: objec
 def config_for(
     tensors: Mapping[str, Shaped], config: ModelConfig | None, source: object
 ) -> ModelConfig:
-    """Return `config`, or the architecture of Apple's 3B model for None; the tensors must fit it.
-
-    Raises:
-        CheckpointError: when the tensors do not fit, or the architecture is unknown.
-    """
+    """Return `config`, or the architecture of Apple's 3B model for None; raise if the tensors don't fit it."""
     if config is not None:
         check_fits(tensors, config, source)
     elif misfits(tensors, config := PRESETS["afm-3b"]):

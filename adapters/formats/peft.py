@@ -133,11 +133,7 @@ def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
 
 
 def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, str]]:
-    """Return a mapping from each layer's path to the names that its "A" and "B" have in the file.
-
-    Raises:
-        CheckpointError: for tensors that are no LoRA pairs of an AFM model, and for half a pair.
-    """
+    """Return a mapping from each layer's path to the names that its "A" and "B" have in the file."""
     found: dict[str, dict[str, str]] = {}
     for name, tensor in stored.items():
         match = _NAME.fullmatch(name)
@@ -336,11 +332,7 @@ class LoRASettings:
 
 
 def read_settings(path: Path) -> LoRASettings:
-    """Read a PEFT config.
-
-    Raises:
-        ConfigError: names the option that can't be converted, or the value that can't be used.
-    """
+    """Read a PEFT config, or raise `ConfigError` with the option that can't be converted, or its value."""
     values = read_config_json(path)
     kind = values.get("peft_type")
     if kind != "LORA":

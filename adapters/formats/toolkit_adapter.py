@@ -65,14 +65,9 @@ def read_pairs(
 ) -> Tensors:
     """Convert tensors of a state dict to arrays.
 
-    Args:
-        state: what `open_state_dict` returned.
-        keys: maps the name of each array to return to its tensor's key in `state`.
-        dtype: type of the arrays; None for the stored type.
-        source: where the tensors come from, for errors.
-
-    Raises:
-        CheckpointError: on NaN, infinity, integers, and numbers that the dtype can't hold.
+    `keys` maps the name of each array to its tensor's key in `state`; `dtype` is None for the stored types.
+    Raises `CheckpointError` on NaN, infinity, integers, and numbers that the dtype can't hold; it names
+    `source`.
     """
     tensors = {}
     for name, key in keys.items():
@@ -146,11 +141,7 @@ def read(
 
 
 def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
-    """Return the entry for an adapter among a config's; a single one is returned whatever its id is.
-
-    Raises:
-        ConfigError: when no entry is for the adapter, or the adapter is not of LoRA.
-    """
+    """Return the entry for an adapter among a config's; a single one is returned whatever its id is."""
     if not adapters:
         return None
     entry = adapters.get(adapter) or next(iter(adapters.values()))
@@ -207,22 +198,9 @@ def write(
         data = array_bytes(array.astype(mx.float32)).copy()
         key = adapter_key(name, ADAPTER_ID, model_config.num_kv_reuse_layers > 0)
         state[key] = torch.from_numpy(data.view(np.float32).reshape(array.shape))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_config_json(config, model_config), indent=4)
-    with atomic_write(config_path) as config_file, atomic_write(path) as weights_file:
-        config_file.write_text(text, encoding="utf-8")
-        try:
-            torch.save(state, weights_file)
-        except RuntimeError as error:  # PyTorch's for a full disk
-            why = (str(error).splitlines() or ["?"])[0]
-            raise AFMError(f"{path} can't be written: {why}. Check room and permissions.") from None
-
-
-def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, object]:
-    """Return the config that tamm writes for a model with this adapter."""
     values: dict[str, object] = {"__tamm_type__": "module_configs:AFMTextV7Config"}
     left_out = ("rms_norm_eps", "kv_bits", "context_length")
-    values |= {k: v for k, v in dataclasses.asdict(model).items() if k not in left_out}
+    values |= {k: v for k, v in dataclasses.asdict(model_config).items() if k not in left_out}
     values["adapters"] = {
         ADAPTER_ID: {
             "__tamm_type__": "adapters:LoRAModelAdapter",
@@ -231,8 +209,16 @@ def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, object]
             "dropout_p": config.dropout,
         }
     }
-    if model.kv_bits is not None:
+    if model_config.kv_bits is not None:
         values["arch_optimizers"] = {"kv_quant": {"__tamm_type__": "ao:KVQuantArchOptimizer"}}
     if config.base_model_fingerprint is not None:
         values["metadata"] = {FINGERPRINT: config.base_model_fingerprint}
-    return values
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(values, indent=4)
+    with atomic_write(config_path) as config_file, atomic_write(path) as weights_file:
+        config_file.write_text(text, encoding="utf-8")
+        try:
+            torch.save(state, weights_file)
+        except RuntimeError as error:  # PyTorch's for a full disk
+            why = (str(error).splitlines() or ["?"])[0]
+            raise AFMError(f"{path} can't be written: {why}. Check room and permissions.") from None

@@ -175,7 +175,25 @@ class Batches:
 
     def _plan_epoch(self, epoch: int) -> _Plan:
         random = np.random.default_rng([self.seed, 1, epoch]) if self.shuffle else None
-        order, batches = self._exchanged(random) if self.packed else self._sorted(random)
+        order = self._order
+        if self.packed:
+            rows = np.arange(len(self._bounds) - 1)
+            if (
+                random is not None
+            ):  # exchange samples of equal length between rows, and shuffle the rows
+                by_length = np.argsort(self._inputs[order], kind="stable")
+                shuffled = random.permutation(len(self))
+                order = np.empty_like(order)
+                order[by_length] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
+                rows = random.permutation(len(rows))
+            batches = _split(rows, self.batch_size)
+        else:  # sort by length within windows of several batches, and shuffle the batches
+            order = order if random is None else random.permutation(len(self))
+            windows = _split(order, self.batch_size * _BATCHES_SORTED)
+            order = np.concatenate([w[np.argsort(self._inputs[w], kind="stable")] for w in windows])
+            batches = _split(np.arange(len(self)), self.batch_size)
+            if random is not None:
+                batches = [batches[i] for i in random.permutation(len(batches))]
         targets = np.add.reduceat(self._targets[order], self._bounds[:-1])
         widths, sizes = [self.length] * len(batches), [targets[rows].sum() for rows in batches]
         if self.packed:
@@ -184,30 +202,6 @@ class Batches:
             longest = [int(self._inputs[order[rows]].max()) for rows in batches]
             widths = [min(_round_up(n, ROW_MULTIPLE), self.length) for n in longest]
         return _Plan(order, batches, widths, [_round_up(int(n), TARGET_MULTIPLE) for n in sizes])
-
-    def _exchanged(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Exchange samples of equal length, and shuffle the rows, if `random`; return order and batches."""
-        order, rows = self._order, np.arange(len(self._bounds) - 1)
-        if random is not None:
-            by_length = np.argsort(self._inputs[order], kind="stable")
-            shuffled = random.permutation(len(self))
-            order = np.empty_like(order)
-            order[by_length] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
-            rows = random.permutation(len(rows))
-        return order, _split(rows, self.batch_size)
-
-    def _sorted(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return order and batches, one sample to a row, sorted by length within windows of several batches.
-
-        `random` shuffles the samples first, and the batches afterwards; None keeps the given order.
-        """
-        order = self._order if random is None else random.permutation(len(self))
-        windows = _split(order, self.batch_size * _BATCHES_SORTED)
-        order = np.concatenate([w[np.argsort(self._inputs[w], kind="stable")] for w in windows])
-        batches = _split(np.arange(len(self)), self.batch_size)
-        if random is not None:
-            batches = [batches[i] for i in random.permutation(len(batches))]
-        return order, batches
 
 
 class _Plan(NamedTuple):

@@ -337,7 +337,15 @@ class _Chat:
             if tools:
                 raise DataError("tools are given twice: with the chat and with messages[0].")
             self._tools = own_tools
-        self._refuse_ignored_fields(checked, tools or own_tools)
+        template = getattr(tokenizer, "chat_template", None)
+        if isinstance(template, str):
+            fields = {field for message in checked for field in message}
+            used = fields & {"tool_calls", "response_format"}
+            used |= {"tools"} if tools or own_tools else set()
+            if ignored := sorted(field for field in used if field not in template):
+                raise DataError(
+                    f"the chat has {', '.join(ignored)}, which the model's chat template does not use."
+                )
         self._text = self._render(len(messages))
         self.tokens = self._encode(self._text, len(messages))
 
@@ -400,18 +408,6 @@ class _Chat:
                 tokenize=tokenize,
             ),
         )
-
-    def _refuse_ignored_fields(self, checked: Sequence[Message], tools: Tools) -> None:
-        template = getattr(self._tokenizer, "chat_template", None)
-        if not isinstance(template, str):
-            return
-        fields = {field for message in checked for field in message}
-        used = fields & {"tool_calls", "response_format"} | ({"tools"} if tools else set())
-        ignored = sorted(field for field in used if field not in template)
-        if ignored:
-            raise DataError(
-                f"the chat has {', '.join(ignored)}, which the model's chat template does not use."
-            )
 
 
 def _for_zoo(message: Mapping[str, Any], checked: Message) -> Message:

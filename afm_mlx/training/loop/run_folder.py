@@ -78,11 +78,8 @@ class RunFolder:
     def create(cls, path: str | Path, manifest: Mapping[str, object]) -> RunFolder:
         """Lock a folder, which is made if missing, and start a run in it.
 
-        `manifest` holds JSON values that the run must keep when it resumes.
-
-        Raises:
-            RunExistsError: when there is a run already.
-            TrainingError: when another process starts one, or the folder can't be made.
+        `manifest` holds JSON values that the run must keep when it resumes. Raises `RunExistsError` when there
+        is a run already, `TrainingError` when another process starts one, or the folder can't be made.
         """
         run = cls(Path(path))
         run.check(resume=False)
@@ -128,9 +125,8 @@ class RunFolder:
     def check(self, *, resume: bool) -> None:
         """Check that a run can be resumed, or else created, apart from its manifest; change nothing.
 
-        Raises:
-            RunExistsError: for a new run, when the folder has one.
-            TrainingError: when there is no run to resume, or when a process works in the folder.
+        Raises `RunExistsError` for a new run, when the folder has one; `TrainingError` when there is no run to
+        resume, or when a process works in the folder.
         """
         if self.path.is_dir() and self._lock is None:
             self._take_lock(create=False)

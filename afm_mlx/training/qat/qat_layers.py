@@ -234,12 +234,10 @@ def initial_clip(weight: mx.array, rule: QuantizationRule, name: str = "the matr
     """Return clip factors that nearly minimise the rounding error of every unit, float32 in the shape of the
     scales.
 
-    The scale is searched between the scales for the bulk of the weights and for the largest one, and refined
-    by Newton steps: for fixed codes the squared error is quadratic in s, so a step reaches its minimum.
-    Weights that are already on a balanced grid keep their codes.
-
-    Raises:
-        ConfigError, CheckpointError: name the layer: a palette, shapes that don't pack, NaN.
+    The scale is searched between the scales for the bulk of the weights and for the largest one, and refined by
+    Newton steps: for fixed codes the squared error is quadratic in s, so a step reaches its minimum. Weights
+    that are already on a balanced grid keep their codes. Errors name the layer: a palette, shapes that don't
+    pack, NaN.
 
     Source: arXiv 2507.13575 describes a Newton-like initialisation that captures the central mass of the
     weights, without pseudocode. The search is `grids.fit_scales`.
