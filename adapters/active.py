@@ -135,8 +135,7 @@ class ActiveAdapters(dict[str, Any]):
 
 
 def bind(model: nn.Module) -> ActiveAdapters:
-    """Make a model's layers look up their adapters in an `ActiveAdapters`, and return it; a second call returns
-    the same.
+    """Make a model's layers look up their adapters in the model's one `ActiveAdapters`, and return it.
 
     Packed layers look up adapters themselves; other linear layers are wrapped (`afm_mlx.model.fused_layers`).
     Raises `RequestError` when no block has a linear layer, or the model has LoRA layers.

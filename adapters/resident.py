@@ -275,7 +275,7 @@ class Base(NamedTuple):
     def of(
         cls, model: nn.Module, base_folder: str | Path | None = None, force: bool = False
     ) -> Base:
-        """Describe a model in memory, with LoRA layers or without; with `force`, accept adapters of other models.
+        """Describe a model in memory, with LoRA layers or without; `force` accepts adapters of other models.
 
         The fingerprint of `base_folder`, the model's folder, is accepted too: the fingerprint of arrays in
         memory depends on the type that the device computes in.
