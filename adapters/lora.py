@@ -204,10 +204,11 @@ def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> Adap
         raise RequestError("The model has no LoRA layers; add_lora makes them.")
     first = next(iter(layers.values()))
     fingerprint = None
-    if is_afm(model) and base_folder is None:
-        fingerprint = base_model_fingerprint(model)
-    elif is_afm(model):
-        fingerprint = folder_fingerprint(model.args, base_folder)
+    if is_afm(model):
+        if base_folder is None:
+            fingerprint = base_model_fingerprint(model)
+        else:
+            fingerprint = folder_fingerprint(model.args, base_folder)
     keys = {target.key for target in target_modules(model) if target.path in layers}
     return AdapterConfig(
         rank=first.rank,

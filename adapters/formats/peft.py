@@ -358,8 +358,9 @@ def read_settings(path: Path) -> LoRASettings:
     ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
 
     def is_pattern(value: object, allowed: Callable[[object], bool]) -> bool:
-        is_table = isinstance(value, dict) and len(value) <= _MAX_PATTERNS
-        return is_table and all(_is_safe(k) and allowed(v) for k, v in value.items())
+        if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
+            return False
+        return all(_is_safe(k) and allowed(v) for k, v in value.items())
 
     base_stays = "one that leaves the base's weights as they are"
     for name, value, holds, allowed in (

@@ -207,7 +207,7 @@ def _pieces(
     pieces = cut([whole], max_seq_length)
     if not pieces:
         raise DataError(f"a text of {len(whole)} tokens; nothing is left to predict. Remove it.")
-    return [(np.array(p, np.int32), np.float32(np.arange(len(p)) > 0)) for p in pieces]
+    return [(np.array(p, np.int32), (np.arange(len(p)) > 0).astype(np.float32)) for p in pieces]
 
 
 # -- chats
@@ -399,15 +399,9 @@ class _Chat:
         return np.array(tokens, np.int32)
 
     def _template(self, count: int, start: bool, tokenize: bool) -> Any:
-        return _guarded(
-            "chat",
-            lambda: self._tokenizer.apply_chat_template(
-                self._messages[:count],
-                tools=self._tools,
-                add_generation_prompt=start,
-                tokenize=tokenize,
-            ),
-        )
+        apply: Any = self._tokenizer.apply_chat_template
+        options = {"tools": self._tools, "add_generation_prompt": start, "tokenize": tokenize}
+        return _guarded("chat", lambda: apply(self._messages[:count], **options))
 
 
 def _for_zoo(message: Mapping[str, Any], checked: Message) -> Message:

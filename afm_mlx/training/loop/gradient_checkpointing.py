@@ -55,7 +55,7 @@ def recomputed_blocks(model: nn.Module) -> Iterator[None]:
     changed = {id(m): (m, type(m)) for m in [*blocks, *dropouts]}
     try:
         for module, kind in changed.values():
-            module.__class__ = _KeyedDropout if kind is nn.Dropout else _recomputed(kind)
+            module.__class__ = _KeyedDropout if kind is nn.Dropout else _recomputed(kind)  # type: ignore[arg-type]
         yield
     finally:
         for module, kind in changed.values():

@@ -337,7 +337,8 @@ class SplitScore:
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON values; leaves out the acceptance if it was not measured."""
-        values = {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+        values: dict[str, object] = {"loss": self.loss, "perplexity": self.perplexity}
+        values["tokens"] = self.tokens
         return values if self.acceptance is None else values | {"acceptance": self.acceptance}
 
 
