@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.adapters.lora import LoRALinear, lora_tensors
+from afm_mlx.adapters.lora import lora_layers, lora_tensors
 from afm_mlx.adapters.resident import Base, ResidentAdapter, build_resident, open_adapter
 from afm_mlx.adapters.target_modules import (
     TargetModule,
@@ -43,26 +43,16 @@ _NO_PART = Part(0, 0, 0)
 
 @dataclass(frozen=True, eq=False)
 class BatchAdapters:
-    """The adapters of a batch's rows, in the form that kernels read.
+    """The adapters of a batch's rows, in the form that kernels read."""
 
-    Args:
-        residents: the distinct adapters.
-        scales: (adapters,) float32, alpha / rank of each.
-        slots: (B,) int32, each row's index into `residents`, -1 for none; None if all rows of any batch use
-            the first one.
-    """
-
-    residents: tuple[ResidentAdapter, ...]
-    scales: mx.array
+    residents: tuple[ResidentAdapter, ...]  # distinct ones
+    scales: mx.array  # (adapters,) float32, alpha / rank of each
+    # (B,) int32, each row's index into `residents`, -1 for none; None if all rows of any batch use the first
     slots: mx.array | None
 
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
-        """Make the batch whose row i uses adapter `rows[i]`, or none.
-
-        Raises:
-            RequestError: for more than `MAX_ADAPTERS` distinct adapters.
-        """
+        """Make the batch whose row i uses adapter `rows[i]`, or none; at most `MAX_ADAPTERS` different ones."""
         # Sorted by layout: batches whose rows have the same layouts in another order share a trace.
         distinct = {id(row): row for row in rows if row is not None}.values()
         residents = tuple(sorted(distinct, key=lambda resident: resident.layout))
@@ -72,22 +62,19 @@ class BatchAdapters:
             )
         index = {id(resident): slot for slot, resident in enumerate(residents)}
         slots = [-1 if row is None else index[id(row)] for row in rows]
-        return cls(residents, _scales(residents), mx.array(np.array(slots, np.int32)))
+        scales = mx.array(np.array([resident.scale for resident in residents], np.float32))
+        return cls(residents, scales, mx.array(np.array(slots, np.int32)))
 
     @classmethod
     def everywhere(cls, resident: ResidentAdapter) -> BatchAdapters:
         """Make a batch of any number of rows, all of which use one adapter."""
-        return cls((resident,), _scales((resident,)), None)
+        return cls((resident,), mx.array([resident.scale], mx.float32), None)
 
     @property
     def layout(self) -> str:
         """Text that is equal for batches that can share a traced step."""
         kind = "all" if self.slots is None else "rows"
         return " ".join([kind, *(str(resident.layout) for resident in self.residents)])
-
-
-def _scales(residents: Sequence[ResidentAdapter]) -> mx.array:
-    return mx.array(np.array([resident.scale for resident in residents], np.float32))
 
 
 class ActiveAdapters(dict[str, Any]):
@@ -148,13 +135,10 @@ class ActiveAdapters(dict[str, Any]):
 
 
 def bind(model: nn.Module) -> ActiveAdapters:
-    """Make a model's layers look up their adapters in an `ActiveAdapters`, and return it.
+    """Make a model's layers look up their adapters in the model's one `ActiveAdapters`, and return it.
 
-    A second call returns the same object. Packed layers look up adapters themselves; other linear layers are
-    wrapped (`afm_mlx.model.fused_layers`).
-
-    Raises:
-        RequestError: when no block has a linear layer, or the model has LoRA layers.
+    Packed layers look up adapters themselves; other linear layers are wrapped (`afm_mlx.model.fused_layers`).
+    Raises `RequestError` when no block has a linear layer, or the model has LoRA layers.
     """
     found = active_adapters(model)
     if found is not None:
@@ -241,17 +225,10 @@ def detach_adapter(model: nn.Module) -> nn.Module:
 def attach_random_adapters(
     model: nn.Module, rank: int, seed: int = 0, count: int = 1, rows: int = 1
 ) -> nn.Module:
-    """Run a model with random adapters on every linear layer of its blocks, for benchmarks; return the model.
+    """Run a model with `count` random adapters on every linear layer of its blocks, for benchmarks; return it.
 
-    Args:
-        model: a model in eval mode.
-        rank: columns of A and rows of B.
-        seed: seed of the random numbers.
-        count: number of adapters; if 1, all rows of any batch use it.
-        rows: rows of the batch, among which several adapters take turns.
-
-    Raises:
-        RequestError: when no block has a linear layer that can carry one.
+    If there is one, all rows of any batch use it; several take turns among the `rows` of a batch. Raises
+    `RequestError` when no block has a linear layer that can carry one.
     """
     active, shapes = bind(model), target_shapes(model)
     residents = [
@@ -296,7 +273,5 @@ def adapter_fingerprint(model: nn.Module) -> str | None:
     arrays = lora_tensors(model)
     if not arrays:
         return None
-    scales = {
-        p.path: p.layer.scale for p in target_modules(model) if isinstance(p.layer, LoRALinear)
-    }
+    scales = {path: layer.scale for path, layer in lora_layers(model).items()}
     return arrays_fingerprint(scales, arrays)

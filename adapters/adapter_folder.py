@@ -33,24 +33,14 @@ _TENSOR_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[ab])(?P<part>\.\d+)?")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The content of an adapter folder's `adapter_config.json`.
+    """The content of an adapter folder's `adapter_config.json`."""
 
-    Args:
-        rank: columns of A and rows of B, the same for every pair in the folder.
-        scale: alpha / rank.
-        num_layers: how many blocks, counted from the last, may carry the adapter (mlx-lm's meaning).
-        keys: adapted layers by their names within a block, such as `mlp.up_proj`.
-        dropout: dropout rate of the inputs of A in training; it has no effect on inference.
-        base_model_fingerprint: fingerprint of the model that the adapter was made for; None when unknown, as in
-            folders that mlx-lm wrote.
-    """
-
-    rank: int
-    scale: float
-    num_layers: int
-    keys: tuple[str, ...] = ()
-    dropout: float = 0.0
-    base_model_fingerprint: str | None = None
+    rank: int  # columns of A and rows of B, the same for every pair in the folder
+    scale: float  # alpha / rank
+    num_layers: int  # how many blocks, from the last, may carry the adapter (mlx-lm's meaning)
+    keys: tuple[str, ...] = ()  # adapted layers within a block, such as `mlp.up_proj`
+    dropout: float = 0.0  # of the inputs of A in training
+    base_model_fingerprint: str | None = None  # None when unknown, as in folders of mlx-lm
 
     def to_dict(self) -> dict[str, object]:
         """Return the content of `adapter_config.json`."""
@@ -72,8 +62,7 @@ class AdapterConfig:
     def from_dict(cls, values: Mapping[str, Any], source: str | Path) -> AdapterConfig:
         """Parse the content of an `adapter_config.json`; options of mlx-lm's training are ignored.
 
-        Raises:
-            ConfigError: names what is missing or can't be used, and `source`.
+        Raises `ConfigError`, which names what is missing or can't be used, and `source`.
         """
         kind = values.get("fine_tune_type", "lora")
         if kind != "lora":
@@ -112,8 +101,8 @@ def save_adapter(
 ) -> None:
     """Write an adapter folder; each of its two files is replaced whole or not at all.
 
-    Raises:
-        CheckpointError: when the tensors are no LoRA pairs of the config's rank, or the disk is full.
+    Raises `CheckpointError` when the tensors are no LoRA pairs of the config's rank, `AFMError` when the disk
+    is full.
     """
     folder = Path(folder)
     check_pairs(tensors, config, folder)
@@ -122,19 +111,14 @@ def save_adapter(
         with atomic_write(folder / TENSORS_NAME) as path:
             save_file(path, dict(sorted(tensors.items())))
         with atomic_write(folder / CONFIG_NAME) as path:
-            path.write_text(
-                json.dumps(config.to_dict(), indent=4, sort_keys=True), encoding="utf-8"
-            )
+            text = json.dumps(config.to_dict(), indent=4, sort_keys=True)
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise AFMError(f"The adapter folder {folder} can't be written: {error}.") from None
 
 
 def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig]:
-    """Read an adapter folder; the tensors are lazy, and NaN is not looked for (`check_finite` does that).
-
-    Raises:
-        CheckpointError, ConfigError: see `open_folder`.
-    """
+    """Read an adapter folder as `open_folder` does; the tensors are lazy, and NaN is not looked for."""
     stored, config = open_folder(folder)
     return load_stored(stored), config
 
@@ -142,9 +126,8 @@ def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig
 def open_folder(folder: str | Path) -> tuple[dict[str, StoredTensor], AdapterConfig]:
     """Read the header of an adapter folder's tensors, and its config.
 
-    Raises:
-        CheckpointError: when files are missing, damaged, or hold no LoRA pairs of the config's rank.
-        ConfigError: when the config can't be used.
+    Raises `CheckpointError` when files are missing, damaged, or hold no LoRA pairs of the config's rank, and
+    `ConfigError` when the config can't be used.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -22,7 +22,6 @@ from afm_mlx.json_values import is_number
 LoadedAdapter = tuple[Mapping[str, mx.array], AdapterConfig]
 """Tensors by their names in an adapter folder, and the config; see `load_adapter`."""
 
-
 T = TypeVar("T")
 """A tensor, whether in memory or not."""
 
@@ -39,13 +38,8 @@ def weighted_sum(
 ) -> tuple[float, dict[str, list[Term[T]]]]:
     """Return the scale of a sum and the terms of each of its tensors; no tensor is read.
 
-    Args:
-        adapters: for each adapter its tensors, by their names in an adapter folder, and its scale.
-        weights: for each adapter its weight in the sum.
-
-    Returns:
-        the scale; and a mapping from each tensor's name to a term for every adapter that has the tensor, in the
-        order of `adapters`.
+    `adapters` has the tensors, by their names in an adapter folder, and the scale of each; `weights` its weight
+    in the sum. A tensor has a term for every adapter that has the tensor, in the order of `adapters`.
 
     Raises:
         RequestError: for a weight that is not finite, or too large for the adapter's scale.
@@ -94,7 +88,14 @@ def compose(
         )
     for index, (tensors, config) in enumerate(adapters, 1):
         check_pairs(tensors, config, f"Adapter {index}")
-    fingerprint = _common_base([config for _, config in adapters], force)
+    bases = [c.base_model_fingerprint for _, c in adapters if c.base_model_fingerprint is not None]
+    other = next((base for base in bases if base != bases[0]), None)
+    if other is not None and not force:
+        raise CheckpointError(
+            f"The adapters belong to different models, with the fingerprints {named(bases[0])} and "
+            f"{named(other)}. "
+            "Compose adapters of one model, or force it (--force) when you know that both fit."
+        )
     used = [(adapter, weight) for adapter, weight in zip(adapters, weights, strict=True) if weight]
     if not used:
         listed = named(", ".join(f"{weight:g}" for weight in weights))
@@ -102,68 +103,41 @@ def compose(
             f"The weights are {listed}: no adapter is left. Give one of them another weight."
         )
     configs = [config for (_, config), _ in used]
-    whole = _completed([adapter for adapter, _ in used])
-    scale, terms = weighted_sum(
-        [(tensors, config.scale) for tensors, config in zip(whole, configs, strict=True)],
-        [weight for _, weight in used],
-    )
+    known: dict[str, mx.array] = {}  # the first tensor of each name
+    for (tensors, _), _ in used:
+        for name, tensor in tensors.items():
+            one, other_width = _width(name, known.setdefault(name, tensor)), _width(name, tensor)
+            if one != other_width:
+                raise CheckpointError(
+                    f"{named(name)} has {one} {'inputs' if is_a(name) else 'outputs'} in one adapter and "
+                    f"{other_width} in another. They were made for different models."
+                )
+
+    def zeros(name: str, rank: int) -> mx.array:
+        width = _width(name, known[name])
+        return mx.zeros((width, rank) if is_a(name) else (rank, width), known[name].dtype)
+
+    whole = []
+    for (tensors, config), _ in used:
+        completed = {
+            n: tensors[n] if n in tensors else zeros(n, config.rank) for n in sorted(known)
+        }
+        whole.append((completed, config.scale))
+    scale, terms = weighted_sum(whole, [weight for _, weight in used])
+    joined = {}
+    for name, each in terms.items():
+        parts = [t if is_a(name) else t.astype(mx.float32) * factor for t, factor in each]
+        joined[name] = mx.concatenate(parts, axis=1 if is_a(name) else 0)
     unknown = any(config.num_layers < 0 for config in configs)
-    return {name: _joined(name, each) for name, each in terms.items()}, AdapterConfig(
+    return joined, AdapterConfig(
         rank=sum(config.rank for config in configs),
         scale=scale,
         num_layers=-1 if unknown else max(config.num_layers for config in configs),
         keys=tuple(sorted({key for config in configs for key in config.keys})),
-        base_model_fingerprint=fingerprint,
+        base_model_fingerprint=bases[0] if bases and other is None else None,
     )
-
-
-def _common_base(configs: Sequence[AdapterConfig], force: bool) -> str | None:
-    known = [c.base_model_fingerprint for c in configs if c.base_model_fingerprint is not None]
-    for other in known:
-        if other != known[0] and not force:
-            raise CheckpointError(
-                f"The adapters belong to different models, with the fingerprints {named(known[0])} and "
-                f"{named(other)}. "
-                "Compose adapters of one model, or force it (--force) when you know that both fit."
-            )
-    return known[0] if len(set(known)) == 1 else None
-
-
-def _completed(adapters: Sequence[LoadedAdapter]) -> list[dict[str, mx.array]]:
-    """Return the tensors of each adapter, with zeros for tensors that only other adapters have.
-
-    Raises:
-        CheckpointError: when two adapters differ in the inputs or outputs of a layer.
-    """
-    known: dict[str, mx.array] = {}
-    for tensors, _ in adapters:
-        for name, tensor in tensors.items():
-            one, other = _width(name, known.setdefault(name, tensor)), _width(name, tensor)
-            if one != other:
-                raise CheckpointError(
-                    f"{named(name)} has {one} {'inputs' if is_a(name) else 'outputs'} in one adapter and "
-                    f"{other} in another. They were made for different models."
-                )
-    return [
-        {
-            name: tensors[name] if name in tensors else _zeros(name, like, config.rank)
-            for name, like in sorted(known.items())
-        }
-        for tensors, config in adapters
-    ]
 
 
 def _width(name: str, tensor: mx.array) -> int:
     """Return the number of inputs of an A, or of outputs of a B."""
     return tensor.shape[0 if is_a(name) else 1]
-
-
-def _zeros(name: str, like: mx.array, rank: int) -> mx.array:
-    width = _width(name, like)
-    return mx.zeros((width, rank) if is_a(name) else (rank, width), like.dtype)
-
-
-def _joined(name: str, terms: Sequence[Term[mx.array]]) -> mx.array:
-    if is_a(name):
-        return mx.concatenate([tensor for tensor, _ in terms], axis=1)
-    return mx.concatenate([tensor.astype(mx.float32) * factor for tensor, factor in terms], axis=0)

@@ -30,16 +30,10 @@ from afm_mlx.model.model import is_afm
 class LoRALinear(LinearWrapper):
     """`y = linear(x) + scale * (dropout(x) A_i) B_i`, with a pair A_i, B_i for every section of the output.
 
-    `lora_a` (K, rank) and `lora_b` (rank, N_i) are arrays; of a fused layer, lists of arrays. At the start A is
-    normal with variance 1 / K and B is zero, so that the layer computes what `linear` does.
-
-    Args:
-        linear: maps (..., K) to (..., N); it is frozen.
-        rank: columns of A and rows of B.
-        scale: alpha / rank.
-        dropout: dropout rate of the adapter's inputs in training mode, 0 to less than 1.
-        sections: end of each projection's outputs; None for one projection.
-        key: random key that A is drawn with; None for MLX's global random state.
+    `lora_a` (K, rank) and `lora_b` (rank, N_i) are arrays; of a fused layer, whose projections' outputs end at
+    `sections`, lists of arrays. At the start A is normal with variance 1 / K, drawn with `key` (None for MLX's
+    global random state), and B is zero, so that the layer computes what `linear` does, which is frozen. `scale`
+    is alpha / rank, and `dropout` is for training mode.
 
     Source: `tamm` 0.2.0, `LoRA` and `LoRAFusedMultiOutputLinear`.
     """
@@ -174,11 +168,8 @@ def start_lora(
 ) -> None:
     """Set LoRA layers to the numbers of an adapter, such as a recovery adapter, to train from there.
 
-    Args:
-        model: a model with LoRA layers on the very layers that the adapter changes, of its rank and scale.
-        tensors: finite tensors by their names in an adapter folder; see `load_adapter`.
-        config: rank and scale of the adapter.
-        folder: where the adapter comes from, for errors.
+    The layers must be the very layers that the adapter changes, of its rank and scale. `tensors` are finite, by
+    their names in an adapter folder; `folder` is for errors.
 
     Raises:
         CheckpointError: names what differs.
@@ -190,17 +181,14 @@ def start_lora(
             f"{folder} has scale {config.scale}, and the LoRA layers have {shown(sorted(scales))}; give "
             "both the same."
         )
-    differing = sorted(
-        name
-        for name in set(mine) | set(tensors)
-        if name not in mine or name not in tensors or mine[name].shape != tensors[name].shape
-    )
+    there, here = ({name: list(t.shape) for name, t in each.items()} for each in (tensors, mine))
+    differing = sorted(name for name in there | here if there.get(name) != here.get(name))
     if differing:
         name = differing[0]
-        shapes = [f"{list(t[name].shape)}" if name in t else "none" for t in (tensors, mine)]
         raise CheckpointError(
-            f"{folder} does not fit the LoRA layers: {named(name)} is {shapes[0]} there and {shapes[1]} here "
-            f"({len(differing)} tensors differ). Train with the same rank and the same layers."
+            f"{folder} does not fit the LoRA layers: {named(name)} is {there.get(name, 'none')} there and "
+            f"{here.get(name, 'none')} here ({len(differing)} tensors differ). Train with the same rank and "
+            "the same layers."
         )
     model.load_weights([(n, t.astype(mine[n].dtype)) for n, t in tensors.items()], strict=False)
 
@@ -208,10 +196,8 @@ def start_lora(
 def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> AdapterConfig:
     """Return the config for an adapter folder of the model's LoRA layers.
 
-    Args:
-        model: a model with LoRA layers.
-        base_folder: folder that the base was loaded from, for its fingerprint; None for the fingerprint of the
-            arrays in memory, which depends on the device. Models of mlx-lm's zoo have no fingerprint.
+    `base_folder` is the folder that the base was loaded from, for its fingerprint; None for the fingerprint of
+    the arrays in memory, which depends on the device. Models of mlx-lm's zoo have no fingerprint.
     """
     layers = lora_layers(model)
     if not layers:
@@ -219,18 +205,16 @@ def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> Adap
     first = next(iter(layers.values()))
     fingerprint = None
     if is_afm(model):
-        fingerprint = (
-            base_model_fingerprint(model)
-            if base_folder is None
-            else folder_fingerprint(model.args, base_folder)
-        )
+        if base_folder is None:
+            fingerprint = base_model_fingerprint(model)
+        else:
+            fingerprint = folder_fingerprint(model.args, base_folder)
+    keys = {target.key for target in target_modules(model) if target.path in layers}
     return AdapterConfig(
         rank=first.rank,
         scale=first.scale,
         num_layers=len(model.layers),
-        keys=tuple(
-            sorted({target.key for target in target_modules(model) if target.path in layers})
-        ),
+        keys=tuple(sorted(keys)),
         dropout=first.dropout_rate,
         base_model_fingerprint=fingerprint,
     )

@@ -329,7 +329,7 @@ class AdapterPool:
         """Drop adapters and their pins; if one of them is in use, raise `RequestError` and drop none."""
         self._advance()
         for entry in entries:
-            if entry.in_use:
+            if entry.held or entry.waiting:
                 raise RequestError(
                     f"The adapter {entry.name} is in use: {entry.held} rows run with it or are about to, "
                     f"and {len(entry.waiting)} wait for it. Let them end, or cancel them."
@@ -358,7 +358,9 @@ class AdapterPool:
             elif self._make_room(entry):
                 self._queue.remove(entry)
                 entry.state = "loading"
-                self._in_thread(self._read, entry, self._registry.files(entry), entry.opened)
+                self._in_thread(self._read, entry)
+            elif any(e.state == "loading" for e in self._registry.values()):
+                break  # what is being read may turn out to be in no use
             elif not self._refuse_impatient():
                 break
         victims = self._victims()
@@ -417,9 +419,7 @@ class AdapterPool:
         return True
 
     def _refuse_impatient(self) -> bool:
-        """Fail the queued leases that are not patient; return True if there were any, False during a load."""
-        if any(e.state == "loading" for e in self._registry.values()):
-            return False  # what is being read may turn out to be in no use
+        """Fail the queued leases that are not patient; return True if there were any."""
         impatient = [lease for e in self._queue for lease in e.waiting if not lease.patient]
         for lease in impatient:
             error = RequestError(
@@ -443,14 +443,15 @@ class AdapterPool:
     def _start(self, entry: PoolEntry) -> None:
         if entry.state == "registered":
             entry.state, entry.dropped = "opening", False
-            self._in_thread(self._open, entry, self._registry.files(entry))
+            self._in_thread(self._open, entry)
 
-    def _in_thread(self, load: Callable[..., None], entry: PoolEntry, *arguments: object) -> None:
+    def _in_thread(self, load: Callable[..., None], entry: PoolEntry) -> None:
         """Call `load` in the loading thread; whatever it raises fails the entry's leases."""
+        files, opened = self._registry.files(entry), entry.opened
 
         def run() -> None:
             try:
-                load(entry, *arguments)
+                load(entry, opened or self._opened(entry, files))
             except Exception as error:
                 with self._lock:
                     self._fail(entry, error)
@@ -460,9 +461,8 @@ class AdapterPool:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="afm-mlx adapters")
         self._executor.submit(run)
 
-    def _open(self, entry: PoolEntry, files: Files) -> None:
-        """Read the headers of the entry's `files`, and put the entry into the queue for memory."""
-        opened = self._opened(entry, files)
+    def _open(self, entry: PoolEntry, opened: OpenAdapter) -> None:
+        """Put an entry whose headers were read into the queue for memory."""
         with self._lock:
             if not self._closed:
                 entry.opened, entry.nbytes, entry.state = opened, opened.nbytes, "waiting"
@@ -476,9 +476,8 @@ class AdapterPool:
         parts = [(open_adapter(file, self._base), weight) for file, weight in files]
         return open_sum(parts, self._base, entry.name)
 
-    def _read(self, entry: PoolEntry, files: Files, opened: OpenAdapter | None) -> None:
-        """Read the entry's numbers, and grant its leases; if `opened` is None, open `files` again first."""
-        opened = opened or self._opened(entry, files)
+    def _read(self, entry: PoolEntry, opened: OpenAdapter) -> None:
+        """Read the entry's numbers, and grant its leases."""
         if opened.nbytes > entry.nbytes:
             raise CheckpointError(
                 f"{opened.source} has grown from {entry.nbytes:,} bytes in memory to {opened.nbytes:,} "

@@ -24,37 +24,22 @@ Files: TypeAlias = Path | list[tuple[Path, float]]
 
 @dataclass(eq=False)
 class PoolEntry:
-    """A registered adapter, or an unnamed sum that a request has named by its weights.
+    """A registered adapter, or an unnamed sum that a request has named by its weights."""
 
-    Args:
-        key: name, or the sum's names and weights.
-        source: folder or file; of a sum, weights of adapters that have files.
-        state: "registered", "opening" (headers are read), "waiting" (for memory), "loading" or "resident".
-        order: counter value at the last use; larger is later.
-        held: number of leases that have been granted and not released.
-        waiting: leases that wait for the adapter.
-        dropped: True if the adapter was unloaded while it was read.
-        pinned: True if the adapter is never evicted.
-        nbytes: bytes in memory, 0 while unknown.
-        opened: the opened files, between "opening" and "waiting".
-        resident: the adapter, in state "resident".
-        fingerprint: fingerprint of the numbers at the first load.
-        error: message of the last load's error; None if it succeeded.
-    """
-
-    key: Key
-    source: Path | dict[str, float]
+    key: Key  # name, or the sum's names and weights
+    source: Path | dict[str, float]  # folder or file; of a sum, weights of adapters that have files
+    # "registered", "opening" (headers are read), "waiting" (for memory), "loading" or "resident"
     state: str = "registered"
-    order: int = 0
-    held: int = 0
+    order: int = 0  # counter value at the last use; larger is later
+    held: int = 0  # leases that have been granted and not released
     waiting: weakref.WeakSet[Lease] = field(default_factory=weakref.WeakSet)
-    dropped: bool = False
-    pinned: bool = False
-    nbytes: int = 0
-    opened: OpenAdapter | None = None
+    dropped: bool = False  # unloaded while it was read
+    pinned: bool = False  # never evicted
+    nbytes: int = 0  # in memory, 0 while unknown
+    opened: OpenAdapter | None = None  # between "opening" and "waiting"
     resident: ResidentAdapter | None = None
-    fingerprint: str | None = None
-    error: str | None = None
+    fingerprint: str | None = None  # at the first load
+    error: str | None = None  # message of the last load's error; None if it succeeded
 
     @property
     def name(self) -> str:
@@ -70,10 +55,6 @@ class PoolEntry:
     def parts(self) -> Collection[str]:
         """Names of a sum's parts; empty for an adapter that has files."""
         return () if isinstance(self.source, Path) else self.source
-
-    @property
-    def in_use(self) -> bool:
-        return bool(self.held or self.waiting)
 
     def describe(self) -> dict[str, object]:
         """Return the entry's facts as JSON values, for listings."""
@@ -102,9 +83,7 @@ class _Pool(Protocol):
 
 
 class Lease:
-    """One row's hold on an adapter: from the request, through loading, until `release`.
-
-    A lease that is garbage-collected without `release` ends then.
+    """One row's hold on an adapter: from the request, through loading, until `release` or garbage collection.
 
     Attributes:
         error: why the adapter could not be loaded; None while it loads and once it is ready.
@@ -128,11 +107,7 @@ class Lease:
 
     @property
     def resident(self) -> ResidentAdapter:
-        """The adapter.
-
-        Raises:
-            AFMError: the error that loading raised; or, before the adapter is loaded, that it is not.
-        """
+        """The adapter. Raises the error of loading, or `RequestError` before the adapter is loaded."""
         if self.error is not None:
             raise self.error
         if self._resident is None:
@@ -164,12 +139,8 @@ class Registry(dict[Key, PoolEntry]):
 
     def add(self, name: str, source: str | Path | Mapping[str, float]) -> None:
         """Add an entry; see `AdapterPool.register`."""
-        if (
-            not isinstance(name, str)
-            or not name.strip()
-            or not name.isprintable()
-            or len(name) > 200
-        ):
+        is_text = isinstance(name, str) and name.strip() and name.isprintable()
+        if not is_text or len(name) > 200:
             raise RequestError(
                 f"The adapter name is {shown(name)}; a text of 1 to 200 printable characters is needed."
             )
@@ -178,19 +149,31 @@ class Registry(dict[Key, PoolEntry]):
                 f"The adapter name {shown(name)} is taken, by {self[name].origin}. Choose another, or "
                 "unregister that one first."
             )
-        known = self.flattened(source) if isinstance(source, Mapping) else _path_of(name, source)
-        self[name] = PoolEntry(name, known)
+        if isinstance(source, Mapping):
+            self[name] = PoolEntry(name, self.flattened(source))
+            return
+        if not isinstance(source, str | Path) or not str(source):
+            raise RequestError(
+                f"The adapter {shown(name)} is to come from {shown(source)}; a path, or weights of registered "
+                "adapters by their names, are needed."
+            )
+        path = Path(os.path.expanduser(source)).absolute()
+        try:
+            missing = "there is no such path" if not path.exists() else None
+        except OSError as error:
+            missing = f"that can't be read: {error.strerror}"
+        if missing is not None:
+            raise CheckpointError(
+                f"The adapter {shown(name)} is to come from {path}, and {missing}."
+            )
+        self[name] = PoolEntry(name, path)
 
     @property
     def names(self) -> list[str]:
         return [key for key in self if isinstance(key, str)]
 
     def named(self, name: str) -> PoolEntry:
-        """Return the entry of a registered adapter.
-
-        Raises:
-            RequestError: lists the registered names.
-        """
+        """Return the entry of a registered adapter, or raise `RequestError` with the registered names."""
         entry = self.get(name) if isinstance(name, str) else None
         if entry is None:
             raise RequestError(
@@ -199,11 +182,7 @@ class Registry(dict[Key, PoolEntry]):
         return entry
 
     def entry_of(self, adapter: AdapterChoice) -> PoolEntry:
-        """Return the entry of a name or a sum; a new sum's entry is not added to the registry.
-
-        Raises:
-            RequestError: for names that are not registered, and weights that can't be used.
-        """
+        """Return the entry of a name or a sum, or raise `RequestError`; a new sum's entry is not added."""
         if isinstance(adapter, str):
             return self.named(adapter)
         if not isinstance(adapter, Mapping):
@@ -237,22 +216,6 @@ class Registry(dict[Key, PoolEntry]):
                 f"The weights {shown(dict(weights))} leave no adapter; give None for the model without one."
             )
         return flat
-
-
-def _path_of(name: str, source: str | Path) -> Path:
-    if not isinstance(source, str | Path) or not str(source):
-        raise RequestError(
-            f"The adapter {shown(name)} is to come from {shown(source)}; a path, or weights of registered "
-            "adapters by their names, are needed."
-        )
-    path = Path(os.path.expanduser(source)).absolute()
-    try:
-        missing = "there is no such path" if not path.exists() else None
-    except OSError as error:
-        missing = f"that can't be read: {error.strerror}"
-    if missing is not None:
-        raise CheckpointError(f"The adapter {shown(name)} is to come from {path}, and {missing}.")
-    return path
 
 
 def _finite(name: str, weight: object) -> float:

@@ -59,21 +59,13 @@ Pair: TypeAlias = tuple[Readable, Readable]
 
 @dataclass(frozen=True, eq=False)
 class ResidentAdapter:
-    """An adapter in memory, ready to run.
+    """An adapter in memory, ready to run."""
 
-    Args:
-        numbers: (n,) float16, the numbers of all matrices.
-        parts: each adapted layer's place in `numbers`, by the layer's path.
-        scale: alpha / rank.
-        fingerprint: 64 hex digits, equal for equal numbers on the same layers.
-        layout: a number that adapters with equal `parts` share.
-    """
-
-    numbers: mx.array
-    parts: Mapping[str, Part]
-    scale: float
-    fingerprint: str
-    layout: int
+    numbers: mx.array  # (n,) float16, of all matrices
+    parts: Mapping[str, Part]  # each adapted layer's place in `numbers`, by the layer's path
+    scale: float  # alpha / rank
+    fingerprint: str  # 64 hex digits, equal for equal numbers on the same layers
+    layout: int  # a number that adapters with equal `parts` share
 
     @property
     def nbytes(self) -> int:
@@ -88,16 +80,7 @@ class ResidentAdapter:
 def plan_layout(
     tensors: Mapping[str, Readable], shapes: Shapes, source: str | Path
 ) -> tuple[dict[str, Part], int]:
-    """Return an adapter's `ResidentAdapter.parts` and its bytes in memory, from the tensors' shapes.
-
-    Args:
-        tensors: tensors by their names in an adapter folder; only their shapes are read.
-        shapes: shapes of the model's target modules, see `target_shapes`.
-        source: where the adapter comes from, for errors.
-
-    Raises:
-        CheckpointError: names the tensor that does not fit this model.
-    """
+    """Return an adapter's `ResidentAdapter.parts` and its bytes in memory; raises as `pairs_by_layer`."""
     pairs = pairs_by_layer(tensors, shapes, source)
     parts, size = {}, 0
     for path, of_sections in pairs.items():
@@ -113,16 +96,10 @@ def plan_layout(
 def build_resident(
     tensors: Mapping[str, Readable], scale: float, shapes: Shapes, source: str | Path
 ) -> ResidentAdapter:
-    """Read an adapter's tensors, one by one, into one array.
+    """Read an adapter's tensors, by their names in an adapter folder and of a floating type, into one array.
 
-    Args:
-        tensors: A (K, rank) and B (rank, N_i) of a floating type, by their names in an adapter folder.
-        scale: alpha / rank.
-        shapes: shapes of the model's target modules, see `target_shapes`.
-        source: where the adapter comes from, for errors.
-
-    Raises:
-        CheckpointError: when a tensor does not fit the model, or holds a number that float16 does not.
+    `scale` is alpha / rank, `shapes` are the model's `target_shapes`. Raises `CheckpointError`, which names
+    `source`, when a tensor does not fit the model, or holds a number that float16 does not.
     """
     parts, nbytes = plan_layout(tensors, shapes, source)
     # NumPy fills the array without Python's lock, so decoding goes on, and faster than MLX copies.
@@ -140,10 +117,18 @@ def build_resident(
 
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = list(threads.map(fill, range(_THREADS)))
+    # A digest of all numbers would take longer than reading them.
+    head = {"scale": scale, "parts": parts}
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    bounds = sorted({*(i for p in parts.values() for i in (p.a, p.b)), view.size})
+    for start, end in itertools.pairwise(bounds):
+        # An odd stride visits every column of a matrix, whose rows are a power of two long as a rule.
+        stride = max(1, (end - start) // _SAMPLES) | 1
+        digest.update(view[start:end:stride].tobytes())
     in_order = [sums[i % _THREADS][i // _THREADS] for i in range(len(layers))]
-    fingerprint = _numbers_fingerprint(view, parts, scale, in_order)
+    digest.update(np.array(in_order, np.uint64).tobytes())
     layout = _LAYOUTS.setdefault(tuple(sorted(parts.items())), next(_NUMBERS))
-    return ResidentAdapter(numbers, parts, scale, fingerprint, layout)
+    return ResidentAdapter(numbers, parts, scale, digest.hexdigest(), layout)
 
 
 _LAYOUTS: dict[tuple[tuple[str, Part], ...], int] = {}
@@ -159,62 +144,38 @@ def _fill_layer(
     path: str,
     source: str | Path,
 ) -> np.uint64:
-    """Copy one layer's pairs into its part; return the sum of the part's 64-bit words.
-
-    Args:
-        view: the numbers of all layers.
-        part: where in `view` the layer's A and B are.
-        sections: (inputs, outputs) of each pair that the layer can have, see `TargetModule.shapes`.
-        pairs: the pair (A, B) of each section, None for a section that is not adapted.
-        read: reads a tensor as a NumPy array.
-        path: path of the layer, for errors.
-        source: where the adapter comes from, for errors.
-    """
-    outputs, start = sum(width for _, width in sections.values()), 0
-    mine = view[part.a : part.b + part.rank * _filled_up(outputs)]
-    if not _covers(part, outputs, pairs):
+    """Copy one layer's pair (A, B) of each section into its part of `view`; return the sum of 64-bit words."""
+    outputs, rank = sum(width for _, width in sections.values()), part.rank
+    blocks = _filled_up(outputs) // BLOCK
+    mine = view[part.a : part.b + rank * blocks * BLOCK]
+    all_b = view[part.b : part.b + rank * blocks * BLOCK]
+    (inputs, _), *_ = sections.values()
+    fills_blocks = outputs % BLOCK == len(sections) * rank * inputs % BLOCK == 0
+    if not fills_blocks or any(pair is None or pair[0].shape[1] != rank for pair in pairs):
         mine[:] = 0
+    start = 0
     for index, ((end, (_, width)), pair) in enumerate(zip(sections.items(), pairs, strict=True)):
         if pair is not None:
             a = _checked(read(pair[0]), f"{path}.lora_a{end}", source)
-            section = view[part.a + index * part.rank * len(a) :][: a.size]
+            section = view[part.a + index * rank * inputs :][: a.size]
             np.copyto(section.reshape(a.T.shape), a.T)
             b = _checked(read(pair[1]), f"{path}.lora_b{end}", source)
-            _fill_b(view, part, outputs, start, b)
+            own = len(b)  # rank of this pair
+            if start % BLOCK == width % BLOCK == 0:
+                # Whole blocks move as one item each, which is three times as fast.
+                first, count = start // BLOCK, width // BLOCK
+                by_block = all_b.view(_BLOCK_BYTES).reshape(blocks, rank)
+                moved = np.ascontiguousarray(b, np.float16).view(_BLOCK_BYTES).reshape(own, count)
+                np.copyto(by_block[first : first + count, :own], moved.T)
+            else:
+                n = np.arange(start, start + width)
+                all_b.reshape(blocks, rank, BLOCK)[n // BLOCK, :own, n % BLOCK] = b.T
         start += width
     return mine.view(np.uint64).sum()  # while the part is in the processor's cache
 
 
-def _covers(part: Part, outputs: int, of_sections: Sequence[Pair | None]) -> bool:
-    """Return True if the pairs of a layer's sections fill its whole `part`; otherwise it must be zeroed."""
-    ranks = {0 if pair is None else pair[0].shape[1] for pair in of_sections}
-    inputs = next(pair[0].shape[0] for pair in of_sections if pair is not None)
-    whole = outputs % BLOCK == len(of_sections) * part.rank * inputs % BLOCK == 0
-    return whole and ranks == {part.rank}
-
-
 def _filled_up(count: int) -> int:
     return -(-count // BLOCK) * BLOCK
-
-
-def _fill_b(view: np.ndarray, part: Part, outputs: int, start: int, b: np.ndarray) -> None:
-    """Copy B (rank, width) into `view`, in the layer's `part`, as outputs `start` to `start + width`.
-
-    `outputs` is the number of outputs of the whole layer, all its sections together.
-    """
-    rank, width = b.shape
-    blocks = _filled_up(outputs) // BLOCK
-    target = view[part.b : part.b + blocks * part.rank * BLOCK]
-    if start % BLOCK == 0 and width % BLOCK == 0:
-        # Whole blocks move as one item each, which is three times as fast.
-        first, count = start // BLOCK, width // BLOCK
-        by_block = target.view(_BLOCK_BYTES).reshape(blocks, part.rank)
-        moved = np.ascontiguousarray(b, np.float16).view(_BLOCK_BYTES).reshape(rank, count)
-        np.copyto(by_block[first : first + count, :rank], moved.T)
-        return
-    by_output = target.reshape(blocks, part.rank, BLOCK)
-    n = np.arange(start, start + width)
-    by_output[n // BLOCK, :rank, n % BLOCK] = b.T
 
 
 def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
@@ -238,9 +199,6 @@ def for_numpy(tensors: Mapping[str, Readable], source: str | Path) -> dict[str, 
     """Evaluate MLX arrays for `TensorReader`, and convert bfloat16, which NumPy lacks, to float32.
 
     Call this before threads read: MLX gives each thread that computes a stream, and never takes it back.
-
-    Raises:
-        CheckpointError: when MLX can't read what an array holds from its file.
     """
     arrays = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, mx.array)}
     for name, array in arrays.items():
@@ -258,14 +216,7 @@ class TensorReader:
         self._buffer = np.empty(0, np.uint8)
 
     def __call__(self, tensor: Readable) -> np.ndarray:
-        """Return the tensor's numbers; stored bfloat16 becomes float32.
-
-        Args:
-            tensor: see `for_numpy`.
-
-        Raises:
-            CheckpointError: when a `StoredTensor`'s file can't be read, or ends early.
-        """
+        """Return the numbers of a stored tensor, or of one from `for_numpy`; stored bfloat16 as float32."""
         if not isinstance(tensor, StoredTensor):
             return np.asarray(tensor)
         if self._buffer.size < tensor.nbytes:
@@ -275,36 +226,13 @@ class TensorReader:
         return float_values(raw, tensor.dtype).reshape(tensor.shape)
 
 
-def _numbers_fingerprint(
-    view: np.ndarray, parts: Mapping[str, Part], scale: float, sums: Sequence[np.uint64]
-) -> str:
-    """Return a digest of scale, parts, a sample of every matrix, and each layer's checksum.
-
-    A digest of all numbers would take longer than reading them.
-    """
-    head = {"scale": scale, "parts": parts}
-    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    bounds = sorted({*(i for p in parts.values() for i in (p.a, p.b)), view.size})
-    for start, end in itertools.pairwise(bounds):
-        # An odd stride visits every column of a matrix, whose rows are a power of two long as a rule.
-        stride = max(1, (end - start) // _SAMPLES) | 1
-        digest.update(view[start:end:stride].tobytes())
-    digest.update(np.array(sums, np.uint64).tobytes())
-    return digest.hexdigest()
-
-
 def pairs_by_layer(
     tensors: Mapping[str, Readable], shapes: Shapes, source: str | Path
 ) -> dict[str, list[Pair | None]]:
     """Return a mapping from each adapted layer's path to one pair (A, B) for each section, or None for it.
 
-    Args:
-        tensors: whole pairs by their names in an adapter folder; only their shapes are read.
-        shapes: shapes of the model's target modules, see `target_shapes`.
-        source: where the adapter comes from, for errors.
-
-    Raises:
-        CheckpointError: names the tensor that does not fit this model.
+    `tensors` are whole pairs, of which only the shapes are read. Raises `CheckpointError`, which names the
+    tensor that does not fit the model.
     """
     rest, result = dict(tensors), {}
     for path, of_sections in shapes.items():
@@ -337,29 +265,20 @@ def pairs_by_layer(
 
 
 class Base(NamedTuple):
-    """What an adapter has to fit: a model's shapes and fingerprints.
-
-    Args:
-        shapes: shapes of the target modules, see `target_shapes`.
-        fingerprints: fingerprints that an adapter may name; None accepts any adapter.
-        config: architecture of the model; None for a model of mlx-lm's zoo.
-    """
+    """What an adapter has to fit: a model's shapes and fingerprints."""
 
     shapes: Shapes
-    fingerprints: Collection[str] | None
-    config: ModelConfig | None = None
+    fingerprints: Collection[str] | None  # that an adapter may name; None accepts any adapter
+    config: ModelConfig | None = None  # None for a model of mlx-lm's zoo
 
     @classmethod
     def of(
         cls, model: nn.Module, base_folder: str | Path | None = None, force: bool = False
     ) -> Base:
-        """Describe a model in memory.
+        """Describe a model in memory, with LoRA layers or without; `force` accepts adapters of other models.
 
-        Args:
-            model: a model with LoRA layers or without.
-            base_folder: folder of the model, whose fingerprint is accepted too: the fingerprint of arrays in
-                memory depends on the type that the device computes in.
-            force: accept adapters that were made for another model.
+        The fingerprint of `base_folder`, the model's folder, is accepted too: the fingerprint of arrays in
+        memory depends on the type that the device computes in.
         """
         if not is_afm(model):
             return cls(target_shapes(model), None)
@@ -373,30 +292,17 @@ class Base(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """An adapter whose headers were read and fit the base.
+    """An adapter whose headers were read and fit the base."""
 
-    Args:
-        tensors: stored tensors, by their names in an adapter folder.
-        scale: alpha / rank.
-        base: the model that the adapter fits.
-        source: where the adapter comes from, for errors.
-        stamps: inode, size and modification time of each file, by its path.
-        nbytes: bytes that the adapter will take in memory.
-    """
-
-    tensors: Mapping[str, Readable]
-    scale: float
+    tensors: Mapping[str, Readable]  # by their names in an adapter folder
+    scale: float  # alpha / rank
     base: Base
-    source: str
-    stamps: Mapping[Path, tuple[int, ...]]
-    nbytes: int
+    source: str  # for errors
+    stamps: Mapping[Path, tuple[int, ...]]  # see `_stamps`
+    nbytes: int  # that the adapter will take in memory
 
     def read(self) -> ResidentAdapter:
-        """Read the numbers into memory.
-
-        Raises:
-            CheckpointError: when a file was changed or deleted since it was opened, or holds NaN or infinity.
-        """
+        """Read the numbers into memory, or raise `CheckpointError` if a file has changed or holds NaN."""
         resident = build_resident(self.tensors, self.scale, self.base.shapes, self.source)
         for path, stamp in self.stamps.items():
             if _stamps(path) != {path: stamp}:
@@ -409,11 +315,9 @@ class OpenAdapter:
 def open_adapter(path: Path, base: Base) -> OpenAdapter:
     """Open an adapter of any format, and check that it fits a base.
 
-    Only the headers of an mlx-lm folder are read. Other formats are converted, so they are read whole.
-
-    Raises:
-        CheckpointError: when files are missing or damaged, hold no LoRA pairs, or are for another model.
-        ConfigError: when the config can't be used.
+    Only the headers of an mlx-lm folder are read. Other formats are converted, so they are read whole. Raises
+    `CheckpointError` when files are missing or damaged, hold no LoRA pairs, or are for another model, and
+    `ConfigError` when the config can't be used.
     """
     stamps = _stamps(path)
     tensors: Mapping[str, Readable]
@@ -444,11 +348,7 @@ def _stamps(path: Path) -> dict[Path, tuple[int, ...]]:
 
 
 def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str) -> OpenAdapter:
-    """Open the weighted sum of opened adapters; see `compose`.
-
-    Raises:
-        RequestError: for a weight that can't be used.
-    """
+    """Open the weighted sum of opened adapters; raises `RequestError` for a weight that can't be used."""
     adapters = [(for_numpy(part.tensors, part.source), part.scale) for part, _ in parts]
     scale, terms = weighted_sum(adapters, [weight for _, weight in parts])
     tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
@@ -460,16 +360,7 @@ def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str
 def check_fingerprint(
     config: AdapterConfig, known: Collection[str] | None, source: str | Path
 ) -> None:
-    """Raise if an adapter names another base model than this one.
-
-    Args:
-        config: config of the adapter; one that names no base passes.
-        known: the model's fingerprints, in memory and in its folder; None accepts any adapter.
-        source: where the adapter comes from, for errors.
-
-    Raises:
-        CheckpointError: shows both fingerprints.
-    """
+    """Raise `CheckpointError` if an adapter names another base than those `known`; None accepts any adapter."""
     wanted = config.base_model_fingerprint
     if wanted is not None and known is not None and wanted not in known:
         raise CheckpointError(

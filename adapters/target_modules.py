@@ -20,21 +20,13 @@ Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
 
 
 class TargetModule(NamedTuple):
-    """A linear layer of a block, which an adapter can change.
+    """A linear layer of a block, which an adapter can change."""
 
-    Args:
-        path: path within the model, such as `model.layers.0.mlp.up_proj`.
-        key: path within the block, such as `mlp.up_proj`.
-        block: index of the block.
-        layer: the linear layer, or the wrapper around it.
-        sections: end of each projection's outputs in a fused layer; None for one projection.
-    """
-
-    path: str
-    key: str
+    path: str  # within the model, such as `model.layers.0.mlp.up_proj`
+    key: str  # within the block, such as `mlp.up_proj`
     block: int
-    layer: nn.Module
-    sections: tuple[int, ...] | None
+    layer: nn.Module  # the linear layer, or the wrapper around it
+    sections: tuple[int, ...] | None  # end of each projection's outputs in a fused layer
 
     @property
     def linear(self) -> nn.Module:
@@ -62,6 +54,11 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
     """Return the linear layers of all blocks, block by block; a wrapper counts as the layer that it wraps."""
     blocks = {id(block): index for index, block in enumerate(model.layers)}
     paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
+    sections: dict[str, tuple[int, ...]] = {}  # of fused layers, by their keys
+    for kind in block_kinds(model.args) if is_afm(model) else ():
+        for matrix in kind.matrices:
+            if len(matrix.projections) > 1:
+                sections[matrix.name] = tuple(accumulate(p.outputs for p in matrix.projections))
     found = []
     for index, block in enumerate(model.layers):
         inside: tuple[str, ...] = ()
@@ -74,7 +71,7 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
             elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear):
                 continue
             path = f"{paths[index]}.{key}"
-            found.append(TargetModule(path, key, index, layer, _sections(model, key)))
+            found.append(TargetModule(path, key, index, layer, sections.get(key)))
     return found
 
 
@@ -84,12 +81,7 @@ def target_shapes(model: nn.Module) -> Shapes:
 
 
 def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
-    """Replace layers of a model in place, and have its kernels selected and its steps traced again.
-
-    Args:
-        model: the model.
-        layers: the path and the new layer of each replacement; if it is empty, nothing happens.
-    """
+    """Replace layers, given by path, in place; select kernels and trace steps again. No layers: do nothing."""
     if layers:
         replace_modules(model, layers)
         dispatch.invalidate()
@@ -99,11 +91,3 @@ def unwrap_layers(model: nn.Module) -> None:
     """Replace each wrapper in a model by the linear layer that it wraps."""
     wrapped = [t for t in target_modules(model) if isinstance(t.layer, LinearWrapper)]
     replace_layers(model, [(target.path, target.linear) for target in wrapped])
-
-
-def _sections(model: nn.Module, key: str) -> tuple[int, ...] | None:
-    if not is_afm(model):
-        return None
-    matrices = (matrix for kind in block_kinds(model.args) for matrix in kind.matrices)
-    widths = next(([p.outputs for p in m.projections] for m in matrices if m.name == key), [])
-    return tuple(accumulate(widths)) if len(widths) > 1 else None

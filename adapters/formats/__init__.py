@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -55,7 +56,21 @@ def detect_format(path: str | Path) -> str:
     """
     path = Path(path)
     if path.is_file():
-        return _format_of_file(path)
+        if path.suffix in (".aar", fmadapter.SUFFIX, ".zip"):
+            raise CheckpointError(
+                f"{path} is an archive or a file; an .fmadapter package is a folder. Unpack it first "
+                "(unzip, or aa extract)."
+            )
+        if path.suffix == ".safetensors":
+            raise CheckpointError(
+                f"{path} is one file of an adapter; give its folder, {path.parent}."
+            )
+        with suppress(zipfile.BadZipFile):  # one over several disks, which its reader refuses
+            if path.suffix != ".pt" and not zipfile.is_zipfile(path):
+                raise CheckpointError(
+                    f"{path} is no adapter: files are the toolkit's .pt, and the other formats are folders."
+                )
+        return "toolkit"
     if not path.is_dir():
         raise CheckpointError(
             f"There is no {path}. An adapter is a folder of mlx-lm or PEFT, a .pt file, or an .fmadapter "
@@ -80,28 +95,6 @@ def detect_format(path: str | Path) -> str:
         f"{path} is no adapter: it holds {named(found)}. An adapter is a folder with {TENSORS_NAME} "
         f"(mlx-lm) or {peft.TENSORS_NAME} (PEFT), a .pt file, or an .fmadapter package."
     )
-
-
-def _format_of_file(path: Path) -> str:
-    if path.suffix in (".aar", fmadapter.SUFFIX, ".zip"):
-        raise CheckpointError(
-            f"{path} is an archive or a file; an .fmadapter package is a folder. Unpack it first "
-            "(unzip, or aa extract)."
-        )
-    if path.suffix == ".safetensors":
-        raise CheckpointError(f"{path} is one file of an adapter; give its folder, {path.parent}.")
-    if path.suffix != ".pt" and not _is_zip(path):
-        raise CheckpointError(
-            f"{path} is no adapter: files are the toolkit's .pt, and the other formats are folders."
-        )
-    return "toolkit"
-
-
-def _is_zip(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # one over several disks, which its reader refuses
-        return True
 
 
 def read_adapter(

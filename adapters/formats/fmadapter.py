@@ -60,36 +60,24 @@ OUR_NOTES = "afm-mlx"
 
 @dataclass(frozen=True)
 class PackageMetadata:
-    """The content of a package's `metadata.json`, except the rank.
+    """The content of a package's `metadata.json`, except the rank."""
 
-    Args:
-        name: letters, digits and '_'; the framework accepts no others.
-        author: the adapter's author.
-        description: description of the adapter.
-        license: license of the adapter.
-        base_signature: 40 hex digits that identify the base model; None for the toolkit 26.0's signature if the
-            base has the 3B's shape, else for the start of the base's fingerprint.
-        draft_token_count: tokens that a draft model proposes at a time.
-        creator_defined: the author's own JSON object.
-        draft: folder that holds `draft.mil` and `draft_weights.bin`.
-    """
-
-    name: str
+    name: str  # letters, digits and '_'; the framework accepts no others
     author: str = "3P developer"
     description: str = ""
     license: str = ""
+    # 40 hex digits that identify the base model; None for the toolkit 26.0's signature if the base has the 3B's
+    # shape, else for the start of the base's fingerprint.
     base_signature: str | None = None
-    draft_token_count: int = 5
-    creator_defined: Mapping[str, object] = field(default_factory=dict)
-    draft: Path | None = None
+    draft_token_count: int = 5  # tokens that a draft model proposes at a time
+    creator_defined: Mapping[str, object] = field(default_factory=dict)  # the author's own notes
+    draft: Path | None = None  # folder that holds `draft.mil` and `draft_weights.bin`
 
 
 def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
     """Read a package's `metadata.json`; return its content and the rank.
 
-    Raises:
-        ConfigError: names what is missing or can't be used.
-        CheckpointError: when only one file of a draft model is there.
+    Raises `ConfigError`, which names what is missing or can't be used, and as `check_draft` does.
     """
     path = folder / METADATA_NAME
     values = read_config_json(path)
@@ -119,11 +107,7 @@ def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
 
 
 def check_draft(folder: Path) -> bool:
-    """Return True if a folder has both files of a draft model.
-
-    Raises:
-        CheckpointError: when it has only one of them.
-    """
+    """Return True if a folder has both files of a draft model; raise `CheckpointError` if it has one."""
     there = [name for name in DRAFT_NAMES if (folder / name).is_file()]
     if len(there) == 1:
         raise CheckpointError(
@@ -137,12 +121,24 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
     metadata, rank = read_metadata(path)
     config = model_config or PRESETS["afm-3b"]
     targets = pair_targets(config)
-    blobs = read_blobs(path / WEIGHTS_NAME)
-    sizes = [rank * n for target in targets for n in (target.inputs, target.outputs)]
-    _check_sizes(path, blobs, sizes, targets, known=model_config is not None)
+    weights = path / WEIGHTS_NAME
+    blobs = read_blobs(weights)
+    hint = "" if model_config else " For another model than Apple's 3B, name its folder (--model)."
+    if len(blobs) != 2 * len(targets):
+        raise CheckpointError(
+            f"{weights} holds {len(blobs)} blobs, and this model has {2 * len(targets)}.{hint}"
+        )
     tensors = {}
     for index, target in enumerate(targets):
-        a, b = blobs[2 * index], blobs[2 * index + 1]
+        a, b = blobs[2 * index : 2 * index + 2]
+        for side, (name, blob, width) in enumerate(
+            ((target.a, a, target.inputs), (target.b, b, target.outputs))
+        ):
+            if blob.size != rank * width:
+                raise CheckpointError(
+                    f"{weights}: blob {2 * index + side}, {name}, has {blob.size:,} numbers, and this model "
+                    f"needs {rank * width:,}.{hint}"
+                )
         tensors[target.a] = mx.array(a.reshape(rank, target.inputs)).T
         rows = interleave_rows(b.reshape(target.outputs, rank), target.rotary_heads)
         tensors[target.b] = mx.array(rows).T
@@ -173,8 +169,8 @@ def _restore(tensors: Tensors, rank: int, notes: Mapping[str, object]) -> tuple[
             rank = own_rank
             for name, tensor in tensors.items():
                 tensors[name] = tensor[:, :rank] if is_a(name) else tensor[:rank]
-    if is_number(own_scale) and own_scale != 0 and _is_power_of_two(scale / own_scale):
-        factor = scale / own_scale
+    factor = scale / own_scale if is_number(own_scale) and own_scale else 0.0
+    if math.isfinite(factor) and math.frexp(abs(factor))[0] == 0.5:  # a power of two
         b = {n: t for n, t in tensors.items() if not is_a(n)}
         own = {n: (factor * t.astype(mx.float32)).astype(mx.float16) for n, t in b.items()}
         # A factor beyond float32 would make zeros and infinities that look exact one way.
@@ -183,31 +179,6 @@ def _restore(tensors: Tensors, rank: int, notes: Mapping[str, object]) -> tuple[
             tensors |= own
             scale = float(own_scale)
     return rank, scale
-
-
-def _is_power_of_two(value: float) -> bool:
-    return math.isfinite(value) and math.frexp(abs(value))[0] == 0.5
-
-
-def _check_sizes(
-    path: Path,
-    blobs: Sequence[np.ndarray],
-    sizes: Sequence[int],
-    targets: Sequence[PairTarget],
-    known: bool,
-) -> None:
-    hint = "" if known else " For another model than Apple's 3B, name its folder (--model)."
-    if len(blobs) != len(sizes):
-        raise CheckpointError(
-            f"{path / WEIGHTS_NAME} holds {len(blobs)} blobs, and this model has {len(sizes)}.{hint}"
-        )
-    for index, (blob, size) in enumerate(zip(blobs, sizes, strict=True)):
-        if blob.size != size:
-            target = targets[index // 2]
-            raise CheckpointError(
-                f"{path / WEIGHTS_NAME}: blob {index}, {target.b if index % 2 else target.a}, has "
-                f"{blob.size:,} numbers, and this model needs {size:,}.{hint}"
-            )
 
 
 def write(
@@ -241,41 +212,32 @@ def write(
             f"The adapter has rank {config.rank}, and Apple's runtime takes {RUNTIME_RANK} at most. Train "
             f"one of rank {RUNTIME_RANK}, or write a package for other runtimes (--any-rank)."
         )
-    targets = pair_targets(model_config)
-    whole = complete(tensors, targets, config.rank)
-    with atomic_folder(path) as folder:
-        text = json.dumps(
-            _metadata_json(metadata, config, rank, signature), indent=4, sort_keys=True
-        )
-        (folder / METADATA_NAME).write_text(text, encoding="utf-8")
-        blobs = _blobs(whole, targets, rank, config.scale / (RUNTIME_ALPHA / rank), path)
-        write_blobs(folder / WEIGHTS_NAME, blobs, 2 * len(targets))
-        if metadata.draft is not None:
-            for name in DRAFT_NAMES:
-                shutil.copyfile(metadata.draft / name, folder / name)
-
-
-def _metadata_json(
-    metadata: PackageMetadata, config: AdapterConfig, rank: int, signature: str
-) -> dict[str, object]:
     notes = {key: value for key, value in metadata.creator_defined.items() if key != OUR_NOTES}
     ours: dict[str, object] = {}
     if config.base_model_fingerprint is not None:
         ours["baseModelFingerprint"] = config.base_model_fingerprint
     if (config.rank, config.scale) != (rank, RUNTIME_ALPHA / rank):
         ours |= {"rank": config.rank, "scale": float(config.scale)}
-    if ours:
-        notes[OUR_NOTES] = ours
-    return {
+    values = {
         "adapterIdentifier": f"fmadapter-{metadata.name}-{signature[:7]}",
         "author": metadata.author,
         "baseModelSignature": signature,
-        "creatorDefined": notes,
+        "creatorDefined": notes | ({OUR_NOTES: ours} if ours else {}),
         "description": metadata.description,
         "license": metadata.license,
         "loraRank": rank,
         "speculativeDecodingDraftTokenCount": metadata.draft_token_count,
     }
+    targets = pair_targets(model_config)
+    whole = complete(tensors, targets, config.rank)
+    with atomic_folder(path) as folder:
+        text = json.dumps(values, indent=4, sort_keys=True)
+        (folder / METADATA_NAME).write_text(text, encoding="utf-8")
+        blobs = _blobs(whole, targets, rank, config.scale / (RUNTIME_ALPHA / rank), path)
+        write_blobs(folder / WEIGHTS_NAME, blobs, 2 * len(targets))
+        if metadata.draft is not None:
+            for name in DRAFT_NAMES:
+                shutil.copyfile(metadata.draft / name, folder / name)
 
 
 def _signature(metadata: PackageMetadata, config: AdapterConfig, model: ModelConfig) -> str:
@@ -326,13 +288,9 @@ def _blobs(
 
 def split_rows(b: np.ndarray, heads: int) -> np.ndarray:
     """Reorder rows (heads * 2 h, rank) for RoPE on halves, from RoPE on neighbours: even rows first."""
-    if heads == 0:
-        return b
-    return b.reshape(heads, -1, 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
+    return b.reshape(heads, -1, 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape) if heads else b
 
 
 def interleave_rows(b: np.ndarray, heads: int) -> np.ndarray:
     """Undo `split_rows`: reorder rows from halves to neighbours."""
-    if heads == 0:
-        return b
-    return b.reshape(heads, 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
+    return b.reshape(heads, 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape) if heads else b

@@ -32,13 +32,7 @@ _RECORD = struct.Struct("<IIQQ40x")
 
 
 def write_blobs(path: Path, blobs: Iterable[np.ndarray], count: int) -> None:
-    """Write a blob storage of float16 arrays, one after the other.
-
-    Args:
-        path: the file.
-        blobs: arrays of float16, of any shape, written row by row.
-        count: number of blobs, for the header.
-    """
+    """Write a blob storage of `count` float16 arrays of any shape, row by row, one after the other."""
     written = 0
     with path.open("wb") as file:
         file.write(_HEADER.pack(count, VERSION))
@@ -80,8 +74,27 @@ def read_blobs(path: Path) -> list[np.ndarray]:
     data = np.memmap(path, np.uint8, "r")
     blobs, end = [], ALIGNMENT
     for index in range(found):
-        blob, end = _read_blob(path, data, _aligned(end), index)
-        blobs.append(blob)
+        start = _aligned(end)
+        where = f"{path}: blob {index} at byte {start:,}"
+        if start + ALIGNMENT > size:
+            raise CheckpointError(f"{where} is beyond the file's {size:,} bytes. It is cut off.")
+        sentinel, kind, length, offset = _RECORD.unpack(data[start : start + ALIGNMENT].tobytes())
+        if sentinel != _SENTINEL or offset != start + ALIGNMENT:
+            raise CheckpointError(
+                f"{where} has no record ({sentinel:#x}, data at {offset:,}); {_SENTINEL:#x} and "
+                f"{start + ALIGNMENT:,} are needed. The file is damaged."
+            )
+        if kind != FLOAT16 or length % 2:
+            raise CheckpointError(
+                f"{where} is of type {kind} with {length:,} bytes; adapters hold float16, type {FLOAT16}."
+            )
+        if length > size - offset:
+            raise CheckpointError(
+                f"{where} announces {length:,} bytes, and the file ends after {size - offset:,} of them. "
+                "It is cut off: copy or download it again."
+            )
+        end = offset + length
+        blobs.append(data[offset:end].view("<f2"))
     if size > _aligned(end):  # some writers fill up the last blob too
         raise CheckpointError(
             f"{path} has {size - end:,} bytes after its last blob. It is damaged."
@@ -90,11 +103,7 @@ def read_blobs(path: Path) -> list[np.ndarray]:
 
 
 def check_blob(path: Path, start: int) -> None:
-    """Check that a file has a whole blob, of any type, whose record is at byte `start` of the file.
-
-    Raises:
-        CheckpointError: when the file is missing, cut off or damaged.
-    """
+    """Raise `CheckpointError` unless a file has a whole blob, of any type, with its record at byte `start`."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing or no file.")
     where, size = f"{path}: the blob at byte {start:,}", path.stat().st_size
@@ -113,32 +122,6 @@ def check_blob(path: Path, start: int) -> None:
             f"{where} announces {nbytes:,} bytes, and the file ends after {max(0, size - offset):,} of them. "
             "It is cut off: copy it again."
         )
-
-
-def _read_blob(path: Path, data: np.ndarray, start: int, index: int) -> tuple[np.ndarray, int]:
-    """Return the float16 blob whose record is at byte `start` of `data`, and the byte after its numbers.
-
-    `path` and `index`, the blob's number, are for errors.
-    """
-    where = f"{path}: blob {index} at byte {start:,}"
-    if start + ALIGNMENT > len(data):
-        raise CheckpointError(f"{where} is beyond the file's {len(data):,} bytes. It is cut off.")
-    sentinel, kind, size, offset = _RECORD.unpack(data[start : start + ALIGNMENT].tobytes())
-    if sentinel != _SENTINEL or offset != start + ALIGNMENT:
-        raise CheckpointError(
-            f"{where} has no record ({sentinel:#x}, data at {offset:,}); {_SENTINEL:#x} and "
-            f"{start + ALIGNMENT:,} are needed. The file is damaged."
-        )
-    if kind != FLOAT16 or size % 2:
-        raise CheckpointError(
-            f"{where} is of type {kind} with {size:,} bytes; adapters hold float16, type {FLOAT16}."
-        )
-    if size > len(data) - offset:
-        raise CheckpointError(
-            f"{where} announces {size:,} bytes, and the file ends after {len(data) - offset:,} of them. "
-            "It is cut off: copy or download it again."
-        )
-    return data[offset : offset + size].view("<f2"), offset + size
 
 
 def _aligned(offset: int) -> int:

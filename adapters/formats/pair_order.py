@@ -33,30 +33,20 @@ class Shaped(Protocol):
 
 
 class PairTarget(NamedTuple):
-    """A projection that one LoRA pair can change.
+    """A projection that one LoRA pair, A (inputs, rank) and B (rank, outputs), can change."""
 
-    Args:
-        layer: path of the linear layer, such as `model.layers.0.mlp.up_proj`.
-        part: ".0", ".1", ".2" for queries, keys and values of a fused layer, else "".
-        inputs: K, rows of A.
-        outputs: N, columns of B.
-        rotary_heads: heads that RoPE rotates among the outputs; 0 where it rotates none.
-    """
-
-    layer: str
-    part: str
+    layer: str  # path of the linear layer, such as `model.layers.0.mlp.up_proj`
+    part: str  # ".0", ".1", ".2" for queries, keys and values of a fused layer, else ""
     inputs: int
     outputs: int
-    rotary_heads: int = 0
+    rotary_heads: int = 0  # heads that RoPE rotates among the outputs
 
     @property
     def a(self) -> str:
-        """Name of A (inputs, rank)."""
         return f"{self.layer}.lora_a{self.part}"
 
     @property
     def b(self) -> str:
-        """Name of B (rank, outputs)."""
         return f"{self.layer}.lora_b{self.part}"
 
     def shapes(self, rank: int) -> dict[str, tuple[int, int]]:
@@ -82,9 +72,10 @@ def pair_targets(config: ModelConfig) -> list[PairTarget]:
 def _name_pattern() -> re.Pattern[str]:
     """Return the pattern of tensor names in AFM adapters: `model.<list>.<index>.<name in the block>`."""
     names = [name for p in pair_targets(PRESETS["afm-nano"]) for name in (p.a, p.b)]
-    lists, in_block = ({re.escape(name.split(".", 3)[i]) for name in names} for i in (1, 3))
-    either = "|".join(sorted(in_block))
-    return re.compile(rf"model\.(?:{'|'.join(sorted(lists))})\.\d{{1,5}}\.(?:{either})", re.ASCII)
+    lists, in_block = (
+        "|".join(sorted({re.escape(name.split(".", 3)[i]) for name in names})) for i in (1, 3)
+    )
+    return re.compile(rf"model\.(?:{lists})\.\d{{1,5}}\.(?:{in_block})", re.ASCII)
 
 
 _NAME = _name_pattern()
@@ -124,11 +115,8 @@ def expected_shapes(
 ) -> dict[str, tuple[int, int]]:
     """Return the shapes of A and B of every pair that has a tensor among `names`."""
     wanted = set(names)
-    result: dict[str, tuple[int, int]] = {}
-    for target in pair_targets(config):
-        if not wanted.isdisjoint((target.a, target.b)):
-            result |= target.shapes(rank)
-    return result
+    pairs = [t for t in pair_targets(config) if not wanted.isdisjoint((t.a, t.b))]
+    return {name: shape for target in pairs for name, shape in target.shapes(rank).items()}
 
 
 def check_names(tensors: Iterable[str], source: object) -> None:
@@ -172,31 +160,22 @@ def check_fits(tensors: Mapping[str, Shaped], config: ModelConfig, source: objec
 def config_for(
     tensors: Mapping[str, Shaped], config: ModelConfig | None, source: object
 ) -> ModelConfig:
-    """Return `config`; if it is None, return the architecture of Apple's 3B model. The tensors must fit it.
-
-    Raises:
-        CheckpointError: when the tensors do not fit, or the architecture is unknown.
-    """
-    if config is None:
-        config = PRESETS["afm-3b"]
-        if misfits(tensors, config):
-            raise CheckpointError(
-                f"{source} is not for Apple's 3B model, and this format needs the architecture. Name the model "
-                "folder that the adapter belongs to (--model)."
-            )
-        return config
-    check_fits(tensors, config, source)
+    """Return `config`, or the architecture of Apple's 3B model for None; raise if the tensors don't fit it."""
+    if config is not None:
+        check_fits(tensors, config, source)
+    elif misfits(tensors, config := PRESETS["afm-3b"]):
+        raise CheckpointError(
+            f"{source} is not for Apple's 3B model, and this format needs the architecture. Name the model "
+            "folder that the adapter belongs to (--model)."
+        )
     return config
 
 
 def complete(tensors: Mapping[str, mx.array], targets: Sequence[PairTarget], rank: int) -> Tensors:
     """Return the tensors in the order of the targets, with zeros for pairs that the adapter leaves out."""
     dtype = next(iter(tensors.values())).dtype
-    result = {}
-    for target in targets:
-        for name, shape in target.shapes(rank).items():
-            result[name] = tensors[name] if name in tensors else mx.zeros(shape, dtype)
-    return result
+    shapes = [item for target in targets for item in target.shapes(rank).items()]
+    return {n: tensors[n] if n in tensors else mx.zeros(shape, dtype) for n, shape in shapes}
 
 
 def without_empty(tensors: Mapping[str, mx.array]) -> Tensors:

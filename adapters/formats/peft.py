@@ -90,28 +90,50 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
         tensors |= pairs
         scales |= dict.fromkeys(pairs, scale)
     rank, scale = _common(tensors, scales, path)
+    with safe_open(path / TENSORS_NAME, framework="np") as file:
+        fingerprint = (file.metadata() or {}).get(FINGERPRINT)
     return tensors, AdapterConfig(
         rank=rank,
         scale=scale,
         num_layers=num_layers_of(tensors, model_config),
         keys=keys_of(tensors),
         dropout=settings.dropout,
-        base_model_fingerprint=_fingerprint(path / TENSORS_NAME),
+        base_model_fingerprint=fingerprint if is_text(fingerprint) else None,
     )
 
 
-def _fingerprint(path: Path) -> str | None:
-    with safe_open(path, framework="np") as file:
-        value = (file.metadata() or {}).get(FINGERPRINT)
-    return value if is_text(value) else None
+def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
+    """Return a layer's tensors by their names in an adapter folder; a fused layer has three pairs."""
+    if match := _SPLIT.fullmatch(layer):
+        part = _PARTS[match["which"]]
+        fused = f"{match['attention']}.qkv_proj"
+        return {f"{fused}.lora_a.{part}": a.T, f"{fused}.lora_b.{part}": b.T}
+    if not layer.endswith(".qkv_proj"):
+        return {f"{layer}.lora_a": a.T, f"{layer}.lora_b": b.T}
+    # Queries are as wide as the model; keys and values share the other rows.
+    width, rows = a.shape[1], b.shape[0] - a.shape[1]
+    if rows <= 0 or rows % 2:
+        raise CheckpointError(
+            f"{path}: lora_B of {named(layer)} has {b.shape[0]} rows; queries have {width}, and keys and "
+            "values must share the rest evenly."
+        )
+    sections = mx.split(b, [width, width + rows // 2])
+    third, rest = divmod(a.shape[0], 3)
+    own = [slice(None)] * 3
+    if not rest:  # each section may have columns of its own, and zeros elsewhere
+        blocks = [mx.split(section, 3, axis=1) for section in sections]
+        others = [blocks[i][j] for i in range(3) for j in range(3) if i != j]
+        if not any(mx.any(block).item() for block in others):
+            own = [slice(part * third, (part + 1) * third) for part in range(3)]
+    tensors = {}
+    for part, section in enumerate(sections):
+        tensors[f"{layer}.lora_a.{part}"] = a[own[part]].T
+        tensors[f"{layer}.lora_b.{part}"] = section[:, own[part]].T
+    return tensors
 
 
 def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, str]]:
-    """Return a mapping from each layer's path to the names that its "A" and "B" have in the file.
-
-    Raises:
-        CheckpointError: for tensors that are no LoRA pairs of an AFM model, and for half a pair.
-    """
+    """Return a mapping from each layer's path to the names that its "A" and "B" have in the file."""
     found: dict[str, dict[str, str]] = {}
     for name, tensor in stored.items():
         match = _NAME.fullmatch(name)
@@ -144,48 +166,10 @@ def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[
     return found
 
 
-def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
-    """Return a layer's tensors by their names in an adapter folder; a fused layer has three pairs."""
-    if match := _SPLIT.fullmatch(layer):
-        part = _PARTS[match["which"]]
-        fused = f"{match['attention']}.qkv_proj"
-        return {f"{fused}.lora_a.{part}": a.T, f"{fused}.lora_b.{part}": b.T}
-    if not layer.endswith(".qkv_proj"):
-        return {f"{layer}.lora_a": a.T, f"{layer}.lora_b": b.T}
-    # Queries are as wide as the model; keys and values share the other rows.
-    width, rows = a.shape[1], b.shape[0] - a.shape[1]
-    if rows <= 0 or rows % 2:
-        raise CheckpointError(
-            f"{path}: lora_B of {named(layer)} has {b.shape[0]} rows; queries have {width}, and keys and "
-            "values must share the rest evenly."
-        )
-    sections = mx.split(b, [width, width + rows // 2])
-    stacked = _is_block_diagonal(sections)
-    tensors = {}
-    for part, section in enumerate(sections):
-        rank = a.shape[0] // 3 if stacked else a.shape[0]
-        own = slice(part * rank, (part + 1) * rank) if stacked else slice(None)
-        tensors[f"{layer}.lora_a.{part}"] = a[own].T
-        tensors[f"{layer}.lora_b.{part}"] = section[:, own].T
-    return tensors
-
-
-def _is_block_diagonal(sections: list[mx.array]) -> bool:
-    rank = sections[0].shape[1]
-    if rank % 3:
-        return False
-    blocks = [mx.split(section, 3, axis=1) for section in sections]
-    others = [blocks[i][j] for i in range(3) for j in range(3) if i != j]
-    return not any(mx.any(block).item() for block in others)
-
-
 def _common(tensors: Tensors, scales: Mapping[str, float], path: Path) -> tuple[int, float]:
     """Convert all pairs, in place, to the highest rank and the largest scale; return that rank and scale.
 
-    Args:
-        tensors: the pairs, by their names in an adapter folder.
-        scales: scale of each tensor's pair, by the same names.
-        path: path of the adapter, for errors.
+    `scales` has the scale of each tensor's pair.
     """
     ranks = {name: tensors[name].shape[1 if is_a(name) else 0] for name in tensors}
     rank, scale = max(ranks.values()), max(scales.values(), key=abs)
@@ -241,7 +225,30 @@ def write(
     metadata = {"format": "pt"}
     if config.base_model_fingerprint is not None:
         metadata[FINGERPRINT] = config.base_model_fingerprint
-    values = config_json(config, {layer: a.shape[0] for layer, (a, _) in pairs.items()})
+    ranks = {layer: a.shape[0] for layer, (a, _) in pairs.items()}
+    others = {layer: rank for layer, rank in ranks.items() if rank != config.rank}
+    fused = [layer for layer in ranks if layer.endswith("qkv_proj")]
+    if len(set(others.values())) == 1 and sorted(others) == sorted(fused):
+        others = {"qkv_proj": next(iter(others.values()))}
+    values = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": exact_alpha(config.rank, config.scale),
+        "lora_dropout": config.dropout,
+        "use_rslora": False,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        # Whole paths: an adapter need not be on every block.
+        "target_modules": sorted(ranks),
+        "rank_pattern": others,
+        "alpha_pattern": {layer: exact_alpha(rank, config.scale) for layer, rank in others.items()},
+    }
     with atomic_folder(path) as folder:
         save_file(folder / TENSORS_NAME, matrices, metadata)
         text = json.dumps(values, indent=2, sort_keys=True)
@@ -307,11 +314,7 @@ _INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 class LoRASettings:
     """The options of a config that decide what the adapter computes.
 
-    Args:
-        rank, alpha: rank and alpha of layers that no pattern matches.
-        rs: True for rsLoRA's scales.
-        ranks, alphas: ranks and alphas of single layers, by patterns of layer names.
-        dropout: dropout rate of the adapter's inputs in training.
+    `ranks` and `alphas` are of single layers, by patterns of layer names; `rs` is True for rsLoRA's scales.
     """
 
     rank: int
@@ -329,41 +332,8 @@ class LoRASettings:
 
 
 def read_settings(path: Path) -> LoRASettings:
-    """Read a PEFT config.
-
-    Raises:
-        ConfigError: names the option that can't be converted, or the value that can't be used.
-    """
+    """Read a PEFT config, or raise `ConfigError` with the option that can't be converted, or its value."""
     values = read_config_json(path)
-    _check_options(values, path)
-    bias, init = values.get("bias", "none"), values.get("init_lora_weights", True)
-    rank: Any = values.get("r")
-    alpha: Any = values.get("lora_alpha")
-    dropout, rs = values.get("lora_dropout", 0.0), values.get("use_rslora", False)
-    ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    checks = (
-        ("bias", bias, bias == "none", "'none': the base has no biases"),
-        (
-            "init_lora_weights",
-            init,
-            init in _INITS,
-            "one that leaves the base's weights as they are",
-        ),
-        ("r", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
-        ("lora_alpha", alpha, is_number(alpha), "a finite number of float32"),
-        ("lora_dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
-        ("use_rslora", rs, isinstance(rs, bool), "true or false"),
-        ("rank_pattern", ranks, _is_pattern(ranks, is_rank), f"{_PATTERNS} to ranks"),
-        ("alpha_pattern", alphas, _is_pattern(alphas, is_number), f"{_PATTERNS} to numbers"),
-    )
-    for name, value, holds, allowed in checks:
-        if not holds:
-            raise ConfigError(f"{path}: {name} is {shown(value)}, and must be {allowed}.")
-    return LoRASettings(rank, float(alpha), rs, ranks, alphas, float(dropout))
-
-
-def _check_options(values: Mapping[str, object], path: Path) -> None:
-    """Raise `ConfigError` for options that change what the adapter computes."""
     kind = values.get("peft_type")
     if kind != "LORA":
         raise ConfigError(
@@ -381,14 +351,31 @@ def _check_options(values: Mapping[str, object], path: Path) -> None:
             f"{path} has the option {shown(unknown)}, which is unknown here and may change what the adapter "
             "computes. Set it to null if it doesn't."
         )
+    bias, init = values.get("bias", "none"), values.get("init_lora_weights", True)
+    rank: Any = values.get("r")
+    alpha: Any = values.get("lora_alpha")
+    dropout, rs = values.get("lora_dropout", 0.0), values.get("use_rslora", False)
+    ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
 
+    def is_pattern(value: object, allowed: Callable[[object], bool]) -> bool:
+        if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
+            return False
+        return all(_is_safe(k) and allowed(v) for k, v in value.items())
 
-def _is_pattern(value: object, allowed: Callable[[object], bool]) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(value) <= _MAX_PATTERNS
-        and all(_is_safe(k) and allowed(v) for k, v in value.items())
-    )
+    base_stays = "one that leaves the base's weights as they are"
+    for name, value, holds, allowed in (
+        ("bias", bias, bias == "none", "'none': the base has no biases"),
+        ("init_lora_weights", init, init in _INITS, base_stays),
+        ("r", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
+        ("lora_alpha", alpha, is_number(alpha), "a finite number of float32"),
+        ("lora_dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
+        ("use_rslora", rs, isinstance(rs, bool), "true or false"),
+        ("rank_pattern", ranks, is_pattern(ranks, is_rank), f"{_PATTERNS} to ranks"),
+        ("alpha_pattern", alphas, is_pattern(alphas, is_number), f"{_PATTERNS} to numbers"),
+    ):
+        if not holds:
+            raise ConfigError(f"{path}: {name} is {shown(value)}, and must be {allowed}.")
+    return LoRASettings(rank, float(alpha), rs, ranks, alphas, float(dropout))
 
 
 def _is_safe(pattern: str) -> bool:
@@ -407,35 +394,3 @@ def _is_safe(pattern: str) -> bool:
 def _pattern(patterns: Mapping[str, object], layer: str) -> str:
     """Return the first pattern that matches the layer's name or its end; the name if there is none."""
     return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", layer)), layer)
-
-
-def config_json(config: AdapterConfig, ranks: Mapping[str, int]) -> dict[str, object]:
-    """Return the config that PEFT would write for a LoRA.
-
-    Args:
-        config: the adapter's rank, scale and layers.
-        ranks: rank of each layer, by its path; all layers have the config's scale.
-    """
-    others = {layer: rank for layer, rank in ranks.items() if rank != config.rank}
-    fused = [layer for layer in ranks if layer.endswith("qkv_proj")]
-    if len(set(others.values())) == 1 and sorted(others) == sorted(fused):
-        others = {"qkv_proj": next(iter(others.values()))}
-    return {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-        "r": config.rank,
-        "lora_alpha": exact_alpha(config.rank, config.scale),
-        "lora_dropout": config.dropout,
-        "use_rslora": False,
-        "use_dora": False,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        # Whole paths: an adapter need not be on every block.
-        "target_modules": sorted(ranks),
-        "rank_pattern": others,
-        "alpha_pattern": {layer: exact_alpha(rank, config.scale) for layer, rank in others.items()},
-    }

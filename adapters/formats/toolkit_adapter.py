@@ -65,14 +65,9 @@ def read_pairs(
 ) -> Tensors:
     """Convert tensors of a state dict to arrays.
 
-    Args:
-        state: what `open_state_dict` returned.
-        keys: maps the name of each array to return to its tensor's key in `state`.
-        dtype: type of the arrays; None for the stored type.
-        source: where the tensors come from, for errors.
-
-    Raises:
-        CheckpointError: on NaN, infinity, integers, and numbers that the dtype can't hold.
+    `keys` maps the name of each array to its tensor's key in `state`; `dtype` is None for the stored types.
+    Raises `CheckpointError` on NaN, infinity, integers, and numbers that the dtype can't hold; it names
+    `source`.
     """
     tensors = {}
     for name, key in keys.items():
@@ -105,18 +100,32 @@ def read(
     if config := find_toolkit_config(path.parent, [name.format(path.stem) for name in _CONFIGS]):
         parsed = read_toolkit_config(config)
         spec = _spec(parsed.adapters, adapter, config)
-        fingerprint = _fingerprint(config)
+        notes = read_config_json(config).get("metadata")
+        value = notes.get(FINGERPRINT) if isinstance(notes, dict) else None
+        fingerprint = value if is_text(value) else None
         model_config = model_config or parsed.model
+    shaped = {name: state[key] for name, key in keys.items()}
     if model_config is not None:
-        check_fits({name: state[key] for name, key in keys.items()}, model_config, path)
+        check_fits(shaped, model_config, path)
     # Tensors may share what is stored: a few bytes can claim to be gigabytes.
-    size, claimed = path.stat().st_size, sum(state[key].nbytes for key in keys.values())
+    size, claimed = path.stat().st_size, sum(tensor.nbytes for tensor in shaped.values())
     if claimed > _MAX_SHARED * size:
         raise CheckpointError(
             f"{path} has {size:,} bytes, and its tensors would take {claimed:,}: they repeat what is "
             "stored, or were made to fill memory. Save them whole: tensor.clone()."
         )
-    rank = _rank(state, keys, path)
+    ranks = set()
+    for name, tensor in shaped.items():
+        if tensor.ndim != 2:
+            raise CheckpointError(
+                f"{path}: {named(keys[name])} is {shown(list(tensor.shape))}; a matrix is needed."
+            )
+        ranks.add(tensor.shape[1 if is_a(name) else 0])
+    if len(ranks) != 1 or 0 in ranks:
+        raise CheckpointError(
+            f"{path} holds pairs of the ranks {shown(sorted(ranks))}; one rank is needed."
+        )
+    (rank,) = ranks
     scale = _scale(rank, alpha, spec, path)
     tensors = without_empty(read_pairs(state, keys, None, path))
     result = AdapterConfig(
@@ -132,16 +141,7 @@ def read(
 
 
 def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
-    """Return the entry for an adapter in tamm's config; return None if the config has no adapters.
-
-    Args:
-        adapters: the config's entries by adapter id; a single one is returned whatever its id is.
-        adapter: id of the adapter in the `.pt` file.
-        config: path of the config, for errors.
-
-    Raises:
-        ConfigError: when no entry is for the adapter, or the adapter is not of LoRA.
-    """
+    """Return the entry for an adapter among a config's; a single one is returned whatever its id is."""
     if not adapters:
         return None
     entry = adapters.get(adapter) or next(iter(adapters.values()))
@@ -157,32 +157,10 @@ def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) ->
     return entry
 
 
-def _fingerprint(config: Path) -> str | None:
-    notes = read_config_json(config).get("metadata")
-    value = notes.get(FINGERPRINT) if isinstance(notes, dict) else None
-    return value if is_text(value) else None
-
-
-def _rank(state: Mapping[str, torch.Tensor], keys: Mapping[str, str], path: Path) -> int:
-    ranks = set()
-    for name, key in keys.items():
-        shape = tuple(state[key].shape)
-        if len(shape) != 2:
-            raise CheckpointError(
-                f"{path}: {named(key)} is {shown(list(shape))}; a matrix is needed."
-            )
-        ranks.add(shape[1 if is_a(name) else 0])
-    if len(ranks) != 1 or 0 in ranks:
-        raise CheckpointError(
-            f"{path} holds pairs of the ranks {shown(sorted(ranks))}; one rank is needed."
-        )
-    return ranks.pop()
-
-
 def _scale(rank: int, alpha: float | None, spec: LoRASpec | None, path: Path) -> float:
-    if alpha is not None and not (is_number(alpha) and alpha >= 0):
-        raise ConfigError(f"The alpha is {shown(alpha)}; it is a finite number of 0 or more.")
     if alpha is not None:
+        if not is_number(alpha) or alpha < 0:
+            raise ConfigError(f"The alpha is {shown(alpha)}; it is a finite number of 0 or more.")
         return alpha / rank
     if spec is not None:
         if spec.rank != rank:
@@ -220,24 +198,9 @@ def write(
         data = array_bytes(array.astype(mx.float32)).copy()
         key = adapter_key(name, ADAPTER_ID, model_config.num_kv_reuse_layers > 0)
         state[key] = torch.from_numpy(data.view(np.float32).reshape(array.shape))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_config_json(config, model_config), indent=4)
-    with atomic_write(config_path) as config_file, atomic_write(path) as weights_file:
-        config_file.write_text(text, encoding="utf-8")
-        try:
-            torch.save(state, weights_file)
-        except RuntimeError as error:  # PyTorch's for a full disk
-            reason = (str(error).splitlines() or ["?"])[0]
-            raise AFMError(
-                f"{path} can't be written: {reason}. Check room and permissions."
-            ) from None
-
-
-def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, object]:
-    """Return the config that tamm writes for a model with this adapter."""
     values: dict[str, object] = {"__tamm_type__": "module_configs:AFMTextV7Config"}
     left_out = ("rms_norm_eps", "kv_bits", "context_length")
-    values |= {k: v for k, v in dataclasses.asdict(model).items() if k not in left_out}
+    values |= {k: v for k, v in dataclasses.asdict(model_config).items() if k not in left_out}
     values["adapters"] = {
         ADAPTER_ID: {
             "__tamm_type__": "adapters:LoRAModelAdapter",
@@ -246,8 +209,16 @@ def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, object]
             "dropout_p": config.dropout,
         }
     }
-    if model.kv_bits is not None:
+    if model_config.kv_bits is not None:
         values["arch_optimizers"] = {"kv_quant": {"__tamm_type__": "ao:KVQuantArchOptimizer"}}
     if config.base_model_fingerprint is not None:
         values["metadata"] = {FINGERPRINT: config.base_model_fingerprint}
-    return values
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(values, indent=4)
+    with atomic_write(config_path) as config_file, atomic_write(path) as weights_file:
+        config_file.write_text(text, encoding="utf-8")
+        try:
+            torch.save(state, weights_file)
+        except RuntimeError as error:  # PyTorch's for a full disk
+            why = (str(error).splitlines() or ["?"])[0]
+            raise AFMError(f"{path} can't be written: {why}. Check room and permissions.") from None

@@ -41,8 +41,6 @@ def make_model(rng):
 
 @pytest.fixture
 def write_adapter(rng, tmp_path):
-    """A function that gives a model random LoRA layers and writes their folder."""
-
     def write(model, name="adapter", rank=4, scale=None, **options):
         scale = float(rng.uniform(0.2, 0.8)) if scale is None else scale
         add_lora(model, rank, scale, seed=int(rng.integers(2**31)), **options)
@@ -60,8 +58,6 @@ def model(make_model):
 
 @pytest.fixture
 def folder(rng, model, tmp_path):
-    """A function that writes an adapter folder for `model`."""
-
     def write(name, rank=4, **options):
         scale = float(rng.uniform(0.2, 0.8))
         return write_folder(tmp_path / name, draw_tensors(model, rng, rank, **options), scale)
@@ -71,14 +67,12 @@ def folder(rng, model, tmp_path):
 
 @pytest.fixture
 def size(model, rng):
-    """Bytes of an adapter of rank 4."""
     tensors = draw_tensors(model, rng, 4)
     return build_resident(tensors, 1.0, target_shapes(model), "drawn").nbytes
 
 
 @pytest.fixture
 def make_pool(model, folder):
-    """A function that makes a pool with adapters of rank 4."""
     with contextlib.ExitStack() as pools:
 
         def make(names="abc", **options):

@@ -80,7 +80,6 @@ def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_model, kind, kv):
 
 
 def count_traces(model):
-    """A list that grows by one item with each trace of a model's step."""
     traced = []
 
     def counted(*args, **options):
@@ -219,7 +218,6 @@ def test_attaching_and_detaching_leave_parameters_as_they_were(make_model, write
 def test_attached_adapters_compute_what_lora_layers_compute(
     rng, make_model, write_adapter, kind, kv
 ):
-    """A prompt, and decode steps of rows of unequal length; one adapter after another leaves nothing behind."""
     kv_bits, tolerance = (8, 0.05) if kv == "int8" else (None, 1e-3)
     attached, tokens = make_model(kind, kv_bits), some_tokens(rng, rows=3)
     plain = attached(tokens)
@@ -268,7 +266,6 @@ def test_training_after_running_takes_no_old_trace(rng, make_model):
 
 
 def test_caches_of_another_adapter_are_refused(make_model, write_adapter, tmp_path):
-    """Of none, of two attached ones, and of LoRA layers."""
     model, prints = make_model(), []
     first, second = (write_adapter(make_model(), name) for name in ("first", "second"))
     for change in (

@@ -70,10 +70,7 @@ def test_a_failed_write_leaves_the_old_files(adapter, folder, monkeypatch):
         (lambda t: t.pop(f"{UP}.lora_b"), "has no .*up_proj.lora_b"),
         (lambda t: t.pop(f"{QKV}.lora_a.1"), r"has no .*lora_a\.1"),
         (lambda t: t.update(weight=mx.zeros(3)), "weight is no LoRA tensor"),
-        (
-            lambda t: t.update({f"{UP}.lora_a": mx.zeros((8, 5))}),
-            r"is \[8, 5\], and rank 6 needs \[in, 6\]",
-        ),
+        (lambda t: t.update({f"{UP}.lora_a": mx.zeros((8, 5))}), r"is \[8, 5\], and rank 6 needs \[in, 6\]"),
         (lambda t: t.update({f"{UP}.lora_b": mx.zeros(6)}), r"needs \[6, out\]"),
         (
             lambda t: t.update({f"{UP}.lora_b": mx.ones((6, 20), mx.int32)}),
@@ -82,7 +79,7 @@ def test_a_failed_write_leaves_the_old_files(adapter, folder, monkeypatch):
         (lambda t: t.update({f"{UP}.lora_b": mx.ones((6, 20), mx.bool_)}), "lora_b is bool"),
         (lambda t: t.clear(), "no LoRA tensors"),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_are_no_pairs(adapter, folder, tmp_path, change, words):
     tensors, config = dict(adapter[0]), adapter[1]
     change(tensors)

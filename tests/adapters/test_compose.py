@@ -20,7 +20,6 @@ def product(tensors, config, name):
 
 @pytest.fixture
 def two(make_model, write_adapter):
-    """Adapters of different ranks on different layers of one model."""
     keys = ["mlp.up_proj", "self_attn.qkv_proj"]
     one = write_adapter(make_model("float"), "one", rank=3, keys=keys)
     other = write_adapter(make_model("float"), "other", rank=6, num_layers=2)
@@ -57,7 +56,6 @@ def test_nothing_is_rounded_where_the_product_fits(two):
 
 
 def test_a_written_sum_is_what_a_pool_runs(make_model, two, tmp_path, rng):
-    """Number for number: both go by one definition."""
     model, weights = make_model("float"), [float(w) for w in rng.uniform(-2, 2, 2)]
     for name, adapter in zip(("one", "other"), two, strict=True):
         save_adapter(tmp_path / name, *adapter)

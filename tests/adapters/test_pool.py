@@ -39,17 +39,9 @@ def test_an_adapter_is_loaded_when_it_is_asked_for_and_then_stays(make_pool, mod
     counts = {"loads": 1, "hits": 2, "evictions": 0, "failures": 0}
     assert {name: described[name] for name in counts} == counts
     assert described["adapters"][1] == {
-        "name": "b",
-        "source": str(tmp_path / "b"),
-        "state": "resident",
-        "bytes": size,
-        "rank": 4,
-        "fingerprint": first.fingerprint,
-        "pinned": False,
-        "rows": 1,
-        "waiting": 0,
-        "error": None,
-    }
+        "name": "b", "source": str(tmp_path / "b"), "state": "resident", "bytes": size, "rank": 4,
+        "fingerprint": first.fingerprint, "pinned": False, "rows": 1, "waiting": 0, "error": None,
+    }  # fmt: skip
     assert pool.name_of(first.fingerprint) == "b"
     assert state(pool, "a")["fingerprint"] is None
 
@@ -70,7 +62,6 @@ def test_files_are_read_in_a_thread_of_their_own(make_pool, gate):
 
 
 def test_sums_add_what_their_parts_add(make_pool, folder, model, rng):
-    """Of unequal ranks, on unequal layers; named, not named, and a sum of sums."""
     pool = make_pool("")
     pool.register("all", folder("all", rank=6))
     pool.register("mlp", folder("mlp", rank=3, keys="mlp"))
@@ -212,7 +203,6 @@ def test_pools_that_can_not_be(model, folder):
 
 
 def test_names_and_sources(make_pool, folder, monkeypatch):
-    """Names are never paths; paths may begin at home."""
     pool, path = make_pool(""), folder("x")
     monkeypatch.setenv("HOME", str(path.parent))
     for name in ("", "  ", "a\nb", "\0", "x" * 201, None, 5):
@@ -256,10 +246,6 @@ def test_weights_that_can_not_be_used(make_pool):
         with pytest.raises(RequestError, match="a registered name, weights by name"):
             pool.request(adapter)
     assert pool.registered == ["a", "b", "much"]
-
-
-def test_weights_of_every_numeric_type(make_pool):
-    pool = make_pool("ab")
     for kind in (int, np.int64, np.float16, np.float32, np.float64):
         assert pool.load({"a": kind(2), "b": kind(1)}) is pool.load({"b": 1.0, "a": 2.0})
         assert pool.load({"b": kind(1)}) is pool.load("b")
@@ -325,8 +311,7 @@ def test_a_budget_smaller_than_an_adapter(make_pool, size):
         pool.load("a")
     lease = pool.request("b")
     assert lease.wait(WAIT)
-    with pytest.raises(RequestError, match="Raise the budget"):
-        lease.resident  # noqa: B018  the property raises
+    assert "Raise the budget" in str(lease.error)
     assert state(pool, "b")["error"] == str(lease.error)
     assert (pool.nbytes, pool.describe()["failures"]) == (0, 2)
 
@@ -368,7 +353,6 @@ def test_loads_come_in_the_order_of_their_requests(make_pool, size):
 
 @pytest.mark.parametrize("fit", [1, 2])
 def test_a_load_waits_for_rows_that_run_already_and_for_no_others(make_pool, size, fit):
-    """Adapters that always have rows, and one that a single row requests."""
     busy = "abc"[: fit + 1]
     pool = make_pool([*busy, "lonely"], budget=fit * size)
     running = []
@@ -389,7 +373,6 @@ def test_a_load_waits_for_rows_that_run_already_and_for_no_others(make_pool, siz
 
 
 def test_an_adapter_that_no_load_waits_for_takes_new_rows_at_once(make_pool, size):
-    """Only the least recently leased one ends its rows for a load."""
     pool = make_pool("abc", budget=2 * size)
     leases = {name: pool.request(name) for name in "ab"}
     for lease in leases.values():
@@ -407,9 +390,6 @@ def test_an_adapter_that_no_load_waits_for_takes_new_rows_at_once(make_pool, siz
 
 
 # -- Loads and leases: what waits for what, and pools that several threads use or that change while they read
-
-
-# -- without room for all
 
 
 def test_a_load_waits_for_rows_to_end_and_load_itself_does_not(make_pool, size):
@@ -482,9 +462,6 @@ def test_a_lease_that_is_forgotten_keeps_nobody_waiting(make_pool, folder, size,
     assert last.ready
 
 
-# -- changed while it is read
-
-
 def test_unload_and_cancel_while_it_is_read(make_pool, gate):
     pool = make_pool("ab")
     lease = pool.request("a")
@@ -546,7 +523,6 @@ def test_a_pool_that_is_closed_while_it_reads(make_pool, gate):
 
 @pytest.mark.usefixtures("exact_memory")
 def test_threads_that_do_all_at_once(make_pool, size):
-    """Nothing is lost, nothing is over the budget, and all is given back."""
     pool = make_pool("abcdef", budget=3 * size)
     gc.collect()
     before, errors = mx.get_active_memory(), []

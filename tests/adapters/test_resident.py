@@ -61,7 +61,6 @@ def draw(rng, shape):
 
 
 def tensors_of(rng, ranks):
-    """Of all places, each pair of a rank drawn from `ranks`; tensors by name."""
     tensors = {}
     for path, sections in SHAPES.items():
         for end, (inputs, outputs) in sections.items():
@@ -120,7 +119,6 @@ def test_sections_and_layers_may_be_left_out(rng, ranks):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_every_source_of_numbers(rng, tmp_path, dtype):
-    """Arrays of MLX, NumPy's, and tensors in a file."""
     tensors = tensors_of(rng, [4])
     arrays = {n: mx.array(t).astype(dtype) for n, t in tensors.items()}
     save_file(tmp_path / "a.safetensors", arrays)
@@ -132,7 +130,6 @@ def test_every_source_of_numbers(rng, tmp_path, dtype):
 
 
 def test_fingerprints_and_layouts_tell_adapters_apart(rng):
-    """By the scale, the rank, or any one number."""
     tensors, wide = tensors_of(rng, [64]), tensors_of(rng, [65])
     residents = [build(tensors), build(tensors, 0.5), build(wide)]
     for _ in range(20):
@@ -177,8 +174,6 @@ TASKS = Path("/proc/self/task")
 
 @pytest.fixture
 def other(folder, model, tmp_path):
-    """A function that writes the adapter of `folder("x")` in another format."""
-
     def write(to, **options):
         tensors, config = read_adapter(folder("x"))
         config = dataclasses.replace(config, base_model_fingerprint=base_model_fingerprint(model))
@@ -191,7 +186,6 @@ def other(folder, model, tmp_path):
 
 @pytest.mark.parametrize("to", ["peft", "fmadapter"])
 def test_adapters_of_other_formats_run_as_they_are(make_pool, other, model, tmp_path, to):
-    """And give what the folder gives that they were converted from."""
     pool = make_pool("")
     pool.register(to, other(to))
     pool.register("x", tmp_path / "x")
@@ -318,7 +312,6 @@ def test_adapters_of_another_base(model, tmp_path, rng):
     ],
 )  # fmt: skip
 def test_adapters_that_cannot_be_used(make_pool, model, rng, tmp_path, spoil, words):
-    """By themselves and in a sum; the pool serves the others."""
     pool, path = make_pool(["b", "bad"]), tmp_path / "bad"
     spoil(path, draw_tensors(model, rng, 4))
     for load in (

@@ -95,10 +95,10 @@ class Batches:
         self._tokens = np.concatenate([np.asarray(s.tokens, np.int32) for s in samples])
         self._weights = np.concatenate([np.asarray(s.weights, np.float32) for s in samples])
         reason = f"rows take at most {length + 1}, and samples are not cut. Shorten it"
-        self._refuse(samples, self._inputs > length, reason)
-        self._refuse(samples, self._inputs < 1, "nothing is left to predict. Remove it")
+        _refuse(samples, self._inputs > length, reason)
+        _refuse(samples, self._inputs < 1, "nothing is left to predict. Remove it")
         self._targets = np.add.reduceat(self._weights > 0, self._starts, dtype=np.int32)
-        self._refuse(samples, self._targets < 1, "none of them has a weight. Remove it")
+        _refuse(samples, self._targets < 1, "none of them has a weight. Remove it")
         self.n_tokens, self.n_targets = len(self._tokens), int(self._targets.sum())
         # Row r holds the samples `order[bounds[r] : bounds[r + 1]]`.
         self._order, self._bounds = self._pack()
@@ -115,7 +115,27 @@ class Batches:
         epoch, index = divmod(step, self.per_epoch)
         if epoch != self._epoch:
             self._epoch, self._plan = epoch, self._plan_epoch(epoch)
-        return self._build(self._plan, index)
+        plan, width = self._plan, self._plan.widths[index]
+        inputs, segments = np.zeros((2, self.batch_size, width), np.int32)
+        positions, labels = np.zeros((2, plan.targets[index]), np.int32)
+        weights = np.zeros(plan.targets[index], np.float32)
+        done = 0
+        for line, row in enumerate(plan.batches[index]):
+            offset = 0
+            row_samples = plan.order[self._bounds[row] : self._bounds[row + 1]]
+            for segment, sample in enumerate(row_samples, start=1):
+                start, n = self._starts[sample], self._inputs[sample]
+                inputs[line, offset : offset + n] = self._tokens[start : start + n]
+                segments[line, offset : offset + n] = segment
+                scored = np.flatnonzero(self._weights[start + 1 : start + 1 + n] > 0)
+                target = slice(done, done + len(scored))
+                positions[target] = line * width + offset + scored
+                labels[target] = self._tokens[start + 1 + scored]
+                weights[target] = self._weights[start + 1 + scored]
+                offset, done = offset + n, target.stop
+        # Only rows of several samples need segments.
+        arrays = [inputs, segments if self.packed else None, positions, labels, weights]
+        return Batch(*(None if array is None else mx.array(array) for array in arrays))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -126,20 +146,8 @@ class Batches:
             digest.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
         return digest.hexdigest()
 
-    def _refuse(self, samples: Sequence[Sample], bad: np.ndarray, reason: str) -> None:
-        if bad.any():
-            sample = samples[int(bad.argmax())]
-            raise DataError(f"{sample.where}: a sample of {len(sample.tokens)} tokens; {reason}.")
-
-    # -- planning
-
     def _pack(self) -> tuple[np.ndarray, np.ndarray]:
-        """Assign samples to rows: best fit, in a random order; unpacked, one sample to a row.
-
-        Returns:
-            the indices of the samples in the order of their rows; and bounds, by which row r holds the samples
-            `order[bounds[r] : bounds[r + 1]]`.
-        """
+        """Assign samples to rows: best fit, in a random order; unpacked, one sample to a row."""
         order = np.arange(len(self))
         if not self.packed:
             return order, np.arange(len(self) + 1)
@@ -167,7 +175,25 @@ class Batches:
 
     def _plan_epoch(self, epoch: int) -> _Plan:
         random = np.random.default_rng([self.seed, 1, epoch]) if self.shuffle else None
-        order, batches = self._exchanged(random) if self.packed else self._sorted(random)
+        order = self._order
+        if self.packed:
+            rows = np.arange(len(self._bounds) - 1)
+            if (
+                random is not None
+            ):  # exchange samples of equal length between rows, and shuffle the rows
+                by_length = np.argsort(self._inputs[order], kind="stable")
+                shuffled = random.permutation(len(self))
+                order = np.empty_like(order)
+                order[by_length] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
+                rows = random.permutation(len(rows))
+            batches = _split(rows, self.batch_size)
+        else:  # sort by length within windows of several batches, and shuffle the batches
+            order = order if random is None else random.permutation(len(self))
+            windows = _split(order, self.batch_size * _BATCHES_SORTED)
+            order = np.concatenate([w[np.argsort(self._inputs[w], kind="stable")] for w in windows])
+            batches = _split(np.arange(len(self)), self.batch_size)
+            if random is not None:
+                batches = [batches[i] for i in random.permutation(len(batches))]
         targets = np.add.reduceat(self._targets[order], self._bounds[:-1])
         widths, sizes = [self.length] * len(batches), [targets[rows].sum() for rows in batches]
         if self.packed:
@@ -177,67 +203,6 @@ class Batches:
             widths = [min(_round_up(n, ROW_MULTIPLE), self.length) for n in longest]
         return _Plan(order, batches, widths, [_round_up(int(n), TARGET_MULTIPLE) for n in sizes])
 
-    def _exchanged(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Exchange samples of equal length between rows, and shuffle the rows; if `random` is None, do neither.
-
-        Returns:
-            the indices of the samples in the order of their rows, and for each batch the indices of its rows.
-        """
-        order, rows = self._order, np.arange(len(self._bounds) - 1)
-        if random is not None:
-            by_length = np.argsort(self._inputs[order], kind="stable")
-            shuffled = random.permutation(len(self))
-            order = np.empty_like(order)
-            order[by_length] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
-            rows = random.permutation(len(rows))
-        return order, _split(rows, self.batch_size)
-
-    def _sorted(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Sort samples by length within windows of several batches, one sample to a row.
-
-        Args:
-            random: shuffles the samples first, and the batches afterwards; None to keep the given order.
-
-        Returns:
-            the indices of the samples in their new order, and for each batch the positions in this order.
-        """
-        order = self._order if random is None else random.permutation(len(self))
-        windows = _split(order, self.batch_size * _BATCHES_SORTED)
-        order = np.concatenate([w[np.argsort(self._inputs[w], kind="stable")] for w in windows])
-        batches = _split(np.arange(len(self)), self.batch_size)
-        if random is not None:
-            batches = [batches[i] for i in random.permutation(len(batches))]
-        return order, batches
-
-    # -- building
-
-    def _build(self, plan: _Plan, index: int) -> Batch:
-        width = plan.widths[index]
-        inputs, segments = np.zeros((2, self.batch_size, width), np.int32)
-        positions, labels = np.zeros((2, plan.targets[index]), np.int32)
-        weights = np.zeros(plan.targets[index], np.float32)
-        done = 0
-        for line, row in enumerate(plan.batches[index]):
-            offset = 0
-            row_samples = plan.order[self._bounds[row] : self._bounds[row + 1]]
-            for segment, sample in enumerate(row_samples, start=1):
-                start, n = self._starts[sample], self._inputs[sample]
-                inputs[line, offset : offset + n] = self._tokens[start : start + n]
-                segments[line, offset : offset + n] = segment
-                scored = np.flatnonzero(self._weights[start + 1 : start + 1 + n] > 0)
-                target = slice(done, done + len(scored))
-                positions[target] = line * width + offset + scored
-                labels[target] = self._tokens[start + 1 + scored]
-                weights[target] = self._weights[start + 1 + scored]
-                offset, done = offset + n, target.stop
-        return Batch(
-            inputs=mx.array(inputs),
-            segments=mx.array(segments) if self.packed else None,
-            positions=mx.array(positions),
-            labels=mx.array(labels),
-            weights=mx.array(weights),
-        )
-
 
 class _Plan(NamedTuple):
     """An epoch: the samples in the order of their rows; the rows, L and T of each batch."""
@@ -246,6 +211,12 @@ class _Plan(NamedTuple):
     batches: list[np.ndarray]
     widths: list[int]
     targets: list[int]
+
+
+def _refuse(samples: Sequence[Sample], bad: np.ndarray, reason: str) -> None:
+    if bad.any():
+        sample = samples[int(bad.argmax())]
+        raise DataError(f"{sample.where}: a sample of {len(sample.tokens)} tokens; {reason}.")
 
 
 def _split(values: np.ndarray, size: int) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
@@ -122,8 +122,18 @@ def load_split(
     for done, (where, line) in enumerate(lines, start=1):
         try:
             document = _document(parse_line(line), features or {})
-            for tokens, weights in _sequences(document, tokenizer, max_seq_length, prompt_weight):
-                samples.append(Sample(tokens, weights, where))
+            if isinstance(document, TextRecord):
+                sequences = _pieces(document.text, tokenizer, max_seq_length)
+            else:
+                chat = document.messages, document.tools
+                tokens, weights = encode_chat(*chat, tokenizer, prompt_weight)
+                if len(tokens) > max_seq_length:
+                    raise DataError(
+                        f"a chat of {len(tokens)} tokens, and max_seq_length is {max_seq_length}. Chats are "
+                        "not cut: shorten it, or raise max_seq_length."
+                    )
+                sequences = [(tokens, weights)]
+            samples += [Sample(tokens, weights, where) for tokens, weights in sequences]
         except AFMError as error:
             faults.append(f"{where}: {error}")
         if progress is not None:
@@ -156,68 +166,48 @@ def _file_of(path: Path, split: str) -> Path:
 
 def _document(record: object, features: Mapping[str, str]) -> TextRecord | ChatRecord:
     """Return the text or chat in a record; `features` maps standard names of keys to the record's own."""
-    keys = record if isinstance(record, Mapping) else ()
-    missing = [f"{key!r} as the {name}" for name, key in features.items() if key not in keys]
+    if not features or not isinstance(record, Mapping):
+        return document_of(record)
+    missing = [f"{key!r} as the {name}" for name, key in features.items() if key not in record]
+    keys = ", ".join(map(str, record))
     wrong = DataError(
-        f"the line lacks {' and '.join(missing)}; it has the keys {', '.join(map(str, keys)) or 'none'}. "
+        f"the line lacks {' and '.join(missing)}; it has the keys {keys or 'none'}. "
         "Name those (--prompt-feature, --completion-feature, --chat-feature, --text-feature)."
     )
-    if keys and 0 < len(missing) < len(features):
+    if record and 0 < len(missing) < len(features):
         raise wrong
-    renamed = _renamed(record, features)
-    for name, other in (("prompt", "completion"), ("completion", "prompt")):
-        if keys and name in features and other not in features and other not in renamed:
-            raise DataError(
-                f"the line has {features[name]!r} as the {name}, and no {other!r}; it has the keys "
-                f"{', '.join(map(str, keys))}. Name its key, too (--{other}-feature)."
-            )
-    try:
-        return document_of(renamed)
-    except DataError:
-        if keys and missing:
-            raise wrong from None
-        raise
-
-
-def _renamed(record: object, features: Mapping[str, str]) -> Any:
-    """Return the record with its own keys, the values of `features`, replaced by the standard names."""
-    if not features or not isinstance(record, Mapping):
-        return record
     standard = {key: name for name, key in features.items()}
     # A key with a standard name that `features` maps from another key has another meaning.
-    return {
+    renamed = {
         standard.get(key, key): value
         for key, value in record.items()
         if key in standard or key not in features
     }
-
-
-def _sequences(
-    document: TextRecord | ChatRecord,
-    tokenizer: Tokenizer,
-    max_seq_length: int,
-    prompt_weight: float,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield tokens and weights of the samples in a line."""
-    if not isinstance(document, TextRecord):
-        tokens, weights = encode_chat(document.messages, document.tools, tokenizer, prompt_weight)
-        if len(tokens) > max_seq_length:
+    for name, other in (("prompt", "completion"), ("completion", "prompt")):
+        if record and name in features and other not in features and other not in renamed:
             raise DataError(
-                f"a chat of {len(tokens)} tokens, and max_seq_length is {max_seq_length}. Chats are not "
-                "cut: shorten it, or raise max_seq_length."
+                f"the line has {features[name]!r} as the {name}, and no {other!r}; it has the keys "
+                f"{keys}. Name its key, too (--{other}-feature)."
             )
-        yield tokens, weights
-        return
-    if not document.text:
+    try:
+        return document_of(renamed)
+    except DataError:
+        if record and missing:
+            raise wrong from None
+        raise
+
+
+def _pieces(
+    text: str, tokenizer: Tokenizer, max_seq_length: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return tokens and weights of the pieces of a text."""
+    if not text:
         raise DataError("'text' is empty. Remove the line.")
-    whole = _guarded("text", lambda: encode_text(document.text, tokenizer))
+    whole = _guarded("text", lambda: encode_text(text, tokenizer))
     pieces = cut([whole], max_seq_length)
     if not pieces:
         raise DataError(f"a text of {len(whole)} tokens; nothing is left to predict. Remove it.")
-    for piece in pieces:
-        weights = np.ones(len(piece), np.float32)
-        weights[0] = 0
-        yield np.array(piece, np.int32), weights
+    return [(np.array(p, np.int32), (np.arange(len(p)) > 0).astype(np.float32)) for p in pieces]
 
 
 # -- chats
@@ -245,7 +235,15 @@ def encode_chat(
     checked = checked_messages(messages)
     _check_turns(checked)
     _check_calls(checked, tools)
-    _check_argument_texts(messages)
+    for index, message in enumerate(messages):  # no key twice in arguments of JSON text
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            arguments = call.get("function", call).get("arguments")
+            if isinstance(arguments, str):
+                try:
+                    parse_line(arguments)
+                except DataError as error:
+                    where = f"messages[{index}].tool_calls[{number}]"
+                    raise DataError(f"{where}: in the arguments, {error}") from None
     chat = _Chat(messages, checked, tools, tokenizer)
     weights = np.full(len(chat.tokens), prompt_weight, np.float32)
     weights[0] = 0
@@ -303,12 +301,8 @@ def _check_calls(messages: Sequence[Message], tools: Tools) -> None:
             continue
         calls = message.get("tool_calls", ())
         waiting = len(calls)
-        functions = [tool.get("function", tool) for tool in known]
-        names = {
-            f["name"]
-            for f in functions
-            if isinstance(f, Mapping) and isinstance(f.get("name"), str)
-        }
+        functions = [f for tool in known if isinstance(f := tool.get("function", tool), Mapping)]
+        names = {f["name"] for f in functions if isinstance(f.get("name"), str)}
         for number, call in enumerate(calls):
             where = f"messages[{index}].tool_calls[{number}]"
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -322,19 +316,6 @@ def _check_calls(messages: Sequence[Message], tools: Tools) -> None:
                     f"{where} calls {shown(name)}, which is no tool of the chat; it has {have}. Give its "
                     'definition under "tools".'
                 )
-
-
-def _check_argument_texts(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `DataError` for arguments in JSON text in which an object has a key twice."""
-    for index, message in enumerate(messages):
-        for number, call in enumerate(message.get("tool_calls") or ()):
-            arguments = call.get("function", call).get("arguments")
-            if isinstance(arguments, str):
-                try:
-                    parse_line(arguments)
-                except DataError as error:
-                    where = f"messages[{index}].tool_calls[{number}]"
-                    raise DataError(f"{where}: in the arguments, {error}") from None
 
 
 class _Chat:
@@ -356,21 +337,20 @@ class _Chat:
             if tools:
                 raise DataError("tools are given twice: with the chat and with messages[0].")
             self._tools = own_tools
-        self._refuse_ignored_fields(checked, tools or own_tools)
+        template = getattr(tokenizer, "chat_template", None)
+        if isinstance(template, str):
+            fields = {field for message in checked for field in message}
+            used = fields & {"tool_calls", "response_format"}
+            used |= {"tools"} if tools or own_tools else set()
+            if ignored := sorted(field for field in used if field not in template):
+                raise DataError(
+                    f"the chat has {', '.join(ignored)}, which the model's chat template does not use."
+                )
         self._text = self._render(len(messages))
         self.tokens = self._encode(self._text, len(messages))
 
     def span(self, index: int, earliest: int) -> tuple[int, int]:
         """Return the token positions [start, end) of the assistant's message `index`; start >= `earliest`."""
-        start = max(earliest, self._start(index))
-        end = self._end(index, start)
-        # Text that a template adds after the end of a turn is not the assistant's.
-        end = max(self._ends(start, end), default=end)
-        if start >= end:
-            raise DataError(f"messages[{index}]: the chat template renders nothing for this turn.")
-        return start, end
-
-    def _start(self, index: int) -> int:
         head = self._render(index, start=True)
         if not self._text.startswith(head):
             # Templates of reasoning models start an answer with a thought, which past answers don't have.
@@ -382,22 +362,24 @@ class _Chat:
                     "Use a template without that, or data as {'text'}."
                 )
             head = shared
-        ids = self._encode(head, index, start=True)
-        return _shared_length(ids, self.tokens)
-
-    def _end(self, index: int, start: int) -> int:
-        if index + 1 == len(self._messages):
-            return len(self.tokens)
-        upto = self._render(index + 1)
-        if self._text.startswith(upto):
-            return _shared_length(self._encode(upto, index + 1), self.tokens)
-        ends = self._ends(start, None)
-        if not ends:
-            raise DataError(
-                f"messages[{index}]: the model's chat template renders this turn differently when more "
-                "follow, and ends it with no stop token, so its end can't be found."
-            )
-        return ends[0]
+        start = max(earliest, _shared_length(self._encode(head, index, start=True), self.tokens))
+        end = len(self.tokens)
+        if index + 1 < len(self._messages):
+            upto = self._render(index + 1)
+            if self._text.startswith(upto):
+                end = _shared_length(self._encode(upto, index + 1), self.tokens)
+            elif ends := self._ends(start, None):
+                end = ends[0]
+            else:
+                raise DataError(
+                    f"messages[{index}]: the model's chat template renders this turn differently when more "
+                    "follow, and ends it with no stop token, so its end can't be found."
+                )
+        # Text that a template adds after the end of a turn is not the assistant's.
+        end = max(self._ends(start, end), default=end)
+        if start >= end:
+            raise DataError(f"messages[{index}]: the chat template renders nothing for this turn.")
+        return start, end
 
     def _ends(self, start: int, end: int | None) -> list[int]:
         """Return the index after each stop token in [start, end); end=None means the end of the chat."""
@@ -406,44 +388,20 @@ class _Chat:
 
     def _render(self, count: int, start: bool = False) -> str:
         """Render the first `count` messages as text; if `start`, add the start of the assistant's next turn."""
-        return _guarded(
-            "chat",
-            lambda: self._tokenizer.apply_chat_template(
-                self._messages[:count],
-                tools=self._tools,
-                add_generation_prompt=start,
-                tokenize=False,
-            ),
-        )
+        return self._template(count, start, tokenize=False)
 
     def _encode(self, text: str, count: int, start: bool = False) -> np.ndarray:
         """Return the token ids of `text`, which `_render` returned for the same `count` and `start`."""
         if self._is_afm:  # the text doesn't distinguish control tokens from messages' text
-            tokens = _guarded(
-                "chat",
-                lambda: self._tokenizer.apply_chat_template(
-                    self._messages[:count],
-                    tools=self._tools,
-                    add_generation_prompt=start,
-                    tokenize=True,
-                ),
-            )
-            return np.array(tokens, np.int32)
+            return np.array(self._template(count, start, tokenize=True), np.int32)
         # Templates of mlx-lm's zoo include the first token.
         tokens = _guarded("chat", lambda: self._tokenizer.encode(text, add_special_tokens=False))
         return np.array(tokens, np.int32)
 
-    def _refuse_ignored_fields(self, checked: Sequence[Message], tools: Tools) -> None:
-        template = getattr(self._tokenizer, "chat_template", None)
-        if not isinstance(template, str):
-            return
-        fields = {field for message in checked for field in message}
-        used = fields & {"tool_calls", "response_format"} | ({"tools"} if tools else set())
-        ignored = sorted(field for field in used if field not in template)
-        if ignored:
-            raise DataError(
-                f"the chat has {', '.join(ignored)}, which the model's chat template does not use."
-            )
+    def _template(self, count: int, start: bool, tokenize: bool) -> Any:
+        apply: Any = self._tokenizer.apply_chat_template
+        options = {"tools": self._tools, "add_generation_prompt": start, "tokenize": tokenize}
+        return _guarded("chat", lambda: apply(self._messages[:count], **options))
 
 
 def _for_zoo(message: Mapping[str, Any], checked: Message) -> Message:

@@ -43,8 +43,7 @@ def recomputed_blocks(model: nn.Module) -> Iterator[None]:
     For AFM models this includes the reuse blocks. Only the model's own instances are changed, and they are
     restored on leaving. Dropout draws the same mask both times; no layer other than `nn.Dropout` may be random.
 
-    Raises:
-        TrainingError: when the model has no `layers`.
+    Raises `TrainingError` when the model has no `layers`.
     """
     blocks = [block for block in getattr(model, "layers", []) if isinstance(block, nn.Module)]
     if not blocks:
@@ -55,10 +54,8 @@ def recomputed_blocks(model: nn.Module) -> Iterator[None]:
     dropouts = [m for block in blocks for m in block.modules() if type(m) is nn.Dropout]
     changed = {id(m): (m, type(m)) for m in [*blocks, *dropouts]}
     try:
-        for block in blocks:
-            block.__class__ = _recomputed(type(block))  # type: ignore[arg-type]
-        for dropout in dropouts:
-            dropout.__class__ = _KeyedDropout
+        for module, kind in changed.values():
+            module.__class__ = _KeyedDropout if kind is nn.Dropout else _recomputed(kind)  # type: ignore[arg-type]
         yield
     finally:
         for module, kind in changed.values():
@@ -109,12 +106,9 @@ def _recomputed(kind: type) -> type:
 def recomputed(function: Callable[..., R]) -> Callable[..., R]:
     """Wrap a function so that only its arguments are kept for the backward pass, which calls it again.
 
-    Gradients reach only the float arrays among the arguments, not arrays that the function gets elsewhere. The
-    function must return the same numbers both times.
-
-    Args:
-        function: takes and returns trees of arrays (lists, tuples, named tuples, dictionaries); other leaves
-            are passed through.
+    The function takes and returns trees of arrays; leaves other than float arrays are passed through. Gradients
+    reach only the arguments, not arrays that the function gets elsewhere. It must return the same numbers both
+    times.
     """
 
     def call(*args: object, **kwargs: object) -> R:

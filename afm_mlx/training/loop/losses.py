@@ -18,6 +18,7 @@ float32, and their gradient another 5 GB.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import mlx.core as mx
@@ -102,9 +103,7 @@ class AcceptanceRate:
 
     A token that is drawn from `p` and accepted with probability min(1, q / p) is accepted with probability
     sum min(p, q) (Leviathan et al. 2023, arXiv 2211.17192, section 3.2). This is a metric, not a training loss.
-
-    Args:
-        teacher: the target, which verifies the draft tokens; in eval mode, of the same vocabulary.
+    `teacher` is the target, which verifies the draft tokens; in eval mode, of the same vocabulary.
     """
 
     def __init__(self, teacher: nn.Module):
@@ -117,9 +116,8 @@ class AcceptanceRate:
 def check_divergence(divergence: str) -> None:
     """Raise `ConfigError` for an unknown divergence."""
     if divergence not in DIVERGENCES:
-        raise ConfigError(
-            f"The divergence is {divergence!r}; allowed are {' and '.join(map(repr, DIVERGENCES))}."
-        )
+        allowed = " and ".join(map(repr, DIVERGENCES))
+        raise ConfigError(f"The divergence is {divergence!r}; allowed are {allowed}.")
 
 
 def _cross_entropy(logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
@@ -140,28 +138,13 @@ def _shared(logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
     return mx.minimum(mx.softmax(logits, axis=-1), mx.softmax(taught, axis=-1)).sum(axis=-1)
 
 
-def _check_vocabulary(taught: mx.array, logits: mx.array) -> None:
-    if taught.shape != logits.shape:
-        raise ConfigError(
-            f"The teacher has {taught.shape[-1]} tokens and the model {logits.shape[-1]}; a teacher must "
-            "have the model's vocabulary. Choose the model that this one was made of."
-        )
-
-
 # -- targets, a chunk at a time
 
 
 def _weighted_sum(
     model: nn.Module, teacher: nn.Module | None, batch: Batch, of_targets: TargetLoss
 ) -> mx.array:
-    """Return the sum of weight * loss over the batch's targets, () float32.
-
-    Args:
-        model: the model that is trained or measured.
-        teacher: a second model, whose logits `of_targets` gets; None to pass it None.
-        batch: the batch.
-        of_targets: the loss of each target, see `TargetLoss`.
-    """
+    """Return the sum of weight * loss over the batch's targets, () float32."""
     h = _states(model, batch)
     taught = None if teacher is None else mx.stop_gradient(_states(teacher, batch))
 
@@ -171,34 +154,24 @@ def _weighted_sum(
             # Depends on `h`: if the forward pass and the recomputation were equal expressions,
             # `mx.compile` would keep the logits of the first.
             others = mx.stop_gradient(_logits(teacher, mx.depends([taught[rows]], [h])[0]))
-            _check_vocabulary(others, logits)
+            if others.shape != logits.shape:
+                raise ConfigError(
+                    f"The teacher has {others.shape[-1]} tokens and the model {logits.shape[-1]}; a teacher "
+                    "must have the model's vocabulary. Choose the model that this one was made of."
+                )
         return mx.sum(batch.weights[rows] * of_targets(logits, others, batch.labels[rows]))
 
     targets = batch.labels.size
     if targets * (model.args.vocab_size if is_afm(model) else h.shape[-1]) <= WHOLE:
         return loss(slice(targets), h)
     total = mx.array(0.0)
-    for start in range(0, targets, CHUNK):
-        rows = slice(start, min(start + CHUNK, targets))
-        total = _recomputed_head(model, loss, rows, h[rows], total)
-    return total
-
-
-def _recomputed_head(
-    model: nn.Module,
-    loss: Callable[[slice, mx.array], mx.array],
-    rows: slice,
-    h: mx.array,
-    total: mx.array,
-) -> mx.array:
-    """Return `total + loss(rows, h)`; the logits are computed again in the backward pass, not kept."""
     head = [model.model.embedding, model.model.output_norm] if is_afm(model) else []
 
     def update(parameters: list[Tree]) -> None:
         for module, values in zip(head, parameters, strict=True):
             module.update(values)
 
-    def run(parameters: list[Tree], h: mx.array, total: mx.array) -> mx.array:
+    def add(rows: slice, parameters: list[Tree], h: mx.array, total: mx.array) -> mx.array:
         before = [module.trainable_parameters() for module in head]
         update(parameters)
         try:
@@ -209,8 +182,13 @@ def _recomputed_head(
             # The model must not keep traced arrays.
             update(before)
 
-    # Gradients reach only the arguments of such a function, so the parameters are among them.
-    return recomputed(run)([module.trainable_parameters() for module in head], h, total)
+    for start in range(0, targets, CHUNK):
+        rows = slice(start, min(start + CHUNK, targets))
+        # The logits are computed again in the backward pass, not kept. Gradients reach only the
+        # arguments of such a function, so the parameters are among them.
+        parameters = [module.trainable_parameters() for module in head]
+        total = recomputed(partial(add, rows))(parameters, h[rows], total)
+    return total
 
 
 # -- both kinds of model

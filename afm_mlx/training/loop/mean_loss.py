@@ -26,17 +26,11 @@ def mean_loss(
     count: int = -1,
     progress: Callable[[int, int], None] | None = None,
 ) -> float:
-    """Return the weighted mean of a loss over the first batches of an epoch, without dropout.
+    """Return the weighted mean of a loss over the first `count` batches, or all for -1, without dropout.
 
-    Args:
-        model: a model, which is in eval mode afterwards.
-        loss: sum of the weighted losses of a batch.
-        batches: batches of the split.
-        count: number of batches; -1 for the whole epoch.
-        progress: called with the numbers of finished and of all batches.
+    The model is in eval mode afterwards. `progress` is called with the numbers of finished and of all batches.
 
-    Raises:
-        TrainingError: when the loss is not finite; names the batch and the layer.
+    Raises `TrainingError` when the loss is not finite; the error names the batch and the layer.
     """
     model.eval()
     total = weight = 0.0
@@ -67,18 +61,9 @@ def find_non_finite(
 ) -> str:
     """Return the origin of the first number that is NaN or infinite, as a clause for an error.
 
-    The batches run again, uncompiled. The parameters are searched first, then each layer's output, the loss,
-    and the gradients.
-
-    Args:
-        model: the model, in the mode and with the weights that gave the number.
-        loss: the loss that was computed.
-        batches: the micro-batches of the step.
-        gradients: `TrainingStep.gradients`, which takes a batch and the sum of weights; None if none were
-            computed.
-
-    Returns:
-        A clause such as "the output of layers.3.mlp.down_proj is not finite (12 NaN of 4096 numbers)".
+    The batches run again, uncompiled, with the weights and in the mode that gave the number. The parameters are
+    searched first, then each layer's output, the loss, and the gradients, if `TrainingStep.gradients` is given.
+    A clause is "the output of layers.3.mlp.down_proj is not finite (12 NaN of 4096 numbers)".
     """
     for name, parameter in tree_flatten(model.parameters()):
         if text := _not_finite(parameter):
@@ -118,12 +103,8 @@ def _bad_gradient(gradients: Tree, order: list[str]) -> str:
     if bad:
         # Gradients flow from the last layer to the first, so the last bad one comes first.
         name = max(bad, key=index_of)
-        others = (
-            f", and so are the gradients of {len(bad) - 1} parameters before it"
-            if len(bad) > 1
-            else ""
-        )
-        return f"the gradient of {name} is not finite ({bad[name]}){others}"
+        others = f", and so are the gradients of {len(bad) - 1} parameters before it"
+        return f"the gradient of {name} is not finite ({bad[name]}){others * (len(bad) > 1)}"
     largest = {name: mx.abs(gradient).max().item() for name, gradient in flat if gradient.size}
     name = max(largest, key=largest.__getitem__, default="")
     if name and largest[name] > _GREAT:
@@ -137,28 +118,27 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, str, str]]]:
     calls: list[tuple[str, str, str]] = []
     names = {id(module): name or "the model" for name, module in model.named_modules()}
     kinds = [(module, type(module)) for module in {id(m): m for m in model.modules()}.values()]
-    watching = {kind: _watching(kind, names, calls) for _, kind in kinds}
+
+    def watching(kind: type) -> type:
+        def call(self: nn.Module, *args: object, **kwargs: object) -> object:
+            output = kind.__call__(self, *args, **kwargs)
+            text, reason = _not_finite(*_arrays(output)), ""
+            if text:
+                came_in = _arrays((args, kwargs))
+                largest = max((mx.abs(x).max().item() for x in came_in), default=0.0)
+                reason = f"; the largest number that came in is {largest:.1e}"
+            calls.append((names[id(self)], text, reason))
+            return output
+
+        return type(kind.__name__, (kind,), {"__call__": call})
+
     try:
         for module, kind in kinds:
-            module.__class__ = watching[kind]
+            module.__class__ = watching(kind)
         yield calls
     finally:
         for module, kind in kinds:
             module.__class__ = kind
-
-
-def _watching(kind: type, names: dict[int, str], calls: list[tuple[str, str, str]]) -> type:
-    def call(self: nn.Module, *args: object, **kwargs: object) -> object:
-        output = kind.__call__(self, *args, **kwargs)
-        text = _not_finite(*_arrays(output))
-        reason = ""
-        if text:
-            largest = max((mx.abs(x).max().item() for x in _arrays((args, kwargs))), default=0.0)
-            reason = f"; the largest number that came in is {largest:.1e}"
-        calls.append((names[id(self)], text, reason))
-        return output
-
-    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 def _arrays(tree: object) -> list[mx.array]:

@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.errors import AFMError, CheckpointError, DataError, TrainingError
-from afm_mlx.file_lock import FileLock, LockHeldError, Owner
+from afm_mlx.file_lock import FileLock, LockHeldError
 from afm_mlx.files import atomic_folder, atomic_write, read_file, remove_folder, remove_leftovers
 from afm_mlx.installation import package_problem
 from afm_mlx.jsonl import read_jsonl
@@ -42,23 +42,14 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoint(NamedTuple):
-    """The content of a checkpoint.
-
-    Args:
-        tensors: tensors by file name without suffix, then by tensor name.
-        state: state of the loop, as JSON values.
-    """
+    """A checkpoint: tensors by file name without suffix and by name, and the loop's state as JSON values."""
 
     tensors: dict[str, dict[str, mx.array]]
     state: dict[str, Any]
 
 
 class RunExistsError(TrainingError):
-    """A new run was started in a folder that has a run.
-
-    Attributes:
-        path: path of the run's folder.
-    """
+    """A new run was started in the folder `path`, which has a run."""
 
     def __init__(self, path: Path):
         super().__init__(
@@ -85,15 +76,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, manifest: Mapping[str, object]) -> RunFolder:
-        """Lock a folder and start a run in it.
+        """Lock a folder, which is made if missing, and start a run in it.
 
-        Args:
-            path: a folder, which is made if missing.
-            manifest: JSON values that a run must keep when it resumes.
-
-        Raises:
-            RunExistsError: when there is a run already.
-            TrainingError: when another process starts one, or the folder can't be made.
+        `manifest` holds JSON values that the run must keep when it resumes. Raises `RunExistsError` when there
+        is a run already, `TrainingError` when another process starts one, or the folder can't be made.
         """
         run = cls(Path(path))
         run.check(resume=False)
@@ -139,9 +125,8 @@ class RunFolder:
     def check(self, *, resume: bool) -> None:
         """Check that a run can be resumed, or else created, apart from its manifest; change nothing.
 
-        Raises:
-            RunExistsError: for a new run, when the folder has one.
-            TrainingError: when there is no run to resume, or when a process works in the folder.
+        Raises `RunExistsError` for a new run, when the folder has one; `TrainingError` when there is no run to
+        resume, or when a process works in the folder.
         """
         if self.path.is_dir() and self._lock is None:
             self._take_lock(create=False)
@@ -180,7 +165,17 @@ class RunFolder:
         try:
             self._lock = FileLock(self.path / LOCK_NAME, create=create)
         except LockHeldError as error:
-            raise TrainingError(f"{self.path} is in use by {_owner_advice(error.owner)}") from None
+            owner = error.owner
+            if owner is None:
+                who = "a process that its lock does not name. Let it end, or choose another folder."
+            elif owner.is_here():
+                who = f"{owner}. Close the `RunFolder` that has it first."
+            else:
+                who = (
+                    f"{owner}. Let that run go on, or stop it (kill {owner.pid} lets it save a checkpoint) and "
+                    "resume it then (--resume); or choose another folder for a new run."
+                )
+            raise TrainingError(f"{self.path} is in use by {who}") from None
         except FileNotFoundError:
             if create:
                 raise
@@ -207,10 +202,7 @@ class RunFolder:
     ) -> Path:
         """Write the checkpoint of a step, and remove all but the newest `KEEP`.
 
-        Args:
-            step: number of the last finished step.
-            tensors: tensors by file name without suffix; empty groups get no file.
-            state: JSON values.
+        `tensors` are by file name without suffix, and empty groups get no file; `state` holds JSON values.
 
         Raises:
             TrainingError: when it can't be written; the checkpoints before are unchanged.
@@ -241,13 +233,9 @@ class RunFolder:
             raise self.damaged(step, str(error)) from None
 
     def damaged(self, step: int, fault: str) -> CheckpointError:
-        """Return the error for a checkpoint that can't be used, with what to do.
+        """Return the error for a checkpoint that can't be used, from its fault as a sentence, with what to do.
 
         It never advises to remove one: an unreadable checkpoint may be whole, on a disk that comes back.
-
-        Args:
-            step: step of the checkpoint.
-            fault: the fault, as a sentence.
         """
         path, before = self.checkpoint_path(step), [s for s in self.steps() if s < step]
         advice = "There is no checkpoint before it: start a new run in another folder."
@@ -321,10 +309,13 @@ class RunFolder:
         """Remove from metrics.jsonl the lines of steps after `step`, and an incomplete last line."""
         if not self.metrics_path.exists():
             return
-        lines = read_file(self.metrics_path, _MAX_BYTES).decode("utf-8").splitlines()
-        kept = [line for line in lines if _upto(line, step)]
+        kept = ""
+        for line in read_file(self.metrics_path, _MAX_BYTES).decode("utf-8").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] <= step:
+                    kept += f"{line}\n"
         with atomic_write(self.metrics_path) as path:
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            path.write_text(kept, encoding="utf-8")
 
     @contextmanager
     def _written(self, what: str) -> Iterator[None]:
@@ -336,24 +327,6 @@ class RunFolder:
             raise TrainingError(
                 f"{what} could not be written: {reason}. {self.what_remains()}"
             ) from None
-
-
-def _upto(line: str, step: int) -> bool:
-    try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _owner_advice(owner: Owner | None) -> str:
-    if owner is None:
-        return "a process that its lock does not name. Let it end, or choose another folder."
-    if owner.is_here():
-        return f"{owner}. Close the `RunFolder` that has it first."
-    return (
-        f"{owner}. Let that run go on, or stop it (kill {owner.pid} lets it save a checkpoint) and resume it "
-        "then (--resume); or choose another folder for a new run."
-    )
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:
@@ -412,18 +385,16 @@ def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    losses.plot(*_series(records, "loss"), linewidth=1, label="training")
-    losses.plot(*_series(records, "valid_loss"), marker="o", markersize=3, label="validation")
+    for axes, key, style in (
+        (losses, "loss", {"linewidth": 1, "label": "training"}),
+        (losses, "valid_loss", {"marker": "o", "markersize": 3, "label": "validation"}),
+        (rates, "learning_rate", {"linewidth": 1}),
+    ):
+        found = [record for record in records if record.get(key) is not None]
+        axes.plot([record["step"] for record in found], [record[key] for record in found], **style)
+        axes.grid(alpha=0.3)
     losses.set_ylabel("loss per target (nats)")
     losses.legend()
-    rates.plot(*_series(records, "learning_rate"), linewidth=1)
     rates.set(xlabel="step", ylabel="learning rate")
-    for axes in (losses, rates):
-        axes.grid(alpha=0.3)
     with atomic_write(png_path) as path:
         figure.savefig(path, dpi=150, format="png")
-
-
-def _series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    pairs = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-    return [step for step, _ in pairs], [value for _, value in pairs]

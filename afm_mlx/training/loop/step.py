@@ -35,12 +35,6 @@ class AdamW(optim.AdamW):
 
     For parameters of other types, the state holds a float32 copy, "master", which is what is updated: 4 bytes
     per parameter in addition to the 8 bytes of both moments.
-
-    Args:
-        learning_rate: a number or a schedule.
-        weight_decay: decay of all parameters.
-        betas: decays of the moments.
-        eps: added to the root of the second moment.
     """
 
     def __init__(
@@ -77,11 +71,8 @@ def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tre
 
     `average + (1 - d) / (1 - d^t) * (weights - average)`
 
-    Args:
-        average: the average so far, float32; has no effect for t = 1.
-        weights: the weights after step t, float32.
-        decay: d in (0, 1).
-        steps: t, () integer, 1 after the first step.
+    `weights` are those after step t = `steps` (() integer, from 1); both trees are float32. `average` has no
+    effect for t = 1.
     """
     # 1 - d^t by expm1: for d near 1 the difference itself has few bits left in float32.
     share = (1 - decay) / -mx.expm1(steps.astype(mx.float32) * math.log(decay))
@@ -89,19 +80,12 @@ def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tre
 
 
 class StepResult(NamedTuple):
-    """Results of a step, () arrays.
+    """Results of a step, () arrays. If loss or norm is not finite, nothing was updated."""
 
-    Args:
-        loss: weighted mean loss of the targets, before the update.
-        grad_norm: norm before clipping. If it or the loss is not finite, nothing was updated.
-        weight: sum of the targets' weights.
-        targets: number of targets that have a weight.
-    """
-
-    loss: mx.array
-    grad_norm: mx.array
-    weight: mx.array
-    targets: mx.array
+    loss: mx.array  # weighted mean loss of the targets, before the update
+    grad_norm: mx.array  # before clipping
+    weight: mx.array  # sum of the targets' weights
+    targets: mx.array  # number of targets that have a weight
 
 
 class TrainingStep:
@@ -109,14 +93,7 @@ class TrainingStep:
 
     The gradient is of `sum of losses / sum of weights` over all micro-batches, so that accumulation changes
     only the memory. A step whose loss or gradient is not finite changes nothing; the graph contains this
-    choice.
-
-    Args:
-        model: the model to train.
-        loss: sum of weighted losses of a batch.
-        optimizer: an optimizer without a state, which is initialised.
-        max_norm: largest global norm of the gradient, None for no limit.
-        ema_decay: decay of the average of weights, None for no average.
+    choice. `optimizer` is initialised here. `max_norm` is the largest global norm of the gradient.
     """
 
     def __init__(
@@ -147,21 +124,14 @@ class TrainingStep:
     def __call__(self, batches: Sequence[Batch]) -> StepResult:
         """Take one step on its micro-batches; with a single one, the result is not evaluated yet."""
         before, key = self.model.parameters(), random_key()
-        try:
-            return self._taken(batches)
-        except BaseException:
-            # A trace that ends early leaves traced arrays in the model and in MLX's generator.
-            self.model.update(before)
-            mx.random.seed(key)
-            raise
-
-    def _taken(self, batches: Sequence[Batch]) -> StepResult:
         weight = sum((batch.weights.sum() for batch in batches[1:]), batches[0].weights.sum())
         targets = sum((batch.weights != 0).sum() for batch in batches)
+        # Compiled functions take no None.
         arrays = [{k: v for k, v in batch._asdict().items() if v is not None} for batch in batches]
-        if len(batches) == 1:
-            loss, norm = self._whole(arrays[0], weight)
-        else:
+        try:
+            if len(batches) == 1:
+                loss, norm = self._whole(arrays[0], weight)
+                return StepResult(loss, norm, weight, targets)
             loss = mx.array(0.0)
             gradients = tree_map(
                 lambda p: mx.zeros(p.shape, mx.float32), self.model.trainable_parameters()
@@ -170,20 +140,19 @@ class TrainingStep:
                 part, gradients = self._micro(batch, weight, gradients)
                 loss = loss + part
                 mx.eval(loss, gradients)  # one micro-batch's activations at a time
-            norm = self._update(loss, gradients)
-        return StepResult(loss, norm, weight, targets)
+            return StepResult(loss, self._update(loss, gradients), weight, targets)
+        except BaseException:
+            # A trace that ends early leaves traced arrays in the model and in MLX's generator.
+            self.model.update(before)
+            mx.random.seed(key)
+            raise
 
     def evaluate(self, result: StepResult) -> None:
         """Evaluate a step's result and all that it changed: graphs must not grow over steps."""
         mx.eval(result, self.model.state, self.optimizer.state, self.average, mx.random.state)
 
     def gradients(self, batch: Batch, weight: mx.array) -> tuple[mx.array, Tree]:
-        """Return the batch's loss divided by `weight`, and the gradients of the trainable parameters.
-
-        Args:
-            batch: a micro-batch.
-            weight: sum of the targets' weights over all micro-batches of the step.
-        """
+        """Return the batch's loss divided by `weight`, and the gradients of the trainable parameters."""
         parameters = self.model.trainable_parameters()
 
         def scaled(parameters: Tree) -> mx.array:
@@ -229,7 +198,7 @@ class TrainingStep:
 
 
 def _batch(arrays: dict[str, mx.array]) -> Batch:
-    """Make a batch from its arrays by name; `segments` may be missing, as compiled functions take no None."""
+    """Make a batch from its arrays by name; `segments` may be missing."""
     return Batch(**({"segments": None} | arrays))
 
 

@@ -27,12 +27,12 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
-from afm_mlx.training.data.batches import Batch, Batches
+from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
 from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.mean_loss import find_non_finite, mean_loss, perplexity, random_key
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
-from afm_mlx.training.loop.step import AdamW, StepResult, TrainingStep
+from afm_mlx.training.loop.step import AdamW, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions
 
 
@@ -45,12 +45,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Stepped:
-    """Event for `on_event`: a step has ended.
-
-    Args:
-        step: number of the step, from 1.
-        loss: weighted mean loss of the step's batches, before the update.
-    """
+    """Event for `on_event`: step number `step`, from 1, has ended with the `loss` before its update."""
 
     step: int
     loss: float
@@ -58,35 +53,23 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Report:
-    """Event for `on_event`: training metrics, which are also a line of metrics.jsonl.
+    """Event for `on_event`: training metrics, which are also a line of metrics.jsonl."""
 
-    Args:
-        step: number of the last step.
-        loss: weighted mean loss over the steps since the previous report.
-        learning_rate: learning rate of the last step.
-        grad_norm: global norm of the last step's gradient, before clipping.
-        tokens: number of targets since step 1.
-        tokens_per_second: speed since the previous report, without evaluation and saving.
-        peak_memory: maximum number of bytes that MLX has held in this process.
-    """
-
-    step: int
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    tokens: int
-    tokens_per_second: float
-    peak_memory: int
+    step: int  # the last one, from 1
+    loss: float  # weighted mean over the steps since the previous report
+    learning_rate: float  # of the last step
+    grad_norm: float  # global norm of the last step's gradient, before clipping
+    tokens: int  # targets since step 1
+    tokens_per_second: float  # since the previous report, without evaluation and saving
+    peak_memory: int  # most bytes that MLX has held in this process
 
 
 @dataclass(frozen=True)
 class Validation:
     """Event for `on_event`: the result of an evaluation, which is also a line of metrics.jsonl.
 
-    Args:
-        step: number of the last step before the evaluation; 0 before the first step.
-        valid_loss: weighted mean loss over the validation batches.
-        valid_perplexity: `exp(valid_loss)`; meaningful if the loss is a cross-entropy.
+    `step` is the last step before it, 0 before the first one. The perplexity means something for a cross-
+    entropy.
     """
 
     step: int
@@ -104,11 +87,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Testing:
-    """Event for `on_event`: the test split is about to be measured.
-
-    Args:
-        what: the model that is measured, such as "without the adapter"; None for the trained model.
-    """
+    """Event for `on_event`: the test split is about to be measured, with `what`; None for the trained model."""
 
     __test__ = False  # not one of pytest's
 
@@ -248,9 +227,25 @@ class _Trainer:
                 self._save()
             if stop.is_set():
                 raise KeyboardInterrupt
-        return self._finish()
-
-    # -- parts of a step
+        if self.valid is None:
+            progress.best_step = progress.step
+            with self._averaged_weights():
+                self._save_best()
+        best = self.run.load_best()
+        if best is None:
+            raise CheckpointError(
+                f"{self.run.path} has lost its best weights. Start a new run in another folder."
+            )
+        weights, state = best
+        self.model.update(_filled(self.model.trainable_parameters(), weights, "best"))
+        return RunOutcome(
+            steps=progress.step,
+            best_step=state["step"],
+            best_loss=state["valid_loss"],
+            stopped_early=progress.stopped_early,
+            seconds=progress.seconds,
+            tokens=progress.tokens,
+        )
 
     def _take_step(self) -> None:
         progress, key = self.progress, random_key()
@@ -262,7 +257,15 @@ class _Trainer:
         loss, norm = result.loss.item(), result.grad_norm.item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             mx.random.seed(key)  # the same dropout for the diagnosis
-            self._fail(batches, result)
+            cause = find_non_finite(self.model, self.loss, batches, self.step.gradients)
+            options = self.options
+            clip = options.clip_grad_norm
+            raise TrainingError(
+                f"Step {progress.step + 1} gave a loss of {loss:g} and a gradient of norm {norm:g}: {cause}. "
+                f"No weight was changed by this step. {self.run.what_remains()} Try a lower learning rate "
+                f"(now {options.learning_rate:g}), a longer warm-up (now {options.warmup_iters} steps), or a "
+                f"lower clip_grad_norm ({'none yet' if clip is None else f'now {clip:g}'})."
+            )
         progress.step += 1
         progress.loss += loss * result.weight.item()
         progress.weight += result.weight.item()
@@ -274,17 +277,6 @@ class _Trainer:
         if kept is not None and mx.get_cache_memory() > kept:
             mx.clear_cache()
         self.on_event(Stepped(progress.step, loss))
-
-    def _fail(self, batches: list[Batch], result: StepResult) -> None:
-        cause = find_non_finite(self.model, self.loss, batches, self.step.gradients)
-        options = self.options
-        clip = "none yet" if options.clip_grad_norm is None else f"now {options.clip_grad_norm:g}"
-        raise TrainingError(
-            f"Step {self.progress.step + 1} gave a loss of {result.loss.item():g} and a gradient of norm "
-            f"{result.grad_norm.item():g}: {cause}. No weight was changed by this step. "
-            f"{self.run.what_remains()} Try a lower learning rate (now {options.learning_rate:g}), a longer "
-            f"warm-up (now {options.warmup_iters} steps), or a lower clip_grad_norm ({clip})."
-        )
 
     def _report(self) -> None:
         progress = self.progress
@@ -304,8 +296,6 @@ class _Trainer:
     def _publish(self, line: Report | Validation) -> None:
         self.run.log(dataclasses.asdict(line))
         self.on_event(line)
-
-    # -- evaluation
 
     def _evaluate(self, valid: Batches) -> None:
         progress = self.progress
@@ -342,31 +332,6 @@ class _Trainer:
         weights = dict(tree_flatten(self.model.trainable_parameters()))
         state = {"step": self.progress.best_step, "valid_loss": self.progress.best_loss}
         self.run.save_best(weights, state)
-
-    def _finish(self) -> RunOutcome:
-        """Give the model its best weights, and return the outcome."""
-        progress = self.progress
-        if self.valid is None:
-            progress.best_step = progress.step
-            with self._averaged_weights():
-                self._save_best()
-        best = self.run.load_best()
-        if best is None:
-            raise CheckpointError(
-                f"{self.run.path} has lost its best weights. Start a new run in another folder."
-            )
-        weights, state = best
-        self.model.update(_filled(self.model.trainable_parameters(), weights, "best"))
-        return RunOutcome(
-            steps=progress.step,
-            best_step=state["step"],
-            best_loss=state["valid_loss"],
-            stopped_early=progress.stopped_early,
-            seconds=progress.seconds,
-            tokens=progress.tokens,
-        )
-
-    # -- checkpoints
 
     def _begin(self) -> None:
         """Start from the seed, or from the newest checkpoint."""
@@ -409,16 +374,7 @@ class _Trainer:
 
 
 def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
-    """Return the tree with each array replaced by the one of `tensors` that has its name.
-
-    Args:
-        tree: arrays whose names, shapes and types are kept.
-        tensors: arrays by their names in a file of the run.
-        what: kind of the tensors, such as "optimizer", for errors.
-
-    Raises:
-        CheckpointError: when names or shapes differ.
-    """
+    """Return the tree with each array replaced by the one of its name in `tensors`; `what` is for errors."""
     wanted = dict(tree_flatten(tree))
     missing = [n for n, a in wanted.items() if n not in tensors or tensors[n].shape != a.shape]
     extra = tensors.keys() - wanted.keys()

@@ -31,17 +31,11 @@ def learning_rate_schedule(
     schedule: str = "cosine",
     final_learning_rate: float = 0.0,
 ) -> Schedule:
-    """Make a schedule of a linear warm-up followed by a half cosine or a constant.
+    """Make a schedule of a linear warm-up followed by a half cosine, or a constant.
 
     With w = warmup_iters, step t = 0, 1, ... takes `learning_rate * (t + 1) / (w + 1)` while t < w; after that
-    `final + (learning_rate - final) * (1 + cos(pi * (t - w) / (iters - w))) / 2`.
-
-    Args:
-        learning_rate: the highest learning rate.
-        iters: steps of the whole run.
-        warmup_iters: w, less than `iters`.
-        schedule: "cosine", or "constant" after the warm-up.
-        final_learning_rate: learning rate at the end of the cosine.
+    `final + (learning_rate - final) * (1 + cos(pi * (t - w) / (iters - w))) / 2`, or `learning_rate` for
+    "constant".
     """
     after: Schedule
     if schedule == "constant":
@@ -57,12 +51,10 @@ def learning_rate_schedule(
 def mlx_lm_schedule(values: Mapping[str, Any]) -> Schedule:
     """Make a schedule from the `lr_schedule` of mlx-lm's YAML files.
 
-    Args:
-        values: `name` of a function of `mlx.optimizers` (one of `MLX_SCHEDULES`) and its `arguments`, the
-            learning rate first; where there is a linear warm-up, `warmup` steps from `warmup_init`.
+    `values` has the `name` of a function of `mlx.optimizers` (one of `MLX_SCHEDULES`) and its `arguments`, the
+    learning rate first; where there is a linear warm-up, `warmup` steps from `warmup_init`.
 
-    Raises:
-        ConfigError: names what is missing, unknown, or can't be used.
+    Raises `ConfigError`, which names what is missing, unknown, or can't be used.
     """
     unknown = set(values) - {"name", "arguments", "warmup", "warmup_init"}
     name: Any = values.get("name")

@@ -115,7 +115,10 @@ class LoRATraining(Method):
             check_fingerprint(config, known, self.initial_adapter)
             check_finite(tensors, self.initial_adapter)
             rank, scale, keys = config.rank, config.scale, keys or config.keys or None
-            blocks = _adapted_blocks(model, tensors) if blocks == -1 else blocks
+            if blocks == -1:  # those from the first adapted one
+                layers = {name.rpartition(".lora_")[0] for name in tensors}
+                adapted = [t.block for t in target_modules(model) if t.path in layers]
+                blocks = len(model.layers) - min(adapted) if adapted else -1
         rank = RANK if rank is None else rank
         scale = SCALE if scale is None else scale
         add_lora(model, rank, scale, keys, self.dropout, seed, blocks)
@@ -169,30 +172,16 @@ class LoRATraining(Method):
         save_adapter(path, tensors, lora_config(model, source.folder))
 
 
-def _adapted_blocks(model: nn.Module, tensors: Mapping[str, mx.array]) -> int:
-    """Return the number of blocks from the first one with tensors to the model's last; -1 if none has any."""
-    layers = {name.rpartition(".lora_")[0] for name in tensors}
-    has_adapter: dict[str, bool] = {}  # by the paths of blocks, in their order
-    for target in target_modules(model):
-        block = target.path.removesuffix(f".{target.key}")
-        has_adapter[block] = has_adapter.get(block, False) or target.path in layers
-    flags = list(has_adapter.values())
-    return len(flags) - flags.index(True) if any(flags) else -1
-
-
 def read_initial(
     path: str | Path, scale: float | None = None
 ) -> tuple[dict[str, mx.array], AdapterConfig]:
     """Read an adapter to start training from; the tensors are lazy.
 
-    Args:
-        path: an adapter folder; or a `.safetensors` file of LoRA pairs, such as mlx-lm's
-            `0000100_adapters.safetensors`, whose scale is in the `adapter_config.json` next to it.
-        scale: alpha / rank of a file without such a config.
+    `path` is an adapter folder; or a `.safetensors` file of LoRA pairs, such as mlx-lm's
+    `0000100_adapters.safetensors`, whose scale is in the `adapter_config.json` next to it, or else `scale`.
 
-    Raises:
-        CheckpointError: when the path is missing, damaged, or holds no LoRA pairs.
-        ConfigError: when the config can't be used, or the scale is unknown.
+    Raises `CheckpointError` when the path is missing, damaged, or holds no LoRA pairs, and `ConfigError` when
+    the config can't be used, or the scale is unknown.
     """
     path = Path(path)
     if path.suffix != ".safetensors":

@@ -44,11 +44,9 @@ WITHOUT_ADAPTER = "without the adapter"
 class Method:
     """Base class of training methods. `train.train_by` calls its functions in their order here.
 
-    A subclass implements `prepare` and `save`, and overrides others as needed.
-
     Attributes:
         kind: name of the method, in the run's manifest.
-        untrained_label: label of the test score before training, such as "before training".
+        untrained_label: label of the test score before training.
         may_imitate_itself: True if the teacher may be the model itself, as it is before `prepare`.
         measures_acceptance: True if the test also measures the share of draft tokens that the teacher accepts.
     """
@@ -81,11 +79,8 @@ class Method:
     def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
         """Change a model in place so that exactly the parameters to train are trainable.
 
-        Args:
-            model: what `source.load` returned.
-            source: where the model comes from.
-            batches: the training data, for calibration.
-            seed: seed of new weights.
+        `model` is what `source.load` returned; `batches` are the training data, for calibration; `seed` draws
+        new weights.
         """
         raise NotImplementedError
 
@@ -103,14 +98,7 @@ class Method:
     def save(
         self, path: Path, model: nn.Module, source: ModelSource, facts: Mapping[str, str]
     ) -> None:
-        """Write the result's folder.
-
-        Args:
-            path: path of the folder.
-            model: the model with its best weights, after `round_as_saved`.
-            source: where the model came from.
-            facts: rows for the model card.
-        """
+        """Write the result's folder for a model with its best weights; `facts` are rows of its model card."""
         raise NotImplementedError
 
 
@@ -125,16 +113,9 @@ def save_model_folder(
 ) -> Path:
     """Write a model folder that `afm_mlx.load` and mlx-lm read, whole or not at all.
 
-    Args:
-        path: path of the folder, which must not exist.
-        model: a model with float or packed layers.
-        values: content of config.json.
-        source: source of the model, whose tokenizer files are copied.
-        what: a sentence for the card that describes the weights.
-        facts: values for the card, by their labels.
-
-    Raises:
-        AFMError: when `path` exists or can't be written.
+    `values` is the content of config.json; the tokenizer files are the source's. `what` is a sentence for the
+    card that describes the weights, and `facts` are values for the card by their labels. Raises `AFMError` when
+    `path` exists or can't be written.
     """
     path = Path(path)
     try:
@@ -195,10 +176,10 @@ class FullTraining(Method):
     def save(
         self, path: Path, model: nn.Module, source: ModelSource, facts: Mapping[str, str]
     ) -> None:
-        save_model_folder(path, model, source.values, source, what=self._what(), facts=facts)
+        save_model_folder(path, model, source.values, source, what=self._what, facts=facts)
 
+    @property
     def _what(self) -> str:
-        """Return the sentence of the model card that describes the weights."""
         if self.num_layers == -1:
             return "Float weights, all of them trained further."
         return f"Float weights; the last {self.num_layers} blocks were trained further."
@@ -226,8 +207,7 @@ class DraftTraining(FullTraining):
             )
         source.refuse_quantized("training of a draft model")
 
-    def _what(self) -> str:
-        return "A draft model for speculative decoding, trained to predict its teacher's tokens."
+    _what = "A draft model for speculative decoding, trained to predict its teacher's tokens."
 
 
 # -- quantization-aware training
@@ -313,8 +293,10 @@ class QATTraining(Method):
         if source.is_afm:
             # Calibration may have added scales to the model.
             values["kv_bits"] = model.args.kv_bits
-        layers = (m for m in packed.modules() if isinstance(m, PackedLinear | PackedEmbedding))
-        bits = sorted({layer.bits for layer in layers})
-        kind = f"{' and '.join(map(str, bits))} bits, {self.rule.mode}"
-        what = f"Packed weights ({kind}), trained as such (quantization-aware)."
+        kinds = PackedLinear | PackedEmbedding
+        bits = sorted({layer.bits for layer in packed.modules() if isinstance(layer, kinds)})
+        what = (
+            f"Packed weights ({' and '.join(map(str, bits))} bits, {self.rule.mode}), trained as such "
+            "(quantization-aware)."
+        )
         save_model_folder(path, packed, values, source, what=what, facts=facts)

@@ -28,12 +28,7 @@ from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model folder, of an AFM model or one that mlx-lm loads; `load` reads the weights.
-
-    Args:
-        folder: folder with config.json, weights, and tokenizer files.
-        values: content of config.json.
-    """
+    """A model folder, AFM's or one that mlx-lm loads, with its config.json; `load` reads the weights."""
 
     folder: Path
     values: Mapping[str, Any]
@@ -42,8 +37,7 @@ class ModelSource:
     def open(cls, model: str | Path | ModelSource) -> ModelSource:
         """Find a model by its path, hub id, or the embedded model's name; return a source unchanged.
 
-        Raises:
-            AFMError: when there is no such model.
+        Raises `AFMError` when there is no such model.
         """
         if isinstance(model, ModelSource):
             return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from afm_mlx.kernels import BITS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.training.data.batches import ROW_MULTIPLE, Batches
-from afm_mlx.training.data.samples import Sample, has_split, load_split
+from afm_mlx.training.data.samples import has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
@@ -85,13 +85,9 @@ class Recipe:
             raise ConfigError("teacher_adapter is given without a teacher to put it on; name both.")
 
     def loop_options(self, per_epoch: int) -> TrainingOptions:
-        """Return the loop's options, with epochs and shares converted to steps.
+        """Return the loop's options, with epochs and shares converted to steps of `per_epoch` micro-batches.
 
-        Args:
-            per_epoch: number of micro-batches in an epoch.
-
-        Raises:
-            ConfigError: when the warm-up is as long as the run.
+        Raises `ConfigError` when the warm-up is as long as the run.
         """
         options, iters, warmup = self.options, self.options.iters, self.options.warmup_iters
         micro_batches = options.grad_accumulation_steps  # of a step
@@ -130,9 +126,8 @@ class DataSplits:
 def read_data(recipe: Recipe, source: ModelSource) -> DataSplits:
     """Read and tokenize all splits that a recipe needs.
 
-    Raises:
-        DataError: names the lines that can't be used; or for a test, when the data is one file.
-        ConfigError: for packed rows and a model that can't keep samples apart.
+    Raises `DataError`, which names the lines that can't be used, or says that one file has no test; and
+    `ConfigError` for packed rows and a model that can't keep samples apart.
     """
     if recipe.test and Path(recipe.data).is_file():
         raise DataError(
@@ -154,8 +149,12 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
             "Several samples in a row need a mask that models of mlx-lm don't take. Leave packing out "
             "(--no-packing)."
         )
-    # Positions restart with each sample of a row, so the context limits samples, not rows.
-    limit = _sample_length(recipe, source)
+    # Positions restart with each sample of a row, so the model's context limits samples, not rows.
+    contexts = [source.values.get("context_length")]
+    if recipe.max_seq_length is None:  # mlx-lm's models have another key
+        contexts.append(source.values.get("max_position_embeddings"))
+    limit = MAX_SEQ_LENGTH if recipe.max_seq_length is None else recipe.max_seq_length
+    limit = min([limit, *(n for n in contexts if type(n) is int and n > 1)])
     samples = load_split(
         recipe.data,
         split,
@@ -164,60 +163,34 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
         prompt_weight=recipe.prompt_weight,
         features=recipe.features,
     )
+    length = recipe.max_seq_length or limit
+    if packed:  # no longer than it takes to put all samples into one batch
+        inputs = [len(sample.tokens) - 1 for sample in samples]
+        longest, total = max([*inputs, 1]), sum(inputs)
+        wanted = max(longest, math.ceil(total / recipe.batch_size))
+        if recipe.max_seq_length is None:
+            # Attention's memory grows with the square of a row, and four samples need little padding.
+            wanted = min(wanted, max(longest, math.ceil(_SAMPLES_OF_A_ROW * total / len(inputs))))
+        length = min(-(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, length)
     return Batches(
         samples,
         batch_size=recipe.batch_size,
-        length=_row_length(samples, recipe, limit) if packed else recipe.max_seq_length or limit,
+        length=length,
         packed=packed,
         seed=recipe.options.seed,
         shuffle=split == "train",
     )
 
 
-def _sample_length(recipe: Recipe, source: ModelSource) -> int:
-    """Return the maximum number of tokens in a sample: the recipe's, limited by the model's context."""
-    length = MAX_SEQ_LENGTH if recipe.max_seq_length is None else recipe.max_seq_length
-    contexts = [source.values.get("context_length")]
-    if recipe.max_seq_length is None:  # mlx-lm's models have another key
-        contexts.append(source.values.get("max_position_embeddings"))
-    return min([length, *(n for n in contexts if type(n) is int and n > 1)])
-
-
-def _row_length(samples: Sequence[Sample], recipe: Recipe, limit: int) -> int:
-    """Return the number of tokens in a packed row, no more than it takes to put all samples into one batch.
-
-    Args:
-        samples: the samples of the split.
-        recipe: batch size, and the limit of a row's length if it names one.
-        limit: maximum length of a row if the recipe names none.
-    """
-    inputs = [len(sample.tokens) - 1 for sample in samples]
-    longest, total = max([*inputs, 1]), sum(inputs)
-    wanted = max(longest, math.ceil(total / recipe.batch_size))
-    if recipe.max_seq_length is None:
-        # Attention's memory grows with the square of a row, and four samples need little padding.
-        wanted = min(wanted, max(longest, math.ceil(_SAMPLES_OF_A_ROW * total / len(inputs))))
-    return min(-(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, recipe.max_seq_length or limit)
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The size of a training run, to be shown before it begins.
+    """The size of a training run, to be shown before it begins."""
 
-    Args:
-        parameters: number of the model's parameters, LoRA's included; each code of a packed matrix counts as
-            one.
-        trainable: number of trainable parameters.
-        data: the splits of the data set.
-        options: options of the loop, with all defaults filled in.
-        memory: estimated bytes; None if there is no estimate.
-    """
-
-    parameters: int
-    trainable: int
+    parameters: int  # the model's, LoRA's included; each code of a packed matrix counts as one
+    trainable: int  # parameters
     data: DataSplits
     options: TrainingOptions
-    memory: int | None
+    memory: int | None  # estimated bytes
 
     @property
     def steps_per_epoch(self) -> float:

@@ -56,11 +56,7 @@ from afm_mlx.training.methods.training_memory import check_fits
 class TrainingResult:
     """The result of a finished training.
 
-    Args:
-        path: folder of the trained model or adapter.
-        run_path: folder of the run's checkpoints and metrics.
-        outcome: outcome of the loop.
-        test: scores of the test split before and after training; None without a test.
+    `test` holds the scores of the test split before and after training; None without a test.
     """
 
     path: Path
@@ -208,19 +204,19 @@ def train_by(
     return TrainingResult(path, run_path, outcome, scores)
 
 
-_NOT_IN_MANIFEST = ("steps_per_report", "save_every", "clear_cache_threshold")  # change no number
-
-
 def _manifest(recipe: Recipe, data: DataSplits, options: TrainingOptions) -> dict[str, object]:
     """Return the settings that must not change when a run resumes, by the names of the arguments."""
     names = ["batch_size", "max_seq_length", "prompt_weight"]
     if recipe.teacher is not None:
         names += ["distillation_weight", "distillation_temperature", "divergence"]
     values = dataclasses.asdict(options) | {name: getattr(recipe, name) for name in names}
-    values["packing"] = data.train.packed
-    values["data"] = data.train.fingerprint
-    values["valid_data"] = data.valid.fingerprint if data.valid else None
-    return {key: value for key, value in values.items() if key not in _NOT_IN_MANIFEST}
+    for name in ("steps_per_report", "save_every", "clear_cache_threshold"):
+        del values[name]  # it changes no number
+    return values | {
+        "packing": data.train.packed,
+        "data": data.train.fingerprint,
+        "valid_data": data.valid.fingerprint if data.valid else None,
+    }
 
 
 def _facts(
@@ -261,13 +257,7 @@ def _facts(
 
 
 class Teacher(NamedTuple):
-    """A loaded teacher.
-
-    Args:
-        model: the teacher, with its adapter if it has one.
-        name: name of the model and of its adapter, for the card.
-        manifest: facts about the teacher that must not change when a run resumes.
-    """
+    """A loaded teacher, its name for the card, and facts that must not change when a run resumes."""
 
     model: nn.Module
     name: str
@@ -279,9 +269,7 @@ def open_teacher(
 ) -> ModelSource | None:
     """Find the teacher of a recipe without loading it; "self" is the student as it is before training.
 
-    Raises:
-        ConfigError: when student and teacher are the same model.
-        AFMError: when there is no such model.
+    Raises `ConfigError` when student and teacher are the same model, `AFMError` when there is no such model.
     """
     if recipe.teacher is None:
         return None
@@ -298,12 +286,23 @@ def open_teacher(
 def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> Teacher:
     """Load the teacher of a recipe with its adapter.
 
-    Raises:
-        ConfigError: when teacher and student have different vocabularies.
-        AFMError: when the model or its adapter can't be loaded.
+    Raises `ConfigError` when the student has another vocabulary, `AFMError` when teacher or adapter can't be
+    loaded.
     """
     if not source.is_same(student):
-        _check_vocabulary(source, student)
+        pieces, other_pieces = (each.tokenizer.get_vocab() for each in (source, student))
+        rows, other_rows = (each.values.get("vocab_size") for each in (source, student))
+        fault = ""
+        if pieces != other_pieces:
+            fault = f"{len(pieces)} and {len(other_pieces)} pieces"
+        elif rows != other_rows:
+            fault = f"{rows} and {other_rows} rows of the embedding"
+        if fault:
+            raise ConfigError(
+                f"The teacher {source.name} and {student.name} have different vocabularies ({fault}): its "
+                f"predictions can't be imitated. A teacher is the model that {student.name} was made from, or "
+                "that it drafts for."
+            )
     model, name = source.load(), source.name
     warn_if_slow(model, "the teacher")
     manifest: dict[str, object] = {"teacher": name, "teacher_weights": source.fingerprint(model)}
@@ -314,22 +313,6 @@ def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> T
         manifest["teacher_adapter"] = arrays_fingerprint(config.scale, tensors)
         name += f" with the adapter {Path(adapter).resolve().name}"
     return Teacher(model, name, manifest)
-
-
-def _check_vocabulary(teacher: ModelSource, student: ModelSource) -> None:
-    """Raise `ConfigError` if the models' tokens, or the numbers of rows of their embeddings, differ."""
-    pieces, other_pieces = (source.tokenizer.get_vocab() for source in (teacher, student))
-    rows, other_rows = (source.values.get("vocab_size") for source in (teacher, student))
-    if pieces != other_pieces:
-        fault = f"{len(pieces)} and {len(other_pieces)} pieces"
-    elif rows != other_rows:
-        fault = f"{rows} and {other_rows} rows of the embedding"
-    else:
-        return
-    raise ConfigError(
-        f"The teacher {teacher.name} and {student.name} have different vocabularies ({fault}): its predictions "
-        f"can't be imitated. A teacher is the model that {student.name} was made from, or that it drafts for."
-    )
 
 
 @dataclass(frozen=True)
@@ -354,11 +337,8 @@ class SplitScore:
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON values; leaves out the acceptance if it was not measured."""
-        values: dict[str, object] = {
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "tokens": self.tokens,
-        }
+        values: dict[str, object] = {"loss": self.loss, "perplexity": self.perplexity}
+        values["tokens"] = self.tokens
         return values if self.acceptance is None else values | {"acceptance": self.acceptance}
 
 
@@ -384,17 +364,12 @@ def measure_split(
     teacher: nn.Module | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SplitScore:
-    """Measure how well a model predicts batches.
+    """Measure how well a model predicts the first `count` batches, or all for -1; leaves it in eval mode.
 
-    Args:
-        model: a model, which is in eval mode afterwards.
-        batches: batches of the split.
-        count: number of batches, from the first; -1 for all.
-        teacher: a draft model's target, to measure the acceptance; None for other models.
-        progress: called with the numbers of finished and of all batches.
+    `teacher` is a draft model's target, to measure the acceptance. `progress` is called with the numbers of
+    finished and of all batches.
 
-    Raises:
-        TrainingError: when the loss is not finite; names the batch and the layer.
+    Raises `TrainingError` when the loss is not finite; the error names the batch and the layer.
     """
     loss = mean_loss(model, CrossEntropy(), batches, count, progress)
     n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)

@@ -46,30 +46,17 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a training step, by purpose.
+    """Bytes of a training step, by purpose."""
 
-    Args:
-        weights: weights of the model, adapters included.
-        optimizer: both moments, and a float32 copy of 16-bit weights.
-        average: average of weights.
-        gradients: gradients of all trained weights, float32.
-        accumulated: sum of gradients over micro-batches.
-        update: new weights while the old ones exist.
-        activations: activations that are kept for the backward pass.
-        expanded: float copies of packed matrices, and of matrices on a grid, which are kept for the backward
-            pass.
-        head: logits of a chunk of targets, and gradients of the embedding before they are summed.
-    """
-
-    weights: int
-    optimizer: int
-    average: int
-    gradients: int
-    accumulated: int
-    update: int
-    activations: int
-    expanded: int
-    head: int
+    weights: int  # of the model, adapters included
+    optimizer: int  # both moments, and a float32 copy of 16-bit weights
+    average: int  # of weights
+    gradients: int  # of all trained weights, float32
+    accumulated: int  # sum of gradients over micro-batches
+    update: int  # new weights while the old ones exist
+    activations: int  # what blocks keep for the backward pass
+    expanded: int  # float copies, kept for it, of packed matrices and of matrices on a grid
+    head: int  # logits of a chunk of targets, and gradients of the embedding before they are summed
 
     @property
     def held(self) -> int:
@@ -102,22 +89,17 @@ def estimate_memory(
     Args:
         config: architecture.
         kind: "full", "lora" (all linear layers of all blocks), or "qat" (all linear layers and the embedding).
-        batch_size: B, rows of a micro-batch.
-        length: L, tokens of a row.
+        batch_size, length: rows and tokens of a micro-batch.
         rank: rank of LoRA pairs.
         base_bits: bits of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least;
             None for float, as for the other kinds.
         dtype: type of float weights and activations.
-        grad_checkpoint: True if blocks are recomputed, see `gradient_checkpointing`.
-        ema: True if an average of weights is kept.
-        accumulates: True if a step has several micro-batches.
-        targets: number of scored tokens in a micro-batch; None for B * L.
+        grad_checkpoint, ema, accumulates: whether blocks are recomputed, an average of weights is kept, and
+            a step has several micro-batches.
+        targets: number of scored tokens in a micro-batch; None for all.
     """
-    hidden, ffn, embedding = (
-        config.hidden_dim,
-        config.ffn_dim,
-        config.vocab_size * config.hidden_dim,
-    )
+    hidden, ffn = config.hidden_dim, config.ffn_dim
+    embedding = config.vocab_size * hidden
     body = sum(  # weights of all linear layers of all blocks
         kind.num_blocks * matrix.inputs * matrix.outputs
         for kind in block_kinds(config)
@@ -186,13 +168,9 @@ def lora_parameters(config: ModelConfig, rank: int) -> int:
 
 
 def check_fits(nbytes: int | None) -> None:
-    """Refuse a run that needs more than this machine's memory, without swap space.
+    """Raise `TrainingError` if a run of `nbytes` needs more than this machine's memory, without swap space.
 
-    Args:
-        nbytes: estimated bytes; None if there is no estimate.
-
-    Raises:
-        TrainingError: names the machine's memory, and options that need less.
+    `nbytes` is None if there is no estimate. The error names options that need less.
     """
     available = machine_memory()
     if nbytes is not None and nbytes > available:

@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.errors import ConfigError, DataError
-from afm_mlx.model.attention import Positions, float_heads, row_positions
+from afm_mlx.model.attention import float_heads, row_positions
 from afm_mlx.model.fused_layers import Normed, project
-from afm_mlx.model.model import Model, WritingBlock, is_afm
+from afm_mlx.model.model import Model, is_afm
 from afm_mlx.training.data.batches import Batch
 
 _TINY = 2.0**-126
@@ -65,49 +65,31 @@ def _observe(
 ) -> list[mx.array | None]:
     """Run the writing blocks on a batch, set each block's scales, and return the updated ranges.
 
-    Args:
-        model: the model whose blocks are run.
-        batch: the batch.
-        ranges: average of each block so far, (2, 2): keys and values, low and high; None at the first batch.
-        share: weight of this batch in the average.
+    `ranges` is the average of each block so far, (2, 2): keys and values, low and high; None at the first
+    batch, whose weight in the average is else `share`.
     """
-    positions, used = row_positions(batch.inputs, batch.segments), _used(batch)
-    h, averages = model.model.embedding(batch.inputs), []
-    for block, average in zip(model.model.layers, ranges, strict=True):
-        seen = mx.stack([_range(x, used) for x in _keys_and_values(block, h, positions)])
-        average = seen if average is None else average + share * (seen - average)
-        averages.append(average)
-        scales = mx.maximum(mx.maximum(average[:, 0] / -128, average[:, 1] / 127), _TINY)
-        block.self_attn.quant_key_scale, block.self_attn.quant_value_scale = scales[0], scales[1]
-        h, _ = block(h, positions, None)
-    return averages
-
-
-def _keys_and_values(
-    block: WritingBlock, h: mx.array, positions: Positions
-) -> tuple[mx.array, mx.array]:
-    """Return a block's keys and values, (B, num_kv_heads, L, head_dim) each, unquantized, for h (B, L, D)."""
-    attention = block.self_attn
-    qkv = project(attention.qkv_proj, Normed(h, block.input_layernorm))
-    _, keys, values = float_heads(qkv, positions.offset, attention.head_options())
-    return keys, values
-
-
-def _used(batch: Batch) -> mx.array:
-    """Return a mask (B, 1, L, 1), False for padding, and in rows of one sample after the last target."""
     if batch.segments is not None:
         used = batch.segments != 0
-    else:
+    else:  # padding and unscored tokens follow a row's last target
         rows, length = batch.inputs.shape
-        # Padding and unscored tokens follow a row's last target.
         scored = np.array(batch.positions)[np.array(batch.weights) > 0]
         last = np.full(rows, -1)
         np.maximum.at(last, scored // length, scored % length)
         used = mx.array(np.arange(length) <= last[:, None])
-    return used[:, None, :, None]
-
-
-def _range(x: mx.array, used: mx.array) -> mx.array:
-    """Return the least and the greatest number of x at the tokens where `used` is True, (2,) float32."""
-    x = x.astype(mx.float32)
-    return mx.stack([mx.where(used, x, mx.inf).min(), mx.where(used, x, -mx.inf).max()])
+    used = used[:, None, :, None]
+    positions = row_positions(batch.inputs, batch.segments)
+    h, averages = model.model.embedding(batch.inputs), []
+    for block, average in zip(model.model.layers, ranges, strict=True):
+        attention = block.self_attn
+        qkv = project(attention.qkv_proj, Normed(h, block.input_layernorm))
+        _, *both = float_heads(qkv, positions.offset, attention.head_options())
+        floats = [x.astype(mx.float32) for x in both]  # (B, num_kv_heads, L, head_dim), unquantized
+        low = [mx.where(used, x, mx.inf).min() for x in floats]
+        high = [mx.where(used, x, -mx.inf).max() for x in floats]
+        seen = mx.array([low, high]).T
+        average = seen if average is None else average + share * (seen - average)
+        averages.append(average)
+        scales = mx.maximum(mx.maximum(average[:, 0] / -128, average[:, 1] / 127), _TINY)
+        attention.quant_key_scale, attention.quant_value_scale = scales[0], scales[1]
+        h, _ = block(h, positions, None)
+    return averages

@@ -46,19 +46,10 @@ P = TypeVar("P", PackedLinear, PackedEmbedding)
 
 
 class _QAT(nn.Module):
-    """A float layer whose weights are rounded to a grid in the forward pass.
+    """A float layer whose weights are rounded to a grid in the forward pass; `name` is for errors.
 
-    Parameters, all trainable, are `weight` (N, K), `clip` of the shape of the rule's scales, and `bias` (N,)
-    if the layer has one.
-
-    Args:
-        layer: the layer whose weight and bias are trained.
-        rule: the grid.
-        name: name of the layer, for errors.
-        gradient_scaling: multiply gradients of the clip factors by `lsq_gradient_scale`.
-
-    Raises:
-        ConfigError, CheckpointError: name the layer that can't be on such a grid, and why.
+    Parameters, all trainable, are `weight` (N, K), `clip` of the shape of the rule's scales, and `bias` (N,) if
+    the layer has one. `gradient_scaling` multiplies gradients of the clip factors by `lsq_gradient_scale`.
     """
 
     def __init__(
@@ -82,7 +73,6 @@ class _QAT(nn.Module):
         return fake_quantize(self["weight"], self["clip"], self.rule, self.gradient_scale)
 
     def _packed_as(self, kind: type[P], **others: Any) -> P:
-        """Return a `PackedLinear` or `PackedEmbedding` with the codes of the weights."""
         rule, weight = self.rule, self["weight"]
         found = quantize(weight, self["clip"], rule)
         # MLX's own layers compute in the type of their scales.
@@ -107,7 +97,6 @@ class QATLinear(_QAT):
         return y + self["bias"] if "bias" in self else y
 
     def to_packed(self) -> PackedLinear:
-        """Return the packed layer."""
         return self._packed_as(PackedLinear, bias=self.get("bias"))
 
 
@@ -123,7 +112,6 @@ class QATEmbedding(_QAT):
         return x @ self.fake_quantized().T
 
     def to_packed(self) -> PackedEmbedding:
-        """Return the packed layer."""
         return self._packed_as(PackedEmbedding, dtype=self["weight"].dtype)
 
 
@@ -209,10 +197,8 @@ _TINY = 2.0**-126  # smallest normal float32: the scale of a unit of zeros
 class Codes(NamedTuple):
     """The codes of a matrix, in the parts of a `kernels.PackedWeight`.
 
-    Args:
-        codes: (N, K) uint8.
-        scales: float32, in the shape that the rule's `part_shapes` gives.
-        biases: biases of an affine grid, in the shape of `scales`; None for a balanced grid.
+    `codes` is (N, K) uint8; `scales` and `biases` (None for a balanced grid) are float32, in the shape that the
+    rule's `part_shapes` gives.
     """
 
     codes: mx.array
@@ -223,16 +209,11 @@ class Codes(NamedTuple):
 def fake_quantize(
     weight: mx.array, clip: mx.array, rule: QuantizationRule, gradient_scale: float = 1.0
 ) -> mx.array:
-    """Round a matrix to its grid, with gradients to the weights and to the clip factors.
+    """Round a matrix (N, K) to its grid, with gradients to the weights and to the clip factors.
 
-    Args:
-        weight: (N, K) float.
-        clip: factors f, of the shape of the rule's scales: () per tensor, (N,) per row, (N, G) per group.
-        rule: balanced or affine.
-        gradient_scale: factor for the gradient of `clip`, see `lsq_gradient_scale`.
-
-    Returns:
-        (N, K) in the dtype of `weight`; computed in float32.
+    `clip` has the factors f in the shape of the rule's scales: () per tensor, (N,) per row, (N, G) per group.
+    Its gradient is multiplied by `gradient_scale`, see `lsq_gradient_scale`. Computes in float32, returns the
+    dtype of `weight`.
     """
     units, scale, center = _grid(weight, scale_gradient(clip, gradient_scale), rule)
     values = _snap(rule.bits)(units, scale)
@@ -250,22 +231,13 @@ def quantize(weight: mx.array, clip: mx.array, rule: QuantizationRule) -> Codes:
 
 
 def initial_clip(weight: mx.array, rule: QuantizationRule, name: str = "the matrix") -> mx.array:
-    """Return clip factors that nearly minimise the rounding error of every unit.
+    """Return clip factors that nearly minimise the rounding error of every unit, float32 in the shape of the
+    scales.
 
-    The scale is searched between the scales for the bulk of the weights and for the largest one, and refined
-    by Newton steps: for fixed codes the squared error is quadratic in s, so a step reaches its minimum.
-    Weights that are already on a balanced grid keep their codes.
-
-    Args:
-        weight: (N, K) float.
-        rule: balanced or affine.
-        name: the layer's name, for errors.
-
-    Returns:
-        float32, of the shape of the rule's scales.
-
-    Raises:
-        ConfigError, CheckpointError: name the layer: a palette, shapes that don't pack, NaN.
+    The scale is searched between the scales for the bulk of the weights and for the largest one, and refined by
+    Newton steps: for fixed codes the squared error is quadratic in s, so a step reaches its minimum. Weights
+    that are already on a balanced grid keep their codes. Errors name the layer: a palette, shapes that don't
+    pack, NaN.
 
     Source: arXiv 2507.13575 describes a Newton-like initialisation that captures the central mass of the
     weights, without pseudocode. The search is `grids.fit_scales`.
@@ -313,8 +285,7 @@ def _middle(bits: int) -> float:
 def _centered(weight: mx.array, rule: QuantizationRule) -> tuple[mx.array, mx.array | None]:
     """Return the matrix as centered units in float32, (U, L), and the centers that were subtracted, (U, 1).
 
-    A unit is the L weights that share a scale: a tensor, a row or a group, by the rule. Returns None as the
-    centers for a balanced rule, whose centers are all 0.
+    A unit is the L weights that share a scale. Centers are None for a balanced rule, where all are 0.
     """
     length = {"tensor": weight.size, "row": weight.shape[1], "group": rule.group_size}
     units = weight.astype(mx.float32).reshape(-1, length[rule.granularity or ""])
@@ -328,7 +299,7 @@ def _centered(weight: mx.array, rule: QuantizationRule) -> tuple[mx.array, mx.ar
 def _grid(
     weight: mx.array, clip: mx.array, rule: QuantizationRule
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Return centered units (U, L), scales (U, 1), and centers (U, 1) or None; see `_centered` for units.
+    """Return centered units (U, L), scales (U, 1), and centers (U, 1) or None; see `_centered`.
 
     A unit's scale is |clip factor| * largest magnitude / half of the highest code.
     """

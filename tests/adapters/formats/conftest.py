@@ -17,7 +17,6 @@ from tests.tools.models import random_config
 
 
 def assert_same_numbers(got, wanted):
-    """Raise unless two adapters' tensors are the same numbers under the same names, of whatever type."""
     assert_same_tensors(got, wanted, dtypes=False)
 
 
@@ -42,14 +41,11 @@ def core_ml_bytes(core_ml, path, arrays):
 
 @pytest.fixture
 def model_config(rng):
-    """An architecture with reuse blocks, or without."""
     return random_config(rng)
 
 
 @pytest.fixture
 def draw_adapter(rng):
-    """A function that draws an adapter for a model: its tensors and its config."""
-
     def draw(model_config, rank=4, scale=0.5, dtype=mx.float16, keep=None, fingerprint="ab" * 32):
         tensors = {}
         for place in pair_targets(model_config):

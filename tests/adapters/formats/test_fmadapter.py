@@ -55,7 +55,6 @@ def package(write_package):
 
 @pytest.fixture
 def edit_metadata(package):
-    """A function that changes values of the package's `metadata.json`."""
     path = package / "metadata.json"
     values = json.loads(path.read_text())
     return lambda **change: path.write_text(json.dumps(values | change))
@@ -81,15 +80,10 @@ def test_metadata(write_package):
     package = PackageMetadata("poet", "A. Uthor", "Writes poems", "MIT", "12ab" * 10)
     path, _ = write_package("poet", package=package, fingerprint=None)
     values = {
-        "adapterIdentifier": "fmadapter-poet-12ab12a",
-        "author": "A. Uthor",
-        "baseModelSignature": "12ab" * 10,
-        "creatorDefined": {},
-        "description": "Writes poems",
-        "license": "MIT",
-        "loraRank": 32,
-        "speculativeDecodingDraftTokenCount": 5,
-    }
+        "adapterIdentifier": "fmadapter-poet-12ab12a", "author": "A. Uthor", "license": "MIT",
+        "baseModelSignature": "12ab" * 10, "creatorDefined": {}, "description": "Writes poems",
+        "loraRank": 32, "speculativeDecodingDraftTokenCount": 5,
+    }  # fmt: skip
     assert (path / "metadata.json").read_text() == json.dumps(values, indent=4, sort_keys=True)
     assert read_metadata(path) == (package, 32)
 

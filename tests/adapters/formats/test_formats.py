@@ -59,8 +59,7 @@ def test_any_scale_and_type(kind, draw_adapter, model_config, rng, tmp_path):
 def test_layers_left_out(kind, draw_adapter, model_config, tmp_path):
     """Formats with a place for every layer get zeros there, which are left out again."""
     tensors, config = draw_adapter(
-        model_config,
-        keep=lambda p: p.part in (".0", ".2") or p.layer.endswith("down_proj"),
+        model_config, keep=lambda p: p.part in (".0", ".2") or p.layer.endswith("down_proj")
     )
     path = path_for(tmp_path, "a", kind)
     write_adapter(path, tensors, config, kind, model_config=model_config)

@@ -53,7 +53,6 @@ def test_damaged_storage(arrays, tmp_path, change, words):
 
 
 def test_a_storage_that_is_filled_up_or_missing(arrays, tmp_path):
-    """Some writers fill up the last blob, too."""
     path = tmp_path / "blobs.bin"
     write_blobs(path, arrays[:1], 1)
     assert path.stat().st_size == 248

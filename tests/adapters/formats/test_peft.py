@@ -32,7 +32,6 @@ def layer_name(place, qkv):
 
 
 def torch_model(config, qkv):
-    """A module with AFM's linear layers, and nothing that runs."""
     model, outputs = torch.nn.Module(), Counter()
     for place in pair_targets(config):
         name = layer_name(place, qkv)
@@ -137,8 +136,6 @@ def folder(draw_adapter, model_config, tmp_path):
 
 @pytest.fixture
 def edit_tensors(folder):
-    """A function that writes what a function of the folder's first tensors returns."""
-
     path = folder / "adapter_model.safetensors"
     stored = load_file(path)
 
@@ -154,24 +151,17 @@ def edit_tensors(folder):
 
 @pytest.fixture
 def edit_config(folder):
-    """A function that changes values of the folder's config."""
     path = folder / "adapter_config.json"
     values = json.loads(path.read_text())
     return lambda change: path.write_text(json.dumps(values | change))
 
 
 def test_options_without_effect(folder, edit_config):
-    """Which layers there are, the tensors say."""
     wanted, config = read_adapter(folder)
-    edit_config(
-        {
-            "target_modules": r".*\.(up|down)_proj",
-            "layers_to_transform": [0],
-            "layers_pattern": "layers",
-            "init_lora_weights": "gaussian",
-            "something_new": None,
-        },
-    )
+    edit_config({
+        "target_modules": r".*\.(up|down)_proj", "layers_to_transform": [0], "layers_pattern": "layers",
+        "init_lora_weights": "gaussian", "something_new": None,
+    })  # fmt: skip
     found, found_config = read_adapter(folder)
     assert_same_numbers(found, wanted)
     assert found_config == config

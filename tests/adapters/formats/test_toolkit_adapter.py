@@ -70,7 +70,6 @@ def test_keys_are_tamms_in_order():
 
 
 def trained(checkpoint, path):
-    """What the toolkit's trainer saves: the adapter's part of the state dict."""
     state = {k: v for k, v in checkpoint.model.state_dict().items() if "adapter" in k}
     torch.save(state, path)
     return path
@@ -119,10 +118,7 @@ def refused(path, words, kind=CheckpointError, **options):
         (lambda s, key: s | {key: s[key].to_sparse()}, "no dense tensor"),
         (lambda s, key: s | {key: s[key][0].clone()}, "a matrix is needed"),
         (lambda s, key: s | {key: s[key][:, :2].clone()}, r"ranks \[2, 4\]"),
-        (
-            lambda s, key: s | {key.replace("layer_0", "layer_7"): s[key]},
-            r"lora_a.* has no .*lora_b",
-        ),
+        (lambda s, key: s | {key.replace("layer_0", "layer_7"): s[key]}, r"lora_a.* has no .*lora_b"),
         (lambda s, key: s | {"x": torch.zeros(2)}, "unknown tensors: x"),
         (lambda s, key: s | {5: s[key]}, "the name 5 is no text"),
         (lambda s, key: {"state": s}, "other things than tensors"),
@@ -136,7 +132,7 @@ def refused(path, words, kind=CheckpointError, **options):
             "bytes, and its tensors would take",  # one number is repeated a million times
         ),
     ],
-)
+)  # fmt: skip
 def test_states_that_are_refused(pt, change, words):
     state = torch.load(pt, weights_only=True)
     wrong = pt.with_name("wrong.pt")
@@ -209,12 +205,8 @@ def test_configs_next_to_a_file(make_checkpoint):
             ConfigError,
             "of type 'adapters:Other'",
         ),
-        (
-            {"adapters": {"b": entry | {"alpha": 10**400}}},
-            ConfigError,
-            "must be a number of 0 or more",
-        ),
-    ):
+        ({"adapters": {"b": entry | {"alpha": 10**400}}}, ConfigError, "must be a number of 0 or more"),
+    ):  # fmt: skip
         checkpoint.config_path.write_text(json.dumps(values | change))
         refused(path, words, kind)
     checkpoint.config_path.write_text(json.dumps(values | {"adapters": {"b": entry}}))

@@ -41,7 +41,6 @@ DRAFT = dataclasses.replace(TRAINABLE, num_layers=1, num_kv_reuse_layers=0, kv_b
 
 @pytest.fixture
 def draft(tmp_path, spm_bpe, rng):
-    """A smaller model of the same vocabulary."""
     return write_folder(tmp_path / "draft", spm_bpe, rng, DRAFT)
 
 

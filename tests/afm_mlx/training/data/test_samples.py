@@ -89,22 +89,14 @@ def test_keys_of_other_names(tokenizer, tmp_path):
     text = load_one(tmp_path, tokenizer, {"body": "a b", "text": 3}, features={"text": "body"})
     assert text.tokens.tolist() == [2, *tokenizer.encode("a b"), 2]
     for record, features, message in (
-        (
-            {"text": "a", "id": 3},
-            {"text": "body"},
-            "lacks 'body' as the text; it has the keys text, id",
-        ),
-        (
-            {"q": "a", "a": "b", "text": "c"},
-            {"prompt": "qu", "completion": "a"},
-            "lacks 'qu' as the prompt",
-        ),
+        ({"text": "a", "id": 3}, {"text": "body"}, "lacks 'body' as the text; it has the keys text, id"),
+        ({"q": "a", "a": "b", "text": "c"}, {"prompt": "qu", "completion": "a"}, "lacks 'qu' as the prompt"),
         (
             {"q": "a", "a": "b"},
             {"prompt": "q"},
             "'q' as the prompt, and no 'completion'; it has the keys q, a. .*--completion-feature",
         ),
-    ):
+    ):  # fmt: skip
         with pytest.raises(DataError, match=message):
             load_one(tmp_path, tokenizer, record, features=features)
 
@@ -298,10 +290,7 @@ def test_files_that_are_no_data(tokenizer, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n  \n")
     for name, message in (
         ("a.txt", r"a\.txt is no data file.*\.jsonl; \.json, \.csv"),
-        (
-            "inside",
-            r"no train\.jsonl.*its data files: data/train\.json \(in a subfolder: name that\)",
-        ),
+        ("inside", r"no train\.jsonl.*its data files: data/train\.json \(in a subfolder: name that\)"),
         ("several", r"has train\.json, train\.csv; which one is meant"),
         ("odd.json.gz", "can't be unpacked"),
         ("odd.jsonl", "is a Parquet file.*read_parquet"),
@@ -310,13 +299,12 @@ def test_files_that_are_no_data(tokenizer, tmp_path):
         ("missing.jsonl", r"missing\.jsonl can't be read: No such file.*none is fetched"),
         ("owner/name", "none is fetched"),
         ("empty.jsonl", r"empty\.jsonl holds no samples; each line must be"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(DataError, match=message):
             load_split(tmp_path / name, "train", tokenizer, max_seq_length=50)
 
 
 def called(arguments, results=1):
-    """A chat with one call."""
     call = {"role": "assistant", "content": "", "tool_calls": [copy.deepcopy(CALL)]}
     call["tool_calls"][0]["function"]["arguments"] = arguments
     answers = [{"role": "tool", "content": "3"}] * results
@@ -528,13 +516,9 @@ def test_templates_that_hide_turns_are_named(zoo_tokenizer, tmp_path):
         ("{{ raise_exception('no roles') }}", [USER, ANSWER], "can't take this chat .*no roles"),
         ("x", [USER, ANSWER], "renders nothing for this turn"),
         ("{{ messages }}", {"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which"),
-        (
-            "x",
-            [{**USER, "response_format": SCHEMA}, ANSWER],
-            "has response_format, which the model's",
-        ),
+        ("x", [{**USER, "response_format": SCHEMA}, ANSWER], "has response_format, which the model's"),
         (None, [USER, ANSWER], "no chat template"),
-    ]:
+    ]:  # fmt: skip
         with pytest.raises(DataError, match=rf"one\.jsonl:1: .*{message}"):
             load_one(tmp_path, zoo_tokenizer(template), record)
 

@@ -93,8 +93,6 @@ def test_acceptance_is_what_both_say(model, teacher, rng):
 
 
 class Head(nn.Module):
-    """An AFM model's embedding and head, and nothing between them."""
-
     def __init__(self, vocabulary, dims):
         super().__init__()
         self.model = nn.Module()
@@ -213,7 +211,6 @@ def test_an_option_out_of_range(option, value, message):
 @pytest.mark.usefixtures("compiled", "exact_memory")
 @both_divergences
 def test_a_compiled_step_keeps_no_logits(heads, in_chunks, rng, divergence):
-    """Neither the model's nor the teacher's: chunks are computed again in the backward pass."""
     vocabulary, targets = 4096, 1024
     in_chunks(64)
     tokens = mx.array(rng.integers(0, vocabulary, targets), dtype=mx.int32)

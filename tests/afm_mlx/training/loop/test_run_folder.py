@@ -59,7 +59,6 @@ def test_another_manifest_is_refused_by_its_keys_and_the_folder_left_to_others(r
 
 @pytest.mark.parametrize("gone", [None, "run.json"])
 def test_a_run_is_not_overwritten(run, gone):
-    """Nor are checkpoints without a manifest; and a refusal keeps nobody out."""
     save(run, 3)
     run.close()
     if gone:

@@ -23,7 +23,6 @@ def taken(step, *batches):
 
 
 def everything(step):
-    """All that a step changes, by name."""
     trees = {"model": step.model, "optimizer": step.optimizer.state, "average": step.average}
     return {name: np.array(value) for name, value in tree_flatten(trees)}
 

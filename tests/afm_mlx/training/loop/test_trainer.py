@@ -40,7 +40,7 @@ def run(tmp_path):
 
 
 class Break(Exception):
-    """Stands for whatever ends a process."""
+    pass
 
 
 def break_at(step):
@@ -104,7 +104,6 @@ def test_a_finished_run_resumes_to_its_end(tmp_path):
 
 
 def kill_at_random(folder, iters, kills, rng):
-    """Train in processes that are killed, and count those that left a checkpoint behind."""
     saves = 0
     for number in range(kills):
         arguments = [sys.executable, "-m", "tests.tools.training", str(folder), str(iters)]
@@ -224,8 +223,6 @@ def test_without_validation_the_last_weights_stay(run, decay):
 
 
 class Spoiled(ToyBatches):
-    """Batches with an infinite loss from number 2 on."""
-
     def __call__(self, number):
         batch = super().__call__(number)
         return batch._replace(weights=batch.weights * (math.inf if number >= 2 else 1))

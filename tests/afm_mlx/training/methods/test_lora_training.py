@@ -26,7 +26,6 @@ from tests.tools.training_runs import Watcher, random_adapter
 
 
 def prepared(folder, method):
-    """A model that is ready to train by a method."""
     source = ModelSource.open(folder)
     model = source.load()
     method.prepare(model, source, None, seed=0)
@@ -35,7 +34,6 @@ def prepared(folder, method):
 
 @pytest.mark.parametrize(("initial", "dtype"), [(False, "float16"), (True, "float32")])
 def test_the_saved_adapter_is_what_was_tested(recipe, model, packed, tmp_path, rng, initial, dtype):
-    """Of a packed model that learns from the float one."""
     recipe = dataclasses.replace(
         recipe, model=packed, teacher=model, distillation_weight=0.5, test=True
     )

@@ -146,7 +146,6 @@ def adapter(model, tmp_path, rng):
 
 
 def naive(recipe, adapter):
-    """Mean loss, and how many tokens, one sample at a time."""
     model, tokenizer = load(recipe.model, adapter_path=adapter and str(adapter))
     total = weight = tokens = 0.0
     for sample in load_split(recipe.data, "test", tokenizer, max_seq_length=96):

@@ -18,13 +18,8 @@ from bench.training_worker import Case, measure
 from tests.tools.models import random_config
 
 # MLX's allocator rounds up far less than these sizes.
-WIDTHS = {
-    "vocab_size": 256,
-    "hidden_dim": 64,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "hidden_dim_scale_factor": 3.25,
-}
+WIDTHS = {"vocab_size": 256, "hidden_dim": 64, "num_heads": 2, "num_kv_heads": 1}
+WIDTHS |= {"hidden_dim_scale_factor": 3.25}
 
 
 def bytes_of(tree):

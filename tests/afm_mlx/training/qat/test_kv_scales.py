@@ -19,7 +19,6 @@ from tests.tools.zoo import zoo_model
 
 
 def batch_of(tokens, segments=None):
-    """A batch that scores every token."""
     segments = None if segments is None else mx.array(segments)
     positions = mx.arange(tokens.size, dtype=mx.int32)
     return Batch(mx.array(tokens), segments, positions, positions, mx.ones(tokens.size))
@@ -38,7 +37,6 @@ def scales_of(model):
 
 @pytest.mark.parametrize("per_row", [True, False])
 def test_scales_equal_those_of_tamms_observer(rng, per_row):
-    """Several batches, so that the moving average shows."""
     import torch
 
     config = random_config(rng, num_layers=4, num_kv_reuse_layers=1)
@@ -106,7 +104,6 @@ def test_a_model_without_scales_gets_them(rng):
 
 
 def test_models_on_grids_are_calibrated_too(rng):
-    """Training on grids, and packed; the mode they are in stays."""
     sizes = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0}
     config = random_config(rng, **sizes)
     model = random_model(config, rng).train()

@@ -26,12 +26,21 @@ from afm_mlx.training.qat.qat_layers import (
     prepare_qat,
     quantize,
 )
-from tests.tools.cases import draw, each
+from tests.tools.cases import all_pairs, draw, each
 from tests.tools.compare import assert_close, changed
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_config, zoo_model
 
 VOCAB = 64
+RULES = [
+    QuantizationRule(bits, mode, per, 32 if per == "group" else None)
+    for bits, mode, per in all_pairs((2, 4, 8), ("balanced", "affine"), ("tensor", "row", "group"))
+]
+
+
+@pytest.fixture(params=RULES, ids=lambda r: f"{r.bits}-{r.mode}-{r.granularity}")
+def rule(request):
+    return request.param
 
 
 def tiny_model(rng, **fixed):
@@ -119,7 +128,6 @@ def test_a_model_of_the_zoo_trains_and_loads_in_stock_mlx_lm(rng, tmp_path, toke
 
 
 def test_each_layer_its_own_rule(rng, tokens):
-    """Mixed bits by a predicate; what is left out stays float."""
     own = QuantizationRule(8, "affine", "row")
 
     def predicate(path, module):
@@ -209,7 +217,6 @@ def random_case(rng, rule):
 
 
 def gradients(loss, rule, **options):
-    """A function (weights, factors) -> gradients of both."""
     return mx.grad(lambda w, f: (fake_quantize(w, f, rule, **options) * loss).sum(), (0, 1))
 
 
@@ -275,7 +282,6 @@ def test_two_bits_have_the_four_balanced_levels(rng):
 
 
 def test_the_first_factors_are_near_the_best(rng, rule):
-    """No factor of a fine search has an error much below the first one's."""
     weight, _, _ = random_case(rng, rule)
     first = initial_clip(weight, rule)
 
