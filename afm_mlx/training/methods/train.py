@@ -337,8 +337,11 @@ class SplitScore:
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON values; leaves out the acceptance if it was not measured."""
-        values: dict[str, object] = {"loss": self.loss, "perplexity": self.perplexity}
-        values["tokens"] = self.tokens
+        values: dict[str, object] = {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "tokens": self.tokens,
+        }
         return values if self.acceptance is None else values | {"acceptance": self.acceptance}
 
 
