@@ -6,7 +6,7 @@ import pytest
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.recipe import read_data
+from afm_mlx.training.methods.recipe import make_plan, read_data
 from tests.tools.cli import lines
 from tests.tools.training_runs import OPTIONS
 
@@ -64,3 +64,14 @@ def test_sizes_that_nobody_gives_fit_model_and_data(recipe, tmp_path):
     )
     vars(of_zoo)["tokenizer"] = source.tokenizer
     assert read_data(recipe, of_zoo).train.length == 48
+
+
+def test_a_plan_counts_a_packed_models_codes_and_expects_less_memory(recipe, model, packed):
+    plans = []
+    for folder in (model, packed):
+        source = ModelSource.open(folder)
+        data = read_data(recipe, source)
+        plans.append(make_plan(source.load(), source, "lora", None, data, recipe.options))
+    floats, codes = plans
+    assert codes.parameters == floats.parameters
+    assert codes.memory < floats.memory
