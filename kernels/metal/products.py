@@ -113,8 +113,10 @@ def vector(product: Product, dtype: mx.Dtype) -> mx.array:
     else:
         shape = vector_threadgroups(product.rows, product.code_rows, product.x.shape[-1])
     template = (
-        *(("ROWS", product.rows), ("SHRINK", shrinks)),
-        *(("CODE_ROWS", shape.code_rows), ("SPLIT", shape.split)),
+        ("ROWS", product.rows),
+        ("SHRINK", shrinks),
+        ("CODE_ROWS", shape.code_rows),
+        ("SPLIT", shape.split),
     )
     hidden = None if shrinks else _shrink(product)
     return _launch("packed_vector", product, hidden, dtype, template, shape)
