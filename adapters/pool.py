@@ -477,7 +477,10 @@ class AdapterPool:
         return open_sum(parts, self._base, entry.name)
 
     def _read(self, entry: PoolEntry, opened: OpenAdapter) -> None:
-        """Read the entry's numbers, and grant its leases."""
+        """Read an adapter's arrays into memory, and grant the leases that wait for it.
+
+        Raises `CheckpointError` if the file has changed since it was registered; the caller fails the leases.
+        """
         if opened.nbytes > entry.nbytes:
             raise CheckpointError(
                 f"{opened.source} has grown from {entry.nbytes:,} bytes in memory to {opened.nbytes:,} "

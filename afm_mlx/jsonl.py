@@ -347,7 +347,11 @@ def _turns(prompt: Any, completion: Any) -> list[Any]:
 
 
 def _messages(messages: Any) -> Any:
-    """Rename `from` and `value` in ShareGPT's messages to `role` and `content`."""
+    """Return a list in which ShareGPT's messages (`from`, `value`) have the chat form (`role`, `content`).
+
+    What has a `role`, or is no list or no message, is returned unchanged, for the caller to check. A
+    `function_call` becomes `tool_calls`; an unknown sender raises `DataError`.
+    """
     if not isinstance(messages, list):
         return messages
     found = []

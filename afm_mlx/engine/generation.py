@@ -136,7 +136,7 @@ def stream_generate(
         at_limit: "error", or "complete" for the shortest end of an answer that is cut off; see `Request`.
         heal: True if a prompt may end within a word; None for True if it is text and there is a constraint.
         num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; None for as many as pay.
-        speculation: other ways to draft, in place of the two arguments before.
+        speculation: other ways to draft, in place of `draft_model` and `num_draft_tokens`.
 
     Raises:
         AFMError: for what can't be honoured in the arguments or the prompt.

@@ -304,7 +304,10 @@ class PrefixCache:
     # -- the tree
 
     def _path(self, key: Hashable, name: bytes) -> tuple[list[_Page], int]:
-        """Return the pages that share these tokens, the last one perhaps in part; and how many they share."""
+        """Return the pages, from the root of `key`, that begin as the tokens `name` (`_Page.name`) do.
+
+        The last page may share only its first tokens. The second result is the number of shared tokens.
+        """
         path: list[_Page] = []
         page, found = self._roots.get(key), 0
         while page is not None and found * _ID < len(name):

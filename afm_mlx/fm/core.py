@@ -300,7 +300,7 @@ class SharedModel:
         ]
 
     def has_adapter(self, name: str) -> bool:
-        """True if the model has an adapter of this name, once it is loaded."""
+        """True if the model has an adapter of this name; False for all names until the model is loaded."""
         return self._pool is not None and name in self._pool.registered
 
     def _found(self) -> Path:

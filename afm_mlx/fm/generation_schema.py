@@ -447,7 +447,10 @@ class GenerationSchema:
         return {"type": "json_schema", "json_schema": schema}
 
     def object_schema(self, reference: Reference) -> Schema:
-        """Convert to JSON schema without `$defs`; takes and raises what `Property.to_dict` does."""
+        """Convert to JSON schema without `$defs`; raise what `Property.to_dict` does.
+
+        `reference` takes a field's class and returns the schema that refers to it, such as a `$ref`.
+        """
         return {
             "title": self.name,
             **_present(description=self.description or None),

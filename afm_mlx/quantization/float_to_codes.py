@@ -240,7 +240,10 @@ def _distinct(rows: Rows, most: int) -> Array | None:
 
 
 def _sample_is_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
-    """True if any unit of a few rows is on an affine grid: a matrix is on grids as a whole or not at all."""
+    """True if a group, or a row without groups, of a few sampled rows is on an affine grid.
+
+    A matrix is on grids as a whole or not at all.
+    """
     step = -(-rows.shape[0] // _ROWS_OF_SAMPLE)
     sample = [rows.read(start, start + 1) for start in range(0, rows.shape[0], step)]
     units = np.concatenate(sample).reshape(-1, rule.group_size or rows.shape[1])

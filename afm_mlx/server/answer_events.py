@@ -123,7 +123,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class ToolCallBegins:
-    """The beginning of a tool call: the choice's number, the call's number in it, its id, the tool's name."""
+    """The beginning of call number `call` in choice number `index`, with the call's id and the tool's name."""
 
     index: int
     call: int
@@ -133,7 +133,7 @@ class ToolCallBegins:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """More of the JSON of a tool call's arguments."""
+    """The next piece of the JSON of a tool call's arguments; `index` and `call` as in `ToolCallBegins`."""
 
     index: int
     call: int

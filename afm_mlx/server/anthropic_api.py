@@ -190,7 +190,10 @@ def _add_user(conversation: ConversationBuilder, message: fields.ClaudeUser, pla
 def _add_answer(
     conversation: ConversationBuilder, message: fields.ClaudeAssistant, place: str
 ) -> None:
-    """Add the texts and calls of an assistant's message; nothing if it has only ignored blocks."""
+    """Add the texts and calls of an assistant's message; nothing if it has only ignored blocks.
+
+    `place` is the message's place in the body, which errors of `ConversationBuilder` name.
+    """
     if isinstance(message.content, str):
         conversation.add_answer(message.content, place)
         return

@@ -308,7 +308,7 @@ def json_object_format() -> AnswerFormat:
 
 
 def check_format_fits(format: AnswerFormat, messages: Sequence[Message], place: str) -> None:
-    """Raise a 400 about `place` for a format of an answer that continues the last message."""
+    """Raise a 400 about `place` if `format` constrains an answer that continues an assistant's last message."""
     if format.constraint is not None and messages[-1]["role"] == "assistant":
         raise bad_request(
             "A format applies to whole answers, and the last message is an answer to continue. Leave out the "

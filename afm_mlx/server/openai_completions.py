@@ -109,7 +109,7 @@ async def _completion_requests(
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts, each a text or token ids."""
+    """Return the prompts of a body, each a text or token ids; raise a 400 for an empty or mixed list."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}

@@ -205,7 +205,10 @@ class ClientLeft(Exception):
 
 
 async def while_connected(request: Request, answer: Coroutine[None, None, Result]) -> Result:
-    """Await the work for a request whose body was read; raise `ClientLeft` if the client leaves before."""
+    """Return the result of `answer`; if the client leaves before, cancel it and raise `ClientLeft`.
+
+    The body of `request` must have been read: what the connection receives after it is dropped.
+    """
 
     async def client_left() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -280,7 +280,10 @@ class _Prompt:
 
 
 def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) -> _Prompt:
-    """Read the conversation after `earlier`, the tools and the answer format of a body."""
+    """Read the conversation (`earlier` and the body's input), the tools and the answer format of a body.
+
+    `folds` is `ConversationBuilder`'s. What can't be honoured raises a 400.
+    """
     if body.input is None or body.input == []:
         raise bad_request(
             "input is missing; a text or items are needed.", "input", "missing_required_parameter"

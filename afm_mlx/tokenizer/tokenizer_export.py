@@ -131,7 +131,10 @@ def save_tokenizer(
 
 
 def _read_toolkit_config(path: Path) -> dict[str, object]:
-    """Read the known settings, wherever they are nested; others are ignored."""
+    """Read `user_defined_tokens` and `eot_id` from a JSON file, wherever they are nested.
+
+    Other settings are ignored, except `replacements` that differ from AFM's own: they raise `TokenizerError`.
+    """
     text = read_text(path, CONFIG_BYTES)
     try:
         entries = list(_walk(json.loads(text)))

@@ -62,7 +62,7 @@ class Caches:
         self._now = {name: mb.read_state(input=state) for name, state in self._states.items()}
 
     def write(self, name: str, block: int, new: Var, positions: TokenPositions) -> None:
-        """Write a block's keys or values (1, num_kv_heads, L, head_dim) at the positions of a call's tokens."""
+        """Write `new` (1, num_kv_heads, L, head_dim) at a block's `positions`; `name` is "keys" or "values"."""
         now = self._now[name]
         _, heads, _, width = now.shape
         corner = [np.array([block, 0], np.int32), positions.first, np.array([0], np.int32)]
@@ -115,7 +115,10 @@ class Layout(ABC):
 
     @abstractmethod
     def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
-        """Return what attention needs to know about tokens in `columns` (1, L) int32; see `TokenPositions`."""
+        """Return what attention needs to know about tokens in `columns` (1, L) int32 of the caches.
+
+        `first` and `after` are `TokenPositions`' fields.
+        """
 
     @abstractmethod
     def norm(self, x: Var, name: str) -> Var:

@@ -215,7 +215,10 @@ def switch_off(verdict: Verdict) -> None:
 
 
 class Verdict:
-    """The failures known on this machine, in a file; `done` if a self-test has ended."""
+    """The failures of variants that self-tests found on this machine, read from a file in the cache folder.
+
+    `done` is True if the file is of a self-test that ended, in this process or an earlier one.
+    """
 
     def __init__(self) -> None:
         self.done = False
@@ -237,7 +240,7 @@ class Verdict:
             self.failures[running] = ENDED
 
     def begin(self, variant: str) -> None:
-        """Record that a variant is about to be tested."""
+        """Write to the file that a variant is about to be tested; if that ends the process, it is a failure."""
         self._write(variant)
 
     def end(self, failures: dict[str, str]) -> None:

@@ -164,7 +164,7 @@ def packed_weight(spec: Spec, rng: np.random.Generator) -> PackedWeight:
 
 
 def _weight_without_outliers(spec: Spec, codes: mx.array, rng: np.random.Generator) -> PackedWeight:
-    """Make an affine matrix whose weights in the columns of outliers are 0, which its grid contains."""
+    """Make an affine matrix of `codes` with random scales; its weights in `_outlier_columns(spec)` become 0."""
     if spec.mode != "affine":
         raise ValueError(
             f"outliers need a matrix with weights of 0, which is affine, not {spec.mode}"
@@ -482,7 +482,10 @@ def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
 
 
 def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
-    """Return the error of codes: half a code, plus the error of the number before rounding, is allowed."""
+    """Return the keys' error beyond half a code, relative to the size of `wanted`, the numbers before rounding.
+
+    Keys and values are the halves of axis 1. Raises `ValueError` if rounding doesn't explain a value's code.
+    """
     wanted_k, wanted_v = np.split(wanted, 2, axis=1)
     k, v = np.split(_float64(codes, wanted.shape, mx.int8), 2, axis=1)
     # Values are only divided, in float32.

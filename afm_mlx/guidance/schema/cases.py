@@ -143,11 +143,11 @@ class Objects:
     """A set of objects.
 
     Attributes:
-        layers: what schemas say about properties; all of them hold.
+        layers: for each schema that the objects fulfil, what it says about properties; all of them hold.
         required: names of properties that all have.
         least, most: bounds of the number of properties; most is None without a bound.
         names: schemas of all names.
-        some: kinds of properties of unknown name; each object has one of each kind.
+        some: conditions, each of which at least one property of every object meets.
     """
 
     layers: tuple[Layer, ...] = ()

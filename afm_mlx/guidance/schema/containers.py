@@ -197,7 +197,10 @@ def _count(schema: Formula, limit: int, builder: Builder) -> int | None:
 
 
 def _values(case: Case, limit: int) -> set[Hashable] | None:
-    """Collect the `identity` of up to `limit` plain values; None if they are hard to find."""
+    """Return the `identity` of each plain value of a case; None for lists, objects, free text and long values.
+
+    The search may end once `limit` values were found, and listed values are all returned.
+    """
     is_free = isinstance(case, Strings) and case == Strings(case.shortest, formats=case.formats)
     if isinstance(case, Arrays | Objects) or is_free:
         return None

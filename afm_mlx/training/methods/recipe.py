@@ -190,7 +190,7 @@ class Plan:
     trainable: int  # parameters
     data: DataSplits
     options: TrainingOptions
-    memory: int | None  # estimated bytes
+    memory: int | None  # estimated bytes of the run; None for models of mlx-lm
 
     @property
     def steps_per_epoch(self) -> float:
