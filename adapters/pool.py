@@ -52,7 +52,7 @@ class AdapterPool:
     Args:
         model: a model without an attached adapter. Only the constructor looks at it, so other threads may use
             the pool while the model runs.
-        budget: bytes that resident adapters and adapters that are being read may take; None for no limit.
+        budget: bytes that resident adapters and adapters that are being read may take; pass None for no limit.
         base_folder: folder that the model was loaded from; see `Base.of`.
         force: accept adapters that were made for another model, if their shapes fit.
 

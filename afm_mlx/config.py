@@ -81,7 +81,7 @@ class ModelConfig:
             value that Apple's models use (500000).
         hidden_dim_scale_factor: feed-forward width over `hidden_dim`.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        kv_bits: 8 if blocks have static scales that quantize K and V to int8; None for a model that was
+        kv_bits: 8 if blocks have static scales that quantize K and V to int8; pass None for a model that was
             trained without them.
         context_length: the most tokens that the model was trained on; generation ends there.
 

@@ -30,8 +30,8 @@ class ConversionOptions:
     """How a checkpoint is converted. Names are the flags' and mlx-lm's.
 
     Args:
-        dtype: "float16", "bfloat16" or "float32" for weights and adapters; None keeps the source's. For a Core
-            ML package the type that it computes in: float16 by default, or float32.
+        dtype: "float16", "bfloat16" or "float32" for weights and adapters; pass None to keep the source's. For
+            a Core ML package the type that it computes in: float16 by default, or float32.
         to: "afm-mlx"; "mlx-lm" for a folder that mlx-lm itself reads, without our additions; or "coreml" for
             a Core ML package of a model folder.
         quantize: pack linear layers and embeddings. The options `q_...`, `quant_predicate`, `target_bpw` and

@@ -98,7 +98,7 @@ class StoredLayer:
 
     Args:
         parts: its stored tensors, by their names in `packed_layers.PARTS` and in that order.
-        rule: how it is packed; None for a format of MLX's own layers only.
+        rule: how it is packed; pass None for a format of MLX's own layers only.
         settings: its settings in `quantization` of config.json.
         dtype: type of the folder's floats.
     """

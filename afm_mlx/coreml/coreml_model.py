@@ -95,7 +95,7 @@ class CoreMLModel:
     Args:
         package: the `.mlpackage` folder.
         compute_units: "CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE" (the CPU and the Neural Engine) or "ALL".
-        adapter: name of an adapter of the package; None for none.
+        adapter: name of an adapter of the package; pass None for none.
 
     Attributes:
         package: the package's description.
@@ -273,7 +273,7 @@ def planned_devices(
     Args:
         package: the `.mlpackage` folder.
         compute_units: "CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE" (the CPU and the Neural Engine) or "ALL".
-        adapter: name of an adapter of the package; None for none.
+        adapter: name of an adapter of the package; pass None for none.
 
     Returns:
         Shares of "CPU", "GPU" and "Neural Engine" by "prefill" and "decode", without functions that the plan

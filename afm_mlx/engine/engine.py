@@ -70,19 +70,19 @@ class Engine:
         tokenizer: has `eos_token_ids` and `detokenizer`, as ours and mlx-lm's do.
         max_batch: rows that decode together; more wait.
         prefill_step_size: prompt tokens per step at most, of all rows together; bounds memory, and how long
-            others wait. A CPU takes no more than 128, because more would not be faster there. None takes 2048;
-            on a CPU 128, and 32 while other rows decode.
-        max_kv_size: tokens that a row may hold; None takes its prompt cache's bound, or else the model's
+            others wait. A CPU takes no more than 128, because more would not be faster there. Pass None for
+            2048; on a CPU 128, and 32 while other rows decode.
+        max_kv_size: tokens that a row may hold; pass None for its prompt cache's bound, or else the model's
             context length.
         sliding_window: past `max_kv_size`, forget the oldest tokens instead of ending the row with an error.
         kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
-        adapters: pool of the adapters that requests may name; None for no adapter except the attached one.
-        speculation: how tokens are drafted, several of which the model verifies in one step; None for plain
-            steps.
+        adapters: pool of the adapters that requests may name; pass None for no adapter except the attached one.
+        speculation: how tokens are drafted, several of which the model verifies in one step; pass None for
+            plain steps.
         prefix_cache: where the beginning of a prompt is looked up, and what rows compute is kept; or None.
         kv_memory: budget in bytes for the keys and values of all rows together, including draft models' caches
-            and temporary copies, excluding the prefix cache; None for no budget. A row waits until the most
-            that it can need is free (`KVMemory`).
+            and temporary copies, excluding the prefix cache; pass None for no budget. A row waits until the
+            most that it can need is free (`KVMemory`).
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main

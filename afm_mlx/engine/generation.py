@@ -119,7 +119,7 @@ def stream_generate(
             model verifies several in one step; the answer is the same.
         sampler: log-probabilities to token, as mlx-lm's `make_sampler` builds; None is greedy.
         logits_processors: as mlx-lm's `make_logits_processors` builds.
-        max_kv_size: tokens that the cache may hold; None takes the model's context length.
+        max_kv_size: tokens that the cache may hold; pass None for the model's context length.
         sliding_window: past `max_kv_size`, forget the oldest tokens; without it the run ends with an error.
         prompt_cache: keys and values of tokens that come before the prompt; updated in place, at the end or
             when the iterator is closed before.
@@ -130,12 +130,12 @@ def stream_generate(
         seed: seed of this run's own random stream.
         stop: strings that end the answer; they are not part of it.
         logprobs: True if responses carry log-probabilities; without them, greedy decoding skips the logits.
-        adapter: name of an adapter in the pool, or weights of several by their names; None for none.
+        adapter: name of an adapter in the pool, or weights of several by their names; pass None for none.
         adapters: the pool that `adapter` is in.
         constraint: what the answer must look like, such as `Constraint.json_schema(schema)`.
         at_limit: "error", or "complete" for the shortest end of an answer that is cut off; see `Request`.
-        heal: True if a prompt may end within a word; None for True if it is text and there is a constraint.
-        num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; None for as many as pay.
+        heal: True if a prompt may end within a word; by default if it is text and there is a constraint.
+        num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; pass None for as many as pay.
         speculation: other ways to draft, in place of `draft_model` and `num_draft_tokens`.
 
     Raises:

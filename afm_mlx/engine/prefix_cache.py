@@ -135,7 +135,7 @@ class PrefixCache:
 
     Args:
         budget: bytes of memory at most.
-        folder: path of a folder for pages; None for none.
+        folder: path of a folder for pages; pass None for none.
         folder_budget: bytes of its files at most.
 
     Attributes:

@@ -53,8 +53,8 @@ def save_prompt_cache(
     """Write a cache that `model` has filled to a file `*.safetensors`; an interrupt changes no older file.
 
     Args:
-        adapter: fingerprint of the adapter that it was filled under, "" for none; None for the adapter that
-            the cache records, or else the model's attached one, if any.
+        adapter: fingerprint of the adapter that it was filled under, "" for none; pass None for the adapter
+            that the cache records, or else the model's attached one, if any.
         metadata: the caller's own strings.
 
     Raises:

@@ -114,7 +114,7 @@ def _without_open_choices(type_class: Any, value: object, closed: Any) -> object
 
 @contextmanager
 def _decoding(what: object) -> Iterator[None]:
-    """Raise errors of decoding an answer as `DecodingFailureError` while the context is open."""
+    """Raise errors of decoding `what`, an answer, as `DecodingFailureError` while the context is open."""
     try:
         yield
     except (ValueError, TypeError, RecursionError) as error:

@@ -205,7 +205,7 @@ def run_case(
         case: the case.
         repetitions: measured runs.
         kv: "int8" or "float" storage of keys and values.
-        tokenizer: its detokenizer decodes the tokens during the run; None to leave that out.
+        tokenizer: its detokenizer decodes the tokens during the run; pass None to leave that out.
         seed: seed of the random tokens and adapters.
         on_run: called after every run, including the warm-up.
 

@@ -93,7 +93,7 @@ def attend_and_write(
         qkv: the fused projection, (B, L, (n_heads + 2 * n_kv_heads) * head_dim).
         options: norms, scales and RoPE of the heads.
         positions: positions and mask of the new tokens.
-        cache: the block's cache; None to attend to the new tokens only.
+        cache: the block's cache; pass None to attend to the new tokens only.
         training: True if gradients are needed.
         merge: False if the caller also accepts attention's partials (results over parts of the columns, which
             the next product merges).

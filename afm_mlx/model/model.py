@@ -314,7 +314,7 @@ class Model(nn.Module):
         Args:
             kv: "int8" stores the codes of the checkpoint's static scales; "float" stores activations,
                 rounded to the same grid. A model without scales always stores floats.
-            max_size: tokens that a row can hold; None for no limit.
+            max_size: tokens that a row can hold; pass None for no limit.
             sliding_window: past `max_size`, forget the oldest tokens instead of raising.
         """
         if kv not in ("int8", "float"):

@@ -216,7 +216,7 @@ class OfferedTools:
         definitions: tools in OpenAI's chat form.
         choice: "auto", "none", "required", or "one" for exactly one call.
         parallel: True if one answer may have several calls.
-        allowed: names of the tools that may be called; None for all.
+        allowed: names of the tools that may be called; pass None for all.
     """
 
     definitions: Sequence[Tool] = ()
@@ -280,7 +280,7 @@ class AnswerFormat:
     """What an answer without tool calls must look like.
 
     Args:
-        constraint: what the answer is held to; None for free text.
+        constraint: what the answer is held to; pass None for free text.
         shown: OpenAI's `response_format`, which chat templates show to the model.
     """
 

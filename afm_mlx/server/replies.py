@@ -86,7 +86,7 @@ class ApiError(Exception):
         param: the field that the error is about, such as `messages[0].content`.
         code: a word for programs, such as `model_not_found`.
         type: OpenAI's error type; by default the one for `status`.
-        retry_after: seconds, for the Retry-After header; None for none.
+        retry_after: seconds, for the Retry-After header; pass None for none.
         headers: further headers of the response.
     """
 

@@ -453,7 +453,7 @@ class ResponseBuilder:
         return self._event(kind, response=self.response)
 
     def _item_event(self, kind: str, **data: Any) -> JsonObject:
-        """Make an event of type `kind` with `fields` about the open item, the last item of the response."""
+        """Make an event of type `kind`, with the fields `data`, about the open item: the response's last."""
         assert self._open is not None
         index = len(self.response["output"]) - 1
         if self._open["type"] == "message":

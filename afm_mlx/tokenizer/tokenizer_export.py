@@ -261,7 +261,7 @@ class _HubFile:
         self.tokenizer.add_special_tokens([AddedToken(self.separator, normalized=True)])
 
     def score(self, tokens: list[int]) -> float:
-        """Add up the log probabilities of a Unigram segmentation's pieces."""
+        """Return the sum of the log probabilities of a Unigram segmentation's pieces."""
         return sum(self._scores[token] for token in tokens)
 
 

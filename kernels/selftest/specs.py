@@ -35,7 +35,7 @@ class Spec(NamedTuple):
         norm, residual: True for a product with a norm before it, and with a residual.
         rank: the largest rank of the adapters, 0 for no adapters.
         sections: projections that share the matrix, each with its own A in an adapter.
-        adapter_dtype: type of the adapters' numbers; None for the activations' type.
+        adapter_dtype: type of the adapters' numbers; pass None for the activations' type.
         outliers: columns of the activations that are 1,000 times the others, with weights of 0, so that errors
             of the other columns are seen; not with a balanced matrix, whose grid has no 0.
         capacity, tail: columns of the KV buffers, and of their tail; 0 for none.

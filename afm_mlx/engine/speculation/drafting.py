@@ -27,13 +27,14 @@ class Speculation:
     rejected, so they must depend on nothing except their arguments.
 
     Args:
-        draft_model: a smaller AFM model with the same vocabulary, or a `Drafter` of your own; None for none.
+        draft_model: a smaller AFM model with the same vocabulary, or a `Drafter` of your own; pass None for
+            none.
         prompt_lookup: True to propose what followed the last few tokens where they occurred before. That is
             tried first, because it costs nothing.
         adapter_drafts: draft models of adapters, by the names that requests give; rows with other adapters have
             `draft_model`.
-        num_draft_tokens: draft tokens at a time, 1 to 7; None lets the engine find out how many pay, and none
-            where they don't.
+        num_draft_tokens: draft tokens at a time, 1 to 7; pass None to let the engine find out how many pay, and
+            none where they don't.
     """
 
     draft_model: nn.Module | Drafter | None = None

@@ -105,8 +105,9 @@ class Layer:
         properties: schemas by name.
         patterns: schemas by the pattern of the name.
         rest: schema of all other properties.
-        is_evaluating: True if the listed ones are evaluated: seen by a keyword, for `unevaluatedProperties`.
-        is_rest_evaluated: True if all others are, too.
+        is_evaluating: True if the properties listed are evaluated: seen by a keyword, for
+            `unevaluatedProperties`.
+        is_rest_evaluated: True if all other properties are evaluated, too.
     """
 
     properties: tuple[tuple[str, Formula], ...] = ()
@@ -125,10 +126,10 @@ class Some:
     """The condition that an object has at least one property whose name and value match.
 
     Attributes:
-        value, name: schemas of its value and of its name.
-        like: pattern of its name; None for any.
-        besides: names that it does not have.
-        unlike: patterns that its name does not match.
+        value, name: schemas of the property's value and of its name.
+        like: pattern that the name matches; None if there is none.
+        besides: names that the property does not have.
+        unlike: patterns that the name does not match.
     """
 
     value: Formula
@@ -221,7 +222,7 @@ def joined(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 
 def unevaluating(case: Case) -> Case:
-    """Mark nothing as evaluated: so are values of complements and listed values."""
+    """Return the case with nothing marked as evaluated, as in complements and listed values."""
     if isinstance(case, Arrays):
         return replace(case, evaluated=0, evaluated_by=())
     if isinstance(case, Objects):

@@ -99,7 +99,7 @@ def quoted(expr: Expr) -> str:
 
 
 def _floating(expr: Expr) -> int:
-    """Count the sets that begin with any text in one intersection."""
+    """Return the largest number of sets in one intersection that begin with any text, as `.*` does."""
     kind = expr[0]
     if kind == "chars":
         return 0

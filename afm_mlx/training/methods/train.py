@@ -141,7 +141,7 @@ def train_by(
         method: which weights to train, and what to save.
         recipe: model, data, and the loop's options.
         path: folder to make for the result.
-        run_path: folder of checkpoints and metrics; None for `<path>-run`, or `<path>/run` of an adapter.
+        run_path: folder of checkpoints and metrics; pass None for `<path>-run`, or `<path>/run` of an adapter.
         resume: resume the run in `run_path`, which was started with the same arguments.
         on_plan: called with the `Plan` of the run before training starts.
         on_event: called with each `Event` of the loop, and with `Testing` before each test.
@@ -389,7 +389,7 @@ def measure_adapter(
 
     Args:
         recipe: model, data, and the batches' sizes.
-        adapter_path: see `load_adapter`; None to measure only the base.
+        adapter_path: see `load_adapter`; pass None to measure only the base.
         on_data: called with the batches of the test split before measuring starts.
         progress: called after each batch of a measurement with the number of finished and of all batches.
 
