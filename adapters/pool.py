@@ -371,7 +371,7 @@ class AdapterPool:
         self._lock.notify_all()
 
     def _first_load(self) -> PoolEntry:
-        """Return the queued entry that gets memory next: one that `load` or `pin` wait for, else the oldest."""
+        """Return the queued entry that gets memory next: one that `load` or `pin` needs, else the oldest."""
         impatient = (e for e in self._queue if not all(lease.patient for lease in e.waiting))
         return next(impatient, self._queue[0])
 

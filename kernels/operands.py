@@ -123,7 +123,7 @@ class LowRank(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The largest rank of the adapters."""
+        """The largest rank that any of the adapters has in this matrix."""
         return max(part.rank for part in self.parts)
 
 

@@ -77,7 +77,7 @@ class PackageMetadata:
 def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
     """Read a package's `metadata.json`; return its content and the rank.
 
-    Raises `ConfigError`, which names what is missing or can't be used, and as `check_draft` does.
+    Raises `ConfigError`, which names what is missing or can't be used, and what `check_draft` raises.
     """
     path = folder / METADATA_NAME
     values = read_config_json(path)

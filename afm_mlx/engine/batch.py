@@ -84,7 +84,7 @@ class RowBatch:
 
 @dataclass
 class Prefill:
-    """Pending tokens of some rows, on their way into the cache: prompts, or tokens that a constraint forces."""
+    """Rows whose pending tokens are being fed: prompts, or tokens that a constraint forces."""
 
     batch: RowBatch  # the B rows
     # (B, most pending tokens - 1), padded on the right; a row's last pending token is its next decode step.
@@ -198,7 +198,7 @@ class RowCaches:
             )
 
     def merged(self, caches: Sequence[Cache]) -> Cache:
-        """Join the caches of rows to the cache of one batch."""
+        """Make one batch's cache of the caches of rows; raise `RequestError` if their kind can't be batched."""
         if not all(hasattr(entry, "merge") for entry in caches[0]):
             raise RequestError(
                 f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."

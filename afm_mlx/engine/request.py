@@ -31,7 +31,7 @@ class Request:
 
     Args:
         prompt: token ids, at least one: a sequence, or an array (L,), of integers.
-        max_tokens: new tokens at most; -1 for no limit except the context's.
+        max_tokens: maximum number of new tokens; -1 for no limit except the context's.
         sampler: maps log-probabilities (1, vocab_size) to a token (1,), as mlx-lm's `make_sampler` builds; pass
             None for the most likely token.
         seed: seed of this row's own random stream, which depends on nothing else in the batch; pass None to
@@ -159,7 +159,7 @@ def _is_whole(value: object) -> bool:
 def _each(
     name: str, values: object, what: str, is_right: Callable[[Any], object]
 ) -> tuple[Any, ...]:
-    """Return a caller's list as a tuple; raise `RequestError` if a value is wrong."""
+    """Return a caller's list `name` as a tuple; raise `RequestError` unless each value `is_right`."""
     if not isinstance(values, str) and isinstance(values, Iterable):
         given = tuple(values)
         if all(is_right(value) for value in given):

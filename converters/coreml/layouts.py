@@ -76,7 +76,7 @@ class Caches:
         self._now[name] = mb.coreml_update_state(state=self._states[name], value=updated)
 
     def read(self, name: str, block: int, dtype: str) -> Var:
-        """Return a block's keys or values at all positions, (1, num_kv_heads, positions, head_dim)."""
+        """Return a block's `name` ("keys" or "values"), (1, num_kv_heads, columns, head_dim), as `dtype`."""
         now = self._now[name]
         part = mb.slice_by_index(x=now, begin=[block, 0, 0, 0], end=[block + 1, *now.shape[1:]])
         return part if dtype == "fp16" else mb.cast(x=part, dtype=dtype)
@@ -180,7 +180,10 @@ class Layout(ABC):
     def _attend_and_feed(
         self, x: Var, q: Var, path: str, block: int, positions: TokenPositions, caches: Caches
     ) -> Var:
-        """Return x after attention of projected queries to a writing block, and after the feed-forward."""
+        """Return x after attention and feed-forward of the block at `path`.
+
+        Its projected queries `q` attend to the keys and values of the writing block number `block`.
+        """
         key_scale, value_scale = self._kv_scales(block)
         weight = self._head_weight(f"{path}.self_attn.q_norm.weight") * key_scale
         queries = self.queries(q, weight, positions)
@@ -271,7 +274,7 @@ class Layout(ABC):
         return cos, sin
 
     def _rotated(self, heads: Var, positions: TokenPositions, axis: int) -> Var:
-        """Rotate the first half of each head against the second; `axis` has the dimensions of a head."""
+        """Rotate the first half of each head against the second; heads' dimensions are along `axis`."""
         one, two = mb.split(x=heads, num_splits=2, axis=axis)
         cos, sin = positions.cos, positions.sin
         return mb.concat(

@@ -64,7 +64,7 @@ _SHRINK = Kernel(
 
 @functools.cache
 def _kernel(name: str, *macros: str) -> Kernel:
-    """Return the form of a product's kernel that has these macros, and their inputs."""
+    """Return the kernel `name` with these macros defined, and with the further inputs that they need."""
     inputs = [*_INPUTS, *itertools.chain.from_iterable(_OPTIONAL[macro] for macro in macros)]
     headers = (*HEADERS, "low_rank") if "LOW_RANK" in macros else HEADERS
     return Kernel(name, tuple(inputs), ("out",), headers, tuple((macro, "1") for macro in macros))
@@ -128,9 +128,9 @@ def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
 
 
 class Threadgroups(NamedTuple):
-    """Sizes of a launch's threadgroups: simdgroups of each, and rows of codes of each simdgroup.
+    """Sizes of a launch: simdgroups of each threadgroup, and rows of codes of each simdgroup.
 
-    With `split`, the simdgroups of a threadgroup have the same rows, each with a part of the inputs.
+    With `split`, the simdgroups of a threadgroup have the same rows, and each a part of the inputs.
     """
 
     simdgroups: int
@@ -313,7 +313,7 @@ def have_one_table(adapters: tuple[LowRank, ...]) -> bool:
 
 
 def _widths(adapters: tuple[LowRank, ...], sections: int) -> list[int]:
-    """Return each adapter's ranks, summed over these sections of the first matrix, and the second matrix."""
+    """Return each adapter's size of `A x`: `sections` times its rank in the first matrix, plus the second's."""
     first, *second = ([part.rank for part in low_rank.parts] for low_rank in adapters)
     return [sections * rank + sum(others) for rank, *others in zip(first, *second, strict=True)]
 
@@ -350,7 +350,7 @@ def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
 def _table(
     sections: tuple[int, ...], columns: int, parts: tuple[tuple[Part, ...], ...]
 ) -> mx.array:
-    """Return the table `parts` of low_rank.metal; `parts` has every adapter's, for one or two matrices."""
+    """Return the input `parts` of low_rank.metal; `columns` is K, and `parts` is of each matrix and adapter."""
     of_matrices = [number for of_matrix in parts for part in of_matrix for number in part]
     table = [len(parts[0]), len(sections), columns, *sections, *of_matrices]
     return mx.array(table, dtype=mx.int32)

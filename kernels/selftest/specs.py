@@ -102,7 +102,7 @@ def full_specs() -> list[Spec]:
 def _matrices(
     shapes: Sequence[tuple[int, int, int]],
 ) -> Iterator[tuple[int, int, int, str, str, int]]:
-    """Fields from `in_dims` to `group_size` of every format, for matrices of N, K and group size each."""
+    """Yield `Spec`'s fields `in_dims` to `group_size`: every format of matrices (N, K, group size)."""
     for (n, k, group), (mode, granularity), bits in itertools.product(shapes, FORMATS, (2, 4, 8)):
         yield k, n, bits, mode, granularity, group if granularity == "group" else 0
 
@@ -111,7 +111,7 @@ _ALIGNED, _RAGGED = (256, 512, 64), (37, 208, 16)
 
 
 def _dtype(matrix: int, rows: int) -> mx.Dtype:
-    """A Latin square: each bit width, each format and each number of rows meets every dtype."""
+    """Return a problem's dtype, by a Latin square: each width, format and number of rows meets every dtype."""
     bits, format_, shape = matrix % 3, matrix // 3, matrix // 3 // len(FORMATS)
     return DTYPES[(bits + format_ + shape + rows) % 3]
 
@@ -135,7 +135,7 @@ def _products() -> Iterator[Spec]:
 
 
 def _outliers() -> Iterator[Spec]:
-    """A few outliers and many; in float32, whose rounding doesn't hide what they do to the others."""
+    """Yield products with few outliers and with many, in float32, whose rounding hides no error of the rest."""
     formats, rows = (("row", 0), ("group", 64)), ((1, 1), (2, 4))
     cases = itertools.product(formats, (2, 4, 8), rows, (True, False), (16, 8))
     for (granularity, group), bits, (batch, tokens), few, activation_bits in cases:

@@ -130,7 +130,7 @@ class Drafting:
 
     @property
     def surplus(self) -> int:
-        """Most tokens fed to a row in a step that its cache drops again: rejected ones, or padding."""
+        """Maximum number of tokens fed to a row in a step that its cache drops again: rejected, or padding."""
         return max(MOST, FEW) if self._draft_models else MOST
 
     def plan(self, rows: Sequence[Row]) -> int:
@@ -158,7 +158,7 @@ class Drafting:
         return count if self._drafting(rows) else 0
 
     def drafts(self, rows: Sequence[Row], count: int, limit: int) -> list[Draft]:
-        """Return what each row is fed next: `count` draft tokens at most, and `limit` tokens in all."""
+        """Return what each row is fed next: up to `count` draft tokens, and no more than `limit` in all."""
         start = time.perf_counter()
         drafts = [self._draft(row, min(limit, _most_tokens(row))) for row in rows]
         drafting = {row.id for row, _ in self._drafting(rows)}

@@ -87,7 +87,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Testing:
-    """Event for `on_event`: the test split is about to be measured, with `what`; None for the trained model."""
+    """Event for `on_event`: the test split is about to be measured with the trained model, or with `what`."""
 
     __test__ = False  # not one of pytest's
 

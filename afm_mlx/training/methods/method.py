@@ -73,7 +73,7 @@ class Method:
         """Raise `AFMError` if this method can't train the model; called before anything is loaded."""
 
     def with_defaults(self, options: TrainingOptions) -> TrainingOptions:
-        """Return the loop's options with the method's defaults."""
+        """Return the loop's options, with the method's defaults for those that are not set."""
         return options
 
     def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:

@@ -206,7 +206,7 @@ def make_plan(
     data: DataSplits,
     options: TrainingOptions,
 ) -> Plan:
-    """Return the plan for a prepared model; `kind` is the method's."""
+    """Return the plan for training a prepared model; `kind` is `Method.kind`."""
     trainable = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     parameters = sum(array.size for _, array in tree_flatten(model.parameters()))
     for module in model.modules():

@@ -205,7 +205,7 @@ def train_by(
 
 
 def _manifest(recipe: Recipe, data: DataSplits, options: TrainingOptions) -> dict[str, object]:
-    """Return the settings that must not change when a run resumes, by the names of the arguments."""
+    """Return by name the settings, and the fingerprints of the data, that must not change as a run resumes."""
     names = ["batch_size", "max_seq_length", "prompt_weight"]
     if recipe.teacher is not None:
         names += ["distillation_weight", "distillation_temperature", "divergence"]

@@ -268,7 +268,7 @@ def lsq_gradient_scale(shape: tuple[int, int], rule: QuantizationRule) -> float:
 
 
 def scale_gradient(x: mx.array, factor: float) -> mx.array:
-    """Return `x`, with its gradient multiplied by a factor."""
+    """Return `x` with the same numbers; the gradient that passes through it is multiplied by `factor`."""
     if factor == 1:
         return x
     fixed = mx.stop_gradient(x)
