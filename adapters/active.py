@@ -114,7 +114,7 @@ class ActiveAdapters(dict[str, Any]):
             self.set(before)
 
     def of_layer(self, target: TargetModule) -> LayerAdapters:
-        """Return a function of a batch's number of rows that looks up the target's `LowRank`; None if none."""
+        """Return a function from a batch's number of rows to the target's `LowRank`, or to None without one."""
         outputs = sum(width for _, width in target.shapes.values())
         return partial(self._low_rank, target.path, target.sections or (outputs,))
 

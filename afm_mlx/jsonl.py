@@ -61,7 +61,7 @@ def is_data_file(path: Path) -> bool:
 
 
 def data_file(folder: Path, stem: str) -> Path | None:
-    """Find a data set's split in a folder, under all usual names and formats; None without one.
+    """Return the file of a data set's split `stem` in a folder, of any usual name and format, or None.
 
     Raises:
         DataError: if there are several, and none is `stem.jsonl`.
@@ -160,7 +160,7 @@ def _values(path: Path, text: str, at: int, end_mark: str) -> Iterator[tuple[int
 
 
 def _rows(path: Path, text: str) -> Iterator[tuple[int, str]]:
-    """Yield the last line's number, and the row as JSON with the first row's names, of each CSV row."""
+    """Yield each row of a CSV file: the number of its last line, and the row as JSON, by columns' names."""
     header = text.partition("\n")[0]
     delimiter = max(",;\t", key=header.count)
     csv.field_size_limit(MAX_BYTES)

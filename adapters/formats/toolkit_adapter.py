@@ -141,7 +141,7 @@ def read(
 
 
 def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
-    """Return the entry of the adapter id `adapter` in a config; the only entry, whatever its id; else None."""
+    """Return the entry of the id `adapter`; a single entry whatever its id is; None if there is no entry."""
     if not adapters:
         return None
     entry = adapters.get(adapter) or next(iter(adapters.values()))

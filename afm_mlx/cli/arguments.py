@@ -523,7 +523,7 @@ def _refuse_yaml(path: Path, line: int, problem: str) -> NoReturn:
 
 
 def boolean(text: str) -> bool:
-    """Convert True, T, False or F, in any case, as mlx-lm's `--verbose` does."""
+    """Convert the text True, T, False or F, in any case, as mlx-lm's `--verbose` does."""
     lowered = text.lower()
     if lowered not in ("true", "t", "false", "f"):
         raise argparse.ArgumentTypeError(f"{shown(text)} is neither True nor False")

@@ -254,7 +254,7 @@ def _rates(model: CoreMLModel) -> Facts:
 
 
 def _timed_sizes(context: int) -> tuple[int, int]:
-    """Return the numbers of prompt tokens and steps that fit in the context."""
+    """Return the numbers of prompt tokens and of steps to time, which fit in the context together."""
     steps = min(_TIMED_STEPS, context // 4)
     return min(_TIMED_PROMPT, context - steps), steps
 

@@ -113,7 +113,7 @@ class Evaluation:
 
 
 def load_examples(path: str | Path, limit: int | None = None) -> list[Example]:
-    """Read a test set; at most `limit` examples per task, from the start of the file.
+    """Read a test set: the first `limit` examples of each task, by default all.
 
     Raises:
         DataError: names the file and the line.

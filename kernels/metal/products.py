@@ -350,7 +350,7 @@ def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
 def _table(
     sections: tuple[int, ...], columns: int, parts: tuple[tuple[Part, ...], ...]
 ) -> mx.array:
-    """Return the input `parts` of low_rank.metal; `columns` is K, and `parts` is of each matrix and adapter."""
+    """Return low_rank.metal's table of `parts`, by matrix and adapter; `columns` is the size of `A x`."""
     of_matrices = [number for of_matrix in parts for part in of_matrix for number in part]
     table = [len(parts[0]), len(sections), columns, *sections, *of_matrices]
     return mx.array(table, dtype=mx.int32)

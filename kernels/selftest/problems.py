@@ -197,7 +197,7 @@ def _activations(spec: Spec, rng: np.random.Generator, *last: int) -> mx.array:
 
 
 def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = None) -> LowRank:
-    """Draw adapters of different ranks; with `shared`, gate's adapters, up's in the same arrays after them."""
+    """Draw adapters of different ranks; after gate's adapters `shared`, in the same arrays, up's."""
     ends = [spec.out_dims * (i + 1) // spec.sections for i in range(spec.sections)]
     ranks = [max(1, spec.rank - 3 * i) for i in range(_ADAPTERS)]
     if spec.batch > _ADAPTERS:
