@@ -308,7 +308,10 @@ def choose_bits(
 
 
 def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: int) -> None:
-    """Raise `ConfigError` unless a choice of bits meets the target: between all free layers low, and high."""
+    """Raise `ConfigError` unless the target is between the bits per weight with all free layers low, and high.
+
+    `weights` and the bytes are the whole model's.
+    """
     least, most = 8 * low_bytes / weights, 8 * high_bytes / weights
     if not least <= target_bpw <= most:
         # Rounded inwards, so that the printed figures are allowed themselves.

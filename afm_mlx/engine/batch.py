@@ -58,7 +58,7 @@ class RowBatch:
         change_entries(self.cache, lambda entry: _filter_rows(entry, indices), self.by_block)
 
     def take_out(self, index: int) -> tuple[Row, Cache]:
-        """Take out a row that comes back later, its adapter still leased; return the row and its cache."""
+        """Remove the row at `index` until it joins again, its adapter still leased; return row and cache."""
         row, taken = self.rows[index], self.cache
         others = [i for i in range(len(self.rows)) if i != index]
         if not others:
@@ -306,7 +306,7 @@ def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: s
 
 
 def extend_cache(cache: Cache, other: Cache, by_block: bool) -> None:
-    """Append the rows of another batch's cache, which loses its arrays."""
+    """Append the rows of another batch's cache, which loses its arrays; for `by_block`, see `RowCaches`."""
     for entry, source in zip(cache, other, strict=True):
         entry.extend(source)
         _drop_arrays(source)

@@ -54,7 +54,7 @@ class StepCosts:
         self._seen: set[tuple[int, int]] = set()
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Record what a step took. The first of its kind, which may have been traced, does not count."""
+        """Record the seconds of a step, see `of`. The first of its kind, which may be traced, doesn't count."""
         kind = rows, tokens
         if kind in self._seen:
             known = self._seconds.get(kind, seconds)

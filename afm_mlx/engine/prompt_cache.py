@@ -188,7 +188,7 @@ def _check_header(
 def _check_tensors(
     stored: Mapping[str, StoredTensor], blocks: int, model: Model, path: Path
 ) -> None:
-    """Compare the header's names and shapes with the model's; `KVCache` checks the rest."""
+    """Raise `CacheFileError` unless a file has the tensors of `blocks` blocks; `KVCache` checks the rest."""
     wanted = {f"{index}.{part}" for index in range(blocks) for part in _PARTS}
     if differing := sorted(wanted ^ set(stored)):
         name = named(differing[0])

@@ -425,7 +425,7 @@ class RowAdapters:
         return self._pool.request(adapter)
 
     def wait(self, rows: Iterable[Row], seconds: float) -> None:
-        """Wait until the first of the rows' adapters is loaded or has failed, if any row has one."""
+        """Wait up to `seconds` until the first of the rows' adapters is loaded or has failed."""
         leases = [row.lease for row in rows if row.lease is not None]
         if self._pool is not None and leases:
             self._pool.wait(leases, seconds)

@@ -68,7 +68,7 @@ class AnswerForm:
         return self.generating._from_generated_content(content)
 
     def so_far(self, text: str, is_complete: bool = False) -> Any:
-        """Decode an answer, or the beginning of one, to JSON; return None if there is no value yet."""
+        """Decode an answer, or its beginning unless `is_complete`; return None if there is no value yet."""
         with _decoding(text):
             if is_complete:
                 return json.loads(text)

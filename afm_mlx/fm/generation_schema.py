@@ -329,7 +329,10 @@ def _string_limits(guides: Sequence[GenerationGuide]) -> Schema:
 def _bounds(
     guides: Sequence[GenerationGuide], what: str, least: float = -math.inf, is_whole: bool = False
 ) -> tuple[float | None, float | None]:
-    """Return the lower and the upper bound that guides set together, None for no bound."""
+    """Return the lower bound (or `least`) and the upper bound that guides set; None where there is none.
+
+    Bounds are rounded inwards if `is_whole`. If they exclude all, the error calls the value `what`.
+    """
     lower, upper = least, math.inf
     for g in guides:
         first, last = g.value if g.guide_type is GuideType.range else (g.value, g.value)

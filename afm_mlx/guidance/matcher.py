@@ -306,7 +306,7 @@ class _Text:
     state: Matcher
 
     def then(self, tokens: Sequence[int], forced: bool = False) -> _Text:
-        """Append tokens. Takes over `self.state`; don't use `self` afterwards."""
+        """Append tokens, `forced` or chosen. Takes over `self.state`; don't use `self` afterwards."""
         more = len(self.state.tokenizer.decode_bytes(list(tokens)))
         for token in tokens:
             self.state.accept(token)

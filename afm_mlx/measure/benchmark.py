@@ -270,7 +270,7 @@ class Bench:
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
     def run(self, generated: int) -> tuple[float, float]:
-        """Generate tokens; return seconds to the first, and from there to the last but one."""
+        """Generate `generated` tokens; return seconds to the first, and from there to the last but one."""
         case = self.case
         engine = Engine(
             self._model,

@@ -227,7 +227,7 @@ def _submit(engine: Engine, tokenizer: Tokenizer, example: Example, constrained:
 
 
 def natural_comparison(expected: str, has_format: bool) -> str:
-    """Return the default comparison for an expected answer; the chat may have a `response_format`."""
+    """Return the default comparison for an expected answer to a chat that may have a `response_format`."""
     if EXECUTABLE_START in expected and _read(expected, CALLS) is not None:
         return CALLS
     return JSON if has_format and _read(expected, JSON) is not None else TEXT

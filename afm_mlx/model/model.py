@@ -232,7 +232,10 @@ class Model(nn.Module):
         head: Callable[[Model, mx.array], T],
         few: bool = False,
     ) -> T:
-        """Run the model over the next tokens and apply `head`, by a replayed decode step where possible."""
+        """Run the model over the next tokens and apply `head`, by a replayed decode step where possible.
+
+        With `few`, tokens are read as in a decode step, see `verify`.
+        """
         threads.check_process()
         if cache is None:
             return head(self, self._uncached(inputs))

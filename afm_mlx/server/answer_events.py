@@ -501,7 +501,7 @@ class _ChoiceTask:
         return len(self._answer)
 
     def _on_prefill(self, done: int, tokens: int) -> None:
-        """Report to the metrics that the prefill has begun; the engine calls this in MLX's thread."""
+        """Report to the metrics that the prefill has begun. It is a `Request.on_prefill`, for MLX's thread."""
         self._loop.call_soon_threadsafe(self._served.metrics.scheduled, self.clock)
 
     async def run(self) -> None:

@@ -364,7 +364,7 @@ def _generation_request(
 def _new_response(
     body: fields.ResponseRequest, options: ServerOptions, is_kept: bool
 ) -> JsonObject:
-    """Make the response to a request as it is before the answer; much of it repeats the request."""
+    """Make the response (kept if `is_kept`) as it is before the answer; much of it repeats the request."""
     return {
         "id": _new_id("resp"),
         "object": "response",

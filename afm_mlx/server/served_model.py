@@ -91,7 +91,7 @@ class TokenTexts:
         return found
 
     def drops_space(self, token: int, is_constrained: bool) -> bool:
-        """True if decoding an answer that begins with `token` drops the token's leading space."""
+        """True if decoding an answer that begins with `token` drops its leading space; False if constrained."""
         if self._afm is None or is_constrained or not self._afm.spacing.dummy_prefix:
             return False
         return self.bytes_of(token)[:1] == b" "

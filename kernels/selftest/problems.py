@@ -275,7 +275,7 @@ def _draw_rope(spec: Spec, rng: np.random.Generator) -> Args:
 
 
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
-    """Draw keys and values: codes, or floats of about 1."""
+    """Draw keys and values of `columns` tokens: codes, or floats of about 1."""
     shape = (spec.batch, 2 * spec.kv_heads, columns, spec.head_dim)
     if spec.stored != mx.int8:
         return _draw(rng.standard_normal(shape), spec.stored)

@@ -54,7 +54,7 @@ class Speculation:
             )
 
     def check(self, model: nn.Module, sliding_window: bool) -> Model:
-        """Return the model; raise `RequestError` if these options can't be honoured for it."""
+        """Return the model; raise `RequestError` if these options can't be honoured for it or its cache."""
         if not is_afm(model):
             raise RequestError(
                 f"Speculative decoding is for AFM models; this is a {type(model).__name__} of mlx-lm. "

@@ -323,7 +323,7 @@ def _count(value: Keywords, key: str, place: str, largest: int | None = None) ->
 
 
 def pattern(text: object, place: str, wide: bool = False) -> Expr:
-    """Return the strings in which a schema's pattern is found; refuse the schema if it can't be read."""
+    """Return the strings in which a schema's pattern is found, as `searched` does; refuse an unreadable one."""
     if not isinstance(text, str):
         refuse(place, text, "a pattern is a text.")
     try:
@@ -435,7 +435,7 @@ def constants(node: Node, document: Document, key: str) -> tuple[list[Case], lis
 
 
 def _exactly(value: list[Any] | dict[str, Any], is_sorted: bool) -> dict[str, Any]:
-    """Make a schema of draft 2020-12 under which one array or object only is valid."""
+    """Make a schema under which only `value` is valid; if `is_sorted`, its properties come sorted by name."""
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     if isinstance(value, list):
         items = [{**schema, "const": v} for v in value]

@@ -327,7 +327,7 @@ class Expansion:
         return False
 
     def _is_void(self, case: Case, depth: int = 0) -> bool:
-        """True if the case alone shows that no value is valid."""
+        """True if the case, and a search of the values that it needs from `depth` on, show that it is empty."""
         if isinstance(case, Words):
             return False
         if isinstance(case, Numbers | Strings):

@@ -267,9 +267,10 @@ class Teacher(NamedTuple):
 def open_teacher(
     recipe: Recipe, student: ModelSource, may_imitate_itself: bool
 ) -> ModelSource | None:
-    """Find the teacher of a recipe without loading it; "self" is the student as it is before training.
+    """Find the teacher of a recipe, if it has one, without loading it; "self" is the untrained student.
 
-    Raises `ConfigError` when student and teacher are the same model, `AFMError` when there is no such model.
+    Raises `ConfigError` when student and teacher are the same model, unless `may_imitate_itself`; `AFMError`
+    when there is no such model.
     """
     if recipe.teacher is None:
         return None
