@@ -57,7 +57,7 @@ class Scheduler:
         self._prefill_model = model.prefill if is_afm(model) else model
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
         self._memory, self._max_batch = memory, max_batch
-        # Prompt tokens of a step at most, of all rows together: at any time, and while other rows decode.
+        # Maximum number of prompt tokens per step, of all rows: at any time, and while other rows decode.
         self._chunk, self._chunk_while_decoding = chunk, chunk_while_decoding
         # Responses that the next step returns: of rows that can't start, or begin with forced tokens.
         self.early: list[tuple[Row, TokenResponse]] = []

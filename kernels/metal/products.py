@@ -164,7 +164,7 @@ def _shrinks_inside(product: Product) -> bool:
     code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows)
     outputs = code_rows // len(product.matrices)
     first = product.adapters[0]
-    # Sections that one threadgroup touches, at most.
+    # Maximum number of sections that one threadgroup touches.
     touched = 1 + sum(end % outputs > 0 for end in first.sections[:-1])
     # Rows of A that a batch uses in one section, at most: each of its rows has one adapter.
     most_rows = sum(sorted(_widths(product.adapters, 1))[-first.slots.size :])
