@@ -479,7 +479,8 @@ class AdapterPool:
     def _read(self, entry: PoolEntry, opened: OpenAdapter) -> None:
         """Read an adapter's arrays into memory, and grant the leases that wait for it.
 
-        Raises `CheckpointError` if the file has changed since it was registered; the caller fails the leases.
+        Raises `CheckpointError` if the files have changed since the adapter was opened, or first loaded; the
+        caller then fails the leases.
         """
         if opened.nbytes > entry.nbytes:
             raise CheckpointError(

@@ -327,7 +327,7 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[TokenResponse]:
-        """Prefill one chunk of a prompt, decode one token of each row; return the responses read back."""
+        """Prefill one chunk of prompts, take one decode step of all rows; return the responses read back."""
         return self._home.call(self._step)
 
     def _step(self) -> list[TokenResponse]:

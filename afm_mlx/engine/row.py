@@ -119,7 +119,7 @@ class Row:
         self.sampled, self._context = len(self.tokens), None
 
     def report(self, done: int) -> None:
-        """Call `on_prefill` if more prompt tokens are done than reported; its exception becomes the error."""
+        """Call `on_prefill` if more prompt tokens are done than reported; its exception is the row's error."""
         whole = len(self.request.prompt)
         done = min(done, whole)
         if self.request.on_prefill is None or done <= self._reported:

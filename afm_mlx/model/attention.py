@@ -186,7 +186,7 @@ def _attend(queries: mx.array, kv: KeyValues, positions: Positions) -> mx.array:
 def _on_int8_grid(
     qkv: mx.array, offset: int | mx.array, options: HeadOptions
 ) -> tuple[mx.array, mx.array]:
-    """Return queries, and float keys and values (B, 2 * n_kv_heads, L, head_dim), on the int8 grid if any."""
+    """Return queries, and float keys and values (B, 2 * n_kv_heads, L, head_dim), rounded to any scales."""
     q, kv = rope_norm_quantize(qkv, offset, options)
     if options.key_scale is None or options.value_scale is None:
         return q, kv

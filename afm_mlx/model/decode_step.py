@@ -70,7 +70,7 @@ class DecodeStep(threading.local):
         return DecodeStep, ()  # a copied or pickled model makes its own traces
 
     def applies(self, model: Traceable, cache: Sequence[KVCache]) -> bool:
-        """True if steps of a model in eval mode can be replayed here, and its caches all store one kind."""
+        """True if a step can be replayed here: in eval mode, over caches that all store codes or all floats."""
         is_one_kind = len({entry.int8 for entry in cache}) == 1
         return not model.training and is_one_kind and replay.is_available()
 

@@ -277,7 +277,7 @@ class Model(nn.Module):
         return head_logits(self.model.embedding, Normed(h, self.model.output_norm))
 
     def greedy_head(self, h: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the most likely tokens (...) uint32 of hidden states (..., hidden_dim), and their logits."""
+        """Return most likely tokens (...) uint32 of hidden states (..., hidden_dim), and their logits (...)."""
         return head_argmax(self.model.embedding, Normed(h, self.model.output_norm))
 
     def prefill(self, inputs: mx.array, cache: ModelCache) -> None:

@@ -101,7 +101,7 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Return the response for a request that raised `error`; Starlette logs an unexpected one."""
+    """Return the response for a request that raised `error`; Starlette raises unexpected ones again, to log."""
     if not isinstance(error, ApiError | AFMError):
         _LOG.error("The request %s has failed.", REQUEST_ID.get())
     served: ServedModel = request.app.state.served

@@ -268,9 +268,9 @@ def _counted_items(case: Arrays, builder: Builder, place: str) -> Rule:
 
 
 def _choice(case: Arrays, position: int, choice: tuple[bool, ...]) -> Formula | None:
-    """Return the schema of the item at `position` that counts for the chosen `contains` alone.
+    """Return the schema of the item at `position` that counts for the chosen `contains`; None if it can't.
 
-    `choice` is True for each chosen one. None if one of them begins after `position`.
+    `choice` is True for each chosen one. The item matches none of the others that have a maximum.
     """
     parts = [case.item(position)]
     for one, is_taken in zip(case.contains, choice, strict=True):
