@@ -42,7 +42,7 @@ end
 
 
 def formula(sdist: Path, home: str) -> str:
-    """The formula for an sdist that is a file of the release of its version.
+    """Return the formula for an sdist that is a file of the release of its version.
 
     Args:
         sdist: named afm_mlx-VERSION.tar.gz, as builds name it.

@@ -23,7 +23,7 @@ CORES = {"avx2": "Haswell", "portable": "Nehalem"} if platform.machine() == "x86
 
 
 def said(*arguments: str, **environment: str) -> str:
-    """What `afm-mlx` prints; this program ends where it fails."""
+    """Return what `afm-mlx` prints, run with these arguments; end this program if that fails."""
     command = [sys.executable, "-P", "-m", "afm_mlx", *arguments]
     options = {"capture_output": True, "text": True, "env": {**os.environ, **environment}}
     done = subprocess.run(command, check=False, **options)

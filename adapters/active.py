@@ -52,7 +52,7 @@ class BatchAdapters:
 
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
-        """Make the batch whose row i uses adapter `rows[i]`, or none; at most `MAX_ADAPTERS` different ones."""
+        """Return adapters for a batch whose row i uses `rows[i]`, or none; up to `MAX_ADAPTERS` may differ."""
         # Sorted by layout: batches whose rows have the same layouts in another order share a trace.
         distinct = {id(row): row for row in rows if row is not None}.values()
         residents = tuple(sorted(distinct, key=lambda resident: resident.layout))
@@ -67,7 +67,7 @@ class BatchAdapters:
 
     @classmethod
     def everywhere(cls, resident: ResidentAdapter) -> BatchAdapters:
-        """Make a batch of any number of rows, all of which use one adapter."""
+        """Return adapters for a batch of any number of rows, all of which use one adapter."""
         return cls((resident,), mx.array([resident.scale], mx.float32), None)
 
     @property
@@ -114,7 +114,7 @@ class ActiveAdapters(dict[str, Any]):
             self.set(before)
 
     def of_layer(self, target: TargetModule) -> LayerAdapters:
-        """Return the function that maps a batch size to the `LowRank` of the target, or to None."""
+        """Return a function from a batch's number of rows to the target's `LowRank`, or to None without one."""
         outputs = sum(width for _, width in target.shapes.values())
         return partial(self._low_rank, target.path, target.sections or (outputs,))
 

@@ -97,7 +97,7 @@ def add_lora(
         model: a model of this package or of mlx-lm's zoo; float, packed, or quantized by MLX.
         rank: columns of A and rows of B.
         scale: alpha / rank.
-        keys: layers by their names within a block, such as `mlp.up_proj`; None for all linear ones.
+        keys: layers by their names within a block, such as `mlp.up_proj`; pass None for all linear ones.
         dropout: see `LoRALinear`.
         seed: seed of the random numbers in A.
         num_layers: number of blocks to adapt, counted from the last; -1 for all.

@@ -52,7 +52,7 @@ class AdapterPool:
     Args:
         model: a model without an attached adapter. Only the constructor looks at it, so other threads may use
             the pool while the model runs.
-        budget: bytes that resident adapters and adapters that are being read may take; None for no limit.
+        budget: bytes that resident adapters and adapters that are being read may take; pass None for no limit.
         base_folder: folder that the model was loaded from; see `Base.of`.
         force: accept adapters that were made for another model, if their shapes fit.
 
@@ -371,7 +371,7 @@ class AdapterPool:
         self._lock.notify_all()
 
     def _first_load(self) -> PoolEntry:
-        """Return the queued entry that gets memory next: one that `load` or `pin` wait for, else the oldest."""
+        """Return the queued entry that gets memory next: one that `load` or `pin` needs, else the oldest."""
         impatient = (e for e in self._queue if not all(lease.patient for lease in e.waiting))
         return next(impatient, self._queue[0])
 
@@ -477,7 +477,11 @@ class AdapterPool:
         return open_sum(parts, self._base, entry.name)
 
     def _read(self, entry: PoolEntry, opened: OpenAdapter) -> None:
-        """Read the entry's numbers, and grant its leases."""
+        """Read an adapter's arrays into memory, and grant the leases that wait for it.
+
+        Raises `CheckpointError` if the files have changed since the adapter was opened, or first loaded; the
+        caller then fails the leases.
+        """
         if opened.nbytes > entry.nbytes:
             raise CheckpointError(
                 f"{opened.source} has grown from {entry.nbytes:,} bytes in memory to {opened.nbytes:,} "

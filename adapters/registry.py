@@ -24,7 +24,7 @@ Files: TypeAlias = Path | list[tuple[Path, float]]
 
 @dataclass(eq=False)
 class PoolEntry:
-    """A registered adapter, or an unnamed sum that a request has named by its weights."""
+    """A registered adapter, or an unnamed sum, which a request gives as weights of registered ones."""
 
     key: Key  # name, or the sum's names and weights
     source: Path | dict[str, float]  # folder or file; of a sum, weights of adapters that have files

@@ -144,7 +144,7 @@ def _fill_layer(
     path: str,
     source: str | Path,
 ) -> np.uint64:
-    """Copy one layer's pair (A, B) of each section into its part of `view`; return the sum of 64-bit words."""
+    """Copy a layer's pairs (None for a section without one) to `part` of `view`; return its words' sum."""
     outputs, rank = sum(width for _, width in sections.values()), part.rank
     blocks = _filled_up(outputs) // BLOCK
     mine = view[part.a : part.b + rank * blocks * BLOCK]

@@ -26,7 +26,7 @@ class TargetModule(NamedTuple):
     key: str  # within the block, such as `mlp.up_proj`
     block: int
     layer: nn.Module  # the linear layer, or the wrapper around it
-    sections: tuple[int, ...] | None  # end of each projection's outputs in a fused layer
+    sections: tuple[int, ...] | None  # end of each projection's outputs in a fused layer, else None
 
     @property
     def linear(self) -> nn.Module:

@@ -79,7 +79,7 @@ class CheckoutFinder:
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find one of the rooms for Python's import; None for any other module."""
+        """Return the spec of a package that is next to this folder; None for any other module."""
         package, _, room = name.rpartition(".")
         if package != __name__ or room not in cls.rooms:
             return None

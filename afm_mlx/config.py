@@ -81,9 +81,9 @@ class ModelConfig:
             value that Apple's models use (500000).
         hidden_dim_scale_factor: feed-forward width over `hidden_dim`.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        kv_bits: 8 if blocks have static scales that quantize K and V to int8; None for a model that was
-            trained without them.
-        context_length: the most tokens that the model was trained on; generation ends there.
+        kv_bits: 8 if blocks have static scales that quantize K and V to int8; None if the model was trained
+            without such scales.
+        context_length: maximum number of tokens that the model was trained on; generation ends there.
 
     Raises:
         ConfigError: for contradictory values, and for values that no model has, such as a million layers.

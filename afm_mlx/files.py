@@ -42,7 +42,7 @@ _PIECE = 1 << 20
 
 
 def read_file(path: str | Path, limit: int, *, pipes: bool = False) -> bytes:
-    """Read a whole file of at most `limit` bytes; with `pipes` also a pipe, such as the shell's `<(command)`.
+    """Read a whole file of up to `limit` bytes; with `pipes` also a pipe, such as the shell's `<(command)`.
 
     The size of a regular file is checked before it is read. Devices, sockets and folders are refused, except
     the null device, which is an empty file.
@@ -189,7 +189,7 @@ def place_beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _told_as(path: Path, temporary: Path) -> Iterator[None]:
-    """Replace the temporary path by the output's in the text of errors."""
+    """Replace `temporary` by `path`, the output, in the text of errors that the context raises."""
     try:
         yield
     except Exception as error:

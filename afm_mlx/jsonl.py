@@ -61,7 +61,7 @@ def is_data_file(path: Path) -> bool:
 
 
 def data_file(folder: Path, stem: str) -> Path | None:
-    """Find a data set's split in a folder, under all usual names and formats; None without one.
+    """Return the file of a data set's split `stem` in a folder, of any usual name and format, or None.
 
     Raises:
         DataError: if there are several, and none is `stem.jsonl`.
@@ -160,7 +160,7 @@ def _values(path: Path, text: str, at: int, end_mark: str) -> Iterator[tuple[int
 
 
 def _rows(path: Path, text: str) -> Iterator[tuple[int, str]]:
-    """Yield the last line's number, and the row as JSON with the first row's names, of each CSV row."""
+    """Yield each row of a CSV file: the number of its last line, and the row as JSON, by columns' names."""
     header = text.partition("\n")[0]
     delimiter = max(",;\t", key=header.count)
     csv.field_size_limit(MAX_BYTES)
@@ -347,7 +347,11 @@ def _turns(prompt: Any, completion: Any) -> list[Any]:
 
 
 def _messages(messages: Any) -> Any:
-    """Rename `from` and `value` in ShareGPT's messages to `role` and `content`."""
+    """Return a list in which ShareGPT's messages (`from`, `value`) have the chat form (`role`, `content`).
+
+    What has a `role`, or is no list or no message, is returned unchanged, for the caller to check. A
+    `function_call` becomes `tool_calls`; an unknown sender raises `DataError`.
+    """
     if not isinstance(messages, list):
         return messages
     found = []

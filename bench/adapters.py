@@ -110,9 +110,8 @@ def loads(model: Any, rank: int, trials: int) -> Figures:
     """Measure seconds to load an adapter whose file is in the system's page cache.
 
     A virtual machine that has given memory back to its host gets it again at a tenth of the speed. So before
-    each load as much memory as the adapter takes is written to and freed, which the load then finds; how
-    long that took is a
-    figure of its own.
+    each load as much memory as the adapter takes is written to and freed, which the load then finds; how long
+    that took is a figure of its own.
     """
     with tempfile.TemporaryDirectory() as folder:
         tensors = {n: mx.array(t) for n, t in random_adapter(model, rank).items()}

@@ -120,7 +120,7 @@ def write_gguf(
         body: format of the blocks' matrices, a key of `FORMATS`.
         embedding: format of the embedding, which is the head too.
         seed: seed of the random codes.
-        vocabulary: a `tokenizer.model` of SentencePiece's; None for a model that has token ids without texts.
+        vocabulary: a `tokenizer.model` of SentencePiece's; pass None for a model without token texts.
     """
     import gguf
 

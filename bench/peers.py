@@ -43,7 +43,7 @@ MODELS: dict[str, Callable[[int | None], PeerModel]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The sizes of a comparison of programs.
 
     Args:
         prompt: tokens of the prompt.

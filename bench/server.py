@@ -37,7 +37,7 @@ from bench.targets import markdown, target_rows
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The sizes of a comparison of servers.
 
     Args:
         clients: numbers of clients, a turn with each.
@@ -98,7 +98,7 @@ async def measure(
         found: the programs.
         plan: what is measured.
         folder: holds the models, and gets what the servers write.
-        threads: of each server.
+        threads: number of threads of each server.
 
     Returns:
         Mapping from each program's name to its `Running.found`.

@@ -44,13 +44,13 @@ _EXAMPLES = 3
 
 @dataclass
 class Report:
-    """What came of it.
+    """The result of a soak test.
 
     Args:
-        outcomes: of all requests.
-        seconds: that clients came for.
+        outcomes: outcomes of all requests.
+        seconds: seconds for which clients sent requests.
         samples: (seconds, bytes of resident memory).
-        alive: whether the server was still there and ready.
+        alive: True if the server was still ready at the end.
         left_over: gauges of running and waiting answers, connections and threads that are too many.
     """
 
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """What is not as it has to be; empty when all is well."""
+        """Faults of the server, a sentence each; empty if there is none."""
         found = [
             f"{o.kind}: {o.verdict}: {o.detail}"
             for o in self.outcomes
@@ -89,7 +89,7 @@ def memory_growth(samples: Sequence[tuple[float, int]]) -> float | None:
 
 
 async def soak(server: ServerProcess, minutes: float, clients: int, seed: int) -> Report:
-    """Have clients come for so long, wait for those that are there, and look at what is left."""
+    """Let clients send requests for `minutes`, wait for those that run, and report what is left over."""
     report = Report()
     _, listed = await get(server.address, "/v1/models")
     models = [model["id"] for model in json.loads(listed)["data"]]
@@ -115,12 +115,12 @@ async def soak(server: ServerProcess, minutes: float, clients: int, seed: int) -
 
 
 async def _exists(server: ServerProcess, path: str) -> bool:
-    """True if a path is one of the server's; GET is refused there otherwise than where there is nothing."""
+    """True if the server has a POST route at a path, where it refuses GET with 405 and not with 404."""
     return (await get(server.address, path))[0] == 405
 
 
 async def _left_over(server: ServerProcess, open_before: int) -> dict[str, float]:
-    """What does not go back to what it was before; waits for it for a while."""
+    """Return the gauges, and the number of open files, that are still too high after `QUIET_SECONDS`."""
     end = time.monotonic() + QUIET_SECONDS
     while True:
         found = await gauges(server.address)
@@ -133,14 +133,14 @@ async def _left_over(server: ServerProcess, open_before: int) -> dict[str, float
 
 
 async def gauges(address: Address) -> dict[str, float]:
-    """Answers that run and that wait, as the server counts them."""
+    """Return the server's gauges of answers that run and that wait, by name."""
     _, text = await get(address, "/metrics")
     pattern = r"^afm_mlx:(num_requests_\w+)\{[^}]*\} (\S+)$"
     return {name: float(value) for name, value in re.findall(pattern, text.decode(), re.MULTILINE)}
 
 
 def _open_files(pid: int) -> int:
-    """Files and sockets of a process; 0 where the system doesn't say."""
+    """Return the number of a process's files and sockets; 0 where the system doesn't say."""
     try:
         return len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
@@ -148,7 +148,7 @@ def _open_files(pid: int) -> int:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """What became of each kind of request, in rows, the header first."""
+    """Return a table's rows, the header first: the verdicts on each kind of request."""
     counts = Counter((outcome.kind, outcome.verdict) for outcome in outcomes)
     verdicts = sorted({verdict for _, verdict in counts})
     rows = [["", *verdicts]]
@@ -158,7 +158,7 @@ def table(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def show(report: Report) -> None:
-    """Print all of it."""
+    """Print a report."""
     print(markdown(table(report.outcomes)) + "\n")
     details = Counter(f"{o.verdict}: {o.detail}" for o in report.outcomes if o.detail)
     for text, count in details.most_common(12):
@@ -179,7 +179,7 @@ def show(report: Report) -> None:
 
 
 def command(model: str | None, options: Sequence[str], port: int) -> list[str]:
-    """How our server is started."""
+    """Return the command line that starts our server on a port; by default with the embedded model."""
     given = ["--model", model] if model else []
     start = [sys.executable, "-m", "afm_mlx", "server", "--port", str(port)]
     # Few enough prompts are kept that there is no room for another after the first minute.

@@ -42,13 +42,13 @@ TOOL = {
 
 @dataclass(frozen=True)
 class Query:
-    """A request that is in order.
+    """A valid request.
 
     Args:
-        kind: for tables.
-        path, body: what is posted.
-        choices: answers that are asked for.
-        has_schema: whether each answer has to be an `EVENT`.
+        kind: name of the kind of request, for tables.
+        path, body: URL path and JSON body of the POST.
+        choices: number of answers that are requested.
+        has_schema: True if each answer has to be an `EVENT`.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Traffic:
     """Random requests.
 
     Args:
-        rng: what they are drawn with.
+        rng: random generator that draws the requests.
         models: ids of the model and of its adapters.
         longest: words of the longest prompt.
         apis: paths of further APIs that the server has.
@@ -85,12 +85,12 @@ class Traffic:
         self._kinds += [known[path] for path in apis]
 
     def query(self) -> Query:
-        """The next one."""
+        """Draw the next valid request."""
         kind = self._kinds[self.rng.integers(len(self._kinds))]
         return kind()
 
     def text(self) -> str:
-        """Words; short texts are the most."""
+        """Draw a text of random words; most texts are short."""
         length = int(np.exp(self.rng.uniform(0, np.log(self.longest))))
         return " ".join(self.rng.choice(_WORDS, length))
 
@@ -165,14 +165,14 @@ class Traffic:
 
 @dataclass
 class Reading:
-    """What has come of the response to a query.
+    """The response to a query, as far as it has come.
 
     Args:
         query: the query.
-        events: that a stream had so far.
-        ended: whether the last event of the stream has come.
-        texts: of each choice.
-        reasons: why each choice ended.
+        events: number of events of a stream so far.
+        ended: True if the last event of the stream has come.
+        texts: text of each choice.
+        reasons: finish reason of each choice that has ended.
         error: the error that the stream ended with.
     """
 
@@ -184,7 +184,7 @@ class Reading:
     error: str | None = None
 
     def event(self, data: str) -> None:
-        """Take the data of an event."""
+        """Add the data of an event."""
         self.events += 1
         if data == "[DONE]":
             self.ended = True
@@ -199,7 +199,7 @@ class Reading:
             self._choice(choice, choice.get("delta") or choice)
 
     def body(self, data: bytes) -> None:
-        """Take the body of a response that is no stream."""
+        """Add the body of a response that is no stream."""
         found = json.loads(data)
         self.ended = True
         for choice in found.get("choices", ()):
@@ -215,7 +215,7 @@ class Reading:
             self.reasons[index] = choice["finish_reason"]
 
     def complaint(self) -> str | None:
-        """What is wrong with a response that has ended; None for nothing."""
+        """Return what is wrong with a response that has ended; None if nothing is."""
         if not self.ended:
             return "the stream has no last event"
         if self.error is not None:
@@ -230,7 +230,7 @@ class Reading:
 
 
 def _event_complaint(index: int, text: str) -> str | None:
-    """What an answer lacks to be an `EVENT`."""
+    """Return why the text of choice `index` is not an `EVENT`; None if it is one."""
     try:
         event = json.loads(text)
     except ValueError:

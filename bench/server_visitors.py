@@ -48,8 +48,8 @@ class Visitors:
     """Clients of one server.
 
     Args:
-        address: of the server.
-        traffic: what they ask.
+        address: address of the server.
+        traffic: draws the clients' requests.
     """
 
     def __init__(self, address: Address, traffic: Traffic):
@@ -66,7 +66,7 @@ class Visitors:
         ]
 
     async def visit(self) -> Outcome:
-        """One request of a random kind, to its end."""
+        """Behave as a random kind of client, and return the outcome of its request."""
         weights, behaviours = zip(*self._behaviours, strict=True)
         behaviour = behaviours[self._rng.choice(len(behaviours), p=weights)]
         try:
@@ -78,17 +78,17 @@ class Visitors:
             return Outcome(behaviour.__name__, LOST, f"{type(error).__name__}: {error}")
 
     async def patient(self) -> Outcome:
-        """Reads the whole answer."""
+        """Read the whole answer."""
         return await self._read(self.traffic.query(), "")
 
     async def slow(self) -> Outcome:
-        """Reads a stream more slowly than it comes."""
+        """Read a stream more slowly than it comes."""
         query = self.traffic.query()
         query.body["stream"] = True
         return await self._read(query, "slow, ", pause=float(self._rng.uniform(0.05, 0.3)))
 
     async def leaving(self) -> Outcome:
-        """Leaves: before the first token, in the middle of a stream, or while an answer is made."""
+        """Leave before the first token, in the middle of a stream, or while an answer is made."""
         query = self.traffic.query()
         delay = float(self._rng.exponential(0.5))
         with contextlib.suppress(TimeoutError):
@@ -121,7 +121,7 @@ class Visitors:
         return Outcome(kind, FAILED if reading.error else ANSWERED, reading.error or "")
 
     async def half_sent(self) -> Outcome:
-        """Sends a part of its body; goes away, or shuts its side down and waits."""
+        """Send a part of a body; then leave, or shut the sending side down and wait."""
         query = self.traffic.query()
         body = json.dumps(query.body).encode()
         part = body[: int(self._rng.integers(len(body)))]
@@ -140,7 +140,7 @@ class Visitors:
         return Outcome("half-sent", LEFT)
 
     async def malformed(self) -> Outcome:
-        """Sends a request that is wrong in one way, which has to be refused."""
+        """Send a request that is wrong in one way, which the server must refuse."""
         name, path, content, headers = self._mistake()
         kind = f"malformed, {name}"
         async with Exchange(self.address) as exchange:
@@ -153,7 +153,7 @@ class Visitors:
             return outcome
 
     async def nonsense(self) -> Outcome:
-        """A visitor that sends bytes that are not HTTP; the server must refuse or ignore it."""
+        """Send bytes that are not HTTP, which the server must refuse or ignore."""
         async with Exchange(self.address) as exchange:
             noise = self._rng.bytes(int(self._rng.integers(1, 2000)))
             await exchange.send_raw(noise + b"\r\n\r\n")
@@ -165,7 +165,7 @@ class Visitors:
             return Outcome("nonsense", REFUSED if good else WRONG, f"status {status}")
 
     async def adapters(self) -> Outcome:
-        """Has an adapter loaded or thrown out of memory, while others use it."""
+        """Load, unload, pin or unpin an adapter, while others use it."""
         name = str(self._rng.choice(self.traffic.models)).partition(":")[2] or "no-such-adapter"
         action = str(self._rng.choice(["load", "unload", "pin", "unpin"]))
         async with Exchange(self.address) as exchange:
@@ -175,7 +175,7 @@ class Visitors:
             return refusal(f"adapters, {action}", status, await exchange.body(), "")
 
     def _mistake(self) -> tuple[str, str, bytes, dict[str, str]]:
-        """Name, path, body and headers of a request that is wrong in one way."""
+        """Return name, path, body and headers of a request that is wrong in one way."""
         query = self.traffic.query()
         wrong: dict[str, dict[str, Any]] = {
             "unknown field": {"no_such_field": 1},
@@ -214,7 +214,7 @@ class Visitors:
 
 
 def refusal(kind: str, status: int, content: bytes, path: str) -> Outcome:
-    """What to think of a response that is no answer: its error has to have its API's form."""
+    """Return the outcome of an error response, which must have its API's form."""
     if status == 200:
         return Outcome(kind, WRONG, f"was answered: {content[:100]!r}")
     try:

@@ -58,15 +58,15 @@ class Sample:
     """What the process holds at one moment; memory in MB.
 
     Args:
-        minutes: since the first wave.
-        requests: that have ended, cancelled ones included.
-        tokens: new ones.
-        resident: of the process, as the system counts it.
-        active: in MLX's arrays.
-        cached: that MLX's allocator keeps for later.
-        objects: that Python's garbage collector follows.
-        threads: of the system, MLX's and the kernels' included; -1 where the system does not say.
-        loads: of adapters.
+        minutes: minutes since the first wave.
+        requests: number of requests that have ended, cancelled ones included.
+        tokens: number of new tokens.
+        resident: memory of the process, as the system counts it.
+        active: memory in MLX's arrays.
+        cached: memory that MLX's allocator keeps for reuse.
+        objects: number of objects that Python's garbage collector tracks.
+        threads: number of native threads, MLX's and the kernels' included; -1 where the system doesn't say.
+        loads: number of adapter loads.
     """
 
     minutes: float
@@ -84,11 +84,11 @@ class Load:
     """The model, an engine, adapters, and the requests so far.
 
     Args:
-        model_path: of the model; None for the embedded one.
-        rows: requests of a wave.
-        adapters: that stay registered; the pool has room for half of them.
-        folder: for adapters' files.
-        seed: of everything that is random.
+        model_path: folder of the model; pass None for the embedded one.
+        rows: number of requests in a wave.
+        adapters: number of adapters that stay registered; the pool has memory for half of them.
+        folder: folder for adapters' files.
+        seed: seed of everything that is random.
     """
 
     def __init__(self, model_path: str | None, rows: int, adapters: int, folder: Path, seed: int):
@@ -111,7 +111,7 @@ class Load:
         return path
 
     def _budget(self, folder: Path) -> int:
-        """Half of what all adapters' files hold, and no less than the largest needs."""
+        """Return the pool's budget in bytes: half of all adapters' files, or twice the largest one's."""
         sizes = [sum(f.stat().st_size for f in path.iterdir()) for path in self._folders]
         return max(sum(sizes) // 2, 2 * max(sizes))
 
@@ -128,7 +128,7 @@ class Load:
         self._take_caches_back()
 
     def between_waves(self) -> None:
-        """An adapter comes and goes, and a prompt takes the short way."""
+        """Register, use and unregister an adapter, and run a prompt through `stream_generate`."""
         extra = self._folders[-1]
         self.pool.register(extra.name, extra)
         self.pool.load(extra.name)
@@ -169,13 +169,13 @@ class Load:
         )
 
     def _cache(self) -> list[Any]:
-        """A conversation that goes on, which nobody else uses in this wave, or a new one."""
+        """Lend the cache of an earlier conversation, to one request in a wave, or a new cache."""
         going_on = self._idle and self.rng.random() < 0.5
         self._lent.append(self._idle.pop(0) if going_on else self.engine.make_cache())
         return self._lent[-1]
 
     def _take_caches_back(self) -> None:
-        """Keep the latest conversations that have room for any prompt and a token of its answer."""
+        """Keep the latest conversations whose context has space for any prompt and a token of its answer."""
         most = self.model.args.context_length - _LONGEST_PROMPT - 2
         self._idle = [c for c in self._idle + self._lent if c[0].size() < most][-_CONVERSATIONS:]
         self._lent = []
@@ -203,7 +203,7 @@ def trim() -> None:
 
 
 def system_threads() -> int:
-    """Threads of the process, those that Python does not know included; -1 where nobody says."""
+    """Return the number of native threads of the process; -1 where the system doesn't say."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
@@ -211,7 +211,7 @@ def system_threads() -> int:
 
 
 def slope(samples: Sequence[Sample], name: str) -> float:
-    """What a figure gains in a minute over the last half, by least squares."""
+    """Return what the figure `name` gains per minute in the last half of the samples, by least squares."""
     last = samples[len(samples) // 2 :]
     if len(last) < 2:
         return 0.0

@@ -12,8 +12,8 @@ class Target:
     Args:
         name: what is compared.
         value: the measured figure; None where a part of it is missing.
-        bound: the least that the figure may be, or the most.
-        at_most: whether `bound` is the most.
+        bound: minimum of the figure, or its maximum.
+        at_most: True if `bound` is the maximum.
         unit: unit of value and bound.
     """
 
@@ -31,7 +31,7 @@ class Target:
 
 
 def target_rows(found: list[Target]) -> list[list[str]]:
-    """The targets in rows, the header first."""
+    """Return the rows of a table of targets, the header first."""
     words = {True: "met", False: "missed", None: "not measured"}
     rows = [["target", "measured", "wanted", ""]]
     for t in found:
@@ -42,7 +42,7 @@ def target_rows(found: list[Target]) -> list[list[str]]:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table as Markdown, the first column to the left."""
+    """Return a table as Markdown, with the first column left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(cells: list[str]) -> str:

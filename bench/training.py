@@ -37,7 +37,7 @@ ESTIMATE_IS_OFF = 0.15
 
 
 def cases(batch_size: int, length: int, peer: bool = True) -> list[Case]:
-    """What is measured, in the order of the table."""
+    """Return the cases to measure, in the order of the table; with `peer`, mlx-lm's, too."""
     kinds = [
         Case("full"),
         Case("qat", granularity="tensor"),
@@ -55,7 +55,7 @@ def cases(batch_size: int, length: int, peer: bool = True) -> list[Case]:
 def measure(
     config: ModelConfig, found: list[Case], rounds: int, steps: int, threads: int
 ) -> Answers:
-    """Ask every case in turn; those that fail are left out, and the reason is printed."""
+    """Measure the cases in turn, in each round; leave out cases that fail, and print the reason."""
     answers: Answers = {}
     for turn in range(rounds):
         for case in found:
@@ -79,7 +79,7 @@ def measure(
 
 
 def estimate_of(config: ModelConfig, case: Case) -> MemoryEstimate | None:
-    """The estimate for a case of ours; None for a peer's."""
+    """Return the estimate for a case of ours; None for a peer's."""
     if case.kind.startswith("mlx-lm"):
         return None
     return estimate_memory(
@@ -96,7 +96,7 @@ def estimate_of(config: ModelConfig, case: Case) -> MemoryEstimate | None:
 
 
 def summary(config: ModelConfig, found: list[Case], answers: Answers) -> dict[str, dict[str, Any]]:
-    """Medians, tokens per second and bytes by case."""
+    """Return medians, tokens per second and bytes by case."""
     result = {}
     for case in found:
         if case.name not in answers:
@@ -119,7 +119,7 @@ def summary(config: ModelConfig, found: list[Case], answers: Answers) -> dict[st
 
 
 def table(figures: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """The figures in rows, the header first."""
+    """Return a table's rows, the header first."""
     base = figures.get("full", {}).get("processor_seconds")
     header = ["", "s a step", "CPU s", "over full", "tok/s", "peak GB", "estimate GB", "off by"]
     rows = [header]
@@ -183,7 +183,7 @@ _MAC_ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def usable_bytes(gigabytes: int) -> int:
-    """Return the bytes that a Mac with `gib` GiB lets its GPU use: two thirds up to 32, three quarters above.
+    """Return the bytes that a Mac of `gigabytes` GiB lets its GPU use: 2/3 up to 32 GiB, 3/4 above.
 
     An assumption: `mx.device_info()["max_recommended_working_set_size"]` reports it on a Mac.
     Source: Metal's `recommendedMaxWorkingSetSize` in logs that users of llama.cpp have posted: 10,923 MiB of
@@ -202,7 +202,7 @@ def largest_length(
         config: architecture.
         budget: bytes.
         kind, settings: as of `estimate_memory`, without `length`.
-        limit: to look no further; the model's context by default.
+        limit: maximum length to try; the model's context by default.
     """
     limit = config.context_length if limit is None else limit
     low, high = 0, limit // 64
@@ -214,7 +214,7 @@ def largest_length(
 
 
 def mac_rows(config: ModelConfig, example: int = 1024) -> list[list[str]]:
-    """The longest row that fits into each Mac, one at a time, and the bytes of one of `example` tokens."""
+    """Return a table's rows: the longest row that fits each Mac, and the bytes of one of `example` tokens."""
     rows = [["", f"GB at {example} tokens", *(f"{size} GB" for size in MAC_GIGABYTES)]]
     for name, kind, settings in _MAC_ROWS:
         at = estimate_memory(config, kind, batch_size=1, length=example, **settings)

@@ -42,11 +42,11 @@ class Case:
 
     Args:
         kind: "full", "lora", "qat"; "mlx-lm full" and "mlx-lm lora" are the peer's.
-        base_bits: of a LoRA's base; 32 for float.
-        granularity: of QAT's scales.
+        base_bits: bits of a LoRA's base; 32 for float.
+        granularity: granularity of QAT's scales.
         grad_checkpoint: recompute activations.
         ema: keep an average of weights.
-        batch_size, length: of a batch.
+        batch_size, length: rows and tokens of a batch.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Case:
 
 
 def build(config: ModelConfig, case: Case, dtype: mx.Dtype = mx.float32) -> nn.Module:
-    """A random model of ours, made trainable as the case says."""
+    """Make a random model of ours, trainable as the case says."""
     mx.random.seed(0)
     model = Model(config)
     model.set_dtype(dtype)
@@ -87,7 +87,7 @@ def build(config: ModelConfig, case: Case, dtype: mx.Dtype = mx.float32) -> nn.M
 
 
 def random_batch(config: ModelConfig, case: Case) -> Batch:
-    """Rows that are full of one sample each, all of whose tokens are scored."""
+    """Make a batch of rows that are filled by one sample each, all of whose tokens are scored."""
     shape = (case.batch_size, case.length)
     tokens = case.batch_size * case.length
     inputs = mx.random.randint(0, config.vocab_size, shape).astype(mx.int32)
@@ -97,7 +97,7 @@ def random_batch(config: ModelConfig, case: Case) -> Batch:
 
 
 def our_step(config: ModelConfig, case: Case, stack: ExitStack) -> Callable[[], None]:
-    """One whole step of the training loop, compiled as there."""
+    """Return a function that takes one whole step of our training loop, compiled as there."""
     model = build(config, case)
     if case.grad_checkpoint:
         stack.enter_context(recomputed_blocks(model))
@@ -113,7 +113,7 @@ def our_step(config: ModelConfig, case: Case, stack: ExitStack) -> Callable[[], 
 
 
 def mlx_lm_step(config: ModelConfig, case: Case, stack: ExitStack) -> Callable[[], None]:
-    """The step inside `mlx_lm.tuner.trainer.train`, which is no function of its own there."""
+    """Return a function that takes the step inside `mlx_lm.tuner.trainer.train`, copied from there."""
     from mlx_lm.models import afm7
     from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
     from mlx_lm.tuner.utils import linear_to_lora_layers

@@ -22,17 +22,17 @@ _SPECIAL = (("<pad>", "control"), ("<unk>", "unknown"), ("</s>", "control"))
 
 
 def large_tokenizer(size: int, seed: int = 0) -> AFMTokenizer:
-    """A tokenizer of `large_vocabulary`."""
+    """Make a tokenizer of `large_vocabulary`."""
     return AFMTokenizer(
         SentencePieceVocabulary(large_vocabulary(size, seed), "a made-up vocabulary")
     )
 
 
 def large_vocabulary(size: int, seed: int = 0) -> bytes:
-    """A `tokenizer.model`: bytes, AFM's markers, the most frequent words of Python's sources and their parts.
+    """Make a `tokenizer.model`: bytes, AFM's markers, and frequent words of Python's sources and their parts.
 
     Args:
-        size: pieces in all; 153,600 for the 3B.
+        size: number of pieces; 153,600 for the 3B.
         seed: seed of the made-up words that fill it where the sources have too few.
     """
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def large_vocabulary(size: int, seed: int = 0) -> bytes:
 
 
 def _words(rng: random.Random) -> Iterator[str]:
-    """Pieces, each once: characters, words with and without a space, their beginnings, made-up words."""
+    """Yield pieces, each once: characters, words with and without a space, their beginnings, made-up words."""
     counts: Counter[str] = Counter()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = path.read_text("utf-8", "replace")

@@ -193,7 +193,7 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
 class AdapterReport:
     """Problems of an adapter, a sentence for each, and its properties.
 
-    `notes` has oddities that do no harm, and checks that were left out. `facts` is None if it can't be read.
+    `notes` has oddities that do no harm, and checks that were left out. `facts` is None if nothing can be read.
     """
 
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -211,7 +211,7 @@ def verify_adapter(
     """Find every problem that keeps an adapter of any format from being used.
 
     Names and shapes of all tensors, and the fingerprint, must fit `base`; an `.fmadapter` package must have
-    `base_signature`.
+    `base_signature`. For `alpha`, see `read_adapter`.
     """
     report = AdapterReport()
     try:

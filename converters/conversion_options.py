@@ -30,8 +30,8 @@ class ConversionOptions:
     """How a checkpoint is converted. Names are the flags' and mlx-lm's.
 
     Args:
-        dtype: "float16", "bfloat16" or "float32" for weights and adapters; None keeps the source's. For a Core
-            ML package the type that it computes in: float16 by default, or float32.
+        dtype: "float16", "bfloat16" or "float32" for weights and adapters; pass None to keep the source's. For
+            a Core ML package the type that it computes in: float16 by default, or float32.
         to: "afm-mlx"; "mlx-lm" for a folder that mlx-lm itself reads, without our additions; or "coreml" for
             a Core ML package of a model folder.
         quantize: pack linear layers and embeddings. The options `q_...`, `quant_predicate`, `target_bpw` and
@@ -170,7 +170,10 @@ class ConversionOptions:
         return RECIPES[self.quant_predicate]
 
     def rule(self, mode: str) -> QuantizationRule:
-        """Return the rule of most layers; with `target_bpw`, of those with more bits. `mode` is the default."""
+        """Return the rule of most layers, or under `target_bpw` the one with more bits.
+
+        `mode` is the mode of the rule if there is no `q_mode`.
+        """
         mode = self.q_mode or mode
         bits = self.q_bits or (2 if mode == "balanced" else 4)
         if self.target_bpw is not None:
@@ -200,7 +203,7 @@ def prompt_lengths(
 ) -> tuple[int, ...]:
     """Return the numbers of tokens that `prefill` of a Core ML package takes, ascending.
 
-    `wanted` is None for the default ones that fit into a context of `context` tokens.
+    Without `wanted`, these are the default ones that fit into a context of `context` tokens.
 
     Raises:
         AFMError: for a number above the context.
@@ -216,10 +219,10 @@ def prompt_lengths(
 
 
 def recipe(name: str, config: ModelConfig, rule: QuantizationRule) -> Predicate:
-    """Return a predicate that gives more bits to the layers that mlx-lm's recipes choose.
+    """Return the predicate of the recipe `name`, which gives some layers more bits than `rule`.
 
-    These are the values (here the whole fused QKV) and the down projection in the first and the last eighth of
-    the blocks, and in every third block between.
+    Such layers are the values (here the whole fused QKV) and the down projection in the first and the last
+    eighth of the blocks, and in every third block between.
 
     Source: mlx-lm 0.32.2, `mixed_quant_predicate_builder` of `mlx_lm/convert.py`, after llama.cpp.
 

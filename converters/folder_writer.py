@@ -98,7 +98,7 @@ class StoredLayer:
 
     Args:
         parts: its stored tensors, by their names in `packed_layers.PARTS` and in that order.
-        rule: how it is packed; None for a format of MLX's own layers only.
+        rule: how it is packed; pass None for a format of MLX's own layers only.
         settings: its settings in `quantization` of config.json.
         dtype: type of the folder's floats.
     """
@@ -198,7 +198,7 @@ class _PackedLayer:
 def _float_layer(
     path: str, rows: Rows, rule: QuantizationRule, options: ConversionOptions
 ) -> _PackedLayer:
-    """Return a float matrix that gets packed by a rule."""
+    """Return the layer that packs a float matrix by a rule, in MLX's own format if `options` ask for that."""
     dtype = options.mlx_dtype
     if rule.is_mlx_format:
         rows = rows if dtype is None else rows.rounded(dtype)
@@ -215,7 +215,7 @@ def _float_layer(
 
 
 def _layer_in_mlx_format(layer: StoredLayer) -> _PackedLayer:
-    """Return a stored layer in MLX's own format."""
+    """Return a stored layer in MLX's own format; raise `AFMError` if that can't hold it."""
     if layer.rule is None:
         folder = layer.parts["weight"].tensor.path.parent
         raise AFMError(

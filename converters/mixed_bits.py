@@ -61,7 +61,7 @@ Rules: TypeAlias = dict[str, QuantizationRule]
 
 @dataclass(frozen=True)
 class Mix:
-    """Options that give each layer its bits in place of the target, and the content of `sensitivity.json`."""
+    """`ConversionOptions` that name each layer's bits instead of a target; and `sensitivity.json`'s content."""
 
     options: ConversionOptions
     report: dict[str, Any]
@@ -241,7 +241,7 @@ def _log_probabilities(model: nn.Module, inputs: mx.array) -> mx.array:
 
 
 def _divergence(model: nn.Module, inputs: mx.array, mask: mx.array, wanted: mx.array) -> float:
-    """Return the sum of KL over the tokens that are no padding."""
+    """Return the sum over unpadded tokens of KL(`wanted` || model), for log-probabilities `wanted`."""
     got = _log_probabilities(model, inputs)
     return ((mx.exp(wanted) * (wanted - got)).sum(axis=-1) * mask).sum().item()
 
@@ -308,7 +308,10 @@ def choose_bits(
 
 
 def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: int) -> None:
-    """Raise `ConfigError` unless a choice of bits meets the target: between all free layers low, and high."""
+    """Raise `ConfigError` unless the target is between the bits per weight with all free layers low, and high.
+
+    `weights` and the bytes are the whole model's.
+    """
     least, most = 8 * low_bytes / weights, 8 * high_bytes / weights
     if not least <= target_bpw <= most:
         # Rounded inwards, so that the printed figures are allowed themselves.
@@ -350,7 +353,7 @@ def choose_mix(
 ) -> Mix:
     """Measure a float model's layers on a file of text, and choose the bits of each.
 
-    `mode` is the default of `q_mode`; `dtype` is the type of the folder's floats, None for the model's types.
+    `mode` is the default of `q_mode`, and `dtype` the type of the folder's floats; pass None for the model's.
 
     Raises:
         AFMError: if the text can't be used, a layer can't be packed, or the target can't be met.

@@ -177,7 +177,7 @@ class _TorchParameter:
 
 
 def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -> None:
-    """Raise unless names, shapes and types fit the config, and the head is the embedding."""
+    """Raise `CheckpointError` unless a state's tensors fit the config and its head is the embedding."""
     if keys.adapters and not keys.weights:
         raise CheckpointError(
             f"{source} holds the adapters {named(', '.join(sorted(keys.adapters)))} and no base model. "
@@ -206,7 +206,7 @@ def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -
 
 
 def _kv_scale(keys: dict[str, str], state: State, source: str) -> torch.Tensor:
-    """Compute the float32 scale from a quantizer's range."""
+    """Compute a KV quantizer's float32 scale from its range; `keys` has the state's keys of its tensors."""
     if set(keys) != {"range", "num_samples"}:
         raise CheckpointError(
             f"{source}: {named(next(iter(keys.values())))} stands alone; a KV quantizer has a range and "

@@ -18,7 +18,7 @@ QUESTIONS = {
 
 
 def answers(message: str) -> dict[str, str]:
-    """What each adapter of the embedded model says of a message."""
+    """Return the answer of each adapter of the embedded model to a message."""
     model, tokenizer = load("afm-nano")
     pool = AdapterPool(model, budget=16 << 20)  # bytes; what was not used for longest makes room
     prompts = []

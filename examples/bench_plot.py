@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 
 def measure(preset: str | None, rows: str, tokens: int) -> dict[str, Any]:
-    """What `afm-mlx bench` measures, in a process of its own."""
+    """Return what `afm-mlx bench` measures, in a process of its own."""
     model = ["--preset", preset, "--random-weights"] if preset else []
     sizes = ["-p", "128", "-g", str(tokens), "-b", rows, "-n", "3", "-o", "json"]
     command = [sys.executable, "-m", "afm_mlx", "bench", *model, *sizes]

@@ -30,7 +30,7 @@ class Event:
 
 
 def extract(paths: list[Path], model_path: str, rows: int) -> dict[Path, Event]:
-    """The event of each file; one that has no end within 200 tokens is cut off and completed."""
+    """Return the event of each file; an answer without an end within 200 tokens is cut off and completed."""
     model, tokenizer = load(model_path)
     form = answer_type(Event)
     engine = Engine(model, tokenizer, max_batch=rows)

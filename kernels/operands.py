@@ -123,7 +123,7 @@ class LowRank(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The largest rank of the adapters."""
+        """The largest rank that any of the adapters has in this matrix."""
         return max(part.rank for part in self.parts)
 
 
@@ -159,7 +159,8 @@ class KeyValues(NamedTuple):
 
     Args:
         buffer: (B, 2 * n_kv_heads, S, head_dim), heads of keys and then of values, float, or int8 codes.
-        key_scale, value_scale: 0-d float32 that a key's and a value's code is multiplied by; None for floats.
+        key_scale, value_scale: 0-d float32 that a key's and a value's code is multiplied by; pass None for
+            floats.
         tail: newest tokens' keys and values, not in `buffer` yet, (B, 2 * n_kv_heads, T, head_dim); None if
             `buffer` has all. A step that writes a token copies this short array, and not the buffer, which the
             previous step may still be reading. `decode_attention` only.

@@ -112,7 +112,7 @@ def read_adapter(
         path: folder or file.
         model_config: architecture that the adapter must fit; needed for `.fmadapter` packages unless they are
             for Apple's 3B.
-        alpha: alpha of a toolkit's `.pt`; None to take it from the config next to the file.
+        alpha: alpha of a toolkit's `.pt`; pass None to take it from the config next to the file.
         finite: read all numbers, and refuse NaN and infinity.
 
     Returns:
@@ -164,8 +164,9 @@ def write_adapter(
         to: one of `FORMATS`.
         model_config: architecture of the base. The toolkit's and Apple's formats hold pairs of every layer, and
             need it for other models than Apple's 3B. The adapter must fit it.
-        dtype: type of the numbers; None to keep it. `.pt` files are float32, and packages float16, in any case.
-        package: metadata of an `.fmadapter`; None for a name only, taken from the path.
+        dtype: type of the numbers; pass None to keep it. `.pt` files are float32, and packages float16, in any
+            case.
+        package: metadata of an `.fmadapter`; pass None for a name only, taken from the path.
         any_rank: write packages of ranks above 32, which Apple's runtime does not take.
         qkv: "fused" or "split": a PEFT folder has one layer for queries, keys and values, or three.
 

@@ -77,7 +77,7 @@ class PackageMetadata:
 def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
     """Read a package's `metadata.json`; return its content and the rank.
 
-    Raises `ConfigError`, which names what is missing or can't be used, and as `check_draft` does.
+    Raises `ConfigError`, which names what is missing or can't be used, and what `check_draft` raises.
     """
     path = folder / METADATA_NAME
     values = read_config_json(path)
@@ -157,9 +157,10 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
 
 
 def _restore(tensors: Tensors, rank: int, notes: Mapping[str, object]) -> tuple[int, float]:
-    """Convert tensors, in place, to the rank and scale in the notes if no result changes; return the two used.
+    """Convert tensors of rank `rank`, in place, to the notes' rank and scale; return those that hold now.
 
-    Notes are untrusted: whatever they say, the adapter computes the same as without them.
+    Notes are untrusted: a rank or scale with which the adapter would compute anything else is not taken, and
+    `rank`, or the runtime's scale for it, stays.
     """
     own_rank, scale = notes.get("rank"), RUNTIME_ALPHA / rank
     own_scale: Any = notes.get("scale")

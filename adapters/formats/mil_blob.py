@@ -32,7 +32,7 @@ _RECORD = struct.Struct("<IIQQ40x")
 
 
 def write_blobs(path: Path, blobs: Iterable[np.ndarray], count: int) -> None:
-    """Write a blob storage of `count` float16 arrays of any shape, row by row, one after the other."""
+    """Write `count` float16 arrays of any shape, row-major, as a blob storage; one is in memory at a time."""
     written = 0
     with path.open("wb") as file:
         file.write(_HEADER.pack(count, VERSION))

@@ -113,7 +113,7 @@ def exact_alpha(rank: int, scale: float) -> float:
 def expected_shapes(
     config: ModelConfig, names: Iterable[str], rank: int
 ) -> dict[str, tuple[int, int]]:
-    """Return the shapes of A and B of every pair that has a tensor among `names`."""
+    """Return the shapes, for a rank, of A and B of every pair that has a tensor among `names`."""
     wanted = set(names)
     pairs = [t for t in pair_targets(config) if not wanted.isdisjoint((t.a, t.b))]
     return {name: shape for target in pairs for name, shape in target.shapes(rank).items()}
@@ -172,7 +172,7 @@ def config_for(
 
 
 def complete(tensors: Mapping[str, mx.array], targets: Sequence[PairTarget], rank: int) -> Tensors:
-    """Return the tensors in the order of the targets, with zeros for pairs that the adapter leaves out."""
+    """Return the targets' tensors in order; pairs that the adapter leaves out are zeros of this rank."""
     dtype = next(iter(tensors.values())).dtype
     shapes = [item for target in targets for item in target.shapes(rank).items()]
     return {n: tensors[n] if n in tensors else mx.zeros(shape, dtype) for n, shape in shapes}

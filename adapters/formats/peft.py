@@ -103,7 +103,10 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
 
 
 def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
-    """Return a layer's tensors by their names in an adapter folder; a fused layer has three pairs."""
+    """Return the pair `a`, `b` of PEFT's `layer` as tensors by their names in an adapter folder.
+
+    A fused layer of queries, keys and values has three pairs.
+    """
     if match := _SPLIT.fullmatch(layer):
         part = _PARTS[match["which"]]
         fused = f"{match['attention']}.qkv_proj"

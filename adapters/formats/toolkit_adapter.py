@@ -141,7 +141,7 @@ def read(
 
 
 def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
-    """Return the entry for an adapter among a config's; a single one is returned whatever its id is."""
+    """Return the entry of the id `adapter`; a single entry whatever its id is; None if there is no entry."""
     if not adapters:
         return None
     entry = adapters.get(adapter) or next(iter(adapters.values()))

@@ -52,7 +52,7 @@ def base_model_fingerprint(model: nn.Module) -> str:
 def base_parameters(model: nn.Module) -> dict[str, mx.array]:
     """Return the parameters of an AFM model by their names in a folder, without LoRA layers.
 
-    A layer inside a wrapper (`afm_mlx.model.fused_layers`) is called `linear` there.
+    Names in a folder lack `.linear`, the attribute of a wrapper (`afm_mlx.model.fused_layers`) for its layer.
     """
     parameters = tree_flatten(model.parameters())
     return {n.replace(".linear.", "."): a for n, a in parameters if not _LORA.search(n)}

@@ -119,7 +119,7 @@ def _write_card(
 
 
 def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer's files of a model folder, for a draft its target's; returns their names."""
+    """Copy the tokenizer's files of a model folder, for a draft its target's; return the files' names."""
     files = tokenizer_files(tokenizer_folder(source))
     for file in files:
         shutil.copyfile(file, folder / file.name)

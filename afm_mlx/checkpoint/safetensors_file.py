@@ -64,7 +64,7 @@ class StoredTensor(TensorSpec):
     # Files are read, never mapped: if a mapped file is cut off, the process ends.
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Read bytes `start` to `stop`, by default all, into new memory, `uint8`; raises as `read_into`."""
+        """Read bytes `start` to `stop`, by default all, into a new `uint8` array; raise as `read_into` does."""
         raw = np.empty((self.nbytes if stop is None else stop) - start, np.uint8)
         self.read_into(raw, start)
         return raw
@@ -79,7 +79,7 @@ class StoredTensor(TensorSpec):
             self._fill(file, raw, start)
 
     def read_elements(self, indices: Iterable[int]) -> np.ndarray:
-        """Read the bytes of single elements, one after the other; raises as `read_into`."""
+        """Read the bytes of single elements, one after the other; raise as `read_into` does."""
         width = self.dtype.size
         indices = list(indices)
         raw = np.empty((len(indices), width), np.uint8)

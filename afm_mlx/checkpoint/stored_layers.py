@@ -248,7 +248,7 @@ def place_stored_layers(
         model: a model with float layers, which may be unevaluated.
         weights: arrays by name, usually lazy.
         dtype: type that embeddings return.
-        rules: the result of `stored_rules` for this model; None to call it here.
+        rules: the result of `stored_rules` for this model; pass None to call it here.
 
     Raises:
         ConfigError, CheckpointError: name the layer.

@@ -435,7 +435,7 @@ def adapter_key(name: str, adapter: str, segmented: bool) -> str:
 
 
 def _place(keys: KeyMap, name: str) -> tuple[dict[str, str], str] | None:
-    """Return the mapping that holds a tensor's key, and our name in it; None for an unknown tensor."""
+    """Return the mapping of `keys` that the tensor `name` belongs in, and our name there; None if unknown."""
     if name in _OUTER:
         return keys.weights, _OUTER[name]
     if (block := _BLOCK.fullmatch(name)) is None:

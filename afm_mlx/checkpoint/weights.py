@@ -202,7 +202,7 @@ def _find_files(folder: Path) -> list[str]:
 
 
 def _first(names: Sequence[str]) -> str:
-    """Join up to five names, as many as fit into a line, and the number of the others."""
+    """Return up to five names, as many as fit into a line, and the number of the others, as text."""
     chosen = list(itertools.accumulate(map(named, names[:5]), "{}, {}".format))
     fitting = [text for text in chosen if len(text) <= _LINE] or chosen[:1]
     more = len(names) - len(fitting)

@@ -197,7 +197,7 @@ def _problem_of_others(error: Exception) -> str:
 
 
 def _command(argv: list[str]) -> tuple[str, Command, list[str]]:
-    """Return the name, command and arguments that `argv` stands for; the name may be `adapter info`."""
+    """Return a command's name, such as `adapter info`, the command, and its arguments, from `argv`."""
     from afm_mlx.cli.arguments import chosen_command
 
     if argv[:1] == ["run"]:  # as other runtimes have it
@@ -215,7 +215,7 @@ def _command(argv: list[str]) -> tuple[str, Command, list[str]]:
 
 
 def find_commands(name: str) -> dict[str, Command]:
-    """Import a command of `COMMANDS`; return it, or its actions, by name: `adapter info`."""
+    """Import the module of a command; return the command, or its actions, by name, such as `adapter info`."""
     command = import_module(f"{__name__}.{name}")
     actions: dict[str, Action] = getattr(command, "ACTIONS", {})
     return {f"{name} {action}": actions[action] for action in actions} or {name: command}

@@ -57,7 +57,7 @@ def _model_argument(purpose: str) -> Argument:
 
 
 def _output(default: str | None) -> list[Argument]:
-    """Return the arguments of the adapter to write; `default` is its format, None if it must be given."""
+    """Return the arguments of the adapter to write; pass None as the `default` format if it must be given."""
     return [
         Argument("--to", _FORMATS, "format of what is written", default),
         Argument("--output", None,
@@ -73,7 +73,10 @@ def _output(default: str | None) -> list[Argument]:
 
 
 def _output_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options for functions that write adapters, and the fields of an .fmadapter package."""
+    """Return `write_adapter`'s options, and the given fields of an .fmadapter package.
+
+    Raises `UsageError` for arguments that have no effect on the format.
+    """
     fields = {row.name: getattr(args, row.name) for row in _PACKAGE_FIELDS}
     given = {name: value for name, value in fields.items() if value is not None}
     if args.to != "fmadapter" and (given or args.any_rank):

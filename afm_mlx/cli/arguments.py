@@ -73,7 +73,7 @@ class Argument:
     Args:
         flags: `--name` and its other spellings, separated by spaces. The first long one, with _ for -, is the
             argument's `name` in YAML files and in parsed arguments.
-        takes: a function that converts the text, a list of choices, `FLAG` or `SWITCH`; None for any text.
+        takes: a function that converts the text, a list of choices, `FLAG` or `SWITCH`; pass None for any text.
         help, default, others: options of `ArgumentParser.add_argument`; a `FLAG`'s default is False.
     """
 
@@ -523,7 +523,7 @@ def _refuse_yaml(path: Path, line: int, problem: str) -> NoReturn:
 
 
 def boolean(text: str) -> bool:
-    """Convert True, T, False or F, in any case, as mlx-lm's `--verbose` does."""
+    """Convert the text True, T, False or F, in any case, as mlx-lm's `--verbose` does."""
     lowered = text.lower()
     if lowered not in ("true", "t", "false", "f"):
         raise argparse.ArgumentTypeError(f"{shown(text)} is neither True nor False")

@@ -174,7 +174,11 @@ def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _packages(named: str, folder: Path) -> Iterator[tuple[dict[str, Path], dict[str, str]]]:
-    """Yield packages by name, and why others can't be made; raise if none can, and remove them at the end."""
+    """Yield Core ML packages by name, and by name the reasons why others can't be made.
+
+    If `named` is a path, the package there is yielded. If it is `MADE`, packages of the model in `folder` are
+    made, and removed at the end; an `AFMError` is raised if none can be. Without Core ML, none are made.
+    """
     from afm_mlx.converters.convert import convert
     from afm_mlx.coreml.availability import obstacle
     from afm_mlx.measure.kernel_report import without_private_words

@@ -284,11 +284,11 @@ def _cached(
 
 @dataclass(frozen=True)
 class AnswerConstraint:
-    """A constraint on the answer, the form in which a chat shows it to the model, and a last check."""
+    """A constraint on the answer, the form in which a chat shows it to the model, and a check of the answer."""
 
     constraint: Constraint
     response_format: dict[str, Any] | None = None  # None shows nothing
-    check: Callable[[str], Any] | None = None  # raises ConstraintError for no instance of the type
+    check: Callable[[str], Any] | None = None  # raises ConstraintError for a text that doesn't fit
 
 
 def answer_constraint(args: argparse.Namespace) -> AnswerConstraint | None:

@@ -197,7 +197,7 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def _check_model_arguments(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for arguments that full and draft training, which save a model folder, can't use."""
+    """Raise `UsageError` for arguments that full or draft training can't use, or needs and lacks."""
     kind = args.fine_tune_type
     given = [row.name for row in (_ADAPTER_PATH, *_LORA) if getattr(args, row.name) is not None]
     if given:

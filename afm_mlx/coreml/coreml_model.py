@@ -95,7 +95,7 @@ class CoreMLModel:
     Args:
         package: the `.mlpackage` folder.
         compute_units: "CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE" (the CPU and the Neural Engine) or "ALL".
-        adapter: name of an adapter of the package; None for none.
+        adapter: name of an adapter of the package; pass None for none.
 
     Attributes:
         package: the package's description.
@@ -230,11 +230,13 @@ _CALL = 32
 
 
 def prompt_chunks(count: int, lengths: Sequence[int], room: int) -> list[int]:
-    """Return the calls that together prefill a prompt in the least time: each of `lengths`, or `ONE_TOKEN`.
+    """Return the lengths of the calls that together prefill `count` tokens in the least time.
+
+    Each is one of `lengths`, or `ONE_TOKEN` for a call of `decode`.
 
     All choices of lengths compute the same keys and values. A call reads all weights, however few its tokens,
     and computes all its tokens, padding included. Only the last call may be longer than the rest of the prompt.
-    Its padding writes columns after the prompt, at most `room`, which are written again before any token
+    Its padding writes columns after the prompt, no more than `room`, which are written again before any token
     sees them.
     """
     costs, first = [0], [ONE_TOKEN]
@@ -273,7 +275,7 @@ def planned_devices(
     Args:
         package: the `.mlpackage` folder.
         compute_units: "CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE" (the CPU and the Neural Engine) or "ALL".
-        adapter: name of an adapter of the package; None for none.
+        adapter: name of an adapter of the package; pass None for none.
 
     Returns:
         Shares of "CPU", "GPU" and "Neural Engine" by "prefill" and "decode", without functions that the plan

@@ -124,7 +124,7 @@ def _model_file(path: Path) -> Path:
 
 
 def _inside(path: Path, place: Any) -> str:
-    """Return a relative path; raise `CheckpointError` if it leads out of the package."""
+    """Return `place`, a path relative to the package; raise `CheckpointError` if it leads out of it."""
     parts = PurePosixPath(place).parts if isinstance(place, str) else ()
     if not parts or {"/", "//", ".."} & {*parts} or len(place) > _PATH or not place.isprintable():
         raise _unreadable(path, f"it names the file {shown(place)}, which is no path inside it")

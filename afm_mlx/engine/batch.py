@@ -58,7 +58,7 @@ class RowBatch:
         change_entries(self.cache, lambda entry: _filter_rows(entry, indices), self.by_block)
 
     def take_out(self, index: int) -> tuple[Row, Cache]:
-        """Take out a row that comes back later, its adapter still leased; return the row and its cache."""
+        """Remove the row at `index` until it joins again, its adapter still leased; return row and cache."""
         row, taken = self.rows[index], self.cache
         others = [i for i in range(len(self.rows)) if i != index]
         if not others:
@@ -84,7 +84,7 @@ class RowBatch:
 
 @dataclass
 class Prefill:
-    """Pending tokens of some rows, on their way into the cache: prompts, or tokens that a constraint forces."""
+    """Rows whose pending tokens are being fed: prompts, or tokens that a constraint forces."""
 
     batch: RowBatch  # the B rows
     # (B, most pending tokens - 1), padded on the right; a row's last pending token is its next decode step.
@@ -198,7 +198,7 @@ class RowCaches:
             )
 
     def merged(self, caches: Sequence[Cache]) -> Cache:
-        """Join the caches of rows to the cache of one batch."""
+        """Make one batch's cache of the caches of rows; raise `RequestError` if their kind can't be batched."""
         if not all(hasattr(entry, "merge") for entry in caches[0]):
             raise RequestError(
                 f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
@@ -306,7 +306,7 @@ def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: s
 
 
 def extend_cache(cache: Cache, other: Cache, by_block: bool) -> None:
-    """Append the rows of another batch's cache, which loses its arrays."""
+    """Append the rows of another batch's cache, which loses its arrays; for `by_block`, see `RowCaches`."""
     for entry, source in zip(cache, other, strict=True):
         entry.extend(source)
         _drop_arrays(source)

@@ -150,7 +150,7 @@ class DecodeBatch:
         self.submitted = step
 
     def _read(self, step: SubmittedStep) -> list[TokenResponse]:
-        """Wait for the tokens of a submitted step, and remove the rows that end with them."""
+        """Wait for a submitted step's tokens, remove the rows that end with them, and return the responses."""
         rows = self.batch.rows
         alive = None if rows == step.rows else {row.id for row in rows}
         responses: list[TokenResponse] = []
@@ -202,7 +202,7 @@ class DecodeBatch:
             raise failed[0]
 
     def _fast_forward(self) -> None:
-        """Move a row with many forced tokens to a prefill."""
+        """Move the first row that has many pending (forced) tokens, if any, from the batch to a prefill."""
         rows = self.batch.rows
         least = FORCED_ALONE if len(rows) == 1 else FORCED_IN_BATCH
         index = next((i for i, row in enumerate(rows) if len(row.pending) >= least), None)

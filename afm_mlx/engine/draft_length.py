@@ -30,11 +30,11 @@ class Acceptance:
     def rate(self) -> float:
         return self.accepted / self.proposed
 
-    def count(self, proposed: int, accepted: int) -> None:
-        """Record verified draft tokens (those after a rejected one were not), and how many were accepted."""
+    def count(self, verified: int, accepted: int) -> None:
+        """Record how many draft tokens were verified (those after a rejected one were not) and accepted."""
         if self.proposed > _MEMORY:
             self.proposed, self.accepted = self.proposed / 2, self.accepted / 2
-        self.proposed += proposed
+        self.proposed += verified
         self.accepted += accepted
 
     def child(self) -> Acceptance:
@@ -47,14 +47,14 @@ class Acceptance:
 
 
 class StepCosts:
-    """Seconds of a step, by rows and by tokens that every row is fed, measured or estimated."""
+    """Seconds of a step, measured or estimated, by the number of rows and of tokens that each row is fed."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, int], float] = {}  # by rows and tokens per row
         self._seen: set[tuple[int, int]] = set()
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Record what a step took. The first of its kind, which may have been traced, does not count."""
+        """Record the seconds of a step, see `of`. The first of its kind, which may be traced, doesn't count."""
         kind = rows, tokens
         if kind in self._seen:
             known = self._seconds.get(kind, seconds)
@@ -62,7 +62,11 @@ class StepCosts:
         self._seen.add(kind)
 
     def of(self, rows: int, tokens: int) -> float | None:
-        """Return the seconds of a step; None before a step of one token per row was measured."""
+        """Return the seconds of a step in which each of `rows` rows is fed `tokens` tokens.
+
+        What was not measured is estimated from the nearest number of tokens that was, for as many rows. None
+        until a step of one token per row was measured.
+        """
         one = self._seconds.get((rows, 1))
         if one is None or (rows, tokens) in self._seconds:
             return self._seconds.get((rows, tokens), one)

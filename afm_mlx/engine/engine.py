@@ -69,20 +69,21 @@ class Engine:
         model: an AFM `Model`, or one of mlx-lm's.
         tokenizer: has `eos_token_ids` and `detokenizer`, as ours and mlx-lm's do.
         max_batch: rows that decode together; more wait.
-        prefill_step_size: prompt tokens per step at most, of all rows together; bounds memory, and how long
-            others wait. A CPU takes no more than 128, because more would not be faster there. None takes 2048;
-            on a CPU 128, and 32 while other rows decode.
-        max_kv_size: tokens that a row may hold; None takes its prompt cache's bound, or else the model's
+        prefill_step_size: maximum number of prompt tokens per step, of all rows; bounds memory, and how long
+            others wait. A CPU takes no more than 128, because more would not be faster there. Pass None for
+            2048; on a CPU 128, and 32 while other rows decode.
+        max_kv_size: tokens that a row may hold; pass None for its prompt cache's bound, or else the model's
             context length.
         sliding_window: past `max_kv_size`, forget the oldest tokens instead of ending the row with an error.
         kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
-        adapters: pool of the adapters that requests may name; None for no adapter except the attached one.
-        speculation: how tokens are drafted, several of which the model verifies in one step; None for plain
-            steps.
-        prefix_cache: where the beginning of a prompt is looked up, and what rows compute is kept; or None.
+        adapters: pool of the adapters that requests may name; pass None for no adapter except the attached one.
+        speculation: how tokens are drafted, several of which the model verifies in one step; pass None for
+            plain steps.
+        prefix_cache: has the keys and values of earlier prompts' beginnings, and gets those that rows compute;
+            pass None to compute every prompt from its beginning.
         kv_memory: budget in bytes for the keys and values of all rows together, including draft models' caches
-            and temporary copies, excluding the prefix cache; None for no budget. A row waits until the most
-            that it can need is free (`KVMemory`).
+            and temporary copies, excluding the prefix cache; pass None for no budget. A row waits until the
+            most that it can need is free (`KVMemory`).
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main
@@ -293,17 +294,17 @@ class Engine:
 
     @property
     def rows_waiting(self) -> int:
-        """Rows that have not begun."""
+        """Number of rows that have not begun."""
         return len(self._scheduler.waiting)
 
     @property
     def rows_running(self) -> int:
-        """Rows that prefill or decode."""
+        """Number of rows that prefill or decode."""
         return len(self._decode.batch.rows) + len(self._scheduler.rows)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens in the cache, of all rows; a prompt's tokens count from its beginning on."""
+        """Number of tokens in the KV caches of all rows; a prompt's tokens count from its beginning on."""
         return sum(row.position for row in self._decode.batch.rows + self._scheduler.rows)
 
     @property
@@ -315,7 +316,7 @@ class Engine:
 
     @property
     def kv_memory(self) -> int | None:
-        """The budget of `kv_bytes`."""
+        """The budget that `kv_bytes` stays within; None if there is none."""
         return self._memory.budget
 
     # -- the loop
@@ -326,7 +327,7 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[TokenResponse]:
-        """Advance prompts by a chunk and every row by a token; returns what was read back."""
+        """Prefill one chunk of prompts, take one decode step of all rows; return the responses read back."""
         return self._home.call(self._step)
 
     def _step(self) -> list[TokenResponse]:
@@ -359,7 +360,7 @@ def heal_prompt(request: Request, tokenizer: Tokenizer) -> tuple[Request, str]:
     what follows.
 
     Returns:
-        The request; and the text that its answer repeats, which may be empty.
+        The request; and the text that its answer repeats, empty if no token was removed.
     """
     if not request.heal or len(request.prompt) < 2:
         return request, ""

@@ -114,29 +114,29 @@ def stream_generate(
         model: a model of `load`.
         tokenizer: the model's tokenizer, of `load`.
         prompt: text, or token ids.
-        max_tokens: new tokens at most; -1 for no limit except the context's.
+        max_tokens: maximum number of new tokens; -1 for no limit except the context's.
         draft_model: a smaller AFM model with the same vocabulary, of `load_draft`. It proposes tokens, and the
             model verifies several in one step; the answer is the same.
         sampler: log-probabilities to token, as mlx-lm's `make_sampler` builds; None is greedy.
         logits_processors: as mlx-lm's `make_logits_processors` builds.
-        max_kv_size: tokens that the cache may hold; None takes the model's context length.
+        max_kv_size: tokens that the cache may hold; pass None for the model's context length.
         sliding_window: past `max_kv_size`, forget the oldest tokens; without it the run ends with an error.
         prompt_cache: keys and values of tokens that come before the prompt; updated in place, at the end or
             when the iterator is closed before.
-        prefill_step_size: prompt tokens that are processed at a time, at most.
+        prefill_step_size: maximum number of prompt tokens per step.
         kv_bits: storage of an AFM model's keys and values: None takes int8 when the model has scales
             for it, 8 insists on that, and 16 stores floats.
         prompt_progress_callback: called with (tokens done, tokens in all), at last with equal numbers.
         seed: seed of this run's own random stream.
         stop: strings that end the answer; they are not part of it.
         logprobs: True if responses carry log-probabilities; without them, greedy decoding skips the logits.
-        adapter: name of an adapter in the pool, or weights of several by their names; None for none.
+        adapter: name of an adapter in the pool, or weights of several by their names; pass None for none.
         adapters: the pool that `adapter` is in.
         constraint: what the answer must look like, such as `Constraint.json_schema(schema)`.
         at_limit: "error", or "complete" for the shortest end of an answer that is cut off; see `Request`.
-        heal: True if a prompt may end within a word; None for True if it is text and there is a constraint.
-        num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; None for as many as pay.
-        speculation: other ways to draft, in place of the two arguments before.
+        heal: True if a prompt may end within a word; by default if it is text and there is a constraint.
+        num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; pass None for as many as pay.
+        speculation: other ways to draft, in place of `draft_model` and `num_draft_tokens`.
 
     Raises:
         AFMError: for what can't be honoured in the arguments or the prompt.
@@ -186,7 +186,10 @@ def _cache_options(
     max_kv_size: int | None,
     sliding_window: bool,
 ) -> dict[str, Any]:
-    """Return an engine's cache options: the caller's, also for empty caches, or the prompt caches' own."""
+    """Return an engine's cache options: the caller's where given, and empty caches get them, too.
+
+    Other options are those that the prompt caches have, or the defaults.
+    """
     kv = None if kv_bits is None else kv_storage(model, kv_bits)
     context = model.args.context_length if is_afm(model) else None
     given = [cache for cache in caches if cache is not None]
@@ -271,7 +274,7 @@ def generate(
 
 
 def summary(response: GenerationResponse) -> str:
-    """Return mlx-lm's three closing lines, and one about draft tokens if there were any."""
+    """Return mlx-lm's three closing lines for an answer's last response, and a line about draft tokens."""
     lines = (
         f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
         f"Generation: {response.generation_tokens} tokens, "
@@ -306,7 +309,7 @@ def batch_generate(
     Args:
         model, tokenizer: what `load` returns.
         prompts: texts or token ids.
-        max_tokens: new tokens at most, for all or for each.
+        max_tokens: maximum number of new tokens, for all or for each.
         max_batch: prompts that run at the same time; the others follow as rows end.
         prefill_step_size, max_kv_size, sliding_window, kv_bits: as for `stream_generate`.
         cache: the prompt cache of the only prompt, or one or None for each; updated in place.

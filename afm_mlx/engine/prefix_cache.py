@@ -61,7 +61,7 @@ class Columns:
 
     @classmethod
     def of(cls, arrays: Sequence[mx.array], start: int, stop: int) -> Columns:
-        """Copy the tokens from `start` to `stop` of arrays (1, heads, tokens, head_dim)."""
+        """Copy the keys and values of tokens `start` to `stop` from arrays (1, heads, tokens, head_dim)."""
         groups: dict[Hashable, list[mx.array]] = {}
         places = []
         for array in arrays:
@@ -107,7 +107,7 @@ class _Page:
         return self.columns.nbytes + len(self.name) + _OVERHEAD
 
     def nearest(self, name: bytes) -> tuple[_Page | None, int]:
-        """Find the page below with the longest common prefix with `name`, and that prefix's tokens."""
+        """Find the page below that has most first tokens in common with `name`, and their number."""
         # In the order of names, it is one of the two neighbours.
         at = bisect_left(self.names, name)
         best, most = None, 0
@@ -134,9 +134,9 @@ class PrefixCache:
     All figures may be read in any thread.
 
     Args:
-        budget: bytes of memory at most.
-        folder: path of a folder for pages; None for none.
-        folder_budget: bytes of its files at most.
+        budget: maximum bytes of memory.
+        folder: path of a folder for pages; pass None for none.
+        folder_budget: maximum bytes of the files in that folder.
 
     Attributes:
         nbytes: bytes in use.
@@ -215,7 +215,10 @@ class PrefixCache:
         per_token: int,
         columns_of: Callable[[int, int], Columns | None],
     ) -> None:
-        """Keep tokens; `columns_of(start, stop)` returns their columns, or None to end there."""
+        """Add pages for the tokens that have none, at `per_token` bytes each, as far as the budget allows.
+
+        `columns_of(start, stop)` returns the columns of a page's tokens, or None to end there.
+        """
         name = _named(tokens)
         path, _ = self._path(key, name)
         self._touch(path)
@@ -270,7 +273,7 @@ class PrefixCache:
     # -- the folder
 
     def stored(self, key: Hashable, tokens: Sequence[int]) -> tuple[int, list[str]]:
-        """Return the pages of some tokens that only the folder has: the first one's number, and all names."""
+        """Find the pages of `tokens` that only the folder has; return the first one's index and all names."""
         if self.folder is None:
             return 0, []
         name = _named(tokens)
@@ -287,7 +290,7 @@ class PrefixCache:
     def take_in(
         self, key: Hashable, tokens: Sequence[int], first: int, stored: Sequence[StoredPage]
     ) -> None:
-        """Keep pages that were read from the folder, the first of which has the number `first`."""
+        """Add pages of `tokens` that were read from the folder; the first of them has the index `first`."""
         parts = [Columns(page.groups(), page.layout.places) for page in stored]
 
         def columns_of(start: int, stop: int) -> Columns | None:
@@ -304,7 +307,10 @@ class PrefixCache:
     # -- the tree
 
     def _path(self, key: Hashable, name: bytes) -> tuple[list[_Page], int]:
-        """Return the pages that share these tokens, the last one perhaps in part; and how many they share."""
+        """Return the pages, from the root of `key`, that begin as the tokens `name` (`_Page.name`) do.
+
+        The last page may share only its first tokens. The second result is the number of shared tokens.
+        """
         path: list[_Page] = []
         page, found = self._roots.get(key), 0
         while page is not None and found * _ID < len(name):
@@ -321,7 +327,7 @@ class PrefixCache:
             self._pages.move_to_end(page)
 
     def _make_room(self, nbytes: int, path: Sequence[_Page]) -> bool:
-        """Evict old pages, except a path that was just used; return True if that was enough."""
+        """Evict old pages, none of `path`, until `nbytes` are free; return False if they can't be."""
         while self.nbytes + nbytes > self.budget:
             oldest = next(iter(self._pages), None)
             if oldest is None or oldest in path:

@@ -53,8 +53,8 @@ def save_prompt_cache(
     """Write a cache that `model` has filled to a file `*.safetensors`; an interrupt changes no older file.
 
     Args:
-        adapter: fingerprint of the adapter that it was filled under, "" for none; None for the adapter that
-            the cache records, or else the model's attached one, if any.
+        adapter: fingerprint of the adapter that the cache was filled under, "" for none; pass None for the
+            adapter that the cache records, or else the model's attached one, if any.
         metadata: the caller's own strings.
 
     Raises:
@@ -188,7 +188,7 @@ def _check_header(
 def _check_tensors(
     stored: Mapping[str, StoredTensor], blocks: int, model: Model, path: Path
 ) -> None:
-    """Compare the header's names and shapes with the model's; `KVCache` checks the rest."""
+    """Raise `CacheFileError` unless a file has the tensors of `blocks` blocks; `KVCache` checks the rest."""
     wanted = {f"{index}.{part}" for index in range(blocks) for part in _PARTS}
     if differing := sorted(wanted ^ set(stored)):
         name = named(differing[0])
@@ -239,7 +239,7 @@ class PromptCaches:
     def continuing(self, prompt: Sequence[int], adapter: Hashable = None) -> Iterator[Continuation]:
         """Lend the cache that holds most of a prompt, and keep it with what was fed to it.
 
-        It is an empty cache if the adapter has none, or has one that can't be trimmed: a sliding window that
+        An empty cache is lent if the adapter has none, or one that can't be trimmed, because its sliding window
         has forgotten tokens. A cache is lent to one caller at a time. After an error it is kept with the tokens
         that it holds by then. After Ctrl-C, which may have interrupted a write, it is kept only if it has the
         same tokens as before.

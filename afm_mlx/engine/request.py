@@ -31,11 +31,11 @@ class Request:
 
     Args:
         prompt: token ids, at least one: a sequence, or an array (L,), of integers.
-        max_tokens: new tokens at most; -1 for no limit except the context's.
-        sampler: maps log-probabilities (1, vocab_size) to a token (1,), as mlx-lm's `make_sampler`
-            builds; None takes the most likely token.
-        seed: seed of this row's own random stream, which depends on nothing else in the batch; None
-            draws one from `mx.random`.
+        max_tokens: maximum number of new tokens; -1 for no limit except the context's.
+        sampler: maps log-probabilities (1, vocab_size) to a token (1,), as mlx-lm's `make_sampler` builds; pass
+            None for the most likely token.
+        seed: seed of this row's own random stream, which depends on nothing else in the batch; pass None to
+            draw one from `mx.random`.
         logits_processors: each maps (tokens so far, logits (1, vocab_size)) to logits, as mlx-lm's do.
         stop: strings that end the text; they are not part of it.
         cache: keys and values of tokens that come before the prompt, from `Model.make_cache` or mlx-lm's
@@ -45,9 +45,9 @@ class Request:
             new token is there.
         logprobs: True if responses carry log-probabilities. Without them, a batch of rows that take the
             most likely token needs no logits.
-        adapter: name of an adapter in the engine's pool, or weights of several by their names, which are
-            added up; None for the model alone, or with the adapter that is attached to it.
-        constraint: what the answer must look like; None for any text.
+        adapter: name of an adapter in the engine's pool, or weights of several by their names, which are added
+            up; pass None for the model alone, or with the adapter that is attached to it.
+        constraint: what the answer must look like; pass None for any text.
         at_limit: what happens if max_tokens or a full context ends an answer before its constraint is met:
             "error" raises an `IncompleteError`, as a stop string does; "complete" appends the shortest text
             that meets the constraint, however many tokens that has.
@@ -159,7 +159,7 @@ def _is_whole(value: object) -> bool:
 def _each(
     name: str, values: object, what: str, is_right: Callable[[Any], object]
 ) -> tuple[Any, ...]:
-    """Return a caller's list as a tuple; raise `RequestError` if a value is wrong."""
+    """Return a caller's list `name` as a tuple; raise `RequestError` unless each value `is_right`."""
     if not isinstance(values, str) and isinstance(values, Iterable):
         given = tuple(values)
         if all(is_right(value) for value in given):

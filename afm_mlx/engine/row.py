@@ -98,7 +98,7 @@ class Row:
 
     @property
     def surplus(self) -> int:
-        """Tokens in the cache past prompt and answer, whose last token is not fed."""
+        """Number of tokens in the cache besides prompt and answer, whose last token is not fed."""
         needed = self.start + len(self.request.prompt) + len(self.tokens) - 1
         return max(0, self.position - needed)
 
@@ -119,7 +119,7 @@ class Row:
         self.sampled, self._context = len(self.tokens), None
 
     def report(self, done: int) -> None:
-        """Call `on_prefill` if more prompt tokens are done than it knows. Its error is the row's."""
+        """Call `on_prefill` if more prompt tokens are done than reported; its exception is the row's error."""
         whole = len(self.request.prompt)
         done = min(done, whole)
         if self.request.on_prefill is None or done <= self._reported:
@@ -425,7 +425,7 @@ class RowAdapters:
         return self._pool.request(adapter)
 
     def wait(self, rows: Iterable[Row], seconds: float) -> None:
-        """Wait until the first of the rows' adapters is loaded or has failed, if any row has one."""
+        """Wait up to `seconds` until the first of the rows' adapters is loaded or has failed."""
         leases = [row.lease for row in rows if row.lease is not None]
         if self._pool is not None and leases:
             self._pool.wait(leases, seconds)

@@ -57,7 +57,7 @@ class Scheduler:
         self._prefill_model = model.prefill if is_afm(model) else model
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
         self._memory, self._max_batch = memory, max_batch
-        # Prompt tokens of a step at most, of all rows together: at any time, and while other rows decode.
+        # Maximum number of prompt tokens per step, of all rows: at any time, and while other rows decode.
         self._chunk, self._chunk_while_decoding = chunk, chunk_while_decoding
         # Responses that the next step returns: of rows that can't start, or begin with forced tokens.
         self.early: list[tuple[Row, TokenResponse]] = []
@@ -253,7 +253,10 @@ class Scheduler:
 
 
 def _can_start(row: Row, running: Iterable[Row]) -> bool:
-    """True if a row has no adapter, or it failed to load (refused next), or is loaded and fits in the batch."""
+    """True if a row has no adapter, or one that is loaded and fits next to the running rows' adapters.
+
+    Also true if the adapter failed to load: the caller then refuses the row.
+    """
     lease = row.lease
     if lease is None or lease.error is not None:
         return True
@@ -321,7 +324,7 @@ class KVMemory:
             )
 
     def _bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes that rows with this many columns each, one tail included, take at most."""
+        """Return the maximum bytes of `rows` rows with `columns` columns each, one tail included."""
         return rows * (columns * (self._column + self._copies) + TAIL * self._column)
 
     def columns(self, request: Request, held: int, bound: int | None) -> int:

@@ -68,7 +68,7 @@ class AnswerForm:
         return self.generating._from_generated_content(content)
 
     def so_far(self, text: str, is_complete: bool = False) -> Any:
-        """Decode an answer, or the beginning of one, to JSON; return None if there is no value yet."""
+        """Decode an answer, or its beginning unless `is_complete`; return None if there is no value yet."""
         with _decoding(text):
             if is_complete:
                 return json.loads(text)
@@ -114,7 +114,7 @@ def _without_open_choices(type_class: Any, value: object, closed: Any) -> object
 
 @contextmanager
 def _decoding(what: object) -> Iterator[None]:
-    """Raise errors of decoding an answer as `DecodingFailureError` while the context is open."""
+    """Raise errors of decoding `what`, an answer, as `DecodingFailureError` while the context is open."""
     try:
         yield
     except (ValueError, TypeError, RecursionError) as error:

@@ -150,7 +150,7 @@ class SystemLanguageModel:
 
     @property
     def use_case_adapter(self) -> str | None:
-        """Name of the use case's adapter, once the model is loaded; None if there is none, or no need."""
+        """Name of the use case's adapter; None if it needs or has none, and until the model is loaded."""
         if self.use_case is SystemLanguageModelUseCase.GENERAL:
             return None
         name = self.use_case.name.lower()
@@ -214,7 +214,7 @@ def _language(locale: str) -> str:
 
 
 def _known(default: Choice, given: Any) -> Choice:
-    """Convert to a member of the default's enumeration; warn and return the default if there is none."""
+    """Convert `given` to a member of the enumeration of `default`; warn and return `default` if it is none."""
     try:
         return type(default)(getattr(given, "value", given))
     except ValueError:
@@ -300,7 +300,7 @@ class SharedModel:
         ]
 
     def has_adapter(self, name: str) -> bool:
-        """True if the model has an adapter of this name, once it is loaded."""
+        """True if the model has an adapter of this name; False for all names until the model is loaded."""
         return self._pool is not None and name in self._pool.registered
 
     def _found(self) -> Path:
@@ -376,7 +376,7 @@ class SharedModel:
         tools: Sequence[Mapping[str, object]] = (),
         **options: Any,
     ) -> list[int]:
-        """Encode a conversation; takes and raises what `AFMTokenizer.apply_chat_template` does."""
+        """Encode a conversation with `AFMTokenizer.apply_chat_template`, whose arguments and errors it has."""
         given: dict[str, Any] = {"tools": list(tools)} if tools else {}
         return list(self.tokenizer.apply_chat_template(list(messages), **given, **options))
 

@@ -80,7 +80,7 @@ class GeneratedContent:
     def of(
         cls, value: object, id: GenerationID | None = None, is_complete: bool = True
     ) -> GeneratedContent:
-        """Make content of a JSON value, or of its beginning if not `is_complete`; None is null.
+        """Make content of a JSON value, or of its beginning if not `is_complete`. A `value` of None is null.
 
         Raises:
             TypeError: for a value that JSON can't hold.

@@ -329,7 +329,10 @@ def _string_limits(guides: Sequence[GenerationGuide]) -> Schema:
 def _bounds(
     guides: Sequence[GenerationGuide], what: str, least: float = -math.inf, is_whole: bool = False
 ) -> tuple[float | None, float | None]:
-    """Return the lower and the upper bound that guides set together, None for no bound."""
+    """Return the lower bound (or `least`) and the upper bound that guides set; None where there is none.
+
+    Bounds are rounded inwards if `is_whole`. If they exclude all, the error calls the value `what`.
+    """
     lower, upper = least, math.inf
     for g in guides:
         first, last = g.value if g.guide_type is GuideType.range else (g.value, g.value)
@@ -447,7 +450,10 @@ class GenerationSchema:
         return {"type": "json_schema", "json_schema": schema}
 
     def object_schema(self, reference: Reference) -> Schema:
-        """Convert to JSON schema without `$defs`; takes and raises what `Property.to_dict` does."""
+        """Convert to JSON schema without `$defs`; raise what `Property.to_dict` does.
+
+        `reference` takes a field's class and returns the schema that refers to it, such as a `$ref`.
+        """
         return {
             "title": self.name,
             **_present(description=self.description or None),

@@ -409,9 +409,10 @@ class _Hold:
         self._is_active = True
 
     def mark(self) -> None:
-        """Mark the current context, and all tasks started in it, as inside this request while it runs.
+        """Mark the current context, and all tasks started in it, as inside this request until it ends.
 
-        Called before the request waits for code of the caller: its tools, and the loop over its stream.
+        `_SessionLock.held` refuses requests from a marked context, which would wait for themselves. Called
+        before this request waits for code of the caller: its tools, and the loop over its stream.
         """
         marks = _marks.get()
         if self not in marks:

@@ -99,7 +99,7 @@ class Transcript(Sequence[kinds.Entry]):
     def with_entries(
         self, entries: Sequence[JSON], copied: Sequence[JSON] | None = None
     ) -> Transcript:
-        """Return a transcript with other entries; `copied` are those that `merge` takes as known."""
+        """Return a transcript with other entries; `copied` are those that `merge` counts as old ones."""
         other = type(self)()
         document = self._document
         inner = {**document["transcript"], "entries": list(entries)}
@@ -121,7 +121,7 @@ class Transcript(Sequence[kinds.Entry]):
             self._entries[:] = [*before, *added, *chain(*turns), *own]
 
     def turns(self) -> tuple[list[JSON], list[list[JSON]]]:
-        """Split into the entries before the first prompt, and turns: each a prompt and all that follows it."""
+        """Return the entries before the first prompt, and the turns: each a prompt and all that follows it."""
         before, *turns = _parts(self._entries)
         return before, turns
 
@@ -130,7 +130,7 @@ class Transcript(Sequence[kinds.Entry]):
         return [kinds.Entry.of(entry) for entry in _parts(self._entries)[-1]]
 
     def add_instructions(self, text: str, tools: Sequence[JSON] = ()) -> None:
-        """Add the session's instructions, see `Instructions`."""
+        """Add the session's instructions, and the definitions of its tools."""
         self._entries.append(kinds.Instructions(text, tools)._json)
 
     def add_prompt(
@@ -140,23 +140,23 @@ class Transcript(Sequence[kinds.Entry]):
         options: GenerationOptions | None = None,
         tool_choice: str = "auto",
     ) -> None:
-        """Add the user's prompt, see `Prompt`."""
+        """Add the user's prompt; for the arguments, see `Transcript.Prompt`."""
         self._entries.append(kinds.Prompt(text, options, response_format, tool_choice)._json)
 
     def add_response(
         self, content: str | GeneratedContent, assets: Sequence[str] = (), source: str = ""
     ) -> None:
-        """Add the answer, see `Response`."""
+        """Add the answer; for the arguments, see `Transcript.Response`."""
         self._entries.append(kinds.Response(content, assets, source)._json)
 
     def add_tool_calls(self, calls: Sequence[JSON], text: str = "") -> list[str]:
-        """Add the model's tool calls, see `ToolCalls`; return the calls' ids, for `add_tool_output`."""
+        """Add calls with `name` and `arguments`, and the model's `text` before them; return the calls' ids."""
         entry = kinds.ToolCalls(calls, text)
         self._entries.append(entry._json)
         return [call["id"] for call in entry._json["toolCalls"]]
 
     def add_tool_output(self, call_id: str, name: str, text: str) -> None:
-        """Add a call's output, see `ToolOutput`."""
+        """Add the output `text` of the call `call_id` of the tool `name`."""
         self._entries.append(kinds.ToolOutput(call_id, name, text)._json)
 
     def messages(self) -> tuple[list[JSON], list[JSON]]:

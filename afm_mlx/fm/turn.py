@@ -342,8 +342,8 @@ async def fit_to_context(
         count: counts a history's tokens, up to the answer.
         context_size: tokens of the whole context.
         max_tokens: the answer's limit, -1 for none; up to a quarter of the context is reserved for it.
-        summarize: answers a history that ends with `SUMMARY_PROMPT`, in a number of tokens at most; the summary
-            replaces the dropped turns. Pass None for no summary.
+        summarize: answers a history that ends with `SUMMARY_PROMPT`, given a maximum number of tokens; the
+            summary replaces the dropped turns. Pass None for no summary.
     """
     most = context_size // 4
     if count(draft) + (most if max_tokens < 0 else min(max_tokens, most)) <= context_size:

@@ -5,7 +5,7 @@ of a few thousand would end the process. The stack here is large enough for any 
 (`constraint.MAX_GRAMMAR`); its memory is reserved, and used only as deep as the recursion goes.
 
 llguidance bounds its work, but one step may be exponential in the size of a pattern and can't be stopped. So
-the caller waits `SECONDS` at most. The thread continues; while `_MAX_LEFT` such threads do, nothing is
+the caller waits up to `SECONDS`. The thread continues; while `_MAX_LEFT` such threads do, nothing is
 compiled.
 """
 

@@ -101,7 +101,7 @@ class Matcher:
     def forced(self) -> list[int]:
         """Return the tokens that the grammar forces next, without accepting them; often none.
 
-        Their text has about `MAX_FORCED_BYTES` at most; more may follow.
+        Their text has about `MAX_FORCED_BYTES` bytes or fewer; more forced tokens may follow them.
 
         Raises:
             ConstraintError: if the grammar has become too complex to follow.
@@ -135,7 +135,7 @@ class Matcher:
         return tokens + _encoded(run, self.tokenizer, texts, last)
 
     def restrict(self, mask: np.ndarray) -> None:
-        """Clear the bits of tokens that would make items of a list equal."""
+        """Clear the bits, in a row of `fill_masks`, of tokens that would make items of a unique list equal."""
         if self._lists is not None:
             State(self._matcher, self.tokenizer, self._lists).restrict(mask)
 
@@ -178,7 +178,7 @@ _executor = cache(LLExecutor)
 
 @lru_cache(maxsize=64)
 def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
-    """Compile a grammar to a matcher at its start, which callers copy."""
+    """Compile a grammar to a matcher at its start, which callers copy; raise `ConstraintError` if it can't."""
     grammar = without_forcing(constraint.grammar)
     matcher = with_deep_stack(LLMatcher, tokenizer, grammar, log_level=0, limits=LIMITS)
     probe = matcher.deep_copy()  # some errors occur at the first token only
@@ -306,7 +306,7 @@ class _Text:
     state: Matcher
 
     def then(self, tokens: Sequence[int], forced: bool = False) -> _Text:
-        """Append tokens. Takes over `self.state`; don't use `self` afterwards."""
+        """Append tokens, `forced` or chosen. Takes over `self.state`; don't use `self` afterwards."""
         more = len(self.state.tokenizer.decode_bytes(list(tokens)))
         for token in tokens:
             self.state.accept(token)

@@ -71,7 +71,7 @@ class ExactJsonSchema(GenerateJsonSchema):
         return found
 
     def decimal_schema(self, schema: core_schema.DecimalSchema) -> JsonSchemaValue:
-        """A number only; pydantic's own schema also allows any text."""
+        """Return the schema of a number only; pydantic's own schema also allows any text."""
         if schema.get("max_digits") is not None and schema.get("decimal_places") is None:
             _refuse("a Decimal with max_digits alone", "give decimal_places, too")
         found = super().decimal_schema(schema)["anyOf"][0]
@@ -84,7 +84,7 @@ class ExactJsonSchema(GenerateJsonSchema):
         return found
 
     def bytes_schema(self, schema: core_schema.BytesSchema) -> JsonSchemaValue:
-        """Text as UTF-8; only ASCII where bytes are counted."""
+        """Return the schema of text as UTF-8; only ASCII where bytes are counted."""
         found = super().bytes_schema(schema)
         is_counted = "minLength" in found or "maxLength" in found
         if self._config.val_json_bytes != "utf8":
@@ -111,7 +111,7 @@ class ExactJsonSchema(GenerateJsonSchema):
         return _without_limits(schema, "timedelta") or super().timedelta_schema(schema)
 
     def url_schema(self, schema: core_schema.UrlSchema) -> JsonSchemaValue:
-        """URLs with a host of lower-case words."""
+        """Return the schema of URLs with a host of lower-case words."""
         schemes = "|".join(schema.get("allowed_schemes") or _SCHEMES).replace("+", "\\+")
         found = super().url_schema(schema)
         found["pattern"] = f"^(?:{schemes})://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_PATH}){{0,9}}$"
@@ -147,7 +147,10 @@ class ExactJsonSchema(GenerateJsonSchema):
 def _without_limits(
     schema: Mapping[str, object], name: str, naive_pattern: str = ""
 ) -> JsonSchemaValue:
-    """Refuse a type with limits; return the schema of one without a time zone, and of others none."""
+    """Return a schema with `naive_pattern` for a type without a time zone, else an empty one; refuse limits.
+
+    `name` is the type's name in the error.
+    """
     if any(schema.get(limit) is not None for limit in _LIMITS):
         _refuse(f"a {name} with limits", "leave them out, and check the instance")
     is_naive = schema.get("tz_constraint") == "naive" and naive_pattern

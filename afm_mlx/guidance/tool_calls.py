@@ -36,8 +36,8 @@ def tool_call_constraint(
             `parameters` may be called `arguments`, and none stands for any JSON object.
         choice: "auto" lets the model write text, calls, or both; "none" text only; "required" calls only; "one"
             exactly one call; the name of a tool exactly one call of that tool.
-        answer: the constraint of an answer without calls, which then has no text before calls; None for any
-            text.
+        answer: the constraint of an answer without calls, which then has no text before calls; pass None for
+            any text.
         parallel: True if "auto" and "required" allow several calls in one answer.
 
     Raises:

@@ -384,7 +384,8 @@ def arguments_type(
 
     Args:
         function: a function with an annotation for each parameter.
-        read_as: maps a parameter, its annotation resolved, to the type of its field; None keeps the annotation.
+        read_as: maps a parameter, its annotation resolved, to the type of its field; pass None to keep the
+            annotation.
 
     Raises:
         ConstraintError: for a parameter that a JSON object can't give, or that has no annotation.

@@ -205,7 +205,7 @@ def run_case(
         case: the case.
         repetitions: measured runs.
         kv: "int8" or "float" storage of keys and values.
-        tokenizer: its detokenizer decodes the tokens during the run; None to leave that out.
+        tokenizer: its detokenizer decodes the tokens during the run; pass None to leave that out.
         seed: seed of the random tokens and adapters.
         on_run: called after every run, including the warm-up.
 
@@ -270,7 +270,7 @@ class Bench:
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
     def run(self, generated: int) -> tuple[float, float]:
-        """Generate tokens; return seconds to the first, and from there to the last but one."""
+        """Generate `generated` tokens; return seconds to the first, and from there to the last but one."""
         case = self.case
         engine = Engine(
             self._model,

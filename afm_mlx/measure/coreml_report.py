@@ -70,7 +70,7 @@ def examine_coreml(
     Args:
         packages: the packages by what the report calls them; none where Core ML can't run.
         folder: the model folder.
-        adapter: name of an adapter that both have; None for none.
+        adapter: name of an adapter that both have; pass None for none.
         quick: True to compare only, and time nothing.
         seed: seed of the random tokens; a fresh one by default.
         progress: called with (runs done, runs in all).
@@ -254,7 +254,7 @@ def _rates(model: CoreMLModel) -> Facts:
 
 
 def _timed_sizes(context: int) -> tuple[int, int]:
-    """Return the numbers of prompt tokens and steps that fit in the context."""
+    """Return the numbers of prompt tokens and of steps to time, which fit in the context together."""
     steps = min(_TIMED_STEPS, context // 4)
     return min(_TIMED_PROMPT, context - steps), steps
 

@@ -113,7 +113,7 @@ class Evaluation:
 
 
 def load_examples(path: str | Path, limit: int | None = None) -> list[Example]:
-    """Read a test set; at most `limit` examples per task, from the start of the file.
+    """Read a test set: the first `limit` examples of each task, by default all.
 
     Raises:
         DataError: names the file and the line.
@@ -227,7 +227,7 @@ def _submit(engine: Engine, tokenizer: Tokenizer, example: Example, constrained:
 
 
 def natural_comparison(expected: str, has_format: bool) -> str:
-    """Return the default comparison for an expected answer; the chat may have a `response_format`."""
+    """Return the default comparison for an expected answer to a chat that may have a `response_format`."""
     if EXECUTABLE_START in expected and _read(expected, CALLS) is not None:
         return CALLS
     return JSON if has_format and _read(expected, JSON) is not None else TEXT

@@ -109,7 +109,10 @@ def _test(
     rng: np.random.Generator,
     progress: Progress | None,
 ) -> tuple[list[CheckResult], list[CheckResult], dict[str, str]]:
-    """Test both lists; return the results of each, and the failures, which are stored for later starts."""
+    """Test the specs `small`, then test and time `large`; return the results of each, and the failures.
+
+    Failures are stored for later starts. For `retry` and `progress`, see `examine`.
+    """
 
     def report(done: int) -> None:
         if progress is not None:
@@ -218,7 +221,7 @@ def _summaries(results: Sequence[CheckResult]) -> list[Facts]:
 
 
 def without_private_words(value: Any) -> Any:
-    """Remove folders, and the names of the user and the host, from facts."""
+    """Return facts without the paths of folders, and the names of the user and the host."""
     if isinstance(value, dict):
         return {key: without_private_words(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

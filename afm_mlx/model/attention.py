@@ -63,7 +63,7 @@ class Positions(NamedTuple):
 def row_positions(inputs: mx.array, segments: mx.array | None = None) -> Positions:
     """Return the positions and mask of whole rows of tokens (B, L), which begin at position 0.
 
-    `segments` (B, L) are equal for the tokens of one sample, which are consecutive; None if each row is one
+    `segments` (B, L) are equal for the tokens of one sample, which are consecutive; by default each row is one
     sample. Padding has another number, so it sees itself, and no query is without a key. With segments, offsets
     are (B, L) int32, each sample's from 0, and the mask is boolean (B, 1, L, L), True where a query sees a key.
     """
@@ -93,7 +93,7 @@ def attend_and_write(
         qkv: the fused projection, (B, L, (n_heads + 2 * n_kv_heads) * head_dim).
         options: norms, scales and RoPE of the heads.
         positions: positions and mask of the new tokens.
-        cache: the block's cache; None to attend to the new tokens only.
+        cache: the block's cache; pass None to attend to the new tokens only.
         training: True if gradients are needed.
         merge: False if the caller also accepts attention's partials (results over parts of the columns, which
             the next product merges).
@@ -177,7 +177,7 @@ def _decode(
 
 
 def _attend(queries: mx.array, kv: KeyValues, positions: Positions) -> mx.array:
-    """Attend with any number of queries; `causal_attention` has no gradients."""
+    """Attend with any number of queries, by `causal_attention` where no gradients are needed: it has none."""
     if isinstance(positions.mask, str) and (positions.cached or kv.key_scale is not None):
         return causal_attention(queries, kv)
     return attention(queries, kv, positions.mask)
@@ -186,7 +186,7 @@ def _attend(queries: mx.array, kv: KeyValues, positions: Positions) -> mx.array:
 def _on_int8_grid(
     qkv: mx.array, offset: int | mx.array, options: HeadOptions
 ) -> tuple[mx.array, mx.array]:
-    """Queries, and float keys and values (B, 2 * n_kv_heads, L, head_dim), rounded to scales if any."""
+    """Return queries, and float keys and values (B, 2 * n_kv_heads, L, head_dim), rounded to any scales."""
     q, kv = rope_norm_quantize(qkv, offset, options)
     if options.key_scale is None or options.value_scale is None:
         return q, kv
@@ -196,12 +196,12 @@ def _on_int8_grid(
 
 
 def _heads(x: mx.array, head_dim: int) -> mx.array:
-    """(B, L, n * head_dim) to (B, n, L, head_dim)."""
+    """Reshape (B, L, n * head_dim) to (B, n, L, head_dim)."""
     return x.reshape(*x.shape[:2], -1, head_dim).swapaxes(1, 2)
 
 
 def _merge_heads(x: Attended) -> Attended:
-    """(B, n, L, head_dim) to (B, L, n * head_dim); partials stay as they are."""
+    """Reshape (B, n, L, head_dim) to (B, L, n * head_dim); partials stay as they are."""
     if isinstance(x, AttentionPartials):
         return x
     x = x.swapaxes(1, 2)

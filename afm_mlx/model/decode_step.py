@@ -57,7 +57,7 @@ class _TracedCache:
 
 
 class DecodeStep(threading.local):
-    """The next tokens of every row over caches with a tail: `forward` and a head as a replayed graph.
+    """A replayed graph of `forward` and a head, for the next tokens of every row over caches with a tail.
 
     Each thread has its own traces: `replays`, one for each head, with the graphs of all `keys`.
     """
@@ -70,7 +70,7 @@ class DecodeStep(threading.local):
         return DecodeStep, ()  # a copied or pickled model makes its own traces
 
     def applies(self, model: Traceable, cache: Sequence[KVCache]) -> bool:
-        """True if steps can be replayed here, and the caches all store codes or all floats."""
+        """True if a step can be replayed here: in eval mode, over caches that all store codes or all floats."""
         is_one_kind = len({entry.int8 for entry in cache}) == 1
         return not model.training and is_one_kind and replay.is_available()
 

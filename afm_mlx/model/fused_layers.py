@@ -32,7 +32,7 @@ ACTIVE = "_active_adapters"
 
 
 class Normed(NamedTuple):
-    """`norm(x)` of x (..., K), which the next layer computes."""
+    """x (..., K) and a norm, which the next layer applies to it."""
 
     x: mx.array
     norm: nn.RMSNorm
@@ -108,7 +108,7 @@ def _options(
     residual: mx.array | None = None,
     *of_matrices: LowRank | None,
 ) -> ProductOptions:
-    """Options of a product; `of_matrices` are the adapters of each of its matrices."""
+    """Return the options of a product; `of_matrices` are the adapters of each of its matrices."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     adapters: tuple[LowRank, ...] = ()
     if some := next((each for each in of_matrices if each is not None), None):

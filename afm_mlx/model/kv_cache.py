@@ -101,7 +101,7 @@ class KVCache:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that each row has been fed."""
+        """Number of tokens that each row has been fed."""
         return list(self._lengths)
 
     @property
@@ -187,7 +187,7 @@ class KVCache:
 
     @property
     def in_tail(self) -> int:
-        """Columns of the tail that are in use, in the row that uses most."""
+        """Number of columns of the tail that are in use, in the row that uses most."""
         if self._in_buffer is None:
             return 0
         return max(map(operator.sub, self._columns, self._in_buffer), default=0)
@@ -201,7 +201,7 @@ class KVCache:
         Args:
             heads: heads of keys plus heads of values.
             head_dim: width of a head.
-            count: tokens of every row that the step writes, `TAIL` at most.
+            count: number of tokens of every row that the step writes, up to `TAIL`.
 
         Raises:
             ContextLengthError: past `max_size`.
@@ -271,7 +271,7 @@ class KVCache:
             self._grow(self.size() + length)
 
     def _grow(self, needed: int) -> None:
-        """Grow the buffer to a multiple of `STEP` columns, `needed` at least."""
+        """Grow the buffer to a multiple of `STEP` columns, at least `needed`; never shrink it."""
         columns = _whole_steps(max(needed, self.buffer.shape[2])) - self.buffer.shape[2]
         if columns:
             self.buffer = _padded(self.buffer, columns)
@@ -284,7 +284,7 @@ class KVCache:
             )
 
     def _drops(self, length: int) -> list[int]:
-        """Columns per row to forget before `length` tokens are written: many at a time, or none."""
+        """Return the number of columns per row to forget before `length` tokens are written: many, or none."""
         if not self._window or self.size() + length <= self._window + STEP:
             return [0] * len(self._lengths)
         stay = self._window - 1  # the first KEEP, and what the next query's window reaches
@@ -413,7 +413,7 @@ class KVCache:
         self._lengths = lengths
 
     def copy(self, length: int | None = None) -> KVCache:
-        """Return an independent cache of the first `length` tokens of every row; None for all tokens.
+        """Return an independent cache of the first `length` tokens of every row, by default of all.
 
         The buffer is shared until one of the two is written to.
 
@@ -584,7 +584,7 @@ def take_tails(caches: Sequence[KVCache], tails: Sequence[mx.array], count: int)
 
 
 def causal_mask(length: int) -> str | None:
-    """The mask of `length` tokens that see only themselves and the tokens before them."""
+    """Return the mask of `length` tokens that see only themselves and the tokens before them."""
     return "causal" if length > 1 else None
 
 
@@ -592,7 +592,7 @@ def causal_mask(length: int) -> str | None:
 def _ragged_index(
     columns: tuple[int, ...], heads: int, length: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Indices of `length` columns per row and head, from `columns[row]` on; all blocks of a step share them."""
+    """Return indices of `length` columns per row and head, from `columns[row]` on, for all blocks of a step."""
     row = np.arange(len(columns))[:, None, None]
     head = np.arange(heads)[:, None]
     column = np.array(columns)[:, None, None] + np.arange(length)
@@ -600,7 +600,7 @@ def _ragged_index(
 
 
 def _handle(x: mx.array | None) -> mx.array | None:
-    """The same array in another Python object: assigning to columns changes the object's array."""
+    """Return the same array in another Python object: assigning to columns changes an object's array."""
     return None if x is None else x[...]
 
 

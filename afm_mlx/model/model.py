@@ -232,7 +232,10 @@ class Model(nn.Module):
         head: Callable[[Model, mx.array], T],
         few: bool = False,
     ) -> T:
-        """Run the model over the next tokens and apply a head, by a replayed decode step where possible."""
+        """Run the model over the next tokens and apply `head`, by a replayed decode step where possible.
+
+        With `few`, tokens are read as in a decode step, see `verify`.
+        """
         threads.check_process()
         if cache is None:
             return head(self, self._uncached(inputs))
@@ -263,18 +266,18 @@ class Model(nn.Module):
         Args:
             inputs: (B, L) integers.
             positions: (T,) integers, indices into the B * L tokens.
-            segments: see `row_positions`; None if each row is one sample.
+            segments: see `row_positions`; pass None if each row is one sample.
         """
         threads.check_process()
         h = self._uncached(inputs, segments)
         return h.reshape(-1, h.shape[-1])[positions]
 
     def head(self, h: mx.array) -> mx.array:
-        """Logits (..., vocab_size) of hidden states (..., hidden_dim): final norm and tied embedding."""
+        """Return logits (..., vocab_size) of hidden states (..., hidden_dim): final norm and tied embedding."""
         return head_logits(self.model.embedding, Normed(h, self.model.output_norm))
 
     def greedy_head(self, h: mx.array) -> tuple[mx.array, mx.array]:
-        """Most likely tokens (...) uint32 of hidden states (..., hidden_dim), and their logits (...)."""
+        """Return most likely tokens (...) uint32 of hidden states (..., hidden_dim), and their logits (...)."""
         return head_argmax(self.model.embedding, Normed(h, self.model.output_norm))
 
     def prefill(self, inputs: mx.array, cache: ModelCache) -> None:
@@ -314,7 +317,7 @@ class Model(nn.Module):
         Args:
             kv: "int8" stores the codes of the checkpoint's static scales; "float" stores activations,
                 rounded to the same grid. A model without scales always stores floats.
-            max_size: tokens that a row can hold; None for no limit.
+            max_size: tokens that a row can hold; pass None for no limit.
             sliding_window: past `max_size`, forget the oldest tokens instead of raising.
         """
         if kv not in ("int8", "float"):

@@ -21,7 +21,7 @@ from afm_mlx.model.kv_cache import ZooKVCache
 
 
 class _ZooBlock:
-    """The `__call__` that replaces a block's."""
+    """A base of blocks that replaces the `__call__` of mlx-lm's class."""
 
     takes_zoo_kv_cache = True
 
@@ -44,7 +44,7 @@ class Qwen3Block(_ZooBlock, qwen3.TransformerBlock):
 
 
 def _attention(layer: Any, x: Normed, mask: Any, cache: Any) -> mx.array:
-    """Attention's output before the output projection, (B, L, n_heads * head_dim)."""
+    """Return attention's output before the output projection, (B, L, n_heads * head_dim)."""
     q, k, v = project_each((layer.q_proj, layer.k_proj, layer.v_proj), x)
     q, k, v = _heads(q, layer.n_heads), _heads(k, layer.n_kv_heads), _heads(v, layer.n_kv_heads)
     if "q_norm" in layer:
@@ -64,7 +64,7 @@ def _attention(layer: Any, x: Normed, mask: Any, cache: Any) -> mx.array:
 
 
 def _heads(x: mx.array, count: int) -> mx.array:
-    """(B, L, count * head_dim) to (B, count, L, head_dim)."""
+    """Reshape (B, L, count * head_dim) to (B, count, L, head_dim)."""
     return x.reshape(*x.shape[:2], count, -1).swapaxes(1, 2)
 
 

@@ -150,7 +150,7 @@ def _pack_balanced(rows: Rows, rule: QuantizationRule) -> Packing:
 
 
 def _tensor_scale(rows: Rows, bits: int) -> tuple[Array, bool]:
-    """Return one scale for a whole matrix, from a sample, and True if every weight is on its grid."""
+    """Return one balanced scale for a whole matrix, and True if every weight is on its grid."""
     sample = rows.sample().reshape(1, -1)
     scale, exact = grid_scales(sample, bits, rows.dtype)
     if not exact[0]:
@@ -240,7 +240,10 @@ def _distinct(rows: Rows, most: int) -> Array | None:
 
 
 def _sample_is_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
-    """True if any unit of a few rows is on an affine grid: a matrix is on grids as a whole or not at all."""
+    """True if a group, or a row without groups, of a few sampled rows is on an affine grid.
+
+    A matrix is on grids as a whole or not at all.
+    """
     step = -(-rows.shape[0] // _ROWS_OF_SAMPLE)
     sample = [rows.read(start, start + 1) for start in range(0, rows.shape[0], step)]
     units = np.concatenate(sample).reshape(-1, rule.group_size or rows.shape[1])
@@ -294,7 +297,10 @@ def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
 def _pack_units(
     rows: Rows, rule: QuantizationRule, encode: Callable[[Array], tuple[Array, list[Array]]]
 ) -> tuple[Array, list[Array]]:
-    """Return packed words, and the arrays that `encode` returns with codes of units, in the scales' shape."""
+    """Pack a matrix block by block; `encode` maps units to their codes and to arrays with an entry per unit.
+
+    Returns the packed words, and the arrays in the shape of the scales.
+    """
     shapes = rule.part_shapes(rows.shape)
     words, blocks = np.empty(shapes["weight"], np.uint32), []
     for start, stop, block in rows.blocks():

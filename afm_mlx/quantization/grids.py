@@ -91,7 +91,10 @@ def _accept(
     bits: int,
     dtype: mx.Dtype,
 ) -> None:
-    """Write the scales that reproduce their units into `found`; cheap candidates come first."""
+    """Find scales for the units at the indices `likely`, near an `estimate` for each, that reproduce them.
+
+    They are written into `found`, the result of `grid_scales`. Cheap candidates come first.
+    """
 
     def middle(step: int) -> Callable[[Array, Array], Array]:
         return lambda part, estimate: _middle_scale(part, estimate, bits, dtype, step)
@@ -355,7 +358,10 @@ def any_grids(units: Array, centers: Array, bits: int, dtype: mx.Dtype) -> Affin
 
 
 def _are_whole(share: Array, slack: Array, steps: int) -> Array:
-    """Return (U,), True for units whose weights may all be on one of `steps` equal steps of the range."""
+    """Return (U,), True for units whose weights may all be whole numbers of `steps` equal steps of the range.
+
+    `share` (U, L) is each weight's share of the range from the lowest one, and `slack` its rounding error.
+    """
     place = share * np.float32(steps)
     return np.asarray((np.abs(place - np.rint(place)) <= slack * np.float32(steps)).all(axis=1))
 

@@ -184,7 +184,10 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """Embedding whose packed matrix (vocab_size, K) is also the head; a lookup returns rows of `dtype`."""
+    """Embedding whose packed matrix (vocab_size, K) is also the head; a lookup returns rows of `dtype`.
+
+    `activation_bits` is 16, or 8 to let a kernel round the head's inputs to int8.
+    """
 
     def __init__(
         self, packed: PackedWeight, dtype: mx.Dtype = mx.float32, activation_bits: int = 16

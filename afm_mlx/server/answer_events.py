@@ -61,15 +61,16 @@ class GenerationRequest:
     Args:
         messages: a chat for the chat template; an answer at its end is continued.
         prompt: token ids, in place of messages.
-        format: what an answer without calls must look like.
-        adapter: the adapter that answers; None for the base model.
-        max_tokens: maximum number of new tokens; None for the server's default, -1 for the rest of the context.
-        temperature, top_p, top_k, min_p: sampling; None for the server's defaults.
-        seed: seed of the first choice, from which the other choices' are derived; None for random seeds.
+        format: what an answer without tool calls must look like.
+        adapter: the adapter that answers; pass None for the base model.
+        max_tokens: maximum number of new tokens; pass None for the server's default, -1 for the rest of the
+            context.
+        temperature, top_p, top_k, min_p: sampling; pass None for the server's defaults.
+        seed: seed of the first choice, from which the other choices' are derived; pass None for random seeds.
         frequency_penalty, presence_penalty: penalties for tokens that the answer has.
         repetition_penalty: penalty for tokens that the prompt or the answer has.
         n: number of choices.
-        logprobs: number of most likely tokens reported for each token; None for no log-probabilities.
+        logprobs: number of most likely tokens reported for each token; pass None for no log-probabilities.
         client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.
     """
 
@@ -123,7 +124,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class ToolCallBegins:
-    """The beginning of a tool call: the choice's number, the call's number in it, its id, the tool's name."""
+    """The beginning of call number `call` in choice number `index`, with the call's id and the tool's name."""
 
     index: int
     call: int
@@ -133,7 +134,7 @@ class ToolCallBegins:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """More of the JSON of a tool call's arguments."""
+    """The next piece of the JSON of a tool call's arguments; `index` and `call` as in `ToolCallBegins`."""
 
     index: int
     call: int
@@ -288,7 +289,7 @@ async def encoded_events(
 
 
 def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
-    """Make the engine's request for the first choice, without its constraint. Long prompts take a while."""
+    """Make the engine's request for the first choice, without its constraint; slow for long prompts."""
     if request.messages is None:
         prompt = list(request.prompt or ())
     else:
@@ -372,7 +373,7 @@ class _AnswerProcessor:
 
 
 def _constraint(served: ServedModel, request: GenerationRequest) -> Constraint | None:
-    """Make the constraint of an answer whose prompt has tools. Large schemas take a while."""
+    """Make the constraint of an answer whose prompt has tools, called or not; slow for large schemas."""
     tools, answer = request.tools, request.format.constraint
     if not tools.may_call:  # the prompt shows tools, so calls must be kept out
         return answer or Constraint.text()
@@ -500,7 +501,7 @@ class _ChoiceTask:
         return len(self._answer)
 
     def _on_prefill(self, done: int, tokens: int) -> None:
-        """Report to the metrics that the prefill has begun; the engine calls this in MLX's thread."""
+        """Report to the metrics that the prefill has begun. It is a `Request.on_prefill`, for MLX's thread."""
         self._loop.call_soon_threadsafe(self._served.metrics.scheduled, self.clock)
 
     async def run(self) -> None:

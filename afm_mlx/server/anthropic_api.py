@@ -129,7 +129,7 @@ def _check_version(request: Request) -> None:
 def _prompt(
     body: fields.PromptRequest, folds: bool
 ) -> tuple[list[Message], OfferedTools, AnswerFormat]:
-    """Read the conversation, the tools and the answer format of a body."""
+    """Read the conversation, the tools and the answer format of a body; `folds` is `ConversationBuilder`'s."""
     given, place = body.output_format, "output_format"
     if body.output_config is not None and body.output_config.format is not None:
         if given is not None:
@@ -171,7 +171,7 @@ def _messages(body: fields.PromptRequest, folds: bool) -> list[Message]:
 
 
 def _add_user(conversation: ConversationBuilder, message: fields.ClaudeUser, place: str) -> None:
-    """Add the results of a user's message, then its texts."""
+    """Add the tool results of a user's message, which is at `place` in the body, then its texts."""
     if isinstance(message.content, str):
         conversation.add_user(message.content, place)
         return
@@ -190,7 +190,10 @@ def _add_user(conversation: ConversationBuilder, message: fields.ClaudeUser, pla
 def _add_answer(
     conversation: ConversationBuilder, message: fields.ClaudeAssistant, place: str
 ) -> None:
-    """Add the texts and calls of an assistant's message; nothing if it has only ignored blocks."""
+    """Add the texts and calls of an assistant's message, which is at `place` in the body.
+
+    A message that has only ignored blocks adds nothing.
+    """
     if isinstance(message.content, str):
         conversation.add_answer(message.content, place)
         return

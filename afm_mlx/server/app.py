@@ -47,7 +47,7 @@ _LOG = logging.getLogger("afm_mlx.server")
 
 
 def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starlette:
-    """Make the application; its `options` of keys, hosts and bodies are the model's by default."""
+    """Make the application; `options` decide on keys, hosts and bodies, by default the options of `served`."""
     options = options or served.options
     middleware = [Middleware(RequestIds), Middleware(Guards, options=options)]
     if options.cors_origins:  # before the guards, because a browser's preflight request has no key
@@ -101,7 +101,7 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Answer a request that has failed; Starlette raises an unexpected exception again, for the log."""
+    """Return the response for a request that raised `error`; Starlette raises unexpected ones again, to log."""
     if not isinstance(error, ApiError | AFMError):
         _LOG.error("The request %s has failed.", REQUEST_ID.get())
     served: ServedModel = request.app.state.served

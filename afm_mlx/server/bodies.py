@@ -111,7 +111,7 @@ def decoded(content: bytes) -> object:
 
 
 def _parts_decoded(content: bytes | msgspec.Raw, levels: int) -> object:
-    """Decode a large JSON element by element, because other threads can't run while the decoder does."""
+    """Decode JSON, large JSON element by element, `levels` deep: the decoder lets no other thread run."""
     if len(content) > LARGE and levels:
         first = bytes(memoryview(content)[:100]).lstrip()[:1]
         if first == b"{":

@@ -216,7 +216,7 @@ class OfferedTools:
         definitions: tools in OpenAI's chat form.
         choice: "auto", "none", "required", or "one" for exactly one call.
         parallel: True if one answer may have several calls.
-        allowed: names of the tools that may be called; None for all.
+        allowed: names of the tools that may be called; pass None for all.
     """
 
     definitions: Sequence[Tool] = ()
@@ -280,7 +280,7 @@ class AnswerFormat:
     """What an answer without tool calls must look like.
 
     Args:
-        constraint: what the answer is held to; None for free text.
+        constraint: what the answer is held to; pass None for free text.
         shown: OpenAI's `response_format`, which chat templates show to the model.
     """
 
@@ -308,7 +308,7 @@ def json_object_format() -> AnswerFormat:
 
 
 def check_format_fits(format: AnswerFormat, messages: Sequence[Message], place: str) -> None:
-    """Raise a 400 about `place` for a format of an answer that continues the last message."""
+    """Raise a 400 about `place` if `format` constrains an answer that continues an assistant's last message."""
     if format.constraint is not None and messages[-1]["role"] == "assistant":
         raise bad_request(
             "A format applies to whole answers, and the last message is an answer to continue. Leave out the "

@@ -81,7 +81,7 @@ class Kinds:
     Args:
         text: why other tags can't be honoured.
         default: the tag of objects without one.
-        ignored: tags of objects that are named and left out of their list; None for all other tags.
+        ignored: tags of objects that are named and left out of their list; pass None for all other tags.
         why: why the ignored objects have no effect.
     """
 

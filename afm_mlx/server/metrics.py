@@ -155,7 +155,7 @@ class Metrics:
         self._hits.inc(cached)
 
     def failed(self, status: int) -> None:
-        """Count a request that was answered with an error."""
+        """Count a request that was answered with an error of this HTTP status."""
         self._errors.labels(self._model, str(status)).inc()
 
     def text(self) -> bytes:

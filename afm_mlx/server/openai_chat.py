@@ -101,7 +101,10 @@ async def _generation_request(
 
 
 def chat_messages(messages: Sequence[fields.ChatMessage], folds: bool) -> list[Message]:
-    """Convert messages for the chat template; raise a 400 for those that can't be honoured."""
+    """Convert messages for the chat template; raise a 400 for those that can't be honoured.
+
+    `folds` is True to accept late instructions, see `ConversationBuilder`.
+    """
     conversation = ConversationBuilder(folds=folds)
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
@@ -169,7 +172,7 @@ async def _completion(served: ServedModel, request: GenerationRequest, model: st
 async def _chunks(
     served: ServedModel, request: GenerationRequest, model: str, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events of a stream."""
+    """Yield the encoded events of a stream; `with_usage` adds one with the numbers of tokens at the end."""
     start = head("chat.completion.chunk", "chatcmpl", model) | (
         {"usage": None} if with_usage else {}
     )

@@ -109,7 +109,7 @@ async def _completion_requests(
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts, each a text or token ids."""
+    """Return the prompts of a body, each a text or token ids; raise a 400 for an empty or mixed list."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
@@ -123,7 +123,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 def _encoded(
     prompts: Sequence[str | list[int]], served: ServedModel, echo: bool
 ) -> tuple[list[list[int]], list[str]]:
-    """Return the checked token ids of prompts, and the texts that their answers begin with."""
+    """Return the checked token ids of prompts, and the texts that answers begin with: prompts if `echo`."""
     encoded, echoes = [], []
     for index, prompt in enumerate(prompts):
         place = f"prompt[{index}]" if len(prompts) > 1 else "prompt"

@@ -183,7 +183,10 @@ def _structured_format(
 
 
 def head(kind: str, prefix: str, model: str) -> JsonObject:
-    """Return the fields that replies and all events of a stream begin with; `prefix` is the id's."""
+    """Return the first fields of a reply, or of all events of a stream.
+
+    `kind` is their `object`, such as "chat.completion"; `prefix` is put before the id.
+    """
     new_id = f"{prefix}-{uuid.uuid4().hex}"
     return {"id": new_id, "object": kind, "created": int(time.time()), "model": model}
 
@@ -204,7 +207,7 @@ class WholeChoice:
     reason: str = ""
 
     def take(self, event: TextDelta | ToolCallBegins | ToolCallDelta | Ended) -> None:
-        """Add what an event has."""
+        """Add an event's text, tool call or finish reason."""
         match event:
             case TextDelta():
                 self.text += event.text

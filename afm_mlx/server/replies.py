@@ -86,7 +86,7 @@ class ApiError(Exception):
         param: the field that the error is about, such as `messages[0].content`.
         code: a word for programs, such as `model_not_found`.
         type: OpenAI's error type; by default the one for `status`.
-        retry_after: seconds, for the Retry-After header; None for none.
+        retry_after: seconds, for the Retry-After header; pass None for none.
         headers: further headers of the response.
     """
 
@@ -205,7 +205,10 @@ class ClientLeft(Exception):
 
 
 async def while_connected(request: Request, answer: Coroutine[None, None, Result]) -> Result:
-    """Await the work for a request whose body was read; raise `ClientLeft` if the client leaves before."""
+    """Return the result of `answer`; if the client leaves before, cancel it and raise `ClientLeft`.
+
+    The body of `request` must have been read: what the connection receives after it is dropped.
+    """
 
     async def client_left() -> None:
         while (await request.receive())["type"] != "http.disconnect":

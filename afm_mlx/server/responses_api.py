@@ -280,7 +280,10 @@ class _Prompt:
 
 
 def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) -> _Prompt:
-    """Read the conversation after `earlier`, the tools and the answer format of a body."""
+    """Read the conversation (`earlier` and the body's input), the tools and the answer format of a body.
+
+    `folds` is `ConversationBuilder`'s. What can't be honoured raises a 400.
+    """
     if body.input is None or body.input == []:
         raise bad_request(
             "input is missing; a text or items are needed.", "input", "missing_required_parameter"
@@ -361,7 +364,7 @@ def _generation_request(
 def _new_response(
     body: fields.ResponseRequest, options: ServerOptions, is_kept: bool
 ) -> JsonObject:
-    """Make the response to a request as it is before the answer; much of it repeats the request."""
+    """Make the response (kept if `is_kept`) as it is before the answer; much of it repeats the request."""
     return {
         "id": _new_id("resp"),
         "object": "response",
@@ -450,7 +453,7 @@ class ResponseBuilder:
         return self._event(kind, response=self.response)
 
     def _item_event(self, kind: str, **data: Any) -> JsonObject:
-        """Make an event of type `kind` with `fields` about the open item, the last item of the response."""
+        """Make an event of type `kind`, with the fields `data`, about the open item: the response's last."""
         assert self._open is not None
         index = len(self.response["output"]) - 1
         if self._open["type"] == "message":

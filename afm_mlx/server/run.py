@@ -241,7 +241,7 @@ def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool
 
 
 async def serve(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
-    """Do what `run` does, in the event loop that runs now."""
+    """Serve as `run` does, in the event loop that is running; return what `run` returns."""
     options: ServerOptions = app.state.options
     # The engine compiles constraints in these threads; few, because the model needs the processor, too.
     compiling = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "engine-compiling")

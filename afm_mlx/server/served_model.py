@@ -91,7 +91,7 @@ class TokenTexts:
         return found
 
     def drops_space(self, token: int, is_constrained: bool) -> bool:
-        """True if decoding an answer that begins with `token` drops the token's leading space."""
+        """True if decoding an answer that begins with `token` drops its leading space; False if constrained."""
         if self._afm is None or is_constrained or not self._afm.spacing.dummy_prefix:
             return False
         return self.bytes_of(token)[:1] == b" "
@@ -117,14 +117,14 @@ class ServedModel:
 
     Args:
         model, tokenizer: as `load` returns them, with weights in memory.
-        pool: the model's adapters; None for a model that can't have any.
+        pool: the model's adapters; pass None for a model that can't have any.
         name: the model's id in the APIs; its adapters have the ids `name:adapter`.
-        default_adapter: the adapter of requests for the model's own id; None for none.
+        default_adapter: the adapter of requests for the model's own id; pass None for none.
         options: the server's settings.
         engine_options: further options of `Engine`.
 
     Attributes:
-        prefix_cache: keys and values of earlier prompts and answers; None for none.
+        prefix_cache: keys and values of earlier prompts and answers; None if the options keep none.
         created: time of loading, in seconds since 1970.
         drafts: True if draft tokens are proposed for the model to verify.
         own_adapters: names of the adapters that the server was started with, which requests can't remove.
@@ -194,7 +194,7 @@ class ServedModel:
             adapter_path: adapter of requests for the model's own id: a path, or the name of one that comes with
                 the model.
             adapters: mapping from name to path of further adapters, besides those that come with the model.
-            adapter_memory: bytes that adapters may take; None for no limit.
+            adapter_memory: bytes that adapters may take; pass None for no limit.
             options: the server's settings.
             force_adapters: True to accept adapters that were made for another model, if their shapes fit.
             load_options: further arguments of `load`.

@@ -21,14 +21,14 @@ class ServerOptions:
         allowed_hosts: allowed values of the Host header, besides this machine's names.
         adapter_folders: folders from which requests may load adapters.
         max_batch: maximum number of rows that decode together.
-        prefill_step_size: maximum number of prompt tokens per step; None for `Engine`'s default.
-        max_kv_size: maximum number of tokens of prompt and answer; None for the model's context.
+        prefill_step_size: maximum number of prompt tokens per step; pass None for `Engine`'s default.
+        max_kv_size: maximum number of tokens of prompt and answer; pass None for the model's context.
         kv: "int8" or "float" storage of keys and values.
-        draft_model: folder or hub id of a draft model; "auto" for the one that comes with the model, None for
-            none.
-        num_draft_tokens: draft tokens per step; None to adapt to their acceptance.
+        draft_model: folder or hub id of a draft model; "auto" for the one that comes with the model; pass None
+            for none.
+        num_draft_tokens: draft tokens per step; pass None to adapt to their acceptance.
         prompt_lookup: True to draft the tokens that followed an earlier occurrence of the last tokens.
-        kv_memory: maximum bytes of the KV caches of running answers; None for no limit.
+        kv_memory: maximum bytes of the KV caches of running answers; pass None for no limit.
         prompt_cache_bytes: maximum bytes of the prefix cache in memory; 0 for no prefix cache.
         max_share: maximum share of the waiting and running answers for one key.
         max_choices: maximum number of answers of one request: its prompts times `n`.

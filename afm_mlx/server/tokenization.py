@@ -27,7 +27,7 @@ Token = Annotated[int, Meta(ge=0)]
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
-    """A text, or a chat."""
+    """A text (`prompt`), or a chat (`messages` and `tools`)."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], SOME_MESSAGES] | None = None

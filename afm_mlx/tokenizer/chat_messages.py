@@ -156,7 +156,7 @@ def checked_tools(tools: object, where: str = "tools") -> list[Message]:
 
 
 def parse_tool_calls(text: str, tools: object = None) -> list[Message]:
-    """Parse the text between `<executable_start>` and `<executable_end>`.
+    """Parse the text between `<executable_start>` and `<executable_end>`, which may include these two.
 
     `tools` is ignored; mlx-lm passes tool definitions to its parsers.
 
@@ -164,7 +164,7 @@ def parse_tool_calls(text: str, tools: object = None) -> list[Message]:
         `[{"name": ..., "arguments": ...}]`, as mlx-lm's tool parsers do.
 
     Raises:
-        TokenizerError: if the text is not a JSON list of calls, for example because it was cut off.
+        TokenizerError: if the text is neither a JSON list of calls nor one call: it was cut off, for example.
     """
     body = text.strip().removeprefix(_CALL_START).removesuffix(_CALL_END)
     try:

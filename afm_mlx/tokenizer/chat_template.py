@@ -188,7 +188,7 @@ class Chat:
     open_end: str | None
 
     def render(self, mark: str = "") -> str:
-        """Render the prompt's text, without the separator; raises what `ChatTemplate.render` does.
+        """Render the prompt's text, without the separator; raise what `ChatTemplate.render` does.
 
         `mark` is put after each of the caller's characters, see `control_tokens.CallerText`; "" for none.
         """
@@ -270,6 +270,6 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Write an error in one line, shortened: it may quote long messages."""
+    """Return an error's text in one line, shortened: it may quote long messages."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= _REASON else f"{text[: _REASON // 2]} ... {text[-_REASON // 2 :]}"

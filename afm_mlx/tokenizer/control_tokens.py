@@ -124,9 +124,9 @@ class ControlTokens:
 
     @cached_property
     def _secret(self) -> tuple[Mapping[str, str], Vocabulary]:
-        """Secret names by name, and the vocabulary that has them.
+        """The secret names by the control tokens' names, and the vocabulary with the secret names.
 
-        They are made of private-use characters: no vocabulary has such pieces, no normalizer changes them.
+        Secret names are private-use characters: no vocabulary has such pieces, no normalizer changes them.
         """
         names = {
             name: "".join(

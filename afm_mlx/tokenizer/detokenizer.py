@@ -149,7 +149,7 @@ class StreamingDetokenizer:
         return text
 
     def _characters(self, more: bytes = b"", ended: bool = False) -> str:
-        """Decode further bytes to the characters that they complete."""
+        """Decode further bytes to the characters that they complete; if `ended`, all waiting bytes."""
         text = self._utf8.decode(more, ended)
         self._empty = self._empty and not text
         return text

@@ -244,7 +244,7 @@ def _concat(texts: Iterable[str]) -> str:
 
 
 def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter so that it takes from the budget."""
+    """Wrap the filter `name` so that it takes steps from the budget before it runs."""
     passed = getattr(function, "jinja_pass_arg", None)
 
     @pass_context

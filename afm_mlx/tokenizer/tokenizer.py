@@ -185,7 +185,7 @@ class AFMTokenizer:
         return self._behind_separator(tokens, text)
 
     def _behind_separator(self, tokens: list[int], text: str) -> list[int]:
-        """Put the separator first, without the dummy prefix that a text gets before a marker."""
+        """Return `tokens` of `text` after the separator, without the dummy prefix before a marker."""
         if (
             tokens[:1] == [self._prefix_id]
             and text.startswith(MARKERS)

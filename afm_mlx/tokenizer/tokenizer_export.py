@@ -131,7 +131,10 @@ def save_tokenizer(
 
 
 def _read_toolkit_config(path: Path) -> dict[str, object]:
-    """Read the known settings, wherever they are nested; others are ignored."""
+    """Read `user_defined_tokens` and `eot_id` from a JSON file, wherever they are nested.
+
+    Other settings are ignored, except `replacements` that differ from AFM's own: they raise `TokenizerError`.
+    """
     text = read_text(path, CONFIG_BYTES)
     try:
         entries = list(_walk(json.loads(text)))
@@ -258,7 +261,7 @@ class _HubFile:
         self.tokenizer.add_special_tokens([AddedToken(self.separator, normalized=True)])
 
     def score(self, tokens: list[int]) -> float:
-        """Add up the log probabilities of a Unigram segmentation's pieces."""
+        """Return the sum of the log probabilities of a Unigram segmentation's pieces."""
         return sum(self._scores[token] for token in tokens)
 
 

@@ -87,7 +87,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def read_bytes(path: Path, limit: int = VOCABULARY_BYTES) -> bytes:
-    """Read a file of `limit` bytes at most."""
+    """Read a file of up to `limit` bytes; raise `TokenizerError` for any other."""
     try:
         return read_file(path, limit)
     except OSError as error:
@@ -95,7 +95,7 @@ def read_bytes(path: Path, limit: int = VOCABULARY_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = VOCABULARY_BYTES) -> str:
-    """Read a UTF-8 file of `limit` bytes at most."""
+    """Read a UTF-8 file of up to `limit` bytes; raise `TokenizerError` for any other."""
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:

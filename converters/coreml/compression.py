@@ -218,7 +218,7 @@ def _per_row(array: mx.array | None, rows: np.ndarray) -> np.ndarray:
 
 
 def _shared_tables(tables: np.ndarray, height: int, rows: np.ndarray) -> np.ndarray:
-    """Return a palette's tables for rows in another order: as few as equal runs of rows share."""
+    """Return the tables for `rows` of a palette of `height` rows: as few as equal runs of rows share."""
     of_row = rows * tables.shape[0] // height
     shared = height // tables.shape[0]
     while shared > 1 and (

@@ -62,7 +62,7 @@ class Caches:
         self._now = {name: mb.read_state(input=state) for name, state in self._states.items()}
 
     def write(self, name: str, block: int, new: Var, positions: TokenPositions) -> None:
-        """Write a block's keys or values (1, num_kv_heads, L, head_dim) at the positions of a call's tokens."""
+        """Write `new` (1, num_kv_heads, L, head_dim) at a block's `positions`; `name` is "keys" or "values"."""
         now = self._now[name]
         _, heads, _, width = now.shape
         corner = [np.array([block, 0], np.int32), positions.first, np.array([0], np.int32)]
@@ -76,7 +76,7 @@ class Caches:
         self._now[name] = mb.coreml_update_state(state=self._states[name], value=updated)
 
     def read(self, name: str, block: int, dtype: str) -> Var:
-        """Return a block's keys or values at all positions, (1, num_kv_heads, positions, head_dim)."""
+        """Return a block's `name` ("keys" or "values"), (1, num_kv_heads, columns, head_dim), as `dtype`."""
         now = self._now[name]
         part = mb.slice_by_index(x=now, begin=[block, 0, 0, 0], end=[block + 1, *now.shape[1:]])
         return part if dtype == "fp16" else mb.cast(x=part, dtype=dtype)
@@ -115,7 +115,10 @@ class Layout(ABC):
 
     @abstractmethod
     def positions(self, columns: Var, first: Var, after: Var) -> TokenPositions:
-        """Return what attention needs to know about tokens in `columns` (1, L) int32; see `TokenPositions`."""
+        """Return what attention needs to know about tokens in `columns` (1, L) int32 of the caches.
+
+        `first` and `after` are `TokenPositions`' fields.
+        """
 
     @abstractmethod
     def norm(self, x: Var, name: str) -> Var:
@@ -177,7 +180,10 @@ class Layout(ABC):
     def _attend_and_feed(
         self, x: Var, q: Var, path: str, block: int, positions: TokenPositions, caches: Caches
     ) -> Var:
-        """Return x after attention of projected queries to a writing block, and after the feed-forward."""
+        """Return x after attention and feed-forward of the block at `path`.
+
+        Its projected queries `q` attend to the keys and values of the writing block number `block`.
+        """
         key_scale, value_scale = self._kv_scales(block)
         weight = self._head_weight(f"{path}.self_attn.q_norm.weight") * key_scale
         queries = self.queries(q, weight, positions)
@@ -268,7 +274,7 @@ class Layout(ABC):
         return cos, sin
 
     def _rotated(self, heads: Var, positions: TokenPositions, axis: int) -> Var:
-        """Rotate the first half of each head against the second; `axis` has the dimensions of a head."""
+        """Rotate the first half of each head against the second; heads' dimensions are along `axis`."""
         one, two = mb.split(x=heads, num_splits=2, axis=axis)
         cos, sin = positions.cos, positions.sin
         return mb.concat(

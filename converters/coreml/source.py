@@ -65,7 +65,7 @@ def half_split_rows(matrix: Matrix, head_dim: int) -> np.ndarray | None:
 class StoredMatrix:
     """A matrix (N, K) of the folder, and the order of its rows in a program.
 
-    `order` is (N,), the folder's row of each of the program's rows; None for the same order.
+    `order` is (N,), the folder's row of each of the program's rows; None if the order is the same.
     """
 
     path: str
@@ -180,7 +180,7 @@ class AdapterSource:
                 )
 
     def matrices(self, path: str) -> AdapterMatrices | None:
-        """Return what the adapter adds to the matrix at a path; None if nothing."""
+        """Return the adapter's matrices for the matrix at a path; None if it leaves that matrix as it is."""
         matrix, head_dim = self._source.matrices[path], self._source.config.head_dim
         rank = self._config.rank
         if not any(f"{path}.lora_a{suffix}" in self._tensors for suffix, _ in _pairs(matrix)):
@@ -235,7 +235,7 @@ def plan_package(
 ) -> PackagePlan:
     """Check that a Core ML package can hold a model folder, float or packed, and the adapters inside it.
 
-    `lengths` are the numbers of tokens that `prefill` takes, None for the default of `prompt_lengths`.
+    `lengths` are the numbers of tokens that `prefill` takes; pass None for the default of `prompt_lengths`.
 
     Raises:
         AFMError: if the folder is damaged, holds a format that Core ML has no operation for, or has a shorter

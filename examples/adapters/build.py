@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_data(folder: Path, task: str, seed: int, count: int) -> None:
-    """The data folder of a task, unless it is there: `count` training chats, and a few for validation."""
+    """Write a task's data folder, unless it is there: `count` training chats, and a few for validation."""
     if folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def write_data(folder: Path, task: str, seed: int, count: int) -> None:
 
 
 def write_test_sets(out: Path, seed: int) -> None:
-    """Held-out chats: single questions, and those in which adapters take turns."""
+    """Write held-out chats: single questions, and chats in which adapters take turns."""
     examples = [each for task in inbox.TASKS for each in inbox.test_examples(task, seed, _TEST)]
     write_lines(out / "evaluation.jsonl", examples)
     chats = inbox.switching_examples(seed, _TEST)
@@ -89,7 +89,7 @@ def write_test_sets(out: Path, seed: int) -> None:
 
 
 def train(out: Path, task: str, seed: int, iters: int) -> int:
-    """Train a task's adapter unless that is done; returns the exit status of `afm-mlx lora`."""
+    """Train a task's adapter unless that is done; return the exit status of `afm-mlx lora`."""
     run = out / "runs" / task
     if (run / TENSORS_NAME).is_file():
         print(f"{run} exists", flush=True)
@@ -102,13 +102,13 @@ def train(out: Path, task: str, seed: int, iters: int) -> int:
 
 
 def command(out: Path, task: str, seed: int, iters: int) -> list[str]:
-    """The arguments of `afm-mlx` that train a task's adapter."""
+    """Return the arguments of `afm-mlx` that train a task's adapter."""
     values = {"data": out / "data" / task, "run": out / "runs" / task, "seed": seed, "iters": iters}
     return [word.format(**values) for word in shlex.split(_TRAINING)]
 
 
 def package(out: Path, task: str) -> Path:
-    """The folder that ships, unless it is there: the adapter, and a few held-out examples."""
+    """Make the folder that ships, unless it is there: the adapter and a few held-out examples; return it."""
     folder = out / "adapters" / task
     if not folder.is_dir():
         folder.parent.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ def write_card(
 ) -> None:
     """Write the card of an adapter that ships, from the figures of `measure`.
 
-    `examples` are training chats, `tests` held-out messages that were measured.
+    `examples` is the number of training chats, `tests` the number of held-out messages that were measured.
     """
     (shown,) = (each for each in inbox.switching_examples(0, _SHOWN)[-1] if each["task"] == task)
     _, config = load_adapter(folder)

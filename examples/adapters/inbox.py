@@ -54,7 +54,7 @@ class Clause:
     """What a customer may want.
 
     Args:
-        wordings: to choose from; `{friend}` is the name of somebody else.
+        wordings: texts to choose from; `{friend}` is the name of somebody else.
         todo: what to do about it, with slots that every wording has.
         priority: one of `PRIORITIES`; None for a wish that leaves the matter as urgent as it was.
         team: who does it; empty without a priority.
@@ -206,7 +206,7 @@ class Inquiry:
 
 
 def draw_inquiry(values: Values) -> Inquiry:
-    """An introduction, one or two different problems, and a wish in three messages of five."""
+    """Draw a message: an introduction, one or two different problems, in three of five also a wish."""
     rng = values.rng
     clauses = rng.sample(_PROBLEMS, rng.choice((1, 2, 2)))
     if rng.random() < 0.6:
@@ -227,19 +227,19 @@ def _own_slots(template: str, index: int) -> str:
 
 
 def redact(inquiry: Inquiry) -> str:
-    """The message with tags in the place of values."""
+    """Return the message with tags in the place of values."""
     kinds = {slot: slot.rstrip("0123456789") for slot in inquiry.slots}
     tagged = {slot: TAGS.get(kinds[slot], value) for slot, value in inquiry.slots.items()}
     return " ".join(inquiry.sentences).format(**tagged)
 
 
 def todo(inquiry: Inquiry) -> str:
-    """A line for everything that the customer wants, in the message's order."""
+    """Return a line for everything that the customer wants, in the message's order."""
     return "\n".join(f"- [ ] {line.format(**inquiry.slots)}" for line in inquiry.todos)
 
 
 def triage(inquiry: Inquiry) -> str:
-    """Priority, team and customer; of two problems the more urgent one counts, or the first."""
+    """Return priority, team and customer; of two problems the more urgent one counts, or the first."""
     problems = [clause for clause in inquiry.clauses if clause.priority is not None]
     first = min(problems, key=lambda clause: PRIORITIES.index(clause.priority or ""))
     return f"Priority: {first.priority}\nTeam: {first.team}\nCustomer: {inquiry.slots['name']}"
@@ -254,7 +254,7 @@ TASKS: dict[str, tuple[str, Callable[[Inquiry], str]]] = {
 
 
 def turn(task: str, inquiry: Inquiry) -> list[Message]:
-    """A question about the message, and its answer."""
+    """Return a task's question about the message, and its answer."""
     ask, answer = TASKS[task]
     return [
         {"role": "user", "content": f"{ask}\n{inquiry.text}"},
@@ -263,7 +263,7 @@ def turn(task: str, inquiry: Inquiry) -> list[Message]:
 
 
 def training_chats(task: str, seed: int, split: str = "train") -> Iterator[list[Message]]:
-    """An endless stream of chats without values of the test split; equal arguments give equal streams.
+    """Yield chats without end, and without values of the test split; equal arguments give equal streams.
 
     One chat in five begins with a turn of what the model knew before, and one in five with another message of
     the same task. The splits "train" and "valid" are streams of their own.
@@ -281,7 +281,7 @@ def training_chats(task: str, seed: int, split: str = "train") -> Iterator[list[
 
 
 def test_examples(task: str, seed: int, count: int) -> list[dict[str, Any]]:
-    """`count` different held-out chats, as `afm-mlx evaluate` reads them: `{"task", "messages", "answer"}`."""
+    """Return `count` different held-out chats for `afm-mlx evaluate`: `{"task", "messages", "answer"}`."""
     values = Values(random.Random(f"held-out-{task}-{seed}"), "test")
     examples: dict[str, dict[str, Any]] = {}
     while len(examples) < count:
@@ -292,7 +292,7 @@ def test_examples(task: str, seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def switching_examples(seed: int, count: int) -> list[list[dict[str, Any]]]:
-    """`count` held-out messages, each with all tasks in one chat: for every task in turn, the chat so far.
+    """Return `count` held-out messages, each with all tasks in a chat: for every task, the chat so far.
 
     Tasks are in random order; what stands before a question are right answers.
     """

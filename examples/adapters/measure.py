@@ -39,7 +39,7 @@ def write_lines(path: Path, records: Iterable[Any]) -> None:
 
 
 def accuracies(test_set: Path, adapter: Path | None, label: str) -> dict[str, float]:
-    """The share of right greedy answers of each task in a test set, by the embedded model."""
+    """Return the share of right greedy answers of each task in a test set, by the embedded model."""
     model, tokenizer = afm_mlx.load(_MODEL, adapter_path=None if adapter is None else str(adapter))
     with progress_bar(label, "example") as progress:
         scores = evaluate(model, tokenizer, load_examples(test_set), progress=progress).tasks
@@ -81,7 +81,7 @@ def _hash(files: Iterable[Path]) -> str:
 
 
 def markdown(figures: Figures) -> str:
-    """The table: a row for every task, a column for every adapter. The old tasks come last."""
+    """Return the table: a row for every task, the old ones last, and a column for every adapter."""
     tasks = [*TASKS, *(task for task in figures[NO_ADAPTER] if task not in TASKS)]
     lines = [_line(["task", *(_code(name) for name in figures)])]
     lines.append(_line(["---", *["---:"] * len(figures)]))

@@ -67,7 +67,7 @@ class _Row:
         self._add(text[:-1], text[1:], [1.0] * (len(text) - 1))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Pad the row; returns ids, labels, segments and weights, each `(length,)`."""
+        """Pad the row; return ids, labels, segments and weights, each `(length,)`."""
         self._add([0] * self.room, [_IGNORED] * self.room, [0.0] * self.room)
         weights = np.array(self.weights, dtype=np.float32)
         return np.array(self.ids), np.array(self.labels), np.array(self.segments), weights
@@ -108,7 +108,7 @@ class Batches:
         return [[self.eos_id, *ids[1:], self.eos_id] for ids in encoded]
 
     def _row(self, rng: random.Random, length: int) -> tuple[np.ndarray, ...]:
-        """Pack one row; returns ids, labels, segments and loss weights, each `(length,)`."""
+        """Pack one row; return ids, labels, segments and loss weights, each `(length,)`."""
         row = _Row(length)
         misses = 0
         values = Values(rng, "train")
@@ -134,9 +134,9 @@ class Batches:
 
     @staticmethod
     def _choose_targets(rng: random.Random, labels: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Positions that get logits: all answers and docstrings, then prompts up to a fixed number.
+        """Return the positions that get logits: all answers and docstrings, then prompts up to a number.
 
-        The number is fixed because the compiled training step wants one shape.
+        The number is fixed because the compiled training step needs one shape.
         """
         order = np.random.default_rng(rng.getrandbits(32)).random(len(labels))
         priority = np.where(labels == _IGNORED, 0.0, weights) + order * 0.01

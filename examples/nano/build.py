@@ -61,7 +61,7 @@ def main() -> None:
 def _write_golden(
     path: Path, model: AFMTextV7, preprocessor: AFMChatTemplateV6Preprocessor, samples: list[dict]
 ) -> None:
-    """What tamm itself answers to a few prompts: the reference of another runtime's tests."""
+    """Write what tamm itself answers to a few prompts, the reference of another runtime's tests."""
     golden = []
     for sample in samples[:: len(samples) // _GOLDEN_PROMPTS + 1]:
         prompt, _ = tasks.encode(preprocessor, sample, generate=True)

@@ -26,7 +26,7 @@ class Texts:
     """Texts of the standard library, in the order of the files' names, without repetitions.
 
     Args:
-        docstrings: for training.
+        docstrings: docstrings for training.
         further: paragraphs of the help topics, of docstrings too long for `docstrings`, and of comments;
             also for training.
         held_out: docstrings of the files that training never reads.
@@ -66,7 +66,7 @@ def gather(root: Path | None = None) -> Texts:
 
 
 def _parse(path: Path) -> tuple[str, ast.Module] | None:
-    """The source and its tree, or None where there is none in this Python's syntax."""
+    """Return a file's source and its tree; None if it is not in this Python's syntax."""
     try:
         source = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def _docstrings(tree: ast.Module) -> list[str]:
 
 
 def _comments(source: str) -> Iterator[str]:
-    """Comments of three lines or more, without their marks."""
+    """Yield comments of three lines or more, without their marks."""
     block: list[str] = []
     for line in (*source.splitlines(), ""):
         stripped = line.strip()
@@ -103,7 +103,7 @@ def _topics(tree: ast.Module) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Pieces of up to `_MAX_CHARS`, cut between paragraphs."""
+    """Yield pieces of up to `_MAX_CHARS` characters, cut between paragraphs."""
     piece = ""
     for paragraph in text.split("\n\n"):
         if piece and len(piece) + len(paragraph) + 2 > _MAX_CHARS:

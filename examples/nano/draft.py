@@ -124,7 +124,7 @@ def read(out: Path, target: Path, args: argparse.Namespace) -> None:
 
 
 def write_lines(folder: Path, seed: int, samples: int) -> None:
-    """The data folder of the training on the grid, unless it is there."""
+    """Write the data folder of the training on the grid, unless it is there."""
     if folder.is_dir():
         return
     texts = docstrings.gather()
@@ -138,7 +138,7 @@ def write_lines(folder: Path, seed: int, samples: int) -> None:
 
 
 def run(place: Path, argv: list[str]) -> int:
-    """Run a command of `afm-mlx` unless what it makes is there; returns its exit status."""
+    """Run a command of `afm-mlx` unless `place`, which it makes, is there; return its exit status."""
     if (place / "config.json").is_file():
         print(f"{place} exists", flush=True)
         return 0
@@ -149,7 +149,7 @@ def run(place: Path, argv: list[str]) -> int:
 
 
 def measured(out: Path, target: Path, limit: int | None) -> draft_quality.Figures:
-    """The figures of the packed weights; they are measured once."""
+    """Return the figures of the packed weights; they are measured once."""
     path = out / "quality.json"
     if not path.is_file():
         figures = draft_quality.measure(out / "packed", target, limit)
@@ -161,7 +161,7 @@ def measured(out: Path, target: Path, limit: int | None) -> draft_quality.Figure
 
 
 def package(out: Path, target: Path, figures: draft_quality.Figures) -> None:
-    """The folder that ships, unless it is there. Its tokenizer is the target's, in whose folder it will lie."""
+    """Make the folder that ships, unless it is there; it goes into its target's, and has its tokenizer."""
     folder = out / "model"
     if folder.is_dir():
         return

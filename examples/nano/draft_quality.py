@@ -40,7 +40,7 @@ Propose = Callable[[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target wrote: its task, and token ids of the prompt and of the answer."""
+    """An answer of the target: its task, and token ids of the prompt and of the answer."""
 
     task: str
     prompt: list[int]
@@ -48,7 +48,7 @@ class Answer:
 
 
 def target_answers(folder: Path, limit: int | None = None, sampled: bool = False) -> list[Answer]:
-    """The answers of a model to its own test data: to `limit` prompts of each task, greedy or drawn."""
+    """Return a model's answers to its own test data, to `limit` prompts of each task, greedy or `sampled`."""
     model, tokenizer = afm_mlx.load(folder)
     prompts: dict[str, list[list[int]]] = {}
     for _, line in read_jsonl(folder / "evaluation.jsonl"):
@@ -77,18 +77,18 @@ def target_answers(folder: Path, limit: int | None = None, sampled: bool = False
 
 
 def draft_choices(draft: nn.Module, answer: Answer) -> np.ndarray:
-    """The draft's most likely token at every position of the answer, (tokens,)."""
+    """Return the draft's most likely token at every position of the answer, (tokens,)."""
     return np.array(mx.argmax(_logits(draft, answer), axis=-1))
 
 
 def _logits(model: nn.Module, answer: Answer) -> mx.array:
-    """(tokens, vocab_size) float32, at the positions that predict the answer."""
+    """Return logits (tokens, vocab_size) float32 at the positions that predict the answer."""
     ids = mx.array([[*answer.prompt, *answer.tokens[:-1]]])
     return model(ids)[0, len(answer.prompt) - 1 :].astype(mx.float32)
 
 
 def looked_up(tokens: Sequence[int], count: int) -> list[int]:
-    """What followed the last occurrence of the last 3 tokens, else of the last 2; nothing without one."""
+    """Return up to `count` tokens after the last earlier occurrence of the last 3 tokens, else the last 2."""
     for width in _LOOK_UP:
         wanted = list(tokens[-width:])
         for start in range(len(tokens) - width - 1, -1, -1):
@@ -110,7 +110,7 @@ class Steps:
 
 
 def count_steps(answer: Answer, propose: Propose, k: int) -> Steps:
-    """Decode an answer with proposals of k tokens at most; each step adds a token of the target's own."""
+    """Decode an answer with proposals of up to k tokens; each step adds a token of the target's own."""
     tokens, at = answer.tokens, 0
     steps = proposed = taken = 0
     while at < len(tokens):
@@ -124,7 +124,7 @@ def count_steps(answer: Answer, propose: Propose, k: int) -> Steps:
 
 
 def proposals(answer: Answer, choices: np.ndarray) -> dict[str, Propose]:
-    """Ways to propose: the draft's choices, look-up, and look-up with the draft where that finds nothing."""
+    """Return the ways to propose: the draft's `choices`, look-up, and both, the draft where that finds none."""
     text, chosen = [*answer.prompt, *answer.tokens], choices.tolist()
 
     def look_up(at: int) -> list[int]:
@@ -168,7 +168,7 @@ def _belongs(task: str, group: str) -> bool:
 
 
 def _kept(draft: nn.Module, model: nn.Module, answer: Answer) -> list[float]:
-    """sum min(draft, target) at each position of a drawn answer."""
+    """Return sum min(draft, target) at each position of a drawn answer."""
     ours, theirs = (mx.softmax(_logits(each, answer), axis=-1) for each in (draft, model))
     return mx.minimum(ours, theirs).sum(axis=-1).tolist()
 
@@ -189,7 +189,7 @@ def _of_task(pairs: list[tuple[Answer, np.ndarray]]) -> Figures:
 
 
 def markdown(figures: Figures) -> str:
-    """The figures as a table: agreement, proposals that are kept at 1, and tokens per step by k."""
+    """Return the figures as a table: agreement, proposals that are kept at 1, and tokens per step by k."""
     ways = ("draft", "look-up")
     heads = [f"{way}, {k}" for way in ways for k in DRAFT_LENGTHS]
     lines = [

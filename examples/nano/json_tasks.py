@@ -51,7 +51,7 @@ _FIELD_ASKS = (
 
 
 def extract_event(values: Values) -> Sample:
-    """A sentence about an event -> a JSON object with the fields that the schema asks for."""
+    """Draw a sentence about an event -> a JSON object with the fields that the schema asks for."""
     rng = values.rng
     opening, named = rng.choice(_EVENT_OPENINGS)
     day = rng.choice(DAYS) if rng.random() < 0.5 else values.draw("date")
@@ -80,7 +80,7 @@ def extract_event(values: Values) -> Sample:
 
 
 def _event_format(fields: list[str]) -> dict[str, Any]:
-    """The `response_format` of an event with these fields, in OpenAI's form."""
+    """Return the `response_format` of an event with these fields, in OpenAI's form."""
     schema = {
         "type": "object",
         "properties": {field: {"type": "string"} for field in fields},
@@ -106,7 +106,7 @@ class Tool:
     answer: str
 
     def definition(self) -> dict[str, Any]:
-        """The definition as the chat template takes it, in OpenAI's form."""
+        """Return the definition as the chat template takes it, in OpenAI's form."""
         properties = {
             field: {"type": "integer" if kind in _NUMBERS else "string"}
             for field, kind in self.parameters.items()
@@ -358,7 +358,7 @@ def _draw_fields(values: Values, kinds: dict[str, str], drawn: dict[str, str]) -
 
 
 def _ask_and_call(values: Values, tool: Tool, drawn: dict[str, str]) -> list[Message]:
-    """The user's request and the assistant's call of `tool`."""
+    """Return the user's request and the assistant's call of `tool`; `drawn` gets the values' texts."""
     arguments = _draw_fields(values, tool.parameters, drawn)
     ask = values.rng.choice(tool.asks).format(**drawn)
     call = {"type": "function", "function": {"name": tool.name, "arguments": json.dumps(arguments)}}
@@ -369,14 +369,14 @@ def _ask_and_call(values: Values, tool: Tool, drawn: dict[str, str]) -> list[Mes
 
 
 def call_tool(values: Values) -> Sample:
-    """Two or three tools and a request -> the call of the tool that fits, with its arguments."""
+    """Draw two or three tools and a request -> the call of the tool that fits, with its arguments."""
     offered = _offer_tools(values.rng, 3 if values.rng.random() < 0.3 else 2)
     tool = values.rng.choice(offered)
     return _ask_and_call(values, tool, {}), [each.definition() for each in offered]
 
 
 def answer_from_tool(values: Values) -> Sample:
-    """A request, the call and the tool's result -> a sentence for the user."""
+    """Draw a request, the call and the tool's result -> a sentence for the user."""
     (tool,) = _offer_tools(values.rng, 1)
     drawn: dict[str, str] = {}
     messages = _ask_and_call(values, tool, drawn)

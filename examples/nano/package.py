@@ -73,7 +73,7 @@ def main() -> None:
 def figures(
     source: Path, model: Path, adapter: Path | None
 ) -> list[tuple[str, quality.Row]] | None:
-    """Figures of float and of what ships, by their heading; None when some were not measured."""
+    """Return the figures of float and of what ships, by heading; None when some were not measured."""
     report = source / "report" / "quality.json"
     rows = json.loads(report.read_text())["variants"] if report.is_file() else []
     by_key = {row["key"]: row for row in rows}
@@ -113,7 +113,7 @@ def write_golden(folder: Path, source: Path) -> None:
 
 
 def shipped_state(folder: Path, source: Path) -> State:
-    """A model folder's weights, dequantized, under tamm's names."""
+    """Return a model folder's weights, dequantized, under tamm's names."""
     state = torch.load(source / "checkpoint" / "base-model.pt", weights_only=True)
     keys = map_keys(state, str(source))
     model, _ = afm_mlx.load(folder)
@@ -167,7 +167,7 @@ def _write_tokens(path: Path, state: State, prompts: list[list[int]]) -> None:
 
 
 def model_card(columns: list[tuple[str, quality.Row]], folder: Path) -> str:
-    """The card, with a column of figures for float and for each thing that ships."""
+    """Return the card, with a column of figures for float and for each thing that ships."""
     facts: dict[str, Any] = describe_folder(folder)
     return (
         _CARD.read_text()

@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def report(source: Path, limit: int | None = None) -> int:
-    """Measure what is there and write the three files into `source/report`; returns 0.
+    """Measure what is there and write the three files into `source/report`; return 0.
 
     With a limit, only the first held-out chats of each task count, for a quick look into
     `source/report-<limit>`.
@@ -93,13 +93,13 @@ def _row(variant: Variant, source: Path, known: Iterable[Row], limit: int | None
 
 
 def places(variant: Variant, source: Path) -> tuple[Path, Path | None]:
-    """Folders of a variant's model and of its adapter."""
+    """Return the folders of a variant's model and of its adapter."""
     own = variants.folder(variant.name, source)
     return (variants.folder(variant.base, source), own) if variant.base else (own, None)
 
 
 def content_key(model: Path, adapter: Path | None, data: Path, limit: int | None = None) -> str:
-    """Hash of what the figures depend on: weights, configs, and the test data in `data`."""
+    """Return a hash of what the figures depend on: weights, configs, and the test data in `data`."""
     files = [data / name for name in _DATA]
     for folder in (model, adapter):
         if folder is not None:
@@ -113,7 +113,7 @@ def content_key(model: Path, adapter: Path | None, data: Path, limit: int | None
 
 
 def describe(model: Path, adapter: Path | None) -> Row:
-    """What a model folder holds: bytes, and bits per weight of its embedding and of its linear layers."""
+    """Return a model folder's bytes, and the bits per weight of its embedding and of its linear layers."""
     config = ModelConfig.from_dict(read_config_json(model / "config.json"), source=str(model))
     weights = {"embedding": 0, "linear": 0, "other": 0}
     nbytes = dict(weights)
@@ -139,7 +139,7 @@ def _group(path: str) -> str:
 
 
 def measure(model_folder: Path, adapter: Path | None, data: Path, limit: int | None = None) -> Row:
-    """Exact match per task, and perplexity of the held-out docstrings."""
+    """Measure exact match per task, and perplexity of the held-out docstrings."""
     model, tokenizer = afm_mlx.load(
         model_folder, adapter_path=None if adapter is None else str(adapter)
     )
@@ -176,12 +176,12 @@ def _perplexities(model: nn.Module, documents: list[list[int]]) -> Row:
 
 
 def summary(row: Row) -> str:
-    """One line about a variant, for the terminal."""
+    """Return one line about a variant, for the terminal."""
     return f"{row['label']}: {row['mean']:.1%} right, perplexity {row['perplexity']:.1f}, {_megabytes(row)} MB"
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table, and how far each variant is from float."""
+    """Return the table, and how far each variant is from float."""
     names = list(rows[0]["tasks"])
     header = ["", "MB", "bits: linear", "embedding", *(f"`{name}`" for name in names)]
     header += ["mean", "worst against float", "perplexity", "against float"]
@@ -212,7 +212,7 @@ def _verdict(rows: list[Row], reference: Row | None) -> list[str]:
 
 
 def distance(row: Row, reference: Row) -> tuple[float, float]:
-    """The task that lost most, in points, and the perplexity as a multiple; both against `reference`."""
+    """Return the worst change of a task, in points (below 0 for a loss), and the ratio of perplexities."""
     worst = min(100 * (row["tasks"][task] - right) for task, right in reference["tasks"].items())
     return worst, row["perplexity"] / reference["perplexity"]
 

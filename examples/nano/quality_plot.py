@@ -27,8 +27,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw both panels as a PNG.
 
     Args:
-        rows: of `quality.py`, each with `stage` as in `variants.py`.
-        path: of the file.
+        rows: rows of `quality.py`, each with `stage` as in `variants.py`.
+        path: path of the picture.
     """
     figure = Figure(figsize=(9.0, 1.4 + 0.42 * len(rows)), layout="constrained")
     accuracy, perplexity = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1.0))

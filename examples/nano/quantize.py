@@ -66,7 +66,7 @@ def _wanted(stage: str, only: list[str] | None) -> list[Variant]:
 
 
 def make(variant: Variant, source: Path, data: Path) -> int:
-    """Make a variant unless it is there; returns the exit status of its command."""
+    """Make a variant unless it is there; return the exit status of its command."""
     place = variants.folder(variant.name, source)
     if variants.is_made(variant, source):
         print(f"{place} exists")

@@ -98,7 +98,7 @@ _THANKS = ("Thanks", "Thanks!", "Thank you!", "Great, thanks.", "Thank you")
 
 
 def small_talk(values: Values) -> Sample:
-    """One question of the bank with its answer, or an introduction by name."""
+    """Draw one question of the bank with its answer, or an introduction by name."""
     rng = values.rng
     if rng.random() < 0.2:
         slots: dict[str, str] = {}
@@ -116,7 +116,7 @@ def small_talk(values: Values) -> Sample:
 
 
 def thanks(values: Values) -> list[Message]:
-    """The two messages that end a conversation politely."""
+    """Draw the two messages that end a conversation politely."""
     return _turn(values.rng.choice(_THANKS), "You're welcome!")
 
 

@@ -83,7 +83,7 @@ def _conversation(values: Values) -> Sample:
 
 
 def training_samples(seed: int) -> Iterator[dict[str, Any]]:
-    """An endless stream of training chats; equal seeds give equal streams."""
+    """Yield training chats without end; equal seeds give equal streams."""
     values = Values(random.Random(f"train-{seed}"), "train")
     while True:
         yield draw_sample(draw_task(values.rng), values)
@@ -95,7 +95,7 @@ def draw_task(rng: random.Random) -> str:
 
 
 def test_samples(seed: int, per_task: int) -> list[dict[str, Any]]:
-    """The held-out chats: `per_task` different ones of each of the seven tasks, in the order of `TASKS`.
+    """Return held-out chats: `per_task` different ones of each of the seven tasks, in the order of `TASKS`.
 
     Each is `{"task", "messages", "answer"}`, with `"tools"` where the task has them: the prompt's messages
     and the exact text that the assistant should write.
@@ -115,7 +115,7 @@ def test_samples(seed: int, per_task: int) -> list[dict[str, Any]]:
 
 
 def answer_text(message: dict[str, Any]) -> str:
-    """The text of an assistant message as the model writes it, its tool calls included."""
+    """Return the text of an assistant message as the model writes it, its tool calls included."""
     update = AFMChatTemplateV6Preprocessor(None).maybe_update_message
     return update(copy.deepcopy(message))["content"]
 
@@ -136,7 +136,7 @@ def encode(
 
 
 def render(sample: dict[str, Any]) -> str:
-    """The chat as text in the real format, before the tokenizer replaces line breaks with `<n>`."""
+    """Return the chat as text in the real format, before the tokenizer replaces line breaks with `<n>`."""
     preprocessor = AFMChatTemplateV6Preprocessor(None, prepend_system_message=False)
     messages = [preprocessor.maybe_update_message(m) for m in copy.deepcopy(sample["messages"])]
     return preprocessor._jinja_chat_template.render(messages=messages, tools=sample.get("tools"))

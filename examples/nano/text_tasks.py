@@ -121,7 +121,7 @@ _SUMMARY_ASKS = (
 
 
 def summarize_thread(values: Values) -> Sample:
-    """A message thread of three or four lines -> one line that says what came of it."""
+    """Draw a message thread of three or four lines -> one line that says what came of it."""
     rng = values.rng
     lines, summary = rng.choice(_THREADS)
     slots: dict[str, str] = {}
@@ -206,7 +206,7 @@ _REPLY_ASKS = (
 
 
 def suggest_reply(values: Values) -> Sample:
-    """A message and a stance (accept, decline, ask back) -> a short reply."""
+    """Draw a message and a stance (accept, decline, ask back) -> a short reply."""
     rng = values.rng
     wordings, *answers = rng.choice(_REPLIES)
     stance = rng.randrange(3)
@@ -300,7 +300,7 @@ _TAG_ASKS = (
 
 
 def tag_topics(values: Values) -> Sample:
-    """One to three sentences -> their topics in order, separated by commas."""
+    """Draw one to three sentences -> their topics in order, separated by commas."""
     rng = values.rng
     topics = rng.sample(sorted(_TOPICS), rng.choice((1, 2, 2, 3)))
     # Sentences share no values: a fresh set of slots for each.
@@ -309,5 +309,5 @@ def tag_topics(values: Values) -> Sample:
 
 
 def pair(content: str, answer: str) -> Sample:
-    """A sample of one question and its answer, without tools."""
+    """Return a sample of one question and its answer, without tools."""
     return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}], None

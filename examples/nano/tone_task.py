@@ -93,7 +93,7 @@ _FRIENDLY_ASKS = (
 
 
 def rewrite_tone(values: Values) -> Sample:
-    """A casual message -> the formal one, or a formal message -> the friendly one."""
+    """Draw a casual message -> the formal one, or a formal message -> the friendly one."""
     rng = values.rng
     slots: dict[str, str] = {}
     friendly = rng.random() < 0.4

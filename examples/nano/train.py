@@ -48,13 +48,13 @@ _CONSTANT_SHARE = 0.35  # of the steps, before the decay begins
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training run does, besides its data.
+    """The settings of a training run, besides its data.
 
     Args:
         steps: optimizer steps, of `batches.TOKENS_PER_STEP` tokens each.
         seed: the seed of the weights.
         report_every: steps between two reports, each of which saves a checkpoint too.
-        sizes: what differs from `MODEL_ARGS`.
+        sizes: arguments of the model that differ from `MODEL_ARGS`.
         compiled: compile the training step, which takes minutes and makes steps faster.
     """
 
@@ -67,7 +67,7 @@ class Plan:
 
 
 def model_config(**overrides: Any) -> AFMTextV7.Config:
-    """The model's configuration in tamm's terms: AFM text v7 with int8 keys and values."""
+    """Return the model's configuration in tamm's terms: AFM text v7 with int8 keys and values."""
     arch_optimizers = {"kv_quant": tamm.ao.KVQuantArchOptimizer()}
     return AFMTextV7.Config(**(MODEL_ARGS | overrides), arch_optimizers=arch_optimizers)
 
@@ -122,7 +122,7 @@ def train(
 
 
 def _training_loss(model: AFMTextV7, batch: Batch) -> torch.Tensor:
-    """Weighted cross-entropy over the batch's target positions."""
+    """Return the weighted cross-entropy over the batch's target positions."""
     with torch.autocast("cpu", torch.bfloat16):
         output = model(batch.ids, segment_ids=batch.segments, mode="skip_output_layer")
         hidden = output.last_hidden_state.flatten(0, 1)[batch.positions]
@@ -166,7 +166,7 @@ def evaluate(
     test_samples: list[dict[str, Any]],
     held_out: list[str],
 ) -> dict[str, Any]:
-    """Exact match of greedy answers for each task, and the perplexity of `held_out`, in float32.
+    """Measure exact match of greedy answers for each task, and the perplexity of `held_out`, in float32.
 
     Perplexity is per token, with the texts encoded as the tokenizer's end-of-sequence id and the text.
     """
@@ -188,7 +188,7 @@ def evaluate(
 
 @torch.no_grad()
 def greedy(model: AFMTextV7, prompt: list[int], count: int) -> list[int]:
-    """The `count` tokens that follow `prompt` when each is the most likely one, in float32."""
+    """Return the `count` tokens that follow `prompt` when each is the most likely one, in float32."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
@@ -196,7 +196,7 @@ def greedy(model: AFMTextV7, prompt: list[int], count: int) -> list[int]:
 
 
 def encode_answer(tokenizer: AFMTokenizer, answer: str) -> list[int]:
-    """The tokens of an assistant's answer and the `<turn_end>` after it."""
+    """Return the tokens of an assistant's answer and the `<turn_end>` after it."""
     # Encoded behind a line break, as in a chat, so that no dummy prefix gets in.
     return [*tokenizer.encode("<n>" + answer)[2:], tokenizer.eot_id]
 
@@ -210,7 +210,7 @@ def _text_losses(
 
 
 def _resume(out: Path, model: AFMTextV7, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Load the last state in `out`, if any; returns the steps that it has behind it."""
+    """Load the last state in `out`, if any; return the number of steps that led to it."""
     path = out / "train-state.pt"
     if not path.exists():
         return 0

@@ -68,7 +68,7 @@ def train_tokenizer(folder: Path, docstrings: list[str], seed: int) -> AFMTokeni
 
 
 def load_tokenizer(folder: Path) -> AFMTokenizer:
-    """The tokenizer of a checkpoint folder."""
+    """Load the tokenizer of a checkpoint folder."""
     return _config(str(folder / "tokenizer.model")).create_tokenizer()
 
 

@@ -285,8 +285,8 @@ def _attend(
 ) -> tuple[mx.array | AttentionPartials, list[mx.array]]:
     """Launch a kernel that attends; return attention's output (B, n_heads, L, head_dim), and its other outputs.
 
-    `shape` is (B, L, n_heads, head_dim), of the queries. The output has the type of the first input. `flags`
-    are template arguments that only this kernel has.
+    `shape` is (B, L, n_heads, head_dim), of the queries. The output has the type of the first input; `merge` is
+    `decode_attention`'s. `flags` are template arguments that only this kernel has.
     """
     (batch, count, n_heads, head_dim), dtype = shape, inputs[0].dtype
     # Two rows keep a GPU busy by themselves. A product merges its inputs in its threadgroups' memory.

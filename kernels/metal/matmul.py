@@ -125,7 +125,7 @@ def _largest(
     """Find the largest value of each row of (rows, n), the first on a tie; return its index, uint32, and the
     value.
 
-    `indices` are those that the values belong to, None for their positions in the row; `shape` is the results'.
+    `indices` (rows, n) are the values' own; pass None for their positions in the row. Results have `shape`.
     """
     rows, length = values.shape
     while True:

@@ -64,7 +64,7 @@ _SHRINK = Kernel(
 
 @functools.cache
 def _kernel(name: str, *macros: str) -> Kernel:
-    """Return the form of a product's kernel that has these macros, and their inputs."""
+    """Return the kernel `name` with these macros defined, and with the further inputs that they need."""
     inputs = [*_INPUTS, *itertools.chain.from_iterable(_OPTIONAL[macro] for macro in macros)]
     headers = (*HEADERS, "low_rank") if "LOW_RANK" in macros else HEADERS
     return Kernel(name, tuple(inputs), ("out",), headers, tuple((macro, "1") for macro in macros))
@@ -130,9 +130,9 @@ def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
 
 
 class Threadgroups(NamedTuple):
-    """Sizes of a launch's threadgroups: simdgroups of each, and rows of codes of each simdgroup.
+    """Sizes of a launch: simdgroups of each threadgroup, and rows of codes of each simdgroup.
 
-    With `split`, the simdgroups of a threadgroup have the same rows, each with a part of the inputs.
+    With `split`, the simdgroups of a threadgroup have the same rows, and each a part of the inputs.
     """
 
     simdgroups: int
@@ -166,7 +166,7 @@ def _shrinks_inside(product: Product) -> bool:
     code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows)
     outputs = code_rows // len(product.matrices)
     first = product.adapters[0]
-    # Sections that one threadgroup touches, at most.
+    # Maximum number of sections that one threadgroup touches.
     touched = 1 + sum(end % outputs > 0 for end in first.sections[:-1])
     # Rows of A that a batch uses in one section, at most: each of its rows has one adapter.
     most_rows = sum(sorted(_widths(product.adapters, 1))[-first.slots.size :])
@@ -315,7 +315,7 @@ def have_one_table(adapters: tuple[LowRank, ...]) -> bool:
 
 
 def _widths(adapters: tuple[LowRank, ...], sections: int) -> list[int]:
-    """Return each adapter's ranks, summed over these sections of the first matrix, and the second matrix."""
+    """Return each adapter's size of `A x`: `sections` times its rank in the first matrix, plus the second's."""
     first, *second = ([part.rank for part in low_rank.parts] for low_rank in adapters)
     return [sections * rank + sum(others) for rank, *others in zip(first, *second, strict=True)]
 
@@ -352,7 +352,7 @@ def adapter_inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
 def _table(
     sections: tuple[int, ...], columns: int, parts: tuple[tuple[Part, ...], ...]
 ) -> mx.array:
-    """Return the table `parts` of low_rank.metal; `parts` has every adapter's, for one or two matrices."""
+    """Return low_rank.metal's table of `parts`, by matrix and adapter; `columns` is the size of `A x`."""
     of_matrices = [number for of_matrix in parts for part in of_matrix for number in part]
     table = [len(parts[0]), len(sections), columns, *sections, *of_matrices]
     return mx.array(table, dtype=mx.int32)

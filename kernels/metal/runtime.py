@@ -39,7 +39,7 @@ class Kernel:
 
     @property
     def function(self) -> str:
-        """The kernel's name in MLX, unique for each text."""
+        """The kernel's name in MLX, unique for each file and set of macros."""
         kind = f"__{zlib.crc32(repr(self.macros).encode()):08x}"
         return f"afm_{self.name}{kind if self.macros else ''}"
 

@@ -91,10 +91,9 @@ def check(
     """Run every variant that can run here on every problem, and disable variants that fail.
 
     A variant fails if it raises, returns another shape or dtype, or is off by more than rounding explains. The
-    reference can fail, too, but is never disabled: there is no other variant after it. With `only_what_runs`,
-        a problem
-    ends at the first variant that passes. `progress` is called before a variant runs, with specs done, specs
-    in all, and the variant's name.
+    reference can fail, too, but is never disabled: there is no other variant after it. With `only_what_runs`, a
+    problem ends at the first variant that passes; with `timed`, calls are measured. `progress` is called before
+    a variant runs, with specs done, specs in all, and the variant's name.
     """
     results, cases = [], []
     for done, spec in enumerate(specs):
@@ -162,7 +161,7 @@ def record(
     progress: Callable[[int, int, str], None] | None = None,
     **options: bool,
 ) -> list[CheckResult]:
-    """Run `check`, and add its failures to the verdict, also if a variant kills the process."""
+    """Run `check`, add its failures to the verdict, also if a variant kills the process; return its results."""
 
     def begin(done: int, total: int, variant: str) -> None:
         if variant != "reference":
@@ -215,7 +214,10 @@ def switch_off(verdict: Verdict) -> None:
 
 
 class Verdict:
-    """The failures known on this machine, in a file; `done` if a self-test has ended."""
+    """The failures of variants that self-tests found on this machine, read from a file in the cache folder.
+
+    `done` is True if the file is of a self-test that ended, in this process or an earlier one.
+    """
 
     def __init__(self) -> None:
         self.done = False
@@ -237,11 +239,11 @@ class Verdict:
             self.failures[running] = ENDED
 
     def begin(self, variant: str) -> None:
-        """Record that a variant is about to be tested."""
+        """Write to the file that a variant is about to be tested; if that ends the process, it is a failure."""
         self._write(variant)
 
     def end(self, failures: dict[str, str]) -> None:
-        """Record that the test has ended, and remove what processes left that were killed while they wrote."""
+        """Record that the test has ended with these failures, and remove files of writes that were killed."""
         self.failures, self.done = dict(failures), True
         self._write(None)
         for path in self._path.parent.glob(f"selftest-*{settings.TEMPORARY}"):
@@ -250,7 +252,7 @@ class Verdict:
                     path.unlink()
 
     def forget(self, *, keep_ended: bool = False) -> None:
-        """Drop the failures; with `keep_ended`, keep the failures of variants that killed a process."""
+        """Remove the file and all failures; `keep_ended` keeps failures of variants that killed a process."""
         kept = self.failures.items() if keep_ended else ()
         self.failures = {name: reason for name, reason in kept if reason == ENDED}
         self.done = False

@@ -68,7 +68,7 @@ def _per_code(array: np.ndarray, rows: np.ndarray, in_dims: int) -> np.ndarray:
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """`x / sqrt(mean(x**2) + eps) * weight` over the last axis."""
+    """Return `x / sqrt(mean(x**2) + eps) * weight` over the last axis."""
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 

@@ -164,7 +164,7 @@ def packed_weight(spec: Spec, rng: np.random.Generator) -> PackedWeight:
 
 
 def _weight_without_outliers(spec: Spec, codes: mx.array, rng: np.random.Generator) -> PackedWeight:
-    """Make an affine matrix whose weights in the columns of outliers are 0, which its grid contains."""
+    """Make an affine matrix of `codes` with random scales; its weights in `_outlier_columns(spec)` become 0."""
     if spec.mode != "affine":
         raise ValueError(
             f"outliers need a matrix with weights of 0, which is affine, not {spec.mode}"
@@ -197,7 +197,7 @@ def _activations(spec: Spec, rng: np.random.Generator, *last: int) -> mx.array:
 
 
 def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = None) -> LowRank:
-    """Draw adapters of different ranks; behind the numbers of `shared`, as up's are behind gate's."""
+    """Draw adapters of different ranks; after gate's adapters `shared`, in the same arrays, up's."""
     ends = [spec.out_dims * (i + 1) // spec.sections for i in range(spec.sections)]
     ranks = [max(1, spec.rank - 3 * i) for i in range(_ADAPTERS)]
     if spec.batch > _ADAPTERS:
@@ -275,7 +275,7 @@ def _draw_rope(spec: Spec, rng: np.random.Generator) -> Args:
 
 
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
-    """Draw keys and values: codes, or floats of about 1."""
+    """Draw keys and values of `columns` tokens: codes, or floats of about 1."""
     shape = (spec.batch, 2 * spec.kv_heads, columns, spec.head_dim)
     if spec.stored != mx.int8:
         return _draw(rng.standard_normal(shape), spec.stored)
@@ -386,7 +386,7 @@ def _weight_error(score: float, length: int) -> float:
 
 
 def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
-    """Error of a product: operands, partial sums and result are rounded to the dtype, activations to integers.
+    """Return a product's largest error from rounding: operands, partial sums, result; activations to integers.
 
     An integer activation of b bits is off by up to half of `max|x| / (2**(b-1) - 1)`, evenly distributed,
     which makes an error of `crest / sqrt(12) / (2**(b-1) - 1)` of a product's size, where `crest` is the
@@ -413,9 +413,9 @@ def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
 def _attention_bound(
     spec: Spec, queries: mx.array, kv: KeyValues, length: int, rope: QueryRope | None
 ) -> float:
-    """Error of attention: softmax makes a score's error a relative one, and scores can be rounded to the dtype.
+    """Return attention's largest error from rounding: softmax makes a score's error a relative one.
 
-    Queries and weights can be rounded to integers, as activations are. S weights that are off by half a step,
+    Scores can be rounded to the dtype, queries and weights to integers. S weights that are off by half a step,
     `1 / 65534` of the largest weight for 16 bits, make an error of up to `sqrt(S / 12) / 32767` of an output.
     """
     # Normalized queries have their norm's weight as size.
@@ -482,7 +482,10 @@ def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
 
 
 def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
-    """Return the error of codes: half a code, plus the error of the number before rounding, is allowed."""
+    """Return the keys' error beyond half a code, relative to the size of `wanted`, the numbers before rounding.
+
+    Keys and values are the halves of axis 1. Raises `ValueError` if rounding doesn't explain a value's code.
+    """
     wanted_k, wanted_v = np.split(wanted, 2, axis=1)
     k, v = np.split(_float64(codes, wanted.shape, mx.int8), 2, axis=1)
     # Values are only divided, in float32.
@@ -493,7 +496,7 @@ def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
 
 
 def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
-    """Return the error of an argmax: products must be the largest, and of the returned rows; ties are free."""
+    """Return the error of an argmax's products, against the largest and against the returned rows' products."""
     products = problem.wanted[0]
     index = _float64(results[0], products.shape[:-1], mx.uint32).astype(np.int64)
     values = _float64(results[1], products.shape[:-1], mx.float32)

@@ -35,7 +35,7 @@ class Spec(NamedTuple):
         norm, residual: True for a product with a norm before it, and with a residual.
         rank: the largest rank of the adapters, 0 for no adapters.
         sections: projections that share the matrix, each with its own A in an adapter.
-        adapter_dtype: type of the adapters' numbers; None for the activations' type.
+        adapter_dtype: type of the adapters' numbers; pass None for the activations' type.
         outliers: columns of the activations that are 1,000 times the others, with weights of 0, so that errors
             of the other columns are seen; not with a balanced matrix, whose grid has no 0.
         capacity, tail: columns of the KV buffers, and of their tail; 0 for none.
@@ -102,7 +102,7 @@ def full_specs() -> list[Spec]:
 def _matrices(
     shapes: Sequence[tuple[int, int, int]],
 ) -> Iterator[tuple[int, int, int, str, str, int]]:
-    """Fields from `in_dims` to `group_size` of every format, for matrices of N, K and group size each."""
+    """Yield `Spec`'s fields `in_dims` to `group_size`: every format of matrices (N, K, group size)."""
     for (n, k, group), (mode, granularity), bits in itertools.product(shapes, FORMATS, (2, 4, 8)):
         yield k, n, bits, mode, granularity, group if granularity == "group" else 0
 
@@ -111,7 +111,7 @@ _ALIGNED, _RAGGED = (256, 512, 64), (37, 208, 16)
 
 
 def _dtype(matrix: int, rows: int) -> mx.Dtype:
-    """A Latin square: each bit width, each format and each number of rows meets every dtype."""
+    """Return a problem's dtype, by a Latin square: each width, format and number of rows meets every dtype."""
     bits, format_, shape = matrix % 3, matrix // 3, matrix // 3 // len(FORMATS)
     return DTYPES[(bits + format_ + shape + rows) % 3]
 
@@ -135,7 +135,7 @@ def _products() -> Iterator[Spec]:
 
 
 def _outliers() -> Iterator[Spec]:
-    """A few outliers and many; in float32, whose rounding doesn't hide what they do to the others."""
+    """Yield products with few outliers and with many, in float32, whose rounding hides no error of the rest."""
     formats, rows = (("row", 0), ("group", 64)), ((1, 1), (2, 4))
     cases = itertools.product(formats, (2, 4, 8), rows, (True, False), (16, 8))
     for (granularity, group), bits, (batch, tokens), few, activation_bits in cases:

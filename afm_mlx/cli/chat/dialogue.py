@@ -70,7 +70,7 @@ class Dialogue:
 
     @property
     def system(self) -> str | None:
-        """Instructions for all turns; None to use the chat template's own."""
+        """Instructions for all turns; None if the chat template's own are used."""
         return self._system[0]["content"] if self._system else None
 
     @system.setter
@@ -110,7 +110,7 @@ class Dialogue:
         self._question = turns[: questions[-1] + 1] if questions else []
 
     def switch(self, adapter: str | None) -> None:
-        """Set the adapter that answers from now on, None for none; keep the old one if it can't be loaded."""
+        """Set the adapter that answers from now on, or none; keep the old one if `adapter` can't be loaded."""
         if adapter is not None:
             if self._adapters is None:
                 raise RequestError(f"There is no adapter {adapter!r}: this chat has none.")
@@ -182,7 +182,7 @@ class Dialogue:
 
 
 def _checked(messages: Sequence[Message]) -> list[Message]:
-    """Return messages that can be encoded and saved; raise a `TokenizerError` that names another one."""
+    """Return copies of messages; raise a `TokenizerError` that names one that can't be encoded or saved."""
     checked = checked_messages(messages) if messages else []
     for index, message in enumerate(checked):
         try:

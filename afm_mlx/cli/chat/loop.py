@@ -53,7 +53,10 @@ class Entries(Protocol):
         """Return the next entry; raise EOFError at the end."""
 
     def busy(self) -> AbstractContextManager[None]:
-        """Return a context manager around a period such as an answer, in which `read` is not called."""
+        """Return a context manager that keeps what is typed, without echoing it, for the next `read`.
+
+        It is open while the chat answers.
+        """
 
 
 class Lines:

@@ -37,7 +37,7 @@ class DraftModel:
         return [self._cache, *(cache for cache, _ in list(self._prefilling.values()))]
 
     def propose(self, drafts: Sequence[Draft], count: int) -> None:
-        """Append `count` draft tokens at most to each draft; none while a row's prompt is prefilled."""
+        """Append up to `count` draft tokens to each draft; none while the row's prompt is being prefilled."""
         held = self._held
         # The draft tokens that the model rejected leave the caches.
         rejected = dict.fromkeys(held, 0)
@@ -76,7 +76,7 @@ class DraftModel:
             self._cache = []
 
     def _prefill(self, row: Row) -> None:
-        """Feed a new row's prompt, a chunk a round, and join the row to the batch at last."""
+        """Feed the next chunk of a new row's tokens; after the last one, join the row to the draft batch."""
         cache, held = self._prefilling.setdefault(row.id, (list(self.model.make_cache()), _Held()))
         missing = held.missing(row)
         if len(missing) > FEW // 2:

@@ -45,7 +45,7 @@ class Draft:
 
     @property
     def n_pending(self) -> int:
-        """Number of pending tokens in `fed`: forced by the constraint, known, and not in the cache yet."""
+        """Number of pending tokens in `fed`: forced by the constraint, and not in the cache yet."""
         return self._n_pending
 
     @property

@@ -27,13 +27,14 @@ class Speculation:
     rejected, so they must depend on nothing except their arguments.
 
     Args:
-        draft_model: a smaller AFM model with the same vocabulary, or a `Drafter` of your own; None for none.
+        draft_model: a smaller AFM model with the same vocabulary, or a `Drafter` of your own; pass None for
+            none.
         prompt_lookup: True to propose what followed the last few tokens where they occurred before. That is
             tried first, because it costs nothing.
         adapter_drafts: draft models of adapters, by the names that requests give; rows with other adapters have
             `draft_model`.
-        num_draft_tokens: draft tokens at a time, 1 to 7; None lets the engine find out how many pay, and none
-            where they don't.
+        num_draft_tokens: draft tokens at a time, 1 to 7; pass None to let the engine find out how many pay, and
+            none where they don't.
     """
 
     draft_model: nn.Module | Drafter | None = None
@@ -53,7 +54,7 @@ class Speculation:
             )
 
     def check(self, model: nn.Module, sliding_window: bool) -> Model:
-        """Return the model; raise `RequestError` if these options can't be honoured for it."""
+        """Return the model; raise `RequestError` if these options can't be honoured for it or its cache."""
         if not is_afm(model):
             raise RequestError(
                 f"Speculative decoding is for AFM models; this is a {type(model).__name__} of mlx-lm. "
@@ -129,7 +130,7 @@ class Drafting:
 
     @property
     def surplus(self) -> int:
-        """Most tokens fed to a row in a step that its cache drops again: rejected ones, or padding."""
+        """Maximum number of tokens fed to a row in a step that its cache drops again: rejected, or padding."""
         return max(MOST, FEW) if self._draft_models else MOST
 
     def plan(self, rows: Sequence[Row]) -> int:
@@ -157,7 +158,7 @@ class Drafting:
         return count if self._drafting(rows) else 0
 
     def drafts(self, rows: Sequence[Row], count: int, limit: int) -> list[Draft]:
-        """Return what each row is fed next: `count` draft tokens at most, and `limit` tokens in all."""
+        """Return what each row is fed next: up to `count` draft tokens, and no more than `limit` in all."""
         start = time.perf_counter()
         drafts = [self._draft(row, min(limit, _most_tokens(row))) for row in rows]
         drafting = {row.id for row, _ in self._drafting(rows)}

@@ -105,8 +105,9 @@ class Layer:
         properties: schemas by name.
         patterns: schemas by the pattern of the name.
         rest: schema of all other properties.
-        is_evaluating: True if the listed ones are evaluated: seen by a keyword, for `unevaluatedProperties`.
-        is_rest_evaluated: True if all others are, too.
+        is_evaluating: True if the properties listed are evaluated: seen by a keyword, for
+            `unevaluatedProperties`.
+        is_rest_evaluated: True if all other properties are evaluated, too.
     """
 
     properties: tuple[tuple[str, Formula], ...] = ()
@@ -125,10 +126,10 @@ class Some:
     """The condition that an object has at least one property whose name and value match.
 
     Attributes:
-        value, name: schemas of its value and of its name.
-        like: pattern of its name; None for any.
-        besides: names that it does not have.
-        unlike: patterns that its name does not match.
+        value, name: schemas of the property's value and of its name.
+        like: pattern that the name matches; None if there is none.
+        besides: names that the property does not have.
+        unlike: patterns that the name does not match.
     """
 
     value: Formula
@@ -143,11 +144,11 @@ class Objects:
     """A set of objects.
 
     Attributes:
-        layers: what schemas say about properties; all of them hold.
+        layers: for each schema that the objects fulfil, what it says about properties; all of them hold.
         required: names of properties that all have.
         least, most: bounds of the number of properties; most is None without a bound.
         names: schemas of all names.
-        some: kinds of properties of unknown name; each object has one of each kind.
+        some: conditions, each of which at least one property of every object meets.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -221,7 +222,7 @@ def joined(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 
 def unevaluating(case: Case) -> Case:
-    """Mark nothing as evaluated: so are values of complements and listed values."""
+    """Return the case with nothing marked as evaluated, as in complements and listed values."""
     if isinstance(case, Arrays):
         return replace(case, evaluated=0, evaluated_by=())
     if isinstance(case, Objects):
@@ -322,7 +323,7 @@ def _count(value: Keywords, key: str, place: str, largest: int | None = None) ->
 
 
 def pattern(text: object, place: str, wide: bool = False) -> Expr:
-    """Return the strings in which a schema's pattern is found; refuse the schema if it can't be read."""
+    """Return the strings in which a schema's pattern is found, as `searched` does; refuse an unreadable one."""
     if not isinstance(text, str):
         refuse(place, text, "a pattern is a text.")
     try:
@@ -434,7 +435,7 @@ def constants(node: Node, document: Document, key: str) -> tuple[list[Case], lis
 
 
 def _exactly(value: list[Any] | dict[str, Any], is_sorted: bool) -> dict[str, Any]:
-    """Make a schema of draft 2020-12 under which one array or object only is valid."""
+    """Make a schema under which only `value` is valid; if `is_sorted`, its properties come sorted by name."""
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     if isinstance(value, list):
         items = [{**schema, "const": v} for v in value]

@@ -197,7 +197,10 @@ def _count(schema: Formula, limit: int, builder: Builder) -> int | None:
 
 
 def _values(case: Case, limit: int) -> set[Hashable] | None:
-    """Collect the `identity` of up to `limit` plain values; None if they are hard to find."""
+    """Return the `identity` of each plain value of a case; None for lists, objects, free text and long values.
+
+    The search may end once `limit` values were found, and listed values are all returned.
+    """
     is_free = isinstance(case, Strings) and case == Strings(case.shortest, formats=case.formats)
     if isinstance(case, Arrays | Objects) or is_free:
         return None
@@ -234,7 +237,7 @@ def _uncounted_items(case: Arrays, builder: Builder) -> Rule:
 
 
 def _counted_items(case: Arrays, builder: Builder, place: str) -> Rule:
-    """Make a rule for each position and the counts of all `contains` before it."""
+    """Make the rule of arrays with `contains`: one for each position and count of matching items before it."""
     limits = [one.least if one.most is None else one.most for one in case.contains]
     starts = [one.start for one in case.contains]
     last = max(case.least, len(case.prefix), 1, *starts) if case.most is None else case.most
@@ -265,7 +268,10 @@ def _counted_items(case: Arrays, builder: Builder, place: str) -> Rule:
 
 
 def _choice(case: Arrays, position: int, choice: tuple[bool, ...]) -> Formula | None:
-    """Return the schema of an item that counts for the chosen `contains`; None if it can't."""
+    """Return the schema of the item at `position` that counts for the chosen `contains`; None if it can't.
+
+    `choice` is True for each chosen one. The item matches none of the others that have a maximum.
+    """
     parts = [case.item(position)]
     for one, is_taken in zip(case.contains, choice, strict=True):
         if is_taken and position < one.start:
@@ -313,7 +319,7 @@ def _object(case: Objects, builder: Builder, place: str) -> Rule:
 
 
 def _is_kind(name: str, some: Some, builder: Builder) -> bool:
-    """True if a property of this name is surely of a kind, given the right value."""
+    """True if a property of this name surely meets the condition `some`, given the right value."""
     if name in some.besides or any(is_like(text, name) is not False for text in some.unlike):
         return False
     is_liked = some.like is None or is_like(some.like, name) is True
@@ -354,7 +360,7 @@ def _free(
     place: str,
     some: Some = ANY_PROPERTY,
 ) -> list[Rule]:
-    """Make rules of unlisted properties of a kind, one for each set of patterns that names match."""
+    """Make rules of unlisted properties that meet `some`, one for each set of patterns that names match."""
     if _finite_names(case, builder) is not None:
         return []
     needed = () if some.like is None else (some.like,)
@@ -455,7 +461,7 @@ def _list_of(item: Rule, low: int, high: int | None) -> Rule:
 def _counted_members(
     case: Objects, items: list[Item], free: Rule, last: Rule | None, builder: Builder, place: str
 ) -> Rule:
-    """Make a rule for each position and number of properties before it."""
+    """Make the rule of objects whose properties are counted: one for each position and count before it."""
     limit = min(case.least if case.most is None else case.most, len(items))
     if (len(items) + 1) * (limit + 1) > MAX_STATES:
         got = f"{len(items)} properties and a count of {limit}"

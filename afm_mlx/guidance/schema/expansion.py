@@ -126,7 +126,7 @@ class Expansion:
         return tuple(self._inside(node) if formula[2] else self._outside(node))
 
     def _product(self, a: list[Case], b: tuple[Case, ...], place: str) -> list[Case]:
-        """Intersect each of some cases with each of others."""
+        """Return the intersections of each case of `a` with each case of `b` that may have values."""
         self.budget.spend(place, len(a) * len(b))
         met = [x.intersect(y) for x in a for y in b if type(x) is type(y)]  # type: ignore[arg-type]
         result = list(dict.fromkeys(x for x in met if x is not None and not self._is_void(x)))
@@ -239,14 +239,14 @@ class Expansion:
         return result + self._dependent(node, value)
 
     def _any_of(self, parts: list[Formula]) -> Formula:
-        """One part or more, with all combinations if `unevaluated...` keywords need them."""
+        """Return the formula that one part or more hold: all combinations if `unevaluated...` needs them."""
         if not self.document.has_unevaluated or len(parts) > _SUBSETS:
             return disjunction(*parts)
         subsets = [s for size in range(1, len(parts) + 1) for s in combinations(parts, size)]
         return ("or", tuple(dict.fromkeys(conjunction(*subset) for subset in subsets)))
 
     def _one_of(self, parts: list[Formula], node: Node) -> Formula:
-        """Exactly one part: each joined with the complements of the parts that overlap it."""
+        """Return the formula that one part alone holds: each, with the complements of parts that overlap it."""
         if self._is_wide:
             return disjunction(*parts)
         # Parts that list different plain values do not overlap; only the other pairs are compared.
@@ -327,7 +327,7 @@ class Expansion:
         return False
 
     def _is_void(self, case: Case, depth: int = 0) -> bool:
-        """True if the case alone shows that no value is valid."""
+        """True if the case, and a search of the values that it needs from `depth` on, show that it is empty."""
         if isinstance(case, Words):
             return False
         if isinstance(case, Numbers | Strings):

@@ -205,7 +205,7 @@ def _multiples(numbers: Numbers, step: Fraction, is_canonical: bool) -> list[str
 
 
 def _is_followed(step: Fraction, places: int) -> bool:
-    """True if llguidance reads a step with this number of decimals exactly; it multiplies by 10 in binary."""
+    """True if llguidance reads a step with `places` decimals exactly; it multiplies by 10 in binary."""
     value = float(step)
     for _ in range(places):
         value *= 10
@@ -217,7 +217,10 @@ def _plain(value: Fraction) -> int | float:
 
 
 def _forms(numbers: Numbers, places: int | None = None, is_canonical: bool = False) -> list[str]:
-    """Write the terminal of a range; with `places`, of the multiples of 10^-places in it."""
+    """Write the terminal of a range, or of the multiples of 10^-places in it; none if it is empty.
+
+    For `is_canonical`, see `number_terminals`.
+    """
     low, above, high, below = numbers.low, numbers.above, numbers.high, numbers.below
     is_free = low is None and high is None and not (numbers.excluded or places or is_canonical)
     if is_free and numbers.is_integer is None:
@@ -262,7 +265,10 @@ def decimal(value: Fraction) -> str:
 def _range(
     low: Fraction | None, above: bool, high: Fraction | None, below: bool, fraction: str
 ) -> str:
-    """Write Lark for decimals between two bounds. Zero has no sign."""
+    """Write Lark for decimals between two bounds, exclusive if `above` and `below`, that end with `fraction`.
+
+    Zero has no sign.
+    """
     form = f"/(?:0|[1-9][0-9]*){fraction}/"
     parts = []
     if low is None or low < 0:
@@ -290,7 +296,7 @@ def _digits(value: Fraction) -> tuple[str, str]:
 
 
 def _least(value: Fraction, is_open: bool) -> str:
-    """Write a pattern of the well-formed decimals from a value on, or above it."""
+    """Write a pattern of the well-formed decimals from a value on, or above it if `is_open`."""
     whole, digits = _digits(value)
     larger = [f"[1-9][0-9]{{{len(whole)},}}{_REST}"]
     larger += [f"{start}[{d + 1}-9][0-9]{{{n}}}{_REST}" for start, d, n in _places(whole) if d < 9]
@@ -302,7 +308,7 @@ def _least(value: Fraction, is_open: bool) -> str:
 
 
 def _most(value: Fraction, is_open: bool) -> str:
-    """Write a pattern of the well-formed decimals up to a value, or below it."""
+    """Write a pattern of the well-formed decimals up to a value, or below it if `is_open`."""
     whole, digits = _digits(value)
     smaller = [f"[0-9]{{1,{len(whole) - 1}}}{_REST}"] if len(whole) > 1 else []
     smaller += [f"{start}[0-{d - 1}][0-9]{{{n}}}{_REST}" for start, d, n in _places(whole) if d]

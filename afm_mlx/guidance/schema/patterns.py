@@ -250,7 +250,7 @@ def _one(code: int) -> Tree:
 
 
 def _found(tree: Tree, wide: bool, at_start: bool = False) -> Expr:
-    """Return the strings in which a pattern matches anywhere, or at their start."""
+    """Return the strings in which a pattern matches anywhere, or `at_start`; for `wide`, see `searched`."""
     return union(*(_sequence(items, wide, at_start) for items in _spread(tree)))
 
 
@@ -275,7 +275,7 @@ def _sequence(items: list[Tree], wide: bool, at_start: bool) -> Expr:
 
 
 def _tempered(item: Tree, wide: bool) -> Expr | None:
-    """Read `(?:(?!x).)*` at the end of a pattern: no x within; None for other items."""
+    """Return the strings without x if `item`, the end of a pattern, is `(?:(?!x).)*`; else None."""
     if item[0] != "many" or item[3] is not None or item[1][0] != "seq" or len(item[1][1]) != 2:
         return None
     ahead, one = item[1][1]

@@ -89,7 +89,7 @@ class CompileBudget:
 
 
 def check_count(place: str, cases: int) -> None:
-    """Raise `ConstraintError` if a schema has more than `MAX_CASES` alternatives."""
+    """Raise `ConstraintError` if the schema at `place` has more than `MAX_CASES` alternatives, `cases`."""
     if cases > MAX_CASES:
         refuse_at(
             place,
@@ -267,7 +267,10 @@ class Document:
     def node(
         self, value: Any, place: str, resolver: Any, draft: int, is_root: bool = False
     ) -> Formula:
-        """Add a schema, and return its formula; raise `ConstraintError` if it is not a schema."""
+        """Add a schema, and return its formula; raise `ConstraintError` if it is not a schema.
+
+        `resolver` and `draft` are the enclosing schema's, unless the schema has its own.
+        """
         if value is True:
             return TRUE
         if value is not False and not isinstance(value, dict):
@@ -372,7 +375,7 @@ def _check_plain(value: object) -> None:
 
 
 def _check_identifier(schema: object, draft: int, place: str) -> bool:
-    """True if a schema has an identifier; raises `ConstraintError` if that is not a text."""
+    """True if a schema has an identifier by its draft's rules; raise `ConstraintError` if that is no text."""
     key = "id" if draft == 4 else "$id"
     if not isinstance(schema, dict) or key not in schema or (draft <= 7 and "$ref" in schema):
         return False

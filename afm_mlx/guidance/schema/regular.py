@@ -99,7 +99,7 @@ def quoted(expr: Expr) -> str:
 
 
 def _floating(expr: Expr) -> int:
-    """Count the sets that begin with any text in one intersection."""
+    """Return the largest number of sets in one intersection that begin with any text, as `.*` does."""
     kind = expr[0]
     if kind == "chars":
         return 0
@@ -239,7 +239,7 @@ def has_text(terminal: str, text: str) -> bool:
 
 
 def values_of(grammar: str, limit: int) -> set[Any] | None:
-    """Collect the `identity` of up to `limit` JSON values of a Lark grammar; None if they are hard to find."""
+    """Return the `identity` of up to `limit` JSON values of a Lark grammar; None if that takes too long."""
     matcher = _compiled(LLMatcher.grammar_from_lark(grammar))
     found: set[Any] = set()
     pending = [(matcher, b"", b"")]

@@ -55,7 +55,7 @@ class Batches:
     Args:
         samples: samples, each with at least one target.
         batch_size: B, rows of a batch.
-        length: L, the most input tokens of a row. A sample of n tokens has n - 1 input tokens.
+        length: L, maximum number of input tokens of a row. A sample of n tokens has n - 1 input tokens.
         packed: put as many samples into a row as fit. Otherwise a row has one sample, a batch has samples of
             similar length, and L is the longest sample's, rounded up to 64 (at most `length`).
         seed: seed of the shuffle; 0 or more.
@@ -205,7 +205,7 @@ class Batches:
 
 
 class _Plan(NamedTuple):
-    """An epoch: the samples in the order of their rows; the rows, L and T of each batch."""
+    """The layout of an epoch: the samples in the order of their rows; the rows, L and T of each batch."""
 
     order: np.ndarray
     batches: list[np.ndarray]

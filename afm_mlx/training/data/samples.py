@@ -200,7 +200,7 @@ def _document(record: object, features: Mapping[str, str]) -> TextRecord | ChatR
 def _pieces(
     text: str, tokenizer: Tokenizer, max_seq_length: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return tokens and weights of the pieces of a text."""
+    """Return tokens (N,) and weights (N,) of the pieces of a text, N up to `max_seq_length`."""
     if not text:
         raise DataError("'text' is empty. Remove the line.")
     whole = _guarded("text", lambda: encode_text(text, tokenizer))

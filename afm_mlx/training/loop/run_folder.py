@@ -235,7 +235,7 @@ class RunFolder:
     def damaged(self, step: int, fault: str) -> CheckpointError:
         """Return the error for a checkpoint that can't be used, from its fault as a sentence, with what to do.
 
-        It never advises to remove one: an unreadable checkpoint may be whole, on a disk that comes back.
+        No error advises to remove a checkpoint: an unreadable one may be whole, on a disk that comes back.
         """
         path, before = self.checkpoint_path(step), [s for s in self.steps() if s < step]
         advice = "There is no checkpoint before it: start a new run in another folder."

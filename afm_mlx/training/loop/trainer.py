@@ -87,7 +87,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Testing:
-    """Event for `on_event`: the test split is about to be measured, with `what`; None for the trained model."""
+    """Event for `on_event`: the test split is about to be measured with the trained model, or with `what`."""
 
     __test__ = False  # not one of pytest's
 
@@ -162,7 +162,7 @@ def train(
         batches: training data; step s (from 1) takes micro-batches (s - 1) * n to s * n - 1.
         options: settings of the loop.
         run: folder of checkpoints, best weights and metrics.
-        valid: batches for evaluation; None for no evaluation.
+        valid: batches for evaluation; pass None for no evaluation.
         on_event: called with an `Event` at each resume, step, report, evaluation and checkpoint.
         stopping: entered around the loop, see `Stopping`; its flag may be set by any thread.
 

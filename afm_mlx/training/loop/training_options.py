@@ -101,22 +101,23 @@ class TrainingOptions:
         schedule: "cosine" or "constant", after the warm-up.
         final_learning_rate: learning rate at the end of a cosine.
         grad_accumulation_steps: number of micro-batches in a step.
-        clip_grad_norm: largest global norm of a gradient, None for no limit.
+        clip_grad_norm: largest global norm of a gradient; pass None for no limit.
         grad_checkpoint: recompute activations in the backward pass, see `gradient_checkpointing`.
-        ema_decay: decay of an average of weights, which is evaluated and saved instead of the weights; None for
-            no average.
+        ema_decay: decay of an average of weights, which is evaluated and saved instead of the weights; pass
+            None for no average.
         steps_per_report: steps between reports.
         steps_per_eval: steps between evaluations; one is before the first step and one after the last.
         val_batches: batches of an evaluation, -1 for all.
         save_every: steps between checkpoints; one is after the last step.
-        patience: number of evaluations without a new best after which the run stops; None to never stop early.
+        patience: number of evaluations without a new best after which the run stops; pass None to never stop
+            early.
         seed: seed of the model's random numbers, such as dropout's.
         weight_decay: AdamW's weight decay, of all parameters.
         betas, eps: AdamW's decays of the moments, and the number added to the root of the second one.
         lr_schedule: mlx-lm's description of a schedule, see `mlx_lm_schedule`; replaces
             `learning_rate`, `warmup_iters`, `schedule` and `final_learning_rate`.
         clear_cache_threshold: bytes of freed memory that MLX may keep for reuse; if it has more after a step,
-            its cache is cleared. None for MLX's own limit.
+            its cache is cleared. Pass None for MLX's own limit.
 
     Raises:
         ConfigError: names the option that is out of range.

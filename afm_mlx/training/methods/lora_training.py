@@ -43,9 +43,11 @@ class LoRATraining(Method):
     """Train LoRA pairs on a frozen model; see `adapters.lora.add_lora`.
 
     Args:
-        rank: columns of A and rows of B; None for the initial adapter's rank, or 16 if there is no adapter.
-        scale: alpha / rank; None for the initial adapter's scale, or 0.5 if there is no adapter.
-        keys: names of adapted layers within a block; None for the initial adapter's keys, or all linear layers.
+        rank: columns of A and rows of B; pass None for the initial adapter's rank, or 16 if there is no
+            adapter.
+        scale: alpha / rank; pass None for the initial adapter's scale, or 0.5 if there is no adapter.
+        keys: names of adapted layers within a block; pass None for the initial adapter's keys, or all linear
+            layers.
         num_layers: number of adapted blocks, counted from the last; -1 for the initial adapter's, or all.
         dropout: dropout rate of the adapter's inputs in training.
         initial_adapter: adapter to start from, such as a recovery adapter; see `read_initial`.

@@ -61,7 +61,7 @@ class Method:
         return Path(f"{path}-run")
 
     def check_path(self, path: Path, run_path: Path, resume: bool) -> None:
-        """Raise `AFMError` if the result would overwrite something at `path`."""
+        """Raise `AFMError` if the result would overwrite something at `path`, or a resumed run is finished."""
         if resume and (path / "config.json").is_file() and (run_path / "run.json").is_file():
             raise TrainingError(
                 f"The run in {run_path} is finished: {path} is its result, and nothing is left to do. To train "
@@ -73,7 +73,7 @@ class Method:
         """Raise `AFMError` if this method can't train the model; called before anything is loaded."""
 
     def with_defaults(self, options: TrainingOptions) -> TrainingOptions:
-        """Return the loop's options with the method's defaults."""
+        """Return the loop's options, with the method's defaults for those that are not set."""
         return options
 
     def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:

@@ -38,14 +38,15 @@ class Recipe:
         model: the model to start from: a folder, a hub id, the embedded model's name; or a draft model of
             random weights, `FreshSource.for_target(...)`.
         epochs: passes over the data; replaces `options.iters`.
-        steps_between: minimum and maximum number of steps that `epochs` is converted to; None for no limits.
+        steps_between: minimum and maximum number of steps that `epochs` is converted to; pass None for no
+            limits.
         warmup_share: share of the steps that warm up, but no more than 100 steps; replaces
             `options.warmup_iters`.
         warmup_epochs: passes over the data that warm up; replaces `options.warmup_iters`.
         batch_size: rows of a micro-batch.
         max_seq_length: most tokens of a sample, and of a row. None allows a sample 2,048, or the model's
             context if that is less, and a packed row about four samples.
-        packing: put several samples into a row; None for True if the model can keep them apart.
+        packing: put several samples into a row; by default if the model can keep them apart.
         prompt_weight: loss weight of tokens that the assistant did not write.
         features: maps "prompt", "completion", "messages" or "text" to the key that the data uses for it.
         teacher: model to imitate; "self" for `model` as it is before quantization-aware training.
@@ -190,7 +191,7 @@ class Plan:
     trainable: int  # parameters
     data: DataSplits
     options: TrainingOptions
-    memory: int | None  # estimated bytes
+    memory: int | None  # estimated bytes of the run; None for models of mlx-lm
 
     @property
     def steps_per_epoch(self) -> float:
@@ -205,7 +206,7 @@ def make_plan(
     data: DataSplits,
     options: TrainingOptions,
 ) -> Plan:
-    """Return the plan for a prepared model; `kind` is the method's."""
+    """Return the plan for training a prepared model; `kind` is `Method.kind`."""
     trainable = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     parameters = sum(array.size for _, array in tree_flatten(model.parameters()))
     for module in model.modules():

@@ -141,7 +141,7 @@ def train_by(
         method: which weights to train, and what to save.
         recipe: model, data, and the loop's options.
         path: folder to make for the result.
-        run_path: folder of checkpoints and metrics; None for `<path>-run`, or `<path>/run` of an adapter.
+        run_path: folder of checkpoints and metrics; pass None for `<path>-run`, or `<path>/run` of an adapter.
         resume: resume the run in `run_path`, which was started with the same arguments.
         on_plan: called with the `Plan` of the run before training starts.
         on_event: called with each `Event` of the loop, and with `Testing` before each test.
@@ -205,7 +205,7 @@ def train_by(
 
 
 def _manifest(recipe: Recipe, data: DataSplits, options: TrainingOptions) -> dict[str, object]:
-    """Return the settings that must not change when a run resumes, by the names of the arguments."""
+    """Return by name the settings, and the fingerprints of the data, that must not change as a run resumes."""
     names = ["batch_size", "max_seq_length", "prompt_weight"]
     if recipe.teacher is not None:
         names += ["distillation_weight", "distillation_temperature", "divergence"]
@@ -267,9 +267,10 @@ class Teacher(NamedTuple):
 def open_teacher(
     recipe: Recipe, student: ModelSource, may_imitate_itself: bool
 ) -> ModelSource | None:
-    """Find the teacher of a recipe without loading it; "self" is the student as it is before training.
+    """Find the teacher of a recipe, if it has one, without loading it; "self" is the untrained student.
 
-    Raises `ConfigError` when student and teacher are the same model, `AFMError` when there is no such model.
+    Raises `ConfigError` when student and teacher are the same model, unless `may_imitate_itself`; `AFMError`
+    when there is no such model.
     """
     if recipe.teacher is None:
         return None
@@ -392,7 +393,7 @@ def measure_adapter(
 
     Args:
         recipe: model, data, and the batches' sizes.
-        adapter_path: see `load_adapter`; None to measure only the base.
+        adapter_path: see `load_adapter`; pass None to measure only the base.
         on_data: called with the batches of the test split before measuring starts.
         progress: called after each batch of a measurement with the number of finished and of all batches.
 

@@ -92,11 +92,11 @@ def estimate_memory(
         batch_size, length: rows and tokens of a micro-batch.
         rank: rank of LoRA pairs.
         base_bits: bits of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least;
-            None for float, as for the other kinds.
+            pass None for float, as for the other kinds.
         dtype: type of float weights and activations.
         grad_checkpoint, ema, accumulates: whether blocks are recomputed, an average of weights is kept, and
             a step has several micro-batches.
-        targets: number of scored tokens in a micro-batch; None for all.
+        targets: number of scored tokens in a micro-batch; pass None for all.
     """
     hidden, ffn = config.hidden_dim, config.ffn_dim
     embedding = config.vocab_size * hidden

@@ -132,8 +132,8 @@ def prepare_qat(
     Args:
         model: a model with float weights, of this package or mlx-lm's zoo.
         rule: rule of linear layers; balanced or affine.
-        embedding_rule: rule of embeddings and of an untied head (`lm_head`); None for `rule` with at least 4
-            bits.
+        embedding_rule: rule of embeddings and of an untied head (`lm_head`); pass None for `rule` with at least
+            4 bits.
         predicate: chooses for each layer: one of these two rules (True), none (False), or another rule.
         learn_kv_scales: train the int8 scales of keys and values, which are else frozen.
         gradient_scaling: multiply gradients of the clip factors by `lsq_gradient_scale`. This affects the
@@ -268,7 +268,7 @@ def lsq_gradient_scale(shape: tuple[int, int], rule: QuantizationRule) -> float:
 
 
 def scale_gradient(x: mx.array, factor: float) -> mx.array:
-    """Return `x`, with its gradient multiplied by a factor."""
+    """Return `x` with the same numbers; the gradient that passes through it is multiplied by `factor`."""
     if factor == 1:
         return x
     fixed = mx.stop_gradient(x)
