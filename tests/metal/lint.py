@@ -1,7 +1,7 @@
 """What Metal refuses and the emulator can't see: a reading of `.metal` texts, rule by rule.
 
 The rules follow the Metal Shading Language Specification (section 1.4 on what it leaves out of C++, section 4
-on address spaces) and what MLX's compiler versions accept (3.1 on macOS 14 and later ones).
+on address spaces) and what the versions accept that MLX compiles for: 3.1, 3.2, 4.0 and 4.1 (`texts.VERSIONS`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ _TOKENS = {
         r"\b(?:vertex|fragment|kernel|visible|stitchable|intersection|sampler|patch|texture\w*|depth2d\w*|"
         r"imageblock|ray_data|object_data|threadgroup_imageblock)\b"
     ),
+    # With `using namespace metal`, the library's names and a kernel's own could be taken for each other.
+    "a name that Metal has from 3.2 or 4.0 on": (
+        r"\b(?:coherent|tensor|tensor_\w+|cooperative_tensor\w*|d?extents|dynamic_extent|execution_\w+|mpp)\b"
+    ),
     # Without a namespace, macOS 15 and later take the fast ones, and earlier versions the precise ones.
     "a function that is neither fast nor precise": (
         rf"(?<![\w.])(?<!fast::)(?<!precise::)(?:{'|'.join(TRANSCENDENTAL)})\s*\("
@@ -89,6 +93,7 @@ def problems(text: str, *, is_header: bool) -> list[Problem]:
     """What is wrong with the text of a `.metal` file: a header's functions, or a kernel's body."""
     code = without_comments(text)
     found = [*_tokens(code), *_pointers(code), *_recursion(code), *_simdgroup_operands(code)]
+    found += _generic_members(code)
     # Comments too: MLX hands the text over as a C string, whose encoding is the system's.
     foreign = re.finditer(r"[^\x00-\x7f]", text)
     found += [_problem("a character that isn't ASCII", text, match.start()) for match in foreign]
@@ -165,6 +170,63 @@ def _pointers(code: str) -> Iterator[Problem]:
     for match in _DECLARED.finditer(code):
         if not re.match(r"\s*return\b", match[1]):
             yield _problem(rule, code, match.start(1))
+
+
+def _generic_members(code: str) -> Iterator[Problem]:
+    """Members that become references or pointers to `thread` memory, as results, arguments or variables.
+
+    From Metal 4.1 on, `this` may be in any address space, unless a method says `thread` after its parameters.
+    """
+    rule = "a member in thread memory of a method that isn't `thread`"
+    defined = functions(code)
+    takes_thread = {
+        (function.name, len(parameters), i)
+        for function in defined
+        for parameters in [split(code[slice(*function.parameters)])]
+        for i, parameter in enumerate(parameters)
+        if re.search(r"\bthread\b.*[&*]", parameter, re.DOTALL)
+    }
+    for struct in re.finditer(r"\bstruct\s+\w+\s*\{", code):
+        begin, end = struct.end(), closing(code, struct.end() - 1)
+        fields = set(_fields(_outside_functions(code[begin:end])))
+        for _, (first, last), (opening, close) in defined:
+            if not begin < opening < end or re.search(r"\bthread\b", code[last:opening]):
+                continue
+            declared = max(code.rfind(mark, 0, first) for mark in ";{}")
+            if re.search(r"\bthread\b[^()]*[&*]", code[declared:first]):
+                yield _problem(rule, code, first)
+            body = code[opening:close]
+            members = {f for f in fields if not _declares(f"{code[first:last]};{body}", f)}
+            bound = [
+                (match.start(), body[match.end() :])
+                for match in re.finditer(r"\bthread\b[^;=()]*[&*]\s*\w+\s*=", body)
+            ]
+            for call in re.finditer(r"\b(\w+)\s*(?:<[^;(){}]*>)?\s*\(", body):
+                arguments = split(body[call.end() : closing(body, call.end() - 1)])
+                bound += [
+                    (call.start(), argument)
+                    for i, argument in enumerate(arguments)
+                    if (call[1], len(arguments), i) in takes_thread
+                ]
+            for at, value in bound:
+                root = re.match(r"\s*[&*]?\s*(?:this\s*->\s*)?(\w+)", value)
+                if root and root[1] in members | {"this"}:
+                    yield _problem(rule, code, opening + at)
+
+
+def _declares(text: str, name: str) -> bool:
+    """True if a parameter or variable has this name."""
+    declared = rf"(?:\b(?!return\b)\w+(?:<[^;()]*>)?[\s&*]+|\(&){name}\)?\s*(?:\[|=[^=]|[;,)]|$)"
+    return re.search(declared, text) is not None
+
+
+def _fields(struct: str) -> Iterator[str]:
+    """Names of the variables in a struct whose methods are blanked."""
+    for statement in re.split(r"[;{}]", struct):
+        if not re.search(r"\bstatic\b|\(", statement):
+            for declarator in split(statement):
+                if named := re.search(r"(\w+)\s*(?:\[[^\]]*\]\s*)*$", declarator):
+                    yield named[1]
 
 
 def _recursion(code: str) -> Iterator[Problem]:

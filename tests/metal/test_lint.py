@@ -76,8 +76,23 @@ HEADERS = {
     "threadgroup memory declared outside of a kernel": "inline void f() { threadgroup float x[4]; }\n",
     "a static variable of a function": "inline int f() { static int n = 0; return ++n; }\n",
     "a header that doesn't end its last line": "// the signature would join this comment",
+    "a name that Metal has from 3.2 or 4.0 on": "inline float tensor(float x) { return x; }\n",
     "virtual functions": "struct A { virtual int f() { return 1; } };\n",
 }
+MEMBERS = "a member in thread memory of a method that isn't `thread`"
+BOUND = [
+    "struct A { float v[4]; thread float& at(int i) { return v[i]; } };\n",
+    "inline void f(thread float* x) { *x = 1; }\nstruct A { float v[4]; void g() { f(v); } };\n",
+    "inline void f(int n, thread float& x) { x = n; }\nstruct A { float v; void g() { f(1, this->v); } };\n",
+    "struct A { float v[4]; float g() { thread float& x = v[1]; return x; } };\n",
+]
+ALLOWED = [
+    "struct A { float v[4]; thread float& at(int i) thread { return v[i]; } };\n",
+    "inline void f(thread float* x) { *x = 1; }\nstruct A { float v[4]; void g() thread { f(v); } };\n",
+    "inline void f(thread float* x) { *x = 1; }\nstruct A { float v[4]; void g() { float v[4]; f(v); } };\n",
+    "inline float f(float x) { return x; }\nstruct A { float v[4]; float g() { return f(v[1]); } };\n",
+    "struct A { float v; void g(thread float* x) { x[0] = v; } };\n",
+]
 MORE = [
     ("a lambda", "auto f = [=] { return 1; };"),
     ("a lambda", "auto f = [](float x) -> float { return x; };"),
@@ -109,3 +124,10 @@ def test_every_rule_fires():
     bodies = ((rule, text, False) for rule, text in [*BODIES.items(), *MORE])
     for rule, text, is_header in (*bodies, *((*each, True) for each in HEADERS.items())):
         assert rule in {p.rule for p in problems(text, is_header=is_header)}, text
+
+
+def test_a_member_is_bound_to_thread_memory_by_thread_methods_only():
+    for text in BOUND:
+        assert MEMBERS in {p.rule for p in problems(text, is_header=True)}, text
+    for text in ALLOWED:
+        assert not problems(text, is_header=True), text

@@ -31,24 +31,63 @@ def test_every_file_of_a_kernel_is_in_a_text_that_is_whole(found):
         assert runtime._read(kernel).strip() in text, name
 
 
-def test_each_file_is_compiled_and_a_refusal_is_the_exit_status(tmp_path, monkeypatch, capsys):
+COMPILER = """
+import sys
+from pathlib import Path
+file = Path(sys.argv[sys.argv.index("-c") + 1])
+(version,) = (a.removeprefix("-std=metal") for a in sys.argv if a.startswith("-std=metal"))
+assert file.read_text().startswith("#include")
+if version > sys.argv[1]:
+    sys.exit(f"error: invalid value 'metal{version}' in '-std=metal{version}'")
+if version in sys.argv[2:] and "vector" in file.name:
+    sys.exit(f"{file.name}: error")
+"""
+
+
+@pytest.fixture
+def compiling(tmp_path, monkeypatch, capsys):
+    """Compile one text of each kernel in a decode step; return exit status, output and the texts' names.
+
+    The compiler knows versions up to `newest`, and refuses some texts in the versions `refusing`.
+    """
     model = shapes_only(PRESETS["afm-3b"], AFM_RULE, AFM_EMBEDDING_RULE)
     cache = cache_of(model, 100, 256)
     step = record(lambda: model.greedy(mx.zeros((1, 1), mx.int32), cache))
-    monkeypatch.setattr(texts, "calls", lambda: step)
+    one_of_each = {recorded[0].name: recorded for recorded in step}
+    monkeypatch.setattr(texts, "calls", one_of_each.values)
     compiler = tmp_path / "compiler.py"
-    compiler.write_text(
-        "import sys\nfrom pathlib import Path\nfile = Path(sys.argv[sys.argv.index('-c') + 1])\n"
-        "assert file.read_text().startswith('#include')\n"
-        "if '--refuse' in sys.argv and 'vector' in file.name:\n    sys.exit(f'{file.name}: error')\n"
-    )
-    command = f"{sys.executable} {compiler}"
-    assert texts.main([str(tmp_path / "a"), "--compile", "--compiler", command]) == 0
-    files = list((tmp_path / "a").glob("*.metal"))
-    assert f"{len(files)} compile, 0 don't" in capsys.readouterr().out
-    assert texts.main([str(tmp_path / "b"), "--compile", "--compiler", f"{command} --refuse"]) == 1
-    said = capsys.readouterr().out
-    refused = [file.name for file in files if "vector" in file.name]
+    compiler.write_text(COMPILER)
+
+    def run(newest, *refusing):
+        command = " ".join([sys.executable, "-S", str(compiler), newest, *refusing])
+        status = texts.main([str(tmp_path / "texts"), "--compile", "--compiler", command])
+        files = (tmp_path / "texts").glob("*.metal")
+        return status, capsys.readouterr().out, [file.name for file in files]
+
+    return run
+
+
+def test_each_text_is_compiled_for_every_version_of_the_language_that_mlx_takes(compiling):
+    status, said, names = compiling("4.1")
+    assert status == 0
+    for version in ("3.1", "3.2", "4.0", "4.1"):
+        assert f"Metal {version}: {len(names)} compile, 0 don't" in said
+
+
+def test_a_text_that_one_version_refuses_is_the_exit_status(compiling):
+    status, said, names = compiling("4.1", "4.1")
+    refused = [name for name in names if "vector" in name]
     assert refused
+    assert status == 1
     assert all(f"{name}: error" in said for name in refused)
-    assert f"{len(files) - len(refused)} compile, {len(refused)} don't" in said
+    assert f"Metal 4.0: {len(names)} compile, 0 don't" in said
+    assert f"Metal 4.1: {len(names) - len(refused)} compile, {len(refused)} don't" in said
+
+
+def test_versions_that_a_compiler_does_not_know_are_named_and_one_is_needed(compiling):
+    status, said, names = compiling("3.2")
+    assert status == 0
+    assert f"Metal 3.2: {len(names)} compile, 0 don't" in said
+    assert "Metal 4.0 is unknown to this compiler" in said
+    status, _, _ = compiling("3.0")
+    assert status == 1

@@ -3,6 +3,8 @@
     python -m tests.metal.texts FOLDER              writes them: on any system
     python -m tests.metal.texts FOLDER --compile    and compiles each with `xcrun metal`: on a Mac
 
+Each is compiled for every version of Metal's language that MLX takes and the compiler knows.
+
 A kernel's text depends on its template arguments, on the types and sizes of a call's inputs, and on macros. So
 the calls are recorded that the self-test's problems and a decode step of each preset make.
 """
@@ -16,6 +18,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +36,10 @@ from .launches import Recorded, cache_of, record, shapes_only
 
 # Part of every text that MLX compiles; it is in MLX's wheel for macOS.
 PRELUDE = '#include "mlx/backend/metal/kernels/utils.h"\n'
-# MLX switches fast math off. Metal 3.1 is macOS 14's, the oldest that MLX's wheels run on.
-COMPILER = "xcrun -sdk macosx metal -std=metal3.1 -fno-fast-math -Wall -Werror=return-type"
+# MLX switches fast math off.
+COMPILER = "xcrun -sdk macosx metal -fno-fast-math -Wall -Werror=return-type"
+# What MLX compiles for on macOS 14, 15, 26, and 27: `get_metal_version` in its backend/metal/device.cpp.
+VERSIONS = ("3.1", "3.2", "4.0", "4.1")
 
 
 def calls() -> Iterator[Recorded]:
@@ -82,13 +87,36 @@ def write(folder: Path, recorded: Iterable[Recorded]) -> list[Path]:
     return files
 
 
-def compiled(file: Path, compiler: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def compiled(file: Path, compiler: Sequence[str], version: str) -> subprocess.CompletedProcess[str]:
+    """Compile a text for a version of Metal's language."""
     spec = importlib.util.find_spec("mlx.core")
     assert spec is not None
     assert spec.origin is not None
     include = Path(spec.origin).parent / "include"
-    command = [*compiler, "-I", str(include), "-c", str(file), "-o", str(file.with_suffix(".air"))]
+    command = [*compiler, f"-std=metal{version}", "-I", str(include), "-c", str(file)]
+    command += ["-o", str(file.with_suffix(f".{version}.air"))]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def refused(files: Sequence[Path], compiler: Sequence[str], version: str) -> int | None:
+    """Compile texts for a version, and print what the compiler says.
+
+    Returns the number of texts that it refuses; None if it doesn't know the version.
+    """
+    if f"invalid value 'metal{version}'" in compiled(files[0], compiler, version).stderr:
+        print(f"\nMetal {version} is unknown to this compiler")
+        return None
+    failed = 0
+    with ThreadPoolExecutor() as pool:
+        results = pool.map(lambda file: compiled(file, compiler, version), files)
+        for file, done in zip(files, results, strict=True):
+            failed += done.returncode != 0
+            if done.returncode:
+                print(f"\n{file} is refused in Metal {version}:\n{done.stderr}")
+            elif done.stderr:
+                print(f"\n{file} in Metal {version}:\n{done.stderr}")
+    print(f"\nMetal {version}: {len(files) - failed} compile, {failed} don't")
+    return failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,16 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(files)} texts of {len(kernels)} kernels in {args.folder}")
     if not args.compile:
         return 0
-    failed = 0
-    for file in files:
-        done = compiled(file, shlex.split(args.compiler))
-        if done.returncode:
-            failed += 1
-            print(f"\n{file} is refused:\n{done.stderr}")
-        elif done.stderr:
-            print(f"\n{file}:\n{done.stderr}")
-    print(f"{len(files) - failed} compile, {failed} don't")
-    return 1 if failed else 0
+    counts = [refused(files, shlex.split(args.compiler), version) for version in VERSIONS]
+    # A compiler that knows no version has compiled nothing.
+    return 1 if any(counts) or set(counts) == {None} else 0
 
 
 if __name__ == "__main__":

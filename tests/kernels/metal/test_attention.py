@@ -14,8 +14,8 @@ from afm_mlx.kernels.selftest import problems
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
 from tests.metal import machine
-from tests.tools.cases import all_pairs, each
-from tests.tools.compare import assert_close, assert_same
+from tests.tools.cases import all_pairs, draw, each
+from tests.tools.compare import UNIT_ROUNDOFF, assert_close, assert_same
 from tests.tools.problems import assert_solved, draw_heads, with_args
 
 LONG = attention.SINGLE_PASS + 1  # columns that take two passes
@@ -63,6 +63,23 @@ def test_angles_are_as_exact_as_float32_has_them(metal):
     angles = positions[:, None, None] * theta ** (-np.arange(0, head_dim, 2) / head_dim)
     off = np.angle((turned[..., 0] + 1j * turned[..., 1]) * np.exp(-1j * angles))
     assert (np.abs(off) <= 2.0**-23 * angles + 2.0**-21).all()
+
+
+def test_the_norm_of_a_head_is_as_exact_as_float32_has_it(metal, rng):
+    """Heads of one number, whose norm is the root of the head's size, whatever the number is.
+
+    Half a rounding comes from the square, one from 1 / rms, and one from the product. The fast function for
+    1 / rms is off by up to four.
+    """
+    heads, head_dim = 64, 16
+    x = np.zeros((1, 1, heads + 2, head_dim), np.float32)
+    x[..., 0] = rng.uniform(3.6, 4, heads + 2)
+    ones, scale = mx.ones((head_dim,)), mx.array(1.0)
+    options = HeadOptions(ones, ones, scale, scale, 1, 1e4, 0.0)
+    queries, _ = kernels.rope_norm_quantize(mx.array(x.reshape(1, 1, -1)), 0, options)
+    wanted = np.zeros((1, heads, 1, head_dim))
+    wanted[..., 0] = head_dim**0.5
+    assert_close(queries, wanted, 2.5 * UNIT_ROUNDOFF[mx.float32])
 
 
 def test_codes_are_rounded_half_to_even_and_clamped(metal):
@@ -168,6 +185,24 @@ def test_a_product_merges_the_partials_of_attention(metal, rng, monkeypatch):
         product = with_args(product, merged, *product.args[1:])
         got = kernels.packed_matmul(parts, *product.args[1:])
         assert_solved(product, returning(got), 2 * product.bound)
+
+
+@pytest.mark.parametrize("scores", [(0, 300, -300), (300, 0, -1e4), (-1e4, 0, 300)])
+def test_partials_are_weighed_by_their_distance_from_the_largest_score(metal, rng, scores):
+    """Of scores that are far apart only the largest counts, whichever partial has it: nothing overflows."""
+    heads, head_dim = 4, 16
+    sums = draw(rng, (1, heads, 3, head_dim))
+    tops = mx.broadcast_to(mx.array(scores, mx.float32)[:, None], (1, heads, 3, 1))
+    numbers = mx.concatenate([sums, tops, mx.full(tops.shape, 2.0)], axis=-1)
+    parts = AttentionPartials(numbers, mx.array(1.0), mx.float32)
+    best = (sums[:, :, int(np.argmax(scores))] / 2).reshape(parts.shape)
+    assert_close(products.merge_partials(parts), best, 1e-6)
+    product = make(
+        Spec("packed_matmul", mx.float32, 1, 1, heads * head_dim, 40, 2, "balanced", "row"), rng
+    )
+    product = with_args(product, best, *product.args[1:])
+    got = kernels.packed_matmul(parts, *product.args[1:])
+    assert_solved(product, returning(got), 2 * product.bound)
 
 
 def test_partials_are_merged_before_products_that_can_not_merge_them(metal, rng):
@@ -276,6 +311,12 @@ def test_packed_embedding(metal, rng, shape, group, rows):
         problem = make(Spec("packed_embedding", dtype, *rows, *matrix), rng)
         tokens, *rest = problem.args
         assert_solved(with_args(problem, tokens.astype(index), *rest), kernels.packed_embedding)
+
+
+def test_an_embedding_past_16_bits(metal, rng):
+    matrix = {"in_dims": 16, "out_dims": (1 << 16) + 37, "bits": 4, "mode": "balanced"}
+    problem = make(Spec("packed_embedding", tokens=3, **matrix, granularity="row"), rng)
+    assert_solved(problem, kernels.packed_embedding)  # of the last row, too
 
 
 # -- what they can't run

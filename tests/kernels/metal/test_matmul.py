@@ -8,9 +8,11 @@ from afm_mlx import kernels
 from afm_mlx.kernels import BITS, PackedWeight, ProductOptions, dispatch
 from afm_mlx.kernels.metal import matmul, products
 from afm_mlx.kernels.ops import case_of
+from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools.cases import all_pairs, each
+from tests.tools.compare import assert_close, assert_same
 from tests.tools.problems import assert_solved, draw_low_rank, in_shared_arrays, with_args
 
 FORMATS = (
@@ -23,6 +25,7 @@ ROWS = {
     "unpacked": ((3, 11),),
 }
 SHAPES = ((704, 21), (64, 8))  # with and without tails
+BODY = {"bits": 2, "mode": "balanced", "granularity": "row", "activation_bits": 32}
 
 
 def assert_right(rng, variant, op, *fields, **options):
@@ -93,11 +96,13 @@ def test_products_whose_inputs_simdgroups_share(metal, rng, monkeypatch):
         assert_right(rng, "vector", "packed_matmul", *fields, **matrix, **fusions)
 
 
+# MLX's CPU backend adds in the activations' type: in half types, few products.
 @pytest.mark.parametrize("bits", BITS)
-def test_the_product_of_mlx(metal, rng, bits):
-    matrix = {"bits": bits, "mode": "affine", "granularity": "group", "group_size": 64}
-    # MLX takes the scales in the dtype of the activations, and its CPU backend adds in it.
-    fields = (mx.float32, 3, 11, 704, 21)
+@pytest.mark.parametrize(("dtype", "in_dims"), zip(DTYPES, (704, 32, 32), strict=True))
+def test_the_product_of_mlx(metal, rng, bits, dtype, in_dims):
+    group = min(in_dims, 64)
+    matrix = {"bits": bits, "mode": "affine", "granularity": "group", "group_size": group}
+    fields = (dtype, 3, 11, in_dims, 21)
     fusions = {"norm": True, "rank": 4}
     assert_right(rng, "mlx_quantized", "packed_matmul", *fields, **matrix, **fusions, residual=True)
     assert_right(rng, "swiglu_mlx_quantized", "packed_swiglu", *fields, **matrix, **fusions)
@@ -144,6 +149,65 @@ def test_a_norm_whose_squares_overflow_gives_nan(metal, rows):
     weight = PackedWeight(mx.zeros((8, 4), mx.uint32), 4, "balanced", mx.ones((8,)))
     options = ProductOptions(norm=mx.ones((32,)))
     assert mx.isnan(kernels.packed_matmul(mx.full((rows, 32), 3e19), weight, options)).all().item()
+
+
+MANY = (1 << 16) + 37  # rows that 16 bits can't count; the model's head has 153,600
+
+
+@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (5, "matrix")])
+def test_rows_of_a_matrix_are_counted_past_16_bits(metal, rng, rows, variant):
+    spec = Spec("packed_matmul", mx.float32, rows, 1, 16, MANY, **BODY, residual=True)
+    assert_adapted(make(spec, rng), variant)
+
+
+def test_rows_that_are_unpacked_are_counted_past_16_bits(metal, rng):
+    weight = packed_weight(Spec("packed_matmul", in_dims=16, out_dims=MANY, **BODY), rng)
+    got = products.unpack(weight, MANY - 40, MANY, mx.float32)
+    assert_close(got, oracle.matrix(weight)[-40:], 2.0**-22)
+
+
+@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (5, "matrix")])
+def test_silu_of_large_negative_numbers_is_as_exact_as_its_exponential(metal, rows, variant):
+    """Gates of -6 to -84, without rounding: nothing but `exp(-gate)` is off by more than an ulp."""
+    of_gates = mx.arange(1, 15) / 4
+    gate = PackedWeight(mx.zeros((14, 1), mx.uint32), 2, "balanced", of_gates)
+    up = PackedWeight(mx.full((14, 1), 2**32 - 1, mx.uint32), 2, "balanced", mx.ones((14,)))
+    x = mx.ones((rows, 16))
+    case = case_of("packed_swiglu", x, gate, up)
+    assert dispatch.select("packed_swiglu", case).name == f"metal/swiglu_{variant}"
+    g = -24 * np.array(of_gates).astype(np.float64)
+    wanted = 24 * g / (1 + np.exp(-g))
+    got = np.array(kernels.packed_swiglu(x, gate, up)).astype(np.float64)
+    # The exponential by 4 ulps; sum, quotient and product by half of one each.
+    assert_close(got / wanted, np.ones((rows, 14)), 5.5 * 2.0**-23)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+def test_a_norm_is_rounded_once(metal, rng, rows):
+    """Products that are powers of two, so that 1 / rms comes out: its precise function is correctly rounded."""
+    x = rng.integers(-3, 4, (rows, 16)).astype(np.float64)
+    x[:, -1] += 16 - x.sum(-1)
+    weight = PackedWeight(mx.full((9, 2), 0x88888888, mx.uint32), 4, "balanced", mx.array(1.0))
+    options = ProductOptions(norm=mx.ones((16,)), eps=0.0)
+    got = kernels.packed_matmul(mx.array(x.astype(np.float32)), weight, options)
+    wanted = 8 / np.sqrt((x**2).mean(-1, keepdims=True))
+    assert_same(got, np.broadcast_to(wanted.astype(np.float32), (rows, 9)))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_a_product_is_not_rounded_before_its_residual_is_added(metal, rng, dtype):
+    """Products of integers, and residuals that leave of them what rounding would take away."""
+    for rows in (1, 3, 5):
+        x = rng.integers(-30, 31, (rows, 16)).astype(np.float32)
+        codes = rng.integers(0, 256, (40, 16))
+        weight = PackedWeight(kernels.pack_codes(mx.array(codes), 8), 8, "balanced", mx.array(1.0))
+        products = mx.array((x @ (codes - 127.5).T).astype(np.float32))
+        residual = -products.astype(dtype)
+        got = kernels.packed_matmul(
+            mx.array(x).astype(dtype), weight, ProductOptions(residual=residual)
+        )
+        assert_same(got.astype(mx.float32), products + residual.astype(mx.float32))
+        assert (got != 0).any().item()
 
 
 # -- the head: the largest product
@@ -202,18 +266,30 @@ def test_every_format(metal, rng):
         assert_solved(make(spec._replace(activation_bits=32), rng), kernels.packed_argmax)
 
 
-def test_what_is_no_number_is_the_largest_so_that_it_is_seen(metal):
+# Up to 4 rows one kernel finds the largest, up to 32 another one multiplies, and beyond MLX.
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_what_is_no_number_is_the_largest_so_that_it_is_seen(metal, rows):
     scales = mx.array([-1.0] * 4 + [float("nan")] + [-2.0] * 4)
     weight = PackedWeight(mx.zeros((9, 2), mx.uint32), 4, "balanced", scales)
-    index, value = kernels.packed_argmax(mx.ones((1, 16)), weight)
-    assert index.tolist() == [4]
-    assert not np.isfinite(value.tolist()[0])
+    index, value = kernels.packed_argmax(mx.ones((rows, 16)), weight)
+    assert index.tolist() == [4] * rows
+    assert not np.isfinite(value.tolist()).any()
+
+
+@pytest.mark.parametrize("variant", ["metal/argmax", "metal/argmax_of_products"])
+def test_the_largest_is_found_past_16_bits(metal, variant):
+    codes = np.zeros((MANY, 1), np.uint32)
+    codes[MANY - 2] = 2**32 - 1
+    weight = PackedWeight(mx.array(codes), 2, "balanced", mx.array(1.0))
+    with dispatch.force(variant):
+        index, value = kernels.packed_argmax(mx.ones((1, 16)), weight)
+    assert index.tolist() == [MANY - 2]
+    assert value.tolist() == [24.0]
 
 
 # -- adapters: many at once, of any rank
 
 
-BODY = {"bits": 2, "mode": "balanced", "granularity": "row", "activation_bits": 32}
 EXTREMES = [-(2**31), -2, 2**31 - 1]
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["shrink", "inside"])
 # Rows of the batch, and tokens of each.
@@ -248,6 +324,14 @@ def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
         spec = Spec("packed_matmul", dtype, batch, tokens, 144, n, **BODY)
         problem = make(spec._replace(norm=norm, residual=(projections > 1) != norm), rng)
         assert_adapted(problem, variant, adapters)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_a_threadgroup_that_touches_three_sections_has_memory_for_their_adapters(metal, rng, rows):
+    """Products with A of rank 128 and three sections fit for two rows, and don't for more rows."""
+    adapters = draw_low_rank(rng, range(rows), 64, (8, 16, 40), [128] * rows)
+    spec = Spec("packed_matmul", mx.float32, rows, 1, 64, 40, **BODY)
+    assert_adapted(make(spec, rng), "vector", adapters)
 
 
 PAIRS = {
