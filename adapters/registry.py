@@ -138,7 +138,10 @@ class Registry(dict[Key, PoolEntry]):
     """Entries by name, and unnamed sums by their weights. Callers hold the pool's lock."""
 
     def add(self, name: str, source: str | Path | Mapping[str, float]) -> None:
-        """Add an entry; see `AdapterPool.register`."""
+        """Add an adapter by its path, or a weighted sum of registered adapters by their weights.
+
+        Raises `RequestError` for a bad or taken name and bad weights, `CheckpointError` for a missing path.
+        """
         is_text = isinstance(name, str) and name.strip() and name.isprintable()
         if not is_text or len(name) > 200:
             raise RequestError(

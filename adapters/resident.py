@@ -108,7 +108,7 @@ def build_resident(
     layers = list(pairs_by_layer(for_numpy(tensors, source), shapes, source).items())
 
     def fill(first: int) -> list[np.uint64]:
-        """Fill every `_THREADS`-th layer's part; return a checksum for each."""
+        """Read every `_THREADS`-th layer from `first` on into its part of the array; return the checksums."""
         read = TensorReader()
         return [
             _fill_layer(view, parts[path], shapes[path], pairs, read, path, source)

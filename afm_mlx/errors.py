@@ -110,7 +110,7 @@ class LogitsError(AFMError):
 
 
 class DataError(AFMError):
-    """A data file with a line that can't be used."""
+    """Training data that can't be used: a bad line, a missing or empty split, or bad options for reading it."""
 
 
 class TrainingError(AFMError):

@@ -160,7 +160,10 @@ def call(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
 
 
 def submit(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
-    """Call a function in the MLX thread without waiting, for asyncio; return its future. Raises as `call`."""
+    """Call a function in the MLX thread without waiting; return its `concurrent.futures` future.
+
+    Raises `RequestError` once Python is ending, and in a forked process. asyncio needs `asyncio.wrap_future`.
+    """
     check_process()
     return _mlx_thread.submit(function, *args, **kwargs)
 

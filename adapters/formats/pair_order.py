@@ -103,7 +103,7 @@ def num_layers_of(names: Iterable[str], config: ModelConfig | None) -> int:
 
 
 def exact_alpha(rank: int, scale: float) -> float:
-    """Return an alpha with `alpha / rank == scale` to the last bit, if a float has that."""
+    """Return an alpha with `alpha / rank == scale` to the last bit, or else `rank * scale`."""
     alpha = rank * scale
     near = (alpha, math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf))
     alpha = next((each for each in near if each / rank == scale), alpha)
@@ -179,7 +179,7 @@ def complete(tensors: Mapping[str, mx.array], targets: Sequence[PairTarget], ran
 
 
 def without_empty(tensors: Mapping[str, mx.array]) -> Tensors:
-    """Return the tensors without the layers that are all zeros, which `complete` adds."""
+    """Return the tensors without layers of zeros, which `complete` adds; all tensors if all are zeros."""
     used = mx.stack([mx.any(tensor) for tensor in tensors.values()]).tolist()
     layers = {layer_of(name) for name, any_number in zip(tensors, used, strict=True) if any_number}
     return {name: t for name, t in tensors.items() if not layers or layer_of(name) in layers}

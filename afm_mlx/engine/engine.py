@@ -254,7 +254,10 @@ class Engine:
         return row.id
 
     def cancel(self, row_id: int) -> None:
-        """Drop a row; unknown ids are ignored. The request's cache then holds prompt and answer so far."""
+        """Drop a row; unknown ids are ignored.
+
+        The request's cache then holds the tokens computed so far: of a row that waits, none of its prompt.
+        """
         self._home.call(self._cancel, row_id)
 
     def _cancel(self, row_id: int) -> None:

@@ -189,8 +189,9 @@ class PrefixCache:
     ) -> tuple[list[mx.array], int]:
         """Find the longest kept beginning of some tokens.
 
-        `key` is what keys and values depend on besides the tokens, and who may see them; for `apart`, see
-        `Columns.joined`. Returns arrays (1, heads, found tokens, head_dim), and how many tokens were found.
+        `key` is what keys and values depend on besides the tokens, and who may see them. With `apart`, each
+        array owns its memory; else some are views of one, which is faster. Returns arrays (1, heads, found
+        tokens, head_dim) in the cache's order, none if nothing was found, and how many tokens were found.
         """
         self.queries += len(tokens)
         path, found = self._path(key, _named(tokens))

@@ -146,7 +146,10 @@ class Transcript(Sequence[kinds.Entry]):
     def add_response(
         self, content: str | GeneratedContent, assets: Sequence[str] = (), source: str = ""
     ) -> None:
-        """Add the answer; for the arguments, see `Transcript.Response`."""
+        """Add the answer: its text, or the content that was generated under the schema named `source`.
+
+        `assets` are the ids of the models and adapters that answered.
+        """
         self._entries.append(kinds.Response(content, assets, source)._json)
 
     def add_tool_calls(self, calls: Sequence[JSON], text: str = "") -> list[str]:

@@ -71,7 +71,8 @@ class ToolCall:
 class Entry:
     """An entry of a transcript: the framework's JSON, with attributes to read it.
 
-    Entries with equal JSON are equal. A subclass's arguments make a new entry.
+    Entries with equal JSON are equal. `fields` are the JSON's keys besides `role` and `id`; subclasses take
+    arguments in their place. `Entry.of` wraps JSON that exists already.
     """
 
     role: ClassVar[str]

@@ -78,7 +78,10 @@ def swiglu(gate: nn.Module, up: nn.Module, x: Normed) -> mx.array:
 
 
 def head_logits(embedding: nn.Module, x: Normed) -> mx.array:
-    """Return the logits (..., vocab_size) of a head with the embedding's matrix, for hidden states (..., K)."""
+    """Apply the norm to hidden states (..., K), then a head with the embedding's matrix.
+
+    Returns logits (..., vocab_size).
+    """
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
         return packed_matmul(x.x, embedding.packed, _options(x.norm, embedding.activation_bits))
     return embedding.as_linear(rms_norm(x.x, x.norm.weight, x.norm.eps))

@@ -51,7 +51,10 @@ class OpenTail(NamedTuple):
 
 
 class TailWriter(Protocol):
-    """A cache whose tail a decode step writes: a `KVCache`, or its stand-in while a step is traced."""
+    """A cache whose tail a decode step writes: a `KVCache`, or its stand-in while a step is traced.
+
+    The tail is a short array of the newest tokens' columns, which are not in the cache's buffer yet.
+    """
 
     def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail: ...
 

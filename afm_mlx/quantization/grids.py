@@ -140,7 +140,10 @@ def scale_bounds(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> tupl
 
 
 def reproduces(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> Array:
-    """Return True for each weight that its nearest code gives back bit for bit, in the weight's dtype."""
+    """Return True for each weight that its nearest code gives back bit for bit, in the weight's dtype.
+
+    `units` are the weights themselves, undivided; `scale` broadcasts to their shape.
+    """
     return round_to(balanced_values(units, scale, bits), dtype) == units
 
 

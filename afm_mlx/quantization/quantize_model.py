@@ -63,7 +63,10 @@ def layer_rules(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> dict[str, QuantizationRule]:
-    """Return the rule of every layer of a float model that gets packed, by its path; see `quantize_model`."""
+    """Return the rule of every layer of a float model that gets packed, by its path.
+
+    `predicate(path, layer)` returns a rule or its keys, True for one of these two rules, or False for none.
+    """
     choose = rule_chooser(rule, embedding_rule, predicate)
     rules = {}
     for path, module in model.named_modules():
@@ -80,7 +83,10 @@ def rule_chooser(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> Callable[[str, nn.Module], QuantizationRule | None]:
-    """Return a function that returns the rule of a layer, None if it stays float; see `quantize_model`."""
+    """Return a function of a layer's path and module that returns its rule, or None if it stays float.
+
+    `predicate(path, layer)` returns a rule or its keys, True for one of these two rules, or False for none.
+    """
     outer = embedding_rule or dataclasses.replace(rule, bits=max(rule.bits, 4))
 
     def choose(path: str, module: nn.Module) -> QuantizationRule | None:

@@ -104,7 +104,10 @@ class QuantizationRule:
             )
 
     def part_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parts of a packed matrix (N, K), by their names."""
+        """Return the shapes of the parts of a packed matrix (N, K), by their names.
+
+        These are `weight` (the codes), and `table` for a palette, else `scales`, with `biases` if affine.
+        """
         rows, inputs = shape
         parts: dict[str, tuple[int, ...]] = {"weight": (rows, inputs * self.bits // 32)}
         if self.mode == "palette":

@@ -132,7 +132,7 @@ class ValueShape:
 
 @dataclass(frozen=True, eq=False)
 class FieldRule:
-    """A field's rule and allowed values, and whether it must be given."""
+    """What becomes of a request's field (`rule`: honoured, refused or ignored), and its allowed values."""
 
     rule: Rule
     shape: ValueShape

@@ -192,7 +192,8 @@ def strings_in(value: object) -> list[str]:
 def marked(value: _Value, mark: str) -> _Value:
     """Copy nested lists and dicts; each string becomes `CallerText`, in which control tokens are plain text.
 
-    Raises `RecursionError` if they are nested too deeply.
+    `mark`, a character that no string has, is put after each character but whitespace. Raises `RecursionError`
+    if they are nested too deeply.
     """
     copied: object = value
     if isinstance(value, str):

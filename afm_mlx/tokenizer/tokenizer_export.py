@@ -189,7 +189,7 @@ def _with_added_pieces(
 
 
 class _HubFile:
-    """A Hugging Face tokenizer with the ids of a SentencePiece model."""
+    """A Hugging Face tokenizer with a SentencePiece model's ids; `separator_id` starts each encoded text."""
 
     def __init__(self, model: bytes, separator_id: int) -> None:
         from tokenizers import (

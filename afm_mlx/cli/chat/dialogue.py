@@ -130,7 +130,10 @@ class Dialogue:
         return self._answer(show, arguments)
 
     def retry(self, show: Callable[[str], None], **arguments: Any) -> GenerationResponse | None:
-        """Answer the last question again, as `ask` does, and replace its answer if it has one."""
+        """Answer the last question again, as `ask` does, and replace its answer if it has one.
+
+        `arguments` go to `stream_generate`. None after Ctrl-C; raises `RequestError` if there is no question.
+        """
         if not self._question:
             raise RequestError("There is no question yet that could be answered again.")
         return self._answer(show, arguments)

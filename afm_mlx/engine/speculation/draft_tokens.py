@@ -108,7 +108,7 @@ class Draft:
         self._limit = len(self._fed)
 
     def _add(self, token: int) -> bool:
-        """Append a draft token; return False if none can follow or the constraint forbids it."""
+        """Append a draft token, or return False if the draft is closed or the constraint doesn't take it."""
         mask = self.mask
         if not self.is_open or not (mask is None or _allows(mask, token)):
             return False

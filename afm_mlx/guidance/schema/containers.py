@@ -436,9 +436,9 @@ def _uncounted_members(items: list[Item], free: Rule, last: Rule | None, builder
 
 
 def _some_of(items: list[Rule], after: Rule, builder: Builder) -> Rule:
-    """Make the rule of one optional property or more, and `after`.
+    """Make the rule of one or more of `items`, optional properties, in their order with commas, and `after`.
 
-    By halves: a chain of a thousand rules would be too deep to compile.
+    No items: a rule that matches nothing. By halves: a chain of a thousand rules would be too deep to compile.
     """
     if len(items) <= 1:
         return seq(*items, after) if items else NOTHING

@@ -88,7 +88,10 @@ class Expansion:
         self._wide = self if is_wide else Expansion(document, budget, is_wide=True)
 
     def cases(self, formula: Formula) -> tuple[Case, ...]:
-        """Return the cases of a formula, cached; raise `ConstraintError` for what can't be honoured."""
+        """Return the cases of a formula, cached: sets of values of one type each, whose union stands for it.
+
+        A formula joins schemas by and, or, not. Raises `ConstraintError` for what can't be honoured.
+        """
         if (known_cases := self._known.get(formula)) is not None:
             return known_cases
         place = self.document.place(formula)

@@ -117,7 +117,7 @@ class Numbers:
         )
 
     def limit(self) -> int:
-        """Return the power of ten that integers stay below, beyond `INTEGER_DIGITS` if a bound needs it."""
+        """Return the `10**n` that integers stay below; n is `INTEGER_DIGITS`, or more if a bound needs it."""
         ends = [_ZERO if self.low is None else self.low, _ZERO if self.high is None else -self.high]
         return 10 ** max(INTEGER_DIGITS, len(str(ceil(max(ends)))) + 1)
 

@@ -262,7 +262,7 @@ class RunFolder:
         """Replace the best weights by `tensors`, named by parameter, with `state`: "step" and "valid_loss".
 
         Raises:
-            TrainingError: when they can't be written; the best weights so far are unchanged.
+            TrainingError: when they can't be written; the best weights are then the old ones, or these, whole.
         """
         with self._written("The best weights"):
             self._best.mkdir(parents=True, exist_ok=True)

@@ -285,7 +285,7 @@ def open_teacher(
 
 
 def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> Teacher:
-    """Load the teacher of a recipe with its adapter.
+    """Load the teacher from `source`, with the recipe's `teacher_adapter` if it has one.
 
     Raises `ConfigError` when the student has another vocabulary, `AFMError` when teacher or adapter can't be
     loaded.
@@ -368,10 +368,10 @@ def measure_split(
     teacher: nn.Module | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SplitScore:
-    """Measure how well a model predicts the first `count` batches, or all for -1; leaves it in eval mode.
+    """Measure how well a model predicts the first `count` batches, or all for -1.
 
-    `teacher` is a draft model's target, to measure the acceptance. `progress` is called with the numbers of
-    finished and of all batches.
+    The model is in eval mode afterwards. `teacher` is a draft model's target, to measure the acceptance.
+    `progress` is called with the numbers of finished and of all batches.
 
     Raises `TrainingError` when the loss is not finite; the error names the batch and the layer.
     """
