@@ -78,7 +78,7 @@ class AnswerType:
         """Convert JSON to an instance of the type; for a function, to its arguments by name.
 
         Args:
-            value: a JSON text (str or bytes), or a decoded JSON value.
+            value: a decoded JSON value, or JSON as str or bytes: a str is never a decoded string.
 
         Raises:
             ConstraintError: if it is not an instance, with the field that does not fit.

@@ -12,7 +12,15 @@ from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import dispatch
 from afm_mlx.model.kv_cache import STEP, TAIL
-from tests.tools.engines import SIZES, naive_greedy, run, some_prompt, tiny, tokens_of
+from tests.tools.engines import (
+    SIZES,
+    naive_greedy,
+    run,
+    some_prompt,
+    tiny,
+    tokens_of,
+    wanted_logprobs,
+)
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import zoo_model
 
@@ -178,7 +186,10 @@ def test_rows_wait_for_memory_and_never_take_more(rng, tokenizer, kind):
             assert engine.rows_running == 1  # two rows of 512 columns are too many
     assert most == 3
     for row, (prompt, count) in list(wanted.items())[:3]:
-        assert got[row] == naive_greedy(model, prompt, count)
+        # Of two almost equal logits, codes of keys and values that are off by one may choose either.
+        logprobs = wanted_logprobs(model, prompt, got[row])
+        chosen = logprobs[range(count), got[row]]
+        assert (logprobs.max(axis=-1) - chosen).max() < 0.01
     assert (engine.rows_waiting, engine.rows_running, engine.kv_tokens) == (0, 0, 0)
 
 

@@ -43,7 +43,8 @@ def test_instances_of_random_types_come_back_from_their_json(rng):
             text = as_json(instance)
             assert accepts(answers.constraint, text), text
             assert answers.instance(text) == instance
-            assert answers.instance(json.loads(text)) == instance
+            if not isinstance(decoded := json.loads(text), str):  # a text is read as JSON
+                assert answers.instance(decoded) == instance
 
 
 def test_what_a_constraint_allows_is_an_instance(rng):
