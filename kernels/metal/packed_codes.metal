@@ -240,7 +240,8 @@ struct Products {
       const bool inside = F::ALIGNED || place < in_dims;
       const float factor = inside ? vectors.factor(place) : 0.0f;
       UNROLL for (int m = 0; m < ROWS; m++) {
-        const float x = inside ? float(vectors.x[m * in_dims + place]) : 0.0f;
+        // A row's address first: the rest of the index is then a constant of the load.
+        const float x = inside ? float((vectors.x + m * in_dims + k)[e * F::PAIRS]) : 0.0f;
         if (V::NORM) squares[m] += x * x;
         inputs[m][e] = x * factor;
       }

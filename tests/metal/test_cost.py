@@ -57,6 +57,12 @@ def cost(body: str, n: int = 4, threads: int = 64, **options) -> Launch:
             {"exponent": 1, "reciprocal": 1, "load": 2},
         ),
         ("y = simd_sum(y) + simd_shuffle_xor(y, 1);", {"reduction": 1, "shuffle": 1, "float": 1}),
+        # 512 multiplications and additions, by all lanes together.
+        (
+            "simdgroup_matrix<float, 8, 8> a; a.thread_elements()[0] = a.thread_elements()[1] = y;"
+            "simdgroup_multiply_accumulate(a, a, a, a); y = a.thread_elements()[0] * a.thread_elements()[1];",
+            {"matrix": 1, "float": 1},
+        ),
         # What follows from sizes alone is done once for all threads.
         ("y = y * float((n & 7) / 3);", {"float": 1}),
         # Both sides of what lanes may decide differently are waited for.
