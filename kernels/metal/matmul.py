@@ -1,7 +1,8 @@
 """`packed_matmul`, `packed_swiglu` and `packed_argmax` on Metal, by the number of vectors.
 
-vector      up to 4 rows: a stream over the codes; all fusions in one dispatch
-matrix      up to 32 rows: 8x8 matrices, each code unpacked once for all rows; the same fusions
+vector      1 to 6 rows, and numbers up to 20 of which multiples of 8 are far: a stream over the codes, once for
+            6 rows; all fusions in one dispatch
+matrix      other numbers up to 32: 8x8 matrices, each code unpacked once for up to 16 rows; the same fusions
 many rows   the matrix is unpacked block by block for `mx.matmul`, or passed to `mx.quantized_matmul` if MLX has
             the format: only MLX's own products use the M5's neural accelerators
 """
@@ -17,7 +18,7 @@ import mlx.core as mx
 from afm_mlx.kernels import mlx
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.metal import products, runtime
-from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
+from afm_mlx.kernels.metal.products import MAX_ROWS, VALUES, Product
 from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
 from afm_mlx.kernels.mlx import GROUPS
 from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOptions
@@ -82,7 +83,7 @@ unpacked_matmul = partial(mlx.packed_matmul, multiply_unpacked)
 def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[mx.array, mx.array]:
     """See `reference.packed_argmax`. Two dispatches: largest of neighbouring rows, and the largest of these."""
     rows = math.prod(x.shape[:-1])
-    code_rows = products.most_code_rows(rows)
+    code_rows = products.most_code_rows(rows, weight)
     # So many that the first dispatch's results fit one chunk.
     tiles = -(-weight.out_dims // (code_rows * CHUNK))
     groups = -(-weight.out_dims // (code_rows * tiles * products.SIMDGROUPS))
@@ -93,11 +94,11 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
         template=(
             *products.format_template(weight),
             ("NORM", options.norm is not None),
-            ("ROWS", rows),
+            ("ROWS", products.rows_of_pass(rows)),
             ("CODE_ROWS", code_rows),
             ("TILES", tiles),
         ),
-        grid=(32, groups * products.SIMDGROUPS, 1),
+        grid=(32 * -(-rows // products.PASS_ROWS), groups * products.SIMDGROUPS, 1),
         threadgroup=(32, products.SIMDGROUPS, 1),
         output_shapes=[(rows, groups * products.SIMDGROUPS)] * 2,
         output_dtypes=[mx.float32, mx.uint32],
@@ -108,13 +109,13 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
 def argmax_of_products(
     x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`; the products are written to memory, for more than `VECTOR_ROWS` rows."""
+    """See `reference.packed_argmax`; the products are written to memory, where matrices are faster."""
     shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
     x = x.reshape(rows, -1)
-    if rows > MATRIX_ROWS or not products.has_whole_groups(weight):
+    if rows > MAX_ROWS or not products.has_whole_groups(weight):
         y = unpacked_matmul(x.astype(mx.float32), weight, options)
     else:
-        multiply = products.vector if rows <= VECTOR_ROWS else products.matrix
+        multiply = products.vector if products.takes_vectors(rows) else products.matrix
         y = multiply(Product(x, (weight,), options), mx.float32)
     return _largest(y, None, shape)
 
@@ -147,15 +148,18 @@ def _largest(
 # -- which cases they run
 
 
-def _up_to(rows: int) -> Callable[[Case], str | None]:
-    def obstacle(case: Case) -> str | None:
-        if case.rows > rows:
-            return f"takes up to {rows} rows, not {case.rows}"
-        if not products.has_whole_groups(case):
-            return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
-        return other_than_floats(case)
+def _some(case: Case) -> str | None:
+    if case.rows > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} rows, not {case.rows}"
+    if not products.has_whole_groups(case):
+        return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
+    return other_than_floats(case)
 
-    return obstacle
+
+def _few(case: Case) -> str | None:
+    if case.rows <= MAX_ROWS and not products.takes_vectors(case.rows):
+        return f"takes longer for {case.rows} rows than products of matrices"
+    return _some(case)
 
 
 def _mlx_obstacle(case: Case) -> str | None:
@@ -167,7 +171,6 @@ def _mlx_obstacle(case: Case) -> str | None:
     return other_than_floats(case)
 
 
-_few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
 _unpacked_swiglu = partial(mlx.packed_swiglu, multiply_unpacked, combine=silu_product)
 _mlx_matmul = partial(mlx.packed_matmul, mlx.multiply_quantized)
 _mlx_swiglu = partial(mlx.packed_swiglu, mlx.multiply_quantized, combine=silu_product)

@@ -1,19 +1,28 @@
-// The largest product of each simdgroup's rows with ROWS vectors, and its row: the lowest on a tie.
+// The largest product of each simdgroup's rows of codes with up to ROWS vectors, and its row: the lowest on a tie.
+//
+// Vectors are shared among threadgroups as in packed_vector.
 //
 // A simdgroup takes TILES times CODE_ROWS neighbouring rows, so that few winners are left to compare.
 
 using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
 
+const uint all_rows = x_shape[0];
+const uint first_row = ROWS > 1 ? (threadgroup_position_in_grid.x * all_rows + threadgroups_per_grid.x - 1) / threadgroups_per_grid.x : 0;
+const uint count =
+    ROWS > 1 ? ((threadgroup_position_in_grid.x + 1) * all_rows + threadgroups_per_grid.x - 1) / threadgroups_per_grid.x - first_row : 1;
 const uint out_dims = codes_shape[0];
 const uint lane = thread_index_in_simdgroup;
 const uint winner = thread_position_in_grid.y;
 const uint winners = threads_per_grid.y;
 
 auto matrix = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
-auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+auto vectors = make_vectors<NORM>(x + first_row * matrix.in_dims(), norm, eps[0]);
 
 // A lane keeps the best of its own row of every tile.
 constexpr uint SHARERS = LANES / CODE_ROWS;
+#define EACH_ROW(m) \
+  UNROLL for (uint m = 0; m < ROWS; m++) \
+    if (m < count)
 float best[ROWS];
 uint places[ROWS];
 UNROLL for (uint m = 0; m < ROWS; m++) {
@@ -25,10 +34,10 @@ for (uint tile = 0; tile < TILES; tile++) {
   if (start >= out_dims) break;
   uint rows[CODE_ROWS];
   UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r, out_dims - 1);
-  Products<F, ROWS, CODE_ROWS, is_exact(sizeof(x[0]), ROWS)> products;
-  multiply<F, ROWS, CODE_ROWS, false>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+  Products<F, ROWS, CODE_ROWS> products;
+  multiply<F, false>(vectors, count, matrix, matrix, rows, steps_of(lane, 0, 1), products);
   const uint row = min(start + lane / SHARERS, out_dims - 1);
-  UNROLL for (uint m = 0; m < ROWS; m++) {
+  EACH_ROW(m) {
     float y = products.scaled(matrix, row, m, sum_of_lane<CODE_ROWS>(products.sums[m], lane));
     if (NORM) y *= vectors.inverse_rms(simd_sum(products.squares[m]), matrix.in_dims());
     if (is_better(ranked(y), row, best[m], places[m])) {
@@ -37,7 +46,7 @@ for (uint tile = 0; tile < TILES; tile++) {
     }
   }
 }
-UNROLL for (uint m = 0; m < ROWS; m++) {
+EACH_ROW(m) {
   UNROLL for (uint n = LANES / 2; n >= SHARERS; n /= 2) {
     const float y = simd_shuffle_xor(best[m], n);
     const uint place = simd_shuffle_xor(places[m], n);
@@ -47,7 +56,7 @@ UNROLL for (uint m = 0; m < ROWS; m++) {
     }
   }
   if (lane == 0) {
-    values[m * winners + winner] = best[m];
-    indices[m * winners + winner] = places[m];
+    values[(first_row + m) * winners + winner] = best[m];
+    indices[(first_row + m) * winners + winner] = places[m];
   }
 }

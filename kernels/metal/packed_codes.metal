@@ -156,9 +156,11 @@ Vectors<NORM, X, Norm> make_vectors(X x, Norm norm, float eps) {
 /// two vectors, that is no less work.
 constexpr bool is_exact(uint bytes, int rows) { return bytes > 2 || rows > 2; }
 
-/// What a lane has added up of the products of ROWS vectors with COUNT rows of codes; EXACT: see `is_exact`.
-template <typename F, int ROWS, int COUNT, bool EXACT>
+/// What a lane has added up of the products of up to ROWS vectors with COUNT rows of codes.
+template <typename F, int ROWS_, int COUNT_>
 struct Products {
+  static constant constexpr const int ROWS = ROWS_;
+  static constant constexpr const int COUNT = COUNT_;
   static constant constexpr const bool BY_GROUP = F::MODE != PALETTE && F::GRANULARITY == PER_GROUP;
   static constant constexpr const bool BIASED = F::MODE == AFFINE;
 
@@ -173,10 +175,12 @@ struct Products {
     }
   }
 
-  /// Add inputs k .. k + VALUES, zeros past the last. PAIR: the second half of the rows is `second`'s.
-  template <bool PAIR, typename V, typename M>
+  /// Add inputs k .. k + VALUES of USED vectors, zeros past the last. PAIR: the second half of the rows is
+  /// `second`'s.
+  template <int USED, bool PAIR, typename V, typename M>
   void add(
       V vectors, M first, M second, const thread uint (&rows)[COUNT], const thread uint (&tables)[COUNT], uint k) {
+    constexpr bool EXACT = is_exact(sizeof(vectors.x[0]), USED);
     uint words[COUNT][F::WORDS];
     const uint start = k / F::PER_WORD;
     UNROLL for (int r = 0; r < COUNT; r++) {
@@ -186,16 +190,16 @@ struct Products {
         words[r][w] = inside ? matrix.codes[rows[r] * matrix.words + start + w] : 0;
       }
     }
-    float products[ROWS][COUNT], step[ROWS], offsets[ROWS];
-    UNROLL for (int m = 0; m < ROWS; m++) {
+    float products[USED][COUNT], step[USED], offsets[USED];
+    UNROLL for (int m = 0; m < USED; m++) {
       step[m] = offsets[m] = 0.0f;
       UNROLL for (int r = 0; r < COUNT; r++) products[m][r] = BY_GROUP ? 0.0f : sums[m][r];
     }
     UNROLL for (uint w = 0; w < F::WORDS; w++) {
       UNROLL for (uint i = 0; i < F::PAIRS; i++) {
-        float inputs[ROWS][2];
+        float inputs[USED][2];
         load(vectors, k + w * F::PER_WORD + i, first.in_dims(), inputs);
-        UNROLL for (int m = 0; m < ROWS; m++) {
+        UNROLL for (int m = 0; m < USED; m++) {
           const float sum = inputs[m][0] + inputs[m][1];
           if (BIASED) step[m] += sum;
           if (!EXACT && F::MODE != PALETTE) offsets[m] += F::offset(i) * sum;
@@ -204,7 +208,7 @@ struct Products {
           const M matrix = PAIR && r >= COUNT / 2 ? second : first;
           const float2 numbers = EXACT ? matrix.exact_pair(words[r][w], i, tables[r])
                                        : matrix.pair(words[r][w], i, tables[r]);
-          UNROLL for (int m = 0; m < ROWS; m++) {
+          UNROLL for (int m = 0; m < USED; m++) {
             products[m][r] += numbers.x * inputs[m][0];
             products[m][r] += numbers.y * inputs[m][1];
           }
@@ -215,13 +219,13 @@ struct Products {
       const M matrix = PAIR && r >= COUNT / 2 ? second : first;
       const float scale = BY_GROUP ? matrix.scale(rows[r], k) : 1.0f;
       const float bias = BY_GROUP && BIASED ? matrix.bias(rows[r], k) : 0.0f;
-      UNROLL for (int m = 0; m < ROWS; m++) {
+      UNROLL for (int m = 0; m < USED; m++) {
         const float product = products[m][r] - offsets[m];
         sums[m][r] = BY_GROUP ? sums[m][r] + scale * product : product;
         if (BY_GROUP && BIASED) sums[m][r] += bias * step[m];
       }
     }
-    UNROLL for (int m = 0; m < ROWS; m++) totals[m] += step[m];
+    UNROLL for (int m = 0; m < USED; m++) totals[m] += step[m];
   }
 
   /// The product of vector m with row `row`, from the sum over all lanes of its `sums`.
@@ -233,13 +237,13 @@ struct Products {
   }
 
   /// Inputs `k` and `k + PAIRS` of every vector, multiplied with the norm's weight.
-  template <typename V>
-  void load(V vectors, uint k, uint in_dims, thread float (&inputs)[ROWS][2]) {
+  template <typename V, int USED>
+  void load(V vectors, uint k, uint in_dims, thread float (&inputs)[USED][2]) {
     UNROLL for (uint e = 0; e < 2; e++) {
       const uint place = k + e * F::PAIRS;
       const bool inside = F::ALIGNED || place < in_dims;
       const float factor = inside ? vectors.factor(place) : 0.0f;
-      UNROLL for (int m = 0; m < ROWS; m++) {
+      UNROLL for (int m = 0; m < USED; m++) {
         // A row's address first: the rest of the index is then a constant of the load.
         const float x = inside ? float((vectors.x + m * in_dims + k)[e * F::PAIRS]) : 0.0f;
         if (V::NORM) squares[m] += x * x;
@@ -263,26 +267,48 @@ inline Steps steps_of(uint lane, uint part, uint n_parts) {
   return steps;
 }
 
-/// A lane's share of the products of ROWS vectors with COUNT rows.
+/// A lane's share of the products of USED vectors with COUNT rows.
 ///
 /// PAIR: the second half of the rows is `second`'s, a matrix of the same format.
-template <typename F, int ROWS, int COUNT, bool PAIR, bool EXACT, typename V, typename M>
-void multiply(
+template <int USED, typename F, bool PAIR, typename V, typename M, int ROWS, int COUNT>
+void multiply_used(
     V vectors,
     M first,
     M second,
     const thread uint (&rows)[COUNT],
     Steps steps,
-    thread Products<F, ROWS, COUNT, EXACT>& products) {
+    thread Products<F, ROWS, COUNT>& products) {
   uint tables[COUNT];
   UNROLL for (int r = 0; r < COUNT; r++) {
     const M matrix = PAIR && r >= COUNT / 2 ? second : first;
     tables[r] = F::MODE == PALETTE ? matrix.table(rows[r]) : 0;
   }
-  products.clear();
   const uint in_dims = first.in_dims();
   for (uint k = steps.first; k < in_dims; k += steps.stride) {
-    products.template add<PAIR>(vectors, first, second, rows, tables, k);
+    products.template add<USED, PAIR>(vectors, first, second, rows, tables, k);
+  }
+}
+
+constexpr int lesser(int a, int b) { return a < b ? a : b; }
+
+/// The same for `used` of up to ROWS vectors, 6 at most: a loop for each number, so that one kernel has them all.
+/// One vector has ROWS of 1.
+template <typename F, bool PAIR, typename V, typename M, int ROWS, int COUNT>
+void multiply(
+    V vectors,
+    uint used,
+    M first,
+    M second,
+    const thread uint (&rows)[COUNT],
+    Steps steps,
+    thread Products<F, ROWS, COUNT>& products) {
+  products.clear();
+  switch (used) {
+    case 1: case 2: multiply_used<lesser(2, ROWS), F, PAIR>(vectors, first, second, rows, steps, products); break;
+    case 3: multiply_used<lesser(3, ROWS), F, PAIR>(vectors, first, second, rows, steps, products); break;
+    case 4: multiply_used<lesser(4, ROWS), F, PAIR>(vectors, first, second, rows, steps, products); break;
+    case 5: multiply_used<lesser(5, ROWS), F, PAIR>(vectors, first, second, rows, steps, products); break;
+    default: multiply_used<lesser(6, ROWS), F, PAIR>(vectors, first, second, rows, steps, products);
   }
 }
 

@@ -7,6 +7,7 @@ are in header files. The tests' emulator replaces `launch`.
 from __future__ import annotations
 
 import functools
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -122,3 +123,25 @@ def launch(
         output_shapes=list(output_shapes),
         output_dtypes=list(output_dtypes),
     )
+
+
+# -- the GPU
+
+# Cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX distinguishes them:
+# phones, base and Pro, Max, Ultra.
+CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
+COMMON_GENERATION = 16  # of a GPU whose name is unknown: an M4's
+
+
+@functools.cache
+def gpu_cores() -> int:
+    """Return the maximum number of cores of this machine's kind of GPU; a Max's if the name is unknown."""
+    architecture = str(mx.device_info().get("architecture", ""))
+    return CORES.get(architecture[-1:], CORES["s"])
+
+
+@functools.cache
+def gpu_generation() -> int:
+    """Return the number in the architecture's name: 13 for M1 ("applegpu_g13s"), 14 for M2, and so on."""
+    found = re.search(r"_g(\d+)", str(mx.device_info().get("architecture", "")))
+    return int(found[1]) if found else COMMON_GENERATION

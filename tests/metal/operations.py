@@ -37,6 +37,7 @@ _FUNCTIONS = {
     **dict.fromkeys("floor ceil rint round trunc".split(), "convert"),
     **dict.fromkeys("llvm.assume llvm.experimental.noalias emulator_lane".split(), ""),
     **{"emulator_threadgroup_variable": "", "emulator_barrier": "barrier"},
+    "emulator_collective": "",  # a barrier of a simdgroup: the others are opaque
 }
 # Bytes that one instruction loads or stores at most, and numbers.
 _VECTOR_BYTES, _VECTOR = 16, 4
