@@ -224,6 +224,88 @@ def chain(
     return sum((seconds(step, chip).times(count) for count, step in steps), uncounted)
 
 
+# -- products of many rows
+
+WAYS = ("dequantize + matmul", "MLX qmm", "MLX qmm_nax", "own tiled")
+"""Ways to multiply more rows than a kernel for vectors takes: see `product`."""
+NAX_GENERATION = 10  # first with neural accelerators (M5), which only matrix products reach
+# Multiply-adds a cycle of a core's accelerators, in units of what its lanes do: "over 4x the peak GPU compute for AI
+# compared to M4" (Apple, newsroom, October 2025), 128 for each of a core's four parts (Apple's talk on the M5).
+NAX_RATE = 4
+UNPACKED = 1 << 25  # numbers that are unpacked at a time, see kernels/metal/matmul.py
+# Shares of the peak that kernels reach on large matrices, from published times of single products:
+# (up to M2 in half, up to M2 in bfloat16, from M3 on, on the accelerators).
+SHARES = {
+    # mlx#1518 (M2 Ultra, 20 TFLOPS); in bfloat16 6/7 of it on an M2 Pro (raullenchai/Rapid-MLX#3058);
+    # mlx#3196 (M3 Ultra with 60 cores, 17.5 to 18.9 TFLOPS); mlx#3211 (M5 Max, 53 to 58 TFLOPS)
+    "matmul": (0.74, 0.64, 0.85, 0.79),
+    # mlx#4216 (M1 Max: 17.2 and 30.6 ms), since mlx#4241 some 20 % faster in bfloat16; mlx#3852 and mlx#3863
+    # (M4 Pro, M3 Max, 32 rows); jundot/omlx#2657 (M5 Max, 7.5 to 16 ms)
+    "qmm": (0.74, 0.50, 0.79, 0.70),
+    # llama.cpp's mul_mm, 4 bits: 232.6 tokens/s of a 7B on an M1 Pro with 14 cores, 341.7 on an M3 Pro
+    # (gist.github.com/andrewginns/cf95867c2d79458bd894c07b9e7d5cbd)
+    "tiled": (0.66, 0.66, 0.71, None),
+}
+
+
+def product(
+    way: str,
+    rows: int,
+    n: int,
+    k: int,
+    bits: int,
+    chip: Chip,
+    *,
+    group: int = 0,
+    half: bool = False,
+    share: float | None = None,
+) -> Seconds:
+    """Compute the time of a product of `rows` vectors with a packed matrix (n, k), from 33 rows on.
+
+    `seconds = launches + (flops / (share * peak) and bytes / bandwidth, overlapped)`, with rows and columns
+    rounded up to whole tiles. Dequantizing is a pass of its own over bytes, before the product.
+
+    Args:
+        way: one of `WAYS`. With neural accelerators, `matmul` uses them, and "MLX qmm" is "MLX qmm_nax".
+        group: weights that share a scale and a bias of 16 bits; 0 for a scale per row.
+        half: activations are float16 instead of bfloat16, which matters up to M2.
+        share: of the peak, for a kernel that is none of `SHARES`.
+
+    Raises:
+        ValueError: for "MLX qmm_nax" on a chip without neural accelerators.
+    """
+    accelerated = chip.generation >= NAX_GENERATION
+    if way == "MLX qmm_nax" and not accelerated:
+        raise ValueError(f"{chip.name} has no neural accelerators; take another of {WAYS}.")
+    kernel = {"dequantize + matmul": "matmul", "own tiled": "tiled"}.get(way, "qmm")
+    uses_accelerators = accelerated and kernel != "tiled"
+    column = (
+        3 if uses_accelerators else 2 if chip.generation > SHARES_PIPELINES else 0 if half else 1
+    )
+    part = share or SHARES[kernel][column] or 0.0
+    tile = 32 if kernel != "matmul" and not uses_accelerators else 64
+    tiles = -(-rows // tile) * -(-n // tile)
+    flops = 2.0 * tiles * tile * tile * k
+    cores = min(chip.cores, tiles)
+    peak = cores * LANES * 2 * chip.gigahertz * 1e9 * (NAX_RATE if uses_accelerators else 1)
+    arithmetic = flops / (part * peak)
+    rate = BANDWIDTH_SHARE * chip.bandwidth * 1e9
+    packed = n * k * bits / 8 + (4 * n * k / group if group else 4 * n)
+    activations = 2.0 * rows * (n + k)
+    if way != "dequantize + matmul":
+        memory = (packed + activations) / rate
+        overlapped = (arithmetic**CORNER + memory**CORNER) ** (1 / CORNER)
+        return Seconds(arithmetic, memory, LAUNCH_SECONDS, LAUNCH_SECONDS + overlapped)
+    blocks = -(-n // max(1, UNPACKED // k))
+    unpacking = (packed + 2.0 * n * k) / rate
+    multiplying = (2.0 * n * k + activations) / rate
+    joining = 4.0 * rows * n / rate if blocks > 1 else 0.0  # blocks of results are copied together
+    overlapped = (arithmetic**CORNER + multiplying**CORNER) ** (1 / CORNER)
+    launches = (2 * blocks + (blocks > 1)) * LAUNCH_SECONDS
+    memory = unpacking + multiplying + joining
+    return Seconds(arithmetic, memory, launches, launches + unpacking + joining + overlapped)
+
+
 # -- what was counted
 
 CONTEXTS = (512, 4096)
