@@ -229,8 +229,8 @@ def chain(
 WAYS = ("dequantize + matmul", "MLX qmm", "MLX qmm_nax", "own tiled")
 """Ways to multiply more rows than a kernel for vectors takes: see `product`."""
 NAX_GENERATION = 10  # first with neural accelerators (M5), which only matrix products reach
-# Multiply-adds a cycle of a core's accelerators, in units of what its lanes do: "over 4x the peak GPU compute for AI
-# compared to M4" (Apple, newsroom, October 2025), 128 for each of a core's four parts (Apple's talk on the M5).
+# Multiply-adds a cycle of a core's accelerators, in units of what its lanes do: "over 4x the peak GPU compute
+# for AI compared to M4" (Apple, October 2025).
 NAX_RATE = 4
 UNPACKED = 1 << 25  # numbers that are unpacked at a time, see kernels/metal/matmul.py
 # Shares of the peak that kernels reach on large matrices, from published times of single products:
