@@ -182,7 +182,7 @@ GPU_BYTES = 32  # that one core takes from the caches behind it
 # nothing takes 2.75 us each on an M3 Ultra (github.com/ml-explore/mlx/issues/4521).
 BANDWIDTH_SHARE = 0.9
 CORNER = 5.0
-LAUNCH_SECONDS = {"up to M4": 2.45e-6, "from M5": 1.6e-6, "two dies": 4.35e-6}
+LAUNCH_SECONDS = {"up to M4": 2.45e-6, "from M5": 1.6e-6, "two dies": 4.25e-6}
 
 
 def lane_cycles(launch: Launch, generation: int) -> float:

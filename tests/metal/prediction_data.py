@@ -195,6 +195,7 @@ def prompts_table() -> str:
 def tables() -> dict[str, str]:
     """The tables of docs/benchmarks.md, by their marks."""
     return {
+        "ranges": published.ranges_table(),
         "matrices": published.table(published.MATRICES, published.FITTED_MATRICES),
         "decode": published.table(published.DECODES, published.FITTED),
         "prefill": published.table(published.PROMPTS),

@@ -30,6 +30,7 @@ from . import mlx_wheel
 from .cost import Argument, count
 
 QUANTIZED = ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h")
+HALF, BFLOAT = "half", "bfloat16_t"
 SIZES = {"half": 2, "bfloat16_t": 2, "float": 4}
 GITHUB = "https://github.com"
 
@@ -54,6 +55,17 @@ def qmv(kind: str, bits: int, group: int, n: int, k: int) -> Launch:
         *(Argument(name, 8, np.zeros(1, np.int64)) for name in "abcdefgh"),
     ]
     return count("affine_qmv_fast", unit, arguments, (32, 2 * (n // 8), 1), (32, 2, 1))
+
+
+def sums_in_bfloat(launch: Launch, bits: int, k: int) -> Launch:
+    """The launch as MLX had it before 0.32.4, when `qmv` added up to 6 bits' inputs in their own type.
+
+    Of every 16 inputs of a lane, four sums of four were rounded three times each.
+    """
+    rounded = 12 * k // 512 if bits <= 6 else 0
+    counts = dict(launch.operations)
+    counts |= {"bfloat_float": rounded, "float": counts["float"] - rounded}
+    return launch._replace(operations=counts)
 
 
 class Layers(NamedTuple):
@@ -86,15 +98,20 @@ class Model(NamedTuple):
     token_bytes: float = 0
 
     def decode(self, chip: Chip) -> Seconds:
-        """The time of a token."""
+        """The time of a token, with the MLX of the figures."""
 
-        def launches(shapes: Sequence[tuple[int, int]]) -> list[Launch]:
+        def launch(n: int, k: int) -> Launch:
             if self.bits == 16:  # bytes alone
-                return [Launch("gemv", n // 8, n // 4, {}, 0, 2 * n * k) for n, k in shapes]
-            return [qmv(self.kind, self.bits, self.group, n, k) for n, k in shapes]
+                return Launch("gemv", n // 8, n // 4, {}, 0, 2 * n * k)
+            found = qmv(self.kind, self.bits, self.group, n, k)
+            return sums_in_bfloat(found, self.bits, k) if self.kind == BFLOAT else found
 
-        steps = [(part.count, launches(shapes)) for part in self.layers for shapes in part.steps]
-        steps.append((1, launches([self.head])))
+        steps = [
+            (part.count, list(itertools.starmap(launch, shapes)))
+            for part in self.layers
+            for shapes in part.steps
+        ]
+        steps.append((1, [launch(*self.head)]))
         # Embedding, last norm, and the choice of a token in four.
         others = sum(part.count * part.others for part in self.layers) + 6
         return apple_gpus.chain(steps, others, chip, self.token_bytes)
@@ -144,7 +161,6 @@ def transformer(
     )
 
 
-HALF, BFLOAT = "half", "bfloat16_t"
 LLAMA_1B = functools.partial(transformer, "llama", 16, 2048, 2048, 512, 8192, 128256)
 LLAMA_8B = functools.partial(transformer, "llama", 32, 4096, 4096, 1024, 14336, 128256)
 MISTRAL_7B = functools.partial(transformer, "llama", 32, 4096, 4096, 1024, 14336, 32768)
@@ -212,7 +228,7 @@ _MLX, _MLX_LM = f"{GITHUB}/ml-explore/mlx", f"{GITHUB}/ml-explore/mlx-lm"
 _DEMO = f"{GITHUB}/PrismML-Eng/Bonsai-demo/pull"
 _RAPID = f"{GITHUB}/raullenchai/Rapid-MLX/pull"
 _MLXCEL = f"{GITHUB}/lablup/mlxcel/blob/main/docs/benchmark_results"
-_UNKNOWN, _CORES = "type of activations not given", "number of cores not given"
+_UNKNOWN, _CORES = "type of activations not given", "cores not given"
 
 
 def _matrices() -> Iterator[Figure]:
@@ -402,17 +418,15 @@ def errors() -> dict[str, tuple[float, float]]:
     return {kind: (round(low, 4), round(high, 4)) for kind, (low, high) in middles.items()}
 
 
-def counts() -> tuple[int, int, int]:
-    """How many judged figures are in their kind's range, in the range of the kind's others, and there are."""
-    inside = alone = total = 0
-    for offs in _judged().values():
+def inside() -> dict[str, tuple[int, int, int]]:
+    """By kind, how many judged figures are in the range, in the range of the kind's others, and there are."""
+    found = {}
+    for kind, offs in _judged().items():
+        ranges = [_middle(offs[:i] + offs[i + 1 :]) for i in range(len(offs))]
         low, high = _middle(offs)
-        for i, off in enumerate(offs):
-            left, right = _middle(offs[:i] + offs[i + 1 :])
-            inside += low <= off <= high
-            alone += left <= off <= right
-        total += len(offs)
-    return inside, alone, total
+        alone = sum(left <= off <= right for off, (left, right) in zip(offs, ranges, strict=True))
+        found[kind] = sum(low <= off <= high for off in offs), alone, len(offs)
+    return found
 
 
 # -- tables
@@ -434,6 +448,22 @@ def table(figures: Sequence[Figure], fitted: Sequence[Figure] = ()) -> str:
         share = f"{seconds.launch / seconds.total:.0%}"
         lines.append(
             f"| {figure.what} | {CHIPS[figure.chip].label} | {measured} | {off} | {share} | {link} |"
+        )
+    return "\n".join(lines)
+
+
+def ranges_table() -> str:
+    """The ranges, and how many judged figures they hold, as Markdown."""
+    lines = [
+        "| | range of errors | judged figures inside | inside the range of the others |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    ranges = errors()
+    for kind, (within, alone, total) in inside().items():
+        low, high = ranges[kind]
+        name = kind if kind == "prompts" else f"decode, {kind}"
+        lines.append(
+            f"| {name} | {low:+.0%} to {high:+.0%} | {within} of {total} | {alone} of {total} |"
         )
     return "\n".join(lines)
 
