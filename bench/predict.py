@@ -43,7 +43,7 @@ CONTEXTS = (512, 4096)
 PROMPT = 512
 """Tokens of a predicted prompt."""
 PROMPT_WAYS = ("dequantize + matmul", "MLX qmm", "own tiled")
-"""Ways to multiply a prompt's tokens, of `apple_gpus.WAYS`: the one that runs comes first."""
+"""Ways to multiply a prompt's tokens, of `apple_gpus.WAYS`."""
 OTHERS = 10  # launches of a block besides its products, for a prompt: norms, RoPE, cache, attention, sums
 
 
@@ -148,8 +148,8 @@ A prediction, not a measurement: no Mac was used. Operations of the Metal kernel
 and priced as published for M1 and M2; clocks and bandwidths are published, too. Ranges are where 80 % of
 published speeds of MLX's kernels lie around what this model says of them (docs/benchmarks.md); these kernels
 can be further off. "over MLX" is how much longer MLX's own kernel would take for the blocks' layers at the same
-bits, with activations in bfloat16 or half, in groups of 64 or 128. Prompts have {PROMPT} tokens; the way
-that runs comes first."""
+bits, with activations in bfloat16 or half, in groups of 64 or 128. Prompts have {PROMPT} tokens, which
+`kernels/metal/matmul.py` multiplies with MLX's qmm on an M5 and with unpacked matrices elsewhere."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

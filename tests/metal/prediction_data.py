@@ -198,7 +198,7 @@ def tables() -> dict[str, str]:
         "ranges": published.ranges_table(),
         "matrices": published.table(published.MATRICES, published.FITTED_MATRICES),
         "decode": published.table(published.DECODES, published.FITTED),
-        "prefill": published.table(published.PROMPTS),
+        "prefill": published.table(published.PROMPTS + published.PEERS),
         "chips": chips_table(),
         "half": half_table(),
         "prompts": prompts_table(),

@@ -118,19 +118,21 @@ class Model(NamedTuple):
 
     def prefill(self, chip: Chip, tokens: int) -> Seconds:
         """The time to a prompt's first token: all its tokens but one without the head, then a decode step."""
-        way, half = "MLX qmm" if self.bits < 16 else "matmul", self.kind == "half"
-        total = self.decode(chip)
+        way = "MLX qmm" if self.bits < 16 else "matmul"
+        return self.multiply(chip, tokens - 1, way) + self.decode(chip)
+
+    def multiply(self, chip: Chip, tokens: int, way: str) -> Seconds:
+        """The time of all layers for a prompt's tokens."""
+        total, half = apple_gpus.NOTHING, self.kind == HALF
         for part in self.layers:
             shapes = list(itertools.chain.from_iterable(part.steps))
             for n, k in shapes:
                 seconds = apple_gpus.product(
-                    way, tokens - 1, n, k, self.bits, chip, group=self.group, half=half
+                    way, tokens, n, k, self.bits, chip, group=self.group, half=half
                 )
                 total += seconds.times(part.count)
             outputs = sum(n for n, _ in shapes)
-            rest = apple_gpus.between(
-                outputs, part.others, part.attention, tokens - 1, chip, half=half
-            )
+            rest = apple_gpus.between(outputs, part.others, part.attention, tokens, chip, half=half)
             total += rest.times(part.count)
         return total
 
@@ -193,6 +195,7 @@ class Figure(NamedTuple):
         chip: its name in `CHIPS`.
         runs: a `Model`, or the arguments of `qmv`.
         prompt: tokens of the prompt whose speed it is; 0 for a token after it.
+        peer: True for llama.cpp, whose tiled kernel the model prices, too.
         note: what the source leaves open.
     """
 
@@ -203,6 +206,7 @@ class Figure(NamedTuple):
     source: str
     note: str = ""
     prompt: int = 0
+    peer: bool = False
 
     @property
     def unit(self) -> str:
@@ -212,6 +216,8 @@ class Figure(NamedTuple):
         chip = CHIPS[self.chip]
         if not isinstance(self.runs, Model):
             return apple_gpus.seconds([qmv(*self.runs)], chip)
+        if self.peer:
+            return self.runs.multiply(chip, self.prompt, "own tiled")
         return self.runs.prefill(chip, self.prompt) if self.prompt else self.runs.decode(chip)
 
     def predicted(self) -> float:
@@ -352,12 +358,33 @@ def _prompts() -> Iterator[Figure]:
         yield figure(f"{what}, 4 bits", "m3-ultra-60", tps, model, 512, source, "in a server")
 
 
+def _peers() -> Iterator[Figure]:
+    """llama.cpp, 4 bits with a scale for 32 weights (0.5 bits each), on other chips than its share is from."""
+    llama_3b = transformer("llama", 28, 3072, 3072, 1024, 8192, 128256, kind=HALF)
+    bench = f"{GITHUB}/brand-o/normiebench/issues"
+    for what, chip, tps, model, source, note in (
+        ("Llama-3.1-8B", "m1-max", 499.58, LLAMA_8B(HALF), f"{bench}/40", _CORES),
+        (
+            "Llama-3.2-3B",
+            "m1-ultra",
+            2142.59,
+            llama_3b,
+            f"{GITHUB}/geerlingguy/ai-benchmarks/issues/48",
+            "",
+        ),
+        ("Llama-3.1-8B", "m4", 224.81, LLAMA_8B(HALF), f"{bench}/3", _CORES),
+    ):
+        what = f"llama.cpp, {what}, Q4_K, prompt of 512"
+        yield Figure(what, chip, tps, model, source, note, 512, peer=True)
+
+
 def _ordered(figures: Iterator[Figure]) -> tuple[Figure, ...]:
     chips = list(CHIPS)
     return tuple(sorted(figures, key=lambda f: (chips.index(f.chip), f.what)))
 
 
-MATRICES, DECODES, PROMPTS = tuple(_matrices()), _ordered(_decodes()), _ordered(_prompts())
+MATRICES, PEERS = tuple(_matrices()), tuple(_peers())
+DECODES, PROMPTS = _ordered(_decodes()), _ordered(_prompts())
 FITTED_MATRICES, FITTED = MATRICES[:4], DECODES[::2]
 JUDGED = DECODES[1::2]
 JUDGED_BY_DIES = {
@@ -469,4 +496,6 @@ def ranges_table() -> str:
 
 
 if __name__ == "__main__":
-    print(table(MATRICES, FITTED_MATRICES), table(DECODES, FITTED), table(PROMPTS), sep="\n\n")
+    print(
+        table(MATRICES, FITTED_MATRICES), table(DECODES, FITTED), table(PROMPTS + PEERS), sep="\n\n"
+    )

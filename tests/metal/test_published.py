@@ -15,7 +15,7 @@ from afm_mlx.kernels import dispatch
 from bench import apple_gpus
 from bench.apple_gpus import CHIPS
 from tests.metal import mlx_wheel, published, toolchain
-from tests.metal.published import DECODES, FITTED, JUDGED, JUDGED_BY_DIES, MATRICES, PROMPTS
+from tests.metal.published import DECODES, FITTED, JUDGED, JUDGED_BY_DIES, MATRICES, PEERS, PROMPTS
 from tests.tools import graph
 from tests.tools.cases import each
 
@@ -143,4 +143,5 @@ def test_misses_are_told():
     ):
         assert (chip, what) in named
     assert len(PROMPTS) >= 5
-    assert all(f.source.startswith("https://") for f in (*MATRICES, *DECODES, *PROMPTS))
+    figures = (*MATRICES, *DECODES, *PROMPTS, *PEERS)
+    assert all(f.source.startswith("https://") for f in figures)
