@@ -164,9 +164,7 @@ COMPLEX = {
 COMPLEX_START = 2.0
 LANES = 128  # of a core
 SHARES_PIPELINES = 8  # last generation whose integer and float operations share them
-ACCELERATORS = (
-    10  # first generation with neural accelerators (M5), which only matrix products reach
-)
+ACCELERATORS = 10  # first generation with neural accelerators (M5), which matrix products reach
 # Taking in a bfloat is a shift for GPUs that don't know the type, and a move for others (a judgement). What
 # those GPUs compute in bfloat they round in addition: a shift, and three operations on bits and integers.
 BFLOAT_SHIFT, BFLOAT_MOVE = 4.0, 1.0
@@ -215,13 +213,14 @@ def seconds(launches: Sequence[Launch], chip: Chip) -> Seconds:
         slow = max(1.0, BUSY_SIMDGROUPS * cores / launch.simdgroups)
         cycles = lane_cycles(launch, chip.generation) * launch.simdgroups * 32 / (LANES * cores)
         arithmetic += slow * cycles / clock
-        rate = min(BANDWIDTH_SHARE * chip.bandwidth * 1e9, cores * GPU_BYTES * clock)
-        memory += launch.memory_bytes / rate
+        bandwidth = min(BANDWIDTH_SHARE * chip.bandwidth * 1e9, cores * GPU_BYTES * clock)
+        memory += launch.memory_bytes / bandwidth
     launch = len(launches) * chip.launch
     return Seconds(arithmetic, memory, launch, launch + overlapped(arithmetic, memory))
 
 
 def overlapped(arithmetic: float, memory: float) -> float:
+    """Compute the time of two parts, of which each alone would take so long, run side by side."""
     return (arithmetic**CORNER + memory**CORNER) ** (1 / CORNER)
 
 

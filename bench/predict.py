@@ -64,7 +64,7 @@ def _steps(stored: Iterable[Sequence[Any]]) -> list[tuple[int, list[Launch]]]:
     ]
 
 
-def spread(kind: str, value: float) -> tuple[float, float]:
+def speed_range(kind: str, value: float) -> tuple[float, float]:
     """Return the range of a predicted speed: the middle 80 % of the model's errors.
 
     Args:
@@ -188,7 +188,7 @@ def facts(preset: str, name: str, context: int) -> dict[str, Any]:
     """Return the predicted figures of a preset's decode step on the chip `name`, in bytes and seconds."""
     chip = CHIPS[name]
     found = predict(preset, context, chip)
-    low, high = spread(chip.dies, found.tokens_per_second)
+    low, high = speed_range(chip.dies, found.tokens_per_second)
     return {
         "chip": name,
         "gpu_cores": chip.cores,
@@ -215,7 +215,7 @@ def prompt_facts(preset: str, name: str, way: str) -> dict[str, Any]:
     if seconds is None:
         return {}
     speed = PROMPT / seconds.total
-    low, high = spread("prompts", speed)
+    low, high = speed_range("prompts", speed)
     uses_accelerators = chip.generation >= ACCELERATORS and way != "own tiled"
     return {
         "chip": name,

@@ -434,7 +434,7 @@ def _middle(offs: Sequence[float]) -> tuple[float, float]:
 
 
 def _judged() -> dict[str, list[float]]:
-    """Errors of judged figures, by kind (`bench.predict.spread`)."""
+    """Errors of judged figures, by kind (`bench.predict.speed_range`)."""
     kinds = {**JUDGED_BY_DIES, "prompts": PROMPTS}
     return {kind: [figure.off() for figure in figures] for kind, figures in kinds.items()}
 
