@@ -38,17 +38,10 @@ inline Columns make_columns(
     const device int8_t* buffer, const device int8_t* tail, int head, int heads, int row, int capacity,
     int tail_capacity, int start, int head_dim) {
   const size_t key = size_t(row) * 2 * heads + head;
-  const int stride = head_dim / 4;
-  const size_t plane = size_t(capacity) * stride;
-  const size_t tail_plane = size_t(tail_capacity) * stride;
-  Columns columns;
-  columns.keys = (const device char4*)buffer + key * plane;
-  columns.tail = (const device char4*)tail + key * tail_plane;
-  columns.distance = heads * plane;
-  columns.tail_distance = heads * tail_plane;
-  columns.start = start;
-  columns.stride = stride;
-  return columns;
+  const size_t plane = size_t(capacity) * (head_dim / 4);
+  const size_t tail_plane = size_t(tail_capacity) * (head_dim / 4);
+  return {(const device char4*)buffer + key * plane, (const device char4*)tail + key * tail_plane,
+          heads * plane, heads * tail_plane, start, head_dim / 4};
 }
 
 // A lane's share of a key and its value: UNITS times four dimensions.
@@ -225,7 +218,7 @@ struct DecodeAttention {
   template <typename O>
   void finish(
       device float* out, size_t first_query, int n_heads, int range, int ranges, float value_scale,
-      threadgroup float* sums, threadgroup float* maxima, threadgroup float* weights) {
+      threadgroup float4* sums, threadgroup float* maxima, threadgroup float* weights) {
     const int dim = 32 * simdgroup + lane;
     UNROLL for (int q = 0; q < QUERIES; q++) {
       if (exists(q)) {
@@ -234,11 +227,7 @@ struct DecodeAttention {
         }
         threadgroup_barrier(metal::mem_flags::mem_threadgroup);
         UNROLL for (int u = 0; u < UNITS; u++) {
-          if (lane < RUN && u < inside) {
-            UNROLL for (int c = 0; c < 4; c++) {
-              sums[simdgroup * DIM + 4 * (first + u) + c] = seen[q].values[u][c];
-            }
-          }
+          if (lane < RUN && u < inside) sums[simdgroup * (DIM / 4) + first + u] = seen[q].values[u];
         }
         if (lane == 0) {
           maxima[simdgroup] = seen[q].maximum;
@@ -254,7 +243,7 @@ struct DecodeAttention {
           float weight = 0.0f;
           UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
             const float share = metal::fast::exp2(maxima[s] - top);
-            sum += share * sums[s * DIM + dim];
+            sum += share * ((threadgroup float*)sums)[s * DIM + dim];
             weight += share * weights[s];
           }
           const size_t at = first_query + q / HEADS * n_heads + q % HEADS;

@@ -16,13 +16,15 @@
 //                (B, L, n_heads, splits, head_dim + 2): weighted sum of codes, largest score, sum of weights
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
-const int first_head = threadgroup_position_in_grid.x * heads;
-const int range = threadgroup_position_in_grid.z;
-const int ranges = threadgroups_per_grid.z;
+const uint3 place = threadgroup_position_in_grid;
+const uint3 places = threadgroups_per_grid;
+const int first_head = place.x * heads;
+const int range = place.z;
+const int ranges = places.z;
 const int count = several ? queries_shape[1] : 1;
 const int groups = (count + tokens - 1) / tokens;
-const int row = int(threadgroup_position_in_grid.y) / groups;
-const int first_token = int(threadgroup_position_in_grid.y) % groups * tokens;
+const int row = int(place.y) / groups;
+const int first_token = int(place.y) % groups * tokens;
 const int own = metal::min(tokens, count - first_token);
 const int n_heads = several ? queries_shape[2] : queries_shape[1];
 const int n_kv_heads = kv_shape[1] / 2;
@@ -52,7 +54,7 @@ const Columns columns = make_columns(
     kv, tail, kv_head, n_kv_heads, row, kv_shape[2], tail_shape[2], int(starts[row]), head_dim);
 attention.add(columns, range_size * range, metal::min(range_size * (range + 1), seen), length);
 
-threadgroup float sums[SIMDGROUPS * head_dim];
+threadgroup float4 sums[SIMDGROUPS * head_dim / 4];
 threadgroup float maxima[SIMDGROUPS];
 threadgroup float weights[SIMDGROUPS];
 attention.template finish<O>(

@@ -38,7 +38,7 @@ _CONDITIONS = ("#if", "#ifdef", "#else", "#endif")
 def resolved(text: str, known: Mapping[str, int]) -> str:
     """Decide `#if`, `#ifdef`, `#else` and `#endif`; what is not `known` is 0, or not defined.
 
-    Lines stay where they are: those of the preprocessor, and those that are left out, are blank.
+    Lines stay where they are: a condition, and what is left out, becomes a blank line.
     """
     lines, decided = [], []
     for line in text.splitlines():
@@ -91,7 +91,7 @@ def _definitions(text: str) -> Iterator[str]:
     depth = begin = 0
     for match in re.finditer(rf"{_LINE}|[({{\[]|[)}}\]];?\n?|;\n?", text, re.MULTILINE):
         if match[0][0] == "#":
-            ends = True
+            ends = depth == 0
         else:
             depth += (match[0] in "({[") - (match[0][0] in ")}]")
             ends = depth == 0 and (";" in match[0] or match[0][0] == "}")

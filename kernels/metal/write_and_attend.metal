@@ -19,13 +19,15 @@
 // new_tail       `tail` with the new columns
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
-const int first_head = threadgroup_position_in_grid.x * heads;
-const int range = threadgroup_position_in_grid.z;
-const int ranges = threadgroups_per_grid.z;
+const uint3 place = threadgroup_position_in_grid;
+const uint3 places = threadgroups_per_grid;
+const int first_head = place.x * heads;
+const int range = place.z;
+const int ranges = places.z;
 const int count = several ? qkv_shape[1] : 1;
 const int groups = (count + tokens - 1) / tokens;
-const int row = int(threadgroup_position_in_grid.y) / groups;
-const int first_token = int(threadgroup_position_in_grid.y) % groups * tokens;
+const int row = int(place.y) / groups;
+const int first_token = int(place.y) % groups * tokens;
 const int own = metal::min(tokens, count - first_token);
 const int n_kv_heads = kv_shape[1] / 2;
 const int n_heads = qkv_shape[2] / head_dim - 2 * n_kv_heads;
@@ -67,7 +69,7 @@ if (range == 0) {
   attention.add_new(fresh, first_token + 1);
 }
 
-threadgroup float sums[SIMDGROUPS * head_dim];
+threadgroup float4 sums[SIMDGROUPS * head_dim / 4];
 threadgroup float maxima[SIMDGROUPS];
 threadgroup float weights[SIMDGROUPS];
 attention.template finish<O>(
@@ -81,13 +83,13 @@ const int first_unit = row * 2 * n_kv_heads * units_per_head;
 const device char4* from = (const device char4*)tail + first_unit;
 device char4* to = (device char4*)new_tail + first_unit;
 const int mine = 32 * int(simdgroup) + int(lane);
-const int group = int(threadgroup_position_in_grid.x) +
-    int(threadgroups_per_grid.x) * (range + ranges * (first_token / tokens));
-const int threads = 256 * int(threadgroups_per_grid.x) * ranges * groups;
+const int group = int(place.x) +
+    int(places.x) * (range + ranges * (first_token / tokens));
+const int threads = 256 * int(places.x) * ranges * groups;
 const int new_unit = (older - start) * (head_dim / 4);
 for (int i = 256 * group + mine; i < 2 * n_kv_heads * units_per_head; i += threads) {
-  const int place = i % units_per_head - new_unit;
-  if (place < 0 || place >= count * (head_dim / 4)) {
+  const int unit = i % units_per_head - new_unit;
+  if (unit < 0 || unit >= count * (head_dim / 4)) {
     to[i] = from[i];
   }
 }

@@ -65,7 +65,7 @@ def test_definitions_and_members_that_nothing_mentions_are_left_out():
     assert "template <typename Weight>\nfloat scaled" in text.reached(
         HEADER, "make_head(x).scaled(2);"
     )
-    # What the compiler is told stays.
+    # Includes stay.
     assert text.reached(HEADER, "") == "#include <metal_stdlib>\nusing namespace metal;\n"
 
 
