@@ -165,6 +165,7 @@ class ServedModel:
             prefix_cache=self.prefix_cache,
             **engine_options,
         )
+        self.engine.warm_up()
         self.drafts = engine_options.get("speculation") is not None
         self.own_adapters = frozenset(() if pool is None else pool.registered)
         self.admission = Admission(options)

@@ -235,4 +235,5 @@ def check_launch(
 def _unit(
     kernel: metal_runtime.Kernel, inputs: Sequence[mx.array], options: Mapping[str, Any]
 ) -> Unit:
-    return project_kernel(kernel).unit(inputs, options["output_dtypes"], options["template"])
+    made = project_kernel(kernel, tuple(options["template"]))
+    return made.unit(inputs, options["output_dtypes"], ())
