@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.operands import PackedWeight, ProductOptions, take_rows
-from afm_mlx.kernels.reference import low_rank_product, rms_norm
+from afm_mlx.kernels.operands import LowRank, PackedWeight, ProductOptions, take_rows
+from afm_mlx.kernels.reference import low_rank_factors, rms_norm
 
 GROUPS = (128, 64, 32)  # group sizes of MLX, the cheapest first
 # On a CPU, MLX multiplies with codes on one thread and without vectors, 0.7 to 1.3 ns per weight and row;
@@ -36,32 +37,37 @@ BLOCK = 1 << 21  # numbers dequantized at a time: 8 MB in float32, 24 MB during 
 
 
 class Product(NamedTuple):
-    """A product with a packed matrix that `add_up` has to complete: `numbers * scales * factor + sum(terms)`.
+    """A product with a packed matrix, and what `add_up` adds to it.
 
     Args:
-        numbers: (..., N), of any floating type.
+        numbers: (..., N), of any floating type; the product is `numbers * scales * factor`.
         scales: () or (N,) float; None for 1.
         factor: a power of two.
-        terms: (..., N) float each, such as a residual.
+        adapters: of each adapter, its product (B, ..., N) without its scale, its scale (1,), and the batch rows
+            that use it, (B, 1, ...) bool.
+        residual: (..., N); None for none.
     """
 
     numbers: mx.array
     scales: mx.array | None = None
     factor: float = 1.0
-    terms: tuple[mx.array, ...] = ()
+    adapters: tuple[tuple[mx.array, mx.array, mx.array], ...] = ()
+    residual: mx.array | None = None
 
 
 Multiply = Callable[[mx.array, PackedWeight], Product]
 
 
 def add_up(dtype: mx.Dtype, product: Product) -> mx.array:
-    """Return what the product stands for, summed in float32."""
-    numbers, scales, factor, terms = product
+    """Return the product with everything that is added to it, summed in float32."""
+    numbers, scales, factor, adapters, residual = product
     y = numbers.astype(mx.float32)
     if scales is not None:
         y = y * (scales.astype(mx.float32) * factor)
-    for term in terms:
-        y = y + term
+    for added, scale, uses in adapters:
+        y = y + mx.where(uses, added * scale, 0.0)
+    if residual is not None:
+        y = y + residual
     return y.astype(dtype)
 
 
@@ -171,9 +177,7 @@ def packed_matmul(
     """
     vectors = (normed or _normed)(x, options)
     product = _product(multiply, vectors, weight, options)
-    if options.residual is not None:
-        product = product._replace(terms=(*product.terms, options.residual))
-    return finish(x.dtype, product)
+    return finish(x.dtype, product._replace(residual=options.residual))
 
 
 def packed_swiglu(
@@ -217,8 +221,27 @@ def _normed(x: mx.array, options: ProductOptions) -> mx.array:
 def _product(
     multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> Product:
-    terms = tuple(low_rank_product(x, low_rank) for low_rank in options.adapters)
-    return multiply(x, weight)._replace(terms=terms)
+    adapters = tuple(each for low_rank in options.adapters for each in _low_rank(x, low_rank))
+    return multiply(x, weight)._replace(adapters=adapters)
+
+
+def _low_rank(x: mx.array, low_rank: LowRank) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
+    """Yield what `Product.adapters` lists, in the type of x: `x A^T B^T` of all rows, for each adapter."""
+    for slot, part in enumerate(low_rank.parts):
+        if part.rank:
+            a, b = low_rank_factors(low_rank, slot, x.shape[-1], x.dtype)
+            if len(low_rank.sections) > 1:  # each section has its own columns of `x A^T`
+                b = mx.where(_sections(low_rank.sections)[:, :, None], b[:, None], 0)
+                b = b.reshape(b.shape[0], -1)
+            uses = (low_rank.slots == slot).reshape(-1, *[1] * (x.ndim - 1))
+            yield x @ a.T @ b.T, low_rank.scales[slot : slot + 1], uses
+
+
+@functools.lru_cache(maxsize=64)
+def _sections(ends: tuple[int, ...]) -> mx.array:
+    """Return which section each row belongs to: (N, sections) bool."""
+    row = np.arange(ends[-1])[:, None]
+    return mx.array((row < ends) & (row >= (0, *ends[:-1])))
 
 
 # -- which cases they run

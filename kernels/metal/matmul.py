@@ -13,7 +13,6 @@ for unpacking (`BALANCED_ROWS`). On matrix units both products take as long, and
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels import dispatch, mlx
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.metal import products, runtime
+from afm_mlx.kernels.metal import products, prompts, runtime
 from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
 from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
 from afm_mlx.kernels.mlx import GROUPS
@@ -30,7 +29,6 @@ from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOpt
 
 Fused = Callable[[Product, mx.Dtype], mx.array]
 
-BLOCK = 1 << 25  # numbers that are unpacked at a time: 64 MB at 16 bits
 CHUNK = 4096  # numbers of which one threadgroup selects the largest, as in packed_select.metal
 
 _ARGMAX = Kernel(
@@ -46,7 +44,6 @@ BALANCED_ROWS = {15: 256, 16: 256}
 OTHER_BALANCED_ROWS = 128
 NAX_INPUTS = 64  # MLX's product with codes uses matrix units for multiples of so many inputs
 
-_NORM = Kernel("rms_norm", ("x", *products.VECTOR_INPUTS), ("out",), products.HEADERS)
 _SELECTED = ("top_values", "top_indices")
 _SELECT = Kernel("packed_select", ("values", "indices"), _SELECTED, ("common", "packed_order"))
 
@@ -66,63 +63,13 @@ def packed_swiglu(
         return multiply(Product(x, (gate, up), options), x.dtype)
     g = multiply(Product(x, (gate,), options.of_matrix(0)), mx.float32)
     u = multiply(Product(x, (up,), options.of_matrix(1)), mx.float32)
-    return swiglu(x.dtype, mlx.Product(g), mlx.Product(u))
+    return prompts.swiglu(x.dtype, mlx.Product(g), mlx.Product(u))
 
 
 def _format(weight: PackedWeight) -> list[object]:
     """Return what two matrices must have in common for one kernel to take both."""
     arrays = products.matrix_arrays(weight)
     return [products.format_template(weight), *((a.dtype, a.shape) for a in arrays)]
-
-
-# -- many rows
-
-
-def normed(x: mx.array, options: ProductOptions) -> mx.array:
-    """Return `rms_norm(x) * norm`, in the type of x; x if there is no norm. One dispatch.
-
-    NaN where the sum of squares overflows.
-    """
-    if options.norm is None:
-        return x
-    rows = math.prod(x.shape[:-1])
-    (out,) = runtime.launch(
-        _NORM,
-        [x.reshape(rows, -1), options.norm, floats(options.eps)],
-        template=(("T", x.dtype),),
-        grid=(32, rows, 1),
-        threadgroup=(32, math.gcd(rows, 8), 1),
-        output_shapes=[x.shape],
-        output_dtypes=[x.dtype],
-    )
-    return out
-
-
-@functools.cache
-def _fused(function: Callable[..., mx.array], dtype: mx.Dtype) -> Callable[..., mx.array]:
-    return mx.compile(partial(function, dtype), shapeless=True)
-
-
-def add_up(dtype: mx.Dtype, product: mlx.Product) -> mx.array:
-    """See `mlx.add_up`. One dispatch, or none where nothing is added."""
-    if product.scales is None and not product.terms:
-        return product.numbers.astype(dtype)
-    return _fused(mlx.add_up, dtype)(product)
-
-
-def swiglu(dtype: mx.Dtype, gate: mlx.Product, up: mlx.Product) -> mx.array:
-    """See `mlx.swiglu`. One dispatch."""
-    return _fused(mlx.swiglu, dtype)(gate, up)
-
-
-def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mlx.Product:
-    """Return `x W^T`; unpack a block of rows of W at a time."""
-    rows = max(1, BLOCK // weight.in_dims)
-    parts = []
-    for start in range(0, weight.out_dims, rows):
-        end = min(start + rows, weight.out_dims)
-        parts.append(x @ products.unpack(weight, start, end, x.dtype).T)
-    return mlx.Product(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
 
 
 # -- the head: the largest product
@@ -240,10 +187,10 @@ def _balanced_obstacle(case: Case) -> str | None:
 
 
 _few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
-_matmul = partial(mlx.packed_matmul, normed=normed, finish=add_up)
-_swiglu = partial(mlx.packed_swiglu, normed=normed, finish=swiglu)
-_unpacked_matmul = partial(_matmul, multiply_unpacked)
-_unpacked_swiglu = partial(_swiglu, multiply_unpacked)
+_matmul = partial(mlx.packed_matmul, normed=prompts.normed, finish=prompts.add_up)
+_swiglu = partial(mlx.packed_swiglu, normed=prompts.normed, finish=prompts.swiglu)
+_unpacked_matmul = partial(_matmul, prompts.multiply_unpacked)
+_unpacked_swiglu = partial(_swiglu, prompts.multiply_unpacked)
 _mlx_matmul = partial(_matmul, mlx.multiply_quantized)
 _mlx_swiglu = partial(_swiglu, mlx.multiply_quantized)
 

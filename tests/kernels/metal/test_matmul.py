@@ -6,7 +6,7 @@ import pytest
 
 from afm_mlx import kernels
 from afm_mlx.kernels import BITS, PackedWeight, ProductOptions, dispatch
-from afm_mlx.kernels.metal import matmul, products, runtime
+from afm_mlx.kernels.metal import matmul, products, prompts, runtime
 from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import make, packed_weight
@@ -48,7 +48,7 @@ def on_gpu(monkeypatch, generation):
 def test_products(metal, rng, monkeypatch, op, variant):
     on_gpu(monkeypatch, 13)
     monkeypatch.setattr(matmul, "OTHER_BALANCED_ROWS", 0)
-    monkeypatch.setattr(matmul, "BLOCK", 5 * 704)  # several blocks, the last one short
+    monkeypatch.setattr(prompts, "BLOCK", 5 * 704)  # several blocks, the last one short
     formats = FORMATS if op == "packed_matmul" else FORMATS[::3]
     axes = (formats, BITS, SHAPES, ROWS[variant], DTYPES)
     cases = all_pairs(*axes, (False, True), (False, True), (0, 4, 40), (0, 1), (0, 1))
@@ -188,7 +188,7 @@ def test_many_vectors_are_normed_with_two_roundings(metal, rng):
         x = rng.standard_normal((rows, in_dims)).astype(np.float32)
         x[0] *= 2.0**70 if rows > 1 else 1  # whose squares overflow
         weight = rng.uniform(0.5, 2, in_dims).astype(np.float32)
-        got = matmul.normed(mx.array(x), ProductOptions(norm=mx.array(weight), eps=1e-5))
+        got = prompts.normed(mx.array(x), ProductOptions(norm=mx.array(weight), eps=1e-5))
         assert np.isnan(got[0]).all() == (rows > 1)
         finite = slice(int(rows > 1), None)
         wanted = oracle.rms_norm(x[finite].astype(np.float64), weight.astype(np.float64), 1e-5)
