@@ -79,8 +79,8 @@ def swiglu(dtype: mx.Dtype, gate: Product, up: Product) -> mx.array:
 
 def multiply_quantized(x: mx.array, weight: PackedWeight) -> Product:
     """Return `x W^T`; MLX's quantized product multiplies with the codes."""
-    if weight.mode == "balanced" and weight.granularity != "group":
-        unit = _unit(weight.bits, weight.in_dims)
+    if is_grid(weight):
+        unit = grid_unit(weight.bits, weight.in_dims)
         scales, biases, size = _grid(weight.out_dims, weight.in_dims, weight.bits, x.dtype)
         rest = (weight.scales, 1 / unit)
     else:
@@ -92,7 +92,12 @@ def multiply_quantized(x: mx.array, weight: PackedWeight) -> Product:
     return Product(numbers, *rest)
 
 
-def _unit(bits: int, in_dims: int) -> float:
+def is_grid(weight: PackedWeight | Case) -> bool:
+    """True if a matrix is a grid that its scales multiply row by row."""
+    return weight.mode == "balanced" and weight.granularity != "group"
+
+
+def grid_unit(bits: int, in_dims: int) -> float:
     """Return the power of two with which a random grid's products have at most the vectors' size.
 
     So products fit into float16: they are at most 1.8 times as large as the vector's norm.
@@ -108,7 +113,7 @@ def _grid(
     out_dims: int, in_dims: int, bits: int, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array, int]:
     """Return scales and biases of a grid, (N, K / group_size), and the group size, in MLX's format."""
-    size, unit = _mlx_group(in_dims), _unit(bits, in_dims)
+    size, unit = _mlx_group(in_dims), grid_unit(bits, in_dims)
     assert size is not None
     # MLX would copy an array whose numbers are not all in memory.
     arrays = [
@@ -168,14 +173,14 @@ def packed_matmul(
     weight: PackedWeight,
     options: ProductOptions,
     *,
-    normed: Callable[[mx.array, ProductOptions], mx.array] | None = None,
+    normed: Callable[[mx.array, PackedWeight, ProductOptions], mx.array] | None = None,
     finish: Callable[[mx.Dtype, Product], mx.array] = add_up,
 ) -> mx.array:
     """See `reference.packed_matmul`; `multiply` computes the product with the matrix.
 
     `normed` computes the norm, and `finish` the sum; by default, MLX's operations do.
     """
-    vectors = (normed or _normed)(x, options)
+    vectors = normed(x, weight, options) if normed else _normed(x, options)
     product = _product(multiply, vectors, weight, options)
     return finish(x.dtype, product._replace(residual=options.residual))
 
@@ -187,11 +192,11 @@ def packed_swiglu(
     up: PackedWeight,
     options: ProductOptions,
     *,
-    normed: Callable[[mx.array, ProductOptions], mx.array] | None = None,
+    normed: Callable[[mx.array, PackedWeight, ProductOptions], mx.array] | None = None,
     finish: Callable[[mx.Dtype, Product, Product], mx.array] = swiglu,
 ) -> mx.array:
     """See `reference.packed_swiglu`, and `packed_matmul` for the functions."""
-    vectors = (normed or _normed)(x, options)
+    vectors = normed(x, gate, options) if normed else _normed(x, options)
     g = _product(multiply, vectors, gate, options.of_matrix(0))
     u = _product(multiply, vectors, up, options.of_matrix(1))
     return finish(x.dtype, g, u)

@@ -109,6 +109,12 @@ def has_matrix_units() -> bool:
     return generation >= (18 if size == "p" else 17)
 
 
+@functools.cache
+def has_bfloat() -> bool:
+    """True if the GPU has instructions for bfloat16; M1 and M2 take several for each number."""
+    return gpu_generation() not in (13, 14)
+
+
 def _architecture() -> tuple[int, str]:
     """Return the GPU's generation, and the letter of its size; 0 and "" if the name is not of Apple's form."""
     name = str(mx.device_info().get("architecture", ""))

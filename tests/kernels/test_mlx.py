@@ -68,7 +68,7 @@ def test_a_grid_is_exact_and_its_products_are_about_as_large_as_their_vectors(rn
         packed = kernels.pack_codes(mx.array(codes), bits)
         scales, biases, size = mlx_kernels._grid(3, in_dims, bits, dtype)
         got = mx.dequantize(packed, scales, biases, size, bits)
-        unit = mlx_kernels._unit(bits, in_dims)
+        unit = mlx_kernels.grid_unit(bits, in_dims)
         assert_same(got.astype(mx.float32), (codes - (2**bits - 1) / 2) * np.float32(unit))
         # The largest product with a vector of norm 1; a random one is 2.4 to 3.4 times smaller.
         assert 0.6 < (2**bits - 1) / 2 * unit * in_dims**0.5 <= 1.8

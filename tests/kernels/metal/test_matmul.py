@@ -39,6 +39,7 @@ def assert_right(rng, variant, op, *fields, **options):
 def on_gpu(monkeypatch, generation):
     """Choose variants as on a GPU of this generation."""
     monkeypatch.setattr(runtime, "gpu_generation", lambda: generation)
+    monkeypatch.setattr(runtime, "has_bfloat", lambda: generation not in (13, 14))
     monkeypatch.setattr(runtime, "has_matrix_units", lambda: generation >= 17)
     dispatch.select.cache_clear()
 
@@ -46,7 +47,6 @@ def on_gpu(monkeypatch, generation):
 @pytest.mark.parametrize("variant", ROWS)
 @pytest.mark.parametrize("op", ["packed_matmul", "packed_swiglu"])
 def test_products(metal, rng, monkeypatch, op, variant):
-    on_gpu(monkeypatch, 13)
     monkeypatch.setattr(matmul, "OTHER_BALANCED_ROWS", 0)
     monkeypatch.setattr(prompts, "BLOCK", 5 * 704)  # several blocks, the last one short
     formats = FORMATS if op == "packed_matmul" else FORMATS[::3]
@@ -58,6 +58,7 @@ def test_products(metal, rng, monkeypatch, op, variant):
         monkeypatch.setattr(products, "MAX_SHRINK_BYTES", few << 20)
         monkeypatch.setattr(products, "FEW_SIMDGROUPS", few << 20)
         monkeypatch.setattr(products, "MANY_SIMDGROUPS", split << 20)
+        on_gpu(monkeypatch, 13 if split else 0)  # with float16 instead of bfloat16, or not
         in_dims, out_dims = shape
         group = 64 >> DTYPES.index(dtype) if granularity == "group" else 0
         if variant == "unpacked" and (mode, granularity) == ("affine", "group"):
@@ -119,7 +120,8 @@ def test_the_product_of_mlx(metal, rng, monkeypatch, bits, dtype):
     sizes = (704, 64, 32) if dtype == mx.float32 else (64, 32)
     for (mode, granularity), in_dims, generation in all_pairs(formats, sizes, (13, 17)):
         # On matrix units, MLX's product takes multiples of 64 inputs; before, no balanced groups.
-        generation = 17 if granularity == "group" else 13 if in_dims == 32 else generation
+        if granularity == "group" or in_dims == 32:
+            generation = 17 if granularity == "group" else 15
         on_gpu(monkeypatch, generation)
         group = min(in_dims, 64) if granularity == "group" else 0
         matrix = {"bits": bits, "mode": mode, "granularity": granularity, "group_size": group}

@@ -12,7 +12,7 @@ from afm_mlx.adapters.active import BatchAdapters, bind
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.adapters.target_modules import target_modules
 from afm_mlx.config import PRESETS
-from afm_mlx.kernels import Part, ProductOptions, dispatch
+from afm_mlx.kernels import PackedWeight, Part, ProductOptions, dispatch
 from afm_mlx.kernels.metal import prompts, runtime
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.specs import DTYPES
@@ -25,17 +25,36 @@ from tests.tools.problems import assert_solved, draw_heads
 TOKENS = 512  # of a chunk
 
 
+GRID = PackedWeight(mx.zeros((2, 4), mx.uint32), 2, "balanced", mx.ones((2,)))
+
+
 def test_many_vectors_are_normed_with_two_roundings(metal, rng):
     for rows, in_dims in ((33, 2048), (7, 33), (1, 4)):
         x = rng.standard_normal((rows, in_dims)).astype(np.float32)
         x[0] *= 2.0**70 if rows > 1 else 1  # whose squares overflow
         weight = rng.uniform(0.5, 2, in_dims).astype(np.float32)
-        got = prompts.normed(mx.array(x), ProductOptions(norm=mx.array(weight), eps=1e-5))
+        got = prompts.normed(mx.array(x), GRID, ProductOptions(norm=mx.array(weight), eps=1e-5))
         assert np.isnan(got[0]).all() == (rows > 1)
         finite = slice(int(rows > 1), None)
         wanted = oracle.rms_norm(x[finite].astype(np.float64), weight.astype(np.float64), 1e-5)
         # Squares' sum, of which half is seen, and its root, then two products.
         assert_close(np.array(got[finite]) / wanted, np.ones_like(wanted), (8 + 3) * 2.0**-24)
+
+
+@pytest.mark.parametrize("has_bfloat", [True, False])
+def test_vectors_of_a_grid_are_float16_on_a_gpu_without_bfloat16(metal, monkeypatch, has_bfloat):
+    """They are rounded as little as that type allows, and up to 1,448 of the norm's weights fit."""
+    monkeypatch.setattr(runtime, "has_bfloat", lambda: has_bfloat)
+    # A vector with one number, whose norm has it times the root of the vector's length.
+    x, norm = mx.zeros((33, 2048)), mx.full((2048,), 1440.0)
+    x[:, 5] = 3.0
+    options, palette = ProductOptions(norm=norm, eps=0.0), GRID._replace(mode="palette")
+    for dtype, weight in ((mx.bfloat16, GRID), (mx.bfloat16, palette), (mx.float32, GRID)):
+        got = prompts.normed(x.astype(dtype), weight, options)
+        narrow = not has_bfloat and dtype == mx.bfloat16 and weight is GRID
+        assert got.dtype == (mx.float16 if narrow else dtype)
+        wanted = mx.array(1440.0 * 2048**0.5)
+        assert mx.all(got[:, 5] == wanted.astype(got.dtype)).item()
 
 
 @pytest.mark.parametrize("stored", [mx.int8, None], ids=["codes", "floats"])
@@ -81,6 +100,7 @@ def chunk_cost(rank: int = 0) -> Cost:
 def test_a_chunk_of_the_3b(monkeypatch, generation):
     monkeypatch.setattr(dispatch, "device", lambda: "gpu")
     monkeypatch.setattr(runtime, "gpu_generation", lambda: generation)
+    monkeypatch.setattr(runtime, "has_bfloat", lambda: generation not in (13, 14))
     monkeypatch.setattr(runtime, "has_matrix_units", lambda: generation >= 17)
     dispatch.select.cache_clear()
     # Of the last writing block, a prompt needs keys and values only.
@@ -91,7 +111,7 @@ def test_a_chunk_of_the_3b(monkeypatch, generation):
     if generation < 17:
         multiplying = {"afm_dequantize": products, "Matmul": products}
     # Scales multiply the products of a grid, those of queries, keys and values too.
-    scaled = writing if generation == 17 else 0
+    scaled = writing if generation in (13, 17) else 0
     assert cost.kernels == {
         "afm_embedding": 1,
         "afm_rms_norm": writing + blocks,
@@ -105,11 +125,11 @@ def test_a_chunk_of_the_3b(monkeypatch, generation):
         "AsType": blocks,
         "scaled_dot_product_attention": blocks,
     }
-    # Of every matrix's adapter: two factors as floats of the activations' type, and a product with each.
+    # Of every matrix's adapter: two factors in order and in the activations' type, and a product with each.
     adapted = chunk_cost(rank=16)
     more = adapted.kernels - cost.kernels
     assert more.pop("compiled_add_up", 0) == writing - scaled
     assert more.pop("Equal") == 1  # which rows have an adapter
     assert more.pop("Select") == writing  # B of three projections
-    assert set(more) == {"AsType", "Matmul"}
+    assert set(more) <= {"AsType", "Reshape", "Matmul"}
     assert more.total() <= 4 * products
