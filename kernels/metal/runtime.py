@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -113,6 +114,35 @@ def floats(*values: float) -> mx.array:
 @functools.lru_cache(maxsize=64)  # positions are among them
 def ints(*values: int) -> mx.array:
     return mx.array(values, dtype=mx.int32)
+
+
+@functools.cache
+def gpu_generation() -> int:
+    """Return the generation of this machine's GPU, as MLX counts them: 13 for M1 to 17 for M5; 0 if unknown."""
+    return _architecture()[0]
+
+
+@functools.cache
+def has_matrix_units() -> bool:
+    """True if MLX multiplies matrices on this GPU's matrix units, which M5 is the first to have.
+
+    Before macOS 26.2 it does not. Source: MLX 0.32, `is_nax_available` in `mlx/backend/metal/device.cpp`.
+    """
+    generation, size = _architecture()
+    return generation >= (18 if size == "p" else 17)
+
+
+@functools.cache
+def has_bfloat() -> bool:
+    """True if the GPU has instructions for bfloat16; M1 and M2 take several for each number."""
+    return gpu_generation() not in (13, 14)
+
+
+def _architecture() -> tuple[int, str]:
+    """Return the GPU's generation, and the letter of its size; 0 and "" if the name is not of Apple's form."""
+    name = str(mx.device_info().get("architecture", ""))
+    found = re.fullmatch(r"applegpu_g(\d+)([a-z])", name)
+    return (int(found[1]), found[2]) if found else (0, "")
 
 
 @functools.cache
