@@ -215,8 +215,8 @@ def seconds(launches: Sequence[Launch], chip: Chip) -> Seconds:
         arithmetic += slow * cycles / clock
         bandwidth = min(BANDWIDTH_SHARE * chip.bandwidth * 1e9, cores * GPU_BYTES * clock)
         memory += launch.memory_bytes / bandwidth
-    launch = len(launches) * chip.launch
-    return Seconds(arithmetic, memory, launch, launch + overlapped(arithmetic, memory))
+    fixed = len(launches) * chip.launch
+    return Seconds(arithmetic, memory, fixed, fixed + overlapped(arithmetic, memory))
 
 
 def overlapped(arithmetic: float, memory: float) -> float:

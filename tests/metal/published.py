@@ -8,8 +8,9 @@ Three terms of the model are fitted to these figures, the others judge it:
 
 - the share of bandwidth and the corner, to the four times of matrices on an M4 Pro;
 - the cost of a launch, by class of chip, to every second of the models' decode speeds, in the order of chips
-  and names, beginning with the first. Those between them are judged, and the ranges of `bench.predict` are of
-  their errors.
+  and names, beginning with the first. Those between them are judged.
+
+The ranges of `bench.predict` are of the judged figures' errors and, with the halves exchanged, of the others'.
 """
 
 from __future__ import annotations
@@ -387,10 +388,6 @@ MATRICES, PEERS = tuple(_matrices()), tuple(_peers())
 DECODES, PROMPTS = _ordered(_decodes()), _ordered(_prompts())
 FITTED_MATRICES, FITTED = MATRICES[:4], DECODES[::2]
 JUDGED = DECODES[1::2]
-JUDGED_BY_DIES = {
-    kind: [figure for figure in JUDGED if CHIPS[figure.chip].dies == kind]
-    for kind in ("one die", "two dies")
-}
 
 
 # -- fitting
@@ -412,11 +409,11 @@ def fit_work() -> tuple[float, float]:
     return min(grid, key=error)
 
 
-def fit_launches() -> dict[str, float]:
+def fit_launches(fitted: Sequence[Figure] = FITTED) -> dict[str, float]:
     """The cost of a launch nearest to the fitted speeds of a class of chips, in steps of 0.05 us."""
 
     def nearest(kind: str) -> float:
-        figures = [figure for figure in FITTED if CHIPS[figure.chip].launch_class == kind]
+        figures = [figure for figure in fitted if CHIPS[figure.chip].launch_class == kind]
 
         def error(seconds: float) -> float:
             with mock.patch.dict(LAUNCH_SECONDS, {kind: seconds}):
@@ -427,32 +424,72 @@ def fit_launches() -> dict[str, float]:
     return {kind: nearest(kind) for kind in LAUNCH_SECONDS}
 
 
+# -- errors and their ranges
+
+
+class Errors(NamedTuple):
+    """Errors of one kind (`bench.predict.speed_range`): of judged figures, and of others with costs fitted to
+    those that are judged here.
+    """  # fmt: skip
+
+    judged: list[float]
+    exchanged: list[float]
+
+    @property
+    def all(self) -> list[float]:
+        return self.judged + self.exchanged
+
+
 def _middle(offs: Sequence[float]) -> tuple[float, float]:
     """From one of the errors to another, so that at least 80 % lie between them."""
     low, high = np.quantile(offs, 0.1, method="lower"), np.quantile(offs, 0.9, method="higher")
     return float(low), float(high)
 
 
-def _judged() -> dict[str, list[float]]:
-    """Errors of judged figures, by kind (`bench.predict.speed_range`)."""
-    kinds = {**JUDGED_BY_DIES, "prompts": PROMPTS}
-    return {kind: [figure.off() for figure in figures] for kind, figures in kinds.items()}
+def _errors() -> dict[str, Errors]:
+    def of(figures: Sequence[Figure], dies: str) -> list[float]:
+        return [figure.off() for figure in figures if CHIPS[figure.chip].dies == dies]
+
+    found = {}
+    exchanged = fit_launches(JUDGED)
+    for dies in ("one die", "two dies"):
+        judged = of(JUDGED, dies)
+        with mock.patch.dict(LAUNCH_SECONDS, exchanged):
+            found[dies] = Errors(judged, of(FITTED, dies))
+    return found | {"prompts": Errors([figure.off() for figure in PROMPTS], [])}
 
 
 def errors() -> dict[str, tuple[float, float]]:
     """The range of the middle 80 % of the errors, by kind."""
-    middles = {kind: _middle(offs) for kind, offs in _judged().items()}
+    middles = {kind: _middle(found.all) for kind, found in _errors().items()}
     return {kind: (round(low, 4), round(high, 4)) for kind, (low, high) in middles.items()}
 
 
-def inside() -> dict[str, tuple[int, int, int]]:
-    """By kind, how many judged figures are in the range, in the range of the kind's others, and there are."""
+class Inside(NamedTuple):
+    """How many figures a range holds.
+
+    Args:
+        judged, exchanged: of `Errors`, in the range of all.
+        alone: in the range of the others, without themselves.
+        total: how many there are.
+    """
+
+    judged: int
+    exchanged: int
+    alone: int
+    total: int
+
+
+def inside() -> dict[str, Inside]:
     found = {}
-    for kind, offs in _judged().items():
-        ranges = [_middle(offs[:i] + offs[i + 1 :]) for i in range(len(offs))]
-        low, high = _middle(offs)
-        alone = sum(left <= off <= right for off, (left, right) in zip(offs, ranges, strict=True))
-        found[kind] = sum(low <= off <= high for off in offs), alone, len(offs)
+    for kind, each in _errors().items():
+        low, high = _middle(each.all)
+        others = [_middle(each.all[:i] + each.all[i + 1 :]) for i in range(len(each.all))]
+        alone = sum(
+            left <= off <= right for off, (left, right) in zip(each.all, others, strict=True)
+        )
+        judged, exchanged = (sum(low <= off <= high for off in offs) for offs in each)
+        found[kind] = Inside(judged, exchanged, alone, len(each.all))
     return found
 
 
@@ -480,17 +517,20 @@ def table(figures: Sequence[Figure], fitted: Sequence[Figure] = ()) -> str:
 
 
 def ranges_table() -> str:
-    """The ranges, and how many judged figures they hold, as Markdown."""
+    """The ranges, and how many figures they hold, as Markdown."""
     lines = [
-        "| | range of errors | judged figures inside | inside the range of the others |",
-        "| --- | ---: | ---: | ---: |",
+        "| | range of errors | judged half inside | other half inside | inside the range of the others |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
-    ranges = errors()
-    for kind, (within, alone, total) in inside().items():
+    ranges, counts = errors(), inside()
+    for kind, each in _errors().items():
         low, high = ranges[kind]
+        judged, exchanged, alone, total = counts[kind]
         name = kind if kind == "prompts" else f"decode, {kind}"
+        other = f"{exchanged} of {len(each.exchanged)}" if each.exchanged else ""
         lines.append(
-            f"| {name} | {low:+.0%} to {high:+.0%} | {within} of {total} | {alone} of {total} |"
+            f"| {name} | {low:+.0%} to {high:+.0%} | {judged} of {len(each.judged)} | {other} "
+            f"| {alone} of {total} |"
         )
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from afm_mlx.kernels import dispatch
 from bench import apple_gpus
 from bench.apple_gpus import CHIPS
 from tests.metal import mlx_wheel, published, toolchain
-from tests.metal.published import DECODES, FITTED, JUDGED, JUDGED_BY_DIES, MATRICES, PEERS, PROMPTS
+from tests.metal.published import DECODES, FITTED, JUDGED, MATRICES, PEERS, PROMPTS
 from tests.tools import graph
 from tests.tools.cases import each
 
@@ -108,18 +108,17 @@ def test_every_second_figure_is_judged_and_not_fitted(wheel):
     # Every class of chips has figures of both kinds.
     for figures in FITTED, JUDGED:
         assert {CHIPS[f.chip].launch_class for f in figures} == set(apple_gpus.LAUNCH_SECONDS)
-    assert sum(map(len, JUDGED_BY_DIES.values())) == len(JUDGED)
 
 
-def test_ranges_hold_most_of_the_judged_figures(wheel):
+def test_ranges_hold_most_of_the_figures_that_they_are_not_fitted_to(wheel):
     """80 % as they are made, and of figures that didn't help make the range they are held against."""
     for kind, (low, high) in published.errors().items():
-        assert -0.35 < low < 0 <= high < 0.1, kind
+        assert -0.35 < low < 0 < high < 0.25, kind
     kinds = published.inside()
-    assert all(within >= 0.8 * total for within, _, total in kinds.values()), kinds
-    within, alone, total = map(sum, zip(*kinds.values(), strict=True))
-    assert total == len(JUDGED) + len(PROMPTS)
-    assert total > within > alone >= 0.65 * total, kinds
+    assert all(each.judged + each.exchanged >= 0.8 * each.total for each in kinds.values()), kinds
+    total = sum(each.total for each in kinds.values())
+    assert total == len(DECODES) + len(PROMPTS)
+    assert total > sum(each.alone for each in kinds.values()) >= 0.7 * total, kinds
 
 
 def test_arithmetic_and_launches_are_what_makes_figures_near(wheel):
