@@ -1,4 +1,4 @@
-"""What a prompt's many vectors need on Metal beside MLX's own products and attention: one dispatch each.
+"""What a prompt's many vectors need on Metal besides MLX's own products and attention: one dispatch each.
 
 `mx.compile` makes one kernel of the elementwise operations between two products.
 """

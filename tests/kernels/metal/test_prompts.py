@@ -1,4 +1,4 @@
-"""What a prompt needs on Metal beside MLX's products: results, and dispatches counted in the traced graph."""
+"""A prompt on Metal: what it needs besides MLX's products, and dispatches counted in the traced graph."""
 
 import itertools
 
@@ -110,7 +110,7 @@ def test_a_chunk_of_the_3b(monkeypatch, generation):
     multiplying = {"QuantizedMatmul": products}
     if generation < 17:
         multiplying = {"afm_dequantize": products, "Matmul": products}
-    # Scales multiply the products of a grid, those of queries, keys and values too.
+    # Scales multiply the products of a grid, also queries, keys and values.
     scaled = writing if generation in (13, 17) else 0
     assert cost.kernels == {
         "afm_embedding": 1,
