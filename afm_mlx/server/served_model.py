@@ -19,7 +19,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.speculation.drafting import Speculation
-from afm_mlx.errors import RequestError, did_you_mean, shown
+from afm_mlx.errors import RequestError, TokenizerError, did_you_mean, shown
 from afm_mlx.loading.load import load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
 from afm_mlx.model.model import is_afm
@@ -341,6 +341,11 @@ class ServedModel:
                 f"The model {self.name} has no chat template: it continues texts, see /v1/completions.",
                 "messages",
             )
+        if tools.definitions and (check := getattr(self.tokenizer, "check_tools", None)):
+            try:
+                check()
+            except TokenizerError as error:
+                raise bad_request(str(error), "tools") from error
         shown_to_model = [dict(message) for message in messages]
         if format.shown is not None:
             for message in reversed(shown_to_model):

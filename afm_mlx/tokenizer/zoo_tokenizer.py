@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -38,11 +38,14 @@ class ZooTokenizer(TokenizerWrapper):
     and thoughts have, and those named like `<|...|>`.
     """
 
+    _controls_of: dict[str, ControlTokens]
+
     @classmethod
     def of(cls, wrapper: TokenizerWrapper) -> ZooTokenizer:
         """Make one that shares all that mlx-lm's wrapper has."""
         made = cls.__new__(cls)
         made.__dict__.update(wrapper.__dict__)
+        made._controls_of = {}
         return made
 
     def apply_chat_template(  # type: ignore[override]
@@ -105,8 +108,8 @@ class ZooTokenizer(TokenizerWrapper):
         source = self._source(None, [{}]) if source is None else source
         if source is not None and not re.search(r"\btools\b", source):
             raise TokenizerError(
-                f"The chat template of {self.name_or_path} knows no tools: the model would not be shown them. "
-                "Leave out tools, or use a model that was trained to call them."
+                f"The chat template of {self.name_or_path} knows no tools, which the model would not be "
+                "shown. Leave out tools, or use a model that was trained to call them."
             )
 
     @property
@@ -194,9 +197,14 @@ class ZooTokenizer(TokenizerWrapper):
         return getattr(self._tokenizer, "backend_tokenizer", None)
 
     def _controls(self, source: str) -> ControlTokens:
-        marks = (self.tool_call_start, self.tool_call_end, self.think_start, self.think_end)
-        names = control_names(self._backend, "\0".join([source, *(mark or "" for mark in marks)]))
-        return _controls(self._backend, tuple(names.items()))
+        """Return the control tokens of chats that a template writes; kept for each `source`."""
+        if source not in self._controls_of:
+            marks = (self.tool_call_start, self.tool_call_end, self.think_start, self.think_end)
+            written = "\0".join([source, *(mark or "" for mark in marks)])
+            vocabulary = _ZooVocabulary(self._backend, control_names(self._backend, written))
+            ids = vocabulary.symbols.values()
+            self._controls_of = {source: ControlTokens(vocabulary, ids, newline="\n")}
+        return self._controls_of[source]
 
     @property
     def control_names(self) -> dict[str, int]:
@@ -278,12 +286,6 @@ def control_names(backend: Any, text: str) -> dict[str, int]:
         or _CONTROL_NAME.fullmatch(token.content)
         or (is_bracketed(token.content) and token.content in text)
     }
-
-
-@lru_cache(maxsize=8)
-def _controls(backend: Any, names: tuple[tuple[str, int], ...]) -> ControlTokens:
-    vocabulary = _ZooVocabulary(backend, dict(names))
-    return ControlTokens(vocabulary, vocabulary.symbols.values(), newline="\n")
 
 
 class _ZooVocabulary:

@@ -256,7 +256,7 @@ async def test_a_request_that_is_cancelled_while_a_tool_runs_ends_the_tool(model
 def test_a_model_without_markers_for_calls_says_so(model, nano, monkeypatch):
     monkeypatch.setattr(nano[1], "has_tool_calling", False)
     session = fm.LanguageModelSession(model=model, tools=[TrackOrder()])
-    with pytest.raises(fm.GenerationError, match="without tools"):
+    with pytest.raises(fm.GenerationError, match="Leave out tools"):
         asyncio.run(session.respond(PROMPT))
     assert asyncio.run(session.respond(PROMPT, tool_choice="none"))
 
