@@ -138,7 +138,7 @@ def _zoo_form(tokenizer: Any, source: str) -> CallForm | None:
     names: Mapping[str, int] = getattr(tokenizer, "control_names", {})
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     kind = getattr(tokenizer, "init_kwargs", {}).get("tool_parser_type")
-    thinking = (tokenizer.think_start, tokenizer.think_end)
+    thinking: tuple[str, ...] = (tokenizer.think_start or "", tokenizer.think_end or "")
     made: CallForm | None = None
     if "functions." in source and all(name in names for name in _HARMONY):
         made = CallForm(
@@ -179,7 +179,7 @@ def _zoo_form(tokenizer: Any, source: str) -> CallForm | None:
         made = CallForm("Llama 3", head=head)
     if made is None:
         return None
-    if None in thinking or not all(name in names for name in thinking):
+    if not all(name in names for name in thinking):
         thinking = ()
     texts = (made.opening, made.head, made.tail, made.between or "", made.closing, *thinking)
     used = _HARMONY if made.is_harmony else ("<|python_tag|>",) if made.name == "Llama 3" else ()
