@@ -42,7 +42,6 @@ from afm_mlx.guidance.answer_parts import (
     CallArguments,
     CallBegins,
     Text,
-    Thought,
     splitter_of,
 )
 from afm_mlx.guidance.call_forms import CallForm, call_form
@@ -79,7 +78,7 @@ class Answer:
 
     Args:
         text: the whole text, tool calls included.
-        said: the text without tool calls.
+        said: the text without tool calls and thoughts.
         calls: names of the called tools, and the pieces of their arguments' JSON.
         prompt_tokens: tokens of the whole conversation before the answer.
         computed_tokens: prompt tokens that were prefilled; the others came from the prefix cache.
@@ -131,7 +130,7 @@ class Answer:
             parts += splitter.finish()
         for part in parts:
             match part:
-                case Text(text) | Thought(text):
+                case Text(text):
                     self.said += text
                 case CallBegins(name):
                     self.calls.append((name, []))
@@ -241,8 +240,10 @@ class Turn:
         choice = self.tool_choice if self.tools else "none"
         for round in range(rounds + 1):
             choice = "none" if round == rounds else choice
-            form = None if choice == "none" else self._form()
+            form = self._form(choice)
             constraint = await self._constraint(choice, form)
+            if choice == "none" and form is not None and not form.is_harmony:
+                form = None  # all of the answer is text
             async with aclosing(self._generated(constraint, form)) as texts:
                 async for text in texts:
                     yield text
@@ -250,11 +251,18 @@ class Turn:
                 return
             choice = "auto"  # the required call has been made
 
-    def _form(self) -> CallForm:
-        """Return the form of the model's calls; raise `GenerationError` if it can't call tools."""
+    def _form(self, choice: str) -> CallForm | None:
+        """Return the form of the model's calls, None if there are no tools.
+
+        Raises `GenerationError` if the model can't call tools, and `choice` lets it.
+        """
+        if not self.tools:
+            return None
         try:
             return call_form(self.shared.tokenizer)
         except AFMError as error:
+            if choice == "none":
+                return None
             raise GenerationError(str(error)) from error
 
     async def _constraint(self, choice: str, form: CallForm | None) -> Constraint | None:

@@ -260,6 +260,9 @@ class _BlockSplitter(AnswerSplitter):
             yield CallArguments(json.dumps(call["arguments"], ensure_ascii=False))
 
 
+_RECIPIENT = "to=functions."
+
+
 class _HarmonySplitter(AnswerSplitter):
     """For messages in channels: thoughts in `analysis`, calls by their recipient, and text in all others."""
 
@@ -269,7 +272,11 @@ class _HarmonySplitter(AnswerSplitter):
 
     @property
     def is_open(self) -> bool:
-        return self.in_calls and self._arguments.is_open
+        return self._arguments.is_open or self._is_call_header
+
+    @property
+    def _is_call_header(self) -> bool:
+        return self._body is None and _RECIPIENT in self._rest
 
     def is_hidden(self, token: int) -> bool:
         return self._body is not Text or token in self._names
@@ -286,7 +293,7 @@ class _HarmonySplitter(AnswerSplitter):
             yield from self._take(name)
 
     def _begin(self, header: str) -> Iterator[Part]:
-        recipient = header.partition("to=functions.")[2]
+        recipient = header.partition(_RECIPIENT)[2]
         if recipient:
             self._body, self.in_calls = CallArguments, True
             self.calls += 1
@@ -304,6 +311,8 @@ class _HarmonySplitter(AnswerSplitter):
             yield CallArguments(text[:end])
 
     def finish(self) -> Iterator[Part]:
+        if self._is_call_header:
+            return
         if self._body is None and self._rest.strip() not in ("", "assistant"):
             yield Text(self._rest)  # an answer that keeps to no form
         self._rest = ""

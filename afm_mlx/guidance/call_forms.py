@@ -124,7 +124,7 @@ def call_form(tokenizer: Tokenizer) -> CallForm:
     if form is None:
         raise ConstraintError(
             f"{where} can't call tools: its chat template writes calls in none of the known forms (Hermes, "
-            "Llama 3, Mistral, Harmony, Pythonic, and those of mlx-lm's parsers). Leave out tools."
+            "Llama 3, Mistral, Harmony, Pythonic, and what mlx-lm's parsers read). Leave out tools."
         )
     return form
 

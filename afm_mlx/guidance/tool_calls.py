@@ -58,7 +58,9 @@ def tool_call_constraint(
         ConstraintError: for definitions or a choice that can't be honoured.
     """
     if choice == "none" or (not tools and choice == "auto"):
-        return answer or Constraint.text()
+        if answer is not None or not (form.thinking or form.is_harmony):
+            return answer or Constraint.text()
+        return Constraint("\n".join(_free_answers(form, may_call=False)), "text")
     schemas = {
         name: schema for name, schema in _arguments(tools).items() if choice in (*CHOICES, name)
     }
@@ -115,14 +117,14 @@ def _calls(form: CallForm, schemas: Mapping[str, Any], is_one: bool) -> tuple[li
     return lines, grammars
 
 
-def _free_answers(form: CallForm) -> list[str]:
-    """Return the rules of answers with any text, and calls after it."""
+def _free_answers(form: CallForm, may_call: bool = True) -> list[str]:
+    """Return the rules of answers with any text, and calls after it if the model `may_call`."""
     if form.is_harmony:
         body = _lark(form, "<|message|>") + " TEXT"
         channels = '"analysis" | "commentary" | "final"'
         opening, start = _lark(form, "<|channel|>"), _lark(form, "<|end|><|start|>assistant")
         return [
-            f"start: (message {start})* (message | calls)",
+            f"start: (message {start})* (message{' | calls' if may_call else ''})",
             f"message: {opening} ({channels}) {body}",
             _TEXT,
         ]
@@ -132,7 +134,7 @@ def _free_answers(form: CallForm) -> list[str]:
         tagged = f" | {_lark(form, tag)} calls" if tag in form.ids else ""
         return [f"start: OTHER | calls{tagged}", f"OTHER: /(.|\\n)*/ & ~/{begin}(.|\\n)*/"]
     if form.mark in form.ids:
-        return [f"start: {_thought(form)} TEXT calls?", _TEXT]
+        return [f"start: {_thought(form)} TEXT{' calls?' if may_call else ''}", _TEXT]
     # The calls' mark is text, which ends the text before it.
     rest = _lark(form, form.opening.removeprefix(form.mark))
     return [

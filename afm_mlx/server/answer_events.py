@@ -28,7 +28,7 @@ from afm_mlx.guidance.answer_parts import (
     Thought,
     splitter_of,
 )
-from afm_mlx.guidance.call_forms import call_form
+from afm_mlx.guidance.call_forms import CallForm, call_form
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.server.admission import in_thread
@@ -381,10 +381,10 @@ class _AnswerProcessor:
 def _constraint(served: ServedModel, request: GenerationRequest) -> Constraint | None:
     """Make the constraint of an answer whose prompt has tools, called or not; slow for large schemas."""
     tools, answer = request.tools, request.format.constraint
-    if not tools.may_call:  # the prompt shows tools, so calls must be kept out
+    form = _form(served, request)
+    if form is None:  # the prompt shows tools, so calls must be kept out
         return answer or Constraint.text()
     try:
-        form = call_form(served.tokenizer)
         if not form.has_grammar and tools.allowed is not None:
             raise ConstraintError(
                 f"Calls in this model's form ({form.name}) can't be limited to some of the tools. Leave out "
@@ -394,6 +394,21 @@ def _constraint(served: ServedModel, request: GenerationRequest) -> Constraint |
             tools.callable, tools.choice, answer, parallel=tools.parallel, form=form
         )
     except AFMError as error:
+        raise bad_request(str(error), "tools") from error
+
+
+def _form(served: ServedModel, request: GenerationRequest) -> CallForm | None:
+    """Return the form of the model's calls; None for a prompt without tools.
+
+    Raises a 400 about the tools if the answer may call them, and the model can't.
+    """
+    if not request.tools.definitions:
+        return None
+    try:
+        return call_form(served.tokenizer)
+    except AFMError as error:
+        if not request.tools.may_call:
+            return None
         raise bad_request(str(error), "tools") from error
 
 
@@ -415,8 +430,9 @@ class _ChoiceTask:
         events: asyncio.Queue[Event | ApiError],
     ):
         self._served, self._request, self._index, self._events = served, request, index, events
-        may_call = request.tools.may_call
-        self._splitter = splitter_of(call_form(served.tokenizer)) if may_call else None
+        form = _form(served, request)
+        splits = form is not None and (request.tools.may_call or form.is_harmony)
+        self._splitter = splitter_of(form) if form is not None and splits else None
         self._calls = 0  # that have begun
         self._answer: list[int] = []
         self.cached = self.drafted = self.accepted = 0  # numbers of tokens

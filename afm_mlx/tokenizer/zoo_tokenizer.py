@@ -1,6 +1,6 @@
 """Tokenizers of mlx-lm's models: chats in which only the template writes control tokens, and tokens as bytes.
 
-Text and ids are those of stock mlx-lm: transformers renders the chat. If a message might hold the name of a
+Text and ids equal stock mlx-lm's: transformers renders the chat. If a message might hold the name of a
 control token, the chat is rendered a second time, with marks, see `control_tokens`.
 """
 

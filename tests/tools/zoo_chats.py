@@ -1,4 +1,4 @@
-"""Small tokenizers and chat templates, built as those of model families that people have."""
+"""Small tokenizers and chat templates, built as the ones of model families that people have."""
 
 from __future__ import annotations
 
