@@ -74,7 +74,7 @@ class AnswerSplitter:
         if not self.in_calls:
             return False
         end = (self._form.tail + self._form.closing).strip()
-        return self._arguments.is_open or not self.calls or not self._rest.startswith(end)
+        return self._arguments.is_open or not self.calls or end not in self._rest
 
     def closes(self, token: int) -> bool:
         """True for the control token at the end of calls."""
@@ -217,9 +217,13 @@ class _WholeCallSplitter(AnswerSplitter):
 class _BlockSplitter(AnswerSplitter):
     """For calls that are read by a parser when the mark after them has come."""
 
+    def __init__(self, form: CallForm) -> None:
+        super().__init__(form)
+        self._is_cut = False
+
     @property
     def is_open(self) -> bool:
-        return self.in_calls and bool(self._rest)
+        return self._is_cut or (self.in_calls and bool(self._rest))
 
     def _take_mark(self, name: str) -> Iterator[Part]:
         if self.in_calls and self._rest and self._form.closing.endswith(name):
@@ -242,7 +246,7 @@ class _BlockSplitter(AnswerSplitter):
         if self.in_calls and self._rest and not self._form.closing:
             yield from self._read(self._rest)
         elif self._rest:
-            held, self._rest = self._rest, ""
+            self._is_cut, held, self._rest = self.in_calls, self._rest, ""
             yield Text(held)
 
     def _read(self, block: str) -> Iterator[Part]:
@@ -330,7 +334,7 @@ def splitter_of(form: CallForm) -> AnswerSplitter:
 def read_answer(form: CallForm, text: str) -> tuple[str, list[dict[str, Any]]]:
     """Return the text and the calls of a whole answer, in which every name of a control token is that token.
 
-    Raises `ValueError` if a call has arguments that are not JSON.
+    Raises `ValueError` if a call is not complete, or has arguments that are not JSON.
     """
     splitter = splitter_of(form)
     said: list[str] = []
@@ -350,6 +354,8 @@ def read_answer(form: CallForm, text: str) -> tuple[str, list[dict[str, Any]]]:
             calls.append((part.name, []))
         elif isinstance(part, CallArguments):
             calls[-1][1].append(part.json)
+    if splitter.is_open:
+        raise ValueError("the last call is not complete")
     return "".join(said), [
         {"name": name, "arguments": json.loads("".join(pieces))} for name, pieces in calls
     ]

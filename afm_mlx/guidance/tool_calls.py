@@ -100,7 +100,8 @@ def _calls(form: CallForm, schemas: Mapping[str, Any], is_one: bool) -> tuple[li
         rest = form.opening.removeprefix(form.mark).lstrip()
         opening = f"{_lark(form, form.mark)} / {{0,2}}/ {_lark(form, rest)}"
     lines = [
-        f"calls: {opening} call{more} {_lark(form, form.closing)}",
+        f"calls: {opening} opened",
+        f"opened: call{more} {_lark(form, form.closing)}",
         "call: " + " | ".join(f"call_{i}" for i in range(len(schemas))),
     ]
     grammars: Grammars = []
@@ -140,7 +141,7 @@ def _free_answers(form: CallForm, may_call: bool = True) -> list[str]:
     return [
         "start: TEXT | marked_calls",
         f"marked[lazy]: TEXT {literal(form.mark)}",
-        f"marked_calls: marked {rest} calls_after_mark",
+        f"marked_calls: marked {rest} opened",
         _TEXT,
     ]
 

@@ -1,6 +1,7 @@
 """Forms of calls: what templates write is read back, and grammars allow that and nothing else."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -256,7 +257,8 @@ def test_calls_of_mlx_lms_parsers_are_read_and_not_required(tokenizer_of):
     ]
     broken = "<|tool_call>nothing<tool_call|>"
     assert read_answer(form, broken) == (broken, [])
-    assert read_answer(form, text[:-12]) == (text[:-12], [])
+    with pytest.raises(ValueError, match="not complete"):
+        read_answer(form, text[:-12])
     assert tool_call_constraint(TOOLS, "auto", form=form) is None
     for choice, options in {
         "required": {},
@@ -311,3 +313,33 @@ def test_keywords_in_any_choice_of_optional_ones(tokenizer_of):
     }.items():  # fmt: skip
         whole = f"<|tool_call_start|>[f({text})]<|tool_call_end|>"
         assert is_whole(constraint, tokenizer, whole) == fits, text
+
+
+def test_a_mark_that_is_no_control_token(tokenizer_of):
+    """Hermes' form in a vocabulary without `<tool_call>`, as older fine-tuned models have it."""
+    tokenizer = tokenizer_of("mistral args")
+    form = replace(call_form(tokenizer_of("qwen3")), ids={}, thinking=())
+    auto = tool_call_constraint(TOOLS, "auto", form=form)
+    for text in ("", "Some <b>text</b>.", "<tool_cal", "First: " + written(form, WEATHER, STOP)):
+        assert is_whole(auto, tokenizer, text), text
+    wrong = {"name": "weather", "arguments": {"city": 7}}
+    for text in (
+        "<tool_call>",
+        "a <tool_call>\nb",
+        written(form, wrong),
+        written(form, STOP) + "more",
+    ):
+        assert not is_whole(auto, tokenizer, text), text
+    assert is_whole(
+        tool_call_constraint(TOOLS, "required", form=form), tokenizer, written(form, STOP)
+    )
+    text = "First <tool " + written(form, STOP)
+    for size in (1, 5, 100):
+        splitter = splitter_of(form)
+        parts = [p for at in range(0, len(text), size) for p in splitter.feed(text[at : at + size])]
+        assert "".join(p.text for p in parts if isinstance(p, Text)) == "First <tool "
+        assert [p.name for p in parts if isinstance(p, CallBegins)] == ["stop"]
+        assert not splitter.is_open
+    held = splitter_of(form)
+    parts = [*held.feed("so <tool_ca"), *held.finish()]
+    assert parts == [Text("so "), Text("<tool_ca")]
