@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, Protocol, SupportsIndex, TypeVar
@@ -263,7 +263,9 @@ def marked(value: _Value, mark: str) -> _Value:
     if they are nested too deeply.
     """
     copied: object = value
-    if isinstance(value, str):
+    if isinstance(value, MixedText):
+        copied = value.with_marks(mark)
+    elif isinstance(value, str):
         copied = CallerText(str.__str__(value), mark)
     elif isinstance(value, Mapping):
         copied = {marked(key, mark): marked(item, mark) for key, item in value.items()}
@@ -273,6 +275,26 @@ def marked(value: _Value, mark: str) -> _Value:
     elif isinstance(value, Set):
         copied = {marked(item, mark) for item in value}
     return copied  # type: ignore[return-value]
+
+
+class MixedText(str):
+    """A text with parts that were written for the template, which may hold control tokens.
+
+    `parts` are the text's pieces in order; every second one, from the second on, is the template's.
+    """
+
+    parts: Sequence[str]
+
+    def __new__(cls, *parts: str) -> MixedText:
+        text = super().__new__(cls, "".join(parts))
+        text.parts = parts
+        return text
+
+    def with_marks(self, mark: str) -> str:
+        """Return the text with `mark` after each character of the caller's parts."""
+        return "".join(
+            part if i % 2 else CallerText(part, mark) for i, part in enumerate(self.parts)
+        )
 
 
 class CallerText(str):

@@ -22,7 +22,7 @@ from afm_mlx.errors import AFMError, TokenizerError, shown
 from afm_mlx.installation import package_problem
 from afm_mlx.tokenizer.chat_messages import Message
 from afm_mlx.tokenizer.chat_template import Chat, ChatTemplate, drop_neutral_arguments, reason_of
-from afm_mlx.tokenizer.control_tokens import ControlTokens, is_bracketed, strings_in
+from afm_mlx.tokenizer.control_tokens import ControlTokens, MixedText, is_bracketed, strings_in
 from afm_mlx.tokenizer.detokenizer import SPACE
 from afm_mlx.tokenizer.vocabulary import with_names
 
@@ -175,20 +175,30 @@ class ZooTokenizer(TokenizerWrapper):
             if "response_format" not in source:
                 made.pop("response_format", None)  # a constraint holds the answer to it
             if calls := made.get("tool_calls"):
-                if "tool_calls" not in source:
+                open_calls = [_completed_call(call, i, source) for i, call in enumerate(calls)]
+                made.setdefault("content", "")
+                made["tool_calls"] = list(open_calls)
+                if "tool_calls" not in source and self._writes_keywords:
+                    # LFM2's first templates are given calls as a text.
+                    start, end = self.tool_call_start, self.tool_call_end
+                    written = ", ".join(map(_keyword_call, made.pop("tool_calls")))
+                    made["content"] = MixedText(made["content"], f"{start}[", written, f"]{end}")
+                elif "tool_calls" not in source:
                     raise TokenizerError(
                         f"messages[{index}] has 'tool_calls', which the chat template of {self.name_or_path} "
                         "does not use. Leave them out."
                     )
-                open_calls = [_completed_call(call, i, source) for i, call in enumerate(calls)]
-                made["tool_calls"] = list(open_calls)
-                made.setdefault("content", "")
             elif made.get("role") == "tool":
                 _complete_result(made, open_calls, source)
             else:
                 made.pop("tool_calls", None)
             copied.append(made)
         return copied
+
+    @property
+    def _writes_keywords(self) -> bool:
+        """True if the model writes calls as `[f(a="x")]`."""
+        return bool(self._tokenizer.init_kwargs.get("tool_parser_type") == "pythonic")
 
     # -- tokens
 
@@ -232,6 +242,13 @@ def _completed_call(call: Any, index: int, source: str) -> Message:
     made = {"type": "function", **({} if function is call else call), "function": written}
     made["id"] = _fitting_id(str(made.get("id") or f"call_{index}"), source)
     return made
+
+
+def _keyword_call(call: Message) -> str:
+    arguments = call["function"]["arguments"]
+    pairs = arguments.items() if isinstance(arguments, Mapping) else ()
+    written = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
+    return f"{call['function']['name']}({', '.join(written)})"
 
 
 def _complete_result(message: Message, calls: list[Message], source: str) -> None:

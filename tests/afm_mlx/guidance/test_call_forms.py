@@ -28,9 +28,10 @@ FORMS = {
     "mistral args": "Mistral",
     "harmony": "Harmony",
     "lfm2": "Pythonic",
+    "lfm2 first": "Pythonic",
     "gemma4": "gemma4",
 }
-GRAMMARS = [family for family in FORMS if family != "gemma4"]
+GRAMMARS = [family for family in FORMS if family not in ("lfm2 first", "gemma4")]
 SINGLE = ("llama3", "harmony")
 TIME = {
     "type": "object",

@@ -9,7 +9,7 @@ import pytest
 from tests.tools.server import running_server
 from tests.tools.zoo_chats import write_family_folder
 
-FAMILIES = ["qwen3", "llama3", "mistral", "mistral args", "harmony", "lfm2"]
+FAMILIES = ["qwen3", "llama3", "mistral", "mistral args", "harmony", "lfm2", "lfm2 first"]
 WEATHER = {
     "type": "object",
     "properties": {
@@ -103,7 +103,9 @@ def test_a_model_may_call_or_answer(server):
     free = ask(server, max_tokens=20)
     assert free.choices[0].finish_reason in ("length", "stop")
     marks = {"qwen3": "<tool_call>", "lfm2": "<|tool_call_start|>"}
-    mark = marks.get(server.family, "[TOOL_CALLS]" if "mistral" in server.family else None)
+    mark = marks.get(
+        server.family.split()[0], "[TOOL_CALLS]" if "mistral" in server.family else None
+    )
     if mark is None:
         return
     bias = {str(tokenizer.convert_tokens_to_ids(mark)): 100}

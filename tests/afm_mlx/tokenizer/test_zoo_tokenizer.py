@@ -85,6 +85,8 @@ def test_ordinary_chats_have_stock_ids(tokenizer, stock, family, rng):
         if any(name in text for name in names):
             continue
         chat, tools = chat_of(text.strip() + " <b>[1] a", family), tools_of("look", family)
+        if family == "lfm2 first":  # stock mlx-lm leaves its calls out
+            chat = [message for message in chat if "tool_calls" not in message]
         for options in ({"add_generation_prompt": True}, {}, {"enable_thinking": False}):
             ids = tokenizer.apply_chat_template(chat, tools, **options)
             assert ids == stock.apply_chat_template(chat, tools=tools, **options)
@@ -217,6 +219,7 @@ def test_calls_and_results_get_what_templates_need(tmp_path):
         "llama3": '{"name": "look", "parameters": {"at": "x"}}',
         "qwen3": '{"name": "look", "arguments": {"at": "x"}}',
         "lfm2": "[look(at='x')]",
+        "lfm2 first": '<|tool_call_start|>[look(at="x")]<|tool_call_end|>',
         "harmony": 'to=functions.look<|channel|>commentary json<|message|>{"at": "x"}<|call|>',
     }.items():
         tokenizer = ZooTokenizer.of(stock_tokenizer(tmp_path / family, family))
