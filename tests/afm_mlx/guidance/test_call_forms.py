@@ -19,6 +19,7 @@ from afm_mlx.guidance.matcher import Matcher
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
 from tests.tools.cases import each
+from tests.tools.documents import ROOT
 from tests.tools.zoo_chats import FAMILIES, write_tokenizer
 
 FORMS = {
@@ -344,3 +345,19 @@ def test_a_mark_that_is_no_control_token(tokenizer_of):
     held = splitter_of(form)
     parts = [*held.feed("so <tool_ca"), *held.finish()]
     assert parts == [Text("so "), Text("<tool_ca")]
+
+
+def test_the_documents_name_every_form(tokenizer_of):
+    page = (ROOT / "docs" / "models.md").read_text().partition("<!-- forms of calls -->")[2]
+    rows = [
+        row.split(" | ") for row in page.partition("<!-- end")[0].splitlines() if row[:2] == "| "
+    ]
+    known = {row[1]: (row[2], row[3]) for row in rows if len(row) > 3}
+    for family, name in FORMS.items():
+        form = call_form(tokenizer_of(family))
+        if not form.has_grammar:
+            continue
+        call, grammar = known[name]
+        assert grammar == "yes |"
+        assert form.mark.replace("|", "\\|") in call or form.is_harmony
+        assert ("one at a time" in call) == (form.between is None)
