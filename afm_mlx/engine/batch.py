@@ -261,6 +261,13 @@ def run_shapes(model: nn.Module, cache: Cache) -> None:
     (model.prefill if is_afm(model) else model)(mx.zeros((1, 1), mx.int32), cache=cache)
 
 
+def vocab_size_of(model: nn.Module) -> int | None:
+    """Return the number of a model's logits; None if its config doesn't say."""
+    # A few of mlx-lm's models have a config, and no args.
+    size = getattr(getattr(model, "args", getattr(model, "config", None)), "vocab_size", None)
+    return None if size is None else int(size)
+
+
 def _described(entry: Entry) -> str:
     if isinstance(entry, KVCache):
         stored = "int8 codes" if entry.int8 else "floats"

@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.batch import RowCaches
+from afm_mlx.engine.batch import RowCaches, vocab_size_of
 from afm_mlx.engine.decoding import DecodeBatch
 from afm_mlx.engine.prefix_cache import PrefixCache, RowPrefixes
 from afm_mlx.engine.request import Request, TokenResponse
@@ -189,7 +189,7 @@ class Engine:
             raise RequestError(
                 f"The request is {shown(request)}; a Request is needed, such as Request(token_ids)."
             )
-        request = request.checked(getattr(self.model.args, "vocab_size", None))
+        request = request.checked(vocab_size_of(self.model))
         request, repeated = heal_prompt(request, self.tokenizer)
         if request.constraint is None:
             return Prepared(request, None, len(repeated))
@@ -223,7 +223,7 @@ class Engine:
         if request.seed is None and request.sampler is not None:
             seed = int(mx.random.randint(0, 2**31 - 1).item())
         text = AnswerText(detokenizer, request.stop, prepared.hidden)
-        fixed = self.tokenizer.eos_token_ids, getattr(self.model.args, "vocab_size", None)
+        fixed = self.tokenizer.eos_token_ids, vocab_size_of(self.model)
         row = Row(
             next(self._ids),
             request,

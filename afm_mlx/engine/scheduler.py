@@ -111,6 +111,10 @@ class Scheduler:
 
     def _compute(self, prefill: Prefill, columns: int) -> None:
         batch = prefill.batch
+        if len(batch.rows) == 1:
+            row = batch.rows[0]
+            if 0 < (to_branch := row.branch - (row.position - prefill.left)) < columns:
+                columns = to_branch
         tokens = prefill.tokens[:, prefill.done : prefill.done + columns]
         if self._caches.by_block:
             reserve_columns(batch.cache, None, tokens.shape[1])
@@ -195,7 +199,8 @@ class Scheduler:
         # Rows are padded to the longest, and rows of about one length have little padding.
         for row in sorted(admitted, key=lambda row: len(row.pending)):
             fits = groups and (len(groups[-1]) + 1) * (len(row.pending) - 1) <= self._chunk
-            if fits and not self._caches.sliding:  # a window takes no padding
+            # A window takes no padding, and a prefill that pauses is of one row.
+            if fits and not (self._caches.sliding or row.branch or groups[-1][-1].branch):
                 groups[-1].append(row)
             else:
                 groups.append([row])
@@ -234,6 +239,9 @@ class Scheduler:
                 continue
             prefill.cancelled.add(row_id)
             row = rows[index]
+            if len(rows) == 1 and self._prefixes is not None:
+                fed = row.position - prefill.left
+                self._prefixes.keep(row, prefill.batch.cache, 0, fed, is_last=True)
             row.prefix_key = None
             if row.request.cache is not None and not prefill.batch.cache[0].empty():
                 padding = max(0, prefill.done - prefill.lengths[index])
