@@ -142,13 +142,15 @@ class Engine:
         call = self._home.call
         call(self._home.take_in, model.state, "The model")
         self._adapters = call(RowAdapters, model, adapters)
-        self._caches = RowCaches(model, kv, max_kv_size, sliding_window, kv_memory is not None)
+        self._caches = RowCaches(
+            model, kv, max_kv_size, sliding_window, kv_memory is not None, speculation is not None
+        )
         by_block = self._caches.by_block
         self._drafting: Drafting | None = None
         drafts: tuple[int, list[RowCaches]] = (0, [])
         if speculation is not None:
-            afm_model = speculation.check(model, sliding_window)
-            self._drafting = Drafting(speculation, afm_model, end_tokens, chunk, by_block)
+            speculation.check(model, sliding_window)
+            self._drafting = Drafting(speculation, model, end_tokens, chunk, by_block)
             drafts = self._drafting.surplus, self._drafting.draft_caches
         self._prefixes: RowPrefixes | None = None
         if prefix_cache is not None:

@@ -1,18 +1,18 @@
-"""Entries of mlx-lm's caches: which ones can be kept in a prefix cache, and what of them.
+"""Entries of mlx-lm's caches: what of them a prefix cache can keep, and how rejected draft tokens leave them.
 
-| entry | while a batch runs | kept as |
-| --- | --- | --- |
-| `KVCache` | `BatchKVCache`, or `ZooKVCache` | pages: any number of first tokens can be cut off |
-| `RotatingKVCache` | `BatchRotatingKVCache` | snapshots: a window has forgotten the tokens before it |
-| `ArraysCache` | the same class | snapshots: a state says nothing of the states before it |
-| `CacheList` | the same class | each of its entries by itself |
+| entry | while a batch runs | kept in | rejected tokens |
+| --- | --- | --- | --- |
+| `KVCache` | `BatchKVCache`, or `ZooKVCache` | pages | columns are dropped |
+| `RotatingKVCache` | `BatchRotatingKVCache`; `TrimmableWindow` with draft tokens | snapshots | the same |
+| `ArraysCache` | the same class | snapshots | the state before all of them is restored |
+| `CacheList` | the same class | what its entries are kept in | what its entries do |
 
 Others have no batches in mlx-lm, and models that use them don't run in this engine (`RowCaches.merged`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -23,10 +23,52 @@ from mlx_lm.models.cache import (
     CacheList,
     KVCache,
     RotatingKVCache,
+    dynamic_roll,
 )
 
+from afm_mlx.engine.draft_length import MOST
+from afm_mlx.model.kv_cache import STEP, ZooKVCache
+
+
+class TrimmableWindow(BatchRotatingKVCache):
+    """The windows of a batch's rows, from which up to `SPARE` tokens can be taken back.
+
+    mlx-lm's writes a token over the oldest one. This one keeps `SPARE` columns more than the next token sees,
+    and all columns in the order of their tokens.
+    """
+
+    SPARE = MOST + 1  # draft tokens, and the one that they follow
+    window: int  # tokens that a token sees, itself included
+
+    @classmethod
+    def of(cls, batch: BatchRotatingKVCache) -> TrimmableWindow:
+        """Take over the arrays of a batch that was merged of rows, and has not been fed since."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(batch))
+        made.window, made.max_size = batch.max_size, batch.max_size + cls.SPARE
+        return made
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return self._update_concat(keys, values)
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array:
+        """Return the boolean mask (B, 1, N, columns) of the next N tokens, before they are written."""
+        window = window_size or self.window
+        kept = min(self._idx, self.max_size - 1)
+        column, query = mx.arange(kept + N), mx.arange(kept, kept + N)[:, None]
+        first = (self.left_padding - (self._idx - kept))[:, None, None, None]
+        return (column <= query) & (column > query - window) & (column >= first)
+
+    def extract(self, idx: int) -> RotatingKVCache:
+        row = super().extract(idx)
+        row.max_size = self.window
+        return row
+
+
 CUT = {KVCache, BatchKVCache}
-WINDOWS = {RotatingKVCache, BatchRotatingKVCache}
+WINDOWS = {RotatingKVCache, BatchRotatingKVCache, TrimmableWindow}
 STATES = {ArraysCache}
 KEPT = CUT | WINDOWS | STATES
 
@@ -100,3 +142,62 @@ def fill(
             leaf.offset = tokens
             if type(leaf) in WINDOWS:
                 leaf._idx = leaf.keys.shape[2]
+
+
+# -- rejected draft tokens
+
+
+def trimmable(entry: Any) -> Any:
+    """Return a merged batch's entry in the form from which tokens can be taken back."""
+    if type(entry) is CacheList:
+        return CacheList(*map(trimmable, entry.caches))
+    return TrimmableWindow.of(entry) if type(entry) is BatchRotatingKVCache else entry
+
+
+def has_states(cache: Iterable[Any]) -> bool:
+    """True if a cache has states, which can only be restored."""
+    return any(type(leaf) in STATES for leaf in leaves(cache))
+
+
+def trim_rows(cache: Iterable[Any], counts: Sequence[int], longest: int) -> None:
+    """Remove the last `counts[r]` tokens of each row r from a batch's cache, except from its states.
+
+    Columns end where the last token is, in every row. So rows move to the right by what they lose more than
+    the row that loses least. `longest` is the number of tokens that the longest row has afterwards.
+    """
+    least = min(counts)
+    padding = mx.array([count - least for count in counts])
+    for leaf in leaves(cache):
+        if type(leaf) in STATES:
+            continue
+        if isinstance(leaf, ZooKVCache):
+            leaf.trim_rows(counts)
+            continue
+        leaf.trim(least)
+        if max(counts) > least:
+            leaf.keys = dynamic_roll(leaf.keys, padding[:, None], axis=2)
+            leaf.values = dynamic_roll(leaf.values, padding[:, None], axis=2)
+            leaf.offset = leaf.offset - padding
+            leaf.left_padding = leaf.left_padding + padding
+        if type(leaf) is BatchKVCache and (unused := leaf._idx - longest) >= STEP:
+            leaf.keys, leaf.values = leaf.keys[:, :, unused:], leaf.values[:, :, unused:]
+            leaf._idx -= unused
+            leaf.left_padding = leaf.left_padding - unused
+
+
+def states_of(cache: Iterable[Any]) -> list[list[mx.array | None]]:
+    """Return the states of all rows; models replace these arrays, and don't write to them."""
+    return [list(leaf.cache) for leaf in leaves(cache) if type(leaf) in STATES]
+
+
+def restore_states(cache: Iterable[Any], states: Iterable[list[mx.array | None]]) -> None:
+    entries = [leaf for leaf in leaves(cache) if type(leaf) in STATES]
+    for leaf, state in zip(entries, states, strict=True):
+        leaf.cache = list(state)
+
+
+def set_lengths(cache: Iterable[Any], lengths: Sequence[int] | None) -> None:
+    """Have states stop after `lengths[r]` of the next tokens of row r; None for after all of them."""
+    for leaf in leaves(cache):
+        if type(leaf) in STATES:
+            leaf.lengths = None if lengths is None else mx.array(lengths)
