@@ -3,25 +3,30 @@
     quantized      `mx.quantized_matmul` multiplies with the codes
     dequantized    the matrix is dequantized, block by block, for a dense product
 
-MLX's format has a scale and a bias for every 32, 64 or 128 inputs. Scales of larger groups are repeated, and a
-balanced matrix gets the biases of the equal affine matrix. Each call computes both; they have at most 1/32 of
-the matrix's elements.
+MLX's format has a scale and a bias for every 32, 64 or 128 inputs. A balanced matrix with one scale, or one for
+each row, is multiplied as a grid that is the same for all matrices of its shape: a power of two times the codes
+minus their offset. 16-bit floats hold these numbers exactly, and the matrix's own scales multiply the product,
+in float32. Scales of larger groups are repeated, and groups of a balanced matrix get the biases of the equal
+affine matrix. Each call computes both; they have at most 1/32 of the matrix's elements.
 
 Nothing here is compiled (`mx.compile`): on a CPU that would start a C++ compiler, see `replay.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.operands import PackedWeight, ProductOptions, take_rows
-from afm_mlx.kernels.reference import low_rank_product, rms_norm
+from afm_mlx.kernels.operands import LowRank, PackedWeight, ProductOptions, take_rows
+from afm_mlx.kernels.reference import low_rank_factors, rms_norm
 
 GROUPS = (128, 64, 32)  # group sizes of MLX, the cheapest first
 # On a CPU, MLX multiplies with codes on one thread and without vectors, 0.7 to 1.3 ns per weight and row;
@@ -30,18 +35,95 @@ GROUPS = (128, 64, 32)  # group sizes of MLX, the cheapest first
 CPU_ROWS = 8
 BLOCK = 1 << 21  # numbers dequantized at a time: 8 MB in float32, 24 MB during the computation
 
-Multiply = Callable[[mx.array, PackedWeight], mx.array]
+
+class Product(NamedTuple):
+    """A product with a packed matrix, and what `add_up` adds to it.
+
+    Args:
+        numbers: (..., N), of any floating type; the product is `numbers * scales * factor`.
+        scales: () or (N,) float; None for 1.
+        factor: a power of two.
+        adapters: of each adapter, its product (B, ..., N) without its scale, its scale (1,), and the batch rows
+            that use it, (B, 1, ...) bool.
+        residual: (..., N); None for none.
+    """
+
+    numbers: mx.array
+    scales: mx.array | None = None
+    factor: float = 1.0
+    adapters: tuple[tuple[mx.array, mx.array, mx.array], ...] = ()
+    residual: mx.array | None = None
 
 
-def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
+Multiply = Callable[[mx.array, PackedWeight], Product]
+
+
+def add_up(dtype: mx.Dtype, product: Product) -> mx.array:
+    """Return the product with everything that is added to it, summed in float32."""
+    numbers, scales, factor, adapters, residual = product
+    y = numbers.astype(mx.float32)
+    if scales is not None:
+        y = y * (scales.astype(mx.float32) * factor)
+    for added, scale, uses in adapters:
+        y = y + mx.where(uses, added * scale, 0.0)
+    if residual is not None:
+        y = y + residual
+    return y.astype(dtype)
+
+
+def swiglu(dtype: mx.Dtype, gate: Product, up: Product) -> mx.array:
+    """Return `silu(gate) * up`, computed in float32."""
+    g, u = add_up(mx.float32, gate), add_up(mx.float32, up)
+    return (g * mx.sigmoid(g) * u).astype(dtype)
+
+
+def multiply_quantized(x: mx.array, weight: PackedWeight) -> Product:
     """Return `x W^T`; MLX's quantized product multiplies with the codes."""
-    scales, biases, group_size = _affine(weight, x.dtype)
-    return mx.quantized_matmul(
-        x, weight.codes, scales, biases, transpose=True, group_size=group_size, bits=weight.bits
+    if is_grid(weight):
+        unit = grid_unit(weight.bits, weight.in_dims)
+        scales, biases, size = _grid(weight.out_dims, weight.in_dims, weight.bits, x.dtype)
+        rest = (weight.scales, 1 / unit)
+    else:
+        scales, biases, size = _affine(weight, x.dtype)
+        rest = (None, 1.0)
+    numbers = mx.quantized_matmul(
+        x, weight.codes, scales, biases, transpose=True, group_size=size, bits=weight.bits
     )
+    return Product(numbers, *rest)
 
 
-def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
+def is_grid(weight: PackedWeight | Case) -> bool:
+    """True if a matrix is a grid that its scales multiply row by row."""
+    return weight.mode == "balanced" and weight.granularity != "group"
+
+
+def grid_unit(bits: int, in_dims: int) -> float:
+    """Return the power of two with which a random grid's products have at most the vectors' size.
+
+    So products fit into float16: they are at most 1.8 times as large as the vector's norm.
+    """
+    # Uniform codes have variance (4**bits - 1) / 12. Below 2**-13, float16 has subnormal numbers near 0.
+    return 2.0 ** max(-13, -math.ceil(math.log2((4**bits - 1) / 12 * in_dims) / 2))
+
+
+@functools.lru_cache(
+    maxsize=16
+)  # some 0.1 to 0.5 MB for each shape of a 3B's blocks, 10 MB for its head
+def _grid(
+    out_dims: int, in_dims: int, bits: int, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array, int]:
+    """Return scales and biases of a grid, (N, K / group_size), and the group size, in MLX's format."""
+    size, unit = _mlx_group(in_dims), grid_unit(bits, in_dims)
+    assert size is not None
+    # MLX would copy an array whose numbers are not all in memory.
+    arrays = [
+        mx.full((out_dims, in_dims // size), n * unit, dtype) for n in (1, -(2**bits - 1) / 2)
+    ]
+    mx.eval(arrays)
+    return *arrays, size
+
+
+def multiply_dequantized(x: mx.array, weight: PackedWeight) -> Product:
     """Return `x W^T` by dense products with dequantized rows of W, a block of rows at a time."""
     rows = max(1, BLOCK // weight.in_dims)
     parts: list[mx.array] = []
@@ -51,7 +133,7 @@ def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
             (codes,) = mx.depends([block.codes], [parts[-1]])
             block = block._replace(codes=codes)
         parts.append(x @ _dequantize(block, x.dtype).T)
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+    return Product(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
 
 
 def _dequantize(weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
@@ -86,15 +168,21 @@ def _mlx_group(group_size: int) -> int | None:
 
 
 def packed_matmul(
-    multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
+    multiply: Multiply,
+    x: mx.array,
+    weight: PackedWeight,
+    options: ProductOptions,
+    *,
+    normed: Callable[[mx.array, PackedWeight, ProductOptions], mx.array] | None = None,
+    finish: Callable[[mx.Dtype, Product], mx.array] = add_up,
 ) -> mx.array:
-    """See `reference.packed_matmul`; `multiply` computes the product with the matrix."""
-    y = _product(multiply, _normed(x, options), weight, options)
-    return (y if options.residual is None else y + options.residual).astype(x.dtype)
+    """See `reference.packed_matmul`; `multiply` computes the product with the matrix.
 
-
-def silu_product(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * mx.sigmoid(gate) * up
+    `normed` computes the norm, and `finish` the sum; by default, MLX's operations do.
+    """
+    vectors = normed(x, weight, options) if normed else _normed(x, options)
+    product = _product(multiply, vectors, weight, options)
+    return finish(x.dtype, product._replace(residual=options.residual))
 
 
 def packed_swiglu(
@@ -104,20 +192,21 @@ def packed_swiglu(
     up: PackedWeight,
     options: ProductOptions,
     *,
-    combine: Callable[[mx.array, mx.array], mx.array] = silu_product,
+    normed: Callable[[mx.array, PackedWeight, ProductOptions], mx.array] | None = None,
+    finish: Callable[[mx.Dtype, Product, Product], mx.array] = swiglu,
 ) -> mx.array:
-    """See `reference.packed_swiglu`; `multiply` computes each product, `combine` silu(gate) * up."""
-    normed = _normed(x, options)
-    g = _product(multiply, normed, gate, options.of_matrix(0))
-    u = _product(multiply, normed, up, options.of_matrix(1))
-    return combine(g, u).astype(x.dtype)
+    """See `reference.packed_swiglu`, and `packed_matmul` for the functions."""
+    vectors = normed(x, gate, options) if normed else _normed(x, options)
+    g = _product(multiply, vectors, gate, options.of_matrix(0))
+    u = _product(multiply, vectors, up, options.of_matrix(1))
+    return finish(x.dtype, g, u)
 
 
 def packed_argmax(
     multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> tuple[mx.array, mx.array]:
     """See `reference.packed_argmax`; `multiply` computes the product with the matrix."""
-    products = multiply(_normed(x.astype(mx.float32), options), weight)
+    products = add_up(mx.float32, multiply(_normed(x.astype(mx.float32), options), weight))
     return mx.argmax(products, axis=-1), mx.max(products, axis=-1)
 
 
@@ -136,11 +225,28 @@ def _normed(x: mx.array, options: ProductOptions) -> mx.array:
 
 def _product(
     multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
-) -> mx.array:
-    y = multiply(x, weight)
-    for low_rank in options.adapters:
-        y = y + low_rank_product(x, low_rank)
-    return y
+) -> Product:
+    adapters = tuple(each for low_rank in options.adapters for each in _low_rank(x, low_rank))
+    return multiply(x, weight)._replace(adapters=adapters)
+
+
+def _low_rank(x: mx.array, low_rank: LowRank) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
+    """Yield what `Product.adapters` lists, in the type of x: `x A^T B^T` of all rows, for each adapter."""
+    for slot, part in enumerate(low_rank.parts):
+        if part.rank:
+            a, b = low_rank_factors(low_rank, slot, x.shape[-1], x.dtype)
+            if len(low_rank.sections) > 1:  # each section has its own columns of `x A^T`
+                b = mx.where(_sections(low_rank.sections)[:, :, None], b[:, None], 0)
+                b = b.reshape(b.shape[0], -1)
+            uses = (low_rank.slots == slot).reshape(-1, *[1] * (x.ndim - 1))
+            yield x @ a.T @ b.T, low_rank.scales[slot : slot + 1], uses
+
+
+@functools.lru_cache(maxsize=64)
+def _sections(ends: tuple[int, ...]) -> mx.array:
+    """Return which section each row belongs to: (N, sections) bool."""
+    row = np.arange(ends[-1])[:, None]
+    return mx.array((row < ends) & (row >= (0, *ends[:-1])))
 
 
 # -- which cases they run

@@ -307,15 +307,17 @@ def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:
     return y.reshape(*x.shape[:-1], -1)
 
 
-def low_rank_factors(low_rank: LowRank, slot: int, in_dims: int) -> tuple[mx.array, mx.array]:
-    """Return A (sections * rank, K) and B (N, rank) of the adapter at index `slot`, float32."""
+def low_rank_factors(
+    low_rank: LowRank, slot: int, in_dims: int, dtype: mx.Dtype = mx.float32
+) -> tuple[mx.array, mx.array]:
+    """Return A (sections * rank, K) and B (N, rank) of the adapter at index `slot`."""
     numbers, part = low_rank.numbers[slot], low_rank.parts[slot]
     rows, out_dims = len(low_rank.sections) * part.rank, low_rank.sections[-1]
     blocks = -(-out_dims // BLOCK)
     a = numbers[part.a : part.a + rows * in_dims].reshape(rows, in_dims)
     b = numbers[part.b : part.b + blocks * part.rank * BLOCK].reshape(blocks, part.rank, BLOCK)
-    b = b.swapaxes(1, 2).reshape(blocks * BLOCK, part.rank)[:out_dims]
-    return a.astype(mx.float32), b.astype(mx.float32)
+    b = b.swapaxes(1, 2).astype(dtype).reshape(blocks * BLOCK, part.rank)[:out_dims]
+    return a.astype(dtype), b
 
 
 def packed_swiglu(

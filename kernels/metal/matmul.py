@@ -1,10 +1,15 @@
 """`packed_matmul`, `packed_swiglu` and `packed_argmax` on Metal, by the number of vectors.
 
-vector      1 to 6 rows, and numbers up to 20 of which multiples of 8 are far: a stream over the codes, once for
-            6 rows; all fusions in one dispatch
+vector      1 to 6 rows, and some of 9 to 19: a stream over the codes, once for 6 rows; all in one dispatch
 matrix      other numbers up to 32: 8x8 matrices, each code unpacked once for up to 16 rows; the same fusions
-many rows   the matrix is unpacked block by block for `mx.matmul`, or passed to `mx.quantized_matmul` if MLX has
-            the format: only MLX's own products use the M5's neural accelerators
+many rows   MLX's own products, which use the matrix units of an M5: `mx.quantized_matmul` multiplies with the
+            codes, or the matrix is unpacked block by block for `mx.matmul`. A norm before, and everything that
+            is added, are a dispatch each
+
+`mx.quantized_matmul` unpacks codes for every 32 vectors again, in tiles; unpacking the matrix moves 4 bytes per
+number, for any number of vectors. So before M5, unpacking is faster for many vectors (`BALANCED_ROWS`). On
+matrix units the product with codes is as fast as the other one: Apple measured 3.97 times the speed of an M4
+for prompts at 4 bits, and 3.62 times in bfloat16 (machinelearning.apple.com/research/exploring-llms-mlx-m5).
 """
 
 from __future__ import annotations
@@ -15,9 +20,9 @@ from functools import partial
 
 import mlx.core as mx
 
-from afm_mlx.kernels import mlx
+from afm_mlx.kernels import dispatch, mlx
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.metal import products, runtime
+from afm_mlx.kernels.metal import products, prompts, runtime
 from afm_mlx.kernels.metal.products import MAX_ROWS, VALUES, Product
 from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
 from afm_mlx.kernels.mlx import GROUPS
@@ -25,7 +30,6 @@ from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOpt
 
 Fused = Callable[[Product, mx.Dtype], mx.array]
 
-BLOCK = 1 << 25  # numbers that are unpacked at a time: 64 MB at 16 bits
 CHUNK = 4096  # numbers of which one threadgroup selects the largest, as in packed_select.metal
 
 _ARGMAX = Kernel(
@@ -34,10 +38,15 @@ _ARGMAX = Kernel(
     ("values", "indices"),
     (*products.HEADERS, "packed_order"),
 )
+# Vectors up to which MLX's product with the codes of a balanced matrix takes less time than unpacking the
+# matrix, by the GPU's generation (15 is M3, 16 is M4). By the counts of both kernels, unpacking is faster from
+# 75 (M1 Max) or 146 (M1) vectors on, and from 184 (M4 Max) or 315 (M3).
+BALANCED_ROWS = {15: 256, 16: 256}
+OTHER_BALANCED_ROWS = 128
+NAX_INPUTS = 64  # MLX's product with codes uses matrix units if this divides the number of inputs
+
 _SELECTED = ("top_values", "top_indices")
 _SELECT = Kernel("packed_select", ("values", "indices"), _SELECTED, ("common", "packed_order"))
-
-silu_product = mx.compile(mlx.silu_product, shapeless=True)  # one kernel
 
 
 def packed_matmul(
@@ -55,26 +64,13 @@ def packed_swiglu(
         return multiply(Product(x, (gate, up), options), x.dtype)
     g = multiply(Product(x, (gate,), options.of_matrix(0)), mx.float32)
     u = multiply(Product(x, (up,), options.of_matrix(1)), mx.float32)
-    return silu_product(g, u).astype(x.dtype)
+    return prompts.swiglu(x.dtype, mlx.Product(g), mlx.Product(u))
 
 
 def _format(weight: PackedWeight) -> list[object]:
     """Return what two matrices must have in common for one kernel to take both."""
     arrays = products.matrix_arrays(weight)
     return [products.format_template(weight), *((a.dtype, a.shape) for a in arrays)]
-
-
-def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mx.array:
-    """Return `x W^T`, (..., N); unpack a block of rows of W at a time."""
-    rows = max(1, BLOCK // weight.in_dims)
-    parts = []
-    for start in range(0, weight.out_dims, rows):
-        end = min(start + rows, weight.out_dims)
-        parts.append(x @ products.unpack(weight, start, end, x.dtype).T)
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-
-
-unpacked_matmul = partial(mlx.packed_matmul, multiply_unpacked)
 
 
 # -- the head: the largest product
@@ -113,7 +109,9 @@ def argmax_of_products(
     shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
     x = x.reshape(rows, -1)
     if rows > MAX_ROWS or not products.has_whole_groups(weight):
-        y = unpacked_matmul(x.astype(mx.float32), weight, options)
+        x = x.astype(mx.float32)
+        case = Case(dispatch.device(), x.dtype, rows, *weight.format)
+        y = dispatch.select("packed_matmul", case).run(x, weight, options)
     else:
         multiply = products.vector if products.takes_vectors(rows) else products.matrix
         y = multiply(Product(x, (weight,), options), mx.float32)
@@ -163,23 +161,47 @@ def _few(case: Case) -> str | None:
 
 
 def _mlx_obstacle(case: Case) -> str | None:
+    if reason := other_than_floats(case):
+        return reason
+    if case.mode == "balanced":
+        return _balanced_obstacle(case)
     if case.mode != "affine" or case.granularity != "group" or case.group_size not in GROUPS:
         return (
-            "takes affine weights in groups of 32, 64 or 128, not "
+            "takes balanced weights, and affine ones in groups of 32, 64 or 128, not "
             f"{case.mode} ones per {case.granularity} of {case.group_size}"
         )
-    return other_than_floats(case)
+    return None
 
 
-_unpacked_swiglu = partial(mlx.packed_swiglu, multiply_unpacked, combine=silu_product)
-_mlx_matmul = partial(mlx.packed_matmul, mlx.multiply_quantized)
-_mlx_swiglu = partial(mlx.packed_swiglu, mlx.multiply_quantized, combine=silu_product)
+def _balanced_obstacle(case: Case) -> str | None:
+    size, groups = case.group_size, case.granularity == "group"
+    if runtime.has_matrix_units():
+        multiple = min(GROUPS) if groups else NAX_INPUTS
+    else:
+        if groups:
+            return "takes balanced weights in groups only on a GPU with matrix units"
+        multiple = min(GROUPS)
+        most = BALANCED_ROWS.get(runtime.gpu_generation(), OTHER_BALANCED_ROWS)
+        if case.rows > most:
+            return f"takes up to {most} rows of balanced weights on this GPU, not {case.rows}"
+    if size % multiple:
+        what = "groups" if groups else "rows"
+        return f"takes {what} of a multiple of {multiple} inputs, not of {size}"
+    return None
+
+
+_matmul = partial(mlx.packed_matmul, normed=prompts.normed, finish=prompts.add_up)
+_swiglu = partial(mlx.packed_swiglu, normed=prompts.normed, finish=prompts.swiglu)
+_unpacked_matmul = partial(_matmul, prompts.multiply_unpacked)
+_unpacked_swiglu = partial(_swiglu, prompts.multiply_unpacked)
+_mlx_matmul = partial(_matmul, mlx.multiply_quantized)
+_mlx_swiglu = partial(_swiglu, mlx.multiply_quantized)
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few, True),
     Variant("packed_matmul", "metal/matrix", partial(packed_matmul, products.matrix), _some),
     Variant("packed_matmul", "metal/mlx_quantized", _mlx_matmul, _mlx_obstacle),
-    Variant("packed_matmul", "metal/unpacked", unpacked_matmul, other_than_floats),
+    Variant("packed_matmul", "metal/unpacked", _unpacked_matmul, other_than_floats),
     Variant("packed_swiglu", "metal/swiglu_vector", partial(packed_swiglu, products.vector), _few),
     Variant("packed_swiglu", "metal/swiglu_matrix", partial(packed_swiglu, products.matrix), _some),
     Variant("packed_swiglu", "metal/swiglu_mlx_quantized", _mlx_swiglu, _mlx_obstacle),

@@ -6,23 +6,32 @@
 
 using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
 
+#if ROWS > 1
+const uint passes = threadgroups_per_grid.x;
 const uint all_rows = x_shape[0];
-const uint first_row = ROWS > 1 ? (threadgroup_position_in_grid.x * all_rows + threadgroups_per_grid.x - 1) / threadgroups_per_grid.x : 0;
-const uint count =
-    ROWS > 1 ? ((threadgroup_position_in_grid.x + 1) * all_rows + threadgroups_per_grid.x - 1) / threadgroups_per_grid.x - first_row : 1;
+const uint first_row = (threadgroup_position_in_grid.x * all_rows + passes - 1) / passes;
+const uint count = ((threadgroup_position_in_grid.x + 1) * all_rows + passes - 1) / passes - first_row;
+#define EACH_ROW(m) \
+  UNROLL for (uint m = 0; m < ROWS; m++) \
+    if (m < count)
+#define ROW(m) (first_row + m)
+#else
+#define EACH_ROW(m) UNROLL for (uint m = 0; m < ROWS; m++)
+#define ROW(m) m
+#endif
 const uint out_dims = codes_shape[0];
 const uint lane = thread_index_in_simdgroup;
 const uint winner = thread_position_in_grid.y;
 const uint winners = threads_per_grid.y;
 
 auto matrix = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
-auto vectors = make_vectors<NORM>(x + first_row * matrix.in_dims(), norm, eps[0]);
+auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+#if ROWS > 1
+vectors.x += first_row * matrix.in_dims();
+#endif
 
 // A lane keeps the best of its own row of every tile.
 constexpr uint SHARERS = LANES / CODE_ROWS;
-#define EACH_ROW(m) \
-  UNROLL for (uint m = 0; m < ROWS; m++) \
-    if (m < count)
 float best[ROWS];
 uint places[ROWS];
 UNROLL for (uint m = 0; m < ROWS; m++) {
@@ -35,7 +44,11 @@ for (uint tile = 0; tile < TILES; tile++) {
   uint rows[CODE_ROWS];
   UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r, out_dims - 1);
   Products<F, ROWS, CODE_ROWS> products;
-  multiply<F, false>(vectors, count, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+#if ROWS > 1
+  multiply_some<F, false>(vectors, count, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+#else
+  multiply<1, F, false>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+#endif
   const uint row = min(start + lane / SHARERS, out_dims - 1);
   EACH_ROW(m) {
     float y = products.scaled(matrix, row, m, sum_of_lane<CODE_ROWS>(products.sums[m], lane));
@@ -56,7 +69,7 @@ EACH_ROW(m) {
     }
   }
   if (lane == 0) {
-    values[(first_row + m) * winners + winner] = best[m];
-    indices[(first_row + m) * winners + winner] = places[m];
+    values[ROW(m) * winners + winner] = best[m];
+    indices[ROW(m) * winners + winner] = places[m];
   }
 }

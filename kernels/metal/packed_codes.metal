@@ -150,26 +150,18 @@ Vectors<NORM, X, Norm> make_vectors(X x, Norm norm, float eps) {
   return vectors;
 }
 
-/// True if the offsets of codes are taken off every code, for inputs of `bytes` bytes in `rows` vectors.
-///
-/// Else they are taken off the sum of a step, which rounds less than inputs of 16 bits have been. For more than
-/// two vectors, that is no less work.
-constexpr bool is_exact(uint bytes, int rows) { return bytes > 2 || rows > 2; }
-
-/// What a lane has added up of the products of up to ROWS vectors with COUNT rows of codes.
-template <typename F, int ROWS_, int COUNT_>
+/// What a lane has added up of the products of up to MOST vectors with COUNT rows of codes.
+template <typename F, int MOST, int COUNT>
 struct Products {
-  static constant constexpr const int ROWS = ROWS_;
-  static constant constexpr const int COUNT = COUNT_;
   static constant constexpr const bool BY_GROUP = F::MODE != PALETTE && F::GRANULARITY == PER_GROUP;
   static constant constexpr const bool BIASED = F::MODE == AFFINE;
 
-  float sums[ROWS][COUNT];  // of scaled numbers, with scales per group; else of levels or codes
-  float totals[ROWS];  // of inputs
-  float squares[ROWS];
+  float sums[MOST][COUNT];  // of scaled numbers, with scales per group; else of levels or codes
+  float totals[MOST];  // of inputs
+  float squares[MOST];
 
   void clear() {
-    UNROLL for (int m = 0; m < ROWS; m++) {
+    UNROLL for (int m = 0; m < MOST; m++) {
       totals[m] = squares[m] = 0.0f;
       UNROLL for (int r = 0; r < COUNT; r++) sums[m][r] = 0.0f;
     }
@@ -180,7 +172,9 @@ struct Products {
   template <int USED, bool PAIR, typename V, typename M>
   void add(
       V vectors, M first, M second, const thread uint (&rows)[COUNT], const thread uint (&tables)[COUNT], uint k) {
-    constexpr bool EXACT = is_exact(sizeof(vectors.x[0]), USED);
+    // Offsets of codes are taken off every code, or off the sum of a step, which rounds less than inputs of 16 bits
+    // have been. For more than two vectors, that is no less work.
+    constexpr bool EXACT = sizeof(vectors.x[0]) > 2 || USED > 2;
     uint words[COUNT][F::WORDS];
     const uint start = k / F::PER_WORD;
     UNROLL for (int r = 0; r < COUNT; r++) {
@@ -270,45 +264,42 @@ inline Steps steps_of(uint lane, uint part, uint n_parts) {
 /// A lane's share of the products of USED vectors with COUNT rows.
 ///
 /// PAIR: the second half of the rows is `second`'s, a matrix of the same format.
-template <int USED, typename F, bool PAIR, typename V, typename M, int ROWS, int COUNT>
-void multiply_used(
+template <int USED, typename F, bool PAIR, typename V, typename M, int MOST, int COUNT>
+void multiply(
     V vectors,
     M first,
     M second,
     const thread uint (&rows)[COUNT],
     Steps steps,
-    thread Products<F, ROWS, COUNT>& products) {
+    thread Products<F, MOST, COUNT>& products) {
   uint tables[COUNT];
   UNROLL for (int r = 0; r < COUNT; r++) {
     const M matrix = PAIR && r >= COUNT / 2 ? second : first;
     tables[r] = F::MODE == PALETTE ? matrix.table(rows[r]) : 0;
   }
+  products.clear();
   const uint in_dims = first.in_dims();
   for (uint k = steps.first; k < in_dims; k += steps.stride) {
     products.template add<USED, PAIR>(vectors, first, second, rows, tables, k);
   }
 }
 
-constexpr int lesser(int a, int b) { return a < b ? a : b; }
-
-/// The same for `used` of up to ROWS vectors, 6 at most: a loop for each number, so that one kernel has them all.
-/// One vector has ROWS of 1.
-template <typename F, bool PAIR, typename V, typename M, int ROWS, int COUNT>
-void multiply(
+/// The same for `used` vectors, 2 to 6: a loop for each number, so that one kernel has them all.
+template <typename F, bool PAIR, typename V, typename M, int MOST, int COUNT>
+void multiply_some(
     V vectors,
     uint used,
     M first,
     M second,
     const thread uint (&rows)[COUNT],
     Steps steps,
-    thread Products<F, ROWS, COUNT>& products) {
-  products.clear();
+    thread Products<F, MOST, COUNT>& products) {
   switch (used) {
-    case 1: case 2: multiply_used<lesser(2, ROWS), F, PAIR>(vectors, first, second, rows, steps, products); break;
-    case 3: multiply_used<lesser(3, ROWS), F, PAIR>(vectors, first, second, rows, steps, products); break;
-    case 4: multiply_used<lesser(4, ROWS), F, PAIR>(vectors, first, second, rows, steps, products); break;
-    case 5: multiply_used<lesser(5, ROWS), F, PAIR>(vectors, first, second, rows, steps, products); break;
-    default: multiply_used<lesser(6, ROWS), F, PAIR>(vectors, first, second, rows, steps, products);
+    case 2: multiply<2, F, PAIR>(vectors, first, second, rows, steps, products); break;
+    case 3: multiply<3, F, PAIR>(vectors, first, second, rows, steps, products); break;
+    case 4: multiply<4, F, PAIR>(vectors, first, second, rows, steps, products); break;
+    case 5: multiply<5, F, PAIR>(vectors, first, second, rows, steps, products); break;
+    default: multiply<6, F, PAIR>(vectors, first, second, rows, steps, products);
   }
 }
 

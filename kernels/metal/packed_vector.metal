@@ -22,10 +22,19 @@ using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
 threadgroup float inner[SHRINK ? 1024 : 1];
 threadgroup float joined[SPLIT ? SIMDGROUPS * JOINED : 1];
 
+#if ROWS > 1
+const uint passes = threadgroups_per_grid.x;
 const uint all_rows = x_shape[0];
-const uint first_row = ROWS > 1 ? (threadgroup_position_in_grid.x * all_rows + threadgroups_per_grid.x - 1) / threadgroups_per_grid.x : 0;
-const uint count =
-    ROWS > 1 ? ((threadgroup_position_in_grid.x + 1) * all_rows + threadgroups_per_grid.x - 1) / threadgroups_per_grid.x - first_row : 1;
+const uint first_row = (threadgroup_position_in_grid.x * all_rows + passes - 1) / passes;
+const uint count = ((threadgroup_position_in_grid.x + 1) * all_rows + passes - 1) / passes - first_row;
+#define EACH_ROW(m) \
+  UNROLL for (uint m = 0; m < ROWS; m++) \
+    if (m < count)
+#define ROW(m) (first_row + m)
+#else
+#define EACH_ROW(m) UNROLL for (uint m = 0; m < ROWS; m++)
+#define ROW(m) m
+#endif
 const uint out_dims = codes_shape[0];
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
@@ -35,36 +44,45 @@ const uint start = group_start + (SPLIT ? 0 : simdgroup * OUTPUTS);
 auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
 #ifdef PARTIALS
-// Attention's output of up to two vectors, merged once for the whole threadgroup: x (rows, heads, N_PARTIALS,
-// HEAD_DIM + 2).
+// Attention's output of up to two vectors, merged once for the whole threadgroup: x (rows, heads, parts, HEAD_DIM + 2). The number of parts
+// is none of the text's, since it grows with the context.
+#define EACH_PART(first) UNROLL for (uint p = first; p < MAX_PARTIALS; p++) if (p < n_parts)
 constexpr uint PARTIAL = HEAD_DIM + 2;
-constexpr uint MERGED = ROWS > 1 ? 2 : 1;
-threadgroup float shares[MERGED * K / HEAD_DIM * N_PARTIALS];
+#if ROWS > 1
+constexpr uint MERGED = 2;
+#else
+constexpr uint MERGED = 1, count = 1;
+#endif
+const uint n_parts = x_shape[2];
+threadgroup float shares[MERGED * K / HEAD_DIM * MAX_PARTIALS];
 threadgroup T merged[MERGED * K];
 const uint first_thread = 32 * simdgroup + lane;
 for (uint head = first_thread; head < count * K / HEAD_DIM; head += 32 * SIMDGROUPS) {
-  const uint at = head * N_PARTIALS * PARTIAL + HEAD_DIM;
+  const uint at = head * n_parts * PARTIAL + HEAD_DIM;
   float top = x[at], weight = 0.0f;
-  UNROLL for (uint p = 1; p < N_PARTIALS; p++) top = max(top, x[at + p * PARTIAL]);
-  UNROLL for (uint p = 0; p < N_PARTIALS; p++) {
+  EACH_PART(1) top = max(top, x[at + p * PARTIAL]);
+  EACH_PART(0) {
     weight += metal::fast::exp2(x[at + p * PARTIAL] - top) * x[at + p * PARTIAL + 1];
   }
   const float scale = float(value_scale) / weight;
-  UNROLL for (uint p = 0; p < N_PARTIALS; p++) {
-    shares[head * N_PARTIALS + p] = metal::fast::exp2(x[at + p * PARTIAL] - top) * scale;
+  EACH_PART(0) {
+    shares[head * n_parts + p] = metal::fast::exp2(x[at + p * PARTIAL] - top) * scale;
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (uint i = first_thread; i < count * K; i += 32 * SIMDGROUPS) {
-  const uint part = i / HEAD_DIM * N_PARTIALS;
+  const uint part = i / HEAD_DIM * n_parts;
   float sum = 0.0f;
-  UNROLL for (uint p = 0; p < N_PARTIALS; p++) sum += shares[part + p] * x[(part + p) * PARTIAL + i % HEAD_DIM];
+  EACH_PART(0) sum += shares[part + p] * x[(part + p) * PARTIAL + i % HEAD_DIM];
   merged[i] = static_cast<T>(sum);
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 auto vectors = make_vectors<NORM>((const threadgroup T*)merged, norm, eps[0]);
 #else
-auto vectors = make_vectors<NORM>(x + first_row * first.in_dims(), norm, eps[0]);
+auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+#if ROWS > 1
+vectors.x += first_row * first.in_dims();
+#endif
 #endif
 
 // Rows past the last repeat it, so that all lanes go one way.
@@ -73,12 +91,13 @@ UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r % OUTPUTS, o
 
 Products<F, ROWS, CODE_ROWS> products;
 const Steps steps = steps_of(lane, SPLIT ? simdgroup : 0, SPLIT ? SIMDGROUPS : 1);
-multiply<F, PAIR>(vectors, count, first, second, rows, steps, products);
+#if ROWS > 1
+multiply_some<F, PAIR>(vectors, count, first, second, rows, steps, products);
+#else
+multiply<1, F, PAIR>(vectors, first, second, rows, steps, products);
+#endif
 
 // From here on a lane has one row of codes.
-#define EACH_ROW(m) \
-  UNROLL for (uint m = 0; m < ROWS; m++) \
-    if (m < count)
 const uint own = lane / SHARERS;
 const bool is_second = PAIR && own >= OUTPUTS;
 const uint output = start + own % OUTPUTS;
@@ -120,8 +139,12 @@ EACH_ROW(m) {
   uint of[ROWS], places[ROWS];
   uint place = 0;
   EACH_ROW(m) {
-    of[m] = slots[(first_row + m) * slots_shape[0] / all_rows];
-    places[m] = SHRINK ? place : (first_row + m) * table.width();
+#if ROWS > 1
+    of[m] = slots[ROW(m) * slots_shape[0] / all_rows];
+#else
+    of[m] = slots[0];
+#endif
+    places[m] = SHRINK ? place : ROW(m) * table.width();
     place += (end - begin) * table.rank(of[m], 0) + (PAIR ? table.rank(of[m], 1) : 0);
   }
   // An adapter is read once for all vectors that use it.
@@ -168,7 +191,7 @@ EACH_ROW(m) {
   float y = sums[m];
   if (PAIR) y = silu(y) * simd_shuffle_xor(y, LANES / 2);
   if (lane % SHARERS == 0 && own < OUTPUTS && output < out_dims) {
-    const uint i = (first_row + m) * out_dims + output;
+    const uint i = ROW(m) * out_dims + output;
     if (RESIDUAL) y += float(residual[i]);
     out[i] = static_cast<T>(y);
   }

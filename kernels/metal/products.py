@@ -17,14 +17,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case
 from afm_mlx.kernels.metal import runtime
-from afm_mlx.kernels.metal.runtime import (
-    Kernel,
-    Template,
-    floats,
-    gpu_cores,
-    gpu_generation,
-    ints,
-)
+from afm_mlx.kernels.metal.runtime import Kernel, Template, floats, ints
 from afm_mlx.kernels.operands import (
     MAX_ADAPTERS,
     AttentionPartials,
@@ -46,6 +39,7 @@ MAX_SPLIT = 8  # simdgroups of a threadgroup that share the inputs of the same r
 # Simdgroups of a threadgroup that also multiplies with A, or merges its inputs: fewer threadgroups repeat that.
 SHRINK_SIMDGROUPS = 8
 MAX_MERGED = 16 << 10  # bytes of a threadgroup's memory for inputs that it merges
+MAX_PARTIALS = 8  # that a product merges: each of its threadgroups reads all of them
 MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
 # Bytes of A, for each vector and core, that all threadgroups together multiply with in the time of a dispatch,
 # as counted.
@@ -181,13 +175,11 @@ class Prices(NamedTuple):
 # Counted, for gate and up of the 3B, by `python -m tests.metal.rows`. M1 and M2 do integer operations in turn
 # with others, and so lose more by unpacking codes again.
 OLD_PRICES, NEW_PRICES = Prices(1.7, 7.9, 14.1), Prices(1.5, 8.5, 16.0)
-FIRST_NEW_GENERATION = 15
 
 
-@functools.cache
 def takes_vectors(rows: int) -> bool:
     """True if the vector kernel is the faster one for this many vectors on this machine's GPU."""
-    prices = OLD_PRICES if gpu_generation() < FIRST_NEW_GENERATION else NEW_PRICES
+    prices = OLD_PRICES if runtime.gpu_generation() in (13, 14) else NEW_PRICES
     blocks, passes = _blocks(rows)
     of_matrices = passes * (prices.eight if blocks == 1 else prices.sixteen)
     return -(-rows // PASS_ROWS) * prices.vectors + rows <= of_matrices
@@ -219,7 +211,7 @@ def vector_threadgroups(
     so that the whole chip is busy. If that isn't enough, simdgroups have fewer rows than `most`.
     """
     # Several vectors are bound by arithmetic, to which each simdgroup adds.
-    many = MANY_SIMDGROUPS if rows == 1 else BUSY_SIMDGROUPS * gpu_cores()
+    many = MANY_SIMDGROUPS if rows == 1 else BUSY_SIMDGROUPS * runtime.gpu_cores()
     split = _split(code_rows // most, -(-in_dims // STEP), many)
     of_each = most if code_rows // most * split >= FEW_SIMDGROUPS else CODE_ROWS // 2
     return Threadgroups(split if split > 1 else SIMDGROUPS, of_each, split > 1)
@@ -227,7 +219,7 @@ def vector_threadgroups(
 
 def matrix_threadgroups(code_rows: int, in_dims: int, of_each: int = TILE_ROWS) -> Threadgroups:
     """Return sizes of threadgroups that multiply with `code_rows` rows of `in_dims` codes as 8x8 matrices."""
-    many = BUSY_SIMDGROUPS * gpu_cores()
+    many = BUSY_SIMDGROUPS * runtime.gpu_cores()
     split = _split(code_rows // of_each, -(-in_dims // TILE_STEP), many)
     return Threadgroups(split if split > 1 else SIMDGROUPS, of_each, split > 1)
 
@@ -257,7 +249,7 @@ def _shrinks_inside(product: Product) -> bool:
     return (
         product.rows <= PASS_ROWS
         and numbers <= MAX_INNER
-        and groups * nbytes <= spared * MAX_SHRINK_BYTES * gpu_cores()
+        and groups * nbytes <= spared * MAX_SHRINK_BYTES * runtime.gpu_cores()
     )
 
 
@@ -282,8 +274,8 @@ def _launch(
     if isinstance(x, AttentionPartials):
         macros.append("PARTIALS")
         inputs |= {"x": x.numbers, "value_scale": x.value_scale}
-        *_, parts, width = x.numbers.shape
-        sizes = (("N_PARTIALS", parts), ("HEAD_DIM", width - 2), ("K", x.shape[2]))
+        width = x.numbers.shape[-1]
+        sizes = (("MAX_PARTIALS", MAX_PARTIALS), ("HEAD_DIM", width - 2), ("K", x.shape[2]))
         template = (*template, *sizes)
     else:
         inputs["x"] = x.reshape(product.rows, -1)

@@ -61,6 +61,19 @@ def test_every_format_is_exact_to_rounding(rng, op):
             assert_solved(problem, variant.run)
 
 
+def test_a_grid_is_exact_and_its_products_are_about_as_large_as_their_vectors(rng):
+    """In every type, for the 3B's matrices and the smallest ones: no weight is rounded, or exceeds float16."""
+    for bits, in_dims, dtype in all_pairs(kernels.BITS, (32, 96, 2048, 6656), DTYPES):
+        codes = rng.integers(0, 2**bits, (3, in_dims))
+        packed = kernels.pack_codes(mx.array(codes), bits)
+        scales, biases, size = mlx_kernels._grid(3, in_dims, bits, dtype)
+        got = mx.dequantize(packed, scales, biases, size, bits)
+        unit = mlx_kernels.grid_unit(bits, in_dims)
+        assert_same(got.astype(mx.float32), (codes - (2**bits - 1) / 2) * np.float32(unit))
+        # The largest product with a vector of norm 1; a random one is 2.4 to 3.4 times smaller.
+        assert 0.6 < (2**bits - 1) / 2 * unit * in_dims**0.5 <= 1.8
+
+
 def test_half_types_are_rounded_once(rng):
     """Not at every addition, which is what MLX's own product does with them on a CPU."""
     if dispatch.device() != "cpu":

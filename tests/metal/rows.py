@@ -19,10 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.kernels import PackedWeight, ProductOptions
-from afm_mlx.kernels.metal import products
+from afm_mlx.kernels.metal import products, runtime
 from afm_mlx.kernels.metal.products import Product
-from bench import predict as prediction
-from bench.predict import CHIPS, Launch
+from bench.apple_gpus import CHIPS, Launch, seconds
 
 from . import mlx_wheel
 from .cost import Argument, count, count_launch
@@ -78,21 +77,19 @@ def ours(name: str, rows: int, kernel: str, cores: int) -> list[Launch]:
     norm = mx.zeros((k,), mx.bfloat16) if shape.norm else None
     x = mx.zeros((rows, k), mx.bfloat16)
     product = Product(x, (weight,) * shape.matrices, ProductOptions(norm=norm))
-    with mock.patch.object(products, "gpu_cores", return_value=cores):
+    with mock.patch.object(runtime, "gpu_cores", return_value=cores):
         calls = record(lambda: getattr(products, kernel)(product, mx.bfloat16))
     return [count_launch(*call) for call in calls]
 
 
 def chosen(name: str, rows: int, on: On) -> list[Launch]:
-    products.takes_vectors.cache_clear()
-    with mock.patch.object(products, "gpu_generation", return_value=on.generation):
+    with mock.patch.object(runtime, "gpu_generation", return_value=on.generation):
         kernel = "vector" if products.takes_vectors(rows) else "matrix"
-    products.takes_vectors.cache_clear()
     return ours(name, rows, kernel, on.cores)
 
 
 def microseconds(launches: Sequence[Launch], on: On) -> float:
-    return 1e6 * prediction.seconds(launches, CHIPS[on.chip]).total
+    return 1e6 * seconds(launches, CHIPS[on.chip]).total
 
 
 # -- MLX
@@ -162,9 +159,8 @@ def prices(on: On, name: str = "gateup") -> products.Prices:
     """What passes cost in vectors of the vector kernel, without the cost of a launch."""
 
     def of(rows: int, kernel: str) -> float:
-        return (
-            microseconds(ours(name, rows, kernel, on.cores), on) - 1e6 * prediction.LAUNCH_SECONDS
-        )
+        time = seconds(ours(name, rows, kernel, on.cores), CHIPS[on.chip])
+        return time.total - time.launch
 
     one = (of(6, "vector") - of(3, "vector")) / 3
     return products.Prices(of(6, "vector") / one - 6, of(8, "matrix") / one, of(16, "matrix") / one)

@@ -19,12 +19,13 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from afm_mlx.kernels import dispatch
+from afm_mlx.kernels.metal import prompts
 
 # New strides over the same buffer. A reshape is one where the strides allow, and a copy otherwise.
 VIEWS = set(
     """
     Broadcast BroadcastAxes Copy Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient Transpose
-    Unflatten
+    Unflatten View
     """.split()
 )
 # One kernel each, whatever the strides of their inputs are.
@@ -42,8 +43,10 @@ UPDATES = {"SliceUpdate", "Scatter", "ScatterAxis"}
 LOOKUPS = ("Gather", "GatherAxis", "embedding")
 # Operations of `mx.fast` with a kernel of their own on Metal.
 FUSED = ("rms_norm", "rope", "scaled_dot_product_attention")
-# Keys from which on attention over one query takes two passes on the larger chips.
+# Keys from which on attention over few queries takes two passes on the larger chips.
 TWO_PASSES = 1024
+FEW_QUERIES = 8
+COMPILED = "compiled_"  # first part of the names of functions that `mx.compile` makes a kernel of
 
 
 @dataclass
@@ -70,7 +73,11 @@ def count_dispatches(function: Callable, *args: Any, **options: Any) -> Cost:
     events: list[dict] = []
     # On another device, MLX's fused operations are traced as the many of their fallback.
     fused = mock.patch.multiple(mx.fast, **{name: _stand_in(name) for name in FUSED})
-    with dispatch.force("metal"), fused:
+    # In a trace, compiled functions are traced as they are written.
+    compiled = mock.patch.object(
+        prompts, "_fused", lambda function, dtype: _stand_in(COMPILED + function.__name__, dtype)
+    )
+    with dispatch.force("metal"), fused, compiled:
         mx.export_function(events.append, function, *args, **options)
     return _Count(events).cost
 
@@ -146,10 +153,19 @@ class _Count:
             self._launch(name, 1 + held, inputs[0 if held else 1 :], outputs)
         elif name == "CustomKernel":
             name = _kernel_name(event)
+            if name.startswith(COMPILED):
+                self._launch(name, 1, inputs, outputs)
+                return
+            many = name.startswith("scaled") and inputs[0][1][2] > FEW_QUERIES
+            if many:  # a token's heads side by side
+                batch, heads, length, dim = outputs[0][1]
+                layout = _contiguous((batch, length, heads, dim))
+                self._layouts[outputs[0][0]] = layout.swapaxes(1, 2)
             # Inputs that aren't contiguous are copied first.
             strided = {i for i, *_ in inputs if not self._layouts[i].flags.c_contiguous}
-            twice = name.startswith("scaled") and inputs[1][1][2] >= TWO_PASSES
-            self._launch(name, 1 + len(strided) + twice, inputs, outputs)
+            twice = name.startswith("scaled") and not many and inputs[1][1][2] >= TWO_PASSES
+            copied = 0 if many else len(strided)  # rows of a head may be anywhere
+            self._launch(name, 1 + copied + twice, inputs, outputs)
             self.cost.source_bytes += sum(
                 len(argument) for argument in event["arguments"] if isinstance(argument, str)
             )
@@ -209,6 +225,9 @@ def _views(
         return np.split(layout, arguments[0], axis=arguments[1])
     if name in ("Broadcast", "BroadcastAxes"):
         return [np.broadcast_to(layout, shapes[0])]
+    if name == "View":
+        # Strided numbers keep their strides; no kernel of ours returns them.
+        return [_contiguous(shapes[0])] if layout.flags.c_contiguous else None
     if name in ("Copy", "Depends", "StopGradient"):
         return [layout] * len(shapes)
     try:
@@ -222,11 +241,15 @@ def _kernel_name(event: dict) -> str:
     return event["arguments"][0].removeprefix("custom_kernel_").split("__")[0]
 
 
-def _stand_in(name: str) -> Callable:
-    """A kernel of this name that is traced and never runs; the shape of its result is the first argument's."""
+def _stand_in(name: str, dtype: mx.Dtype | None = None) -> Callable:
+    """A kernel of this name that is traced and never runs.
+
+    Its result has the shape of the first array, and its type unless `dtype` is given.
+    """
 
     def run(*args: Any, **options: Any) -> mx.array:
-        arrays = [array for array in (*args, *options.values()) if isinstance(array, mx.array)]
+        values = [value for _, value in tree_flatten([*args, *options.values()])]
+        arrays = [value for value in values if isinstance(value, mx.array)]
         kernel = mx.fast.metal_kernel(
             name, [f"x{i}" for i in range(len(arrays))], ["out"], source=""
         )
@@ -236,7 +259,7 @@ def _stand_in(name: str) -> Callable:
             grid=(1, 1, 1),
             threadgroup=(1, 1, 1),
             output_shapes=[arrays[0].shape],
-            output_dtypes=[arrays[0].dtype],
+            output_dtypes=[dtype or arrays[0].dtype],
         )
         return out
 

@@ -6,7 +6,7 @@ import pytest
 
 from afm_mlx import kernels
 from afm_mlx.kernels import BITS, PackedWeight, ProductOptions, dispatch
-from afm_mlx.kernels.metal import matmul, products, runtime
+from afm_mlx.kernels.metal import matmul, products, prompts, runtime
 from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import make, packed_weight
@@ -38,10 +38,19 @@ def assert_right(rng, variant, op, *fields, **options):
     assert_solved(problem, getattr(kernels, op))
 
 
+def on_gpu(monkeypatch, generation):
+    """Choose variants as on a GPU of this generation."""
+    monkeypatch.setattr(runtime, "gpu_generation", lambda: generation)
+    monkeypatch.setattr(runtime, "has_bfloat", lambda: generation not in (13, 14))
+    monkeypatch.setattr(runtime, "has_matrix_units", lambda: generation >= 17)
+    dispatch.select.cache_clear()
+
+
 @pytest.mark.parametrize("variant", ROWS)
 @pytest.mark.parametrize("op", ["packed_matmul", "packed_swiglu"])
 def test_products(metal, rng, monkeypatch, op, variant):
-    monkeypatch.setattr(matmul, "BLOCK", 5 * 704)  # several blocks, the last one short
+    monkeypatch.setattr(matmul, "OTHER_BALANCED_ROWS", 0)
+    monkeypatch.setattr(prompts, "BLOCK", 5 * 704)  # several blocks, the last one short
     formats = FORMATS if op == "packed_matmul" else FORMATS[::3]
     axes = (formats, BITS, SHAPES, ROWS[variant], DTYPES)
     cases = all_pairs(*axes, (False, True), (False, True), (0, 4, 40), (0, 1), (0, 1))
@@ -52,6 +61,7 @@ def test_products(metal, rng, monkeypatch, op, variant):
         monkeypatch.setattr(products, "FEW_SIMDGROUPS", few << 20)
         monkeypatch.setattr(products, "MANY_SIMDGROUPS", split << 20)
         monkeypatch.setattr(products, "BUSY_SIMDGROUPS", split << 20)
+        on_gpu(monkeypatch, 13 if split else 0)  # with float16 instead of bfloat16, or not
         in_dims, out_dims = shape
         group = 64 >> DTYPES.index(dtype) if granularity == "group" else 0
         if variant == "unpacked" and (mode, granularity) == ("affine", "group"):
@@ -108,24 +118,30 @@ def test_shapes_of_launches_with_matrices(code_rows, in_dims, wanted):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "vectors"),
+    ("generations", "vectors"),
     [
-        ("applegpu_g13s", {*range(1, 7), 9, 10, 17, 18}),
-        ("applegpu_g16g", {*range(1, 7), *range(9, 13), 17, 18, 19}),
-        ("x86_64", {*range(1, 7), *range(9, 13), 17, 18, 19}),
+        ((13, 14), {*range(1, 7), 9, 10, 17, 18}),
+        ((0, 15, 16, 17), {*range(1, 7), *range(9, 13), 17, 18, 19}),
     ],
 )
-def test_the_choice_of_a_kernel_follows_the_gpu(monkeypatch, architecture, vectors):
+def test_the_choice_of_a_kernel_follows_the_gpu(metal, monkeypatch, generations, vectors):
     """By counted prices: a pass of the vector kernel takes 6 vectors, one of the matrix kernel 8 or 16."""
-    caches = (runtime.gpu_generation, products.takes_vectors)
-    with monkeypatch.context() as patch:
-        patch.setattr(mx, "device_info", lambda: {"architecture": architecture})
-        for each_cache in caches:
-            each_cache.cache_clear()
-        chosen = {rows for rows in range(1, 33) if products.takes_vectors(rows)}
-    for each_cache in caches:
-        each_cache.cache_clear()
-    assert chosen == vectors
+    for generation in generations:
+        on_gpu(monkeypatch, generation)
+        chosen = {
+            op: {n for n in range(1, 33) if "/matrix" not in name(n) and "swiglu_m" not in name(n)}
+            for op, name in (
+                (op, lambda n, op=op: dispatch.select(op, BALANCED._replace(rows=n)).name)
+                for op in ("packed_matmul", "packed_swiglu")
+            )
+        }
+        assert chosen == {"packed_matmul": vectors, "packed_swiglu": vectors}
+        heads = {
+            n
+            for n in range(1, 33)
+            if dispatch.select("packed_argmax", BALANCED._replace(rows=n)).name == "metal/argmax"
+        }
+        assert heads == vectors
 
 
 def test_products_whose_inputs_simdgroups_share(metal, rng, monkeypatch):
@@ -164,16 +180,83 @@ def test_products_of_matrices_whose_inputs_simdgroups_share(metal, rng, in_dims,
         assert_right(rng, name, op, mx.float32, rows, 1, in_dims, outputs, **matrix, **fusions)
 
 
-# MLX's CPU backend adds in the activations' type: in half types, few products.
+# Rows without a group size are given to MLX as a grid, whose products are multiplied by their scales.
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(("dtype", "in_dims"), zip(DTYPES, (704, 32, 32), strict=True))
-def test_the_product_of_mlx(metal, rng, bits, dtype, in_dims):
-    group = min(in_dims, 64)
-    matrix = {"bits": bits, "mode": "affine", "granularity": "group", "group_size": group}
-    fields = (dtype, 3, 11, in_dims, 21)
-    fusions = {"norm": True, "rank": 4}
-    assert_right(rng, "mlx_quantized", "packed_matmul", *fields, **matrix, **fusions, residual=True)
-    assert_right(rng, "swiglu_mlx_quantized", "packed_swiglu", *fields, **matrix, **fusions)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_product_of_mlx(metal, rng, monkeypatch, bits, dtype):
+    formats = (
+        ("affine", "group"),
+        ("balanced", "tensor"),
+        ("balanced", "row"),
+        ("balanced", "group"),
+    )
+    # MLX's CPU backend adds in the activations' type: in half types, few products.
+    sizes = (704, 64, 32) if dtype == mx.float32 else (64, 32)
+    for (mode, granularity), in_dims, generation in all_pairs(formats, sizes, (13, 17)):
+        # On matrix units, MLX's product takes multiples of 64 inputs; before, no balanced groups.
+        if granularity == "group" or in_dims == 32:
+            generation = 17 if granularity == "group" else 15
+        on_gpu(monkeypatch, generation)
+        group = min(in_dims, 64) if granularity == "group" else 0
+        matrix = {"bits": bits, "mode": mode, "granularity": granularity, "group_size": group}
+        fields = (dtype, 3, 11, in_dims, 21)
+        fusions = {"norm": True, "rank": 4}
+        assert_right(
+            rng, "mlx_quantized", "packed_matmul", *fields, **matrix, **fusions, residual=True
+        )
+        assert_right(rng, "swiglu_mlx_quantized", "packed_swiglu", *fields, **matrix, **fusions)
+
+
+BALANCED = dispatch.Case("gpu", mx.bfloat16, 33, "balanced", "row", 2048)
+
+
+@each(
+    "generation, fields, chosen",
+    [
+        # M1 and M2, and what no name says
+        (13, {"rows": 128}, "mlx_quantized"),
+        (14, {"rows": 129}, "unpacked"),
+        (0, {"rows": 129}, "unpacked"),
+        # M3 and M4
+        (15, {"rows": 256}, "mlx_quantized"),
+        (16, {"rows": 256, "granularity": "tensor"}, "mlx_quantized"),
+        (16, {"rows": 257}, "unpacked"),
+        (16, {"rows": 99, "group_size": 48}, "unpacked"),
+        (16, {"rows": 99, "granularity": "group", "group_size": 64}, "unpacked"),
+        # M5
+        (17, {"rows": 4096}, "mlx_quantized"),
+        (17, {"rows": 4096, "granularity": "group", "group_size": 32}, "mlx_quantized"),
+        (17, {"rows": 4096, "granularity": "group", "group_size": 48}, "unpacked"),
+        (17, {"group_size": 96}, "unpacked"),
+        (17, {"mode": "affine", "group_size": 2048}, "unpacked"),
+        (17, {"mode": "palette", "granularity": "table"}, "unpacked"),
+        (13, {"rows": 999, "mode": "affine", "granularity": "group", "group_size": 128}, "mlx_quantized"),
+    ],
+)  # fmt: skip
+def test_many_rows_take_the_faster_product_of_mlx(metal, monkeypatch, generation, fields, chosen):
+    on_gpu(monkeypatch, generation)
+    case = BALANCED._replace(**fields)
+    assert dispatch.select("packed_matmul", case).name == f"metal/{chosen}"
+    assert dispatch.select("packed_swiglu", case).name == f"metal/swiglu_{chosen}"
+
+
+@each(
+    "name, generation, has_matrix_units",
+    [
+        ("applegpu_g13g", 13, False),
+        ("applegpu_g16s", 16, False),
+        ("applegpu_g17g", 17, True),
+        ("applegpu_g17p", 17, False),  # phones and what has their chips
+        ("applegpu_g18p", 18, True),
+        ("applegpu_g20d", 20, True),
+        ("applegpu_17", 0, False),
+        ("x86_64", 0, False),
+    ],
+)
+def test_the_generation_of_a_gpu(monkeypatch, name, generation, has_matrix_units):
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": name})
+    assert runtime.gpu_generation.__wrapped__() == generation
+    assert runtime.has_matrix_units.__wrapped__() == has_matrix_units
 
 
 def test_swiglu_of_matrices_that_differ(metal, rng):
@@ -201,18 +284,34 @@ def test_the_smallest_matrices(metal, rng, rows, variant):
         ({"rows": 7}, "metal/vector", "takes longer for 7 rows than products of matrices"),
         ({"rows": 33}, "metal/matrix", "takes up to 32 rows, not 33"),
         ({"group_size": 24}, "metal/matrix", "groups of a multiple of 16 inputs, not of 24"),
-        ({"group_size": 24}, "metal/mlx_quantized", "not balanced ones per group of 24"),
+        ({"group_size": 24}, "metal/mlx_quantized", "in groups only on a GPU with matrix units"),
+        (
+            {"granularity": "row", "rows": 129},
+            "metal/mlx_quantized",
+            "takes up to 128 rows of balanced",
+        ),
+        (
+            {"granularity": "row", "group_size": 48},
+            "metal/mlx_quantized",
+            "rows of a multiple of 32 inputs, not of 48",
+        ),
+        (
+            {"mode": "affine", "group_size": 24},
+            "metal/mlx_quantized",
+            "not affine ones per group of 24",
+        ),
         ({"dtype": mx.int8}, "metal/unpacked", "takes float32, float16 or bfloat16, not"),
         ({"group_size": 24, "rows": 99}, "metal/unpacked", None),
     ],
 )
-def test_why_a_variant_cannot_run(metal, fields, variant, reason):
+def test_why_a_variant_cannot_run(metal, monkeypatch, fields, variant, reason):
+    on_gpu(monkeypatch, 14)
     case = dispatch.Case("gpu", mx.bfloat16, 1, "balanced", "group", 32)._replace(**fields)
     reasons = {v.name: found for v, found in dispatch.explain("packed_matmul", case)}
     assert (reason or "None") in str(reasons[variant])
 
 
-@pytest.mark.parametrize("rows", [1, 5, 7])
+@pytest.mark.parametrize("rows", [1, 5, 7, 33])
 def test_a_norm_whose_squares_overflow_gives_nan(metal, rows):
     weight = PackedWeight(mx.zeros((8, 4), mx.uint32), 4, "balanced", mx.ones((8,)))
     options = ProductOptions(norm=mx.ones((32,)))
@@ -260,6 +359,23 @@ def test_a_norm_is_rounded_once(metal, rng, rows):
     got = kernels.packed_matmul(mx.array(x.astype(np.float32)), weight, options)
     wanted = 8 / np.sqrt((x**2).mean(-1, keepdims=True))
     assert_same(got, np.broadcast_to(wanted.astype(np.float32), (rows, 9)))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_scales_of_many_vectors_are_not_rounded(metal, rng, monkeypatch, dtype):
+    """Products of integers, and residuals that leave of them what rounding would take away."""
+    on_gpu(monkeypatch, 13)
+    x = rng.integers(-1, 2, (40, 32)).astype(np.float32)
+    codes, scales = rng.integers(0, 4, (24, 32)), rng.uniform(1, 2, 24).astype(np.float32)
+    packed = kernels.pack_codes(mx.array(codes), 2)
+    weight = PackedWeight(packed, 2, "balanced", mx.array(scales))
+    # Multiples of 1/2 up to 48 are exact in 16 bits.
+    products = mx.array((x @ (codes - 1.5).T).astype(np.float32) * scales)
+    residual = -products.astype(dtype)
+    options = ProductOptions(residual=residual)
+    got = kernels.packed_matmul(mx.array(x).astype(dtype), weight, options)
+    assert_same(got, (products + residual.astype(mx.float32)).astype(dtype))
+    assert (got != 0).any().item()
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
