@@ -124,7 +124,8 @@ def test_what_is_said_often_becomes_a_macro():
 def test_arguments_and_missing_inputs_are_written_into_a_body(monkeypatch):
     files = {
         "probe": "#if ROWS > 1\nx[0] = ROWS;\n#else\nx[0] = T(b[0]) + HAS;\n#endif",
-        "head": "int ROWS;",
+        "head": "int ROWS;\nstatic constant constexpr const int MOST = 2;\n"
+        "#if ROWS == MOST\nint two;\n#endif",
     }
     monkeypatch.setattr(runtime, "_read", files.__getitem__)
     kernel = Kernel("probe", ("a",), ("x",), ("head",), (("b", "c"), ("c", "a"), ("FLAG", "1")))
