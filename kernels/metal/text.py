@@ -6,11 +6,12 @@ nothing mentions are left out, and names and blanks become as short as they can 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 _WORD = re.compile(r'"[^"]*"|\b[A-Za-z_]\w*')
@@ -89,19 +90,50 @@ def with_words(text: str, words: Mapping[str, str]) -> str:
 # -- definitions
 
 
+class _Piece(NamedTuple):
+    """A definition, or a part of a struct's: its beginning, a member, or its end."""
+
+    owner: int | None  # of a part, the index of the struct's beginning
+    names: frozenset[str]  # that it defines; none if it stays wherever its owner does
+    text: str
+    words: frozenset[str]
+
+
 def reached(header: str, body: str) -> str:
     """Return a header without the definitions, and members of structs, that the body doesn't need."""
-    definitions = [_parts(definition) for definition in _definitions(header)]
-    words = set(_WORD.findall(body))
-    while True:
-        kept, known = [], len(words)
-        for names, opening, members, end in definitions:
-            if not names or words & names:
-                inside = [m for m in members if words & _names(m)]
-                kept.append(opening + "".join(inside) + end)
-                words.update(_WORD.findall(kept[-1]))
-        if len(words) == known:
-            return "".join(kept)
+    pieces = _pieces(header)
+    words, kept, grows = set(_WORD.findall(body)), set[int](), True
+    while grows:
+        grows = False
+        for i, piece in enumerate(pieces):
+            needed = not piece.names or not words.isdisjoint(piece.names)
+            if i not in kept and needed and (piece.owner is None or piece.owner in kept):
+                kept.add(i)
+                words |= piece.words
+                grows = True
+    return "".join(pieces[i].text for i in sorted(kept))
+
+
+@functools.cache
+def _pieces(header: str) -> list[_Piece]:
+    pieces: list[_Piece] = []
+
+    def add(owner: int | None, names: Iterable[str], text: str) -> None:
+        pieces.append(_Piece(owner, frozenset(names), text, frozenset(_WORD.findall(text))))
+
+    for definition in _definitions(header):
+        opening, brace, rest = definition.partition("{")
+        struct = re.search(r"\bstruct (\w+)\s*$", opening)
+        if struct is None:
+            add(None, _names(definition), definition)
+            continue
+        owner = len(pieces)
+        add(None, {struct[1]}, opening + brace)
+        members, _, end = rest.rpartition("}")
+        for member in _definitions(members):
+            add(owner, _names(member), member)
+        add(owner, (), "}" + end)
+    return pieces
 
 
 def _definitions(text: str) -> Iterator[str]:
@@ -116,20 +148,6 @@ def _definitions(text: str) -> Iterator[str]:
         if ends:
             yield text[begin : match.end()]
             begin = match.end()
-
-
-def _parts(definition: str) -> tuple[set[str], str, list[str], str]:
-    """Return the names that a definition makes, and its text as beginning, members of a struct, and end."""
-    opening, brace, rest = definition.partition("{")
-    if not re.search(r"\bstruct \w+\s*$", opening):
-        return _names(definition), definition, [], ""
-    members, _, end = rest.rpartition("}")
-    return (
-        set(re.findall(r"\bstruct (\w+)", opening)),
-        opening + brace,
-        list(_definitions(members)),
-        "}" + end,
-    )
 
 
 def _names(definition: str) -> set[str]:
