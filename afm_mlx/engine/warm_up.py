@@ -57,6 +57,7 @@ def warm_up(
                 for batch in batches:
                     step = partial(_step, model, rows, tokens, columns, batch, kv)
                     yield from _compile(known, step)
+    mx.clear_cache()  # of the largest batch, whose memory nothing needs for now
 
 
 def _compile(known: set[str], run: Callable[[], Any]) -> Iterator[str | None]:

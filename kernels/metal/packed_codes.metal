@@ -68,59 +68,66 @@ struct Matrix {
 
   uint in_dims() const { return words * F::PER_WORD; }
 
-  /// Where the scale of row `row` and input `k` lies.
-  uint scale_index(uint row, uint k) const {
-    constexpr uint GROUP = F::GROUP > 0 ? F::GROUP : 1;
-    if (F::GRANULARITY == PER_TENSOR) return 0;
-    if (F::GRANULARITY == PER_ROW) return row;
-    return row * (in_dims() / GROUP) + k / GROUP;
+#if MODE == PALETTE
+  /// Where the table of a row begins.
+  uint table(uint row) const { return row / (out_dims / tables) * (F::MASK + 1); }
+
+  /// The numbers of codes `i` and `i + PAIRS` of a word in a table.
+  float2 pair(uint word, uint i, uint table) const {
+    const uint low = (word >> (F::BITS * i)) & F::MASK;
+    const uint high = (word >> (F::BITS * (i + F::PAIRS))) & F::MASK;
+    return float2(float(scales[table + low]), float(scales[table + high]));
   }
+
+  float2 exact_pair(uint word, uint i, uint table) const { return pair(word, i, table); }
+
+  /// The number that a code stands for.
+  float number(uint row, uint, uint code) const { return float(scales[table(row) + code]); }
+
+  // Of other matrices.
+  float scale(uint, uint) const { return 1.0f; }
+  float bias(uint, uint) const { return 0.0f; }
+#else
+  /// Where the scale of row `row` and input `k` lies.
+#if GRANULARITY == PER_TENSOR
+  uint scale_index(uint, uint) const { return 0; }
+#else
+#if GRANULARITY == PER_ROW
+  uint scale_index(uint row, uint) const { return row; }
+#else
+  uint scale_index(uint row, uint k) const { return row * (in_dims() / F::GROUP) + k / F::GROUP; }
+#endif
+#endif
 
   float scale(uint row, uint k) const { return float(scales[scale_index(row, k)]); }
 
   /// What is added to scale * code.
-  float bias(uint row, uint k) const {
-    if (F::MODE == AFFINE) return float(biases[scale_index(row, k)]);
-    return -0.5f * float(F::MASK) * scale(row, k);
-  }
+#if MODE == AFFINE
+  float bias(uint row, uint k) const { return float(biases[scale_index(row, k)]); }
+#else
+  float bias(uint row, uint k) const { return -0.5f * float(F::MASK) * scale(row, k); }
+#endif
 
-  /// Where the table of a row begins.
-  uint table(uint row) const { return row / (out_dims / tables) * (F::MASK + 1); }
-
-  /// Codes `i` and `i + PAIRS` of a word, or their numbers in a palette's table; `offset(i)` is added to codes.
-  float2 pair(uint word, uint i, uint table) const {
-    if (F::MODE == PALETTE) {
-      const uint low = (word >> (F::BITS * i)) & F::MASK;
-      const uint high = (word >> (F::BITS * (i + F::PAIRS))) & F::MASK;
-      return float2(float(scales[table + low]), float(scales[table + high]));
-    }
+  /// Codes `i` and `i + PAIRS` of a word, with `offset(i)` added.
+  float2 pair(uint word, uint i, uint) const {
     const half2 codes = F::pair(word, i);
     return float2(float(codes.x), float(codes.y));
   }
 
-  /// The same without `offset(i)`: codes of an affine matrix, levels of a balanced one, numbers of a palette.
-  float2 exact_pair(uint word, uint i, uint table) const {
-    return pair(word, i, table) - (F::MODE == PALETTE ? 0.0f : F::offset(i));
-  }
+  /// The same without `offset(i)`: codes of an affine matrix, levels of a balanced one.
+  float2 exact_pair(uint word, uint i, uint) const { return pair(word, i, 0) - F::offset(i); }
 
   /// The number that a code stands for.
-  float number(uint row, uint k, uint code) const {
-    if (F::MODE == PALETTE) return float(scales[table(row) + code]);
-    return scale(row, k) * float(code) + bias(row, k);
-  }
+  float number(uint row, uint k, uint code) const { return scale(row, k) * float(code) + bias(row, k); }
+
+  uint table(uint) const { return 0; }
+#endif
 };
 
 template <typename F, typename Codes, typename Scales, typename Biases>
 Matrix<F, Codes, Scales, Biases> make_matrix(
     Codes codes, Scales scales, Biases biases, uint out_dims, uint words, uint tables) {
-  Matrix<F, Codes, Scales, Biases> matrix;
-  matrix.codes = codes;
-  matrix.scales = scales;
-  matrix.biases = biases;
-  matrix.out_dims = out_dims;
-  matrix.words = words;
-  matrix.tables = tables;
-  return matrix;
+  return {codes, scales, biases, out_dims, words, tables};
 }
 
 /// Vectors (rows, in_dims) that go through an RMSNorm.
@@ -143,11 +150,7 @@ struct Vectors {
 
 template <bool NORM, typename X, typename Norm>
 Vectors<NORM, X, Norm> make_vectors(X x, Norm norm, float eps) {
-  Vectors<NORM, X, Norm> vectors;
-  vectors.x = x;
-  vectors.norm = norm;
-  vectors.eps = eps;
-  return vectors;
+  return {x, norm, eps};
 }
 
 /// True if the offsets of codes are taken off every code, for inputs of `bytes` bytes in `rows` vectors.
@@ -256,10 +259,7 @@ struct Steps {
 
 /// Of `n_parts` simdgroups that share the inputs of their rows.
 inline Steps steps_of(uint lane, uint part, uint n_parts) {
-  Steps steps;
-  steps.first = (part * LANES + lane) * VALUES;
-  steps.stride = n_parts * LANES * VALUES;
-  return steps;
+  return {(part * LANES + lane) * VALUES, n_parts * LANES * VALUES};
 }
 
 /// A lane's share of the products of ROWS vectors with COUNT rows.
