@@ -5,6 +5,8 @@ llama.cpp can't run AFM. It runs a model of as many blocks and of the same width
 - every block projects, stores and reads keys and values of its own; AFM's last blocks reuse others'
 - a prompt runs through every block; AFM's runs through the blocks that write keys and values
 - no norm of queries and keys; keys and values are float16
+
+ONNX Runtime runs AFM's products, norms and SwiGLU, and no attention (`peer_onnx`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from afm_mlx.config import PRESETS, ModelConfig
 from bench.peer_figures import afm_targets
 from bench.peer_gguf import Shapes
 from bench.peer_models import LLAMA, MLX_LM, LlamaFormat, PeerModel
+from bench.peer_onnx import Sizes
 
 FORMATS = (
+    LlamaFormat("Q2_0", "Q4_0"),
     LlamaFormat("TQ2_0", "Q4_0"),
     LlamaFormat("Q2_K", "Q4_0"),
     LlamaFormat("Q2_K", "Q4_0", repack=False),
@@ -41,6 +45,7 @@ def afm_model(preset: str, layers: int | None = None) -> PeerModel:
         lambda folder: ["--sizes", json.dumps(sizes)],
         partial(prompt_weights, config),
         afm_targets,
+        onnx_sizes(config),
     )
 
 
@@ -67,6 +72,11 @@ def llama_shapes(config: ModelConfig) -> Shapes:
         config.rope_theta,
         config.rms_norm_eps,
     )
+
+
+def onnx_sizes(config: ModelConfig) -> Sizes:
+    """Return what ONNX Runtime's products follow from."""
+    return Sizes(**{name: getattr(config, name) for name in Sizes._fields})
 
 
 def write_folder(config: ModelConfig, folder: Path) -> None:

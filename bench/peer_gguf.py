@@ -14,6 +14,8 @@ import numpy as np
 # Bytes and weights of a block; and where its float16 scales lie, as (offset, what multiplies the unit).
 FORMATS: dict[str, tuple[int, int, dict[int, float]]] = {
     # codes less 1, times d
+    "Q2_0": (18, 64, {0: 0.9}),
+    # codes less 1, times d
     "TQ2_0": (66, 256, {64: 0.9}),
     # codes times d and a 4-bit scale, less dmin times a 4-bit minimum
     "Q2_K": (84, 256, {80: 0.5 / 7.5, 82: 0.75 / 7.5}),
@@ -22,6 +24,9 @@ FORMATS: dict[str, tuple[int, int, dict[int, float]]] = {
     # codes times d and a 6-bit scale, less dmin times a 6-bit minimum
     "Q4_K": (144, 256, {0: 1 / 258, 2: 7.5 / 258}),
 }
+
+# Numbers of types in GGUF files that gguf 0.19, the newest on PyPI, doesn't know yet.
+NEWER = {"Q2_0": 42}
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,9 @@ def write_gguf(
         _add_vocabulary(writer, vocabulary)
 
     def matrix(name: str, format: str, rows: int, inputs: int) -> None:
-        kind = gguf.GGMLQuantizationType[format]
+        kind: Any = NEWER.get(format) or gguf.GGMLQuantizationType[format]
+        block_bytes, block_weights, _ = FORMATS[format]
+        gguf.GGML_QUANT_SIZES.setdefault(kind, (block_weights, block_bytes))
         writer.add_tensor(name, random_blocks(format, rows, inputs, rng), raw_dtype=kind)
 
     def norm(name: str, width: int) -> None:

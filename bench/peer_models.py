@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from bench.peer_gguf import Shapes, write_gguf
+from bench.peer_onnx import Sizes
 from bench.targets import Target
 
 EXACT, INT8, MLX_LM = "afm-mlx exact", "afm-mlx int8", "mlx-lm"
 LLAMA = "llama.cpp"
+ONNX, ONNX_LOOKUP = "onnxruntime", "onnxruntime, lookup"
 HERE = Path(__file__).parent
 
 Medians: TypeAlias = dict[str, dict[str, float]]
@@ -52,6 +55,7 @@ class PeerModel:
         mlx_lm_arguments: arguments of mlx-lm's worker, given that folder.
         prompt_weights: weights of matrices that a peer multiplies for a prompt token, given its name.
         targets: makes the targets of medians and of the measured bandwidth in bytes per second.
+        onnx: sizes of the products that ONNX Runtime runs; None leaves it out.
     """
 
     name: str
@@ -62,6 +66,7 @@ class PeerModel:
     mlx_lm_arguments: Callable[[Path], list[str]]
     prompt_weights: Callable[[str], int]
     targets: Callable[[Medians, float], list[Target]]
+    onnx: Sizes | None = None
 
     @property
     def title(self) -> str:
@@ -69,7 +74,12 @@ class PeerModel:
 
 
 def commands(
-    model: PeerModel, folder: Path, threads: int, capacity: int, llama_python: str | None
+    model: PeerModel,
+    folder: Path,
+    threads: int,
+    capacity: int,
+    llama_python: str | None,
+    onnx_python: str | None = None,
 ) -> dict[str, list[str]]:
     """Return the command line that starts each peer, by name; write the models that are missing.
 
@@ -79,6 +89,7 @@ def commands(
         threads: number of threads of each peer.
         capacity: maximum number of tokens in llama.cpp's cache.
         llama_python: a Python that has llama-cpp-python; None leaves llama.cpp out.
+        onnx_python: a Python that has onnx and onnxruntime, which writes its own model; None leaves it out.
     """
     ours = folder / "afm-mlx"
     if not ours.exists():
@@ -94,6 +105,11 @@ def commands(
             options += [] if format.repack else ["--no-repack"]
             worker = str(HERE / "peer_llama.py")
             found[format.peer] = [llama_python, worker, "--model", str(path), *options]
+    if onnx_python is not None and model.onnx is not None:
+        sizes = json.dumps(model.onnx._asdict())
+        start = [onnx_python, "-m", "bench.peer_onnx", "--model", str(folder / "products.onnx")]
+        found[ONNX] = [*start, "--sizes", sizes, "--threads", str(threads)]
+        found[ONNX_LOOKUP] = [*found[ONNX], "--lookup"]
     arguments = model.mlx_lm_arguments(ours)
     found[MLX_LM] = [sys.executable, "-m", "bench.peer_mlx_lm", *arguments]
     return found

@@ -1,11 +1,12 @@
-"""Compare speed with llama.cpp and mlx-lm: the same matrix shapes, the same threads, the same run.
+"""Compare speed with llama.cpp, ONNX Runtime and mlx-lm: the same shapes, the same threads, the same run.
 
 Every peer is a process of its own. They take turns (A B C, A B C, ...), so that a machine that slows down
-slows all of them, and each figure is the median of its rounds. It needs a Python with llama-cpp-python; a peer
-that is not there is left out, and the reason is printed. llama.cpp can't run AFM: `peer_afm` says what it runs
-instead. A model of mlx-lm's zoo, `peer_zoo`, it runs as it is.
+slows all of them, and each figure is the median of its rounds. It needs a Python with llama-cpp-python, and one
+with onnx and onnxruntime; a peer that is not there is left out, and the reason is printed. llama.cpp can't run
+AFM: `peer_afm` says what it runs instead. A model of mlx-lm's zoo, `peer_zoo`, it runs as it is. ONNX Runtime
+runs AFM's products, without attention (`peer_onnx`).
 
-    python -m bench.peers --llama-python /path/to/python --output results
+    python -m bench.peers --llama-python /path/to/python --onnx-python /path/to/python --output results
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from afm_mlx.measure.machine import Bandwidth, measure_bandwidth, threads_in_use
 from bench.bystanders import Bystanders
 from bench.peer_afm import afm_model
 from bench.peer_figures import plot, table
-from bench.peer_models import EXACT, INT8, LLAMA, MLX_LM, Medians, PeerModel, commands
+from bench.peer_models import EXACT, INT8, LLAMA, MLX_LM, ONNX, Medians, PeerModel, commands
 from bench.peer_protocol import Peer, PeerError
 from bench.peer_zoo import CONFIGS, zoo_model
 from bench.targets import Target, markdown, target_rows
@@ -67,8 +68,9 @@ class Plan:
         yield "prefill", "prefill", {"tokens": self.prompt}
         yield "decode", "decode", one
         yield "batch", "decode", one | {"rows": self.rows}
-        # llama.cpp would have to compute these keys and values first: minutes for every round.
-        if not peer.startswith(LLAMA):
+        # llama.cpp would have to compute these keys and values first: minutes for every round. ONNX Runtime
+        # has no attention.
+        if not peer.startswith((LLAMA, ONNX)):
             yield "deep", "decode", one | {"depth": self.deep}
 
 
@@ -150,6 +152,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     threads = options.threads or threads_in_use()
     if options.llama_python is None:
         _note("llama.cpp is left out: --llama-python is missing")
+    if options.onnx_python is None:
+        _note("onnxruntime is left out: --onnx-python is missing")
     found = {}
     for name in options.model:
         model = MODELS[name](options.layers)
@@ -165,7 +169,8 @@ def compare(
 ) -> dict[str, Any]:
     """Measure one model, print and plot what came out, and return all of it."""
     capacity = max(plan.prompt, plan.depth + plan.rows * plan.tokens) + 256
-    found = commands(model, folder, threads, capacity, options.llama_python)
+    pythons = options.llama_python, options.onnx_python
+    found = commands(model, folder, threads, capacity, *pythons)
     for name in options.skip:
         found = {known: command for known, command in found.items() if not known.startswith(name)}
     bystanders = Bystanders()
@@ -222,6 +227,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=integer(1), help="fewer blocks, for a quick look")
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
+    parser.add_argument("--onnx-python", help="a Python that has onnx and onnxruntime")
     parser.add_argument("--skip", nargs="*", default=[], help="peers, by how their names start")
     parser.add_argument("--threads", type=integer(1), help="the cores of this process by default")
     for name, text in (

@@ -1,21 +1,11 @@
-"""Predict decode speed on Apple GPUs with a cost model, for chips that nobody here has.
+"""Predict decode and prefill speed on Apple GPUs with a cost model, for chips that nobody here has.
 
     python -m bench.predict m4-max [--preset afm-3b] [--output md|csv|json]
 
-A `Launch` counts what one kernel launch does: each lane's operations by class, bytes that a lane loads, and
-bytes that come from memory. Counting needs a compiler, so `make costs` does it beforehand and stores the counts
-of the presets in `prediction.json`. This module turns counts into seconds:
-
-    seconds = launch + (memory^p + arithmetic^p)^(1/p)
-
-Arithmetic is the cycles of a lane's operations, as published for M1 and M2, over the chip's lanes and clock;
-memory is bytes over the chip's bandwidth. They overlap, and the longer one decides; where both take about as
-long, a GPU reaches neither limit, which a maximum with a soft corner (p = 5) describes. Two numbers are
-fitted, only on figures of MLX's kernels on one chip: the corner, and the share of the published bandwidth
-that a kernel reaches (docs/benchmarks.md has the table, with figures that nothing was fitted on).
-
-The model leaves out caches, the latency of loads where few threads run, the processor's part in a
-launch, clocks that fall with heat, and which instructions Apple's compiler makes.
+`apple_gpus.py` is the model. Counting a kernel's operations needs a compiler, so `make costs` does it
+beforehand and stores the counts of the presets in `prediction.json`. With them it stores the model's errors on
+published speeds of MLX's kernels that no number was fitted to: predictions are printed as the range of the
+middle 80 % of these errors (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -25,209 +15,36 @@ import csv
 import functools
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from afm_mlx.config import PRESETS
 
+from .apple_gpus import (
+    ACCELERATORS,
+    CHIPS,
+    NOTHING,
+    Chip,
+    Launch,
+    Seconds,
+    between,
+    chain,
+    product,
+)
 from .targets import markdown
 
 DATA = Path(__file__).with_name("prediction.json")
-
-# -- chips
-
-
-class Chip(NamedTuple):
-    """A chip's GPU.
-
-    Args:
-        name: as MLX names the device.
-        cores: of the GPU, 128 lanes each.
-        gigahertz: highest clock of the GPU.
-        bandwidth: of memory as Apple publishes it, in GB/s.
-        generation: Apple's number of the GPU family; from 9 on (M3), integer and float operations run side by
-            side.
-    """
-
-    name: str
-    cores: int
-    gigahertz: float
-    bandwidth: float
-    generation: int
-
-    @property
-    def label(self) -> str:
-        return f"{self.name.removeprefix('Apple ')}, {self.cores} cores"
-
-
-# Clocks: metal-benchmarks (M1, M2) and eclecticlight.co (M3 Pro, M4 Pro), who measured them, and hmc-tech.com
-# (M4, M5). For M3, M3 Max, M4 Max, M5 Pro and M5 Max a sibling's stands here.
-CHIPS = {
-    "m1": Chip("Apple M1", 8, 1.278, 68, 7),
-    "m1-pro": Chip("Apple M1 Pro", 16, 1.296, 200, 7),
-    "m1-max": Chip("Apple M1 Max", 32, 1.296, 400, 7),
-    "m1-ultra": Chip("Apple M1 Ultra", 64, 1.296, 800, 7),
-    "m2": Chip("Apple M2", 10, 1.398, 100, 8),
-    "m2-pro": Chip("Apple M2 Pro", 19, 1.398, 200, 8),
-    "m2-max": Chip("Apple M2 Max", 38, 1.398, 400, 8),
-    "m2-ultra": Chip("Apple M2 Ultra", 76, 1.398, 800, 8),
-    "m3": Chip("Apple M3", 10, 1.38, 100, 9),
-    "m3-pro": Chip("Apple M3 Pro", 18, 1.38, 150, 9),
-    "m3-max": Chip("Apple M3 Max", 40, 1.38, 400, 9),
-    "m3-max-30": Chip("Apple M3 Max", 30, 1.38, 300, 9),
-    "m3-ultra": Chip("Apple M3 Ultra", 80, 1.38, 819, 9),
-    "m4": Chip("Apple M4", 10, 1.47, 120, 9),
-    "m4-pro": Chip("Apple M4 Pro", 20, 1.578, 273, 9),
-    "m4-max": Chip("Apple M4 Max", 40, 1.578, 546, 9),
-    "m4-max-32": Chip("Apple M4 Max", 32, 1.578, 410, 9),
-    "m5": Chip("Apple M5", 10, 1.74, 153, 10),
-    "m5-pro": Chip("Apple M5 Pro", 20, 1.74, 307, 10),
-    "m5-max": Chip("Apple M5 Max", 40, 1.74, 614, 10),
-    "m5-max-32": Chip("Apple M5 Max", 32, 1.74, 460, 10),
-}
-
-
-# -- launches
-
-
-class Launch(NamedTuple):
-    """The counted work of one kernel launch.
-
-    Args:
-        kernel: its name.
-        threadgroups: number of threadgroups.
-        simdgroups: number of simdgroups, of 32 lanes each.
-        operations: number of operations of one lane, by class.
-        lane_bytes: bytes that one lane loads and stores, from caches or memory.
-        memory_bytes: bytes that are read from or written to memory, each counted once.
-    """
-
-    kernel: str
-    threadgroups: int
-    simdgroups: int
-    operations: Mapping[str, int]
-    lane_bytes: int
-    memory_bytes: int
-
-
-class Seconds(NamedTuple):
-    """Time of launches, in seconds.
-
-    Args:
-        arithmetic: time if memory and launches cost nothing.
-        memory: time if arithmetic and launches cost nothing.
-        launch: fixed cost of the launches.
-        total: time of all three, overlapped.
-    """
-
-    arithmetic: float
-    memory: float
-    launch: float
-    total: float
-
-    def __add__(self, other: object) -> Seconds:
-        assert isinstance(other, Seconds)
-        return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def times(self, count: int) -> Seconds:
-        return Seconds(*(count * part for part in self))
-
-
-NOTHING = Seconds(0, 0, 0, 0)
-
-# Cycles of 32 lanes, M1 and M2: github.com/philipturner/metal-benchmarks, "Instruction Throughputs".
-# The four schedulers of a core start one of these a cycle each:
-FLOAT = {"float": 1.0, "matrix": 18.0}
-INTEGER = {"bit": 1.0, "integer": 1.0}
-ACCESS = {"load": 1.0, "store": 1.0}
-# A quarter of the lanes does these, while schedulers go on with others:
-COMPLEX = {
-    "convert": 4.0,
-    "shift": 4.0,
-    "multiply": 4.0,
-    "exponent": 4.0,
-    "reciprocal": 6.0,
-    "root": 8.0,
-    "power": 9.0,
-    "sine": 14.3,
-    "divide": 30.0,
-    "shuffle": 2.04,
-    "reduction": 14.5,
-}
-# Cycles that starting a complex operation keeps others waiting: of "EXP2 + 3 FMUL" and the like, same source.
-COMPLEX_START = 2.0
-LANES = 128  # of a core
-SHARES_PIPELINES = 8  # last generation whose integer and float operations share them
-# Taking in a bfloat is a shift for GPUs that don't know the type, and a move for others (a judgement).
-BFLOAT_SHIFT, BFLOAT_MOVE = 4.0, 1.0
-# Simdgroups that a core needs to start an operation every cycle: metal-benchmarks, "ALU Bottlenecks", four at
-# a time.
-BUSY_SIMDGROUPS = 12
-CORE_BYTES = 64  # that a core's lanes load a cycle, from the nearest cache; same source
-GPU_BYTES = 32  # that one core takes from the caches behind it
-# A chain of 3,200 small dependent kernels of MLX takes 8.8 ms: github.com/ml-explore/mlx/issues/4521.
-LAUNCH_SECONDS = 2.75e-6
-# Fitted on the four figures of github.com/ml-explore/mlx/issues/3852 (M4 Pro), see tests/metal/published.py.
-BANDWIDTH_SHARE = 0.9
-CORNER = 5.0
-
-
-def lane_cycles(launch: Launch, generation: int) -> float:
-    """Count the cycles of one lane's operations on a core, when enough simdgroups run to keep it busy."""
-    operations = launch.operations
-
-    def of(prices: Mapping[str, float]) -> float:
-        return sum(price * operations.get(kind, 0) for kind, price in prices.items())
-
-    complex_cycles, starts = of(COMPLEX), of(dict.fromkeys(COMPLEX, COMPLEX_START))
-    floats, integers = of(FLOAT), of(INTEGER)
-    bfloats = operations.get("bfloat", 0)
-    if generation <= SHARES_PIPELINES:
-        complex_cycles += BFLOAT_SHIFT * bfloats
-        main = floats + integers + COMPLEX_START * bfloats
-    else:
-        main = max(floats, integers + BFLOAT_MOVE * bfloats)
-    loads = launch.lane_bytes * LANES / CORE_BYTES
-    return max(complex_cycles, main + of(ACCESS) + starts, loads)
-
-
-def seconds(launches: Sequence[Launch], chip: Chip) -> Seconds:
-    """Compute the time of launches that run concurrently on a chip."""
-    clock = chip.gigahertz * 1e9
-    arithmetic = memory = 0.0
-    for launch in launches:
-        cores = min(chip.cores, launch.threadgroups)
-        slow = max(1.0, BUSY_SIMDGROUPS * cores / launch.simdgroups)
-        cycles = lane_cycles(launch, chip.generation) * launch.simdgroups * 32 / (LANES * cores)
-        arithmetic += slow * cycles / clock
-        rate = min(BANDWIDTH_SHARE * chip.bandwidth * 1e9, cores * GPU_BYTES * clock)
-        memory += launch.memory_bytes / rate
-    total = LAUNCH_SECONDS + (arithmetic**CORNER + memory**CORNER) ** (1 / CORNER)
-    return Seconds(arithmetic, memory, LAUNCH_SECONDS, total)
-
-
-def chain(
-    steps: Iterable[tuple[int, Sequence[Launch]]], others: int, chip: Chip, other_bytes: float = 0
-) -> Seconds:
-    """Sum the time of steps that wait for each other.
-
-    Args:
-        steps: pairs of a repeat count and the launches that run concurrently in the step.
-        others: launches whose operations were not counted: small ones, or MLX's attention.
-        chip: to run on.
-        other_bytes: bytes that the uncounted launches read.
-    """
-    read = other_bytes / (BANDWIDTH_SHARE * chip.bandwidth * 1e9)
-    launches = others * LAUNCH_SECONDS
-    uncounted = Seconds(0, read, launches, read + launches)
-    return sum((seconds(step, chip).times(count) for count, step in steps), uncounted)
-
 
 # -- what was counted
 
 CONTEXTS = (512, 4096)
 """Tokens in the cache, the new one included, that steps were counted for."""
+PROMPT = 512
+"""Tokens of a predicted prompt."""
+PROMPT_WAYS = ("dequantize + matmul", "MLX qmm", "own tiled")
+"""Ways to multiply a prompt's tokens, of `apple_gpus.WAYS`."""
+OTHERS = 10  # launches of a block besides its products, for a prompt: norms, RoPE, cache, attention, sums
 
 
 @functools.cache
@@ -247,6 +64,17 @@ def _steps(stored: Iterable[Sequence[Any]]) -> list[tuple[int, list[Launch]]]:
     ]
 
 
+def speed_range(kind: str, value: float) -> tuple[float, float]:
+    """Return the range of a predicted speed: the middle 80 % of the model's errors.
+
+    Args:
+        kind: of errors: "one die" and "two dies" for decode steps, "prompts".
+        value: tokens per second.
+    """
+    low, high = _data()["errors"][kind]
+    return value * (1 + low), value * (1 + high)
+
+
 class Prediction(NamedTuple):
     """Predicted figures of a preset's decode step on a chip.
 
@@ -255,15 +83,16 @@ class Prediction(NamedTuple):
         nbytes: bytes that a token reads: weights, and keys and values of the context.
         dispatches: kernel launches of a token.
         limit: seconds that these bytes take at the chip's published bandwidth.
-        over_mlx: time of MLX's own kernel (`affine_qmv_fast`, groups of 64) on the blocks' layers, divided by
-            the time of our kernels, which also do norms, SwiGLU and sums; None where MLX has no such kernel.
+        over_mlx: time of MLX's own kernel (`affine_qmv_fast`) on the blocks' layers, divided by the time of our
+            kernels, which also do norms, SwiGLU and sums: by type of activations and size of groups, as in
+            "bfloat16, 64". Empty where MLX has no such kernel.
     """
 
     seconds: Seconds
     nbytes: int
     dispatches: int
     limit: float
-    over_mlx: float | None
+    over_mlx: dict[str, float]
 
     @property
     def tokens_per_second(self) -> float:
@@ -281,7 +110,9 @@ def predict(preset: str, context: int, chip: Chip) -> Prediction:
     step = stored["steps"][str(context)]
     launches, others, nbytes = _steps(step["launches"]), step["others"], step["bytes"]
     ours = chain(_steps(step["products"]), 0, chip).total
-    over_mlx = chain(_steps(stored["mlx"]), 0, chip).total / ours if stored["mlx"] else None
+    over_mlx = {
+        kind: chain(_steps(steps), 0, chip).total / ours for kind, steps in stored["mlx"].items()
+    }
     dispatches = others + sum(count for count, _ in launches)
     limit = nbytes / (chip.bandwidth * 1e9)
     counted = sum(count * sum(l.memory_bytes for l in each) for count, each in launches)
@@ -289,22 +120,40 @@ def predict(preset: str, context: int, chip: Chip) -> Prediction:
     return Prediction(total, nbytes, dispatches, limit, over_mlx)
 
 
+def prompt_seconds(preset: str, chip: Chip, way: str) -> Seconds | None:
+    """Predict the time to the first token of a prompt of `PROMPT` tokens, with nothing in the cache.
+
+    All tokens but the last go through the writing blocks alone; the last one is a decode step. None where MLX
+    has no kernel for the weights.
+    """
+    stored = _data()["presets"][preset]
+    if way == "MLX qmm" and not stored["mlx"]:
+        return None
+    # MLX has a scale and a bias for every 128 weights at most.
+    group = 128 if way == "MLX qmm" else 0
+    blocks = NOTHING
+    for count, matrices, attention in stored["blocks"]:
+        for n, k, bits in matrices:
+            part = product(way, PROMPT - 1, n, k, bits, chip, group=group)
+            blocks += part.times(count)
+        rest = between(sum(n for n, *_ in matrices), OTHERS, attention, PROMPT - 1, chip)
+        blocks += rest.times(count)
+    return blocks + predict(preset, PROMPT, chip).seconds
+
+
 # -- the command
 
-TITLES = (
-    "chip|cores|GB/s|context|decode tok/s|arithmetic ms|memory ms|launches ms|MB/token|dispatches|of limit|"
-    "over MLX"
-).split("|")
-NOTE = """
+NOTE = f"""
 A prediction, not a measurement: no Mac was used. Operations of the Metal kernels were counted in their text
-and priced as published for M1 and M2; clocks, bandwidths and the cost of a launch are published, too. Most
-published speeds of MLX's own kernels are within 15 % of what this model says, and rather lower
-(docs/benchmarks.md). "over MLX" is how much longer MLX's own kernel would take for the blocks' layers, at the
-same bits in groups of 64."""
+and priced as published for M1 and M2; clocks and bandwidths are published, too. Ranges are where 80 % of
+published speeds of MLX's kernels lie around what this model says of them (docs/benchmarks.md); these kernels
+can be further off. "over MLX" is how much longer MLX's own kernel would take for the blocks' layers at the same
+bits, with activations in bfloat16 or half, in groups of 64 or 128. Prompts have {PROMPT} tokens, which
+`kernels/metal/matmul.py` multiplies with MLX's qmm on an M5 and with unpacked matrices elsewhere."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the predicted decode speed of a preset on one chip or on all of them."""
+    """Print the predicted speeds of a preset on one chip or on all of them."""
     parser = argparse.ArgumentParser(
         prog="bench.predict", description=(__doc__ or "").partition("\n")[0]
     )
@@ -317,29 +166,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     names = list(CHIPS) if args.chip == "all" else [args.chip]
-    rows = [facts(args.preset, name, context) for name in names for context in CONTEXTS]
+    steps = [facts(args.preset, name, context) for name in names for context in CONTEXTS]
+    prompts = [prompt_facts(args.preset, name, way) for name in names for way in PROMPT_WAYS]
+    prompts = [row for row in prompts if row]
     if args.output == "json":
-        print(json.dumps({"predicted": True, "preset": args.preset, "results": rows}, indent=2))
+        found = {"predicted": True, "preset": args.preset, "results": steps, "prompts": prompts}
+        print(json.dumps(found, indent=2))
     elif args.output == "csv":
-        writer = csv.DictWriter(sys.stdout, ["predicted", "preset", *rows[0]], lineterminator="\n")
+        fields = ["predicted", "preset", *dict.fromkeys([*steps[0], *prompts[0]])]
+        writer = csv.DictWriter(sys.stdout, fields, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({"predicted": True, "preset": args.preset} | row for row in rows)
+        writer.writerows({"predicted": True, "preset": args.preset} | r for r in steps + prompts)
     else:
         print(f"predicted: one row of {args.preset}, packed as bench --random-weights packs it\n")
-        print(markdown([TITLES, *map(_cells, rows)]))
+        print(markdown([list(STEP_CELLS), *map(_step_cells, steps)]), end="\n\n")
+        print(markdown([list(PROMPT_CELLS), *map(_prompt_cells, prompts)]))
         print(NOTE)
 
 
 def facts(preset: str, name: str, context: int) -> dict[str, Any]:
-    """Return the predicted figures of a preset on the chip called `name`, in bytes and seconds."""
+    """Return the predicted figures of a preset's decode step on the chip `name`, in bytes and seconds."""
     chip = CHIPS[name]
     found = predict(preset, context, chip)
+    low, high = speed_range(chip.dies, found.tokens_per_second)
     return {
         "chip": name,
         "gpu_cores": chip.cores,
         "bandwidth_bytes_per_second": chip.bandwidth * 1e9,
         "context": context,
         "decode_tokens_per_second": found.tokens_per_second,
+        "decode_tokens_per_second_low": low,
+        "decode_tokens_per_second_high": high,
         "seconds": found.seconds.total,
         "arithmetic_seconds": found.seconds.arithmetic,
         "memory_seconds": found.seconds.memory,
@@ -347,24 +204,62 @@ def facts(preset: str, name: str, context: int) -> dict[str, Any]:
         "bytes_per_token": found.nbytes,
         "dispatches_per_token": found.dispatches,
         "share_of_bandwidth": found.share,
-        "over_mlx": found.over_mlx,
+        **{f"over_mlx_{kind.replace(', ', '_')}": ratio for kind, ratio in found.over_mlx.items()},
     }
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def prompt_facts(preset: str, name: str, way: str) -> dict[str, Any]:
+    """Return the predicted figures of a prompt on the chip `name`; empty where a way can't run it."""
+    chip = CHIPS[name]
+    seconds = prompt_seconds(preset, chip, way)
+    if seconds is None:
+        return {}
+    speed = PROMPT / seconds.total
+    low, high = speed_range("prompts", speed)
+    uses_accelerators = chip.generation >= ACCELERATORS and way != "own tiled"
+    return {
+        "chip": name,
+        "gpu_cores": chip.cores,
+        "bandwidth_bytes_per_second": chip.bandwidth * 1e9,
+        "prompt_tokens": PROMPT,
+        "way": f"{way}, on the accelerators" if uses_accelerators else way,
+        "prefill_tokens_per_second": speed,
+        "prefill_tokens_per_second_low": low,
+        "prefill_tokens_per_second_high": high,
+        "seconds": seconds.total,
+        "arithmetic_seconds": seconds.arithmetic,
+        "memory_seconds": seconds.memory,
+        "launch_seconds": seconds.launch,
+    }
+
+
+STEP_CELLS = (
+    "chip", "cores", "GB/s", "context", "decode tok/s", "arithmetic ms", "memory ms", "launches ms", "MB/token",
+    "dispatches", "of limit", "over MLX: bfloat16, 64", "128", "half, 64", "128",
+)  # fmt: skip
+PROMPT_CELLS = ("chip", "prompt tok/s", "ms", "way")
+
+
+def _step_cells(row: dict[str, Any]) -> list[str]:
     parts = (row[f"{part}_seconds"] for part in ("arithmetic", "memory", "launch"))
+    ratios = [ratio for key, ratio in row.items() if key.startswith("over_mlx")]
     return [
         row["chip"],
         str(row["gpu_cores"]),
         f"{row['bandwidth_bytes_per_second'] / 1e9:.0f}",
         f"{row['context']:,}",
-        f"{row['decode_tokens_per_second']:.0f}",
+        f"{row['decode_tokens_per_second_low']:.0f} to {row['decode_tokens_per_second_high']:.0f}",
         *(f"{part * 1e3:.2f}" for part in parts),
         f"{row['bytes_per_token'] / 1e6:.0f}",
         str(row["dispatches_per_token"]),
         f"{row['share_of_bandwidth']:.0%}",
-        "-" if row["over_mlx"] is None else f"{row['over_mlx']:.2f}x",
+        *([f"{ratio:.2f}x" for ratio in ratios] or ["-"] * 4),
     ]
+
+
+def _prompt_cells(row: dict[str, Any]) -> list[str]:
+    low, high = (row[f"prefill_tokens_per_second_{end}"] for end in ("low", "high"))
+    return [row["chip"], f"{low:.0f} to {high:.0f}", f"{row['seconds'] * 1e3:.0f}", row["way"]]
 
 
 if __name__ == "__main__":

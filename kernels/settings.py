@@ -17,7 +17,7 @@ NATIVE, THREADS, ISA = "AFM_MLX_NATIVE", "AFM_MLX_THREADS", "AFM_MLX_ISA"
 KERNELS, SELFTEST, HUGE_PAGES = "AFM_MLX_KERNELS", "AFM_MLX_SELFTEST", "AFM_MLX_HUGE_PAGES"
 CACHE, BLAS, HISTORY = "AFM_MLX_CACHE", "AFM_MLX_BLAS", "AFM_MLX_HISTORY"
 MAX_THREADS = 1024
-INSTRUCTION_SETS = ("amx", "avx512", "avx2", "neon", "portable")
+INSTRUCTION_SETS = ("avx512", "avx2", "neon", "portable")
 
 _PREFIX = "AFM_MLX_"
 # 0 is off, 1 is the default. The last three are for builds and tests.

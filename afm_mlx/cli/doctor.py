@@ -101,6 +101,8 @@ def _print_kernels(facts: dict[str, Any], path: Path) -> None:
     if facts["timed"]:
         print("\ncalls of a 3B model; > marks the kernel that runs")
         _print_timed(facts)
+    if facts["steps"] is not None:
+        _print_steps(facts["steps"])
     # A reason that holds for a whole backend is printed once.
     obstacles: dict[str, None] = {}
     for kernel in facts["kernels"]:
@@ -146,6 +148,30 @@ def _print_timed(facts: dict[str, Any]) -> None:
         name = f"  {'>' if line['chosen'] else ' '} {line['variant']}"
         rows.append((name, error, f"{line['bound']:.1e}", *figures))
     print_table([("", "error", "bound", "time", "GB/s", "of memory"), *rows])
+
+
+def _print_steps(steps: dict[str, Any]) -> None:
+    """Print how long Metal's kernels took to compile, and decode steps with sizes of command buffers."""
+    if "not_run" in steps:
+        print(f"\ndecode steps were not timed: {steps['not_run']}")
+        return
+    compiling = steps["compiling"]
+    print(
+        f"\ncompiling what a server can meet: {compiling['libraries']} libraries, "
+        f"{compiling['seconds']:.1f} s"
+    )
+    print("\ndecode steps of a third of a 3B model, by MLX's command buffers")
+    rows: list[tuple[str, ...]] = [("operations", "MB", "tokens/s")]
+    for each in steps["command_buffers"]:
+        is_other = each["operations"] is not None
+        sizes = (each["operations"], each["megabytes"]) if is_other else ("as it is", "")
+        rows.append((*map(str, sizes), f"{each['tokens_per_second']:.1f}"))
+    print_table(rows)
+    if steps["recommended"] is None:
+        print("No other size is clearly faster.")
+    else:
+        variables = " ".join(f"{name}={value}" for name, value in steps["recommended"].items())
+        print(f"Faster here: {variables}, set before Python starts.")
 
 
 # -- Core ML

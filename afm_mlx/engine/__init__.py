@@ -14,6 +14,7 @@
 | `draft_length.py` | how many draft tokens pay: what steps cost, how many tokens are accepted |
 | `speculation/` | draft tokens, several of which the model verifies in one step |
 | `prefix_cache.py`, `prefix_cache_folder.py` | pages that rows share if their prompts begin alike |
+| `zoo_caches.py` | mlx-lm's caches: what a prefix cache keeps of them, how rejected draft tokens leave them |
 | `prompt_cache.py` | a caller's KV cache: in a file, and from one prompt to the next |
 """
 

@@ -6,14 +6,15 @@
 
 The event loop submits requests and is woken with responses; it never waits for a computation. Each step of the
 engine is its own job in MLX's thread, so that rows join and leave between any two, and other work in that
-thread has its turn. There are no jobs while there are no rows.
+thread has its turn. While there are no rows, a warm-up may compile kernels; after it there are no jobs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import mlx.nn as nn
@@ -21,9 +22,14 @@ import mlx.nn as nn
 from afm_mlx import threads
 from afm_mlx.engine.engine import Engine, Prepared
 from afm_mlx.engine.request import Request, TokenResponse
+from afm_mlx.engine.warm_up import warm_up
 from afm_mlx.errors import RequestError
+from afm_mlx.kernels import dispatch
+from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
+
+_LOG = logging.getLogger("afm_mlx.engine")
 
 
 class StepError(RuntimeError):
@@ -46,6 +52,7 @@ class AsyncEngine:
         self._engine: Engine | None = None
         self._streams: dict[int, _Stream] = {}  # by row
         self._turn_is_queued = False
+        self._warming_up: Iterator[object] | None = None  # while rows run
 
     @property
     def rows(self) -> int:
@@ -96,7 +103,39 @@ class AsyncEngine:
             with contextlib.suppress(RequestError):
                 threads.submit(self._cancel, stream)
 
+    def warm_up(self) -> None:
+        """Have the model's Metal kernels compiled while no rows run, see `afm_mlx.engine.warm_up`.
+
+        A request waits for one kernel at most. What goes wrong is logged.
+        """
+        if dispatch.device() == "gpu" and is_afm(self._model):
+            options = self._options
+            steps = warm_up(
+                self._model,
+                options.get("max_batch", 8),
+                drafts=options.get("speculation") is not None,
+                adapters=options.get("adapters") is not None,
+                kv=options.get("kv", "int8"),
+            )
+            threads.submit(self._continue, steps)
+
     # -- in MLX's thread
+
+    def _continue(self, warming_up: Iterator[object]) -> None:
+        """Take a step of the warm-up and queue the next one; while rows run, keep it until they have ended."""
+        if self._streams:
+            self._warming_up = warming_up
+            return
+        try:
+            next(warming_up)
+        except StopIteration:
+            pass
+        except Exception as error:
+            _LOG.warning(
+                "Kernels could not be compiled in advance (%s: %s).", type(error).__name__, error
+            )
+        else:
+            threads.submit(self._continue, warming_up)
 
     def _made(self) -> Engine:
         """Return the engine, which the first call makes: it belongs to this thread."""
@@ -144,6 +183,9 @@ class AsyncEngine:
             self._fail_started(error)
         if self._engine is engine and engine.busy:
             self._queue_turn()
+        elif self._warming_up is not None and not self._streams:
+            warming_up, self._warming_up = self._warming_up, None
+            threads.submit(self._continue, warming_up)
 
     def _fail_started(self, cause: BaseException) -> None:
         """Fail the rows that took part in a step; or all rows, if the engine can't say which ones did."""

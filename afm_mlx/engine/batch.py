@@ -126,7 +126,8 @@ class RowCaches:
     """Makes, checks, merges and measures the caches of an engine's rows.
 
     With `by_block`, caches are grown, joined and split one block after the other, so that old and new arrays
-    exist at the same time for one block only. Other arguments are `Engine`'s.
+    exist at the same time for one block only. With `takes_back`, rejected draft tokens can leave merged caches
+    (`trim_rows`). Other arguments are `Engine`'s.
     """
 
     def __init__(
@@ -136,8 +137,10 @@ class RowCaches:
         max_kv_size: int | None,
         sliding_window: bool = False,
         by_block: bool = False,
+        takes_back: bool = False,
     ):
         self._model, self._kv, self._max_kv_size = model, kv, max_kv_size
+        self._takes_back = takes_back
         self.sliding, self.by_block = sliding_window, by_block
         self._is_afm = is_afm(model)
         self.limit = max_kv_size or model.args.context_length if self._is_afm else max_kv_size
@@ -212,6 +215,10 @@ class RowCaches:
         merged: Cache = []
         for entries in blocks:
             entry = ZooKVCache.of_rows(entries) if is_zoo else entries[0].merge(list(entries))
+            if self._takes_back and not isinstance(entry, KVCache | NoKVCache):
+                from afm_mlx.engine.zoo_caches import trimmable
+
+                entry = trimmable(entry)
             merged.append(entry)
             if self.by_block:
                 for source in entries:
@@ -247,9 +254,11 @@ class RowCaches:
         return [sum(a.nbytes // a.shape[2] for a in arrays) for arrays in blocks]
 
     def tokens_left(self, cache: Cache) -> int:
-        """Return how many tokens every row of an AFM model's batch can still be fed."""
+        """Return how many tokens every row of a batch can still be fed."""
         first = cache[0]
-        return sys.maxsize if first.max_size is None else first.max_size - max(first.lengths)
+        if not self._is_afm or first.max_size is None:
+            return sys.maxsize
+        return int(first.max_size - max(first.lengths))
 
     def position(self, cache: Cache) -> int:
         """Return how many tokens a row's cache holds."""
@@ -258,7 +267,48 @@ class RowCaches:
 
 def run_shapes(model: nn.Module, cache: Cache) -> None:
     """Feed an empty cache one token that is never computed, so that its arrays have their shapes and types."""
-    (model.prefill if is_afm(model) else model)(mx.zeros((1, 1), mx.int32), cache=cache)
+    prefill_tokens(model, mx.zeros((1, 1), mx.int32), cache)
+
+
+def prefill_tokens(model: nn.Module, inputs: mx.array, cache: Cache) -> None:
+    """Feed prompt tokens (B, L) to a batch's cache, or to one of an AFM model's own."""
+    # A zoo model's logits are never evaluated, and MLX computes only what is.
+    (model.prefill if is_afm(model) else model)(inputs, cache=cache)
+
+
+def verify(model: nn.Module, inputs: mx.array, cache: Cache) -> mx.array:
+    """Return the logits (B, L, vocab_size) behind a few tokens (B, L) of every row; the cache grows by L."""
+    logits: mx.array = model.verify(inputs, cache) if is_afm(model) else model(inputs, cache=cache)
+    return logits
+
+
+def verify_greedy(model: nn.Module, inputs: mx.array, cache: Cache) -> tuple[mx.array, mx.array]:
+    """Return the most likely tokens (B, L) behind a few tokens of every row, and their logits (B, L)."""
+    if isinstance(model, Model):
+        return model.verify_greedy(inputs, cache)
+    logits = verify(model, inputs, cache)
+    return logits.argmax(axis=-1), logits.max(axis=-1)
+
+
+def trim_rows(cache: Cache, counts: Sequence[int], longest: int) -> None:
+    """Remove the last `counts[r]` tokens of each row r from a batch's cache, except from mlx-lm's states.
+
+    `longest` is the number of tokens that the longest row has afterwards.
+    """
+    if all(isinstance(entry, KVCache | NoKVCache) for entry in cache):
+        for entry in cache:
+            entry.trim_rows(counts)
+        return
+    from afm_mlx.engine import zoo_caches
+
+    zoo_caches.trim_rows(cache, counts, longest)
+
+
+def vocab_size_of(model: nn.Module) -> int | None:
+    """Return the number of a model's logits; None if its config doesn't say."""
+    # A few of mlx-lm's models have a config, and no args.
+    size = getattr(getattr(model, "args", getattr(model, "config", None)), "vocab_size", None)
+    return None if size is None else int(size)
 
 
 def _described(entry: Entry) -> str:

@@ -18,7 +18,17 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.engine.batch import Prefill, RowBatch, RowCaches, reserve_columns, return_cache
+from afm_mlx.engine.batch import (
+    Prefill,
+    RowBatch,
+    RowCaches,
+    prefill_tokens,
+    reserve_columns,
+    return_cache,
+    trim_rows,
+    verify,
+    verify_greedy,
+)
 from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.request import TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
@@ -27,7 +37,7 @@ from afm_mlx.engine.scheduler import Scheduler
 from afm_mlx.engine.speculation.draft_tokens import Draft
 from afm_mlx.engine.speculation.drafting import Drafting
 from afm_mlx.model.kv_cache import Cache
-from afm_mlx.model.model import Model, is_afm
+from afm_mlx.model.model import is_afm
 
 # This many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch,
 # where the other rows wait for them, and the row's cache is taken out and put back.
@@ -244,7 +254,7 @@ class DecodeBatch:
         width = max(len(draft.fed) for draft in drafts)
         if self._caches.by_block:
             reserve_columns(batch.cache, batch.inputs, width)
-        assert isinstance(self._model, Model)
+        states = self._begin_states(drafts)
         with self._adapters.using(batch.adapters):
             drawn = _verify(self._model, batch.cache, drafts, width)
         kept: list[int] = []
@@ -256,8 +266,7 @@ class DecodeBatch:
             kept.append(n_kept)
             if new and new[-1].finish_reason is not None:
                 finished.add(draft.row.id)
-        for entry in batch.cache:
-            entry.trim_rows([width - n for n in kept])
+        self._take_back(drafts, kept, width, states)
         drafting.costs.observe(len(drafts), width, time.perf_counter() - start)
         batch.inputs = mx.array([row.last_token for row in batch.rows], mx.int32)
         if finished:
@@ -265,13 +274,57 @@ class DecodeBatch:
         self._fast_forward()
         return responses
 
+    def _begin_states(self, drafts: Sequence[Draft]) -> list[list[mx.array | None]]:
+        """Return the states before draft tokens, to restore them; empty if the model has none."""
+        if self._is_afm:
+            return []
+        from afm_mlx.engine import zoo_caches
+
+        lengths = [len(draft.fed) for draft in drafts]
+        if len(set(lengths)) > 1:  # the padding is not to be taken back
+            zoo_caches.set_lengths(self.batch.cache, lengths)
+        return zoo_caches.states_of(self.batch.cache)
+
+    def _take_back(
+        self,
+        drafts: Sequence[Draft],
+        kept: Sequence[int],
+        width: int,
+        states: list[list[mx.array | None]],
+    ) -> None:
+        """Leave the first `kept[r]` of the `width` tokens that row r was fed in the batch's cache.
+
+        If the model has states (`_begin_states`) and a token was rejected, the kept tokens are fed again.
+        """
+        cache = self.batch.cache
+        longest = max(draft.row.position for draft in drafts)
+        if states:
+            from afm_mlx.engine import zoo_caches
+
+            zoo_caches.set_lengths(cache, None)
+        if not states or all(n == len(d.fed) for n, d in zip(kept, drafts, strict=True)):
+            trim_rows(cache, [width - n for n in kept], longest)
+            return
+        zoo_caches.restore_states(cache, states)
+        trim_rows(cache, [width] * len(kept), longest)
+        most = max(kept)
+        padding = [most - n for n in kept]
+        for entry in cache if any(padding) else ():
+            entry.prepare(lengths=kept, right_padding=padding)
+        tokens = [[*d.fed[:n], *[0] * pad] for d, n, pad in zip(drafts, kept, padding, strict=True)]
+        with self._adapters.using(self.batch.adapters):
+            prefill_tokens(self._model, mx.array(tokens, mx.int32), cache)
+        for entry in cache:
+            entry.finalize()
+        mx.eval(zoo_caches.states_of(cache))
+
 
 Drawn = tuple[int, float, mx.array | None]
 """A drawn token, its max logit, and its log-probabilities (vocab_size,) if the row needs them."""
 
 
 def _verify(
-    model: Model, cache: Cache, drafts: Sequence[Draft], width: int
+    model: nn.Module, cache: Cache, drafts: Sequence[Draft], width: int
 ) -> list[dict[int, Drawn]]:
     """Run the model once on all drafts, padded to `width`, and draw its own token at each position to verify.
 
@@ -280,12 +333,12 @@ def _verify(
     """
     inputs = mx.array([[*d.fed] + [0] * (width - len(d.fed)) for d in drafts], mx.int32)
     if not any(draft.row.needs_logits for draft in drafts):
-        tokens, max_logits = model.verify_greedy(inputs, cache)
+        tokens, max_logits = verify_greedy(model, inputs, cache)
         mx.eval(tokens, max_logits)
         pairs = zip(drafts, tokens.tolist(), max_logits.tolist(), strict=True)
         return [{i: (t[i], m[i], None) for i in draft.drawn} for draft, t, m in pairs]
     places = [(b, i) for b, draft in enumerate(drafts) for i in draft.drawn]
-    logits = model.verify(inputs, cache)
+    logits = verify(model, inputs, cache)
     found: list[dict[int, Drawn]] = [{} for _ in drafts]
     if not places:
         mx.eval(logits)

@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.batch import RowCaches
+from afm_mlx.engine.batch import RowCaches, vocab_size_of
 from afm_mlx.engine.decoding import DecodeBatch
 from afm_mlx.engine.prefix_cache import PrefixCache, RowPrefixes
 from afm_mlx.engine.request import Request, TokenResponse
@@ -142,13 +142,15 @@ class Engine:
         call = self._home.call
         call(self._home.take_in, model.state, "The model")
         self._adapters = call(RowAdapters, model, adapters)
-        self._caches = RowCaches(model, kv, max_kv_size, sliding_window, kv_memory is not None)
+        self._caches = RowCaches(
+            model, kv, max_kv_size, sliding_window, kv_memory is not None, speculation is not None
+        )
         by_block = self._caches.by_block
         self._drafting: Drafting | None = None
         drafts: tuple[int, list[RowCaches]] = (0, [])
         if speculation is not None:
-            afm_model = speculation.check(model, sliding_window)
-            self._drafting = Drafting(speculation, afm_model, end_tokens, chunk, by_block)
+            speculation.check(model, sliding_window)
+            self._drafting = Drafting(speculation, model, end_tokens, chunk, by_block)
             drafts = self._drafting.surplus, self._drafting.draft_caches
         self._prefixes: RowPrefixes | None = None
         if prefix_cache is not None:
@@ -189,7 +191,7 @@ class Engine:
             raise RequestError(
                 f"The request is {shown(request)}; a Request is needed, such as Request(token_ids)."
             )
-        request = request.checked(getattr(self.model.args, "vocab_size", None))
+        request = request.checked(vocab_size_of(self.model))
         request, repeated = heal_prompt(request, self.tokenizer)
         if request.constraint is None:
             return Prepared(request, None, len(repeated))
@@ -223,7 +225,7 @@ class Engine:
         if request.seed is None and request.sampler is not None:
             seed = int(mx.random.randint(0, 2**31 - 1).item())
         text = AnswerText(detokenizer, request.stop, prepared.hidden)
-        fixed = self.tokenizer.eos_token_ids, getattr(self.model.args, "vocab_size", None)
+        fixed = self.tokenizer.eos_token_ids, vocab_size_of(self.model)
         row = Row(
             next(self._ids),
             request,

@@ -7,6 +7,10 @@ have in common is found to the token, within a page too.
 A page's arrays are copies that are never written to. What is found is joined into new arrays, so a row never
 holds a page's memory, and a page never keeps a row from writing in place.
 
+Some entries of mlx-lm's caches can't be cut: windows that have forgotten tokens, and states of recurrent blocks
+and convolutions. Of these there are snapshots: where a prompt or an answer ended, and where a later prompt went
+on otherwise. A row of such a model begins at the last snapshot of its beginning.
+
 `PrefixCache` is the tree; `RowPrefixes` looks the rows of one engine up in it.
 """
 
@@ -21,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -71,6 +76,25 @@ class Columns:
         joined = [mx.contiguous(mx.concatenate(group)) for group in groups.values()]
         return cls(joined, tuple(places))
 
+    @classmethod
+    def whole(cls, arrays: Sequence[mx.array | None]) -> Columns:
+        """Copy arrays of any shapes, each with one row; None stays None."""
+        groups: dict[Hashable, list[mx.array]] = {}
+        places = []
+        for array in arrays:
+            if array is None:
+                places.append((-1, 0))
+                continue
+            group = groups.setdefault((array.shape, array.dtype), [])
+            places.append((list(groups.values()).index(group), len(group)))
+            group.append(array)
+        # MLX returns a single array as it is, which may be a view of a batch's; with another it copies.
+        return cls([mx.concatenate([*g, g[0][:0]]) for g in groups.values()], tuple(places))
+
+    def separate(self) -> list[mx.array | None]:
+        """Return the arrays of `whole`, as views."""
+        return [None if i < 0 else self.groups[i][at : at + 1] for i, at in self.places]
+
     @staticmethod
     def joined(parts: Sequence[Columns], tokens: int, apart: bool = False) -> list[mx.array]:
         """Return the arrays (1, heads, tokens, head_dim) of consecutive parts, up to a number of tokens.
@@ -96,6 +120,9 @@ class _Page:
     columns: Columns = field(default_factory=lambda: Columns([], ()))  # their keys and values
     below: dict[bytes, _Page] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)  # of `below`, sorted
+    snapshots: dict[bytes, _Snapshot] = field(
+        default_factory=dict
+    )  # by the tokens below, as `name`
     stored_as: str = ""  # name of its file, if the page is full
 
     @property
@@ -118,6 +145,29 @@ class _Page:
         return best, most
 
 
+@dataclass(eq=False)
+class _Snapshot:
+    """The windows and states of a row's cache behind up to `PAGE` tokens that follow a page."""
+
+    above: weakref.ref[_Page]
+    name: bytes  # these tokens, as `_Page.name`
+    columns: Columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.columns.nbytes + len(self.name) + _OVERHEAD
+
+
+@dataclass
+class Found:
+    """The kept beginning of some tokens."""
+
+    tokens: int  # whose keys and values, windows and states were found
+    arrays: list[mx.array] = field(default_factory=list)  # (1, heads, tokens, head_dim), in order
+    state: list[mx.array | None] = field(default_factory=list)  # of a snapshot, in order
+    shared: int = 0  # tokens that others began with, too, with a snapshot or without
+
+
 class PrefixCache:
     """Keys and values of prompts and answers under a budget; the least recently used pages are evicted.
 
@@ -125,11 +175,11 @@ class PrefixCache:
     rows have left, under the same adapter and storage. The model's weights must not change meanwhile.
 
     Rows of AFM models use it, int8 and float, with a sliding window as long as nothing was forgotten. So do
-    rows of mlx-lm's models whose caches are all mlx-lm's `KVCache`. Rows of other models, and rows that come
-    with a prompt cache, don't.
+    rows of mlx-lm's models whose caches can run in a batch. Rows that come with a prompt cache don't.
 
-    With a folder, full pages are written there too, and found by later processes that run the same model.
-    They hold prompts and answers: whoever can read the folder can find these out.
+    With a folder, full pages are written there too, and found by later processes that run the same model. They
+    hold prompts and answers: whoever can read the folder can find these out. Pages that need snapshots are kept
+    in memory only.
 
     All figures may be read in any thread.
 
@@ -143,7 +193,7 @@ class PrefixCache:
         tokens: tokens that are kept.
         queries: tokens that were looked for.
         hits: tokens that were found.
-        evictions: pages that were evicted.
+        evictions: pages and snapshots that were evicted.
 
     Raises:
         RequestError: for a budget below 1, and a folder that can't be used.
@@ -160,10 +210,11 @@ class PrefixCache:
         self.nbytes = self.tokens = self.queries = self.hits = self.evictions = 0
         self._model: weakref.ref[nn.Module] | None = None
         self._roots: dict[Hashable, _Page] = {}
-        self._pages: OrderedDict[_Page, Hashable] = OrderedDict()  # by last use, with their keys
-        # Pages of this step and of the one before: their arrays may still be computed.
-        self._newest: list[_Page] = []
-        self._newer: list[_Page] = []
+        # By last use, with their keys.
+        self._pages: OrderedDict[_Page | _Snapshot, Hashable] = OrderedDict()
+        # What was kept in this step and in the one before: its arrays may still be computed.
+        self._newest: list[_Page | _Snapshot] = []
+        self._newer: list[_Page | _Snapshot] = []
         self.folder = None if folder is None else PrefixFolder(folder, folder_budget)
         self._model_name = ""  # in names of files
 
@@ -185,29 +236,68 @@ class PrefixCache:
             )
 
     def find(
-        self, key: Hashable, tokens: Sequence[int], apart: bool = False
-    ) -> tuple[list[mx.array], int]:
-        """Find the longest kept beginning of some tokens.
+        self,
+        key: Hashable,
+        tokens: Sequence[int],
+        apart: bool = False,
+        needs_snapshot: bool = False,
+    ) -> Found:
+        """Find the longest kept beginning of some tokens; with `needs_snapshot`, the longest that has one.
 
         `key` is what keys and values depend on besides the tokens, and who may see them. With `apart`, each
-        array owns its memory; else some are views of one, which is faster. Returns arrays (1, heads, found
-        tokens, head_dim) in the cache's order, none if nothing was found, and how many tokens were found.
+        array owns its memory; else some are views of one, which is faster.
         """
         self.queries += len(tokens)
-        path, found = self._path(key, _named(tokens))
-        self._touch(path)
-        self.hits += found
+        path, shared = self._path(key, _named(tokens))
+        found = Found(shared, shared=shared)
         parts = [page.columns for page in path]
-        return (Columns.joined(parts, found, apart) if found else []), found
+        if needs_snapshot:
+            found.tokens, snapshot = self._last_snapshot(key, path, _named(tokens[:shared]))
+            parts = parts[: -(-found.tokens // PAGE)]
+            if snapshot is not None:
+                self._pages.move_to_end(snapshot)
+                found.state = snapshot.columns.separate()
+        self._touch(path)
+        self.hits += found.tokens
+        if found.tokens:
+            found.arrays = Columns.joined(parts, found.tokens, apart)
+        return found
 
-    def keep(self, key: Hashable, tokens: Sequence[int], arrays: Sequence[mx.array]) -> None:
+    def keep(
+        self,
+        key: Hashable,
+        tokens: Sequence[int],
+        arrays: Sequence[mx.array],
+        state: Sequence[mx.array | None] | None = None,
+    ) -> None:
         """Keep the keys and values of some tokens that are not kept yet, as far as the budget allows.
 
         `tokens` begin with the first one; `arrays` are (1, heads, number of tokens or more, head_dim) each.
+        `state` has the windows and states after the last token; None if the model has none.
         """
-        if tokens and arrays:
-            per_token = sum(array.nbytes // array.shape[2] for array in arrays)
-            self._insert(key, tokens, per_token, lambda *span: Columns.of(arrays, *span))
+        if not tokens:
+            return
+        per_token = sum(array.nbytes // array.shape[2] for array in arrays)
+        path = self._insert(
+            key,
+            tokens,
+            per_token,
+            lambda *span: Columns.of(arrays, *span),
+            is_stored=state is None and self.folder is not None,
+        )
+        if state is None or len(path) * PAGE < len(tokens):
+            return
+        above = ([self._roots[key], *path])[len(path) - 1]
+        part = _named(tokens[(len(path) - 1) * PAGE :])
+        nbytes = sum(array.nbytes for array in state if array is not None)
+        if part not in above.snapshots and self._make_room(nbytes + len(part) + _OVERHEAD, path):
+            snapshot = _Snapshot(weakref.ref(above), part, Columns.whole(state))
+            above.snapshots[part] = snapshot
+            self._pages[snapshot] = key
+            self.nbytes += snapshot.nbytes
+            self._newest.append(snapshot)
+            mx.async_eval(snapshot.columns.groups)
+        self._touch(path)
 
     def _insert(
         self,
@@ -215,10 +305,12 @@ class PrefixCache:
         tokens: Sequence[int],
         per_token: int,
         columns_of: Callable[[int, int], Columns | None],
-    ) -> None:
+        is_stored: bool = True,
+    ) -> list[_Page]:
         """Add pages for the tokens that have none, at `per_token` bytes each, as far as the budget allows.
 
-        `columns_of(start, stop)` returns the columns of a page's tokens, or None to end there.
+        `columns_of(start, stop)` returns the columns of a page's tokens, or None to end there. Returns the
+        tokens' pages, new and old.
         """
         name = _named(tokens)
         path, _ = self._path(key, name)
@@ -239,7 +331,7 @@ class PrefixCache:
                 if columns is None:
                     break
                 near = _Page(weakref.ref(page), part, columns)
-                if count == PAGE and self.folder is not None:
+                if count == PAGE and is_stored and self.folder is not None:
                     near.stored_as = page_name(page.stored_as, part)
                 page.below[part] = near
                 insort(page.names, part)
@@ -255,20 +347,24 @@ class PrefixCache:
         self._newest += new
         # Together with the running step, which the pages may depend on.
         mx.async_eval([near.columns.groups for near in new])
+        return path
 
     def advance(self) -> None:
         """End a step: what was kept in the step before it is now known to be computed, and may be written."""
         if self._newer:
             mx.eval([page.columns.groups for page in self._newer])
             for page in self._newer:
-                if self.folder is not None and page.stored_as:
+                if self.folder is not None and isinstance(page, _Page) and page.stored_as:
                     self.folder.write(page.stored_as, page.columns.places, page.columns.groups)
         self._newer, self._newest = self._newest, []
 
     def drop_newest(self) -> None:
         """Forget what was kept by a step that raised and by the step before, whose arrays may be wrong."""
         for page in [*self._newer, *self._newest]:
-            self._remove_with_all_below(page)
+            if isinstance(page, _Page):
+                self._remove_with_all_below(page)
+            elif page in self._pages:
+                self._remove(page)
         self._newer, self._newest = [], []
 
     # -- the folder
@@ -322,6 +418,19 @@ class PrefixCache:
             page = near if common == PAGE else None
         return path, found
 
+    def _last_snapshot(
+        self, key: Hashable, path: Sequence[_Page], name: bytes
+    ) -> tuple[int, _Snapshot | None]:
+        """Return the last snapshot on a path whose tokens are the first of `name`, and their number."""
+        above = [self._roots[key], *path] if path else []
+        for i in reversed(range(len(path))):
+            part = name[i * PAGE * _ID :]
+            names = [known for known in above[i].snapshots if part.startswith(known)]
+            if names:
+                longest = max(names, key=len)
+                return i * PAGE + len(longest) // _ID, above[i].snapshots[longest]
+        return 0, None
+
     def _touch(self, path: Sequence[_Page]) -> None:
         """Record a use. A page counts as used after the pages below it, so that the oldest one has none."""
         for page in reversed(path):
@@ -337,22 +446,27 @@ class PrefixCache:
             self.evictions += 1
         return True
 
-    def _remove(self, page: _Page) -> None:
-        """Remove a page that has no pages below it."""
+    def _remove(self, page: _Page | _Snapshot) -> None:
+        """Remove a snapshot, or a page that has no pages below it and no snapshots."""
         key = self._pages.pop(page)
+        self.nbytes -= page.nbytes
         assert page.above is not None
         above = page.above()
         assert above is not None
-        del above.below[page.name]
-        del above.names[bisect_left(above.names, page.name)]
-        self.nbytes -= page.nbytes
-        self.tokens -= page.tokens
-        if above.above is None and not above.below:
+        if isinstance(page, _Snapshot):
+            del above.snapshots[page.name]
+        else:
+            del above.below[page.name]
+            del above.names[bisect_left(above.names, page.name)]
+            self.tokens -= page.tokens
+        if above.above is None and not (above.below or above.snapshots):
             self._roots.pop(key, None)
 
     def _remove_with_all_below(self, page: _Page) -> None:
-        for other in list(page.below.values()):
+        for other in [*page.below.values()]:
             self._remove_with_all_below(other)
+        for snapshot in [*page.snapshots.values()]:
+            self._remove(snapshot)
         if page in self._pages:
             self._remove(page)
 
@@ -378,7 +492,8 @@ def _model_name(model: nn.Module) -> str:
     if is_afm(model):
         name = base_model_fingerprint(model)
     else:
-        name = arrays_fingerprint(str(model.args), parameters)
+        config = getattr(model, "args", getattr(model, "config", None))
+        name = arrays_fingerprint(str(config), parameters)
     return f"{name} {sorted(kinds)}"
 
 
@@ -401,7 +516,9 @@ class RowPrefixes:
     def is_ready(self, row: Row) -> bool:
         """True once the prompt's stored pages are in memory; else starts reading them."""
         folder = self._prefixes.folder
-        if folder is None or row.request.cache is not None or not _can_be_cut(row.cache):
+        if folder is None or row.request.cache is not None or not _can_be_kept(row.cache):
+            return True
+        if _has_state(row.cache):
             return True
         tokens = row.pending[:-1]
         if row.id not in self._reads:
@@ -424,26 +541,43 @@ class RowPrefixes:
 
     def begin(self, row: Row) -> None:
         """Fill a row's empty cache with the kept beginning of its prompt; the last token remains to be fed."""
-        if row.request.cache is not None or not _can_be_cut(row.cache):
+        if row.request.cache is not None or not _can_be_kept(row.cache):
             return
         self._reads.pop(row.id, None)
         row.prefix_key = self._key(row)
-        arrays, found = self._prefixes.find(row.prefix_key, row.pending[:-1], self._by_block)
-        row.cached_tokens = min(found, len(row.request.prompt))
-        if found:
-            _fill(row.cache, arrays)
-            row.position += found
-            row.pending = row.pending[found:]
+        has_state = _has_state(row.cache)
+        found = self._prefixes.find(
+            row.prefix_key, row.pending[:-1], self._by_block, needs_snapshot=has_state
+        )
+        row.cached_tokens = min(found.tokens, len(row.request.prompt))
+        if has_state and found.shared - found.tokens >= PAGE:
+            row.branch = found.shared
+        if found.tokens:
+            _fill(row.cache, found)
+            row.position += found.tokens
+            row.pending = row.pending[found.tokens :]
 
-    def keep(self, row: Row, cache: Cache, index: int, fed: int | None = None) -> None:
-        """Keep the keys and values that a row has computed, at `index` in a batch's cache.
+    def keep(
+        self, row: Row, cache: Cache, index: int, fed: int | None = None, is_last: bool = False
+    ) -> None:
+        """Keep what a row has computed, at `index` in a batch's cache.
 
-        `fed` is the number of the row's tokens in the cache; None for its whole prompt and answer.
+        `fed` is the number of the row's tokens in the cache; None for its whole prompt and answer. Windows and
+        states are kept only then, at `Row.branch`, and if it `is_last` what the row computes.
         """
-        if row.prefix_key is not None and (arrays := _arrays(cache, index)) is not None:
-            count = row.position - row.surplus if fed is None else fed
-            tokens = [*row.request.prompt, *row.tokens][:count]
-            self._prefixes.keep(row.prefix_key, tokens, arrays)
+        if row.prefix_key is None:
+            return
+        tokens, count = [*row.request.prompt, *row.tokens], fed
+        has_state = _has_state(cache)
+        if count is None:
+            # No surplus token is taken back from a state. It is known: it is the one that ended the answer.
+            count = row.position - (0 if has_state else row.surplus)
+        elif has_state and count != row.branch and not is_last:
+            return  # snapshots after each chunk would be too many
+        if count > len(tokens) or (arrays := _arrays(cache, index)) is None:
+            return
+        state = _state(cache, index) if has_state else None
+        self._prefixes.keep(row.prefix_key, tokens[:count], arrays, state)
 
     def forget(self, row_id: int) -> None:
         self._reads.pop(row_id, None)
@@ -461,6 +595,8 @@ class RowPrefixes:
         first = row.cache[0]
         kind = first.kind if isinstance(first, KVCache) else ("float", None, False)
         window = kind[1] if kind[2] else None
+        if (zoo := _zoo_caches(row.cache)) is not None:
+            window = zoo.window_sizes(row.cache)
         return (row.request.client, self._adapters.fingerprint(row), kind[0], window)
 
     def _layout(self, cache: Cache) -> PageLayout:
@@ -473,36 +609,60 @@ class RowPrefixes:
         return self._layouts[kind]
 
 
-def _can_be_cut(cache: Cache) -> bool:
-    """True if the tokens of a row's cache can be taken apart and put together."""
-    others = [entry for entry in cache if not isinstance(entry, KVCache | NoKVCache)]
-    if not others:
-        return True
-    from mlx_lm.models.cache import KVCache as MlxKVCache
+def _zoo_caches(cache: Cache) -> ModuleType | None:
+    """Return the module for mlx-lm's caches if an entry is one; it takes a second to import mlx-lm."""
+    if all(isinstance(entry, KVCache | NoKVCache) for entry in cache):
+        return None
+    from afm_mlx.engine import zoo_caches
 
-    return all(type(entry) is MlxKVCache for entry in others)
+    return zoo_caches
+
+
+def _can_be_kept(cache: Cache) -> bool:
+    """True if a row's cache can begin with what another row has left."""
+    zoo = _zoo_caches(cache)
+    return zoo is None or zoo.can_be_kept(cache)
+
+
+def _has_state(cache: Cache) -> bool:
+    """True if only snapshots of some entries can be kept."""
+    zoo = _zoo_caches(cache)
+    return zoo is not None and zoo.has_state(cache)
+
+
+def _state(cache: Cache, index: int) -> list[mx.array | None]:
+    from afm_mlx.engine.zoo_caches import state_of
+
+    return state_of(cache, index)
 
 
 def _arrays(cache: Cache, index: int) -> list[mx.array] | None:
-    """Return the arrays (1, heads, columns, head_dim) of a batch's row; None if a window has forgotten some."""
+    """Return the arrays (1, heads, columns, head_dim) of a batch's row that can be cut into pages.
+
+    None if nothing can be kept: an entry is empty, or a sliding window of ours has forgotten tokens.
+    """
+    if (zoo := _zoo_caches(cache)) is not None:
+        return zoo.columns_of(cache, index)
     arrays: list[mx.array] = []
     for entry in cache:
-        if isinstance(entry, KVCache) and not isinstance(entry, ZooKVCache):
-            if entry.empty() or not entry.is_trimmable():
-                return None
+        if isinstance(entry, NoKVCache):
+            continue
+        if entry.empty() or not entry.is_trimmable():
+            return None
+        if isinstance(entry, ZooKVCache):
+            row = entry.extract(index)
+            arrays += [row.keys, row.values]
+        else:
             entry.settle()
             arrays.append(entry.buffer[index : index + 1])
-        elif not isinstance(entry, NoKVCache):
-            row = entry.extract(index) if hasattr(entry, "extract") else entry
-            arrays += [row.keys, row.values]
     return arrays
 
 
-def _fill(cache: Cache, arrays: Iterable[mx.array]) -> None:
-    left = iter(arrays)
+def _fill(cache: Cache, found: Found) -> None:
+    if (zoo := _zoo_caches(cache)) is not None:
+        zoo.fill(cache, found.arrays, found.state, found.tokens)
+        return
+    left = iter(found.arrays)
     for entry in cache:
         if isinstance(entry, KVCache):
             entry.begin_with(next(left))
-        elif not isinstance(entry, NoKVCache):
-            entry.keys, entry.values = next(left), next(left)
-            entry.offset = entry.keys.shape[2]

@@ -68,6 +68,8 @@ class Row:
         self.overtaken = 0  # later rows with adapters that started while this one could not
         self.cached_tokens = 0  # tokens of the prompt that the prefix cache had
         self.prefix_key: Hashable = None  # None if the row has no prefix cache
+        # Number of first tokens at which its prefill pauses, because others went on otherwise; 0 for none.
+        self.branch = 0
         # False if the largest logit is enough for each response.
         self.needs_logits = bool(
             self.matcher is not None

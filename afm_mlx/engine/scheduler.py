@@ -18,14 +18,20 @@ from numbers import Integral
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.engine.batch import Prefill, RowBatch, RowCaches, reserve_columns, return_cache
+from afm_mlx.engine.batch import (
+    Prefill,
+    RowBatch,
+    RowCaches,
+    prefill_tokens,
+    reserve_columns,
+    return_cache,
+)
 from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.model.kv_cache import STEP, TAIL
-from afm_mlx.model.model import is_afm
 
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
 
@@ -53,8 +59,7 @@ class Scheduler:
         chunk: int,
         chunk_while_decoding: int,
     ):
-        # A zoo model's logits are never evaluated, and MLX computes only what is.
-        self._prefill_model = model.prefill if is_afm(model) else model
+        self._model = model
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
         self._memory, self._max_batch = memory, max_batch
         # Maximum number of prompt tokens per step, of all rows: at any time, and while other rows decode.
@@ -111,11 +116,15 @@ class Scheduler:
 
     def _compute(self, prefill: Prefill, columns: int) -> None:
         batch = prefill.batch
+        if len(batch.rows) == 1:
+            row = batch.rows[0]
+            if 0 < (to_branch := row.branch - (row.position - prefill.left)) < columns:
+                columns = to_branch
         tokens = prefill.tokens[:, prefill.done : prefill.done + columns]
         if self._caches.by_block:
             reserve_columns(batch.cache, None, tokens.shape[1])
         with self._adapters.using(batch.adapters):
-            self._prefill_model(tokens, cache=batch.cache)
+            prefill_tokens(self._model, tokens, batch.cache)
         prefill.done += tokens.shape[1]
         if len(batch.rows) == 1 and self._prefixes is not None:
             # Prompts that share a chunk are whole after it.
@@ -195,7 +204,8 @@ class Scheduler:
         # Rows are padded to the longest, and rows of about one length have little padding.
         for row in sorted(admitted, key=lambda row: len(row.pending)):
             fits = groups and (len(groups[-1]) + 1) * (len(row.pending) - 1) <= self._chunk
-            if fits and not self._caches.sliding:  # a window takes no padding
+            # A window takes no padding, and a prefill that pauses is of one row.
+            if fits and not (self._caches.sliding or row.branch or groups[-1][-1].branch):
                 groups[-1].append(row)
             else:
                 groups.append([row])
@@ -234,6 +244,9 @@ class Scheduler:
                 continue
             prefill.cancelled.add(row_id)
             row = rows[index]
+            if len(rows) == 1 and self._prefixes is not None:
+                fed = row.position - prefill.left
+                self._prefixes.keep(row, prefill.batch.cache, 0, fed, is_last=True)
             row.prefix_key = None
             if row.request.cache is not None and not prefill.batch.cache[0].empty():
                 padding = max(0, prefill.done - prefill.lengths[index])

@@ -287,7 +287,7 @@ class LanguageModelSession:
                     async for text in texts:
                         hold.mark()  # each text may be requested by another task
                         yield text, None
-                text = turn.answer.text
+                text = turn.answer.said
                 content = text if form.is_text else form.content(text)
                 value = content if isinstance(content, str) else form.value(content)
             except Exception as error:

@@ -20,7 +20,14 @@ import numpy as np
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.request import MASK64, Request, TokenResponse
 from afm_mlx.engine.samplers import make_sampler
-from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, shown
+from afm_mlx.errors import (
+    AFMError,
+    ConstraintError,
+    ContextLengthError,
+    IncompleteError,
+    TokenizerError,
+    shown,
+)
 from afm_mlx.fm.answer_form import AnswerForm
 from afm_mlx.fm.core import SharedModel
 from afm_mlx.fm.errors import DecodingFailureError, GenerationError, ToolCallError, translated
@@ -30,11 +37,17 @@ from afm_mlx.fm.generation_schema import with_whole_patterns
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import JSON
+from afm_mlx.guidance.answer_parts import (
+    AnswerSplitter,
+    CallArguments,
+    CallBegins,
+    Text,
+    splitter_of,
+)
+from afm_mlx.guidance.call_forms import CallForm, call_form
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
-from afm_mlx.tokenizer.chat_messages import parse_tool_calls
 from afm_mlx.tokenizer.protocol import Tokenizer
-from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 POLICIES = ("error", "drop_oldest", "summarize")
 SUMMARY_PROMPT = "Summarize our conversation so far."
@@ -65,6 +78,8 @@ class Answer:
 
     Args:
         text: the whole text, tool calls included.
+        said: the text without tool calls and thoughts.
+        calls: names of the called tools, and the pieces of their arguments' JSON.
         prompt_tokens: tokens of the whole conversation before the answer.
         computed_tokens: prompt tokens that were prefilled; the others came from the prefix cache.
         tokens: ids of the answer's tokens.
@@ -73,6 +88,8 @@ class Answer:
     """
 
     text: str = ""
+    said: str = ""
+    calls: list[tuple[str, list[str]]] = field(default_factory=list)
     prompt_tokens: int = 0
     computed_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -102,6 +119,33 @@ class Answer:
         likeliest = likeliest[np.argsort(-values[likeliest], kind="stable")]
         found = [(int(t), piece(int(t)), float(values[t])) for t in likeliest]
         self.logprobs.append(TokenLogprob(token, piece(token), float(values[token]), found))
+
+    def take_parts(self, splitter: AnswerSplitter | None, response: TokenResponse) -> None:
+        """Add the parts of the engine's next response; without a splitter, all of it is text."""
+        if splitter is None:
+            self.said += response.text
+            return
+        parts = list(splitter.feed(response.text, response.token))
+        if response.finish_reason is not None:
+            parts += splitter.finish()
+        for part in parts:
+            match part:
+                case Text(text):
+                    self.said += text
+                case CallBegins(name):
+                    self.calls.append((name, []))
+                case CallArguments(text):
+                    self.calls[-1][1].append(text)
+
+
+def json_arguments(name: str, text: str) -> Any:
+    """Decode the arguments of a call of the tool `name`; raise `TokenizerError` if they are not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(
+            f"The model's call of {shown(name)} has arguments that are not JSON ({error}): {shown(text)}."
+        ) from None
 
 
 def request_fields(
@@ -196,37 +240,53 @@ class Turn:
         choice = self.tool_choice if self.tools else "none"
         for round in range(rounds + 1):
             choice = "none" if round == rounds else choice
-            async with aclosing(self._generated(await self._constraint(choice))) as texts:
+            form = self._form(choice)
+            constraint = await self._constraint(choice, form)
+            if choice == "none" and form is not None and not form.is_harmony:
+                form = None  # all of the answer is text
+            async with aclosing(self._generated(constraint, form)) as texts:
                 async for text in texts:
-                    yield text if choice == "none" else text.partition(EXECUTABLE_START)[0]
+                    yield text
             if choice == "none" or not await self._make_calls():
                 return
             choice = "auto"  # the required call has been made
 
-    async def _constraint(self, choice: str) -> Constraint | None:
-        """Compile the next answer's constraint; raise `GenerationError` if the model can't call tools."""
-        if choice == "none":  # a model that has read of tools must not call them
+    def _form(self, choice: str) -> CallForm | None:
+        """Return the form of the model's calls, None if there are no tools.
+
+        Raises `GenerationError` if the model can't call tools, and `choice` lets it.
+        """
+        if not self.tools:
+            return None
+        try:
+            return call_form(self.shared.tokenizer)
+        except AFMError as error:
+            if choice == "none":
+                return None
+            raise GenerationError(str(error)) from error
+
+    async def _constraint(self, choice: str, form: CallForm | None) -> Constraint | None:
+        """Compile the next answer's constraint; raise `GenerationError` for tools that can't be called."""
+        if form is None:  # a model that has read of tools must not call them
             return Constraint.text() if self.form.is_text and self.tools else self.form.constraint
-        if not getattr(self.shared.tokenizer, "has_tool_calling", False):
-            raise GenerationError(
-                f"The model {self.shared.name} can't call tools: its tokenizer has no "
-                f"{EXECUTABLE_START} and {EXECUTABLE_END}. Make the session without tools."
-            )
         definitions = with_whole_patterns(self._definitions)
         try:
             return await asyncio.to_thread(
-                tool_call_constraint, definitions, choice, self.form.constraint
+                tool_call_constraint, definitions, choice, self.form.constraint, form=form
             )
         except ConstraintError as error:
             raise GenerationError(str(error)) from error
 
     async def _make_calls(self) -> bool:
         """Make the last answer's tool calls, all at once; return True if it has any."""
-        if self.shared.tokenizer.convert_tokens_to_ids(EXECUTABLE_START) not in self.answer.tokens:
-            return False  # text may have the marker's name
-        said, _, rest = self.answer.text.partition(EXECUTABLE_START)
+        if not self.answer.calls:
+            return False
+        said = self.answer.said
         with translated(DecodingFailureError):
-            calls = parse_tool_calls(rest.rpartition(EXECUTABLE_END)[0] or rest)
+            calls = [
+                {"name": name, "arguments": json_arguments(name, "".join(pieces))}
+                for name, pieces in self.answer.calls
+            ]
         ids = self.draft.add_tool_calls(calls, said)
         tasks = [
             asyncio.create_task(self._output(call), context=self._context.copy()) for call in calls
@@ -271,8 +331,10 @@ class Turn:
         # Half surrogate pairs, which file names may have, can't be encoded by the tokenizer.
         return text.encode("utf-8", "replace").decode()
 
-    async def _generated(self, constraint: Constraint | None) -> AsyncGenerator[str, None]:
-        """Generate an answer to the draft; yield its text so far."""
+    async def _generated(
+        self, constraint: Constraint | None, form: CallForm | None
+    ) -> AsyncGenerator[str, None]:
+        """Generate an answer to the draft; yield its text so far, without the calls in it."""
         tokenizer, size = self.shared.tokenizer, self.shared.context_size
         with translated():
             if self.context_policy != "error":
@@ -291,16 +353,24 @@ class Turn:
                     'context_policy="drop_oldest" or "summarize".'
                 )
             answer = self.answer = Answer(prompt_tokens=len(prompt))
+            splitter = None if form is None else splitter_of(form)
             request = Request(prompt, adapter=self.adapter, constraint=constraint, **self.fields)
             try:
                 async with aclosing(self.shared.engine.stream(request)) as responses:
                     async for response in responses:
                         answer.take(response, tokenizer, self.logprobs)
+                        was_open = splitter is not None and (
+                            splitter.is_open or not splitter.in_calls
+                        )
+                        answer.take_parts(splitter, response)
                         if response.text:
-                            yield answer.text
-                start = tokenizer.convert_tokens_to_ids(EXECUTABLE_START)
-                end = tokenizer.convert_tokens_to_ids(EXECUTABLE_END)
-                if self.tools and start in answer.tokens and end not in answer.tokens:
+                            yield answer.said
+                # The text of the last response has the completion of an answer that was cut off.
+                is_cut = answer.finish_reason == "length" and was_open
+                if splitter is not None and (
+                    splitter.is_open
+                    or (is_cut and splitter.in_calls and not splitter.closes(answer.tokens[-1]))
+                ):
                     # Completed, the call would have arguments that the model has not chosen.
                     raise IncompleteError(
                         f"The answer ended after {len(answer.tokens)} tokens, in the middle of a tool call, "

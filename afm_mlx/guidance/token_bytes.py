@@ -60,7 +60,8 @@ def ll_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
     made = _made.setdefault(key, {})
     if ends not in made:  # callers may add end tokens
         is_own = type(tokenizer) is AFMTokenizer
-        pieces = _own_pieces(tokenizer) if is_own else _zoo_pieces(key, ends)  # type: ignore[arg-type]
+        controls = set(getattr(tokenizer, "control_names", {}).values())
+        pieces = _own_pieces(tokenizer) if is_own else _zoo_pieces(key, ends, controls)  # type: ignore[arg-type]
         made[ends] = LLTokenizer(pieces, eos_token=list(ends))
     return made[ends]
 
@@ -102,20 +103,25 @@ def after_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[in
     return encode_after_newline
 
 
-def _zoo_pieces(tokenizer: Any, ends: tuple[int, ...]) -> TokenizerWrapper | str:
-    """Return llguidance's input for a tokenizer of transformers: JSON if read correctly, else pieces."""
+def _zoo_pieces(
+    tokenizer: Any, ends: tuple[int, ...], controls: set[int]
+) -> TokenizerWrapper | str:
+    """Return llguidance's input for a tokenizer of transformers: JSON if read correctly, else pieces.
+
+    `controls` are ids of tokens that no text has, besides those that the tokenizer says are special.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConstraintError(
             f"{type(tokenizer).__name__} is not a fast tokenizer, so the text of its tokens is not known, "
             "and answers can't be constrained. Use a model folder with a tokenizer.json."
         )
-    text = backend.to_str()
-    content = json.loads(text)
+    content = json.loads(backend.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] or token["id"] in controls
     if "ByteLevel" in json.dumps(content.get("decoder")):
-        return text
-    added = {token["id"]: token for token in content["added_tokens"]}
-    special = [token for token, entry in added.items() if entry["special"]]
+        return json.dumps(content)
+    special = [token["id"] for token in content["added_tokens"] if token["special"]]
     tokens = []
     for token in range(backend.get_vocab_size()):
         name = backend.id_to_token(token) or ""

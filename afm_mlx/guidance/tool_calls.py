@@ -1,25 +1,34 @@
-"""Constraints of answers that may or must call declared tools.
-
-The form of calls is the one that AFM was trained on; text may come before them:
-
-    <executable_start> ```function
-    [{"name": NAME, "arguments": {...}}, ...]```<executable_end>
-"""
+"""Constraints of answers that may or must call declared tools, in the form of the model (`call_forms`)."""
 
 from __future__ import annotations
 
 import json
+import keyword
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from afm_mlx.errors import ConstraintError, did_you_mean, shown
+from afm_mlx.guidance.call_forms import AFM_CALLS, CallForm
 from afm_mlx.guidance.constraint import Constraint, literal, named_grammars
-from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 CHOICES = ("auto", "none", "required", "one")
 MAX_CALLS = 16  # most calls in one answer
 
 _TEXT = r"TEXT: /(.|\n)*/"
+_ANNOTATIONS = (
+    "title",
+    "description",
+    "$schema",
+    "$id",
+    "$comment",
+    "examples",
+    "default",
+    "x-order",
+)
+_DEFINITIONS = ("$defs", "definitions")
+
+Grammars = list[dict[str, Any]]
 
 
 def tool_call_constraint(
@@ -28,7 +37,8 @@ def tool_call_constraint(
     answer: Constraint | None = None,
     *,
     parallel: bool = True,
-) -> Constraint:
+    form: CallForm = AFM_CALLS,
+) -> Constraint | None:
     """Make the constraint of an answer in a chat with tools.
 
     Args:
@@ -39,41 +49,157 @@ def tool_call_constraint(
         answer: the constraint of an answer without calls, which then has no text before calls; pass None for
             any text.
         parallel: True if "auto" and "required" allow several calls in one answer.
+        form: how the model writes calls, see `call_form`.
+
+    Returns:
+        The constraint; None for "auto" if the form's calls are only read by a parser.
 
     Raises:
         ConstraintError: for definitions or a choice that can't be honoured.
     """
     if choice == "none" or (not tools and choice == "auto"):
-        return answer or Constraint.text()
-    arguments = {
+        if answer is not None or not (form.thinking or form.is_harmony):
+            return answer or Constraint.text()
+        return Constraint("\n".join(_free_answers(form, may_call=False)), "text")
+    schemas = {
         name: schema for name, schema in _arguments(tools).items() if choice in (*CHOICES, name)
     }
-    if not arguments:
+    if not schemas:
         raise ConstraintError(
             f"tool_choice is {shown(choice)}; allowed are {', '.join(CHOICES)}, or the name of a tool"
             f"{did_you_mean(choice, _arguments(tools))}."
         )
-    start = "start: calls"
-    if choice == "auto":
-        start = "start: TEXT calls?" if answer is None else "start: calls | @answer"
-    is_one = choice not in ("auto", "required") or not parallel
-    more = "" if is_one else f' (", " call){{0,{MAX_CALLS - 1}}}'
-    lines = [
-        start,
-        _TEXT if choice == "auto" and answer is None else "",
-        f'calls: {EXECUTABLE_START} " ```function\\n[" call{more} "]```" {EXECUTABLE_END}',
-        "call: " + " | ".join(f"call_{i}" for i in range(len(arguments))),
-    ]
-    for i, name in enumerate(arguments):
-        opening = literal(f'{{"name": {json.dumps(name)}, "arguments": ')
-        lines.append(f'call_{i}: {opening} @arguments_{i} "}}"')
-    grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(lines)}]
-    for i, schema in enumerate(arguments.values()):
-        grammars += named_grammars(Constraint.json_schema(schema).grammar, f"arguments_{i}")
+    if not form.has_grammar:
+        if choice == "auto" and answer is None and parallel:
+            return None
+        raise ConstraintError(
+            f"Calls in this model's form ({form.name}) are read, but can't be enforced: allowed is the choice "
+            "auto, with parallel calls, without a response format."
+        )
+    is_one = choice not in ("auto", "required") or not parallel or form.between is None
+    lines, grammars = _calls(form, schemas, is_one)
     if choice == "auto" and answer is not None:
+        lines += [f"start: {_thought(form)} (calls | @answer)", _TEXT if form.thinking else ""]
         grammars += named_grammars(answer.grammar, "answer")
-        return Constraint(json.dumps({"grammars": grammars}), f"tool calls, or {answer.what}")
-    return Constraint(json.dumps({"grammars": grammars}), "tool calls")
+    elif choice == "auto":
+        lines += _free_answers(form)
+    else:
+        lines += ["start: calls"]
+    what = "tool calls"
+    if choice == "auto" and answer is not None:
+        what = f"tool calls, or {answer.what}"
+    grammars.insert(0, {"lark_grammar": "\n".join(lines)})
+    return Constraint(json.dumps({"grammars": grammars}), what)
+
+
+def _calls(form: CallForm, schemas: Mapping[str, Any], is_one: bool) -> tuple[list[str], Grammars]:
+    """Return the rules of `calls`, and the grammars of arguments that they use."""
+    more = "" if is_one else f" ({_lark(form, form.between or '')} call){{0,{MAX_CALLS - 1}}}"
+    opening = _lark(form, form.opening)
+    if form.any_spaces:
+        rest = form.opening.removeprefix(form.mark).lstrip()
+        opening = f"{_lark(form, form.mark)} / {{0,2}}/ {_lark(form, rest)}"
+    lines = [
+        f"calls: {opening} opened",
+        f"opened: call{more} {_lark(form, form.closing)}",
+        "call: " + " | ".join(f"call_{i}" for i in range(len(schemas))),
+    ]
+    grammars: Grammars = []
+    for i, (name, schema) in enumerate(schemas.items()):
+        head, tail = _lark(form, form.head_of(name)), _lark(form, form.tail)
+        lines.append(f"call_{i}: {head} arguments_{i} {tail}")
+        if form.parser is not None:
+            rules, parts = _keyword_arguments(name, schema, i)
+            lines += rules
+            grammars += parts
+        else:
+            lines.append(f"arguments_{i}: @schema_{i}")
+            grammars += named_grammars(Constraint.json_schema(schema).grammar, f"schema_{i}")
+    return lines, grammars
+
+
+def _free_answers(form: CallForm, may_call: bool = True) -> list[str]:
+    """Return the rules of answers with any text, and calls after it if the model `may_call`."""
+    if form.is_harmony:
+        body = _lark(form, "<|message|>") + " TEXT"
+        channels = '"analysis" | "commentary" | "final"'
+        opening, start = _lark(form, "<|channel|>"), _lark(form, "<|end|><|start|>assistant")
+        return [
+            f"start: (message {start})* (message{' | calls' if may_call else ''})",
+            f"message: {opening} ({channels}) {body}",
+            _TEXT,
+        ]
+    if not form.opening:
+        begin = literal(form.head_of("").partition('""')[0] + '"')[1:-1]
+        tag = "<|python_tag|>"
+        tagged = f" | {_lark(form, tag)} calls" if tag in form.ids else ""
+        return [f"start: OTHER | calls{tagged}", f"OTHER: /(.|\\n)*/ & ~/{begin}(.|\\n)*/"]
+    if form.mark in form.ids:
+        return [f"start: {_thought(form)} TEXT{' calls?' if may_call else ''}", _TEXT]
+    # The calls' mark is text, which ends the text before it.
+    rest = _lark(form, form.opening.removeprefix(form.mark))
+    return [
+        "start: TEXT | marked_calls",
+        f"marked[lazy]: TEXT {literal(form.mark)}",
+        f"marked_calls: marked {rest} opened",
+        _TEXT,
+    ]
+
+
+def _thought(form: CallForm) -> str:
+    """Return the rule's part for a thought before an answer; the prompt may have begun it."""
+    if not form.thinking:
+        return ""
+    begin, end = (_lark(form, name) for name in form.thinking)
+    return f"({begin}? TEXT {end})?"
+
+
+def _lark(form: CallForm, text: str) -> str:
+    """Write text as Lark: control tokens by their ids, the rest literally."""
+    pattern = "|".join(map(re.escape, sorted(form.ids, key=len, reverse=True)))
+    parts = re.split(f"({pattern})", text) if pattern else [text]
+    written = [
+        literal(part) if i % 2 == 0 else part if form.ids[part] < 0 else f"<[{form.ids[part]}]>"
+        for i, part in enumerate(parts)
+        if part
+    ]
+    return " ".join(written)
+
+
+def _keyword_arguments(tool: str, schema: Any, index: int) -> tuple[list[str], Grammars]:
+    """Return the rule `arguments_INDEX` of `name=value, ...` with values in JSON, and the values' grammars."""
+    given = schema if isinstance(schema, Mapping) else {}
+    properties = given.get("properties", {})
+    known = ("type", "properties", "required", "additionalProperties", *_ANNOTATIONS, *_DEFINITIONS)
+    unknown = [key for key in given if key not in known]
+    if given.get("type", "object") != "object" or not isinstance(properties, Mapping) or unknown:
+        wrong = unknown[0] if unknown else given.get("type", schema)
+        raise ConstraintError(
+            f"The parameters of {shown(tool)} have {shown(wrong)}, and this model writes arguments as "
+            "keywords: an object with properties is needed, and no other conditions."
+        )
+    if odd := [n for n in properties if not n.isidentifier() or keyword.iskeyword(n)]:
+        raise ConstraintError(
+            f"The parameter {shown(odd[0])} of {shown(tool)} can't be written as a keyword. Rename it."
+        )
+    required = given.get("required", ())
+    if lacking := [name for name in required if name not in properties]:
+        raise ConstraintError(
+            f"{shown(tool)} requires {shown(lacking[0])}, which has no schema. Add it."
+        )
+    shared = {key: given[key] for key in _DEFINITIONS if key in given}
+    # After each parameter, the rest begins with a comma if any was written.
+    first, more = [f'first_{index}_{len(properties)}: ""'], [f'more_{index}_{len(properties)}: ""']
+    grammars: Grammars = []
+    for i, (name, value) in enumerate(properties.items()):
+        one = f"{literal(f'{name}=')} @value_{index}_{i} more_{index}_{i + 1}"
+        skipped = "" if name in required else f" | first_{index}_{i + 1}"
+        first.append(f"first_{index}_{i}: {one}{skipped}")
+        skipped = "" if name in required else f" | more_{index}_{i + 1}"
+        more.append(f'more_{index}_{i}: ", " {one}{skipped}')
+        whole = {**value, **shared} if isinstance(value, Mapping) else value
+        grammars += named_grammars(Constraint.json_schema(whole).grammar, f"value_{index}_{i}")
+    return [f"arguments_{index}: first_{index}_0", *first, *more], grammars
 
 
 def _arguments(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

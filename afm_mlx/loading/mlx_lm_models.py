@@ -50,12 +50,15 @@ def load_mlx_lm_folder(
     """
     from mlx_lm import utils
 
+    from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
+
     model, config = open_mlx_lm_model(folder, model_config, adapter, trust_remote_code)
     with _errors_of_mlx_lm(folder):
         tokenizer_files(folder)  # bounds what is about to be read
-        tokenizer = utils.load_tokenizer(
+        wrapper = utils.load_tokenizer(
             folder, dict(tokenizer_config or {}), eos_token_ids=config.get("eos_token_id")
         )
+        tokenizer: Any = ZooTokenizer.of(wrapper)
     if not lazy:
         read_model(model, folder)
     return model, tokenizer, config

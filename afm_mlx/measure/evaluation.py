@@ -30,6 +30,8 @@ from afm_mlx.errors import (
     TokenizerError,
     shown,
 )
+from afm_mlx.guidance.answer_parts import read_answer
+from afm_mlx.guidance.call_forms import AFM_CALLS, CallForm, call_form
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.jsonl import read_jsonl
@@ -55,26 +57,33 @@ class Example:
     where: str
     compare: str = TEXT
 
-    @property
-    def constraint(self) -> Constraint | None:
-        """The constraint of the chat's response format, else of its tools; None without either."""
+    def constraint(self, form: CallForm = AFM_CALLS) -> Constraint | None:
+        """Make the constraint of the chat's response format, else of its tools; None without either.
+
+        `form` is how the model writes calls.
+        """
         asked = _response_format(self.messages)
         if asked is not None:
             return Constraint.json_schema(asked["json_schema"]["schema"])
-        tools = self.tools or _dict(next(iter(self.messages), None)).get("tools")
-        return tool_call_constraint(tools, "auto") if tools else None
+        return tool_call_constraint(tools, "auto", form=form) if (tools := self.all_tools) else None
+
+    @property
+    def all_tools(self) -> list[dict[str, Any]] | None:
+        """The chat's tools, which the first message may hold."""
+        return self.tools or _dict(next(iter(self.messages), None)).get("tools")
 
 
 @dataclass(frozen=True)
 class GradedAnswer:
-    """An example, and a model's answer to it."""
+    """An example, and a model's answer to it, with calls in the model's form."""
 
     example: Example
     answer: str
+    form: CallForm = AFM_CALLS
 
     @property
     def is_right(self) -> bool:
-        return is_right(self.answer, self.example.answer, self.example.compare)
+        return is_right(self.answer, self.example.answer, self.example.compare, self.form)
 
 
 @dataclass(frozen=True)
@@ -193,8 +202,10 @@ def evaluate(
     if not tokenizer.has_chat_template:
         raise DataError("The examples are chats, and the model's folder has no chat template.")
     start = time.perf_counter()
+    has_tools = any(example.all_tools for example in examples)
+    form = _form(tokenizer) if has_tools else AFM_CALLS
     engine = Engine(model, tokenizer, max_batch=batch_size)
-    rows = {_submit(engine, tokenizer, e, constrained): i for i, e in enumerate(examples)}
+    rows = {_submit(engine, tokenizer, e, constrained, form): i for i, e in enumerate(examples)}
     answers = [""] * len(examples)
     done = 0
     with wired_memory(model):
@@ -207,17 +218,27 @@ def evaluate(
                 done += 1
                 if progress is not None:
                     progress(done, len(examples))
-    graded = [GradedAnswer(e, answer) for e, answer in zip(examples, answers, strict=True)]
+    graded = [GradedAnswer(e, answer, form) for e, answer in zip(examples, answers, strict=True)]
     return Evaluation(graded, time.perf_counter() - start)
 
 
-def _submit(engine: Engine, tokenizer: Tokenizer, example: Example, constrained: bool) -> int:
+def _form(tokenizer: Tokenizer) -> CallForm:
+    """Return the form of a model's calls; AFM's for a model that can't call, whose calls are all wrong."""
+    try:
+        return call_form(tokenizer)
+    except AFMError:
+        return AFM_CALLS
+
+
+def _submit(
+    engine: Engine, tokenizer: Tokenizer, example: Example, constrained: bool, form: CallForm
+) -> int:
     try:
         prompt = tokenizer.apply_chat_template(
             example.messages, tools=example.tools, add_generation_prompt=True
         )
         most = 2 * len(tokenizer.encode(example.answer)) + 8
-        constraint = example.constraint if constrained else None
+        constraint = example.constraint(form) if constrained else None
         return engine.submit(Request(prompt, most, logprobs=False, constraint=constraint))
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None
@@ -233,13 +254,19 @@ def natural_comparison(expected: str, has_format: bool) -> str:
     return JSON if has_format and _read(expected, JSON) is not None else TEXT
 
 
-def is_right(answer: str, expected: str, comparison: str) -> bool:
-    """True if an answer equals the expected one.
+def is_right(answer: str, expected: str, comparison: str, form: CallForm = AFM_CALLS) -> bool:
+    """True if an answer, with calls in a model's `form`, equals the expected one, with calls in AFM's.
 
     The comparison "text" is word for word, leading and trailing white space aside; "json" compares JSON values,
     ignoring the order of keys; "calls" compares names and arguments of tool calls, and the text before them.
     """
     got, wanted = _read(answer, comparison), _read(expected, comparison)
+    if comparison == CALLS and form.name != AFM_CALLS.name:
+        try:
+            said, calls = read_answer(form, answer)
+        except (ValueError, RecursionError):
+            return False
+        got = ([said.strip(), calls],)
     return got is not None and wanted is not None and _same(got[0], wanted[0])
 
 

@@ -27,6 +27,7 @@ from afm_mlx.kernels.selftest import checks, specs
 from afm_mlx.kernels.selftest.checks import CheckResult, Verdict
 from afm_mlx.kernels.selftest.specs import Spec
 from afm_mlx.loading.missing_kernels import missing_kernels
+from afm_mlx.measure import command_buffers
 from afm_mlx.measure.describe import Facts, describe_runtime
 from afm_mlx.measure.machine import Bandwidth, machine_memory, measure_bandwidth, threads_in_use
 from afm_mlx.progress import Progress
@@ -73,14 +74,17 @@ def examine(
 
     Returns:
         `ok`; `slow`, why models run without kernels made for this machine, or None; facts about the machine;
-        `kernels`, one line per operation and variant; `timed`, one per call that a 3B model makes and variant;
-        `failures`; `problems`, all that was run.
+        `steps`, on Metal and unless `quick`, what `command_buffers.examine` finds; `kernels`, one line per
+        operation and variant; `timed`, one per call that a 3B model makes and variant; `failures`; `problems`,
+        all that was run.
     """
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     bandwidth = None if quick else measure_bandwidth(_threads())
     dtype = activation_dtype()
     small = specs.quick_specs(dtype) if quick else specs.full_specs()
     large = [] if quick else specs.model_specs(dtype)
+    # First of all: what is compiled later is compiled once.
+    steps = None if quick or not mx.metal.is_available() else _examine_steps()
     results, timed, failures = _test(small, large, retry, np.random.default_rng(seed), progress)
     date = datetime.datetime.now(datetime.UTC)
     facts = {
@@ -94,12 +98,20 @@ def examine(
         "runtime": describe_runtime(),
         "native_extension": native_extension(),
         "asked_for": dispatch.forced() or None,
+        "steps": steps,
         "kernels": _summaries([*results, *timed]),
         "timed": [_result_facts(r, bandwidth) for r in timed],
         "failures": failures,
         "problems": [_result_facts(r, None) for r in results if r.obstacle is None],
     }
     return without_private_words(facts)
+
+
+def _examine_steps() -> Facts:
+    try:
+        return command_buffers.examine()
+    except OSError as error:  # no failure of a kernel: these are tested next
+        return {"not_run": str(error)}
 
 
 def _test(

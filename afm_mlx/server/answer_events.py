@@ -7,11 +7,9 @@ async for event in answer_events(served, GenerationRequest(messages=[...])):
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -21,7 +19,16 @@ import mlx.core as mx
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.request import MASK64, LogitsProcessor, Request, Sampler, TokenResponse
 from afm_mlx.engine.samplers import make_logits_processors, make_sampler
-from afm_mlx.errors import AFMError, CheckpointError, IncompleteError
+from afm_mlx.errors import AFMError, CheckpointError, ConstraintError, IncompleteError
+from afm_mlx.guidance.answer_parts import (
+    CallArguments,
+    CallBegins,
+    Part,
+    Text,
+    Thought,
+    splitter_of,
+)
+from afm_mlx.guidance.call_forms import CallForm, call_form
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.server.admission import in_thread
@@ -43,7 +50,6 @@ from afm_mlx.server.replies import (
     named_event,
 )
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
-from afm_mlx.tokenizer.vocabulary import EXECUTABLE_START
 
 _LOG = logging.getLogger("afm_mlx.server")
 _SEED_STEP = 0xD1342543DE82EF95
@@ -375,90 +381,38 @@ class _AnswerProcessor:
 def _constraint(served: ServedModel, request: GenerationRequest) -> Constraint | None:
     """Make the constraint of an answer whose prompt has tools, called or not; slow for large schemas."""
     tools, answer = request.tools, request.format.constraint
-    if not tools.may_call:  # the prompt shows tools, so calls must be kept out
+    form = _form(served, request)
+    if form is None:  # the prompt shows tools, so calls must be kept out
         return answer or Constraint.text()
-    # Tokenizers of mlx-lm's models have other marks and forms of calls.
-    if getattr(served.tokenizer, "tool_call_start", None) != EXECUTABLE_START:
-        raise bad_request(
-            f"The model {served.name} can't call tools: its tokenizer has no {EXECUTABLE_START}. Leave out "
-            "tools.",
-            "tools",
-        )
     try:
-        return tool_call_constraint(tools.callable, tools.choice, answer, parallel=tools.parallel)
+        if not form.has_grammar and tools.allowed is not None:
+            raise ConstraintError(
+                f"Calls in this model's form ({form.name}) can't be limited to some of the tools. Leave out "
+                "the others."
+            )
+        return tool_call_constraint(
+            tools.callable, tools.choice, answer, parallel=tools.parallel, form=form
+        )
     except AFMError as error:
         raise bad_request(str(error), "tools") from error
 
 
-# -- from the engine's responses to events
+def _form(served: ServedModel, request: GenerationRequest) -> CallForm | None:
+    """Return the form of the model's calls; None for a prompt without tools.
 
-_CALL_HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
-
-
-class _CallSplitter:
-    """Splits choice number `index`, while it is generated, into text and the tool calls after it.
-
-    Calls have the form of `guidance.tool_calls`:
-
-        text <executable_start> ```function
-        [{"name": NAME, "arguments": {...}}, ...]```<executable_end>
+    Raises a 400 about the tools if the answer may call them, and the model can't.
     """
+    if not request.tools.definitions:
+        return None
+    try:
+        return call_form(served.tokenizer)
+    except AFMError as error:
+        if not request.tools.may_call:
+            return None
+        raise bad_request(str(error), "tools") from error
 
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self.calls = 0  # that have begun
-        self.in_calls = False  # True once the mark of calls has come; no text follows it
-        self._marked = False  # the mark's token has come; its text may come later
-        self._rest = ""  # of a call's head
-        self._depth = 0  # of brackets; 0 outside of arguments
-        self._in_arguments = self._in_string = self._is_escaped = False
 
-    def feed(
-        self, text: str, is_mark: bool
-    ) -> Iterator[TextDelta | ToolCallBegins | ToolCallDelta]:
-        """Yield the events of the next text; `is_mark` if its token is the mark, which text can spell, too."""
-        self._marked = self._marked or is_mark
-        if not self.in_calls:
-            said, mark, text = text.partition(EXECUTABLE_START) if self._marked else (text, "", "")
-            self.in_calls = bool(mark)
-            if said:
-                yield TextDelta(self._index, said)
-        while text or self._rest:
-            if self._in_arguments:
-                end = self._end_of_arguments(text)
-                if end:
-                    yield ToolCallDelta(self._index, self.calls - 1, text[:end])
-                text = text[end:]
-                if self._in_arguments:
-                    return
-            self._rest += text
-            head = _CALL_HEAD.search(self._rest)
-            if head is None:
-                return
-            call_id = f"call_{uuid.uuid4().hex[:24]}"
-            yield ToolCallBegins(self._index, self.calls, call_id, json.loads(head[1]))
-            self.calls += 1
-            text, self._rest = self._rest[head.end() :], ""
-            self._in_arguments, self._depth = True, 0
-
-    def _end_of_arguments(self, text: str) -> int:
-        """Return the index in `text` at which the JSON of the arguments ends; its length if they go on."""
-        for i, character in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped = character == "\\"
-                self._in_string = character != '"'
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                if self._depth == 0:
-                    self._in_arguments = False
-                    return i
-                self._depth -= 1
-        return len(text)
+# -- from the engine's responses to events
 
 
 class _ChoiceTask:
@@ -476,9 +430,10 @@ class _ChoiceTask:
         events: asyncio.Queue[Event | ApiError],
     ):
         self._served, self._request, self._index, self._events = served, request, index, events
-        may_call = request.tools.may_call
-        self._splitter = _CallSplitter(index) if may_call else None
-        self._mark = served.tokenizer.convert_tokens_to_ids(EXECUTABLE_START) if may_call else -1
+        form = _form(served, request)
+        splits = form is not None and (request.tools.may_call or form.is_harmony)
+        self._splitter = splitter_of(form) if form is not None and splits else None
+        self._calls = 0  # that have begun
         self._answer: list[int] = []
         self.cached = self.drafted = self.accepted = 0  # numbers of tokens
         self._loop = asyncio.get_running_loop()
@@ -546,8 +501,10 @@ class _ChoiceTask:
             # The constraint is unfinished; finish_reason says so, and the text so far is the answer.
             is_cut = self.tokens >= self._row.max_tokens
             reason = "length" if is_cut else "stop"
+        if self._splitter is not None:
+            self._put_parts(self._splitter.finish(), [])
         stop_string = self._stop_string() if reason == "stop" and self._row.stop else None
-        if reason == "stop" and stop_string is None and self._splitter and self._splitter.calls:
+        if reason == "stop" and stop_string is None and self._calls:
             reason = "tool_calls"
         if self._served.options.log_prompts:
             _LOG.info("Answer: %r", self._served.tokenizer.decode(self._answer))
@@ -573,9 +530,10 @@ class _ChoiceTask:
                 self._drops_space = not self._request.continues
             self._answer.append(token)
             is_end = token in self._served.tokenizer.eos_token_ids
-            in_text = self._splitter is None or not self._splitter.in_calls
+            split = self._splitter
+            in_text = split is None or not (split.in_calls or split.is_hidden(token))
             top = self._request.logprobs
-            if top is not None and not is_end and in_text and token != self._mark:
+            if top is not None and not is_end and in_text:
                 texts = self._served.token_texts
                 likelihood = texts.likelihood(token, response.logprobs, top)
                 if self._drops_space and len(self._answer) == 1:
@@ -587,10 +545,23 @@ class _ChoiceTask:
             if text or logprobs:
                 self._put(TextDelta(self._index, text, logprobs), is_forced)
             return
-        for event in self._splitter.feed(text, token == self._mark):
-            if isinstance(event, TextDelta):
-                event, logprobs = replace(event, logprobs=logprobs), []
-            self._put(event, is_forced)
+        self._put_parts(self._splitter.feed(text, token), logprobs, is_forced)
+
+    def _put_parts(
+        self, parts: Iterable[Part], logprobs: list[TokenLikelihood], is_forced: bool = False
+    ) -> None:
+        """Put the parts of an answer into the queue, the log-probabilities with the first text."""
+        for part in parts:
+            match part:
+                case Text(text) | Thought(text):
+                    self._put(TextDelta(self._index, text, logprobs), is_forced)
+                    logprobs = []
+                case CallBegins(name):
+                    self._calls += 1
+                    call_id = f"call_{uuid.uuid4().hex[:24]}"
+                    self._put(ToolCallBegins(self._index, self._calls - 1, call_id, name))
+                case CallArguments(text):
+                    self._put(ToolCallDelta(self._index, self._calls - 1, text), is_forced)
         if logprobs:
             self._put(TextDelta(self._index, "", logprobs), is_forced)
 

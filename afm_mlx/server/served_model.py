@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.speculation.drafting import Speculation
-from afm_mlx.errors import RequestError, did_you_mean, shown
+from afm_mlx.errors import RequestError, TokenizerError, did_you_mean, shown
 from afm_mlx.loading.load import load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
 from afm_mlx.model.model import is_afm
@@ -73,13 +73,16 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._afm = tokenizer if type(tokenizer) is AFMTokenizer else None
+        self._zoo: Callable[[int], bytes] | None = getattr(tokenizer, "token_bytes", None)
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text; empty for ids above the tokenizer's."""
         if (found := self._known.get(token)) is not None:
             return found
-        if self._afm is None:
+        if self._zoo is not None:
+            found = self._zoo(token)
+        elif self._afm is None:
             found = self._tokenizer.decode([token]).encode()
         elif token >= len(self._afm):  # embeddings may have more rows than there are tokens
             found = b""
@@ -92,7 +95,14 @@ class TokenTexts:
 
     def drops_space(self, token: int, is_constrained: bool) -> bool:
         """True if decoding an answer that begins with `token` drops its leading space; False if constrained."""
-        if self._afm is None or is_constrained or not self._afm.spacing.dummy_prefix:
+        if self._afm is None:
+            if self._zoo is None or self._zoo(token)[:1] != b" ":
+                return False
+            detokenizer = self._tokenizer.detokenizer
+            detokenizer.add_token(token)
+            detokenizer.finalize()
+            return not detokenizer.text.startswith(" ")
+        if is_constrained or not self._afm.spacing.dummy_prefix:
             return False
         return self.bytes_of(token)[:1] == b" "
 
@@ -165,6 +175,7 @@ class ServedModel:
             prefix_cache=self.prefix_cache,
             **engine_options,
         )
+        self.engine.warm_up()
         self.drafts = engine_options.get("speculation") is not None
         self.own_adapters = frozenset(() if pool is None else pool.registered)
         self.admission = Admission(options)
@@ -331,6 +342,11 @@ class ServedModel:
                 f"The model {self.name} has no chat template: it continues texts, see /v1/completions.",
                 "messages",
             )
+        if tools.definitions and (check := getattr(self.tokenizer, "check_tools", None)):
+            try:
+                check()
+            except TokenizerError as error:
+                raise bad_request(str(error), "tools") from error
         shown_to_model = [dict(message) for message in messages]
         if format.shown is not None:
             for message in reversed(shown_to_model):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.installation import package_problem
@@ -136,11 +136,11 @@ class ChatTemplate:
         except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
             if problem := package_problem(error):  # of Jinja itself: templates import nothing
                 raise TokenizerError(problem) from error
-            raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
+            raise TokenizerError(f"{self._name} is not valid Jinja: {reason_of(error)}") from error
         try:
             return render({**variables, "messages": messages})
         except Exception as error:  # a template may fail in any way that Python can
-            raise TokenizerError(f"{self._name} failed: {_reason(error)}") from error
+            raise TokenizerError(f"{self._name} failed: {reason_of(error)}") from error
 
 
 def read_chat_template(folder: Path, config: Mapping[str, object]) -> ChatTemplate | None:
@@ -165,6 +165,33 @@ def read_chat_template(folder: Path, config: Mapping[str, object]) -> ChatTempla
             f"{type(given).__name__}: {shown(given)}."
         )
     return ChatTemplate(source, str(folder / "tokenizer_config.json"))
+
+
+# Arguments of transformers' apply_chat_template that are refused, except for values that change nothing.
+_NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
+    "return_dict": (False, None),
+    "return_tensors": (None,),
+    "return_assistant_tokens_mask": (False, None),
+    "padding": (False, None, "do_not_pad"),
+    "truncation": (False, None, "do_not_truncate"),
+    "max_length": (None,),
+    "documents": (None, []),
+    "tokenizer_kwargs": (None, {}),
+}
+
+
+def drop_neutral_arguments(arguments: dict[str, object]) -> None:
+    """Remove arguments of transformers' `apply_chat_template` that ask for other results than ids or text.
+
+    Raises `TokenizerError` for a value that changes the result.
+    """
+    for name in _NEUTRAL_ARGUMENTS.keys() & arguments.keys():
+        value = arguments.pop(name)
+        if value not in _NEUTRAL_ARGUMENTS[name]:
+            raise TokenizerError(
+                f"apply_chat_template({name}={shown(value)}) is not supported: it returns a list of ids, "
+                "or text with tokenize=False. Leave it out."
+            )
 
 
 @dataclass
@@ -207,6 +234,11 @@ class Chat:
             return text
         return text.rstrip().removesuffix(self.open_end)
 
+    @property
+    def source(self) -> str | None:
+        """The template's source; None for AFM's own."""
+        return None if self.template.is_own else self.template.source
+
     @cached_property
     def texts(self) -> list[str]:
         """Every string in messages, tools and variables, except roles, which are one of a few words."""
@@ -230,7 +262,8 @@ def _compile(source: str) -> Callable[[dict[str, object]], str]:
 
     is_own = source == V6_TEMPLATE
     kind = ImmutableSandboxedEnvironment if is_own else BoundedEnvironment
-    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    extensions = ["jinja2.ext.loopcontrols", _generation_blocks()]
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     # By default, Jinja renders a forbidden attribute as nothing.
     environment.unsafe_undefined = refuse_unsafe  # type: ignore[assignment, method-assign]
     environment.filters["tojson"] = _to_json if is_own else bounded_filter("tojson", _to_json)
@@ -240,6 +273,21 @@ def _compile(source: str) -> Callable[[dict[str, object]], str]:
     if isinstance(environment, BoundedEnvironment):
         return partial(environment.render, template)
     return template.render
+
+
+@lru_cache(maxsize=1)
+def _generation_blocks() -> type:
+    """Return the Jinja extension for `{% generation %}`, which training marks assistants' text with."""
+    from jinja2.ext import Extension
+
+    class GenerationBlocks(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return GenerationBlocks
 
 
 def _to_json(
@@ -269,7 +317,7 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return an error's text in one line, shortened: it may quote long messages."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= _REASON else f"{text[: _REASON // 2]} ... {text[-_REASON // 2 :]}"

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import SupportsIndex, TypeVar
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.detokenizer import NEWLINE
-from afm_mlx.tokenizer.vocabulary import MARKERS, Vocabulary
+from afm_mlx.tokenizer.vocabulary import MARKERS
 
 # `<turn_end>`, `[INST]`, `<|im_end|>`; one letter in brackets other than `<>` is code.
 _BRACKETED = re.compile(r"<[^<>]*\w[^<>]*>|[\[{|【◁«＜].*\w\w.*[\]}|】▷»＞]", re.DOTALL)
@@ -35,19 +35,53 @@ _PRIVATE = range(0x100000, 0x10FFFE)
 _Value = TypeVar("_Value")
 
 
+class NamedVocabulary(Protocol):
+    """A vocabulary that finds names of control tokens in text, see `vocabulary.SentencePieceVocabulary`."""
+
+    unk_id: int | None
+
+    @property
+    def symbols(self) -> Mapping[str, int]: ...
+    @property
+    def is_literal(self) -> bool: ...
+    def encode(self, text: str) -> list[int]: ...
+    def name(self, token: int) -> str: ...
+    def id_of(self, name: str) -> int | None: ...
+    def is_hidden(self, token: int) -> bool: ...
+    def renamed(self, names: Mapping[int, str]) -> Any: ...
+
+
+class MarkedChat(Protocol):
+    """A chat that can be rendered with marks, see `chat_template.Chat`.
+
+    Attributes:
+        texts: every text of the caller.
+        source: the template's source; None for AFM's own.
+    """
+
+    @property
+    def texts(self) -> list[str]: ...
+    @property
+    def source(self) -> str | None: ...
+    def render(self, mark: str = "") -> str: ...
+
+
 class ControlTokens:
     """The control tokens of a vocabulary.
 
     These are the markers of the prompt format, special ids, and user-defined symbols (added tokens) whose name
-    is in brackets. `<n>` is the newline, not a control token; but a caller's `<n>` is three characters, too.
-    `special_ids` are the tokenizer's separator, padding and end-of-answer ids.
+    is in brackets. `special_ids` are the tokenizer's separator, padding and end-of-answer ids. `newline` is how
+    the vocabulary reads a newline. For AFM that is `<n>`, which is not a control token; but a caller's `<n>` is
+    three characters, too.
 
     Attributes:
         names: ids by name, for the control tokens that the vocabulary finds in text.
         ids: ids of all control tokens.
     """
 
-    def __init__(self, vocabulary: Vocabulary, special_ids: Iterable[int]) -> None:
+    def __init__(
+        self, vocabulary: NamedVocabulary, special_ids: Iterable[int], newline: str = NEWLINE
+    ) -> None:
         self._vocabulary = vocabulary
         special = {token for token in special_ids if token != vocabulary.unk_id}
         self.names: dict[str, int] = {
@@ -60,9 +94,10 @@ class ControlTokens:
             if is_bracketed(name) and not vocabulary.is_hidden(token):
                 self.names[name] = token
         self.ids = frozenset(special | set(self.names.values()))
-        self._newline = vocabulary.id_of(NEWLINE)
-        newline = {} if self._newline is None else {NEWLINE: self._newline}
-        self._found = self.names | newline  # every name that the vocabulary finds in text
+        self._newline_text = newline
+        self._newline = vocabulary.id_of(NEWLINE) if newline == NEWLINE else None
+        newlines = {} if self._newline is None else {NEWLINE: self._newline}
+        self._found = self.names | newlines  # every name that the vocabulary finds in text
         self._name = _pattern(tuple(self.names), "")
         self._firsts = {name[0] for name in self.names}
 
@@ -76,14 +111,13 @@ class ControlTokens:
         return [self.names[name] for name in pattern.findall(text)]
 
     def match(self, text: str, tokens: list[int]) -> bool:
-        """True if ids have exactly the control tokens and newlines that their text names.
+        """True if `tokens`, the ids of `text`, have exactly the control tokens and newlines that it names.
 
-        `tokens` are the separator's id, then the ids of `text`. They can differ because a normalizer may turn
-        text without a control token's name into the name.
+        They can differ because a normalizer may turn text without a control token's name into the name.
         """
         if self._vocabulary.is_literal:
             return True
-        return self.ids_in(tokens)[1:] == self.written_in(text) and self.has_newlines(text, tokens)
+        return self.ids_in(tokens) == self.written_in(text) and self.has_newlines(text, tokens)
 
     def has_newlines(self, text: str, tokens: list[int], mark: str = "") -> bool:
         """True if ids have as many newlines as the text; a `<n>` with a mark inside doesn't count."""
@@ -108,9 +142,41 @@ class ControlTokens:
         """True if any of the texts has the whole name of a control token, as the vocabulary reads it."""
         encode = self._vocabulary.encode
         return any(
-            self.written_in(text) or self.ids_in(encode(text.replace("\n", NEWLINE)))
+            self.written_in(text) or self.ids_in(encode(text.replace("\n", self._newline_text)))
             for text in texts
         )
+
+    def encode_chat(self, chat: MarkedChat, text: str, tokens: list[int]) -> list[int]:
+        """Return the ids of a chat rendered as `text`, with its template's control tokens and no others.
+
+        `tokens` are the ids of `text`; they are returned unless the caller's text changes its control tokens.
+
+        Raises:
+            TokenizerError: if the caller's text has names that can't be distinguished from the template's.
+        """
+        if not self.may_come_from(chat.texts, chat.source) and self.match(text, tokens):
+            return tokens
+        mark = free_mark([text, chat.source or "", *chat.texts])
+        try:
+            rendered = chat.render(mark)
+        except TokenizerError:  # the template takes texts apart in a way that marks don't survive
+            if self.are_in(chat.texts):
+                raise
+            return tokens
+        written = self.written_in(rendered, mark)
+        # Marks may disturb a template that looks into texts, so that it writes something else.
+        is_same = rendered.replace(mark, "") == text
+        is_right = self.ids_in(tokens) == written and self.has_newlines(rendered, tokens, mark)
+        if is_right and (is_same or not self.are_in(chat.texts)):
+            return tokens
+        tokens = self.encode(rendered, mark)
+        rest = iter(written)
+        if not all(token in rest for token in self.ids_in(tokens)):
+            raise TokenizerError(
+                "The chat template mixes its control tokens with the messages' text, which has names of "
+                "control tokens. Remove the names from the text, or use another template."
+            )
+        return tokens
 
     def encode(self, text: str, mark: str) -> list[int]:
         """Encode a rendered chat in which the caller's characters are marked.
@@ -119,11 +185,12 @@ class ControlTokens:
         """
         names, vocabulary = self._secret
         text = _pattern(tuple(self._found), mark).sub(lambda match: names[match[0]], text)
-        text = text.replace(mark, "").replace("\n", names.get(NEWLINE, NEWLINE))
+        newline = names.get(self._newline_text, self._newline_text)
+        text = text.replace(mark, "").replace("\n", newline)
         return vocabulary.encode(text)
 
     @cached_property
-    def _secret(self) -> tuple[Mapping[str, str], Vocabulary]:
+    def _secret(self) -> tuple[Mapping[str, str], NamedVocabulary]:
         """The secret names by the control tokens' names, and the vocabulary with the secret names.
 
         Secret names are private-use characters: no vocabulary has such pieces, no normalizer changes them.
@@ -196,7 +263,9 @@ def marked(value: _Value, mark: str) -> _Value:
     if they are nested too deeply.
     """
     copied: object = value
-    if isinstance(value, str):
+    if isinstance(value, MixedText):
+        copied = value.with_marks(mark)
+    elif isinstance(value, str):
         copied = CallerText(str.__str__(value), mark)
     elif isinstance(value, Mapping):
         copied = {marked(key, mark): marked(item, mark) for key, item in value.items()}
@@ -206,6 +275,26 @@ def marked(value: _Value, mark: str) -> _Value:
     elif isinstance(value, Set):
         copied = {marked(item, mark) for item in value}
     return copied  # type: ignore[return-value]
+
+
+class MixedText(str):
+    """A text with parts that were written for the template, which may hold control tokens.
+
+    `parts` are the text's pieces in order; every second one, from the second on, is the template's.
+    """
+
+    parts: Sequence[str]
+
+    def __new__(cls, *parts: str) -> MixedText:
+        text = super().__new__(cls, "".join(parts))
+        text.parts = parts
+        return text
+
+    def with_marks(self, mark: str) -> str:
+        """Return the text with `mark` after each character of the caller's parts."""
+        return "".join(
+            part if i % 2 else CallerText(part, mark) for i, part in enumerate(self.parts)
+        )
 
 
 class CallerText(str):

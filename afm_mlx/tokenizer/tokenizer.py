@@ -15,8 +15,13 @@ from typing import Literal, overload
 
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.tokenizer.chat_messages import checked_messages, checked_tools, parse_tool_calls
-from afm_mlx.tokenizer.chat_template import Chat, ChatTemplate, read_chat_template
-from afm_mlx.tokenizer.control_tokens import ControlTokens, free_mark
+from afm_mlx.tokenizer.chat_template import (
+    Chat,
+    ChatTemplate,
+    drop_neutral_arguments,
+    read_chat_template,
+)
+from afm_mlx.tokenizer.control_tokens import ControlTokens
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, Spacing, StreamingDetokenizer
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
 from afm_mlx.tokenizer.vocabulary import (
@@ -36,18 +41,6 @@ from afm_mlx.tokenizer.vocabulary import (
 )
 
 __all__ = ["AFMTokenizer", "load_tokenizer", "save_tokenizer"]
-
-# Arguments of transformers' apply_chat_template that are refused, except for values that change nothing.
-_NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
-    "return_dict": (False, None),
-    "return_tensors": (None,),
-    "return_assistant_tokens_mask": (False, None),
-    "padding": (False, None, "do_not_pad"),
-    "truncation": (False, None, "do_not_truncate"),
-    "max_length": (None,),
-    "documents": (None, []),
-    "tokenizer_kwargs": (None, {}),
-}
 
 
 class AFMTokenizer:
@@ -248,13 +241,7 @@ class AFMTokenizer:
         Raises:
             TokenizerError: for messages, tools or arguments that can't be honoured.
         """
-        for name in _NEUTRAL_ARGUMENTS.keys() & kwargs.keys():
-            value = kwargs.pop(name)
-            if value not in _NEUTRAL_ARGUMENTS[name]:
-                raise TokenizerError(
-                    f"apply_chat_template({name}={shown(value)}) is not supported: it returns a list of ids, "
-                    "or text with tokenize=False. Leave it out."
-                )
+        drop_neutral_arguments(kwargs)
         if add_generation_prompt and continue_final_message:
             raise TokenizerError(
                 "add_generation_prompt starts a new answer and continue_final_message writes the last "
@@ -284,32 +271,12 @@ class AFMTokenizer:
             self.eos_token if continue_final_message else None,
         )
         text = chat.render()
-        return self._encode_chat(chat, text) if tokenize else text
-
-    def _encode_chat(self, chat: Chat, text: str) -> list[int]:
-        """Encode a chat rendered as `text`, with its template's control tokens and no others."""
-        controls = self._controls
-        tokens = self.encode(text, add_special_tokens=True)
-        template = None if chat.template.is_own else chat.template.source
-        if not controls.may_come_from(chat.texts, template) and controls.match(text, tokens):
-            return tokens
-        mark = free_mark([text, chat.template.source, *chat.texts])
-        rendered = chat.render(mark)
-        written = controls.written_in(rendered, mark)
-        # Marks may disturb a template that looks into texts, so that it writes something else.
-        is_same = rendered.replace(mark, "") == text
-        is_right = controls.ids_in(tokens[1:]) == written
-        is_right = is_right and controls.has_newlines(rendered, tokens, mark)
-        if is_right and (is_same or not controls.are_in(chat.texts)):
-            return tokens
-        tokens = self._behind_separator(controls.encode(rendered, mark), rendered)
-        rest = iter(written)
-        if not all(token in rest for token in controls.ids_in(tokens[1:])):
-            raise TokenizerError(
-                "The chat template mixes its control tokens with the messages' text, which has names of "
-                "control tokens. Remove the names from the text, or remove the template to use AFM's own."
-            )
-        return tokens
+        if not tokenize:
+            return text
+        # Only the template's own text can start with a marker's token.
+        return self._behind_separator(
+            self._controls.encode_chat(chat, text, self.encode(text)), text
+        )
 
     # Ids to text
 

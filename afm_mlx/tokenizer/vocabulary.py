@@ -390,7 +390,7 @@ class HubVocabulary:
         # Control tokens have no text, but a Unigram model would find them by name.
         hidden = {t: f"{self.name(t)}\U0010fffd" for t in self._control if t != self.unk_id}
         new_names = {self.name(t): name for t, name in (hidden | dict(names)).items()}
-        content = _with_names(self._content, new_names)
+        content = with_names(self._content, new_names)
         known = {token["content"] for token in content["added_tokens"]}
         content["added_tokens"] += [
             {**_PLAIN_TOKEN, "id": token, "content": name}
@@ -422,7 +422,7 @@ def parse_model(model: bytes, path: str | Path) -> Any:
 _PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
 
 
-def _with_names(value: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def with_names(value: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Copy a tokenizer file's content, with other names in the vocabulary, added tokens and normalizer."""
     content = {key: item for key, item in value.items() if key != "post_processor"}
     content["added_tokens"] = [

@@ -28,6 +28,8 @@ ROOMS: dict[str, list[str]] = {
         "types.answer_type",
         "types.AnswerType",
         "tool_calls.tool_call_constraint",
+        "call_forms.call_form",
+        "answer_parts.read_answer",
     ],
     "loading": [
         "load.load",

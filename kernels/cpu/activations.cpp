@@ -15,7 +15,6 @@ class Preparation {
               PrepareScratch& scratch)
       : x_(x), cols_(w.cols), start_(start), count_(count), out_(out), scratch_(scratch) {
     const bool own_matrix = out.path == Path::matrix && w.mode != Mode::palette && !is_grouped(w);
-    arranged_ = own_matrix && kernels().arrange != nullptr;
     may_be_words_ = out.path == Path::matrix && kernels().words;
     always_words_ = w.bits == 8 || w.mode == Mode::palette || is_grouped(w);
     layout_.bits = w.bits;
@@ -48,7 +47,6 @@ class Preparation {
     });
     if (std::count(extras.begin(), extras.end(), Extra::outliers) > 0) out_.outliers = scratch_.outliers.data();
     if (std::count(extras.begin(), extras.end(), Extra::passes) > 0) add_passes(pass);
-    for (size_t i = 0; i < scratch_.passes.size(); ++i) arrange(scratch_.passes[i], scratch_.of_passes[i]);
     out_.passes = &scratch_.passes;
   }
 
@@ -122,22 +120,6 @@ class Preparation {
                        const_cast<float*>(pass.scales) + i, const_cast<float*>(pass.sums) + i * out_.sum_groups, rest);
   }
 
-  // Puts a pass's digits into the order of `Kernels::matrix`.
-  void arrange(Pass& pass, PrepareScratch::OfPass& room) const {
-    const Kernels& k = kernels();
-    if (!arranged_) return;
-    const int64_t step = k.matrix_vectors, width = std::min(step, pass.count), stride = width * pass.digit_bytes;
-    const int64_t blocks = (pass.count + step - 1) / step;
-    int8_t* arranged = room.arranged.get<int8_t>(blocks * stride);
-    ThreadPool::shared().parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) {
-        k.arrange(pass.vector(b * step), std::min(step, pass.count - b * step), width, pass.digit_bytes,
-                  arranged + b * stride);
-      }
-    }, stride);
-    pass.x = arranged;
-  }
-
   // What rounding leaves of the vectors that need it becomes integers in its turn, until they need no more.
   void add_passes(const Pass& first) {
     std::vector<int32_t> vectors;
@@ -172,7 +154,7 @@ class Preparation {
   Prepared& out_;
   PrepareScratch& scratch_;
   Layout layout_;
-  bool arranged_, may_be_words_, always_words_;
+  bool may_be_words_, always_words_;
   const float* norm_ = nullptr;
 };
 

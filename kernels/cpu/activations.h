@@ -51,7 +51,7 @@ struct Prepared {
 // What `Prepared` points to, until the next call.
 struct PrepareScratch {
   struct OfPass {
-    Scratch digits, arranged, scales, sums;
+    Scratch digits, scales, sums;
     std::vector<int32_t> vectors;
   };
   std::vector<Pass> passes;

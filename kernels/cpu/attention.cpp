@@ -341,7 +341,7 @@ void use_attention_kernels([[maybe_unused]] const std::string& instruction_set) 
   const AttentionKernels* chosen = &kAttentionPortable;
 #if defined(__x86_64__)
   if (instruction_set == "avx2") chosen = &kAttentionAvx2;
-  if (instruction_set == "avx512" || instruction_set == "amx") chosen = &kAttentionAvx512;
+  if (instruction_set == "avx512") chosen = &kAttentionAvx512;
 #endif
   kernels.store(chosen);
 }

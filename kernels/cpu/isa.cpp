@@ -8,10 +8,6 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 #if defined(__linux__) && defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
@@ -33,21 +29,6 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512vnni");
 }
-
-// The tile registers' 8 KB are saved for threads that asked for them only: Linux wants to be asked once per
-// process. Other systems have no such call, and get by without AMX.
-bool has_amx() {
-#if defined(__linux__)
-  constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  unsigned a, b, c, d;
-  if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  if ((d & kTile) == 0 || (d & kInt8) == 0) return false;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
-}
 #endif
 
 #if defined(__aarch64__)
@@ -68,7 +49,6 @@ struct Choice {
 
 constexpr Choice kChoices[] = {
 #if defined(__x86_64__)
-    {has_amx, amx_kernels},
     {has_avx512, avx512_kernels},
     {has_avx2, avx2_kernels},
 #elif defined(__aarch64__)

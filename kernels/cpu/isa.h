@@ -1,7 +1,6 @@
 // Kernels of the packed products, one table per instruction set; `matmul.cpp` drives them.
 //
 // Every isa_*.cpp is compiled with flags of its own and is empty where the compiler lacks them:
-//   isa_amx.cpp     -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mamx-tile -mamx-int8
 //   isa_avx512.cpp  -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma
 //   palette_vbmi.cpp   the same and -mavx512vbmi
 //   isa_avx2.cpp    -mavx2 -mfma -mf16c
@@ -63,9 +62,9 @@ struct MatrixJob {
   const uint8_t* codes;  // (rows, row_bytes)
   int64_t rows;
   int64_t row_bytes;
-  const int8_t* x;  // what `arrange` made of all vectors
+  const int8_t* x;  // (vectors, x_row_bytes)
   int64_t vectors;
-  int64_t x_row_bytes;  // of one vector: `digit_bytes`
+  int64_t x_row_bytes;  // `digit_bytes`
   int digits;
   int bits;
   float* out;  // (vectors, out_stride)
@@ -76,7 +75,7 @@ struct MatrixJob {
 
 // The same with a scale for every `group_bytes` of codes: out = sums of scale * code * digit value. A group is a whole
 // number of blocks of 64 codes, or a block is a whole number of groups, each of them some multiple of four bytes.
-// Vectors are never arranged: vector v is at x + v * x_row_bytes, with blocks 64 codes long (see Layout).
+// Blocks of the vectors are 64 codes long (see Layout).
 struct GroupedJob {
   MatrixJob job;
   const float* scales;  // as in VectorJob
@@ -160,10 +159,6 @@ struct Kernels {
   // `vector_bytes` of them with `matrix_as_vector`.
   void (*matrix)(const MatrixJob& job);
   bool matrix_as_vector;
-  // How `matrix` wants vectors, `matrix_vectors` at a time: `count` of them and zeros up to `width`, each
-  // `row_bytes` long. Null where it wants them as they are.
-  int64_t matrix_vectors;
-  void (*arrange)(const int8_t* rows, int64_t count, int64_t width, int64_t row_bytes, int8_t* out);
 
   // True if the kernels of several vectors want `Layout::words`; `matrix` never does for one digit and codes of 2 or
   // 4 bits.
@@ -172,7 +167,7 @@ struct Kernels {
   // For two vectors and more where rows have several scales; null where `vector` is called for each.
   void (*grouped_matrix)(const GroupedJob& job);
 
-  // Palettes with one vector, and with several, never arranged: the largest number of bits, 0 if no palette is taken.
+  // Palettes with one vector, and with several: the largest number of bits, 0 if no palette is taken.
   // Rows of others are turned into float32.
   int palette_bits;
   void (*palette_vector)(const PaletteJob& job);
@@ -210,13 +205,12 @@ struct Kernels {
 
 // The tables; null where the unit was compiled for another processor. They run as little as the kernels themselves on
 // a machine without the instructions: ask `usable_kernels`.
-const Kernels* amx_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* neon_kernels();
 const Kernels* portable_kernels();
 
-// Those that this machine runs, best first: of "amx", "avx512", "avx2", "neon", "portable".
+// Those that this machine runs, best first: of "avx512", "avx2", "neon", "portable".
 std::span<const Kernels* const> usable_kernels();
 
 // The one in use: the first of those, or what was chosen.

@@ -22,13 +22,13 @@ inline float run_sum(float x) {
   return x;
 }
 
-// Codes of one KV head's keys and values, of which `start` columns are in a long buffer and the rest in a tail. A
-// column has `stride` times four dimensions.
+// Codes of one KV head: `start` columns of keys are in a long buffer, and the rest in a tail; a key's value lies
+// `distance` further on. A column has `stride` times four dimensions.
 struct Columns {
   const device char4* keys;
-  const device char4* values;
-  const device char4* tail_keys;
-  const device char4* tail_values;
+  const device char4* tail;
+  size_t distance;
+  size_t tail_distance;
   int start;
   int stride;
 };
@@ -38,17 +38,10 @@ inline Columns make_columns(
     const device int8_t* buffer, const device int8_t* tail, int head, int heads, int row, int capacity,
     int tail_capacity, int start, int head_dim) {
   const size_t key = size_t(row) * 2 * heads + head;
-  const size_t value = key + heads;
-  const size_t plane = size_t(capacity) * head_dim;
-  const size_t tail_plane = size_t(tail_capacity) * head_dim;
-  Columns columns;
-  columns.keys = (const device char4*)(buffer + key * plane);
-  columns.values = (const device char4*)(buffer + value * plane);
-  columns.tail_keys = (const device char4*)(tail + key * tail_plane);
-  columns.tail_values = (const device char4*)(tail + value * tail_plane);
-  columns.start = start;
-  columns.stride = head_dim / 4;
-  return columns;
+  const size_t plane = size_t(capacity) * (head_dim / 4);
+  const size_t tail_plane = size_t(tail_capacity) * (head_dim / 4);
+  return {(const device char4*)buffer + key * plane, (const device char4*)tail + key * tail_plane,
+          heads * plane, heads * tail_plane, start, head_dim / 4};
 }
 
 // A lane's share of a key and its value: UNITS times four dimensions.
@@ -61,24 +54,15 @@ struct Codes {
   void load(Columns columns, int column, int first, int inside) {
     const bool in_tail = column >= columns.start;
     const size_t at = size_t(in_tail ? column - columns.start : column) * columns.stride + first;
-    const device char4* keys = (in_tail ? columns.tail_keys : columns.keys) + at;
-    const device char4* values = (in_tail ? columns.tail_values : columns.values) + at;
+    const device char4* keys = (in_tail ? columns.tail : columns.keys) + at;
+    take(keys, keys + (in_tail ? columns.tail_distance : columns.distance), inside);
+  }
+
+  template <typename Units>
+  void take(Units keys, Units values, int inside) {
     UNROLL for (int u = 0; u < UNITS; u++) {
       key[u] = u < inside ? keys[u] : char4(0, 0, 0, 0);
       value[u] = u < inside ? values[u] : char4(0, 0, 0, 0);
-    }
-  }
-
-  // The same of a column in the threadgroup's memory: a key, then its value.
-  void load(threadgroup const int8_t* column, int stride, int first, int inside) {
-    UNROLL for (int u = 0; u < UNITS; u++) {
-      const int unit = u < inside ? first + u : 0;
-      const char4 k = char4(
-          column[4 * unit], column[4 * unit + 1], column[4 * unit + 2], column[4 * unit + 3]);
-      const int at = 4 * (stride + unit);
-      const char4 v = char4(column[at], column[at + 1], column[at + 2], column[at + 3]);
-      key[u] = u < inside ? k : char4(0, 0, 0, 0);
-      value[u] = u < inside ? v : char4(0, 0, 0, 0);
     }
   }
 };
@@ -89,12 +73,9 @@ template <int UNITS>
 struct Query {
   float4 units[UNITS];
 
-  void load(threadgroup const float* numbers, int first, int inside) {
+  void load(threadgroup const float4* numbers, int inside) {
     UNROLL for (int u = 0; u < UNITS; u++) {
-      const int dim = u < inside ? 4 * (first + u) : 0;
-      const float4 x =
-          float4(numbers[dim], numbers[dim + 1], numbers[dim + 2], numbers[dim + 3]);
-      units[u] = u < inside ? x : float4(0.0f, 0.0f, 0.0f, 0.0f);
+      units[u] = u < inside ? numbers[u] : float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
 
@@ -177,15 +158,17 @@ struct DecodeAttention {
   int first;   // of the lane's units
   int inside;  // units from there to the end of a head
 
-  void begin(threadgroup const float* queries, int tokens, uint lane_, uint simdgroup_) {
+  bool exists(int q) const { return TOKENS == 1 || q < used; }
+
+  void begin(threadgroup const float4* queries, int tokens, uint lane_, uint simdgroup_) {
     used = HEADS * tokens;
     lane = int(lane_);
     simdgroup = int(simdgroup_);
     first = lane % RUN * UNITS;
     inside = DIM / 4 - first;
     UNROLL for (int q = 0; q < QUERIES; q++) {
-      if (TOKENS == 1 || q < used) {
-        query[q].load(queries + q * DIM, first, inside);
+      if (exists(q)) {
+        query[q].load(queries + q * (DIM / 4) + first, inside);
         seen[q].clear();
       }
     }
@@ -201,7 +184,7 @@ struct DecodeAttention {
       const Codes<UNITS> codes = next;
       next.load(columns, metal::min(column + STEP, end - 1), first, inside);
       UNROLL for (int q = 0; q < QUERIES; q++) {
-        if (TOKENS == 1 || q < used) {
+        if (exists(q)) {
           const float score = query[q].template score<RUN>(codes.key);
           if (column < (TOKENS == 1 ? end : metal::min(end, shown + q / HEADS))) {
             seen[q].add(score, codes.value);
@@ -213,12 +196,13 @@ struct DecodeAttention {
   }
 
   // Columns of new tokens, in the threadgroup's memory, of which token t sees `shown + t`, and the last token all.
-  void add_new(threadgroup const int8_t* fresh, int shown) {
+  void add_new(threadgroup const char4* fresh, int shown) {
     for (int column = simdgroup; column < shown + used / HEADS - 1; column += SIMDGROUPS) {
       Codes<UNITS> codes;
-      codes.load(fresh + column * 2 * DIM, DIM / 4, first, inside);
+      threadgroup const char4* key = fresh + column * (DIM / 2) + first;
+      codes.take(key, key + DIM / 4, inside);
       UNROLL for (int q = 0; q < QUERIES; q++) {
-        if (TOKENS == 1 || (q < used && column < shown + q / HEADS)) {
+        if (exists(q) && (TOKENS == 1 || column < shown + q / HEADS)) {
           const float score = query[q].template score<RUN>(codes.key);
           if (lane < RUN) {
             seen[q].add(score, codes.value);
@@ -228,26 +212,22 @@ struct DecodeAttention {
     }
   }
 
-  // Merge all lanes and simdgroups, and write an output for each query, heads `stride` numbers apart and tokens
-  // `token_stride`: with SPLIT the weighted sum of codes, the largest score and the sum of weights, else attention's
-  // result.
-  template <bool SPLIT, typename O>
+  // Merge all lanes and simdgroups, and write for each query, of which `n_heads` are a token's, the `range` that was
+  // attended to: the weighted sum of codes, the largest score, and the sum of weights; or, of a single range,
+  // attention's result as O.
+  template <typename O>
   void finish(
-      device O* out, size_t stride, size_t token_stride, float value_scale, threadgroup float* sums,
-      threadgroup float* maxima, threadgroup float* weights) {
+      device float* out, size_t first_query, int n_heads, int range, int ranges, float value_scale,
+      threadgroup float4* sums, threadgroup float* maxima, threadgroup float* weights) {
     const int dim = 32 * simdgroup + lane;
     UNROLL for (int q = 0; q < QUERIES; q++) {
-      if (TOKENS == 1 || q < used) {
+      if (exists(q)) {
         UNROLL for (ushort distance = RUN; distance < 32; distance *= 2) {
           seen[q].merge(distance);
         }
         threadgroup_barrier(metal::mem_flags::mem_threadgroup);
         UNROLL for (int u = 0; u < UNITS; u++) {
-          if (lane < RUN && u < inside) {
-            UNROLL for (int c = 0; c < 4; c++) {
-              sums[simdgroup * DIM + 4 * (first + u) + c] = seen[q].values[u][c];
-            }
-          }
+          if (lane < RUN && u < inside) sums[simdgroup * (DIM / 4) + first + u] = seen[q].values[u];
         }
         if (lane == 0) {
           maxima[simdgroup] = seen[q].maximum;
@@ -263,18 +243,19 @@ struct DecodeAttention {
           float weight = 0.0f;
           UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
             const float share = metal::fast::exp2(maxima[s] - top);
-            sum += share * sums[s * DIM + dim];
+            sum += share * ((threadgroup float*)sums)[s * DIM + dim];
             weight += share * weights[s];
           }
-          device O* target = out + q / HEADS * token_stride + q % HEADS * stride;
-          if (SPLIT) {
-            target[dim] = static_cast<O>(sum);
+          const size_t at = first_query + q / HEADS * n_heads + q % HEADS;
+          if (ranges > 1) {
+            device float* target = out + (at * ranges + range) * (DIM + 2);
+            target[dim] = sum;
             if (dim == 0) {
-              target[DIM] = static_cast<O>(top);
-              target[DIM + 1] = static_cast<O>(weight);
+              target[DIM] = top;
+              target[DIM + 1] = weight;
             }
           } else {
-            target[dim] = static_cast<O>(sum / weight * value_scale);
+            ((device O*)out)[at * DIM + dim] = static_cast<O>(sum / weight * value_scale);
           }
         }
       }

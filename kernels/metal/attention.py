@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case, Variant, dtype_name, other_than_floats
 from afm_mlx.kernels.metal import runtime
-from afm_mlx.kernels.metal.products import MAX_MERGED, merge_partials
+from afm_mlx.kernels.metal.products import MAX_MERGED, MAX_PARTIALS, merge_partials
 from afm_mlx.kernels.metal.runtime import Kernel
 from afm_mlx.kernels.operands import (
     AttentionPartials,
@@ -33,7 +33,6 @@ MAX_SPLITS = 64
 MAX_WRITTEN = 8  # tokens of a row that `write_and_attend` has memory for
 MAX_QUERIES = 4  # of a threadgroup, of up to 128 numbers: more don't fit into a lane's registers
 MERGED_ROWS = 2  # rows whose partials a product can merge
-MAX_PARTIALS = 8  # that a product merges: each of its threadgroups reads all of them
 # GPU cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX distinguishes
 # them: phones, base and Pro, Max, Ultra.
 CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
@@ -296,27 +295,28 @@ def _attend(
     split = work.splits > 1
     writes = [kv.tail] if kernel is _WRITE and kv.tail is not None else []
     final = shape if count > 1 else (batch, n_heads, 1, head_dim)
+    partial = (batch * count, n_heads, work.splits, head_dim + 2)
     out, *rest = runtime.launch(
         kernel,
         inputs,
         template=(
-            ("O", mx.float32 if split else dtype),
+            ("O", dtype),
             ("head_dim", head_dim),
             ("heads", work.heads),
             ("several", count > 1),
             ("tokens", work.tokens),
             ("lanes", work.lanes),
             ("units", work.units),
-            ("split", split),
             *flags,
         ),
         grid=(256 * n_heads // work.heads, batch * -(-count // work.tokens), work.splits),
         threadgroup=(256, 1, 1),
+        # Results are stored in the memory of floats, so that one kernel serves any number of ranges.
         output_shapes=[
-            (batch * count, n_heads, work.splits, head_dim + 2) if split else final,
+            partial if split else (*final[:-1], head_dim * dtype.size // mx.float32.size),
             *(tail.shape for tail in writes),
         ],
-        output_dtypes=[mx.float32 if split else dtype, *(tail.dtype for tail in writes)],
+        output_dtypes=[mx.float32, *(tail.dtype for tail in writes)],
     )
     if split:
         assert kv.value_scale is not None
@@ -324,6 +324,8 @@ def _attend(
         if not merge:
             return parts, rest
         out = merge_partials(parts).reshape(final)
+    else:
+        out = out.view(dtype)
     return out if count == 1 else out.swapaxes(1, 2), rest
 
 

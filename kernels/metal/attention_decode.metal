@@ -12,23 +12,25 @@
 // key_scale      0-d, and value_scale
 // norm_weight    (head_dim,) with `rope`
 // constants      (head_dim / 2 + 1,): frequency of each pair, then eps
-// out            (B, L, n_heads, head_dim) O; with `split`, (B, L, n_heads, splits, head_dim + 2) float:
-//                weighted sum of codes, largest score, sum of weights
+// out            (B, L, n_heads, head_dim) O in the memory of floats; of several splits,
+//                (B, L, n_heads, splits, head_dim + 2): weighted sum of codes, largest score, sum of weights
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
-const int first_head = threadgroup_position_in_grid.x * heads;
-const int range = threadgroup_position_in_grid.z;
-const int ranges = threadgroups_per_grid.z;
+const uint3 place = threadgroup_position_in_grid;
+const uint3 places = threadgroups_per_grid;
+const int first_head = place.x * heads;
+const int range = place.z;
+const int ranges = places.z;
 const int count = several ? queries_shape[1] : 1;
 const int groups = (count + tokens - 1) / tokens;
-const int row = int(threadgroup_position_in_grid.y) / groups;
-const int first_token = int(threadgroup_position_in_grid.y) % groups * tokens;
+const int row = int(place.y) / groups;
+const int first_token = int(place.y) % groups * tokens;
 const int own = metal::min(tokens, count - first_token);
 const int n_heads = several ? queries_shape[2] : queries_shape[1];
 const int n_kv_heads = kv_shape[1] / 2;
 const int length = int(lengths[row]) + first_token;  // columns that this threadgroup's first token sees
 
-threadgroup float shared_queries[tokens * heads * head_dim];
+threadgroup float4 shared_queries[tokens * heads * head_dim / 4];
 for (int q = simdgroup; q < own * heads; q += SIMDGROUPS) {
   const int token = q / heads;
   const size_t head = size_t(row * count + first_token + token) * n_heads + first_head + q % heads;
@@ -39,7 +41,7 @@ for (int q = simdgroup; q < own * heads; q += SIMDGROUPS) {
   }
   // log2(e), so that weights are powers of two.
   const float factor = float(key_scale) * metal::precise::rsqrt(float(head_dim)) * 1.44269504089f;
-  x.template store<float>(shared_queries, q * head_dim, factor, lane);
+  x.template store<float>((threadgroup float*)shared_queries, q * head_dim, factor, lane);
 }
 threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
@@ -52,11 +54,9 @@ const Columns columns = make_columns(
     kv, tail, kv_head, n_kv_heads, row, kv_shape[2], tail_shape[2], int(starts[row]), head_dim);
 attention.add(columns, range_size * range, metal::min(range_size * (range + 1), seen), length);
 
-threadgroup float sums[SIMDGROUPS * head_dim];
+threadgroup float4 sums[SIMDGROUPS * head_dim / 4];
 threadgroup float maxima[SIMDGROUPS];
 threadgroup float weights[SIMDGROUPS];
-const size_t stride = split ? size_t(ranges) * (head_dim + 2) : head_dim;
-const size_t target = (size_t(row * count + first_token) * n_heads + first_head) * stride +
-    (split ? range * (head_dim + 2) : 0);
-attention.template finish<split>(
-    out + target, stride, n_heads * stride, float(value_scale), sums, maxima, weights);
+attention.template finish<O>(
+    out, size_t(row * count + first_token) * n_heads + first_head, n_heads, range, ranges, float(value_scale),
+    sums, maxima, weights);

@@ -27,29 +27,32 @@ const uint start = group_start + (SPLIT ? 0 : simdgroup * OUTPUTS);
 auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
 #ifdef PARTIALS
-// Attention's output, merged once for the whole threadgroup: x (ROWS * heads, N_PARTIALS, HEAD_DIM + 2).
+// Attention's output, merged once for the whole threadgroup: x (rows, heads, parts, HEAD_DIM + 2). The number of parts
+// is none of the text's, since it grows with the context.
+#define EACH_PART(first) UNROLL for (uint p = first; p < MAX_PARTIALS; p++) if (p < n_parts)
 constexpr uint PARTIAL = HEAD_DIM + 2;
 constexpr uint ALL_HEADS = ROWS * K / HEAD_DIM;
-threadgroup float shares[ALL_HEADS * N_PARTIALS];
+const uint n_parts = x_shape[2];
+threadgroup float shares[ALL_HEADS * MAX_PARTIALS];
 threadgroup T merged[ROWS * K];
 const uint first_thread = 32 * simdgroup + lane;
 for (uint head = first_thread; head < ALL_HEADS; head += 32 * SIMDGROUPS) {
-  const uint at = head * N_PARTIALS * PARTIAL + HEAD_DIM;
+  const uint at = head * n_parts * PARTIAL + HEAD_DIM;
   float top = x[at], weight = 0.0f;
-  UNROLL for (uint p = 1; p < N_PARTIALS; p++) top = max(top, x[at + p * PARTIAL]);
-  UNROLL for (uint p = 0; p < N_PARTIALS; p++) {
+  EACH_PART(1) top = max(top, x[at + p * PARTIAL]);
+  EACH_PART(0) {
     weight += metal::fast::exp2(x[at + p * PARTIAL] - top) * x[at + p * PARTIAL + 1];
   }
   const float scale = float(value_scale) / weight;
-  UNROLL for (uint p = 0; p < N_PARTIALS; p++) {
-    shares[head * N_PARTIALS + p] = metal::fast::exp2(x[at + p * PARTIAL] - top) * scale;
+  EACH_PART(0) {
+    shares[head * n_parts + p] = metal::fast::exp2(x[at + p * PARTIAL] - top) * scale;
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (uint i = first_thread; i < ROWS * K; i += 32 * SIMDGROUPS) {
-  const uint part = i / HEAD_DIM * N_PARTIALS;
+  const uint part = i / HEAD_DIM * n_parts;
   float sum = 0.0f;
-  UNROLL for (uint p = 0; p < N_PARTIALS; p++) sum += shares[part + p] * x[(part + p) * PARTIAL + i % HEAD_DIM];
+  EACH_PART(0) sum += shares[part + p] * x[(part + p) * PARTIAL + i % HEAD_DIM];
   merged[i] = static_cast<T>(sum);
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);

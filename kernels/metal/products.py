@@ -36,6 +36,7 @@ MAX_SPLIT = 8  # simdgroups of a threadgroup that share the inputs of the same r
 # Simdgroups of a threadgroup that also multiplies with A, or merges its inputs: fewer threadgroups repeat that.
 SHRINK_SIMDGROUPS = 8
 MAX_MERGED = 16 << 10  # bytes of a threadgroup's memory for inputs that it merges
+MAX_PARTIALS = 8  # that a product merges: each of its threadgroups reads all of them
 MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
 # Bytes of A that all threadgroups together can read from the chip's caches in the time of a dispatch, 2-5 us.
 MAX_SHRINK_BYTES = 8 << 20
@@ -197,8 +198,8 @@ def _launch(
     if isinstance(x, AttentionPartials):
         macros.append("PARTIALS")
         inputs |= {"x": x.numbers, "value_scale": x.value_scale}
-        *_, parts, width = x.numbers.shape
-        sizes = (("N_PARTIALS", parts), ("HEAD_DIM", width - 2), ("K", x.shape[2]))
+        width = x.numbers.shape[-1]
+        sizes = (("MAX_PARTIALS", MAX_PARTIALS), ("HEAD_DIM", width - 2), ("K", x.shape[2]))
         template = (*template, *sizes)
     else:
         inputs["x"] = x.reshape(product.rows, -1)

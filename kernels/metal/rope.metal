@@ -22,57 +22,45 @@ struct Head {
 
   float2 x[STEPS];
 
+#define EACH_PAIR UNROLL for (uint i = 0, pair = lane; i < STEPS; i++, pair += 32) if (pair < PAIRS)
+
   template <typename Numbers>
   void load(Numbers numbers, size_t at, uint lane) {
-    UNROLL for (uint i = 0; i < STEPS; i++) {
-      const uint pair = i * 32 + lane;
-      x[i] = pair < PAIRS ? float2(float(numbers[at + 2 * pair]), float(numbers[at + 2 * pair + 1]))
-                          : float2(0.0f, 0.0f);
-    }
+    EACH_PAIR x[i] = float2(float(numbers[at + 2 * pair]), float(numbers[at + 2 * pair + 1]));
   }
 
   // Rotary embedding, then RMSNorm; all lanes call it. `constants` are a frequency for each pair, then the eps.
   template <typename Weight, typename Constants>
   void rope_norm(Weight weight, Constants constants, float position, uint lane) {
     float squares = 0.0f;
-    UNROLL for (uint i = 0; i < STEPS; i++) {
-      const uint pair = i * 32 + lane;
-      x[i] = rotated(x[i], position * (pair < PAIRS ? constants[pair] : 0.0f));
+    EACH_PAIR {
+      x[i] = rotated(x[i], position * constants[pair]);
       squares += x[i].x * x[i].x + x[i].y * x[i].y;
     }
     squares = simd_sum(squares);
     // Where the squares overflow, 1 / rms would make zeros of all numbers; NaN is seen in the logits.
     const float scale =
         squares == INFINITY ? NAN : metal::precise::rsqrt(squares / float(DIM) + constants[PAIRS]);
-    UNROLL for (uint i = 0; i < STEPS; i++) {
-      const uint pair = i * 32 + lane;
-      if (pair < PAIRS) {
-        x[i].x *= scale * float(weight[2 * pair]);
-        x[i].y *= scale * float(weight[2 * pair + 1]);
-      }
+    EACH_PAIR {
+      x[i].x *= scale * float(weight[2 * pair]);
+      x[i].y *= scale * float(weight[2 * pair + 1]);
     }
   }
 
   // Every number times a factor, as T.
   template <typename T, typename Out>
   void store(Out out, size_t at, float factor, uint lane) const {
-    UNROLL for (uint i = 0; i < STEPS; i++) {
-      const uint pair = i * 32 + lane;
-      if (pair < PAIRS) {
-        out[at + 2 * pair] = static_cast<T>(x[i].x * factor);
-        out[at + 2 * pair + 1] = static_cast<T>(x[i].y * factor);
-      }
+    EACH_PAIR {
+      out[at + 2 * pair] = static_cast<T>(x[i].x * factor);
+      out[at + 2 * pair + 1] = static_cast<T>(x[i].y * factor);
     }
   }
 
   template <typename Out>
   void store_codes(Out out, size_t at, float scale, uint lane) const {
-    UNROLL for (uint i = 0; i < STEPS; i++) {
-      const uint pair = i * 32 + lane;
-      if (pair < PAIRS) {
-        out[at + 2 * pair] = int8_code(x[i].x, scale);
-        out[at + 2 * pair + 1] = int8_code(x[i].y, scale);
-      }
+    EACH_PAIR {
+      out[at + 2 * pair] = int8_code(x[i].x, scale);
+      out[at + 2 * pair + 1] = int8_code(x[i].y, scale);
     }
   }
 };

@@ -1,19 +1,23 @@
 """Metal kernels from `.metal` files: source, signature and launch in one place.
 
 A kernel's file holds the body that `mx.fast.metal_kernel` wraps into a function; the functions that it calls
-are in header files. The tests' emulator replaces `launch`.
+are in header files. A form of a kernel is its text for one set of template arguments, which `text.py` makes
+short. The tests' emulator replaces `launch`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
+
+from afm_mlx.kernels.metal import text
 
 FOLDER = Path(__file__).parent
 
@@ -38,25 +42,33 @@ class Kernel:
     headers: tuple[str, ...] = ("common",)
     macros: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def function(self) -> str:
-        """The kernel's name in MLX, unique for each file and set of macros."""
-        kind = f"__{zlib.crc32(repr(self.macros).encode()):08x}"
-        return f"afm_{self.name}{kind if self.macros else ''}"
+    def function(self, template: Template = ()) -> str:
+        """Return the form's name in MLX."""
+        kind = f"__{zlib.crc32(repr((self.macros, template)).encode()):08x}"
+        return f"afm_{self.name}{kind if self.macros or template else ''}"
 
-    @property
-    def source(self) -> str:
-        return _read(self.name)
+    def decided(self, template: Template, file: str) -> str:
+        """Return a file's text, the kernel's own or a header's, without what this form leaves out.
 
-    @property
-    def header(self) -> str:
-        """The functions that the body calls, and then the macros."""
-        return "\n".join([*map(_read, self.headers), self.definitions])
+        Lines are where they are in the file.
+        """
+        known = {name: int(value) for name, value in template if not isinstance(value, mx.Dtype)}
+        flags = {name: 1 for name, meaning in self.macros if meaning == "1"}
+        found = text.resolved(_read(file), known | flags)
+        if file != self.name:
+            return found
+        words = dict(self.macros)
+        for name, meaning in self.macros:
+            while meaning in words:
+                words[name] = meaning = words[meaning]
+        return text.with_words(found, words | {name: _literal(value) for name, value in template})
 
-    @property
-    def definitions(self) -> str:
-        """The macros as lines."""
-        return "".join(f"#define {name} {meaning}\n" for name, meaning in self.macros)
+
+def _literal(value: int | bool | mx.Dtype) -> str:
+    if isinstance(value, mx.Dtype):
+        name = str(value).removeprefix("mlx.core.")
+        return "float" if value == mx.float32 else f"{name}_t"
+    return str(value).lower()
 
 
 @functools.cache
@@ -78,9 +90,20 @@ def reduced(kernel: Kernel, inputs: Mapping[str, mx.array | str]) -> tuple[Kerne
 
 @functools.cache
 def _read(name: str) -> str:
-    """Return a file's text without comments and indentation: MLX reads the whole text at each launch."""
-    text = (FOLDER / f"{name}.metal").read_text(encoding="utf-8")
-    return "\n".join(line.partition("//")[0].strip() for line in text.splitlines())
+    """Return a file's text without comments and indentation."""
+    lines = (FOLDER / f"{name}.metal").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line.partition("//")[0].strip() for line in lines)
+
+
+@functools.cache
+def texts(kernel: Kernel, template: Template) -> tuple[str, str]:
+    """Return what MLX compiles for a form of a kernel: the functions that its body calls, and the body."""
+    headers = "".join(f"{kernel.decided(template, name)}\n" for name in kernel.headers)
+    body = kernel.decided(template, kernel.name)
+    header, body = text.shortened(
+        [text.reached(headers, body), body], {*kernel.inputs, *kernel.outputs}
+    )
+    return header, body
 
 
 @functools.cache
@@ -123,13 +146,14 @@ def _architecture() -> tuple[int, str]:
 
 
 @functools.cache
-def _compiled(kernel: Kernel) -> Callable[..., list[mx.array]]:
+def _compiled(kernel: Kernel, template: Template) -> Callable[..., list[mx.array]]:
+    header, body = texts(kernel, template)
     return mx.fast.metal_kernel(
-        name=kernel.function,
+        name=kernel.function(template),
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=kernel.source,
-        header=kernel.header,
+        source=body,
+        header=header,
     )
 
 
@@ -144,11 +168,46 @@ def launch(
     output_dtypes: Sequence[mx.Dtype],
 ) -> list[mx.array]:
     """Run a kernel; `grid` counts threads, and is a multiple of `threadgroup` on every axis."""
-    return _compiled(kernel)(
+    outputs = _compiled(kernel, tuple(template))(
         inputs=list(inputs),
-        template=list(template),
         grid=grid,
         threadgroup=threadgroup,
         output_shapes=list(output_shapes),
         output_dtypes=list(output_dtypes),
     )
+    if _recorders:
+        _recorders[-1].append((library(kernel, inputs, template, output_dtypes), outputs))
+    return outputs
+
+
+def library(
+    kernel: Kernel,
+    inputs: Sequence[mx.array],
+    template: Template,
+    output_dtypes: Sequence[mx.Dtype],
+) -> str:
+    """Return a name that is equal for launches that MLX compiles once.
+
+    Besides the form, a text has the inputs' types, and passes single numbers and small arrays in other ways
+    (`mlx/backend/common/metal_kernel.cpp`).
+    """
+    kinds = (f"{x.dtype}{'s' if x.ndim == 0 else 'c' if x.size < 8 else ''}" for x in inputs)
+    types = (*kinds, *map(str, output_dtypes))
+    return " ".join([kernel.function(template), *(t.removeprefix("mlx.core.") for t in types)])
+
+
+Launched = list[tuple[str, list[mx.array]]]
+"""The library and the outputs of each launch."""
+
+_recorders: list[Launched] = []
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Launched]:
+    """Collect the launches that are made while the context is open; they are not evaluated yet."""
+    launches: Launched = []
+    _recorders.append(launches)
+    try:
+        yield launches
+    finally:
+        _recorders.pop()

@@ -14,18 +14,20 @@
 // q_weight       (head_dim,), and k_weight
 // key_scale      0-d, and value_scale
 // constants      (head_dim / 2 + 1,): frequency of each pair, then eps
-// out            (B, L, n_heads, head_dim) O; with `split`, (B, L, n_heads, splits, head_dim + 2) float:
-//                weighted sum of codes, largest score, sum of weights
+// out            (B, L, n_heads, head_dim) O in the memory of floats; of several splits,
+//                (B, L, n_heads, splits, head_dim + 2): weighted sum of codes, largest score, sum of weights
 // new_tail       `tail` with the new columns
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
-const int first_head = threadgroup_position_in_grid.x * heads;
-const int range = threadgroup_position_in_grid.z;
-const int ranges = threadgroups_per_grid.z;
+const uint3 place = threadgroup_position_in_grid;
+const uint3 places = threadgroups_per_grid;
+const int first_head = place.x * heads;
+const int range = place.z;
+const int ranges = places.z;
 const int count = several ? qkv_shape[1] : 1;
 const int groups = (count + tokens - 1) / tokens;
-const int row = int(threadgroup_position_in_grid.y) / groups;
-const int first_token = int(threadgroup_position_in_grid.y) % groups * tokens;
+const int row = int(place.y) / groups;
+const int first_token = int(place.y) % groups * tokens;
 const int own = metal::min(tokens, count - first_token);
 const int n_kv_heads = kv_shape[1] / 2;
 const int n_heads = qkv_shape[2] / head_dim - 2 * n_kv_heads;
@@ -33,8 +35,8 @@ const int kv_head = first_head / (n_heads / n_kv_heads);
 const int older = int(lengths[row]) - 1;
 const int start = int(starts[row]);
 
-threadgroup float shared_queries[tokens * heads * head_dim];
-threadgroup int8_t fresh[(several ? 8 : 1) * 2 * head_dim];
+threadgroup float4 shared_queries[tokens * heads * head_dim / 4];
+threadgroup char4 fresh[(several ? 8 : 1) * head_dim / 2];
 for (int i = simdgroup; i < own * heads + 2 * (first_token + own); i += SIMDGROUPS) {
   const bool is_query = i < own * heads;
   const int column = i - own * heads;  // a token's key, then its value
@@ -48,11 +50,11 @@ for (int i = simdgroup; i < own * heads + 2 * (first_token + own); i += SIMDGROU
     x.rope_norm(q_weight, constants, position, lane);
     // log2(e), so that weights are powers of two.
     const float factor = float(key_scale) * metal::precise::rsqrt(float(head_dim)) * 1.44269504089f;
-    x.template store<float>(shared_queries, i * head_dim, factor, lane);
+    x.template store<float>((threadgroup float*)shared_queries, i * head_dim, factor, lane);
   } else {
     if (is_key) x.rope_norm(k_weight, constants, position, lane);
     const float scale = is_key ? float(key_scale) : float(value_scale);
-    x.store_codes(fresh, column * head_dim, scale, lane);
+    x.store_codes((threadgroup int8_t*)fresh, column * head_dim, scale, lane);
   }
 }
 threadgroup_barrier(metal::mem_flags::mem_threadgroup);
@@ -67,14 +69,12 @@ if (range == 0) {
   attention.add_new(fresh, first_token + 1);
 }
 
-threadgroup float sums[SIMDGROUPS * head_dim];
+threadgroup float4 sums[SIMDGROUPS * head_dim / 4];
 threadgroup float maxima[SIMDGROUPS];
 threadgroup float weights[SIMDGROUPS];
-const size_t stride = split ? size_t(ranges) * (head_dim + 2) : head_dim;
-const size_t target = (size_t(row * count + first_token) * n_heads + first_head) * stride +
-    (split ? range * (head_dim + 2) : 0);
-attention.template finish<split>(
-    out + target, stride, n_heads * stride, float(value_scale), sums, maxima, weights);
+attention.template finish<O>(
+    out, size_t(row * count + first_token) * n_heads + first_head, n_heads, range, ranges, float(value_scale),
+    sums, maxima, weights);
 
 // The row's threadgroups copy the other columns of its tail together, in runs of four numbers. The new columns are
 // written by the first threadgroup of each KV head that has the last token, and so all of them.
@@ -83,13 +83,13 @@ const int first_unit = row * 2 * n_kv_heads * units_per_head;
 const device char4* from = (const device char4*)tail + first_unit;
 device char4* to = (device char4*)new_tail + first_unit;
 const int mine = 32 * int(simdgroup) + int(lane);
-const int group = int(threadgroup_position_in_grid.x) +
-    int(threadgroups_per_grid.x) * (range + ranges * (first_token / tokens));
-const int threads = 256 * int(threadgroups_per_grid.x) * ranges * groups;
+const int group = int(place.x) +
+    int(places.x) * (range + ranges * (first_token / tokens));
+const int threads = 256 * int(places.x) * ranges * groups;
 const int new_unit = (older - start) * (head_dim / 4);
 for (int i = 256 * group + mine; i < 2 * n_kv_heads * units_per_head; i += threads) {
-  const int place = i % units_per_head - new_unit;
-  if (place < 0 || place >= count * (head_dim / 4)) {
+  const int unit = i % units_per_head - new_unit;
+  if (unit < 0 || unit >= count * (head_dim / 4)) {
     to[i] = from[i];
   }
 }
@@ -98,6 +98,6 @@ if (range == 0 && first_head % (n_heads / n_kv_heads) == 0 && first_token + own 
     const int column = i / (head_dim / 4);  // a token's key, then its value
     const int unit = column / 2 * (head_dim / 4) + i % (head_dim / 4);
     const int at = (kv_head + column % 2 * n_kv_heads) * units_per_head + new_unit + unit;
-    to[at] = char4(fresh[4 * i], fresh[4 * i + 1], fresh[4 * i + 2], fresh[4 * i + 3]);
+    to[at] = fresh[i];
   }
 }

@@ -1,12 +1,24 @@
 """Files for llama.cpp: random blocks of every format, and the tensors and keys that it reads."""
 
+import struct
+
 import numpy as np
 import pytest
 
-from bench.peer_gguf import FORMATS, Shapes, quantized_bytes, random_blocks, write_gguf
+from bench.peer_gguf import FORMATS, NEWER, Shapes, quantized_bytes, random_blocks, write_gguf
 from tests.tools.cases import each
 
 gguf = pytest.importorskip("gguf", reason="the extra `bench` is not installed")
+
+
+def dequantize(format, blocks):
+    if format != "Q2_0":
+        return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[format])
+    # ggml-common.h's block_q2_0: a float16 scale and 64 codes, each less 1, the first in the lowest bits.
+    block = blocks.reshape(-1, 18)
+    codes = block[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3
+    values = (codes.reshape(-1, 64) - 1.0) * block[:, :2].copy().view("<f2")
+    return values.reshape(len(blocks), -1)
 
 
 @each("format", FORMATS)
@@ -14,7 +26,7 @@ def test_random_blocks_are_weights_of_a_fresh_model(format, rng):
     rows, inputs = 64, 256 * int(rng.integers(1, 4))
     blocks = random_blocks(format, rows, inputs, rng)
     assert blocks.nbytes == quantized_bytes(format, rows, inputs)
-    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[format])
+    values = dequantize(format, blocks)
     assert values.shape == (rows, inputs)
     assert 0.6 < values.std() * inputs**0.5 < 1.6
     assert abs(values.mean()) < 0.5 * values.std()
@@ -56,3 +68,17 @@ def test_the_file_holds_what_its_architecture_reads(architecture, body, embeddin
     assert sum(int(t.n_elements) for t in matrices.values()) == shapes.matrix_parameters
     for key, value in (("head_count_kv", kv_heads), ("key_length", 128), ("value_length", 128)):
         assert reader.get_field(f"{architecture}.attention.{key}").contents() == value
+
+
+@each("format", NEWER)
+def test_types_that_gguf_does_not_know_are_written_by_number(format, tmp_path):
+    shapes = Shapes("llama", 1, 256, 512, 4, 2, 128, 32, 99, 1e4, 1e-6)
+    write_gguf(tmp_path / "model.gguf", shapes, format, "Q4_0")
+    content = (tmp_path / "model.gguf").read_bytes()
+    for name, (rows, inputs) in shapes.matrices.items():
+        name = f"blk.0.{name}.weight".encode()
+        declared = struct.pack("<QIQQI", len(name), 2, inputs, rows, NEWER[format])
+        assert declared[:8] + name + declared[8:] in content
+    matrices = sum(quantized_bytes(format, *shape) for shape in shapes.matrices.values())
+    embedding = quantized_bytes("Q4_0", shapes.vocab_size, shapes.hidden_dim)
+    assert 0 < len(content) - matrices - embedding < 8192  # the header, and the norms

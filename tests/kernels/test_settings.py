@@ -33,7 +33,7 @@ def empty(monkeypatch):
         *(("THREADS", n, "whole number from 1 to 1024") for n in ("-1", "0", "1025")),
         ("THREADS", "٣", "whole number from 1 to 1024"),
         ("THREADS", "9" * 5000, "whole number from 1 to 1024"),
-        ("ISA", "avx1024", "allowed are amx, avx512"),
+        ("ISA", "avx1024", "allowed are avx512, avx2"),
         ("CACHE", __file__, "is no folder"),
         ("THREAD", "3", r"is no variable of afm-mlx \(did you mean AFM_MLX_THREADS\?\); known are"),
     ],

@@ -2,7 +2,7 @@
 
 The very text that MLX would compile is optimized for a register machine, and one lane is walked through it
 (`walk.py`) with the grid and the arrays' shapes of a launch, so that every block is counted as often as it
-runs. Prices of the classes are `bench/predict.py`'s.
+runs. Prices of the classes are `bench/apple_gpus.py`'s.
 
 clang's AMD target stands for Apple's, which is not to be had: a machine with 32-bit registers and 32 lanes,
 whose optimizer unrolls and keeps arrays in registers as a GPU's does. What lanes do together is an opaque
@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.kernels.metal import runtime as metal_runtime
-from bench.predict import Launch
+from bench.apple_gpus import Launch
 
 from . import llvm_ir, toolchain
 from .emulator import project_kernel, shape_buffers
@@ -235,4 +235,5 @@ def check_launch(
 def _unit(
     kernel: metal_runtime.Kernel, inputs: Sequence[mx.array], options: Mapping[str, Any]
 ) -> Unit:
-    return project_kernel(kernel).unit(inputs, options["output_dtypes"], options["template"])
+    made = project_kernel(kernel, tuple(options["template"]))
+    return made.unit(inputs, options["output_dtypes"], ())

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,10 +33,12 @@ from afm_mlx.kernels.metal import runtime as metal_runtime
 
 from . import branches
 from .machine import EmulatorError, Program, Unit, run
+from .toolchain import CompileError
 from .translation import translate
 
 # Registers may allow no more threads in a threadgroup on older GPUs.
 PROJECT_THREADS = 256
+LINES = "AFM_METAL_LINES"
 
 
 def raw_bytes(array: mx.array) -> bytes:
@@ -106,7 +109,8 @@ class Kernel:
         body, _, instantiated = body.partition("\ntemplate [[host_name(")
         found = re.search(r"decltype\((.*)\) ", instantiated) or re.search(r"void (\w+)", signature)
         assert found is not None
-        file = f"{self.name.removeprefix('afm_')}.{'metal' if self.of_project else 'source'}"
+        name = self.name.removeprefix("afm_").partition("__")[0]
+        file = f"{name}.{'metal' if self.of_project else 'source'}"
         unit = f"#include <mlx_prelude.h>\n{translate(self.header)}{signature}{end}"
         unit += f'#line 1 "{file}"\n{translate(body)}'
         parameters = signature.partition("(\n")[2]
@@ -179,15 +183,22 @@ def probe(
 
 
 @functools.cache
-def project_kernel(kernel: metal_runtime.Kernel) -> Kernel:
-    header = "".join(
-        f'#line 1 "{name}.metal"\n{branches.source(name, metal_runtime._read(name))}\n'
-        for name in kernel.headers
-    )
-    header += kernel.definitions
-    source = branches.source(kernel.name, kernel.source)
+def project_kernel(kernel: metal_runtime.Kernel, template: metal_runtime.Template) -> Kernel:
+    """A form of a project's kernel: the very text that MLX would compile.
+
+    With `AFM_METAL_LINES=1`, names and lines are the files' own, for whoever looks for a fault.
+    """
+    header, body = metal_runtime.texts(kernel, template)
+    if os.environ.get(LINES) or branches.start() is not None:
+        read = metal_runtime._read
+        with mock.patch.object(metal_runtime, "_read", lambda n: branches.source(n, read(n))):
+            decided = functools.partial(kernel.decided, template)
+            header = "".join(
+                f'#line 1 "{name}.metal"\n{decided(name)}\n' for name in kernel.headers
+            )
+            body = decided(kernel.name)
     names = kernel.inputs, kernel.outputs
-    return Kernel(f"afm_{kernel.name}", *names, source, header, of_project=True)
+    return Kernel(kernel.function(template), *names, body, header, of_project=True)
 
 
 def launch(
@@ -204,7 +215,13 @@ def launch(
         raise EmulatorError(
             f"kernel `{kernel.name}`: grid {grid} isn't a multiple of the threadgroup {threadgroup}"
         )
-    return project_kernel(kernel)(inputs=inputs, **options)
+    template = tuple(options.pop("template", ()))
+    try:
+        return project_kernel(kernel, template)(inputs=inputs, **options)
+    except (CompileError, EmulatorError) as error:
+        if not os.environ.get(LINES):
+            error.add_note(f"{LINES}=1 shows names and lines of the files.")
+        raise
 
 
 @contextlib.contextmanager

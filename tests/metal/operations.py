@@ -1,4 +1,4 @@
-"""Operations of a block of LLVM IR, by classes that a GPU has prices for (`bench/predict.py`)."""
+"""Operations of a block of LLVM IR, by classes that a GPU has prices for (`bench/apple_gpus.py`)."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ def _class(code: Instruction, fused: set[str], strings: Mapping[str, str]) -> tu
         return ("" if code.name in fused else "integer"), lanes
     if code.op in _FREE:
         return "", lanes
+    if code.op in ("fadd", "fsub", "fmul") and "bfloat" in code.type:
+        return "bfloat_float", lanes
     if code.op not in _CLASSES:
         raise NotImplementedError(
             f"no class of operations has LLVM's {code.op}; add it to tests/metal/operations.py."

@@ -19,7 +19,8 @@ from afm_mlx.config import PRESETS
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES
-from bench.predict import CHIPS, CONTEXTS, DATA, Launch, _data, predict
+from bench.apple_gpus import CHIPS, SHARES_PIPELINES, Launch
+from bench.predict import CONTEXTS, DATA, PROMPT_WAYS, _data, facts, predict, prompt_facts
 from tests.tools.graph import decode_cost
 
 from . import launches, published
@@ -27,7 +28,12 @@ from .cost import count_launch
 from .launches import Recorded
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
-MLX_GROUP = 64  # mlx-lm's own, when it quantizes
+# Formats of MLX to compare with: mlx-lm quantizes in groups of 64, and 128 are the cheapest.
+MLX_FORMATS = {
+    f"{kind.removesuffix('_t')}, {group}": (kind, group)
+    for kind in ("bfloat16_t", "half")
+    for group in (64, 128)
+}
 
 
 class _Counted:
@@ -56,7 +62,7 @@ def collect() -> dict[str, Any]:
     counted = _Counted()
     presets = {name: _preset(name, counted) for name in PRESETS}
     kernels = [[*launch[:3], dict(launch.operations), *launch[4:]] for launch in counted.launches]
-    return {"launches": kernels, "presets": presets}
+    return {"launches": kernels, "presets": presets, "errors": published.errors()}
 
 
 def _preset(name: str, counted: _Counted) -> dict[str, Any]:
@@ -64,7 +70,26 @@ def _preset(name: str, counted: _Counted) -> dict[str, Any]:
         PRESETS[name], *PRESET_RULES.get(name, (AFM_RULE, AFM_EMBEDDING_RULE))
     )
     steps = {str(context): _step(model, context, counted) for context in CONTEXTS}
-    return {"steps": steps, "mlx": _of_mlx(model, counted)}
+    formats = {name: _of_mlx(model, counted, *each) for name, each in MLX_FORMATS.items()}
+    mlx = formats if all(formats.values()) else {}
+    return {"steps": steps, "blocks": _writing_blocks(model), "mlx": mlx}
+
+
+def _writing_blocks(model: Model) -> list[list[Any]]:
+    """(how often, (N, K, bits) of the matrices, width of queries) of the blocks that a prompt runs."""
+    config = model.args
+    blocks = Counter(
+        tuple(
+            (layer.packed.out_dims, layer.packed.in_dims, layer.packed.bits)
+            for _, layer in block.named_modules()
+            if isinstance(layer, PackedLinear)
+        )
+        for block in model.model.layers
+    )
+    return [
+        [count, list(map(list, each)), config.num_heads * config.head_dim]
+        for each, count in blocks.items()
+    ]
 
 
 def _step(model: Model, context: int, counted: _Counted) -> dict[str, Any]:
@@ -90,26 +115,26 @@ def _is_product(call: Recorded) -> bool:
     return bool(codes) and codes[0].shape[0] == results
 
 
-def _of_mlx(model: Model, counted: _Counted) -> list[list[Any]]:
+def _of_mlx(model: Model, counted: _Counted, kind: str, group: int) -> list[list[Any]]:
     """(how often, launches side by side) of MLX's own kernel on the matrices of the model's blocks."""
     # Gate and up don't wait for each other.
     sides: dict[str, list[int | None]] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, PackedLinear):
             side = path.replace("gate_proj", "up_proj")
-            sides.setdefault(side, []).append(_qmv(layer.packed, counted))
+            sides.setdefault(side, []).append(_qmv(layer.packed, counted, kind, group))
     if any(None in numbers for numbers in sides.values()):
         return []
     steps = Counter(map(tuple, sides.values()))
     return [[count, list(numbers)] for numbers, count in steps.items()]
 
 
-def _qmv(packed: Any, counted: _Counted) -> int | None:
+def _qmv(packed: Any, counted: _Counted, kind: str, group: int) -> int | None:
     """MLX's kernel for a matrix of this shape and width of codes; None where it takes a slower one."""
     if packed.mode == "palette" or packed.in_dims % 512 or packed.out_dims % 8:
         return None
     shape = packed.out_dims, packed.in_dims
-    return counted.add(published.qmv("bfloat16_t", packed.bits, MLX_GROUP, *shape))
+    return counted.add(published.qmv(kind, packed.bits, group, *shape))
 
 
 def text() -> str:
@@ -120,28 +145,68 @@ def text() -> str:
     return f'{{\n"launches": [\n{lines}\n],\n{rest}\n'
 
 
+def _range(row: dict[str, Any], key: str) -> str:
+    return f"{row[f'{key}_low']:.0f} to {row[f'{key}_high']:.0f}"
+
+
 def chips_table() -> str:
-    """The 3B on every chip as Markdown, and what MLX was published to reach there."""
+    """The 3B on every chip as Markdown."""
     lines = [
-        "| chip | tokens/s | at 4,096 | of limit | over MLX | MLX on such a chip: published (predicted) |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
+        "| chip | tokens/s | at 4,096 | of limit | over MLX, groups of 64 | of 128 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, chip in CHIPS.items():
-        short, long = (predict("afm-3b", context, chip) for context in CONTEXTS)
-        rates = f"{short.tokens_per_second:.0f} | {long.tokens_per_second:.0f}"
-        there = "; ".join(
-            f"{', '.join(f.what.split(', ')[:2])}: {f.measured:.4g} ({f.predicted():.4g})"
-            for f in published.FIGURES
-            if f.chip == name and isinstance(f.runs, published.Model)
-        )
-        lines.append(
-            f"| {chip.label} | {rates} | {short.share:.0%} | {short.over_mlx:.2f}x | {there} |"
-        )
+        rows = [facts("afm-3b", name, context) for context in CONTEXTS]
+        rates = " | ".join(_range(row, "decode_tokens_per_second") for row in rows)
+        over = predict("afm-3b", CONTEXTS[0], chip).over_mlx
+        ratios = " | ".join(f"{over[f'bfloat16, {group}']:.2f}x" for group in (64, 128))
+        lines.append(f"| {chip.label} | {rates} | {rows[0]['share_of_bandwidth']:.0%} | {ratios} |")
     return "\n".join(lines)
 
 
+def half_table() -> str:
+    """The same over MLX's kernel by its types, on chips that don't know bfloat16, as Markdown."""
+    lines = [
+        "| chip | " + " | ".join(MLX_FORMATS) + " |",
+        "| --- |" + " ---: |" * len(MLX_FORMATS),
+    ]
+    for chip in CHIPS.values():
+        if chip.generation <= SHARES_PIPELINES:
+            over = predict("afm-3b", CONTEXTS[0], chip).over_mlx
+            lines.append(
+                f"| {chip.label} | " + " | ".join(f"{over[f]:.2f}x" for f in MLX_FORMATS) + " |"
+            )
+    return "\n".join(lines)
+
+
+def prompts_table() -> str:
+    """Prompts of the 3B on every chip, in each way to multiply, as Markdown."""
+    lines = [
+        "| chip | " + " | ".join(PROMPT_WAYS) + " |",
+        "| --- |" + " ---: |" * len(PROMPT_WAYS),
+    ]
+    for name, chip in CHIPS.items():
+        rows = [prompt_facts("afm-3b", name, way) for way in PROMPT_WAYS]
+        cells = " | ".join(_range(row, "prefill_tokens_per_second") for row in rows)
+        lines.append(f"| {chip.label} | {cells} |")
+    return "\n".join(lines)
+
+
+def tables() -> dict[str, str]:
+    """The tables of docs/benchmarks.md, by their marks."""
+    return {
+        "ranges": published.ranges_table(),
+        "matrices": published.table(published.MATRICES, published.FITTED_MATRICES),
+        "decode": published.table(published.DECODES, published.FITTED),
+        "prefill": published.table(published.PROMPTS + published.PEERS),
+        "chips": chips_table(),
+        "half": half_table(),
+        "prompts": prompts_table(),
+    }
+
+
 def with_tables(page: str) -> str:
-    for mark, table in ("published", published.table()), ("chips", chips_table()):
+    for mark, table in tables().items():
         begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
         before, _, rest = page.partition(begin)
         _, found, after = rest.partition(end)

@@ -1,6 +1,6 @@
 """The count of a kernel's operations: on small texts, on MLX's `affine_qmv_fast`, on kernels of the project.
 
-And `bench.predict`, whose counts equal today's kernels' counts, and whose model meets published speeds.
+And `bench.predict`, whose counts equal today's kernels' counts.
 """
 
 import json
@@ -11,14 +11,13 @@ import pytest
 
 from afm_mlx.kernels import PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import matmul, products
-from bench import predict as prediction
-from bench.predict import DATA, Launch
+from bench.apple_gpus import Launch
+from bench.predict import DATA
 from tests.metal import llvm_ir, mlx_wheel, prediction_data, published, toolchain
 from tests.metal.cost import REGISTERS, Argument, CostError, check, check_launch, count
 from tests.metal.launches import record
 from tests.metal.machine import Unit
 from tests.metal.operations import operations
-from tests.metal.published import FIGURES
 from tests.tools.cases import each
 
 _reason = toolchain.why_unavailable()
@@ -52,6 +51,11 @@ def cost(body: str, n: int = 4, threads: int = 64, **options) -> Launch:
         ("y = float((places[lane] >> 3) & 12);", {"shift": 1, "bit": 1, "convert": 1}),
         ("y = float(half(y));", {"load": 1, "store": 1}),
         ("y = float(bfloat(y)) + 1.0f;", {"bfloat": 2, "float": 1}),
+        # A sum in bfloat is rounded to it.
+        (
+            "y = float(bfloat(y) + bfloat(x[lane + 32]));",
+            {"bfloat": 3, "bfloat_float": 1, "load": 2},
+        ),
         (
             "y = metal::precise::exp2(y) / x[lane + 32];",
             {"exponent": 1, "reciprocal": 1, "load": 2},
@@ -134,8 +138,18 @@ def test_a_vector_product_of_mlx(wheel):
         arrays = n * k * bits // 8 + 2 * n * k // 64 * 2 + 2 * k + 2 * n
         assert launch.memory_bytes == pytest.approx(arrays, rel=1e-3)
         assert launch.operations["reduction"] == 4  # rows of a simdgroup
-    bfloats = published.qmv("bfloat16_t", 4, 64, n, k).operations["bfloat"]
-    assert bfloats == (16 + 2 * 4) * k // 512 + 4  # inputs, scales and biases of four rows; results
+    operations = published.qmv("bfloat16_t", 4, 64, n, k).operations
+    # Inputs, scales and biases of four rows; results.
+    assert operations["bfloat"] == (16 + 2 * 4) * k // 512 + 4
+    # MLX 0.32.4 adds inputs as floats; what it did before is as much work, and is rounded.
+    assert "bfloat_float" not in operations
+    before = published.sums_in_bfloat(published.qmv("bfloat16_t", 4, 64, n, k), 4, k).operations
+    assert (before["bfloat_float"], sum(before.values())) == (
+        12 * k // 512,
+        sum(operations.values()),
+    )
+    # Where MLX has another kernel, the next multiples of what this one takes stand for it.
+    assert published.qmv("half", 4, 64, 61, 3700) == published.qmv("half", 4, 64, n, k)
 
 
 def zeros(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -169,18 +183,5 @@ def test_the_stored_counts_are_those_of_the_kernels(wheel):
     assert prediction_data.with_tables(page) == page, (
         "the tables of docs/benchmarks.md are old: run `make costs`"
     )
-    with pytest.raises(ValueError, match="no marks for the table `published`"):
+    with pytest.raises(ValueError, match="no marks for the table `ranges`"):
         prediction_data.with_tables("")
-
-
-def test_the_model_meets_figures_that_it_was_not_fitted_on(wheel):
-    assert published.fit() == (prediction.BANDWIDTH_SHARE, prediction.CORNER)
-    assert all(abs(figure.off()) < 0.1 for figure in FIGURES if figure.fitted)
-    held_out = [figure for figure in FIGURES if not figure.fitted]
-    near = [figure for figure in held_out if abs(figure.off()) < 0.2]
-    assert len(near) >= 15, [(figure.what, figure.chip, figure.off()) for figure in held_out]
-    # Arithmetic is what makes them so: without it, 2 bits on an M1 Pro would be far off.
-    slow = next(f for f in held_out if f.chip == "m1-pro")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prediction, "lane_cycles", lambda *_: 0.0)
-        assert slow.off() < -0.3

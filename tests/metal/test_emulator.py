@@ -205,18 +205,25 @@ def launch_file(tmp_path, monkeypatch):
 
     def forget():
         metal_runtime._read.cache_clear()
+        metal_runtime.texts.cache_clear()
         emulator.project_kernel.cache_clear()
 
     yield launch
     forget()
 
 
-def test_launches_of_the_project_are_emulated(launch_file, rng):
+def test_launches_of_the_project_are_emulated(launch_file, rng, monkeypatch):
     a = draw(rng, (64,))
     twice = "x[thread_position_in_grid.x] = T(2.0f * float(a[thread_position_in_grid.x]));"
     assert_same(launch_file(twice, a), 2 * a)
+    outside = "\nx[thread_position_in_grid.x] = a[64];"
+    with pytest.raises(EmulatorError, match=r"\(probe.metal:1") as raised:
+        launch_file(outside, a)
+    # The text is one line, unless somebody looks for a fault.
+    assert raised.value.__notes__ == ["AFM_METAL_LINES=1 shows names and lines of the files."]
+    monkeypatch.setenv(emulator.LINES, "1")
     with pytest.raises(EmulatorError, match=r"\(probe.metal:2"):
-        launch_file("\nx[thread_position_in_grid.x] = a[64];", a)
+        launch_file(outside, a)
 
 
 def test_limits_of_the_project(launch_file):
@@ -227,7 +234,7 @@ def test_limits_of_the_project(launch_file):
         launch_file(source, mx.zeros(40))
     sum_in_bfloat = "uint i = thread_position_in_grid.x;\nT y = a[i] + a[0];\nx[i] = float(y);"
     launch_file(sum_in_bfloat, mx.zeros(32, mx.float16))
-    with pytest.raises(CompileError, match=r"arithmetic on bfloat, .* in lines 2"):
+    with pytest.raises(CompileError, match=r"arithmetic on bfloat, .* in lines 1"):
         launch_file(sum_in_bfloat, mx.zeros(32, mx.bfloat16))
 
 

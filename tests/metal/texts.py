@@ -31,7 +31,7 @@ from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest import problems, specs
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES
 
-from .emulator import Kernel
+from .emulator import project_kernel
 from .launches import Recorded, cache_of, record, shapes_only
 
 # Part of every text that MLX compiles; it is in MLX's wheel for macOS.
@@ -69,9 +69,7 @@ def texts(recorded: Iterable[Recorded]) -> dict[str, str]:
         if key in seen:
             continue
         seen.add(key)
-        names = kernel.inputs, kernel.outputs
-        made = Kernel(kernel.function, *names, kernel.source, kernel.header, of_project=True)
-        text = PRELUDE + made.generated(inputs, dtypes, template)
+        text = PRELUDE + project_kernel(kernel, tuple(template)).generated(inputs, dtypes, ())
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         found[f"{kernel.name}-{digest}"] = text
     return found

@@ -6,7 +6,7 @@ import re
 
 from .toolchain import CompileError
 
-_THREADGROUP = re.compile(r"(?:^|[;{}])[ \t]*(threadgroup\s)", re.MULTILINE)
+_THREADGROUP = re.compile(r"(?:^|(?<=[;{}]))[ \t]*(threadgroup\s)", re.MULTILINE)
 _DECLARATION = re.compile(
     r"\s*(?P<type>.*?)\s*\b(?P<name>\w+)\s*(?P<dims>(?:\[.*\])?)\s*", re.DOTALL
 )

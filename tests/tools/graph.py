@@ -25,7 +25,7 @@ from afm_mlx.kernels.metal import prompts
 VIEWS = set(
     """
     Broadcast BroadcastAxes Copy Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient Transpose
-    Unflatten
+    Unflatten View
     """.split()
 )
 # One kernel each, whatever the strides of their inputs are.
@@ -225,6 +225,9 @@ def _views(
         return np.split(layout, arguments[0], axis=arguments[1])
     if name in ("Broadcast", "BroadcastAxes"):
         return [np.broadcast_to(layout, shapes[0])]
+    if name == "View":
+        # Strided numbers keep their strides; no kernel of ours returns them.
+        return [_contiguous(shapes[0])] if layout.flags.c_contiguous else None
     if name in ("Copy", "Depends", "StopGradient"):
         return [layout] * len(shapes)
     try:

@@ -21,10 +21,86 @@ _SIZES = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+_OWN = {
+    "baichuan_m1": {
+        "sliding_window": 24,
+        "sliding_window_layers": [0],
+        "conv_window": 2,
+        "num_swa_attention_heads": 4,
+        "num_swa_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
+    "falcon_h1": {
+        "mamba_chunk_size": 16,
+        "mamba_d_head": 8,
+        "mamba_d_ssm": 32,
+        "mamba_d_state": 8,
+        "mamba_n_heads": 4,
+        "lm_head_multiplier": 1.0,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 24,
+        "sliding_window_pattern": 2,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+    },
+    "lfm2": {
+        "num_hidden_layers": 3,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 32,
+        "block_ff_dim": 64,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1],
+    },
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "ffn_hidden_size": 64,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "zero_expert_num": 1,
+        "num_layers": 2,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "routed_scaling_factor": 1.0,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "attention_bias": False,
+    },
+    "mamba2": {
+        "num_heads": 4,
+        "intermediate_size": 32,
+        "state_size": 8,
+        "layer_norm_epsilon": 1e-5,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_limit": [0.001, 100.0],
+        "time_step_rank": "auto",
+    },
+}
+"""What architectures have besides or instead: windows that prompts of tests cross."""
 
 
 def zoo_config(model_type: str, vocab_size: int) -> dict[str, Any]:
-    return {"model_type": model_type, "vocab_size": vocab_size, "head_dim": 8, **_SIZES}
+    sizes = {"model_type": model_type, "vocab_size": vocab_size, "head_dim": 8, **_SIZES}
+    return sizes | _OWN.get(model_type, {})
 
 
 def zoo_model(model_type: str, vocab_size: int, seed: int) -> Any:

@@ -172,16 +172,9 @@ class Dialogue:
         return None if stopped else last
 
     def _encoded(self, messages: Sequence[Message], open_answer: bool) -> list[int]:
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=open_answer
-            )
-        except AFMError:
-            raise
-        except Exception as error:  # templates of other models raise anything
-            raise TokenizerError(
-                f"The model's chat template can't write this conversation: {error}"
-            ) from error
+        return self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=open_answer
+        )
 
 
 def _checked(messages: Sequence[Message]) -> list[Message]:

@@ -10,8 +10,20 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from afm_mlx.engine.batch import change_entries, extend_cache, reserve_columns
+from afm_mlx.engine.batch import (
+    RowCaches,
+    change_entries,
+    extend_cache,
+    prefill_tokens,
+    reserve_columns,
+    trim_rows,
+    verify,
+    verify_greedy,
+    vocab_size_of,
+)
+from afm_mlx.engine.request import MOST_TOKENS
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.sampling import Draw, draw
 from afm_mlx.engine.speculation.draft_tokens import Draft
@@ -24,8 +36,10 @@ FEW = 32  # tokens that a row is fed in a step of all rows; more are prefilled
 class DraftModel:
     """A draft model, and its caches of the rows that it drafts for."""
 
-    def __init__(self, model: Model, prefill_step_size: int, by_block: bool = False):
+    def __init__(self, model: nn.Module, prefill_step_size: int, by_block: bool = False):
         self.model, self._by_block = model, by_block
+        self.row_caches = RowCaches(model, "int8", None, takes_back=True)
+        self._vocab_size = vocab_size_of(model) or MOST_TOKENS
         self._chunk = prefill_step_size
         self._prefilling: dict[int, tuple[Cache, _Held]] = {}  # by row
         self._held: dict[int, _Held] = {}  # by row of the batch, in its order
@@ -58,7 +72,7 @@ class DraftModel:
             if not drafting:
                 return
             for draft, token in zip(drafting.values(), self.next_tokens(drafting), strict=True):
-                if 0 <= token < self.model.args.vocab_size:
+                if 0 <= token < self._vocab_size:
                     draft.extend([token])
                 else:  # the row's sampler has drawn no token, and will draw none for the model either
                     draft.close()
@@ -71,19 +85,25 @@ class DraftModel:
         if len(keep) == len(self._held):
             return
         self._held = {row: held for row, held in self._held.items() if row not in gone}
-        change_entries(self._cache, lambda entry: entry.filter(keep), self._by_block)
         if not keep:
             self._cache = []
+        change_entries(self._cache, lambda entry: entry.filter(keep), self._by_block)
 
     def _prefill(self, row: Row) -> None:
         """Feed the next chunk of a new row's tokens; after the last one, join the row to the draft batch."""
-        cache, held = self._prefilling.setdefault(row.id, (list(self.model.make_cache()), _Held()))
+        if row.id not in self._prefilling:
+            if isinstance(self.model, Model):
+                new = list(self.model.make_cache())
+            else:
+                new = self.row_caches.merged([self.row_caches.make()])
+            self._prefilling[row.id] = new, _Held()
+        cache, held = self._prefilling[row.id]
         missing = held.missing(row)
         if len(missing) > FEW // 2:
             chunk = missing[: min(self._chunk, len(missing) - 1)]
             if self._by_block:
                 reserve_columns(cache, None, len(chunk))
-            self.model.prefill(mx.array([chunk], mx.int32), cache)
+            prefill_tokens(self.model, mx.array([chunk], mx.int32), cache)
             mx.eval([entry.state for entry in cache])
             held.add(row, chunk)
         if len(held.missing(row)) <= FEW // 2:
@@ -94,8 +114,8 @@ class DraftModel:
             self._held[row.id] = held
 
     def _trim(self, counts: list[int]) -> None:
-        for entry in self._cache:
-            entry.trim_rows(counts)
+        longest = max(held.known + len(held.drafted) for held in self._held.values())
+        trim_rows(self._cache, counts, longest)
 
     def next_tokens(self, drafting: dict[int, Draft]) -> list[int]:
         """Feed the draft caches what these drafts (by row) have more, then draw one token for each."""
@@ -115,13 +135,13 @@ class DraftModel:
             for draft in drafts
         )
         if is_greedy:
-            found, _ = self.model.verify_greedy(inputs, self._cache)
+            found, _ = verify_greedy(self.model, inputs, self._cache)
         else:
-            found = self.model.verify(inputs, self._cache)
-        self._trim([width - len(tokens) for tokens in missing])
+            found = verify(self.model, inputs, self._cache)
         for (row, held), tokens in zip(self._held.items(), missing, strict=True):
             if tokens:
                 held.add(drafting[row].row, tokens)
+        self._trim([width - len(tokens) for tokens in missing])
         order = list(self._held)
         rows = [order.index(row) for row in drafting]
         ends = [len(missing[i]) - 1 for i in rows]

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
-from afm_mlx.engine.batch import RowCaches
+from afm_mlx.engine.batch import RowCaches, vocab_size_of
 from afm_mlx.engine.draft_length import MOST, Acceptance, DraftCounts, StepCosts, best_count
+from afm_mlx.engine.request import MOST_TOKENS
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.speculation.draft_model import FEW, DraftModel
 from afm_mlx.engine.speculation.draft_tokens import Draft, Drafter, PromptLookup
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import Cache
-from afm_mlx.model.model import Model, is_afm
+from afm_mlx.model.model import is_afm
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,7 @@ class Speculation:
     rejected, so they must depend on nothing except their arguments.
 
     Args:
-        draft_model: a smaller AFM model with the same vocabulary, or a `Drafter` of your own; pass None for
-            none.
+        draft_model: a smaller model with the same vocabulary, or a `Drafter` of your own; pass None for none.
         prompt_lookup: True to propose what followed the last few tokens where they occurred before. That is
             tried first, because it costs nothing.
         adapter_drafts: draft models of adapters, by the names that requests give; rows with other adapters have
@@ -53,13 +53,8 @@ class Speculation:
                 f"adapter_drafts is {shown(self.adapter_drafts)}; draft models by names of adapters are needed."
             )
 
-    def check(self, model: nn.Module, sliding_window: bool) -> Model:
-        """Return the model; raise `RequestError` if these options can't be honoured for it or its cache."""
-        if not is_afm(model):
-            raise RequestError(
-                f"Speculative decoding is for AFM models; this is a {type(model).__name__} of mlx-lm. "
-                "Leave the draft model out, or run it with mlx_lm.stream_generate."
-            )
+    def check(self, model: nn.Module, sliding_window: bool) -> None:
+        """Raise `RequestError` if these options can't be honoured for a model or its cache."""
         if sliding_window:
             raise RequestError(
                 "Speculative decoding takes tokens back, and a sliding window has forgotten the tokens before "
@@ -69,17 +64,22 @@ class Speculation:
             methods = getattr(draft, "propose", None), getattr(draft, "forget", None)
             if draft is None or all(map(callable, methods)):
                 continue
-            if not isinstance(draft, Model):
+            if not isinstance(draft, nn.Module):
                 raise RequestError(
-                    f"{name} is {shown(draft)}; an AFM model is needed, such as load_draft returns, or a "
+                    f"{name} is {shown(draft)}; a model is needed, such as load_draft returns, or a "
                     "Drafter with the methods propose and forget."
                 )
-            if draft.args.vocab_size != model.args.vocab_size:
+            sizes = vocab_size_of(draft), vocab_size_of(model)
+            if sizes[0] != sizes[1]:
                 raise RequestError(
-                    f"{name} has {draft.args.vocab_size} tokens and the model {model.args.vocab_size}; a draft "
-                    "model has its model's vocabulary."
+                    f"{name} has {sizes[0]} tokens and the model {sizes[1]}; a draft model has its model's "
+                    "vocabulary."
                 )
-        return model
+            if not is_afm(draft) and _has_states(draft):
+                raise RequestError(
+                    f"{name} is a {type(draft).__module__.rpartition('.')[2]} model, whose states can't give "
+                    "back rejected tokens. Choose a draft model that has keys and values in all blocks."
+                )
 
 
 class Drafting:
@@ -88,7 +88,7 @@ class Drafting:
     def __init__(
         self,
         options: Speculation,
-        model: Model,
+        model: nn.Module,
         end_tokens: Collection[int],
         prefill_step_size: int,
         by_block: bool = False,
@@ -96,16 +96,16 @@ class Drafting:
         self.costs = StepCosts()  # of the model's steps
         self.overall = Acceptance()  # of all rows' draft tokens
         self._fixed = options.num_draft_tokens
-        self._end_tokens, self._vocab_size = end_tokens, model.args.vocab_size
+        self._end_tokens, self._vocab_size = end_tokens, vocab_size_of(model) or MOST_TOKENS
         self._lookup = PromptLookup() if options.prompt_lookup else None
 
         # Adapters that share a draft model share its caches.
         drafters: dict[int, Drafter] = {
             id(given): DraftModel(given, prefill_step_size, by_block)
-            if isinstance(given, Model)
+            if isinstance(given, nn.Module) and not hasattr(given, "propose")
             else given
             for given in [options.draft_model, *options.adapter_drafts.values()]
-            if isinstance(given, Model | Drafter)
+            if given is not None
         }
         self._drafters = list(drafters.values())
         self._default = drafters.get(id(options.draft_model))
@@ -121,7 +121,7 @@ class Drafting:
 
     @property
     def draft_caches(self) -> list[RowCaches]:
-        return [RowCaches(drafter.model, "int8", None) for drafter in self._draft_models]
+        return [drafter.row_caches for drafter in self._draft_models]
 
     @property
     def caches(self) -> list[Cache]:
@@ -238,3 +238,9 @@ def _most_tokens(row: Row) -> int:
     if row.bound is not None:
         most = min(most, row.bound - row.position)
     return max(1, most)
+
+
+def _has_states(model: nn.Module) -> bool:
+    from afm_mlx.engine.zoo_caches import has_states
+
+    return has_states(RowCaches(model, "float", None).make())

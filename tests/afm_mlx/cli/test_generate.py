@@ -14,6 +14,7 @@ from afm_mlx.engine.prompt_cache import save_prompt_cache
 from afm_mlx.loading.load import load
 from tests.tools.cli import answer, example, lines, write_folder
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
+from tests.tools.zoo_chats import write_family_folder
 
 
 @pytest.fixture
@@ -180,6 +181,20 @@ def test_a_model_without_a_chat_template(tmp_path, done, fails, say):
     texts = lines(tmp_path / "texts.jsonl", {"text": "w2 w3 w4"})
     facts = json.loads(done("perplexity", "--model", folder, "--data-path", texts, "--json"))
     assert facts["tokens"] == 3  # the last is the end
+
+
+def test_a_chat_template_that_fails_is_one_line(tmp_path, fails):
+    folder = write_family_folder(tmp_path / "gemma", "gemma3")
+    for template, says in {
+        "{{ raise_exception('No roles!') }}": "can't write this chat: TemplateError: No roles!",
+        "{{ messages[3].content.x }}": "can't write this chat: UndefinedError",
+        "{% if %}": "can't write this chat: TemplateSyntaxError",
+    }.items():
+        (folder / "chat_template.jinja").write_text(template)
+        assert says in fails("generate", "--model", folder, "-p", "x")
+        chats = lines(tmp_path / "chats.jsonl", example("a", "w2", "w3"))
+        assert says in fails("evaluate", "--model", folder, "--data", chats)
+        assert says in fails("perplexity", "--model", folder, "--data-path", chats)
 
 
 def test_a_prompt_cache_file_saves_what_prompts_begin_with(generate, tmp_path):

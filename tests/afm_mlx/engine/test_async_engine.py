@@ -5,11 +5,13 @@ import gc
 import threading
 import weakref
 from contextlib import aclosing, contextmanager
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from afm_mlx import threads
+from afm_mlx.engine import async_engine
 from afm_mlx.engine.async_engine import AsyncEngine, StepError
 from afm_mlx.engine.generation import generate
 from afm_mlx.engine.prefix_cache import PrefixCache
@@ -369,3 +371,61 @@ def test_a_dropped_engine_is_freed_without_the_garbage_collector(rng, model, tok
         assert [part() for part in parts] == [None, None, None]
     finally:
         gc.enable()
+
+
+# -- compiling kernels in advance
+
+
+@pytest.fixture
+def warming(model, tokenizer, monkeypatch):
+    """Make an engine whose warm-up takes the steps of an iterator, as on a GPU."""
+
+    def make(steps):
+        monkeypatch.setattr(async_engine, "dispatch", SimpleNamespace(device=lambda: "gpu"))
+        monkeypatch.setattr(async_engine, "warm_up", lambda *args, **options: steps)
+        return AsyncEngine(model, tokenizer)
+
+    return make
+
+
+def test_kernels_are_compiled_while_no_rows_run(rng, warming):
+    rows = []
+
+    def steps():
+        for _ in range(100):
+            rows.append(engine.rows)
+            yield
+
+    engine = warming(steps())
+
+    async def run():
+        task = asyncio.create_task(answer(engine, some_prompt(rng, 3), 20))
+        while engine.rows == 0:
+            await asyncio.sleep(0)
+        engine.warm_up()
+        await task
+        while len(rows) < 100:
+            await idle(engine)
+
+    asyncio.run(run())
+    assert rows == [0] * 100
+
+
+def test_a_kernel_that_does_not_compile_is_logged_and_answers_go_on(rng, warming, caplog):
+    def steps():
+        yield None
+        raise RuntimeError("Unable to build metal library from source")
+
+    engine = warming(steps())
+    engine.warm_up()
+    assert asyncio.run(answer(engine, some_prompt(rng, 3), 5))
+    asyncio.run(idle(engine))
+    (message,) = [record.message for record in caplog.records]
+    assert message == (
+        "Kernels could not be compiled in advance (RuntimeError: Unable to build metal library from source)."
+    )
+
+
+def test_nothing_is_compiled_in_advance_on_a_cpu(engine, monkeypatch):
+    monkeypatch.setattr(threads, "submit", lambda *args: pytest.fail("a job was queued"))
+    engine.warm_up()

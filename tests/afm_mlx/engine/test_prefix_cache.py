@@ -219,13 +219,16 @@ def test_a_hundred_interleavings_have_the_answers_without_the_cache(rng, tokeniz
     assert prefixes.hits > prefixes.queries / 3
 
 
-def test_models_whose_caches_cannot_be_cut_keep_nothing(rng, model, tokenizer):
+def test_windows_of_another_size_and_other_models_share_nothing(rng, model, tokenizer):
     other = zoo_model("qwen3", VOCAB, 1)
     prefixes = PrefixCache(LARGE)
-    engine = Engine(other, tokenizer, prefix_cache=prefixes, max_kv_size=64)  # rotating caches
-    prompt = some_prompt(rng, 20)
-    assert answer(engine, prompt)[0] == answer(engine, prompt)[0]
-    assert prefixes.tokens == 0
+    prompt = some_prompt(rng, 90)
+    for size in (64, 40, None):
+        options = {"max_kv_size": size}  # rotating caches
+        engine = Engine(other, tokenizer, prefix_cache=prefixes, **options)
+        tokens, found = answer(engine, prompt)
+        assert (tokens, found) == (scratch(other, tokenizer, prompt, **options), 0)
+        assert answer(engine, prompt) == (tokens, len(prompt) - 1)
     with pytest.raises(RequestError, match="another model"):
         Engine(model, tokenizer, prefix_cache=prefixes)
     with pytest.raises(RequestError, match="budget is 0"):
@@ -245,7 +248,7 @@ def test_blocks_are_copies_that_keep_no_other_memory(rng, model, tokenizer):
     prefixes.advance()
     taken = mx.get_active_memory() - before
     assert math.isclose(taken, 4 * 3 * 1500 * 8 * 4, rel_tol=0.1)
-    found, count = prefixes.find("key", [*tokens[:100], 99])
-    assert count == 100
-    for array, original in zip(found, arrays, strict=True):
+    found = prefixes.find("key", [*tokens[:100], 99])
+    assert found.tokens == found.shared == 100
+    for array, original in zip(found.arrays, arrays, strict=True):
         assert (array == original[:, :, :100]).all().item()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from typing import Literal
 
 import pytest
 
@@ -11,8 +12,10 @@ from afm_mlx.engine.generation import generate
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.turn import SUMMARY_PROMPT, fit_to_context
 from afm_mlx.guidance.tool_calls import tool_call_constraint
+from afm_mlx.loading.load import load
 from tests.afm_mlx.fm.conftest import entries, roles, texts
 from tests.tools.cases import each
+from tests.tools.zoo_chats import write_family_folder
 
 PROMPT = "Where is my order V6036?"
 HOT = fm.GenerationOptions(fm.SamplingMode.random(seed=3), temperature=2.0)
@@ -256,7 +259,7 @@ async def test_a_request_that_is_cancelled_while_a_tool_runs_ends_the_tool(model
 def test_a_model_without_markers_for_calls_says_so(model, nano, monkeypatch):
     monkeypatch.setattr(nano[1], "has_tool_calling", False)
     session = fm.LanguageModelSession(model=model, tools=[TrackOrder()])
-    with pytest.raises(fm.GenerationError, match="without tools"):
+    with pytest.raises(fm.GenerationError, match="Leave out tools"):
         asyncio.run(session.respond(PROMPT))
     assert asyncio.run(session.respond(PROMPT, tool_choice="none"))
 
@@ -392,3 +395,41 @@ def test_what_is_kept_fits(rng, summarizes):
             ((asking, tokens),) = asked
             assert count(asking) + tokens <= 100
             assert asking.messages()[0][-1]["content"] == SUMMARY_PROMPT
+
+
+# -- models of mlx-lm's zoo
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama3", "mistral", "mistral args", "harmony", "lfm2"]
+)
+async def test_zoo_models_call_tools_in_their_own_form(tmp_path, family):
+    folder = write_family_folder(tmp_path / "model", family, max_position_embeddings=4096)
+    model = fm.SystemLanguageModel(model=load(folder))
+    seen = []
+
+    def weather(city: Literal["Porto", "Lima"], soon: bool) -> str:
+        """Tell the weather"""
+        seen.append((city, soon))
+        return f"rain, <|im_end|>{city}"
+
+    session = fm.LanguageModelSession("Be brief.", model, [weather])
+    options = fm.GenerationOptions(maximum_response_tokens=60)
+    await session.respond("How is it?", options=options, tool_choice="one")
+    ((city, _),) = seen
+    assert roles(session) == ["instructions", "user", "response", "tool", "response"]
+    assert texts(session, "tool") == [f"rain, <|im_end|>{city}"]
+    # A cut-off call is an error, and is not made.
+    short = fm.GenerationOptions(maximum_response_tokens=4)
+    with pytest.raises(fm.DecodingFailureError, match="maximum_response_tokens"):
+        await session.respond("And now?", options=short, tool_choice="one")
+    assert len(seen) == 1
+
+
+async def test_zoo_models_that_know_no_tools_say_so(tmp_path):
+    folder = write_family_folder(tmp_path / "model", "gemma3", max_position_embeddings=4096)
+    session = fm.LanguageModelSession(
+        model=fm.SystemLanguageModel(model=load(folder)), tools=[set_alarm]
+    )
+    with pytest.raises(fm.GenerationError, match="knows no tools"):
+        await session.respond("How is it?")

@@ -6,6 +6,8 @@ import pytest
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine.generation import generate
+from afm_mlx.guidance.call_forms import call_form
+from afm_mlx.loading.load import load
 from afm_mlx.measure.evaluation import (
     Evaluation,
     Example,
@@ -18,6 +20,7 @@ from afm_mlx.measure.evaluation import (
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.cases import each
 from tests.tools.models import random_config, random_model
+from tests.tools.zoo_chats import write_family_folder
 
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
@@ -104,7 +107,7 @@ def test_what_is_compared_and_what_an_answer_must_look_like(tmp_path):
         record(messages=plain, compare="json"),
     )
     assert [e.compare for e in examples] == ["json", "text", "calls", "text", "json"]
-    made = [e.constraint and e.constraint.what for e in examples]
+    made = [(made := e.constraint()) and made.what for e in examples]
     assert made == ["JSON schema", "JSON schema", "tool calls", "tool calls", None]
 
 
@@ -178,3 +181,26 @@ def test_the_comparison_follows_from_the_expected_answer(expected, has_format, c
     assert natural_comparison(expected, has_format) == comparison
     assert is_right(expected, expected, comparison)
     assert not any(is_right("a: 1", "a: 1", form) for form in ("json", "calls"))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "lfm2"])
+def test_calls_of_zoo_models_are_compared_in_their_own_form(tmp_path, family):
+    folder = write_family_folder(tmp_path / "model", family, max_position_embeddings=2048)
+    model, tokenizer = load(folder)
+    parameters = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    call = (
+        '<executable_start> ```function\n[{"name": "f", "arguments": {"a": 1}}]```<executable_end>'
+    )
+    form = call_form(tokenizer)
+    arguments = "a=1" if family == "lfm2" else '{"a": 1}'
+    made = form.opening + form.head_of("f") + arguments + form.tail + form.closing
+    assert is_right(made, call, "calls", form)
+    assert not is_right(made.replace("1", "2"), call, "calls", form)
+    assert not is_right(call, call, "calls", form)
+    assert not is_right(made[:-3], call, "calls", form)
+    question = [{"role": "user", "content": "q"}]
+    asked = Example("t", question, tools, call, "x:1", "calls")
+    assert is_right(made, asked.answer, asked.compare, form)
+    (graded,) = evaluate(model, tokenizer, [asked], constrained=True).answers
+    assert graded.form.name == form.name

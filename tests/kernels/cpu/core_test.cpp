@@ -155,17 +155,7 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
   const int64_t stride = group > 0 ? (cols / group + 15) / 16 * 16 + 16 : 0;
   float* scales = array<float>(rows * stride);
   for (int64_t i = 0; i < rows * stride; ++i) scales[i] = i % stride < cols / group ? draw_float() : 0;
-  int8_t* arranged = nullptr;
-  if (plain && k.arrange != nullptr) {
-    const int64_t step = k.matrix_vectors, width = vectors < step ? vectors : step;
-    arranged = static_cast<int8_t*>(aligned_alloc(64, (vectors + step) * x_row_bytes));
-    for (int64_t v = 0; v < vectors; v += step) {
-      const int64_t count = vectors - v < step ? vectors - v : step;
-      k.arrange(planes + v * x_row_bytes, count, width, x_row_bytes, arranged + v / step * width * x_row_bytes);
-    }
-  }
-  const int8_t* digits_of_x = arranged != nullptr ? arranged : planes;
-  const MatrixJob job = {codes, rows, row_bytes, digits_of_x, vectors, x_row_bytes, digits, bits, out, rows, scratch, {}};
+  const MatrixJob job = {codes, rows, row_bytes, planes, vectors, x_row_bytes, digits, bits, out, rows, scratch, {}};
   if (of_palette) {
     (several ? k.palette_matrix : k.palette_vector)({job, tables, rows_per_table, 1});
   } else if (group > 0) {
@@ -188,7 +178,7 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
       expect(out[v * rows + n], wanted, 1e-6 * gross, of_palette ? "palette" : "matrix");
     }
   }
-  free(codes), free(tables), free(x), free(out), free(planes), free(arranged), free(scratch), free(scales);
+  free(codes), free(tables), free(x), free(out), free(planes), free(scratch), free(scales);
 }
 
 // Tails of rows, of columns and of vectors, one strip and several; groups from four bytes of codes to more than a

@@ -1,0 +1,369 @@
+"""Tokenizers of mlx-lm's models: chats in which only the template writes control tokens, and tokens as bytes.
+
+Text and ids equal stock mlx-lm's: transformers renders the chat. If a message might hold the name of a
+control token, the chat is rendered a second time, with marks, see `control_tokens`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+
+from afm_mlx.errors import AFMError, TokenizerError, shown
+from afm_mlx.installation import package_problem
+from afm_mlx.tokenizer.chat_messages import Message
+from afm_mlx.tokenizer.chat_template import Chat, ChatTemplate, drop_neutral_arguments, reason_of
+from afm_mlx.tokenizer.control_tokens import ControlTokens, MixedText, is_bracketed, strings_in
+from afm_mlx.tokenizer.detokenizer import SPACE
+from afm_mlx.tokenizer.vocabulary import with_names
+
+_CONTROL_NAME = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+_ARGUMENTS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+class ZooTokenizer(TokenizerWrapper):
+    """mlx-lm's wrapper of a tokenizer of transformers; only the chat template writes control tokens.
+
+    Control tokens are special tokens, added tokens in brackets whose names the template or the marks of calls
+    and thoughts have, and those named like `<|...|>`.
+    """
+
+    _controls_of: dict[str, ControlTokens]
+
+    @classmethod
+    def of(cls, wrapper: TokenizerWrapper) -> ZooTokenizer:
+        """Make one that shares all that mlx-lm's wrapper has."""
+        made = cls.__new__(cls)
+        made.__dict__.update(wrapper.__dict__)
+        made._controls_of = {}
+        return made
+
+    def apply_chat_template(  # type: ignore[override]
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **kwargs: Any,
+    ) -> list[int] | str:
+        """Render a conversation with the model's template, and encode it as stock mlx-lm does.
+
+        Names of control tokens in messages, tools and `kwargs` are encoded as plain text. Arguments of tool
+        calls may be JSON text; ids that calls and results lack are made up.
+
+        Args:
+            messages, tools, add_generation_prompt, tokenize: see `AFMTokenizer.apply_chat_template`.
+            kwargs: variables for the template, and `continue_final_message` and `chat_template` of
+                transformers.
+
+        Raises:
+            TokenizerError: if the template fails, refuses the chat, or ignores tools or calls that it has.
+        """
+        drop_neutral_arguments(kwargs)
+        kwargs.setdefault(getattr(self, "_thinking_kwarg", "enable_thinking"), self.has_thinking)
+        options = {"tools": list(tools) if tools else None, **kwargs}
+        options["add_generation_prompt"] = add_generation_prompt
+        try:
+            source = self._source(kwargs.get("chat_template"), options["tools"])
+            made = messages if source is None else self._completed(messages, source)
+            if tools and source is not None:
+                self.check_tools(source)
+            text = self._rendered(made, options)
+        except AFMError:
+            raise
+        except Exception as error:  # whatever a template of other people raises
+            raise TokenizerError(
+                package_problem(error)
+                or f"The chat template of {self.name_or_path} can't write this chat: {reason_of(error)}"
+            ) from error
+        if not tokenize:
+            return text
+        tokens = self._encode(text)
+        if source is None or self._backend is None:
+            return self._refusing(tokens, strings_in([made, options["tools"], kwargs]))
+        chat = _ZooChat(
+            ChatTemplate(source, self.name_or_path),
+            [dict(message) for message in made],
+            {**self._variables(kwargs), "tools": options["tools"]},
+            {**self._tokenizer.special_tokens_map, "documents": None}
+            | {"add_generation_prompt": add_generation_prompt},
+            "",
+            None,
+            text if kwargs.get("continue_final_message") else None,
+        )
+        return self._controls(source).encode_chat(chat, text, tokens)
+
+    def check_tools(self, source: str | None = None) -> None:
+        """Raise `TokenizerError` if the chat template, or another with this `source`, knows no tools."""
+        source = self._source(None, [{}]) if source is None else source
+        if source is not None and not re.search(r"\btools\b", source):
+            raise TokenizerError(
+                f"The chat template of {self.name_or_path} knows no tools, which the model would not be "
+                "shown. Leave out tools, or use a model that was trained to call them."
+            )
+
+    @property
+    def template_source(self) -> str:
+        """The source of the template of chats with tools; empty if chats are not written by one."""
+        return self._source(None, [{}]) or ""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text; empty for ids that no token has."""
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    # -- chats
+
+    def _source(self, given: str | None, tools: object) -> str | None:
+        """Return the source of the template that a chat is written with; None if code writes it."""
+        tokenizer = self._tokenizer
+        stock = PreTrainedTokenizerBase.apply_chat_template
+        if self._chat_template is not None or type(tokenizer).apply_chat_template is not stock:
+            return None
+        source: str = tokenizer.get_chat_template(given, tools)
+        return source
+
+    def _rendered(self, messages: Sequence[Mapping[str, object]], options: dict[str, Any]) -> str:
+        made = list(messages) if isinstance(messages, Sequence) else messages
+        text: str = super().apply_chat_template(made, tokenize=False, **options)
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        if self._chat_template is not None:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(ids)
+
+    def _variables(self, kwargs: Mapping[str, Any]) -> dict[str, object]:
+        return {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
+
+    def _refusing(self, tokens: list[int], texts: list[str]) -> list[int]:
+        """Return ids of a chat that can't be written with marks; refuse texts with names of control tokens."""
+        names = [str(name) for name in self._tokenizer.all_special_tokens]
+        found = next((name for name in names if any(name in text for text in texts)), None)
+        if found is not None:
+            raise TokenizerError(
+                f"The messages have {shown(found)}, the name of a control token, and the code that writes "
+                f"chats of {self.name_or_path} can't keep it apart. Remove it."
+            )
+        return tokens
+
+    def _completed(self, messages: Any, source: str) -> list[Message]:
+        """Copy messages for a template: arguments decoded, no null fields, calls and results with their ids."""
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+            raise TokenizerError(
+                f"messages must be a list of {{'role', 'content'}} dicts, got {shown(messages)}."
+            )
+        copied: list[Message] = []
+        open_calls: list[Message] = []
+        for index, message in enumerate(messages):
+            made = {name: value for name, value in message.items() if value is not None}
+            if not re.fullmatch(r"\w+", str(made.get("role", "user"))):
+                raise TokenizerError(
+                    f"messages[{index}] has the role {shown(made['role'])}; a word is needed."
+                )
+            if "response_format" not in source:
+                made.pop("response_format", None)  # a constraint holds the answer to it
+            if calls := made.get("tool_calls"):
+                open_calls = [_completed_call(call, i, source) for i, call in enumerate(calls)]
+                made.setdefault("content", "")
+                made["tool_calls"] = list(open_calls)
+                if "tool_calls" not in source and self._writes_keywords:
+                    # LFM2's first templates are given calls as a text.
+                    start, end = self.tool_call_start, self.tool_call_end
+                    written = ", ".join(map(_keyword_call, made.pop("tool_calls")))
+                    made["content"] = MixedText(made["content"], f"{start}[", written, f"]{end}")
+                elif "tool_calls" not in source:
+                    raise TokenizerError(
+                        f"messages[{index}] has 'tool_calls', which the chat template of {self.name_or_path} "
+                        "does not use. Leave them out."
+                    )
+            elif made.get("role") == "tool":
+                _complete_result(made, open_calls, source)
+            else:
+                made.pop("tool_calls", None)
+            copied.append(made)
+        return copied
+
+    @property
+    def _writes_keywords(self) -> bool:
+        """True if the model writes calls as `[f(a="x")]`."""
+        return bool(self._tokenizer.init_kwargs.get("tool_parser_type") == "pythonic")
+
+    # -- tokens
+
+    @cached_property
+    def _backend(self) -> Any:
+        return getattr(self._tokenizer, "backend_tokenizer", None)
+
+    def _controls(self, source: str) -> ControlTokens:
+        """Return the control tokens of chats that a template writes; kept for each `source`."""
+        if source not in self._controls_of:
+            marks = (self.tool_call_start, self.tool_call_end, self.think_start, self.think_end)
+            written = "\0".join([source, *(mark or "" for mark in marks)])
+            vocabulary = _ZooVocabulary(self._backend, control_names(self._backend, written))
+            ids = vocabulary.symbols.values()
+            self._controls_of = {source: ControlTokens(vocabulary, ids, newline="\n")}
+        return self._controls_of[source]
+
+    @property
+    def control_names(self) -> dict[str, int]:
+        """Ids by name of the tokens that only a chat template and the model write."""
+        return {} if self._backend is None else dict(self._controls(self.template_source).names)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        if self._backend is None:
+            return [self._tokenizer.decode([i]).encode() for i in range(len(self._tokenizer))]
+        return bytes_of_tokens(self._backend)
+
+
+def _completed_call(call: Any, index: int, source: str) -> Message:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TokenizerError(
+            f"A tool call is {shown(call)}; {{'function': {{'name', 'arguments'}}}} is needed."
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # else the template writes it as it is
+            arguments = json.loads(arguments or "{}")
+    written = {**function, "arguments": {} if arguments is None else arguments}
+    made = {"type": "function", **({} if function is call else call), "function": written}
+    made["id"] = _fitting_id(str(made.get("id") or f"call_{index}"), source)
+    return made
+
+
+def _keyword_call(call: Message) -> str:
+    arguments = call["function"]["arguments"]
+    pairs = arguments.items() if isinstance(arguments, Mapping) else ()
+    written = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
+    return f"{call['function']['name']}({', '.join(written)})"
+
+
+def _complete_result(message: Message, calls: list[Message], source: str) -> None:
+    """Give the result of a call the id and the tool's name; one without an id answers the first open call."""
+    known = message.get("tool_call_id")
+    wanted = None if known is None else _fitting_id(str(known), source)
+    call = next((call for call in calls if wanted in (None, call["id"])), None)
+    if call is not None:
+        calls.remove(call)
+        wanted = call["id"]
+        message.setdefault("name", call["function"]["name"])
+    if wanted is not None:
+        message["tool_call_id"] = wanted
+
+
+def _fitting_id(call_id: str, source: str) -> str:
+    """Return a call's id; Mistral's templates refuse ids that are not nine letters and digits."""
+    if "[TOOL_CALLS]" not in source or _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+class _ZooChat(Chat):
+    """A chat that is rendered with marks; `begun` is its text if its last message stays open."""
+
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields[:-1])
+        self._begun: str | None = fields[-1]
+
+    def render(self, mark: str = "") -> str:
+        text = super().render(mark)
+        if self._begun is None or not text.replace(mark, "").startswith(self._begun):
+            return text
+        left, kept = len(self._begun), list[str]()
+        for part in text.split(mark):  # a mark comes after its character
+            if len(part) >= left:
+                return mark.join([*kept, part[:left]]) + (mark if len(part) == left else "")
+            left -= len(part)
+            kept.append(part)
+        return text
+
+
+# -- the vocabulary
+
+
+def control_names(backend: Any, text: str) -> dict[str, int]:
+    """Return ids by name of a tokenizer's control tokens; `text` has the names that a model's chats use."""
+    return {
+        token.content: token_id
+        for token_id, token in backend.get_added_tokens_decoder().items()
+        if token.special
+        or _CONTROL_NAME.fullmatch(token.content)
+        or (is_bracketed(token.content) and token.content in text)
+    }
+
+
+class _ZooVocabulary:
+    """A tokenizer of the package `tokenizers`, with the attributes that `ControlTokens` needs."""
+
+    unk_id: int | None = None
+    is_literal = False  # a normalizer may turn other text into a name
+
+    def __init__(self, backend: Any, symbols: Mapping[str, int]) -> None:
+        self._backend, self.symbols = backend, symbols
+        self._names = {token: name for name, token in symbols.items()}
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def name(self, token: int) -> str:
+        return self._names.get(token) or self._backend.id_to_token(token) or ""
+
+    def id_of(self, name: str) -> int | None:
+        return self.symbols.get(name)
+
+    def is_hidden(self, token: int) -> bool:
+        return False
+
+    def renamed(self, names: Mapping[int, str]) -> _ZooVocabulary:
+        from tokenizers import Tokenizer
+
+        content = json.loads(self._backend.to_str())
+        content = with_names(content, {self.name(token): name for token, name in names.items()})
+        made = Tokenizer.from_str(json.dumps(content | {"truncation": None, "padding": None}))
+        return _ZooVocabulary(made, {name: token for token, name in names.items()})
+
+
+def bytes_of_tokens(backend: Any) -> list[bytes]:
+    """Return the bytes that each token of a tokenizer adds to a text, by id."""
+    content = json.loads(backend.to_str())
+    added = {token["id"]: token["content"] for token in content["added_tokens"]}
+    decoder = json.dumps(content.get("decoder"))
+    is_byte_level, has_bytes = "ByteLevel" in decoder, "ByteFallback" in decoder
+    found = []
+    for token in range(backend.get_vocab_size()):
+        name = added.get(token)
+        if name is not None:
+            found.append(name.encode())
+            continue
+        name = backend.id_to_token(token) or ""
+        if is_byte_level and all(c in _BYTES for c in name):
+            found.append(bytes(_BYTES[c] for c in name))
+        elif has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", name):
+            found.append(bytes([int(name[3:5], 16)]))
+        else:
+            found.append(name.replace(SPACE, " ").encode())
+    return found
+
+
+def _byte_letters() -> dict[str, int]:
+    """Map the characters of byte-level vocabularies (GPT-2's) to bytes: printable ones stand for themselves."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+_BYTES = _byte_letters()

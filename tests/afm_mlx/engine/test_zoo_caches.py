@@ -1,0 +1,242 @@
+"""Every kind of cache that mlx-lm has: what is kept of it for later prompts, and that answers stay the same."""
+
+import inspect
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import cache as mlx_caches
+from mlx_lm.models.cache import make_prompt_cache
+
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.prefix_cache import PAGE, Columns, PrefixCache
+from afm_mlx.engine.request import Request
+from afm_mlx.engine.zoo_caches import CUT, KEPT, can_be_kept, leaves
+from tests.tools.engines import SIZES, Adapters, run, some_prompt, tokens_of
+from tests.tools.zoo import zoo_model
+
+VOCAB = SIZES["vocab_size"]
+LARGE = 1 << 30
+KINDS = {  # architectures, and the kinds of their caches
+    "llama": ["KVCache"],
+    "longcat_flash": ["CacheList", "KVCache"],
+    "gemma3_text": ["KVCache", "RotatingKVCache"],
+    "gpt_oss": ["KVCache", "RotatingKVCache"],
+    "lfm2": ["ArraysCache", "KVCache"],
+    "mamba2": ["ArraysCache"],
+    "falcon_h1": ["ArraysCache", "CacheList", "KVCache"],
+    "baichuan_m1": ["ArraysCache", "CacheList", "KVCache", "RotatingKVCache"],
+}
+NO_BATCHES = {  # mlx-lm has none for these, so a model with one does not run in the engine
+    "ChunkedKVCache",
+    "ConcatenateKVCache",
+    "QuantizedKVCache",
+}
+
+
+@pytest.fixture(params=KINDS)
+def model(request, rng):
+    made = zoo_model(request.param, VOCAB, int(rng.integers(2**31)))
+    cache = make_prompt_cache(made)
+    kinds = {type(entry).__name__ for entry in [*cache, *leaves(cache)]}
+    assert sorted(kinds) == KINDS[request.param]
+    return made
+
+
+@pytest.fixture
+def fed(model, monkeypatch):
+    """The (rows, tokens) that the model has been fed so far."""
+    fed, call = [], type(model).__call__
+
+    def counted(self, inputs, *args, **options):
+        fed.append(inputs.shape)
+        return call(self, inputs, *args, **options)
+
+    monkeypatch.setattr(type(model), "__call__", counted)
+    return fed
+
+
+def answer(engine, prompt, count=6, **options):
+    """Tokens, and how many tokens of the prompt were found."""
+    row = engine.submit(Request(prompt, count, logprobs=False, **options))
+    responses = run(engine)[row]
+    return [r.token for r in responses], responses[-1].cached_tokens
+
+
+def test_each_kind_of_mlx_lm_is_handled():
+    """A kind that mlx-lm gains is kept, or stands in NO_BATCHES because it can't be batched."""
+    classes = [
+        kind
+        for _, kind in inspect.getmembers(mlx_caches, inspect.isclass)
+        if issubclass(kind, mlx_caches._BaseCache) and kind is not mlx_caches._BaseCache
+    ]
+    named = {kind.__name__ for kind in classes}
+    known = {kind.__name__ for kind in KEPT if kind.__module__ == mlx_caches.__name__}
+    assert named == known | NO_BATCHES | {"CacheList"}
+    for kind in classes:
+        assert hasattr(kind, "merge") == (kind.__name__ not in NO_BATCHES)
+    tested = {name for names in KINDS.values() for name in names}
+    assert tested | NO_BATCHES | {"BatchKVCache", "BatchRotatingKVCache"} == named
+    assert not can_be_kept([mlx_caches.QuantizedKVCache()])
+    assert not can_be_kept([mlx_caches.CacheList(mlx_caches.ChunkedKVCache(8))])
+
+
+@pytest.mark.parametrize("length", [10, PAGE, PAGE + 41])
+def test_the_second_turn_of_a_chat_computes_new_tokens_only(rng, model, tokenizer, fed, length):
+    plain = Engine(model, tokenizer)
+    engine = Engine(model, tokenizer, prefix_cache=PrefixCache(LARGE), prefill_step_size=50)
+    first = some_prompt(rng, length)
+    said, found = answer(engine, first)
+    assert (said, found) == (answer(plain, first)[0], 0)
+    second = [*first, *said, *some_prompt(rng, 30)]
+    wanted = answer(plain, second)[0]
+    fed.clear()
+    tokens, found = answer(engine, second)
+    # The answer's last token was not fed; the prompt's last token is the first decode step.
+    assert found == len(first) + len(said) - 1
+    assert sum(rows * count for rows, count in fed) == len(second) - found + len(tokens) - 1
+    assert tokens == wanted
+    # The same prompt again, as a retry has it.
+    assert answer(engine, second) == (wanted, len(second) - 1)
+    # The first prompt, whose answer the user has changed.
+    changed = [*first, (said[0] + 1) % VOCAB, 3]
+    assert answer(engine, changed) == (answer(plain, changed)[0], len(first) - _states(model))
+
+
+def _states(model):
+    return any(type(leaf) not in CUT for leaf in leaves(make_prompt_cache(model)))
+
+
+def test_what_prompts_begin_with_is_found_from_the_third_on(rng, model, tokenizer):
+    """Nothing says that a system prompt ends, until a second prompt goes on otherwise there."""
+    plain = Engine(model, tokenizer)
+    engine = Engine(model, tokenizer, prefix_cache=PrefixCache(LARGE))
+    system = some_prompt(rng, PAGE + 21)
+    found = []
+    for first in range(4):
+        prompt = [*system, first, *some_prompt(rng, 40)]
+        tokens, cached = answer(engine, prompt)
+        assert tokens == answer(plain, prompt)[0]
+        found.append(cached)
+    assert found == [0, 0 if _states(model) else len(system), len(system), len(system)]
+
+
+def test_rows_of_a_batch_begin_with_what_others_have_left(rng, model, tokenizer):
+    plain = Engine(model, tokenizer)
+    engine = Engine(model, tokenizer, prefix_cache=PrefixCache(LARGE))
+    firsts = [some_prompt(rng, n) for n in (5, 31, 90, 70)]
+    said = [answer(plain, prompt)[0] for prompt in firsts]
+    rows = [engine.submit(Request(prompt, 6, logprobs=False)) for prompt in firsts]
+    found = tokens_of(run(engine))
+    assert [found[row] for row in rows] == said
+    prompts = [[*p, *s, *some_prompt(rng, 9)] for p, s in zip(firsts, said, strict=True)]
+    prompts.insert(2, some_prompt(rng, 50))  # one that begins from nothing
+    wanted = [answer(plain, prompt)[0] for prompt in prompts]
+    rows = [engine.submit(Request(prompt, 6, logprobs=False)) for prompt in prompts]
+    responses = run(engine)
+    assert [[r.token for r in responses[row]] for row in rows] == wanted
+    cached = [responses[row][-1].cached_tokens for row in rows]
+    assert cached == [10, 36, 0, 95, 75]
+
+
+def test_an_answer_that_ends_by_itself_or_is_cancelled_leaves_all_of_it(rng, model, tokenizer):
+    plain = Engine(model, tokenizer)
+    engine = Engine(model, tokenizer, prefix_cache=PrefixCache(LARGE), prefill_step_size=32)
+    prompt = some_prompt(rng, 40)
+    said = answer(plain, prompt, 20)[0]
+    end = next(i for i in range(2, 20) if said[i] not in said[:i])
+    tokenizer.eos_token_ids = {said[end]}
+    tokens, _ = answer(engine, prompt, 20)
+    assert tokens == said[: end + 1]
+    tokenizer.eos_token_ids = set()
+    second = [*prompt, *tokens, 1, 2, 3]
+    wanted = answer(plain, second)[0]
+    tokens, found = answer(engine, second)
+    assert tokens == wanted
+    # The end token was fed to the step that was submitted ahead; of pages it is taken back.
+    assert found == 40 + end + _states(model)
+    row = engine.submit(Request(long := some_prompt(rng, 100), 5))
+    engine.step()
+    engine.step()
+    engine.cancel(row)  # in its prompt
+    assert answer(engine, long) == (answer(plain, long)[0], 64)
+    row = engine.submit(Request(long, -1, logprobs=False))
+    tokens = [response.token for _ in range(6) for response in engine.step()]
+    engine.cancel(row)  # in its answer
+    again = [*long, *tokens, 7, 8]
+    found = answer(engine, again)
+    assert found[0] == answer(plain, again)[0]
+    assert found[1] >= len(long) + len(tokens) - 1
+
+
+def test_snapshots_count_and_are_evicted_before_their_pages(rng, model, tokenizer):
+    plain = Engine(model, tokenizer)
+    probe = PrefixCache(LARGE)
+    answer(Engine(model, tokenizer, prefix_cache=probe), some_prompt(rng, 2 * PAGE))
+    prefixes = PrefixCache(3 * probe.nbytes)
+    engine = Engine(model, tokenizer, prefix_cache=prefixes)
+    prompts = [some_prompt(rng, int(rng.integers(1, 3 * PAGE))) for _ in range(6)]
+    for _ in range(40):
+        index = int(rng.integers(len(prompts)))
+        prompt = prompts[index]
+        tokens, _ = answer(engine, prompt, 4)
+        assert tokens == answer(plain, prompt, 4)[0]
+        prompts[index] = [*prompt, *tokens, 5] if len(prompt) < 200 else some_prompt(rng, 9)
+        kept = list(prefixes._pages)
+        assert prefixes.nbytes == sum(item.nbytes for item in kept) <= prefixes.budget
+        assert all(item.above() is not None for item in kept)
+    assert prefixes.evictions > 10
+    small = PrefixCache(100)
+    assert answer(Engine(model, tokenizer, prefix_cache=small), prompts[0]) == (
+        answer(plain, prompts[0])[0],
+        0,
+    )
+    assert small.nbytes == 0
+
+
+def test_snapshots_are_copies(rng):
+    """A snapshot keeps no batch's memory: its arrays are as large as it says."""
+    batch = mx.array(rng.normal(size=(8, 1000, 8)).astype(np.float32))
+    mx.eval(batch)
+    before = mx.get_active_memory()
+    kept = Columns.whole([batch[3:4], None])
+    mx.eval(kept.groups)
+    size = batch.nbytes // 8
+    assert kept.nbytes == size
+    wanted = np.array(batch[3:4])
+    del batch
+    assert mx.get_active_memory() - before < -6 * size
+    state, nothing = kept.separate()
+    assert nothing is None
+    assert (np.array(state) == wanted).all()
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "lfm2"])
+def test_nobody_finds_what_another_client_or_adapter_has_left(rng, tokenizer, tmp_path, kind):
+    model = zoo_model(kind, VOCAB, int(rng.integers(2**31)))
+    prompt = some_prompt(rng, PAGE + 10)
+    with AdapterPool(model) as pool:
+        Adapters(model, rng, tmp_path).add(pool, "a", 4)
+        plain = Engine(model, tokenizer, adapters=pool)
+        engine = Engine(model, tokenizer, adapters=pool, prefix_cache=PrefixCache(LARGE))
+        wanted = {name: answer(plain, prompt, adapter=name)[0] for name in (None, "a")}
+        assert wanted["a"] != wanted[None]
+        for found in (0, len(prompt) - 1):
+            for client in ("one", "other"):
+                for name in (None, "a"):
+                    got = answer(engine, prompt, adapter=name, client=client)
+                    assert got == (wanted[name], found)
+
+
+def test_a_folder_has_no_pages_that_need_snapshots(rng, model, tokenizer, tmp_path):
+    prefixes = PrefixCache(LARGE, tmp_path)
+    engine = Engine(model, tokenizer, prefix_cache=prefixes)
+    prompt = some_prompt(rng, 2 * PAGE + 5)
+    said = answer(engine, prompt)[0]
+    prefixes.close()
+    assert len(list(tmp_path.iterdir())) == (0 if _states(model) else 2)
+    prefixes = PrefixCache(LARGE, tmp_path)
+    again = answer(Engine(model, tokenizer, prefix_cache=prefixes), prompt)
+    prefixes.close()
+    assert again == (said, 0 if _states(model) else 2 * PAGE)

@@ -1,0 +1,127 @@
+"""Texts of kernels: what is decided, left out and shortened, and that the same is left."""
+
+import re
+
+import pytest
+
+from afm_mlx.kernels.metal import runtime, text
+from afm_mlx.kernels.metal.runtime import Kernel
+from tests.tools.cases import each
+
+HEADER = """#include <metal_stdlib>
+using namespace metal;
+#define UNROLL _Pragma("clang loop unroll(full)")
+static constant constexpr const uint LANES = 32;
+static constant constexpr const uint UNUSED = 64;
+constexpr bool is_exact(uint bytes) { return bytes > 2; }
+template <typename Numbers>
+struct Head {
+static constant constexpr const uint SIZE = LANES / 2;
+Numbers numbers;
+float total[SIZE];
+float norm(uint lane) const {
+return total[lane % SIZE];
+}
+template <typename Weight>
+float scaled(Weight weight) const { return norm(0) * float(weight); }
+};
+template <typename Numbers>
+Head<Numbers> make_head(Numbers numbers) {
+Head<Numbers> head;
+head.numbers = numbers;
+return head;
+}
+inline float lonely(float value) { return value; }
+"""
+
+
+@each(
+    "condition, wanted",
+    (
+        ("ROWS", True),
+        ("ROWS > 1 && !PAIR", True),
+        ("ROWS == 1 || PAIR", False),
+        ("!(ROWS != 2)", True),
+        ("MISSING", False),
+    ),
+)
+def test_conditions_are_decided_and_lines_stay(condition, wanted):
+    lines = f"a\n#if {condition}\nb\n#ifdef MISSING\nc\n#else\nd\n#endif\n#else\ne\n#endif\nf"
+    kept = "a\n\nb\n\n\n\nd\n\n\n\n\nf" if wanted else "a\n\n\n\n\n\n\n\n\ne\n\nf"
+    assert text.resolved(lines, {"ROWS": 2, "PAIR": 0}) == kept
+
+
+def test_a_condition_that_is_no_arithmetic_is_an_error():
+    with pytest.raises(ValueError, match="only names, numbers and comparisons"):
+        text.resolved("#if ROWS / 2\n#endif", {})
+
+
+def test_definitions_and_members_that_nothing_mentions_are_left_out():
+    kept = text.reached(HEADER, "out[0] = make_head(x).norm(3);")
+    for name in ("LANES", "UNROLL", "Head", "SIZE", "numbers", "total", "norm", "make_head"):
+        assert (name in kept) == (name != "UNROLL"), name
+    assert not re.search(r"UNUSED|is_exact|scaled|lonely", kept)
+    assert kept.count("template") == 2
+    assert "template <typename Weight>\nfloat scaled" in text.reached(
+        HEADER, "make_head(x).scaled(2);"
+    )
+    # Includes stay.
+    assert text.reached(HEADER, "") == "#include <metal_stdlib>\nusing namespace metal;\n"
+
+
+def test_names_are_short_and_the_same_everywhere():
+    body = """
+const uint lane = thread_index_in_simdgroup;
+threadgroup float shared[32];
+auto head = make_head(x);
+UNROLL for (uint i = 0; i < LANES; i++) shared[i] = simd_sum(head.norm(lane)) - -1.0f;
+out[lane] = shared[0] > 0 ? head.scaled(weight) : metal::precise::exp(x.x);
+"""
+    header, body = text.shortened([HEADER, body], {"x", "out", "weight"})
+    assert len(header) + len(body) < 800
+    for name in (
+        "LANES",
+        "Head",
+        "make_head",
+        "norm",
+        "head",
+        "shared",
+        "lane",
+        "scaled",
+        "is_exact",
+    ):
+        assert not re.search(rf"\b{name}\b", header + body), name
+    # Other people's names, and what differs by a blank, are as they were.
+    others = (
+        "thread_index_in_simdgroup",
+        "simd_sum(",
+        "metal::precise::exp(x.x)",
+        "threadgroup float",
+    )
+    for part in (*others, "- -1.0f"):
+        assert part in body, part
+    assert '_Pragma("clang loop unroll(full)")' in header
+    assert "\n#define" in header
+    # A name that is free in one text is none that another text uses.
+    assert (
+        len(
+            set(re.findall(r"\b[a-z]\b", text.shortened(["int number = a;", "b = number;"], ())[0]))
+        )
+        == 2
+    )
+
+
+def test_arguments_and_missing_inputs_are_written_into_a_body(monkeypatch):
+    files = {
+        "probe": "#if ROWS > 1\nx[0] = ROWS;\n#else\nx[0] = T(b[0]) + HAS;\n#endif",
+        "head": "int ROWS;",
+    }
+    monkeypatch.setattr(runtime, "_read", files.__getitem__)
+    kernel = Kernel("probe", ("a",), ("x",), ("head",), (("b", "c"), ("c", "a"), ("FLAG", "1")))
+    one = (("T", runtime.mx.float16), ("ROWS", 1), ("HAS", True))
+    assert kernel.decided(one, "probe") == "\n\n\nx[0] = float16_t(a[0]) + true;\n"
+    assert kernel.decided(one, "head") == "int ROWS;"  # a function's own name
+    two = (("T", runtime.mx.float16), ("ROWS", 2), ("HAS", True))
+    assert kernel.decided(two, "probe") == "\nx[0] = 2;\n\n\n"
+    names = {kernel.function(one), kernel.function(two), Kernel("probe", ("a",), ("x",)).function()}
+    assert len(names) == 3
