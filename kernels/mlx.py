@@ -92,7 +92,7 @@ def multiply_quantized(x: mx.array, weight: PackedWeight) -> Product:
     return Product(numbers, *rest)
 
 
-def is_grid(weight: PackedWeight | Case) -> bool:
+def is_grid(weight: PackedWeight) -> bool:
     """True if a matrix is a grid that its scales multiply row by row."""
     return weight.mode == "balanced" and weight.granularity != "group"
 

@@ -22,7 +22,7 @@ from afm_mlx.model.attention import Positions
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.model import Model
 
-PROMPTS = (2, 16, 64)  # tokens, for which there are different kernels
+PROMPTS = (2, 16, 64, 300)  # tokens, for which there are different kernels
 COLUMNS = (100, 1100)  # of a cache, on both sides of attention's `SINGLE_PASS`
 RANKS = (8, 16, 32)
 MAX_TOKENS = 8  # of a row, for which there are kernels
