@@ -7,6 +7,7 @@ sliding window have to be the engine's, because rows of a batch share one buffer
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -156,6 +157,15 @@ class RowCaches:
 
         return list(make_prompt_cache(self._model, max_kv_size=self.limit))
 
+    @functools.cached_property
+    def takes_padding(self) -> bool:
+        """True if prompts of different lengths can share a chunk, and draft tokens of several rows a step."""
+        if self._is_afm:
+            return not self.sliding
+        from afm_mlx.engine import zoo_caches
+
+        return zoo_caches.takes_padding(self.make(), lambda cache: run_shapes(self._model, cache))
+
     def checked(self, cache: object) -> Cache:
         """Return a caller's prompt cache under new handles; `RequestError` says how it differs from ours."""
         template = self.make()
@@ -265,7 +275,7 @@ class RowCaches:
         return int(max(cache[0].lengths) if self._is_afm else cache[0].size())
 
 
-def run_shapes(model: nn.Module, cache: Cache) -> None:
+def run_shapes(model: nn.Module, cache: Sequence[Entry]) -> None:
     """Feed an empty cache one token that is never computed, so that its arrays have their shapes and types."""
     prefill_tokens(model, mx.zeros((1, 1), mx.int32), cache)
 

@@ -12,7 +12,7 @@ Others have no batches in mlx-lm, and models that use them don't run in this eng
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -90,6 +90,51 @@ def can_be_kept(cache: Iterable[Any]) -> bool:
 def has_state(cache: Iterable[Any]) -> bool:
     """True if a cache has windows or states, of which only snapshots can be kept."""
     return any(type(leaf) not in CUT for leaf in leaves(cache))
+
+
+class _Watched(ArraysCache):
+    """A state that notes if its block asks how many of a row's tokens are no padding."""
+
+    is_asked = False
+
+    @property
+    def lengths(self) -> mx.array | None:
+        self.is_asked = True
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: mx.array | None) -> None:
+        self._lengths = lengths
+
+    def make_mask(self, N: int) -> mx.array | None:
+        # A mask alone is not enough: a convolution's state has the last tokens, masked or not.
+        was_asked, mask = self.is_asked, super().make_mask(N)
+        self.is_asked = was_asked
+        return mask
+
+    def advance(self, N: int) -> None:
+        was_asked = self.is_asked
+        super().advance(N)
+        self.is_asked = was_asked
+
+
+def takes_padding(cache: Iterable[Any], feed: Callable[[Sequence[Any]], object]) -> bool:
+    """True if the blocks of a model keep padding out of their states.
+
+    `feed` gives an empty cache of one row some tokens. Nothing is computed.
+    """
+    watched: list[_Watched] = []
+
+    def watch(entry: Any) -> Any:
+        if type(entry) is CacheList:
+            return CacheList(*map(watch, entry.caches))
+        if type(entry) not in STATES:
+            return entry
+        watched.append(_Watched(len(entry.cache)))
+        return watched[-1]
+
+    feed([watch(entry) for entry in cache])
+    return all(state.is_asked for state in watched)
 
 
 def window_sizes(cache: Iterable[Any]) -> tuple[int, ...]:

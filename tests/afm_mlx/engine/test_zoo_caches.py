@@ -13,7 +13,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import PAGE, Columns, PrefixCache
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.zoo_caches import CUT, KEPT, can_be_kept, leaves
-from tests.tools.engines import SIZES, Adapters, run, some_prompt, tokens_of
+from tests.tools.engines import SIZES, Adapters, naive_greedy, run, some_prompt, tokens_of
 from tests.tools.zoo import zoo_model
 
 VOCAB = SIZES["vocab_size"]
@@ -80,6 +80,18 @@ def test_each_kind_of_mlx_lm_is_handled():
     assert tested | NO_BATCHES | {"BatchKVCache", "BatchRotatingKVCache"} == named
     assert not can_be_kept([mlx_caches.QuantizedKVCache()])
     assert not can_be_kept([mlx_caches.CacheList(mlx_caches.ChunkedKVCache(8))])
+
+
+def test_prompts_are_padded_only_where_states_keep_padding_out(rng, model, tokenizer, fed):
+    engine = Engine(model, tokenizer)
+    is_baichuan = type(model).__module__.endswith("baichuan_m1")
+    assert engine._caches.takes_padding == (not is_baichuan)
+    prompts = [some_prompt(rng, n) for n in (4, 9, 20)]
+    rows = [engine.submit(Request(prompt, 8, logprobs=False)) for prompt in prompts]
+    fed.clear()
+    found = tokens_of(run(engine))
+    assert [found[r] for r in rows] == [naive_greedy(model, prompt, 8) for prompt in prompts]
+    assert ((3, 19) in fed) == (not is_baichuan)
 
 
 @pytest.mark.parametrize("length", [10, PAGE, PAGE + 41])
