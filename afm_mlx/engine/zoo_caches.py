@@ -230,6 +230,17 @@ def trim_rows(cache: Iterable[Any], counts: Sequence[int], longest: int) -> None
             leaf.left_padding = leaf.left_padding - unused
 
 
+def can_trim(cache: Iterable[Any], index: int) -> bool:
+    """True if a batch's row can lose its last tokens: no states, and no window that has forgotten some."""
+    for leaf in leaves(cache):
+        if type(leaf) in WINDOWS:
+            if leaf.offset[index].item() >= getattr(leaf, "window", leaf.max_size):
+                return False
+        elif type(leaf) in STATES:
+            return False
+    return True
+
+
 def states_of(cache: Iterable[Any]) -> list[list[mx.array | None]]:
     """Return the states of all rows; models replace these arrays, and don't write to them."""
     return [list(leaf.cache) for leaf in leaves(cache) if type(leaf) in STATES]
