@@ -275,7 +275,7 @@ class RowCaches:
         return int(max(cache[0].lengths) if self._is_afm else cache[0].size())
 
 
-def run_shapes(model: nn.Module, cache: Sequence[Entry]) -> None:
+def run_shapes(model: nn.Module, cache: Cache) -> None:
     """Feed an empty cache one token that is never computed, so that its arrays have their shapes and types."""
     prefill_tokens(model, mx.zeros((1, 1), mx.int32), cache)
 

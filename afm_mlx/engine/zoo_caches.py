@@ -43,8 +43,8 @@ class TrimmableWindow(BatchRotatingKVCache):
     @classmethod
     def of(cls, batch: BatchRotatingKVCache) -> TrimmableWindow:
         """Take over the arrays of a batch that was merged of rows, and has not been fed since."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(batch))
+        made: Any = cls.__new__(cls)
+        made.__dict__ |= vars(batch)
         made.window, made.max_size = batch.max_size, batch.max_size + cls.SPARE
         return made
 
@@ -118,7 +118,7 @@ class _Watched(ArraysCache):
         self.is_asked = was_asked
 
 
-def takes_padding(cache: Iterable[Any], feed: Callable[[Sequence[Any]], object]) -> bool:
+def takes_padding(cache: Iterable[Any], feed: Callable[[list[Any]], object]) -> bool:
     """True if the blocks of a model keep padding out of their states.
 
     `feed` gives an empty cache of one row some tokens. Nothing is computed.
