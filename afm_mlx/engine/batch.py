@@ -7,6 +7,7 @@ sliding window have to be the engine's, because rows of a batch share one buffer
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -156,6 +157,15 @@ class RowCaches:
 
         return list(make_prompt_cache(self._model, max_kv_size=self.limit))
 
+    @functools.cached_property
+    def takes_padding(self) -> bool:
+        """True if prompts of different lengths can share a chunk, and draft tokens of several rows a step."""
+        if self._is_afm:
+            return not self.sliding
+        from afm_mlx.engine import zoo_caches
+
+        return zoo_caches.takes_padding(self.make(), lambda cache: run_shapes(self._model, cache))
+
     def checked(self, cache: object) -> Cache:
         """Return a caller's prompt cache under new handles; `RequestError` says how it differs from ours."""
         template = self.make()
@@ -171,7 +181,7 @@ class RowCaches:
                     f"The prompt cache holds {got}, and this engine {wanted}. Give the engine the cache's "
                     "kv, max_kv_size and sliding_window, or make the cache with Engine.make_cache."
                 )
-        if not cache[0].empty() and len(getattr(cache[0], "lengths", [0])) != 1:
+        if isinstance(cache[0], KVCache) and not cache[0].empty() and len(cache[0].lengths) != 1:
             raise RequestError("A prompt cache holds one row; extract one from the batch.")
         self._check_arrays(cache)
         # With handles of the engine's own, the engine can drop the arrays.
@@ -343,8 +353,13 @@ def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
 def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: str) -> None:
     """Fill a caller's cache (`theirs`) with a row of a batch's, without its last `surplus` tokens.
 
-    Its arrays are evaluated, so that any thread can use them. `adapter` is the row's fingerprint, "" for none.
+    If an entry can't be trimmed, all of them keep these tokens. Arrays are evaluated, so that any thread can
+    use them. `adapter` is the row's fingerprint, "" for none.
     """
+    if surplus and not all(isinstance(entry, KVCache | NoKVCache) for entry in batch):
+        from afm_mlx.engine.zoo_caches import can_trim
+
+        surplus = surplus if can_trim(batch, row) else 0
     for source, target in zip(batch, theirs, strict=True):
         ours = source.extract(row)
         if surplus and ours.is_trimmable():

@@ -89,7 +89,8 @@ class DecodeBatch:
     def step(self) -> list[TokenResponse]:
         """Feed every row its last token, and draft tokens where they pay; return what was read back."""
         drafting, rows = self._drafting, self.batch.rows
-        if drafting is not None and (count := drafting.plan(rows)):
+        count = 0 if drafting is None else drafting.plan(rows)
+        if drafting is not None and count and (len(rows) == 1 or self._caches.takes_padding):
             return self._speculative_step(drafting, count)
         start = time.perf_counter()
         responses: list[TokenResponse] = []

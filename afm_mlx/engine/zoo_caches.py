@@ -12,7 +12,7 @@ Others have no batches in mlx-lm, and models that use them don't run in this eng
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -43,8 +43,8 @@ class TrimmableWindow(BatchRotatingKVCache):
     @classmethod
     def of(cls, batch: BatchRotatingKVCache) -> TrimmableWindow:
         """Take over the arrays of a batch that was merged of rows, and has not been fed since."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(batch))
+        made: Any = cls.__new__(cls)
+        made.__dict__ |= vars(batch)
         made.window, made.max_size = batch.max_size, batch.max_size + cls.SPARE
         return made
 
@@ -90,6 +90,51 @@ def can_be_kept(cache: Iterable[Any]) -> bool:
 def has_state(cache: Iterable[Any]) -> bool:
     """True if a cache has windows or states, of which only snapshots can be kept."""
     return any(type(leaf) not in CUT for leaf in leaves(cache))
+
+
+class _Watched(ArraysCache):
+    """A state that notes if its block asks how many of a row's tokens are no padding."""
+
+    is_asked = False
+
+    @property
+    def lengths(self) -> mx.array | None:
+        self.is_asked = True
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: mx.array | None) -> None:
+        self._lengths = lengths
+
+    def make_mask(self, N: int) -> mx.array | None:
+        # A mask alone is not enough: a convolution's state has the last tokens, masked or not.
+        was_asked, mask = self.is_asked, super().make_mask(N)
+        self.is_asked = was_asked
+        return mask
+
+    def advance(self, N: int) -> None:
+        was_asked = self.is_asked
+        super().advance(N)
+        self.is_asked = was_asked
+
+
+def takes_padding(cache: Iterable[Any], feed: Callable[[list[Any]], object]) -> bool:
+    """True if the blocks of a model keep padding out of their states.
+
+    `feed` gives an empty cache of one row some tokens. Nothing is computed.
+    """
+    watched: list[_Watched] = []
+
+    def watch(entry: Any) -> Any:
+        if type(entry) is CacheList:
+            return CacheList(*map(watch, entry.caches))
+        if type(entry) not in STATES:
+            return entry
+        watched.append(_Watched(len(entry.cache)))
+        return watched[-1]
+
+    feed([watch(entry) for entry in cache])
+    return all(state.is_asked for state in watched)
 
 
 def window_sizes(cache: Iterable[Any]) -> tuple[int, ...]:
@@ -183,6 +228,17 @@ def trim_rows(cache: Iterable[Any], counts: Sequence[int], longest: int) -> None
             leaf.keys, leaf.values = leaf.keys[:, :, unused:], leaf.values[:, :, unused:]
             leaf._idx -= unused
             leaf.left_padding = leaf.left_padding - unused
+
+
+def can_trim(cache: Iterable[Any], index: int) -> bool:
+    """True if a batch's row can lose its last tokens: no states, and no window that has forgotten some."""
+    for leaf in leaves(cache):
+        if type(leaf) in WINDOWS:
+            if leaf.offset[index].item() >= getattr(leaf, "window", leaf.max_size):
+                return False
+        elif type(leaf) in STATES:
+            return False
+    return True
 
 
 def states_of(cache: Iterable[Any]) -> list[list[mx.array | None]]:

@@ -73,7 +73,7 @@ def test_answers_are_the_ones_without_draft_tokens(rng, tokenizer, kind):
         speculation = Speculation(drafter, num_draft_tokens=count)
         found = outcome(model, tokenizer, requests, speculation=speculation, max_batch=3)
         assert [tokens for tokens, *_ in found] == wanted
-        assert rate == 0.0 or all(counts.accepted for *_, counts in found)
+        assert rate == 0.0 or any(counts.accepted for *_, counts in found)
     copied = Request([*requests[0].prompt, *wanted[0], *requests[0].prompt], 20, logprobs=False)
     [(tokens, *_)] = outcome(model, tokenizer, [copied])
     lookup = Speculation(prompt_lookup=True, num_draft_tokens=4)
