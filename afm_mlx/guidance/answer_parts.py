@@ -142,6 +142,7 @@ class AnswerSplitter:
     def _take_calls(self, text: str) -> Iterator[Part]:
         while text or self._rest:
             if self._arguments.is_open:
+                text = text if self._arguments.has_begun else text.lstrip()
                 end = self._arguments.read(text)
                 if end:
                     yield CallArguments(text[:end])
@@ -167,9 +168,11 @@ class _JsonEnd:
 
     def begin(self) -> None:
         self.is_open, self._depth, self._in_string, self._is_escaped = True, 0, False, False
+        self.has_begun = False
 
     def read(self, text: str) -> int:
         """Return the index in `text` at which the value ends; its length if it goes on."""
+        self.has_begun = self.has_begun or bool(text)
         for i, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
