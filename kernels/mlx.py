@@ -144,8 +144,10 @@ def _dequantize(weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
 def _affine(weight: PackedWeight, dtype: mx.Dtype) -> tuple[mx.array, mx.array, int]:
     """Return scales and biases, (N, K / group_size), and the group size, in MLX's format."""
     assert weight.scales is not None
-    scales, biases = weight.scales.astype(mx.float32), weight.biases
-    if biases is None:
+    scales, biases = weight.scales.astype(dtype).astype(mx.float32), weight.biases
+    if (
+        biases is None
+    ):  # of the rounded scale: two roundings of their own would move all weights of a group
         biases = scales * (-(2**weight.bits - 1) / 2)
     size = _mlx_group(weight.group_size)
     assert size is not None
