@@ -193,7 +193,16 @@ _swiglu = partial(mlx.packed_swiglu, normed=prompts.normed, finish=prompts.swigl
 _unpacked_matmul = partial(_matmul, prompts.multiply_unpacked)
 _unpacked_swiglu = partial(_swiglu, prompts.multiply_unpacked)
 _mlx_matmul = partial(_matmul, mlx.multiply_quantized)
-_mlx_swiglu = partial(_swiglu, mlx.multiply_quantized)
+
+
+def _mlx_swiglu(
+    x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions
+) -> mx.array:
+    """See `reference.packed_swiglu`; the rule for a case has seen the format of `gate` alone."""
+    is_same = gate.format == up.format
+    multiply = mlx.multiply_quantized if is_same else prompts.multiply_unpacked
+    return _swiglu(multiply, x, gate, up, options)
+
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few, True),

@@ -187,11 +187,11 @@ def test_the_generation_of_a_gpu(monkeypatch, name, generation, has_matrix_units
 
 def test_swiglu_of_matrices_that_differ(metal, rng):
     matrix = {"in_dims": 64, "out_dims": 9, "mode": "balanced", "granularity": "row"}
-    for rows in (1, 5):
+    for rows, fields in all_pairs((1, 5, 33), ({"bits": 4}, {"mode": "palette"})):
         spec = Spec("packed_swiglu", mx.float16, rows, norm=True, bits=2, **matrix)
         problem = make(spec, rng)
         x, gate, _, options = problem.args
-        up = packed_weight(spec._replace(bits=4), rng)
+        up = packed_weight(spec._replace(**fields), rng)
         assert_solved(with_args(problem, x, gate, up, options), kernels.packed_swiglu)
 
 
