@@ -351,7 +351,7 @@ def bytes_of_tokens(backend: Any) -> list[bytes]:
     for token in range(backend.get_vocab_size()):
         name = added.get(token)
         if name is not None:
-            found.append(name.encode())
+            found.append((name if is_byte_level else name.replace(SPACE, " ")).encode())
             continue
         name = backend.id_to_token(token) or ""
         if is_byte_level and all(c in _BYTES for c in name):

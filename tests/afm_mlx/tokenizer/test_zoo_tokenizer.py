@@ -1,5 +1,7 @@
 """Tokenizers of mlx-lm's models: stock ids, and control tokens that only the template writes."""
 
+import unicodedata
+
 import pytest
 
 from afm_mlx.errors import TokenizerError
@@ -159,14 +161,13 @@ def test_an_open_message_stays_text(tokenizer, stock, family, typed):
 
 
 def test_tokens_are_their_bytes(tokenizer, family, rng):
-    for text in ("a 日本語 é 😀\n\n  x", random_text(rng)):
+    kind = FAMILIES[family][0]
+    for text in ("a 日本語 é 😀\n\n  x", "a \u2581\u2581 b", random_text(rng)):
         ids = tokenizer.encode(text, add_special_tokens=False)
         read = b"".join(map(tokenizer.token_bytes, ids))
-        wanted = (
-            tokenizer._backend.normalizer.normalize_str(text)
-            if "nfc" in FAMILIES[family][0]
-            else text
-        )
+        wanted = unicodedata.normalize("NFC", text) if "nfc" in kind else text
+        if kind.startswith("pieces"):  # SentencePiece's visible space is a space
+            wanted = wanted.replace("\u2581", " ")
         assert read in (wanted.encode(), b" " + wanted.encode())
     assert tokenizer.token_bytes(10**6) == b""
 
