@@ -150,6 +150,18 @@ class RowCaches:
         ]
         self._takes_zoo_kv_cache = bool(marks) and all(marks)
 
+    def check_kind(self) -> None:
+        """Raise `RequestError` if the model's caches can't run in a batch."""
+        entries = self.make()
+        while entries:
+            entry = entries.pop()
+            entries += getattr(entry, "caches", [])  # of mlx-lm's `CacheList`
+            if not hasattr(entry, "merge"):
+                raise RequestError(
+                    f"This model has a {type(entry).__name__}, of which mlx-lm has no batches, so it does not "
+                    "run in this engine. Run it with mlx_lm.generate."
+                )
+
     def make(self) -> Cache:
         if isinstance(self._model, Model):
             return list(self._model.make_cache(self._kv, self.limit, self.sliding))
@@ -211,11 +223,7 @@ class RowCaches:
             )
 
     def merged(self, caches: Sequence[Cache]) -> Cache:
-        """Make one batch's cache of the caches of rows; raise `RequestError` if their kind can't be batched."""
-        if not all(hasattr(entry, "merge") for entry in caches[0]):
-            raise RequestError(
-                f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
-            )
+        """Make one batch's cache of the caches of rows."""
         blocks = list(zip(*caches, strict=True))
         is_zoo = False
         if self._takes_zoo_kv_cache:

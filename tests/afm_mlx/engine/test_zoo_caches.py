@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_caches
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
@@ -15,6 +15,7 @@ from afm_mlx.engine.prompt_cache import PromptCaches, tokens_in
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.engine.zoo_caches import CUT, KEPT, can_be_kept, leaves
+from afm_mlx.errors import RequestError
 from tests.tools.engines import SIZES, Adapters, naive_greedy, run, some_prompt, tokens_of
 from tests.tools.zoo import zoo_model
 
@@ -66,7 +67,7 @@ def answer(engine, prompt, count=6, **options):
     return [r.token for r in responses], responses[-1].cached_tokens
 
 
-def test_each_kind_of_mlx_lm_is_handled():
+def test_each_kind_of_mlx_lm_is_handled(tokenizer):
     """A kind that mlx-lm gains is kept, or stands in NO_BATCHES because it can't be batched."""
     classes = [
         kind
@@ -80,6 +81,16 @@ def test_each_kind_of_mlx_lm_is_handled():
         assert hasattr(kind, "merge") == (kind.__name__ not in NO_BATCHES)
     tested = {name for names in KINDS.values() for name in names}
     assert tested | NO_BATCHES | {"BatchKVCache", "BatchRotatingKVCache"} == named
+    model = zoo_model("llama", VOCAB, 1)
+    for entry in (
+        mlx_caches.QuantizedKVCache(),
+        CacheList(KVCache(), mlx_caches.ChunkedKVCache(8)),
+    ):
+        model.make_cache = lambda entry=entry: [KVCache(), entry]
+        with pytest.raises(
+            RequestError, match=r"has a (Quantized|Chunked)KVCache, of which mlx-lm has no"
+        ):
+            Engine(model, tokenizer)
     assert not can_be_kept([mlx_caches.QuantizedKVCache()])
     assert not can_be_kept([mlx_caches.CacheList(mlx_caches.ChunkedKVCache(8))])
 
