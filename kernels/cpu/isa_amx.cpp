@@ -265,7 +265,7 @@ const Kernels* amx_kernels() {
     Kernels k = base != nullptr ? *base : Kernels{};
     k.name = "amx";
     k.matrix = matrix;
-    k.matrix_as_vector = false;
+    k.matrix_as_vector = 0;
     k.matrix_vectors = kVectors;
     k.arrange = arrange;
     return k;
