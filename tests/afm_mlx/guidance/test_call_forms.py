@@ -219,7 +219,9 @@ def test_answers_are_split_however_they_are_cut(tokenizer_of, family, size):
     joined = "".join(
         "|" if isinstance(p, CallBegins) else p.json for p in parts if not isinstance(p, Text)
     )
-    assert list(map(json.loads, joined.split("|")[1:])) == [c["arguments"] for c in calls]
+    arguments = joined.split("|")[1:]
+    assert list(map(json.loads, arguments)) == [c["arguments"] for c in calls]
+    assert [text.strip() for text in arguments] == arguments
 
 
 def test_names_of_marks_in_text_are_text(tokenizer_of):
