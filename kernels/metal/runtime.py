@@ -212,3 +212,14 @@ def recorded() -> Iterator[Launched]:
         yield launches
     finally:
         del _recorded.launches
+
+
+# Cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX distinguishes them:
+# phones, base and Pro, Max, Ultra.
+CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
+
+
+@functools.cache
+def gpu_cores() -> int:
+    """Return the maximum number of cores of this machine's kind of GPU; a Max's if the name is unknown."""
+    return CORES.get(_architecture()[1], CORES["s"])
