@@ -1,7 +1,7 @@
 """`packed_matmul`, `packed_swiglu` and `packed_argmax` on Metal, by the number of vectors.
 
-vector      up to 4 rows: a stream over the codes; all fusions in one dispatch
-matrix      up to 32 rows: 8x8 matrices, each code unpacked once for all rows; the same fusions
+vector      1 to 6 rows, and some of 9 to 19: a stream over the codes, once for 6 rows; all in one dispatch
+matrix      other numbers up to 32: 8x8 matrices, each code unpacked once for up to 16 rows; the same fusions
 many rows   MLX's own products, which use the matrix units of an M5: `mx.quantized_matmul` multiplies with the
             codes, or the matrix is unpacked block by block for `mx.matmul`. A norm before, and everything that
             is added, are a dispatch each
@@ -23,7 +23,7 @@ import mlx.core as mx
 from afm_mlx.kernels import dispatch, mlx
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.metal import products, prompts, runtime
-from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
+from afm_mlx.kernels.metal.products import MAX_ROWS, VALUES, Product
 from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
 from afm_mlx.kernels.mlx import GROUPS
 from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOptions
@@ -79,7 +79,7 @@ def _format(weight: PackedWeight) -> list[object]:
 def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[mx.array, mx.array]:
     """See `reference.packed_argmax`. Two dispatches: largest of neighbouring rows, and the largest of these."""
     rows = math.prod(x.shape[:-1])
-    code_rows = products.most_code_rows(rows)
+    code_rows = products.most_code_rows(rows, weight)
     # So many that the first dispatch's results fit one chunk.
     tiles = -(-weight.out_dims // (code_rows * CHUNK))
     groups = -(-weight.out_dims // (code_rows * tiles * products.SIMDGROUPS))
@@ -90,11 +90,11 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
         template=(
             *products.format_template(weight),
             ("NORM", options.norm is not None),
-            ("ROWS", rows),
+            ("ROWS", products.rows_of_pass(rows)),
             ("CODE_ROWS", code_rows),
             ("TILES", tiles),
         ),
-        grid=(32, groups * products.SIMDGROUPS, 1),
+        grid=(32 * -(-rows // products.PASS_ROWS), groups * products.SIMDGROUPS, 1),
         threadgroup=(32, products.SIMDGROUPS, 1),
         output_shapes=[(rows, groups * products.SIMDGROUPS)] * 2,
         output_dtypes=[mx.float32, mx.uint32],
@@ -105,15 +105,15 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
 def argmax_of_products(
     x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`; the products are written to memory, for more than `VECTOR_ROWS` rows."""
+    """See `reference.packed_argmax`; the products are written to memory, where matrices are faster."""
     shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
     x = x.reshape(rows, -1)
-    if rows > MATRIX_ROWS or not products.has_whole_groups(weight):
+    if rows > MAX_ROWS or not products.has_whole_groups(weight):
         x = x.astype(mx.float32)
         case = Case(dispatch.device(), x.dtype, rows, *weight.format)
         y = dispatch.select("packed_matmul", case).run(x, weight, options)
     else:
-        multiply = products.vector if rows <= VECTOR_ROWS else products.matrix
+        multiply = products.vector if products.takes_vectors(rows) else products.matrix
         y = multiply(Product(x, (weight,), options), mx.float32)
     return _largest(y, None, shape)
 
@@ -146,15 +146,18 @@ def _largest(
 # -- which cases they run
 
 
-def _up_to(rows: int) -> Callable[[Case], str | None]:
-    def obstacle(case: Case) -> str | None:
-        if case.rows > rows:
-            return f"takes up to {rows} rows, not {case.rows}"
-        if not products.has_whole_groups(case):
-            return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
-        return other_than_floats(case)
+def _some(case: Case) -> str | None:
+    if case.rows > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} rows, not {case.rows}"
+    if not products.has_whole_groups(case):
+        return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
+    return other_than_floats(case)
 
-    return obstacle
+
+def _few(case: Case) -> str | None:
+    if case.rows <= MAX_ROWS and not products.takes_vectors(case.rows):
+        return f"takes longer for {case.rows} rows than products of matrices"
+    return _some(case)
 
 
 def _mlx_obstacle(case: Case) -> str | None:
@@ -180,7 +183,6 @@ def _mlx_obstacle(case: Case) -> str | None:
     return None
 
 
-_few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
 _matmul = partial(mlx.packed_matmul, normed=prompts.normed, finish=prompts.add_up)
 _swiglu = partial(mlx.packed_swiglu, normed=prompts.normed, finish=prompts.swiglu)
 _unpacked_matmul = partial(_matmul, prompts.multiply_unpacked)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -175,8 +176,8 @@ def launch(
         output_shapes=list(output_shapes),
         output_dtypes=list(output_dtypes),
     )
-    if _recorders:
-        _recorders[-1].append((library(kernel, inputs, template, output_dtypes), outputs))
+    if (launches := getattr(_recorded, "launches", None)) is not None:
+        launches.append((library(kernel, inputs, template, output_dtypes), outputs))
     return outputs
 
 
@@ -199,15 +200,26 @@ def library(
 Launched = list[tuple[str, list[mx.array]]]
 """The library and the outputs of each launch."""
 
-_recorders: list[Launched] = []
+_recorded = threading.local()
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Launched]:
-    """Collect the launches that are made while the context is open; they are not evaluated yet."""
+    """Collect the launches of this thread while the context is open; they are not evaluated yet."""
     launches: Launched = []
-    _recorders.append(launches)
+    _recorded.launches = launches
     try:
         yield launches
     finally:
-        _recorders.pop()
+        del _recorded.launches
+
+
+# Cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX distinguishes them:
+# phones, base and Pro, Max, Ultra.
+CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
+
+
+@functools.cache
+def gpu_cores() -> int:
+    """Return the maximum number of cores of this machine's kind of GPU; a Max's if the name is unknown."""
+    return CORES.get(_architecture()[1], CORES["s"])

@@ -51,6 +51,7 @@ _PHRASES = (
     ),
 )
 _LINE = r"^#(?:.*\\\n)*.*\n?"  # of the preprocessor
+_INCLUDE = re.compile(r"^#include.*\n", re.MULTILINE)
 _CONDITIONS = ("#if", "#ifdef", "#else", "#endif")
 
 
@@ -187,10 +188,8 @@ def shortened(header: str, body: str, buffers: Sequence[str]) -> Form:
             arguments = "(type_, i_, count_)" if "(" in short else ""
             macros += f"#define {short.partition('(')[0]}{arguments} {long}\n"
     # No macro may come before what is included.
-    at = max(
-        (found.end() for found in re.finditer(r"^#include.*\n", header, re.MULTILINE)), default=0
-    )
-    texts = header[:at] + macros + header[at:], body
+    included = "".join(_INCLUDE.findall(header))
+    texts = included + macros + _INCLUDE.sub("", header), body
     joined = "\n".join(texts)
     used = Counter(_WORD.findall(joined))
     declared = {

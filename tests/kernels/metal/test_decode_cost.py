@@ -99,7 +99,7 @@ def test_a_token_of_the_3b(run):
     assert short.bytes_read <= 0.90e9
     assert short.dispatches <= 320
     assert short.inputs <= 8 * short.dispatches
-    assert short.source_bytes <= 7_500 * short.dispatches
+    assert short.source_bytes <= 5_950 * short.dispatches
     # What a long context splits, the products merge.
     long = step_cost(model, capacity=4096, run=run)
     assert long.kernels == short.kernels
@@ -121,17 +121,19 @@ def with_adapters(model: Model, rows: list[int]) -> Model:
     return model
 
 
-# Dispatches that multiply with A in each block: where all threadgroups together would read too much of it.
+# Dispatches that multiply with A in each block of a Max: where all threadgroups together would take longer to.
 @pytest.mark.parametrize(
     ("preset", "ranks", "shrinks"),
     [
         ("afm-3b", [0, 0], 0),
-        ("afm-3b", [8], 1),
-        ("afm-3b", [32], 2),
-        ("afm-3b", [0, 32], 2),
+        ("afm-3b", [8], 2),
+        ("afm-3b", [16], 2),
+        ("afm-3b", [32], 3),
+        ("afm-3b", [8, 8], 2),
         ("afm-3b", [32] * 5, 4),
         ("afm-3b", [8, 12, 16, 20, 24, 28, 31, 32], 4),
-        ("afm-nano", [32] * 4, 0),
+        ("afm-nano", [32], 0),
+        ("afm-nano", [32] * 4, 1),
     ],
     ids=str,
 )
@@ -151,9 +153,9 @@ def test_several_tokens_of_a_row_cost_no_more_dispatches_than_one(run, rank):
     model = with_adapters(packed("afm-3b"), [rank])
     for tokens in (2, 3, 4, 5, 8):
         cost = step_cost(model, run=run, tokens=tokens)
-        # Products with A that stand alone: the fewer, the fewer vectors there are.
+        # Products with A stand alone, since every threadgroup would take longer to multiply with A itself.
         shrinks = cost.kernels["afm_low_rank_shrink"]
-        assert shrinks <= bool(rank) * (2 if tokens < 5 else 4) * model.args.num_layers
+        assert shrinks == bool(rank) * 4 * model.args.num_layers
         assert cost.dispatches - shrinks <= 330, tokens
         assert cost.kernels["afm_write_and_attend"] == model.args.num_kv_layers
 

@@ -19,9 +19,11 @@ FORMATS = (
     ("palette", "table"),
     *((mode, per) for mode in ("balanced", "affine") for per in ("tensor", "row", "group")),
 )
+# Rows of the batch and tokens of each, on a GPU whose name is unknown. Up to 6 vectors take one pass of the
+# vector kernel, 9 two and 17 three; up to 8 and 16 vectors one pass of the matrix kernel, 21 three and 32 two.
 ROWS = {
-    "vector": ((1, 1), (2, 1), (3, 1), (2, 2)),
-    "matrix": ((1, 5), (9, 1), (2, 16)),
+    "vector": ((1, 1), (2, 1), (3, 1), (2, 2), (1, 5), (6, 1), (3, 3), (17, 1)),
+    "matrix": ((1, 7), (8, 1), (2, 7), (16, 1), (3, 7), (2, 16)),
     "unpacked": ((3, 11),),
 }
 SHAPES = ((704, 21), (64, 8))  # with and without tails
@@ -53,11 +55,12 @@ def test_products(metal, rng, monkeypatch, op, variant):
     axes = (formats, BITS, SHAPES, ROWS[variant], DTYPES)
     cases = all_pairs(*axes, (False, True), (False, True), (0, 4, 40), (0, 1), (0, 1))
     for (mode, granularity), bits, shape, rows, dtype, norm, residual, rank, few, split in cases:
-        # Some multiply with A beforehand, some have eight rows of codes for a simdgroup, and of some two
-        # simdgroups share the inputs.
+        # Some multiply with A beforehand, some have eight rows of codes for a simdgroup, and of some simdgroups
+        # share the inputs.
         monkeypatch.setattr(products, "MAX_SHRINK_BYTES", few << 20)
         monkeypatch.setattr(products, "FEW_SIMDGROUPS", few << 20)
         monkeypatch.setattr(products, "MANY_SIMDGROUPS", split << 20)
+        monkeypatch.setattr(products, "BUSY_SIMDGROUPS", split << 20)
         on_gpu(monkeypatch, 13 if split else 0)  # with float16 instead of bfloat16, or not
         in_dims, out_dims = shape
         group = 64 >> DTYPES.index(dtype) if granularity == "group" else 0
@@ -73,10 +76,10 @@ def test_products(metal, rng, monkeypatch, op, variant):
         # The 3B's matrices: queries, keys and values; output; gate and up; down.
         (1, 2560, 2048, (4, 8, True)),
         (1, 2048, 2048, (4, 8, True)),
-        (2, 13312, 2048, (2, 8, False)),
-        (3, 13312, 2048, (2, 4, False)),
         (1, 2048, 6656, (4, 8, True)),
-        (4, 2048, 6656, (2, 4, True)),
+        (2, 13312, 2048, (2, 8, False)),
+        (2, 2560, 2048, (2, 8, True)),
+        (6, 2048, 6656, (2, 8, True)),
         # Simdgroups that share inputs have a step of 512 each.
         (1, 2048, 512, (2, 8, False)),
         (1, 2048, 513, (2, 8, True)),
@@ -86,22 +89,93 @@ def test_products(metal, rng, monkeypatch, op, variant):
         (1, 255, 1 << 20, (8, 4, True)),
         (1, 8192, 2048, (2, 8, False)),
         (1, 8191, 2048, (2, 8, True)),
+        # A Max has 40 cores, which 12 simdgroups each keep busy.
+        (2, 8 * 480, 2048, (2, 8, False)),
+        (2, 8 * 479, 2048, (2, 8, True)),
     ],
 )
 def test_shapes_of_launches(rows, code_rows, in_dims, wanted):
     assert products.vector_threadgroups(rows, code_rows, in_dims) == wanted
 
 
+@each(
+    "code_rows, in_dims, wanted",
+    [
+        (13312, 2048, (2, 32, True)),
+        (2560, 2048, (8, 32, True)),
+        (2048, 6656, (8, 32, True)),
+        (32 * 480, 2048, (2, 32, False)),
+        # Simdgroups that share inputs have a step of 128 each.
+        (32, 128, (2, 32, False)),
+        (32, 512, (4, 32, True)),
+        (32, 1000, (8, 32, True)),
+    ],
+)
+def test_shapes_of_launches_with_matrices(code_rows, in_dims, wanted):
+    assert products.matrix_threadgroups(code_rows, in_dims) == wanted
+
+
+@pytest.mark.parametrize(
+    ("generations", "vectors"),
+    [
+        ((13, 14), {*range(1, 7), 9, 10, 17, 18}),
+        ((0, 15, 16, 17), {*range(1, 7), *range(9, 13), 17, 18, 19}),
+    ],
+)
+def test_the_choice_of_a_kernel_follows_the_gpu(metal, monkeypatch, generations, vectors):
+    """By counted prices: a pass of the vector kernel takes 6 vectors, one of the matrix kernel 8 or 16."""
+    for generation in generations:
+        on_gpu(monkeypatch, generation)
+        chosen = {
+            op: {n for n in range(1, 33) if "/matrix" not in name(n) and "swiglu_m" not in name(n)}
+            for op, name in (
+                (op, lambda n, op=op: dispatch.select(op, BALANCED._replace(rows=n)).name)
+                for op in ("packed_matmul", "packed_swiglu")
+            )
+        }
+        assert chosen == {"packed_matmul": vectors, "packed_swiglu": vectors}
+        heads = {
+            n
+            for n in range(1, 33)
+            if dispatch.select("packed_argmax", BALANCED._replace(rows=n)).name == "metal/argmax"
+        }
+        assert heads == vectors
+
+
 def test_products_whose_inputs_simdgroups_share(metal, rng, monkeypatch):
     """Two to eight of them; some have no inputs left in the last step, or fewer than a lane takes."""
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 0)  # adapters don't change the shape
-    few = ((1, 1028, 8, 2), (3, 1032, 4, 2), (1, 2064, 2, 4), (2, 2048 + 64, 2, 4))
+    few = ((1, 1028, 8, 2), (3, 1032, 4, 2), (1, 2064, 2, 4), (6, 2048 + 64, 2, 4))
     for rows, in_dims, bits, split in (*few, (4, 4112, 2, 8), (1, 8192, 2, 8)):
         assert products.vector_threadgroups(rows, 19, in_dims) == (split, 4, True)
         matrix = {"bits": bits, "mode": "affine", "granularity": "row"}
         fusions = {"norm": rows < 4, "residual": rows > 1, "rank": 3 * (rows != 2)}
         fields = (mx.float16, rows, 1, in_dims, 19)
         assert_right(rng, "vector", "packed_matmul", *fields, **matrix, **fusions)
+
+
+# Steps of 128 inputs, the last one not whole; simdgroups without one; 32 rows of codes, of a pair 16 each.
+@pytest.mark.parametrize(
+    ("in_dims", "split"), [(128, 1), (256, 2), (272, 2), (520, 4), (1024, 8), (2000, 8)]
+)
+def test_products_of_matrices_whose_inputs_simdgroups_share(metal, rng, in_dims, split):
+    for rows, op, bits in (
+        (7, "packed_matmul", 2),
+        (16, "packed_swiglu", 4),
+        (24, "packed_matmul", 8),
+    ):
+        if in_dims % 16 and bits == 2:
+            continue
+        outputs = 37
+        assert products.matrix_threadgroups(outputs, in_dims) == (
+            split if split > 1 else 2,
+            32,
+            split > 1,
+        )
+        matrix = {"bits": bits, "mode": "balanced", "granularity": "row"}
+        fusions = {"norm": rows < 24, "residual": rows == 7, "rank": 3 * (rows != 7)}
+        name = "matrix" if op == "packed_matmul" else "swiglu_matrix"
+        assert_right(rng, name, op, mx.float32, rows, 1, in_dims, outputs, **matrix, **fusions)
 
 
 # Rows without a group size are given to MLX as a grid, whose products are multiplied by their scales.
@@ -190,7 +264,7 @@ def test_the_generation_of_a_gpu(monkeypatch, name, generation, has_matrix_units
 
 def test_swiglu_of_matrices_that_differ(metal, rng):
     matrix = {"in_dims": 64, "out_dims": 9, "mode": "balanced", "granularity": "row"}
-    for rows, fields in all_pairs((1, 5, 33), ({"bits": 4}, {"mode": "palette"})):
+    for rows, fields in all_pairs((1, 7, 33), ({"bits": 4}, {"mode": "palette"})):
         spec = Spec("packed_swiglu", mx.float16, rows, norm=True, bits=2, **matrix)
         problem = make(spec, rng)
         x, gate, _, options = problem.args
@@ -210,7 +284,7 @@ def test_the_smallest_matrices(metal, rng, rows, variant):
 @pytest.mark.parametrize(
     ("fields", "variant", "reason"),
     [
-        ({"rows": 5}, "metal/vector", "takes up to 4 rows, not 5"),
+        ({"rows": 7}, "metal/vector", "takes longer for 7 rows than products of matrices"),
         ({"rows": 33}, "metal/matrix", "takes up to 32 rows, not 33"),
         ({"group_size": 24}, "metal/matrix", "groups of a multiple of 16 inputs, not of 24"),
         ({"group_size": 24}, "metal/mlx_quantized", "in groups only on a GPU with matrix units"),
@@ -240,7 +314,7 @@ def test_why_a_variant_cannot_run(metal, monkeypatch, fields, variant, reason):
     assert (reason or "None") in str(reasons[variant])
 
 
-@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize("rows", [1, 5, 7, 33])
 def test_a_norm_whose_squares_overflow_gives_nan(metal, rows):
     weight = PackedWeight(mx.zeros((8, 4), mx.uint32), 4, "balanced", mx.ones((8,)))
     options = ProductOptions(norm=mx.ones((32,)))
@@ -250,7 +324,7 @@ def test_a_norm_whose_squares_overflow_gives_nan(metal, rows):
 MANY = (1 << 16) + 37  # rows that 16 bits can't count; the model's head has 153,600
 
 
-@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (5, "matrix")])
+@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (7, "matrix")])
 def test_rows_of_a_matrix_are_counted_past_16_bits(metal, rng, rows, variant):
     spec = Spec("packed_matmul", mx.float32, rows, 1, 16, MANY, **BODY, residual=True)
     assert_adapted(make(spec, rng), variant)
@@ -262,7 +336,7 @@ def test_rows_that_are_unpacked_are_counted_past_16_bits(metal, rng):
     assert_close(got, oracle.matrix(weight)[-40:], 2.0**-22)
 
 
-@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (5, "matrix")])
+@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (7, "matrix")])
 def test_silu_of_large_negative_numbers_is_as_exact_as_its_exponential(metal, rows, variant):
     """Gates of -6 to -84, without rounding: nothing but `exp(-gate)` is off by more than an ulp."""
     of_gates = mx.arange(1, 15) / 4
@@ -278,7 +352,7 @@ def test_silu_of_large_negative_numbers_is_as_exact_as_its_exponential(metal, ro
     assert_close(got / wanted, np.ones((rows, 14)), 5.5 * 2.0**-23)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
 def test_a_norm_is_rounded_once(metal, rng, rows):
     """Products that are powers of two, so that 1 / rms comes out: its precise function is correctly rounded."""
     x = rng.integers(-3, 4, (rows, 16)).astype(np.float64)
@@ -310,7 +384,7 @@ def test_scales_of_many_vectors_are_not_rounded(metal, rng, monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_a_product_is_not_rounded_before_its_residual_is_added(metal, rng, dtype):
     """Products of integers, and residuals that leave of them what rounding would take away."""
-    for rows in (1, 3, 5):
+    for rows in (1, 3, 7):
         x = rng.integers(-30, 31, (rows, 16)).astype(np.float32)
         codes = rng.integers(0, 256, (40, 16))
         weight = PackedWeight(kernels.pack_codes(mx.array(codes), 8), 8, "balanced", mx.array(1.0))
@@ -326,10 +400,20 @@ def test_a_product_is_not_rounded_before_its_residual_is_added(metal, rng, dtype
 # -- the head: the largest product
 
 
-# A simdgroup has one tile up to 32,768 rows, or 16,384 for 3 or 4 vectors; for more, chunks are of 4,096.
+# A simdgroup has one tile up to 32,768 rows; matrices' products are compared in chunks of 4,096.
 @each(
     "rows, out_dims",
-    [(1, 1), (1, 5), (4, 70), (2, 32768), (2, 40001), (3, 16384), (6, 4096 + 37), (33, 70)],
+    [
+        (1, 1),
+        (1, 5),
+        (4, 70),
+        (2, 32768),
+        (2, 40001),
+        (3, 16384),
+        (9, 50),
+        (7, 4096 + 37),
+        (33, 70),
+    ],
 )
 def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
     """Integers whose products are exact in float32, with rows of the matrix that occur again and again."""
@@ -339,7 +423,11 @@ def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
     weight = PackedWeight(kernels.pack_codes(mx.array(codes), 4), 4, "balanced", mx.array(2.0))
     logits = np.array(x).astype(np.float64) @ (2 * codes - 15).T
     chosen = dispatch.select("packed_argmax", case_of("packed_argmax", x, weight)).name
-    assert chosen == ("metal/argmax" if rows <= 4 else "metal/argmax_of_products")
+    assert chosen == (
+        "metal/argmax"
+        if rows <= 32 and products.takes_vectors(rows)
+        else "metal/argmax_of_products"
+    )
     index, value = kernels.packed_argmax(x, weight)
     assert index.dtype == mx.uint32
     assert index.tolist() == logits.argmax(-1).tolist()
@@ -379,8 +467,8 @@ def test_every_format(metal, rng):
         assert_solved(make(spec._replace(activation_bits=32), rng), kernels.packed_argmax)
 
 
-# Up to 4 rows one kernel finds the largest, up to 32 another one multiplies, and beyond MLX.
-@pytest.mark.parametrize("rows", [1, 5, 33])
+# One kernel finds the largest, another one multiplies, and beyond 32 rows MLX.
+@pytest.mark.parametrize("rows", [1, 7, 33])
 def test_what_is_no_number_is_the_largest_so_that_it_is_seen(metal, rows):
     scales = mx.array([-1.0] * 4 + [float("nan")] + [-2.0] * 4)
     weight = PackedWeight(mx.zeros((9, 2), mx.uint32), 4, "balanced", scales)
@@ -406,7 +494,10 @@ def test_the_largest_is_found_past_16_bits(metal, variant):
 EXTREMES = [-(2**31), -2, 2**31 - 1]
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["shrink", "inside"])
 # Rows of the batch, and tokens of each.
-BATCHES = [(1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix"), (3, 4, "matrix")]
+BATCHES = [
+    *((1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix"), (3, 5, "matrix")),
+    *((6, 1, "vector"), (3, 3, "vector")),
+]
 
 
 def draw_slots(rng, rows, adapters):

@@ -108,9 +108,11 @@ def test_what_is_said_often_becomes_a_macro():
     loops = "\n".join(f"UNROLL for (int {i} = 0; {i} < SIZES; {i}++) x[{i}] = {i};" for i in "jklm")
     constants = "\n".join(f"static constant constexpr const uint S{i} = {i};" for i in range(9))
     header = f'#include <metal_stdlib>\n#define UNROLL _Pragma("y")\nconstexpr int SIZES = 3;\n{constants}'
+    header += "\n#include <metal_tensor>\n"
     header, body, _ = text.shortened(header, loops, ("x",))
-    first, *defined = header.splitlines()
-    assert first == "#include <metal_stdlib>"
+    first, second, *defined = header.splitlines()
+    # What is included sees no macro.
+    assert (first, second) == ("#include <metal_stdlib>", "#include <metal_tensor>")
     assert len([line for line in defined if line.startswith("#define")]) == 3
     (loop,) = re.findall(r"#define (\w+)\((\w+), (\w+), (\w+)\) (\w+) for \((.*)\)", header)
     name, type_, i, count, unroll, head = loop
