@@ -4,7 +4,7 @@
 | --- | --- | --- | --- |
 | `KVCache` | `BatchKVCache`, or `ZooKVCache` | pages | columns are dropped |
 | `RotatingKVCache` | `BatchRotatingKVCache`; `TrimmableWindow` with draft tokens | snapshots | the same |
-| `ArraysCache` | the same class | snapshots | the state before all of them is restored |
+| `ArraysCache` | the same class | snapshots | the state before them is restored, see `Row.unfed` |
 | `CacheList` | the same class | what its entries are kept in | what its entries do |
 
 Others have no batches in mlx-lm, and models that use them don't run in this engine (`RowCaches.merged`).
@@ -133,7 +133,9 @@ def takes_padding(cache: Iterable[Any], feed: Callable[[list[Any]], object]) -> 
         watched.append(_Watched(len(entry.cache)))
         return watched[-1]
 
-    feed([watch(entry) for entry in cache])
+    watched_cache = [watch(entry) for entry in cache]
+    if watched:
+        feed(watched_cache)
     return all(state.is_asked for state in watched)
 
 
@@ -246,10 +248,21 @@ def states_of(cache: Iterable[Any]) -> list[list[mx.array | None]]:
     return [list(leaf.cache) for leaf in leaves(cache) if type(leaf) in STATES]
 
 
-def restore_states(cache: Iterable[Any], states: Iterable[list[mx.array | None]]) -> None:
+def restore_states(
+    cache: Iterable[Any], states: Iterable[list[mx.array | None]], rows: Sequence[bool]
+) -> None:
+    """Restore the result of `states_of` in each row r for which `rows[r]` is True."""
+    if not any(rows):
+        return
     entries = [leaf for leaf in leaves(cache) if type(leaf) in STATES]
     for leaf, state in zip(entries, states, strict=True):
-        leaf.cache = list(state)
+        if all(rows):
+            leaf.cache = list(state)
+            continue
+        for i, (new, old) in enumerate(zip(leaf.cache, state, strict=True)):
+            if new is not None:  # None before the first token is a state of zeros
+                mask = mx.array(rows).reshape(-1, *[1] * (new.ndim - 1))
+                leaf.cache[i] = mx.where(mask, mx.zeros_like(new) if old is None else old, new)
 
 
 def set_lengths(cache: Iterable[Any], lengths: Sequence[int] | None) -> None:
