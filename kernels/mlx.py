@@ -92,7 +92,7 @@ def multiply_quantized(x: mx.array, weight: PackedWeight) -> Product:
     return Product(numbers, *rest)
 
 
-def is_grid(weight: PackedWeight | Case) -> bool:
+def is_grid(weight: PackedWeight) -> bool:
     """True if a matrix is a grid that its scales multiply row by row."""
     return weight.mode == "balanced" and weight.granularity != "group"
 
@@ -106,9 +106,8 @@ def grid_unit(bits: int, in_dims: int) -> float:
     return 2.0 ** max(-13, -math.ceil(math.log2((4**bits - 1) / 12 * in_dims) / 2))
 
 
-@functools.lru_cache(
-    maxsize=16
-)  # some 0.1 to 0.5 MB for each shape of a 3B's blocks, 10 MB for its head
+# Up to 0.9 MB for each shape of a 3B's blocks, and 20 MB for its head.
+@functools.lru_cache(maxsize=16)
 def _grid(
     out_dims: int, in_dims: int, bits: int, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array, int]:
@@ -144,8 +143,10 @@ def _dequantize(weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
 def _affine(weight: PackedWeight, dtype: mx.Dtype) -> tuple[mx.array, mx.array, int]:
     """Return scales and biases, (N, K / group_size), and the group size, in MLX's format."""
     assert weight.scales is not None
-    scales, biases = weight.scales.astype(mx.float32), weight.biases
-    if biases is None:
+    scales, biases = weight.scales.astype(dtype).astype(mx.float32), weight.biases
+    if (
+        biases is None
+    ):  # of the rounded scale: two roundings of their own would move all weights of a group
         biases = scales * (-(2**weight.bits - 1) / 2)
     size = _mlx_group(weight.group_size)
     assert size is not None

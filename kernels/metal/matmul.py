@@ -7,7 +7,7 @@ many rows   MLX's own products, which use the matrix units of an M5: `mx.quantiz
             is added, are a dispatch each
 
 `mx.quantized_matmul` unpacks codes for every 32 vectors again, in tiles; unpacking the matrix moves 4 bytes per
-number, for any number of vectors. So before M5, unpacking is faster for many vectors (`BALANCED_ROWS`). On
+number, for any number of vectors. So before M5, unpacking is faster for many vectors (`MOST_WITH_CODES`). On
 matrix units the product with codes is as fast as the other one: Apple measured 3.97 times the speed of an M4
 for prompts at 4 bits, and 3.62 times in bfloat16 (machinelearning.apple.com/research/exploring-llms-mlx-m5).
 """
@@ -38,11 +38,11 @@ _ARGMAX = Kernel(
     ("values", "indices"),
     (*products.HEADERS, "packed_order"),
 )
-# Vectors up to which MLX's product with the codes of a balanced matrix takes less time than unpacking the
-# matrix, by the GPU's generation (15 is M3, 16 is M4). By the counts of both kernels, unpacking is faster from
-# 75 (M1 Max) or 146 (M1) vectors on, and from 184 (M4 Max) or 315 (M3).
-BALANCED_ROWS = {15: 256, 16: 256}
-OTHER_BALANCED_ROWS = 128
+# Vectors up to which MLX's product with codes takes less time than unpacking the matrix, by the generation of
+# the GPU (15 is M3, 16 is M4). By the counts of both kernels, unpacking is faster from 75 (M1 Max) or 146 (M1)
+# vectors on, and from 184 (M4 Max) or 315 (M3); by published speeds, from 64 to 128, and from 384 to 576.
+MOST_WITH_CODES = {15: 256, 16: 256}
+OTHER_MOST_WITH_CODES = 128
 NAX_INPUTS = 64  # MLX's product with codes uses matrix units if this divides the number of inputs
 
 _SELECTED = ("top_values", "top_indices")
@@ -163,30 +163,23 @@ def _few(case: Case) -> str | None:
 def _mlx_obstacle(case: Case) -> str | None:
     if reason := other_than_floats(case):
         return reason
-    if case.mode == "balanced":
-        return _balanced_obstacle(case)
-    if case.mode != "affine" or case.granularity != "group" or case.group_size not in GROUPS:
+    has_units, groups = runtime.has_matrix_units(), case.granularity == "group"
+    most = MOST_WITH_CODES.get(runtime.gpu_generation(), OTHER_MOST_WITH_CODES)
+    if case.rows > most and not has_units:
+        return f"takes up to {most} rows on this GPU, not {case.rows}"
+    if case.mode == "affine" and groups and case.group_size in GROUPS:
+        return None
+    if case.mode != "balanced":
         return (
             "takes balanced weights, and affine ones in groups of 32, 64 or 128, not "
             f"{case.mode} ones per {case.granularity} of {case.group_size}"
         )
-    return None
-
-
-def _balanced_obstacle(case: Case) -> str | None:
-    size, groups = case.group_size, case.granularity == "group"
-    if runtime.has_matrix_units():
-        multiple = min(GROUPS) if groups else NAX_INPUTS
-    else:
-        if groups:
-            return "takes balanced weights in groups only on a GPU with matrix units"
-        multiple = min(GROUPS)
-        most = BALANCED_ROWS.get(runtime.gpu_generation(), OTHER_BALANCED_ROWS)
-        if case.rows > most:
-            return f"takes up to {most} rows of balanced weights on this GPU, not {case.rows}"
-    if size % multiple:
+    if groups and not has_units:
+        return "takes balanced weights in groups only on a GPU with matrix units"
+    multiple = NAX_INPUTS if has_units and not groups else min(GROUPS)
+    if case.group_size % multiple:
         what = "groups" if groups else "rows"
-        return f"takes {what} of a multiple of {multiple} inputs, not of {size}"
+        return f"takes {what} of a multiple of {multiple} inputs, not of {case.group_size}"
     return None
 
 
@@ -195,7 +188,16 @@ _swiglu = partial(mlx.packed_swiglu, normed=prompts.normed, finish=prompts.swigl
 _unpacked_matmul = partial(_matmul, prompts.multiply_unpacked)
 _unpacked_swiglu = partial(_swiglu, prompts.multiply_unpacked)
 _mlx_matmul = partial(_matmul, mlx.multiply_quantized)
-_mlx_swiglu = partial(_swiglu, mlx.multiply_quantized)
+
+
+def _mlx_swiglu(
+    x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions
+) -> mx.array:
+    """See `reference.packed_swiglu`; the rule for a case has seen the format of `gate` alone."""
+    is_same = gate.format == up.format
+    multiply = mlx.multiply_quantized if is_same else prompts.multiply_unpacked
+    return _swiglu(multiply, x, gate, up, options)
+
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few, True),

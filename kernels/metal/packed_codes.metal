@@ -68,59 +68,73 @@ struct Matrix {
 
   uint in_dims() const { return words * F::PER_WORD; }
 
-  /// Where the scale of row `row` and input `k` lies.
-  uint scale_index(uint row, uint k) const {
-    constexpr uint GROUP = F::GROUP > 0 ? F::GROUP : 1;
-    if (F::GRANULARITY == PER_TENSOR) return 0;
-    if (F::GRANULARITY == PER_ROW) return row;
-    return row * (in_dims() / GROUP) + k / GROUP;
+  /// Word `at` of a row of codes, 0 past its last.
+#if ALIGNED
+  uint word(uint row, uint at) const { return codes[row * words + at]; }
+#else
+  uint word(uint row, uint at) const { return at < words ? codes[row * words + at] : 0; }
+#endif
+
+#if MODE == PALETTE
+  /// Where the table of a row begins.
+  uint table(uint row) const { return row / (out_dims / tables) * (F::MASK + 1); }
+
+  /// The numbers of codes `i` and `i + PAIRS` of a word in a table.
+  float2 pair(uint word, uint i, uint table) const {
+    const uint low = (word >> (F::BITS * i)) & F::MASK;
+    const uint high = (word >> (F::BITS * (i + F::PAIRS))) & F::MASK;
+    return float2(float(scales[table + low]), float(scales[table + high]));
   }
+
+  float2 exact_pair(uint word, uint i, uint table) const { return pair(word, i, table); }
+
+  /// The number that a code stands for.
+  float number(uint row, uint, uint code) const { return float(scales[table(row) + code]); }
+
+  // Of other matrices.
+  float scale(uint, uint) const { return 1.0f; }
+  float bias(uint, uint) const { return 0.0f; }
+#else
+  /// Where the scale of row `row` and input `k` lies.
+#if GRANULARITY == PER_TENSOR
+  uint scale_index(uint, uint) const { return 0; }
+#else
+#if GRANULARITY == PER_ROW
+  uint scale_index(uint row, uint) const { return row; }
+#else
+  uint scale_index(uint row, uint k) const { return row * (in_dims() / F::GROUP) + k / F::GROUP; }
+#endif
+#endif
 
   float scale(uint row, uint k) const { return float(scales[scale_index(row, k)]); }
 
   /// What is added to scale * code.
-  float bias(uint row, uint k) const {
-    if (F::MODE == AFFINE) return float(biases[scale_index(row, k)]);
-    return -0.5f * float(F::MASK) * scale(row, k);
-  }
+#if MODE == AFFINE
+  float bias(uint row, uint k) const { return float(biases[scale_index(row, k)]); }
+#else
+  float bias(uint row, uint k) const { return -0.5f * float(F::MASK) * scale(row, k); }
+#endif
 
-  /// Where the table of a row begins.
-  uint table(uint row) const { return row / (out_dims / tables) * (F::MASK + 1); }
-
-  /// Codes `i` and `i + PAIRS` of a word, or their numbers in a palette's table; `offset(i)` is added to codes.
-  float2 pair(uint word, uint i, uint table) const {
-    if (F::MODE == PALETTE) {
-      const uint low = (word >> (F::BITS * i)) & F::MASK;
-      const uint high = (word >> (F::BITS * (i + F::PAIRS))) & F::MASK;
-      return float2(float(scales[table + low]), float(scales[table + high]));
-    }
+  /// Codes `i` and `i + PAIRS` of a word, with `offset(i)` added.
+  float2 pair(uint word, uint i, uint) const {
     const half2 codes = F::pair(word, i);
     return float2(float(codes.x), float(codes.y));
   }
 
-  /// The same without `offset(i)`: codes of an affine matrix, levels of a balanced one, numbers of a palette.
-  float2 exact_pair(uint word, uint i, uint table) const {
-    return pair(word, i, table) - (F::MODE == PALETTE ? 0.0f : F::offset(i));
-  }
+  /// The same without `offset(i)`: codes of an affine matrix, levels of a balanced one.
+  float2 exact_pair(uint word, uint i, uint) const { return pair(word, i, 0) - F::offset(i); }
 
   /// The number that a code stands for.
-  float number(uint row, uint k, uint code) const {
-    if (F::MODE == PALETTE) return float(scales[table(row) + code]);
-    return scale(row, k) * float(code) + bias(row, k);
-  }
+  float number(uint row, uint k, uint code) const { return scale(row, k) * float(code) + bias(row, k); }
+
+  uint table(uint) const { return 0; }
+#endif
 };
 
 template <typename F, typename Codes, typename Scales, typename Biases>
 Matrix<F, Codes, Scales, Biases> make_matrix(
     Codes codes, Scales scales, Biases biases, uint out_dims, uint words, uint tables) {
-  Matrix<F, Codes, Scales, Biases> matrix;
-  matrix.codes = codes;
-  matrix.scales = scales;
-  matrix.biases = biases;
-  matrix.out_dims = out_dims;
-  matrix.words = words;
-  matrix.tables = tables;
-  return matrix;
+  return {codes, scales, biases, out_dims, words, tables};
 }
 
 /// Vectors (rows, in_dims) that go through an RMSNorm.
@@ -143,26 +157,31 @@ struct Vectors {
 
 template <bool NORM, typename X, typename Norm>
 Vectors<NORM, X, Norm> make_vectors(X x, Norm norm, float eps) {
-  Vectors<NORM, X, Norm> vectors;
-  vectors.x = x;
-  vectors.norm = norm;
-  vectors.eps = eps;
-  return vectors;
+  return {x, norm, eps};
 }
 
 /// What a lane has added up of the products of up to MOST vectors with COUNT rows of codes.
 template <typename F, int MOST, int COUNT>
 struct Products {
-  static constant constexpr const bool BY_GROUP = F::MODE != PALETTE && F::GRANULARITY == PER_GROUP;
-  static constant constexpr const bool BIASED = F::MODE == AFFINE;
+
+#if MODE != PALETTE && GRANULARITY == PER_GROUP
+  static constant constexpr const bool SCALED = true;  // numbers that are added up
+#else
+  static constant constexpr const bool SCALED = false;
+#endif
 
   float sums[MOST][COUNT];  // of scaled numbers, with scales per group; else of levels or codes
+#if MODE == AFFINE
   float totals[MOST];  // of inputs
+#endif
   float squares[MOST];
 
   void clear() {
     UNROLL for (int m = 0; m < MOST; m++) {
-      totals[m] = squares[m] = 0.0f;
+      squares[m] = 0.0f;
+#if MODE == AFFINE
+      totals[m] = 0.0f;
+#endif
       UNROLL for (int r = 0; r < COUNT; r++) sums[m][r] = 0.0f;
     }
   }
@@ -170,8 +189,7 @@ struct Products {
   /// Add inputs k .. k + VALUES of USED vectors, zeros past the last. PAIR: the second half of the rows is
   /// `second`'s.
   template <int USED, bool PAIR, typename V, typename M>
-  void add(
-      V vectors, M first, M second, const thread uint (&rows)[COUNT], const thread uint (&tables)[COUNT], uint k) {
+  void add(V vectors, M first, M second, const thread uint (&rows)[COUNT], uint k) {
     // Offsets of codes are taken off every code, or off the sum of a step, which rounds less than inputs of 16 bits
     // have been. For more than two vectors, that is no less work.
     constexpr bool EXACT = sizeof(vectors.x[0]) > 2 || USED > 2;
@@ -179,29 +197,34 @@ struct Products {
     const uint start = k / F::PER_WORD;
     UNROLL for (int r = 0; r < COUNT; r++) {
       const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-      UNROLL for (uint w = 0; w < F::WORDS; w++) {
-        const bool inside = F::ALIGNED || start + w < matrix.words;
-        words[r][w] = inside ? matrix.codes[rows[r] * matrix.words + start + w] : 0;
-      }
+      UNROLL for (uint w = 0; w < F::WORDS; w++) words[r][w] = matrix.word(rows[r], start + w);
     }
-    float products[USED][COUNT], step[USED], offsets[USED];
+    float products[USED][COUNT], offsets[USED];
     UNROLL for (int m = 0; m < USED; m++) {
-      step[m] = offsets[m] = 0.0f;
-      UNROLL for (int r = 0; r < COUNT; r++) products[m][r] = BY_GROUP ? 0.0f : sums[m][r];
+      offsets[m] = 0.0f;
+      UNROLL for (int r = 0; r < COUNT; r++) products[m][r] = SCALED ? 0.0f : sums[m][r];
     }
+#if MODE == AFFINE
+    float step[USED];
+    UNROLL for (int m = 0; m < USED; m++) step[m] = 0.0f;
+#endif
     UNROLL for (uint w = 0; w < F::WORDS; w++) {
       UNROLL for (uint i = 0; i < F::PAIRS; i++) {
         float inputs[USED][2];
         load(vectors, k + w * F::PER_WORD + i, first.in_dims(), inputs);
         UNROLL for (int m = 0; m < USED; m++) {
-          const float sum = inputs[m][0] + inputs[m][1];
-          if (BIASED) step[m] += sum;
-          if (!EXACT && F::MODE != PALETTE) offsets[m] += F::offset(i) * sum;
+#if MODE == AFFINE
+          step[m] += inputs[m][0] + inputs[m][1];
+#endif
+#if MODE != PALETTE
+          if (!EXACT) offsets[m] += F::offset(i) * (inputs[m][0] + inputs[m][1]);
+#endif
         }
         UNROLL for (int r = 0; r < COUNT; r++) {
           const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-          const float2 numbers = EXACT ? matrix.exact_pair(words[r][w], i, tables[r])
-                                       : matrix.pair(words[r][w], i, tables[r]);
+          const uint table = matrix.table(rows[r]);
+          const float2 numbers =
+              EXACT ? matrix.exact_pair(words[r][w], i, table) : matrix.pair(words[r][w], i, table);
           UNROLL for (int m = 0; m < USED; m++) {
             products[m][r] += numbers.x * inputs[m][0];
             products[m][r] += numbers.y * inputs[m][1];
@@ -209,25 +232,39 @@ struct Products {
         }
       }
     }
+#if MODE != PALETTE && GRANULARITY == PER_GROUP
     UNROLL for (int r = 0; r < COUNT; r++) {
       const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-      const float scale = BY_GROUP ? matrix.scale(rows[r], k) : 1.0f;
-      const float bias = BY_GROUP && BIASED ? matrix.bias(rows[r], k) : 0.0f;
+      const float scale = matrix.scale(rows[r], k);
       UNROLL for (int m = 0; m < USED; m++) {
-        const float product = products[m][r] - offsets[m];
-        sums[m][r] = BY_GROUP ? sums[m][r] + scale * product : product;
-        if (BY_GROUP && BIASED) sums[m][r] += bias * step[m];
+        sums[m][r] += scale * (products[m][r] - offsets[m]);
+#if MODE == AFFINE
+        sums[m][r] += matrix.bias(rows[r], k) * step[m];
+#endif
       }
     }
-    UNROLL for (int m = 0; m < USED; m++) totals[m] += step[m];
+#else
+    UNROLL for (int m = 0; m < USED; m++) {
+      UNROLL for (int r = 0; r < COUNT; r++) sums[m][r] = products[m][r] - offsets[m];
+#if MODE == AFFINE
+      totals[m] += step[m];
+#endif
+    }
+#endif
   }
 
   /// The product of vector m with row `row`, from the sum over all lanes of its `sums`.
   template <typename M>
   float scaled(M matrix, uint row, int m, float sum) const {
-    if (BY_GROUP || F::MODE == PALETTE) return sum;
-    const float product = matrix.scale(row, 0) * sum;
-    return BIASED ? product + matrix.bias(row, 0) * simd_sum(totals[m]) : product;
+#if MODE == PALETTE || GRANULARITY == PER_GROUP
+    return sum;
+#else
+#if MODE == AFFINE
+    return matrix.scale(row, 0) * sum + matrix.bias(row, 0) * simd_sum(totals[m]);
+#else
+    return matrix.scale(row, 0) * sum;
+#endif
+#endif
   }
 
   /// Inputs `k` and `k + PAIRS` of every vector, multiplied with the norm's weight.
@@ -235,7 +272,11 @@ struct Products {
   void load(V vectors, uint k, uint in_dims, thread float (&inputs)[USED][2]) {
     UNROLL for (uint e = 0; e < 2; e++) {
       const uint place = k + e * F::PAIRS;
-      const bool inside = F::ALIGNED || place < in_dims;
+#if ALIGNED
+      constexpr bool inside = true;
+#else
+      const bool inside = place < in_dims;
+#endif
       const float factor = inside ? vectors.factor(place) : 0.0f;
       UNROLL for (int m = 0; m < USED; m++) {
         // A row's address first: the rest of the index is then a constant of the load.
@@ -255,10 +296,7 @@ struct Steps {
 
 /// Of `n_parts` simdgroups that share the inputs of their rows.
 inline Steps steps_of(uint lane, uint part, uint n_parts) {
-  Steps steps;
-  steps.first = (part * LANES + lane) * VALUES;
-  steps.stride = n_parts * LANES * VALUES;
-  return steps;
+  return {(part * LANES + lane) * VALUES, n_parts * LANES * VALUES};
 }
 
 /// A lane's share of the products of USED vectors with COUNT rows.
@@ -272,15 +310,10 @@ void multiply(
     const thread uint (&rows)[COUNT],
     Steps steps,
     thread Products<F, MOST, COUNT>& products) {
-  uint tables[COUNT];
-  UNROLL for (int r = 0; r < COUNT; r++) {
-    const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-    tables[r] = F::MODE == PALETTE ? matrix.table(rows[r]) : 0;
-  }
   products.clear();
   const uint in_dims = first.in_dims();
   for (uint k = steps.first; k < in_dims; k += steps.stride) {
-    products.template add<USED, PAIR>(vectors, first, second, rows, tables, k);
+    products.template add<USED, PAIR>(vectors, first, second, rows, k);
   }
 }
 

