@@ -79,7 +79,7 @@ def _format(weight: PackedWeight) -> list[object]:
 def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[mx.array, mx.array]:
     """See `reference.packed_argmax`. Two dispatches: largest of neighbouring rows, and the largest of these."""
     rows = math.prod(x.shape[:-1])
-    code_rows = products.most_code_rows(rows, weight)
+    most, code_rows = products.rows_of_pass(rows), products.most_code_rows(rows, weight)
     # So many that the first dispatch's results fit one chunk.
     tiles = -(-weight.out_dims // (code_rows * CHUNK))
     groups = -(-weight.out_dims // (code_rows * tiles * products.SIMDGROUPS))
@@ -90,11 +90,11 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
         template=(
             *products.format_template(weight),
             ("NORM", options.norm is not None),
-            ("ROWS", products.rows_of_pass(rows)),
+            ("ROWS", most),
             ("CODE_ROWS", code_rows),
             ("TILES", tiles),
         ),
-        grid=(32 * -(-rows // products.PASS_ROWS), groups * products.SIMDGROUPS, 1),
+        grid=(32 * -(-rows // most), groups * products.SIMDGROUPS, 1),
         threadgroup=(32, products.SIMDGROUPS, 1),
         output_shapes=[(rows, groups * products.SIMDGROUPS)] * 2,
         output_dtypes=[mx.float32, mx.uint32],

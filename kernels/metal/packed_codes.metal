@@ -317,7 +317,7 @@ void multiply(
   }
 }
 
-/// The same for `used` vectors, 2 to 6: a loop for each number, so that one kernel has them all.
+/// The same for `used` vectors, 2 to MOST: a loop for each number, so that one kernel has them all.
 template <typename F, bool PAIR, typename V, typename M, int MOST, int COUNT>
 void multiply_some(
     V vectors,
@@ -329,10 +329,12 @@ void multiply_some(
     thread Products<F, MOST, COUNT>& products) {
   switch (used) {
     case 2: multiply<2, F, PAIR>(vectors, first, second, rows, steps, products); break;
+#if ROWS > 3
     case 3: multiply<3, F, PAIR>(vectors, first, second, rows, steps, products); break;
     case 4: multiply<4, F, PAIR>(vectors, first, second, rows, steps, products); break;
     case 5: multiply<5, F, PAIR>(vectors, first, second, rows, steps, products); break;
-    default: multiply<6, F, PAIR>(vectors, first, second, rows, steps, products);
+#endif
+    default: multiply<MOST, F, PAIR>(vectors, first, second, rows, steps, products);
   }
 }
 

@@ -72,9 +72,11 @@ _SHRINK = Kernel(
 def _kernel(name: str, *macros: str) -> Kernel:
     """Return the kernel `name` with these macros defined, and with the further inputs that they need."""
     inputs = [*_INPUTS, *itertools.chain.from_iterable(_OPTIONAL[macro] for macro in macros)]
-    headers = (*HEADERS, "low_rank") if "LOW_RANK" in macros else HEADERS
-    headers += ("packed_tiles",) if name == "packed_matrix" else ()
-    return Kernel(name, tuple(inputs), ("out",), headers, tuple((macro, "1") for macro in macros))
+    headers = [*HEADERS, *(("low_rank",) if "LOW_RANK" in macros else ())]
+    headers += ["packed_tiles"] if name == "packed_matrix" else []
+    return Kernel(
+        name, tuple(inputs), ("out",), tuple(headers), tuple((macro, "1") for macro in macros)
+    )
 
 
 class Product(NamedTuple):
@@ -129,7 +131,7 @@ def vector(product: Product, dtype: mx.Dtype) -> mx.array:
         ("SPLIT", shape.split),
     )
     hidden = None if shrinks else _shrink(product)
-    passes = -(-product.rows // PASS_ROWS)
+    passes = -(-product.rows // rows_of_pass(product.rows))
     return _launch("packed_vector", product, hidden, dtype, template, shape, passes)
 
 
@@ -155,7 +157,7 @@ def _blocks(rows: int) -> tuple[int, int]:
 
 
 def rows_of_pass(rows: int) -> int:
-    """Return the template argument ROWS, of which there are two, so that few texts are compiled."""
+    """Return ROWS, the most vectors of a pass: one of two values, so that few texts are compiled."""
     return 1 if rows == 1 else PASS_ROWS
 
 

@@ -267,11 +267,11 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
     return [
         body("packed_matmul", norm=True),
         body("packed_matmul", batch=2, residual=True, **adapters),
-        body("packed_matmul", batch=5, norm=True, sections=3, **adapters),
+        body("packed_matmul", batch=7, norm=True, sections=3, **adapters),
         body("packed_matmul", tokens=40, norm=True),
         body("packed_matmul", tokens=300, norm=True),
         body("packed_swiglu", norm=True),
-        body("packed_swiglu", batch=5, norm=True, **adapters),
+        body("packed_swiglu", batch=12, norm=True, **adapters),
         body("packed_swiglu", tokens=40, norm=True),
         body("packed_swiglu", tokens=300, norm=True),
         Spec("packed_matmul", dtype, **nano, norm=True),

@@ -1,5 +1,9 @@
 """Dispatches and bytes of a decoded token on Metal, counted in the traced graph."""
 
+import dataclasses
+import itertools
+from collections import Counter
+
 import mlx.core as mx
 import pytest
 
@@ -8,9 +12,10 @@ from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.adapters.target_modules import target_modules
 from afm_mlx.config import PRESETS
 from afm_mlx.kernels import Part
+from afm_mlx.kernels.metal import runtime
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE
-from tests.metal.launches import cache_of, shapes_only
+from tests.metal.launches import cache_of, record, shapes_only
 from tests.tools.graph import count_dispatches, decode_cost
 
 ARRAY = mx.zeros((4, 6))
@@ -163,3 +168,22 @@ def test_several_tokens_of_a_row_cost_no_more_dispatches_than_one(run, rank):
 def test_a_batch_costs_no_more_dispatches_than_a_row():
     model = packed("afm-nano")
     assert step_cost(model, 3).dispatches == step_cost(model).dispatches
+
+
+def test_few_texts_of_products_serve_every_number_of_rows():
+    """One vector, 2 to 6 of them a pass, and matrices: for queries and keys, output, gate and up, and down."""
+    config = dataclasses.replace(PRESETS["afm-3b"], num_layers=2, num_kv_reuse_layers=1)
+    model, names = shapes_only(config, AFM_RULE, AFM_EMBEDDING_RULE), set()
+    for rows, capacity in itertools.product(range(1, 33), (256, 4096)):
+        entries = cache_of(model, capacity - 1, capacity)
+        cache = [type(entry).merge([entry] * rows) for entry in entries]
+        for call in record(lambda c=cache, n=rows: model.greedy(mx.zeros((n, 1), mx.int32), c)):
+            kernel, inputs, options = call
+            sent = options["template"], options["output_dtypes"]
+            names.add(runtime.library(kernel, inputs, *sent))
+    kernels = Counter(name.split("__")[0] for name in names)
+    assert kernels["afm_packed_vector"] == 2 * 4
+    assert (
+        kernels["afm_packed_matrix"] == 4
+    )  # queries and keys, output and down, gate and up, the head
+    assert kernels["afm_packed_argmax"] == 2
