@@ -61,9 +61,7 @@ Multiply = Callable[[mx.array, PackedWeight], Product]
 def add_up(dtype: mx.Dtype, product: Product) -> mx.array:
     """Return the product with everything that is added to it, summed in float32."""
     numbers, scales, factor, adapters, residual = product
-    y = numbers.astype(mx.float32)
-    if scales is not None:
-        y = y * (scales.astype(mx.float32) * factor)
+    y = numbers if scales is None else numbers * (scales.astype(mx.float32) * factor)
     for added, scale, uses in adapters:
         y = y + mx.where(uses, added * scale, 0.0)
     if residual is not None:
@@ -102,8 +100,8 @@ def grid_unit(bits: int, in_dims: int) -> float:
 
     So products fit into float16: they are at most 1.8 times as large as the vector's norm.
     """
-    # Uniform codes have variance (4**bits - 1) / 12. Below 2**-13, float16 has subnormal numbers near 0.
-    return 2.0 ** max(-13, -math.ceil(math.log2((4**bits - 1) / 12 * in_dims) / 2))
+    # Uniform codes have variance (4**bits - 1) / 12.
+    return 2.0 ** -math.ceil(math.log2((4**bits - 1) / 12 * in_dims) / 2)
 
 
 # Up to 0.9 MB for each shape of a 3B's blocks, and 20 MB for its head.
