@@ -185,6 +185,8 @@ def test_templates_that_fail_or_refuse_are_one_error(tmp_path):
         ([user], "{% if %}", "can't write this chat: TemplateSyntaxError"),
         ([user], "{{ 1 / 0 }}", "can't write this chat: ZeroDivisionError"),
         ([], None, "empty conversation"),
+        ([{"role": "user", "content": "a \ud800"}], None, "half of a surrogate pair"),
+        ([{"role": "assistant", "tool_calls": 5}], None, "has 5 as 'tool_calls'"),
         ("q", None, "messages must be a list"),
         ([{"role": "a<eos>", "content": "q"}], None, r"messages\[0\] has the role 'a<eos>'"),
         (
