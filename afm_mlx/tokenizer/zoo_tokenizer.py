@@ -73,11 +73,12 @@ class ZooTokenizer(TokenizerWrapper):
         """
         drop_neutral_arguments(kwargs)
         kwargs.setdefault(getattr(self, "_thinking_kwarg", "enable_thinking"), self.has_thinking)
-        options = {"tools": list(tools) if tools else None, **kwargs}
-        options["add_generation_prompt"] = add_generation_prompt
+        options = {**kwargs, "add_generation_prompt": add_generation_prompt}
+        if tools:  # code that writes chats may know no such argument
+            options["tools"] = list(tools)
         chat: _ZooChat | None = None
         try:
-            source = self._source(kwargs.get("chat_template"), options["tools"])
+            source = self._source(kwargs.get("chat_template"), options.get("tools"))
             if source is not None:
                 messages = self._completed(messages, source)
                 if tools:
@@ -96,7 +97,9 @@ class ZooTokenizer(TokenizerWrapper):
             return text
         tokens = self._encode(text)
         if source is None or chat is None or self._backend is None:
-            return self._refusing(tokens, strings_in([list(messages), options["tools"], kwargs]))
+            return self._refusing(
+                tokens, strings_in([list(messages), options.get("tools"), kwargs])
+            )
         if kwargs.get("continue_final_message"):
             chat.begun = text
         return self._controls(source).encode_chat(chat, text, tokens)
@@ -115,7 +118,7 @@ class ZooTokenizer(TokenizerWrapper):
         return _ZooChat(
             ChatTemplate(source, self.name_or_path),
             [dict(message) for message in messages],
-            {**variables, "tools": options["tools"]},
+            {**variables, "tools": options.get("tools")},
             own,
             separator="",
             open_end=None,

@@ -235,9 +235,11 @@ def test_calls_and_results_get_what_templates_need(tmp_path):
 
 def test_chats_that_code_writes_refuse_names(tmp_path):
     tokenizer = ZooTokenizer.of(stock_tokenizer(tmp_path, "qwen3"))
-    tokenizer._chat_template = lambda messages, **_: (
-        f"<|im_start|>{messages[0]['content']}<|im_end|>"
-    )
+
+    def write(messages, add_generation_prompt=False, enable_thinking=False):  # and no tools
+        return f"<|im_start|>{messages[0]['content']}<|im_end|>"
+
+    tokenizer._chat_template = write
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "q"}])
     assert controls(tokenizer, ids) == [
         tokenizer.control_names[n] for n in ("<|im_start|>", "<|im_end|>")
