@@ -27,6 +27,7 @@ FORMS = {
     "llama3": "Llama 3",
     "mistral": "Mistral",
     "mistral args": "Mistral",
+    "mistral ids": "Mistral",
     "harmony": "Harmony",
     "lfm2": "Pythonic",
     "lfm2 first": "Pythonic",
@@ -169,7 +170,9 @@ def written(form, *calls):
         pairs = call["arguments"].items()
         return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
 
-    texts = [form.head_of(call["name"]) + arguments(call) + form.tail for call in calls]
+    texts = [
+        form.head_of(call["name"], "a23456780") + arguments(call) + form.tail for call in calls
+    ]
     return form.opening + (form.between or ", ").join(texts) + form.closing
 
 

@@ -185,6 +185,8 @@ def test_templates_that_fail_or_refuse_are_one_error(tmp_path):
         ([user], "{% if %}", "can't write this chat: TemplateSyntaxError"),
         ([user], "{{ 1 / 0 }}", "can't write this chat: ZeroDivisionError"),
         ([], None, "empty conversation"),
+        ([{"role": "user", "content": "a \ud800"}], None, "half of a surrogate pair"),
+        ([{"role": "assistant", "tool_calls": 5}], None, "has 5 as 'tool_calls'"),
         ("q", None, "messages must be a list"),
         ([{"role": "a<eos>", "content": "q"}], None, r"messages\[0\] has the role 'a<eos>'"),
         (
@@ -233,9 +235,11 @@ def test_calls_and_results_get_what_templates_need(tmp_path):
 
 def test_chats_that_code_writes_refuse_names(tmp_path):
     tokenizer = ZooTokenizer.of(stock_tokenizer(tmp_path, "qwen3"))
-    tokenizer._chat_template = lambda messages, **_: (
-        f"<|im_start|>{messages[0]['content']}<|im_end|>"
-    )
+
+    def write(messages, add_generation_prompt=False, enable_thinking=False):  # and no tools
+        return f"<|im_start|>{messages[0]['content']}<|im_end|>"
+
+    tokenizer._chat_template = write
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "q"}])
     assert controls(tokenizer, ids) == [
         tokenizer.control_names[n] for n in ("<|im_start|>", "<|im_end|>")
