@@ -10,7 +10,7 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.prefix_cache import PAGE, Columns, PrefixCache
+from afm_mlx.engine.prefix_cache import PAGE, Columns, PrefixCache, _Snapshot
 from afm_mlx.engine.prompt_cache import PromptCaches, tokens_in
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
@@ -239,6 +239,11 @@ def test_snapshots_count_and_are_evicted_before_their_pages(rng, model, tokenize
         kept = list(prefixes._pages)
         assert prefixes.nbytes == sum(item.nbytes for item in kept) <= prefixes.budget
         assert all(item.above() is not None for item in kept)
+        # No more columns of a window than the next token sees.
+        states = [
+            array for item in kept if type(item) is _Snapshot for array in item.columns.groups
+        ]
+        assert all(array.ndim < 4 or array.shape[2] <= 24 for array in states)
     assert prefixes.evictions > 10
     small = PrefixCache(100)
     assert answer(Engine(model, tokenizer, prefix_cache=small), prompts[0]) == (
