@@ -353,7 +353,7 @@ class Turn:
                     'context_policy="drop_oldest" or "summarize".'
                 )
             answer = self.answer = Answer(prompt_tokens=len(prompt))
-            splitter = None if form is None else splitter_of(form)
+            splitter = None if form is None else splitter_of(form, self._definitions)
             request = Request(prompt, adapter=self.adapter, constraint=constraint, **self.fields)
             try:
                 async with aclosing(self.shared.engine.stream(request)) as responses:

@@ -5,6 +5,7 @@
 | `constraint.py` | constraints, checked before anything is generated |
 | `call_forms.py` | how families of models write calls of tools |
 | `tool_calls.py` | the constraint of an answer that may or must call tools |
+| `keyword_arguments.py` | arguments of calls that are keywords, not JSON |
 | `answer_parts.py` | splitting an answer into thoughts, text and calls |
 | `schema/` | JSON schemas as grammars |
 | `matcher.py` | the state of one row: allowed tokens, forced tokens, the shortest completion |

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from afm_mlx.guidance.call_forms import CallForm
+from afm_mlx.guidance.call_forms import CallForm, Tools
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ class AnswerSplitter:
 
     Args:
         form: how the model writes calls.
+        tools: definitions of the tools, which some parsers need.
 
     Attributes:
         calls: number of calls that have begun.
         in_calls: True once the mark of calls has come.
     """
 
-    def __init__(self, form: CallForm) -> None:
-        self._form = form
+    def __init__(self, form: CallForm, tools: Tools = ()) -> None:
+        self._form, self._tools = form, tools
         self._names = {token: name for name, token in form.ids.items() if token >= 0}
         self._awaited: deque[str] = deque()  # names of control tokens whose text has not come yet
         self.calls = 0
@@ -83,7 +84,8 @@ class AnswerSplitter:
 
     def is_hidden(self, token: int) -> bool:
         """True for a control token of calls, which is no part of the answer's text."""
-        return token in self._names and self._names[token] not in self._form.thinking
+        name = self._names.get(token)
+        return name is not None and not any(name in mark for mark in self._form.thinking)
 
     def feed(self, text: str, token: int = -1) -> Iterator[Part]:
         """Yield the parts of the next text; `token` is its token, or -1 if it has none.
@@ -191,8 +193,8 @@ class _WholeCallSplitter(AnswerSplitter):
 
     _OPTIONAL = "<|python_tag|>"
 
-    def __init__(self, form: CallForm) -> None:
-        super().__init__(form)
+    def __init__(self, form: CallForm, tools: Tools = ()) -> None:
+        super().__init__(form, tools)
         self._is_text = False
 
     def _take_mark(self, name: str) -> Iterator[Part]:
@@ -217,8 +219,8 @@ class _WholeCallSplitter(AnswerSplitter):
 class _BlockSplitter(AnswerSplitter):
     """For calls that are read by a parser when the mark after them has come."""
 
-    def __init__(self, form: CallForm) -> None:
-        super().__init__(form)
+    def __init__(self, form: CallForm, tools: Tools = ()) -> None:
+        super().__init__(form, tools)
         self._is_cut = False
 
     @property
@@ -254,7 +256,7 @@ class _BlockSplitter(AnswerSplitter):
         assert form.parser is not None
         body = block.strip().removeprefix(form.opening).removesuffix(form.closing)
         try:
-            calls = form.parser(body)
+            calls = form.parser(body, self._tools)
         except (ValueError, TypeError, KeyError, AttributeError):
             yield Text(block)  # what can't be read is text
             return
@@ -270,8 +272,8 @@ _RECIPIENT = "to=functions."
 class _HarmonySplitter(AnswerSplitter):
     """For messages in channels: thoughts in `analysis`, calls by their recipient, and text in all others."""
 
-    def __init__(self, form: CallForm) -> None:
-        super().__init__(form)
+    def __init__(self, form: CallForm, tools: Tools = ()) -> None:
+        super().__init__(form, tools)
         self._body: type[Text] | type[Thought] | type[CallArguments] | None = None
 
     @property
@@ -322,21 +324,22 @@ class _HarmonySplitter(AnswerSplitter):
         self._rest = ""
 
 
-def splitter_of(form: CallForm) -> AnswerSplitter:
-    """Make the splitter of one answer."""
+def splitter_of(form: CallForm, tools: Tools = ()) -> AnswerSplitter:
+    """Make the splitter of one answer to a chat with these tools."""
+    kind: type[AnswerSplitter] = AnswerSplitter if form.opening else _WholeCallSplitter
     if form.is_harmony:
-        return _HarmonySplitter(form)
-    if form.parser is not None:
-        return _BlockSplitter(form)
-    return (AnswerSplitter if form.opening else _WholeCallSplitter)(form)
+        kind = _HarmonySplitter
+    elif form.parser is not None:
+        kind = _BlockSplitter
+    return kind(form, tools)
 
 
-def read_answer(form: CallForm, text: str) -> tuple[str, list[dict[str, Any]]]:
+def read_answer(form: CallForm, text: str, tools: Tools = ()) -> tuple[str, list[dict[str, Any]]]:
     """Return the text and the calls of a whole answer, in which every name of a control token is that token.
 
     Raises `ValueError` if a call is not complete, or has arguments that are not JSON.
     """
-    splitter = splitter_of(form)
+    splitter = splitter_of(form, tools)
     said: list[str] = []
     calls: list[tuple[str, list[str]]] = []
     by_place = sorted((at, i) for n, i in form.ids.items() for at in _places(text, n))

@@ -10,6 +10,7 @@
 | Mistral | `[TOOL_CALLS][{"name": "f", "arguments": {...}}]`, newer ones `[TOOL_CALLS]f[ARGS]{...}` |
 | Harmony (GPT-OSS) | `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>` |
 | Pythonic (LFM2) | `<|tool_call_start|>[f(a="x", b=1)]<|tool_call_end|>` |
+| Gemma 4 | `<|tool_call>call:f{a:<|"|>x<|"|>,b:1}<tool_call|>` |
 | others | what a parser of mlx-lm reads between two marks |
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +30,9 @@ from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 Call = dict[str, Any]
 """`name`, and `arguments` as decoded JSON."""
+Tools = Sequence[Mapping[str, Any]]
 
+_QUOTE = '<|"|>'  # of Gemma 4
 _HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
 
 
@@ -48,9 +51,10 @@ class CallForm:
         ids: ids of the control tokens in these texts, and of others that an answer may have, by name; -1 if the
             vocabulary is not known.
         thinking: names of the tokens around a thought, which may come before an answer; empty for none.
-        parser: reads the text between the marks `opening` and `closing`; pass None if heads and arguments are
-            JSON, which is read while it is generated.
+        parser: reads the text between the marks `opening` and `closing`, given the tools' definitions; pass
+            None if heads and arguments are JSON, which is read while it is generated.
         has_grammar: True if calls can be required, under the tools' schemas.
+        quote: the token around strings in arguments; pass None for JSON's quotes.
         any_spaces: True if a mark may be followed by no, one or two spaces, as tokenizers put one there.
     """
 
@@ -62,8 +66,9 @@ class CallForm:
     closing: str = ""
     ids: Mapping[str, int] = field(default_factory=dict, hash=False)
     thinking: tuple[str, ...] = ()
-    parser: Callable[[str], list[Call]] | None = None
+    parser: Callable[[str, Tools], list[Call]] | None = None
     has_grammar: bool = True
+    quote: str | None = None
     any_spaces: bool = False
 
     @property
@@ -166,6 +171,17 @@ def _zoo_form(tokenizer: Any, source: str) -> CallForm | None:
             f"]{end}",
             parser=partial(_pythonic_calls, tokenizer.tool_parser),
         )
+    elif kind == "gemma4" and _QUOTE in names:
+        made = CallForm(
+            "Gemma 4",
+            f"{start}call:",
+            "{bare_name}",
+            "",
+            f"{end}{start}call:",
+            end,
+            parser=partial(_gemma_calls, tokenizer.tool_parser),
+            quote=_QUOTE,
+        )
     elif tokenizer.tool_parser is not None:
         made = CallForm(
             kind or "mlx-lm's",
@@ -179,21 +195,24 @@ def _zoo_form(tokenizer: Any, source: str) -> CallForm | None:
         made = CallForm("Llama 3", head=head)
     if made is None:
         return None
-    if not all(name in names for name in thinking):
+    if not all(any(name in mark for name in names) for mark in thinking):
         thinking = ()
-    texts = (made.opening, made.head, made.tail, made.between or "", made.closing, *thinking)
+    texts = [made.opening, made.head, made.tail, made.between or "", made.closing, *thinking]
+    texts.append(made.quote or "")
     used = _HARMONY if made.is_harmony else ("<|python_tag|>",) if made.name == "Llama 3" else ()
     ids = {name: i for name, i in names.items() if name in used or any(name in t for t in texts)}
+    if not made.has_grammar and start not in names:
+        ids = {}  # marks of several tokens are found as text
     return _with_ids(made, ids, thinking)
 
 
 # -- parsers
 
 
-def _parsed_calls(parse: Callable[..., Any], text: str) -> list[Call]:
+def _parsed_calls(parse: Callable[..., Any], text: str, tools: Tools) -> list[Call]:
     """Read calls with one of mlx-lm's parsers; raise `ValueError` for a text that it can't read."""
     try:
-        found = parse(text, None)
+        found = parse(text, list(tools) or None)
     except Exception as error:
         raise ValueError(str(error)) from error
     calls = found if isinstance(found, list) else [found]
@@ -203,16 +222,21 @@ def _parsed_calls(parse: Callable[..., Any], text: str) -> list[Call]:
     return [{"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
 
 
+def _gemma_calls(parse: Callable[..., Any], text: str, tools: Tools) -> list[Call]:
+    """Read `f{a:<|"|>x<|"|>}` with mlx-lm's parser."""
+    return _parsed_calls(parse, f"call:{text}", tools)
+
+
 _KEYWORD = re.compile(r"\s*(\w+)\s*=\s*")
 _NAME = re.compile(r"\s*,?\s*([^\s(),\[\]]+)\(")
 
 
-def _pythonic_calls(parse: Callable[..., Any], text: str) -> list[Call]:
+def _pythonic_calls(parse: Callable[..., Any], text: str, tools: Tools) -> list[Call]:
     """Read `f(a="x", b=1), g()` with arguments that are JSON, else with mlx-lm's parser."""
     try:
         return _json_keyword_calls(text.strip())
     except (ValueError, RecursionError):
-        return _parsed_calls(parse, f"[{text}]")
+        return _parsed_calls(parse, f"[{text}]", tools)
 
 
 def _json_keyword_calls(text: str) -> list[Call]:

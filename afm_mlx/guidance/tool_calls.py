@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import keyword
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from afm_mlx.errors import ConstraintError, did_you_mean, shown
 from afm_mlx.guidance.call_forms import AFM_CALLS, CallForm
 from afm_mlx.guidance.constraint import Constraint, literal, named_grammars
+from afm_mlx.guidance.keyword_arguments import KeywordArguments
 
 CHOICES = ("auto", "none", "required", "one")
 MAX_CALLS = 16  # most calls in one answer
@@ -104,14 +104,18 @@ def _calls(form: CallForm, schemas: Mapping[str, Any], is_one: bool) -> tuple[li
         f"opened: call{more} {_lark(form, form.closing)}",
         "call: " + " | ".join(f"call_{i}" for i in range(len(schemas))),
     ]
+    if form.quote is not None:
+        lines.append(r"ANY_TEXT: /(.|\n)*/")
     grammars: Grammars = []
     for i, (name, schema) in enumerate(schemas.items()):
         head, tail = _lark(form, form.head_of(name)), _lark(form, form.tail)
         lines.append(f"call_{i}: {head} arguments_{i} {tail}")
         if form.parser is not None:
-            rules, parts = _keyword_arguments(name, schema, i)
-            lines += rules
-            grammars += parts
+            quote = None if form.quote is None else _lark(form, form.quote)
+            keywords = KeywordArguments(name, f"keywords_{i}", quote)
+            lines.append(f"arguments_{i}: {keywords.arguments(schema)}")
+            lines += keywords.rules
+            grammars += keywords.grammars
         else:
             lines.append(f"arguments_{i}: @schema_{i}")
             grammars += named_grammars(Constraint.json_schema(schema).grammar, f"schema_{i}")
@@ -164,42 +168,6 @@ def _lark(form: CallForm, text: str) -> str:
         if part
     ]
     return " ".join(written)
-
-
-def _keyword_arguments(tool: str, schema: Any, index: int) -> tuple[list[str], Grammars]:
-    """Return the rule `arguments_INDEX` of `name=value, ...` with values in JSON, and the values' grammars."""
-    given = schema if isinstance(schema, Mapping) else {}
-    properties = given.get("properties", {})
-    known = ("type", "properties", "required", "additionalProperties", *_ANNOTATIONS, *_DEFINITIONS)
-    unknown = [key for key in given if key not in known]
-    if given.get("type", "object") != "object" or not isinstance(properties, Mapping) or unknown:
-        wrong = unknown[0] if unknown else given.get("type", schema)
-        raise ConstraintError(
-            f"The parameters of {shown(tool)} have {shown(wrong)}, and this model writes arguments as "
-            "keywords: an object with properties is needed, and no other conditions."
-        )
-    if odd := [n for n in properties if not n.isidentifier() or keyword.iskeyword(n)]:
-        raise ConstraintError(
-            f"The parameter {shown(odd[0])} of {shown(tool)} can't be written as a keyword. Rename it."
-        )
-    required = given.get("required", ())
-    if lacking := [name for name in required if name not in properties]:
-        raise ConstraintError(
-            f"{shown(tool)} requires {shown(lacking[0])}, which has no schema. Add it."
-        )
-    shared = {key: given[key] for key in _DEFINITIONS if key in given}
-    # After each parameter, the rest begins with a comma if any was written.
-    first, more = [f'first_{index}_{len(properties)}: ""'], [f'more_{index}_{len(properties)}: ""']
-    grammars: Grammars = []
-    for i, (name, value) in enumerate(properties.items()):
-        one = f"{literal(f'{name}=')} @value_{index}_{i} more_{index}_{i + 1}"
-        skipped = "" if name in required else f" | first_{index}_{i + 1}"
-        first.append(f"first_{index}_{i}: {one}{skipped}")
-        skipped = "" if name in required else f" | more_{index}_{i + 1}"
-        more.append(f'more_{index}_{i}: ", " {one}{skipped}')
-        whole = {**value, **shared} if isinstance(value, Mapping) else value
-        grammars += named_grammars(Constraint.json_schema(whole).grammar, f"value_{index}_{i}")
-    return [f"arguments_{index}: first_{index}_0", *first, *more], grammars
 
 
 def _arguments(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,9 @@ class GradedAnswer:
 
     @property
     def is_right(self) -> bool:
-        return is_right(self.answer, self.example.answer, self.example.compare, self.form)
+        example = self.example
+        tools = example.all_tools or ()
+        return is_right(self.answer, example.answer, example.compare, self.form, tools)
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,13 @@ def natural_comparison(expected: str, has_format: bool) -> str:
     return JSON if has_format and _read(expected, JSON) is not None else TEXT
 
 
-def is_right(answer: str, expected: str, comparison: str, form: CallForm = AFM_CALLS) -> bool:
+def is_right(
+    answer: str,
+    expected: str,
+    comparison: str,
+    form: CallForm = AFM_CALLS,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> bool:
     """True if an answer, with calls in a model's `form`, equals the expected one, with calls in AFM's.
 
     The comparison "text" is word for word, leading and trailing white space aside; "json" compares JSON values,
@@ -263,7 +271,7 @@ def is_right(answer: str, expected: str, comparison: str, form: CallForm = AFM_C
     got, wanted = _read(answer, comparison), _read(expected, comparison)
     if comparison == CALLS and form.name != AFM_CALLS.name:
         try:
-            said, calls = read_answer(form, answer)
+            said, calls = read_answer(form, answer, tools)
         except (ValueError, RecursionError):
             return False
         got = ([said.strip(), calls],)

@@ -432,7 +432,8 @@ class _ChoiceTask:
         self._served, self._request, self._index, self._events = served, request, index, events
         form = _form(served, request)
         splits = form is not None and (request.tools.may_call or form.is_harmony)
-        self._splitter = splitter_of(form) if form is not None and splits else None
+        tools = request.tools.definitions
+        self._splitter = splitter_of(form, tools) if form is not None and splits else None
         self._calls = 0  # that have begun
         self._answer: list[int] = []
         self.cached = self.drafted = self.accepted = 0  # numbers of tokens

@@ -27,6 +27,7 @@ from afm_mlx.tokenizer.detokenizer import SPACE
 from afm_mlx.tokenizer.vocabulary import with_names
 
 _CONTROL_NAME = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_KEPT = 4  # templates whose control tokens are kept
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 _ARGUMENTS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
@@ -91,12 +92,14 @@ class ZooTokenizer(TokenizerWrapper):
         tokens = self._encode(text)
         if source is None or self._backend is None:
             return self._refusing(tokens, strings_in([made, options["tools"], kwargs]))
+        variables = {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
+        tokens_of = self._tokenizer.special_tokens_map.items()
         chat = _ZooChat(
             ChatTemplate(source, self.name_or_path),
             [dict(message) for message in made],
-            {**self._variables(kwargs), "tools": options["tools"]},
-            {**self._tokenizer.special_tokens_map, "documents": None}
-            | {"add_generation_prompt": add_generation_prompt},
+            {**variables, "tools": options["tools"]},
+            {name: token for name, token in tokens_of if name not in variables}
+            | {"documents": None, "add_generation_prompt": add_generation_prompt},
             "",
             None,
             text if kwargs.get("continue_final_message") else None,
@@ -124,10 +127,12 @@ class ZooTokenizer(TokenizerWrapper):
     # -- chats
 
     def _source(self, given: str | None, tools: object) -> str | None:
-        """Return the source of the template that a chat is written with; None if code writes it."""
+        """Return the source of the template that a chat is written with; None if no template writes it."""
         tokenizer = self._tokenizer
         stock = PreTrainedTokenizerBase.apply_chat_template
         if self._chat_template is not None or type(tokenizer).apply_chat_template is not stock:
+            return None
+        if given is None and tokenizer.chat_template is None:
             return None
         source: str = tokenizer.get_chat_template(given, tools)
         return source
@@ -143,9 +148,6 @@ class ZooTokenizer(TokenizerWrapper):
         else:
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return list(ids)
-
-    def _variables(self, kwargs: Mapping[str, Any]) -> dict[str, object]:
-        return {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
 
     def _refusing(self, tokens: list[int], texts: list[str]) -> list[int]:
         """Return ids of a chat that can't be written with marks; refuse texts with names of control tokens."""
@@ -213,7 +215,9 @@ class ZooTokenizer(TokenizerWrapper):
             written = "\0".join([source, *(mark or "" for mark in marks)])
             vocabulary = _ZooVocabulary(self._backend, control_names(self._backend, written))
             ids = vocabulary.symbols.values()
-            self._controls_of = {source: ControlTokens(vocabulary, ids, newline="\n")}
+            if len(self._controls_of) == _KEPT:
+                self._controls_of.clear()
+            self._controls_of[source] = ControlTokens(vocabulary, ids, newline="\n")
         return self._controls_of[source]
 
     @property

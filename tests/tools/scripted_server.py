@@ -6,22 +6,27 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from afm_mlx import threads
-from afm_mlx.guidance.constraint import Constraint, literal
+from afm_mlx.guidance.call_forms import call_form
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.tool_calls import _lark
+from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server import answer_events
 from afm_mlx.server.answer_events import GenerationRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
-from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 from tests.tools.models import random_config, random_model
 from tests.tools.server import RunningServer, running_server
+from tests.tools.zoo_chats import write_family_folder
 
 MODEL = "tiny"
 Calls = Sequence[tuple[str, dict[str, Any]]]
@@ -54,12 +59,15 @@ class Script:
         self.tools.append([tool["function"]["name"] for tool in request.tools.definitions])
         if not request.tools.may_call:
             return request.format.constraint or _text("Done.")
-        step = self.steps[min(prompt.count("<turn_start> assistant") - 1, len(self.steps) - 1)]
+        answers = sum(map(prompt.count, ("<turn_start> assistant", "<|im_start|>assistant")))
+        step = self.steps[min(answers - 1, len(self.steps) - 1)]
         if isinstance(step, str):
             return _text(step)
-        calls = json.dumps([{"name": name, "arguments": arguments} for name, arguments in step])
-        opening, rest = literal(" ```function\n["), literal(f"{calls[1:]}```")
-        return Constraint.lark(f'start: {EXECUTABLE_START} {opening} " "? {rest} {EXECUTABLE_END}')
+        form = call_form(served.tokenizer)
+        texts = [form.head_of(name) + json.dumps(arguments) + form.tail for name, arguments in step]
+        opening = _lark(form, form.opening)
+        calls = _lark(form, (form.between or "").join(texts) + form.closing)
+        return Constraint(f'start: {opening} " "? {calls}', "script")
 
 
 def _text(text: str) -> Constraint:
@@ -68,13 +76,23 @@ def _text(text: str) -> Constraint:
 
 @contextmanager
 def scripted_server(
-    *steps: Calls | str, context: int = 32768, **settings: Any
+    *steps: Calls | str, context: int = 32768, family: str | None = None, **settings: Any
 ) -> Iterator[tuple[RunningServer, Script]]:
-    """Start a server whose model, of a context of this size, follows a script."""
+    """Start a server whose model, of a context of this size, follows a script.
+
+    The model is AFM's, or mlx-lm's Qwen3 with the tokenizer and template of a `family` whose turns are Qwen's.
+    """
     options = ServerOptions(**{"port": 0, "grace": 1, **settings})
     script = Script(steps)
 
+    def make_zoo(folder: Path) -> ServedModel:
+        write_family_folder(folder, str(family), max_position_embeddings=context)
+        return ServedModel(*load(folder), None, name=MODEL, options=options)
+
     def make() -> ServedModel:
+        if family is not None:
+            with TemporaryDirectory() as folder:
+                return make_zoo(Path(folder))
         rng = np.random.default_rng(0)
         config = random_config(
             rng,

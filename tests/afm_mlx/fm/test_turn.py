@@ -401,7 +401,7 @@ def test_what_is_kept_fits(rng, summarizes):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "llama3", "mistral", "mistral args", "harmony", "lfm2"]
+    "family", ["qwen3", "llama3", "mistral", "mistral args", "harmony", "lfm2", "gemma4"]
 )
 async def test_zoo_models_call_tools_in_their_own_form(tmp_path, family):
     folder = write_family_folder(tmp_path / "model", family, max_position_embeddings=4096)

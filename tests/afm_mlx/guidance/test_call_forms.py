@@ -30,9 +30,10 @@ FORMS = {
     "harmony": "Harmony",
     "lfm2": "Pythonic",
     "lfm2 first": "Pythonic",
-    "gemma4": "gemma4",
+    "gemma4": "Gemma 4",
+    "qwen3 coder": "qwen3_coder",
 }
-GRAMMARS = [family for family in FORMS if family not in ("lfm2 first", "gemma4")]
+GRAMMARS = [family for family in FORMS if family not in ("lfm2 first", "qwen3 coder")]
 SINGLE = ("llama3", "harmony")
 TIME = {
     "type": "object",
@@ -110,7 +111,7 @@ def test_what_a_template_writes_is_read_back(tokenizer_of, family):
     calls = [plain] if family in SINGLE else [plain, STOP]
     said = "" if family in ("llama3", "harmony", "mistral") else "Let me look."
     text = rendered(tokenizer, family, *calls, said=said)
-    assert read_answer(form, text) == (said + ("\n" if family == "qwen3" else ""), calls)
+    assert read_answer(form, text, TOOLS) == (said + ("\n" if "qwen3" in family else ""), calls)
 
 
 @each("family", GRAMMARS)
@@ -163,11 +164,21 @@ def written(form, *calls):
     def arguments(call):
         if form.parser is None:
             return json.dumps(call["arguments"], ensure_ascii=False)
+        if form.quote is not None:
+            return gemma(call["arguments"])
         pairs = call["arguments"].items()
         return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
 
     texts = [form.head_of(call["name"]) + arguments(call) + form.tail for call in calls]
     return form.opening + (form.between or ", ").join(texts) + form.closing
+
+
+def gemma(value):
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{gemma(v)}" for k, v in value.items()) + "}"
+    return f"[{','.join(map(gemma, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 @each("family", GRAMMARS)
@@ -252,22 +263,26 @@ def test_a_thought_may_come_before_an_answer(tokenizer_of):
 
 
 def test_calls_of_mlx_lms_parsers_are_read_and_not_required(tokenizer_of):
-    form = call_form(tokenizer_of("gemma4"))
-    text = '<|tool_call>call:weather{city:<|"|>Porto {1}<|"|>,days:3}<tool_call|>'
-    assert read_answer(form, "Yes. " + text)[1] == [
-        {"name": "weather", "arguments": {"city": "Porto {1}", "days": 3}}
-    ]
-    broken = "<|tool_call>nothing<tool_call|>"
+    form = call_form(tokenizer_of("qwen3 coder"))
+    text = (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nPorto {1}\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+    )
+    call = {"name": "weather", "arguments": {"city": "Porto {1}", "days": 3}}
+    assert read_answer(form, f"Yes. {text}\n{text}", TOOLS) == ("Yes. ", [call, call])
+    broken = "<tool_call>nothing</tool_call>"
     assert read_answer(form, broken) == (broken, [])
     with pytest.raises(ValueError, match="not complete"):
         read_answer(form, text[:-12])
+    without_tokens = replace(form, ids={})
+    assert read_answer(without_tokens, f"Yes. {text}\n", TOOLS) == ("Yes. ", [call])
     assert tool_call_constraint(TOOLS, "auto", form=form) is None
     for choice, options in {
         "required": {},
         "weather": {},
         "auto": {"parallel": False},
     }.items():
-        with pytest.raises(ConstraintError, match=r"gemma4.*can't be enforced"):
+        with pytest.raises(ConstraintError, match=r"qwen3_coder.*can't be enforced"):
             tool_call_constraint(TOOLS, choice, form=form, **options)
 
 
@@ -361,3 +376,46 @@ def test_the_documents_name_every_form(tokenizer_of):
         assert grammar == "yes |"
         assert form.mark.replace("|", "\\|") in call or form.is_harmony
         assert ("one at a time" in call) == (form.between is None)
+
+
+KINDS = {
+    "type": "object",
+    "properties": {
+        "a": {"enum": ["x", 1, None]},
+        "b": {"type": "array", "items": {"$ref": "#/$defs/pair"}},
+        "c": {"anyOf": [{"type": "boolean"}, {"const": "it's"}]},
+        "d": {"type": ["number", "string"], "title": "D"},
+        "e": {},
+    },
+    "$defs": {
+        "pair": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    },
+}
+
+
+def test_values_of_gemma_4(tokenizer_of):
+    tokenizer = tokenizer_of("gemma4")
+    form = call_form(tokenizer)
+    constraint = tool_call_constraint([{"name": "f", "parameters": KINDS}], "one", form=form)
+    for arguments, fits in [
+        ({}, True), ({"a": "x"}, True), ({"a": 1}, True), ({"a": None}, True), ({"a": "y"}, False),
+        ({"b": []}, True), ({"b": [{"n": 1}, {"n": 2}]}, True), ({"b": [{"n": "1"}]}, False),
+        ({"c": True}, True), ({"c": "it's"}, True), ({"c": 1}, False), ({"c": "its"}, False),
+        ({"d": 1.5}, True), ({"d": "{a:1}"}, True), ({"d": True}, False),
+        ({"e": "x"}, True), ({"e": False}, True), ({"a": 1, "c": True, "e": 1}, True), ({"x": 1}, False),
+    ]:  # fmt: skip
+        call = {"name": "f", "arguments": arguments}
+        assert is_whole(constraint, tokenizer, written(form, call)) == fits, arguments
+        if fits:
+            assert read_answer(form, written(form, call)) == ("", [call])
+    endless = {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
+    for value, words in [
+        ({"type": "string", "pattern": "a+"}, "'pattern'"),
+        ({"type": "array", "minItems": 1}, "'minItems'"),
+        ({"$ref": "#/$defs/b"}, "'#/\\$defs/b'"),
+        ({"$ref": "#/$defs/a"}, "nest without an end"),
+        (True, "have True"),
+    ]:
+        parameters = {"type": "object", "properties": {"v": value}, **endless}
+        with pytest.raises(ConstraintError, match=words):
+            tool_call_constraint([{"name": "f", "parameters": parameters}], "one", form=form)

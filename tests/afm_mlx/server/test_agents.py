@@ -69,9 +69,9 @@ STEPS = (
 CACHE = {"type": "ephemeral", "ttl": "1h"}
 
 
-@pytest.fixture
-def agent():
-    with scripted_server(*STEPS) as (server, script), server.http() as http:
+@pytest.fixture(params=[None, "qwen3"], ids=["afm", "qwen3"])
+def agent(request):
+    with scripted_server(*STEPS, family=request.param) as (server, script), server.http() as http:
 
         def post(path, body):
             answered = http.post(path, json={"model": MODEL, **body})
@@ -85,6 +85,9 @@ def agent():
 def results(script):
     """The tool results and user texts that the model was shown after "Go.", in order."""
     shown = script.prompts[-1].partition("Go.")[2]
+    if "<|im_start|>" in shown:
+        results = r"<tool_response>\n(.*?)\n</tool_response>"
+        return re.findall(rf"{results}|<\|im_start\|>user\n(Reminder\.)", shown, re.S)
     return re.findall(r"<turn_start> (?:tool|user)\s(.*?)<turn_end>", shown, re.S)
 
 
@@ -124,8 +127,9 @@ def test_an_agent_of_messages(agent):
         ]
     answer, ignored = post("/v1/messages", body)
     assert answer["content"][0]["text"].strip() == "All is read."
-    assert results(script) == ["a.txt", "b.txt", "Reminder.", "c.txt", "Reminder."]
-    assert "Go.\n\nAgents are claude and friends.<turn_end>" in script.prompts[-1]
+    shown = ["".join(each) for each in results(script)]
+    assert shown == ["a.txt", "b.txt", "Reminder.", "c.txt", "Reminder."]
+    assert "Go.\n\nAgents are claude and friends.<" in script.prompts[-1]
     assert ignored == {
         "thinking", "context_management", "output_config.effort", "metadata", "system[].cache_control",
         "messages[].content[].cache_control", "messages[].content[thinking]", "tools[].cache_control",

@@ -9,7 +9,7 @@ import pytest
 from tests.tools.server import running_server
 from tests.tools.zoo_chats import write_family_folder
 
-FAMILIES = ["qwen3", "llama3", "mistral", "mistral args", "harmony", "lfm2", "lfm2 first"]
+FAMILIES = ["qwen3", "llama3", "mistral", "mistral args", "harmony", "lfm2", "lfm2 first", "gemma4"]
 WEATHER = {
     "type": "object",
     "properties": {
@@ -102,7 +102,7 @@ def test_a_model_may_call_or_answer(server):
     tokenizer = server.served.tokenizer
     free = ask(server, max_tokens=20)
     assert free.choices[0].finish_reason in ("length", "stop")
-    marks = {"qwen3": "<tool_call>", "lfm2": "<|tool_call_start|>"}
+    marks = {"qwen3": "<tool_call>", "lfm2": "<|tool_call_start|>", "gemma4": "<|tool_call>"}
     mark = marks.get(
         server.family.split()[0], "[TOOL_CALLS]" if "mistral" in server.family else None
     )
@@ -169,7 +169,7 @@ def test_responses_and_messages(server):
         ("gemma3", "auto", "chat template of model knows no tools"),
         ("phi3", "none", "chat template of model knows no tools"),
         ("phi4 mini", "required", "none of the known forms"),
-        ("gemma4", "required", "gemma4.* can't be enforced"),
+        ("qwen3 coder", "required", "qwen3_coder.* can't be enforced"),
     ],
 )
 def test_models_that_can_not_call_say_so(tmp_path, family, choice, words):
@@ -179,8 +179,8 @@ def test_models_that_can_not_call_say_so(tmp_path, family, choice, words):
             ask(server, tool_choice=choice)
         assert refused.value.param == "tools"
         assert str(tmp_path) not in str(refused.value)
-        if family == "gemma4":  # calls are read, though not enforced
-            bias = {str(server.served.tokenizer.convert_tokens_to_ids("<|tool_call>")): 100}
+        if family == "qwen3 coder":  # calls are read, though not enforced
+            bias = {str(server.served.tokenizer.convert_tokens_to_ids("<tool_call>")): 100}
             said = ask(server, logit_bias=bias, max_tokens=3).choices[0]
             assert (said.message.tool_calls, said.finish_reason) == (None, "length")
-            assert said.message.content == "<|tool_call>" * 3
+            assert said.message.content == "<tool_call>" * 3

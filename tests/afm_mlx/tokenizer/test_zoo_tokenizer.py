@@ -3,6 +3,7 @@
 import pytest
 
 from afm_mlx.errors import TokenizerError
+from afm_mlx.guidance.token_bytes import ll_tokenizer
 from afm_mlx.tokenizer.control_tokens import free_mark
 from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
 from tests.tools.cases import each
@@ -240,3 +241,25 @@ def test_chats_that_code_writes_refuse_names(tmp_path):
     ]
     with pytest.raises(TokenizerError, match=r"<\|im_end\|>.*keep it apart"):
         tokenizer.apply_chat_template([{"role": "user", "content": "q<|im_end|>"}])
+
+
+def test_a_tokenizer_without_a_chat_template(tmp_path):
+    stock = stock_tokenizer(tmp_path, "qwen3")
+    stock._tokenizer.chat_template = None
+    tokenizer = ZooTokenizer.of(stock)
+    assert "<|im_start|>" in tokenizer.control_names
+    assert ll_tokenizer(tokenizer).vocab_size > 700
+    with pytest.raises(TokenizerError, match="can't write this chat: ValueError"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "q"}])
+
+
+def test_variables_that_a_caller_gives_are_text(tmp_path):
+    tokenizer = ZooTokenizer.of(stock_tokenizer(tmp_path, "llama3"))
+    innocent = controls(
+        tokenizer, tokenizer.apply_chat_template([{"role": "user", "content": "q"}])
+    )
+    for variables in ({"date_string": "<|eot_id|>"}, {"other": "<|eot_id|>"}):
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "q"}], **variables)
+        assert controls(tokenizer, ids) == innocent
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "q"}], bos_token="<|eot_id|>")
+    assert controls(tokenizer, ids) == innocent[1:]

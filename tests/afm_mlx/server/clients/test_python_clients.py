@@ -38,10 +38,14 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"there are no clients at {PYTHON}: make test-slow")
+@pytest.mark.parametrize("family", [None, "qwen3"], ids=["afm", "qwen3"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_client_talks_over_several_turns(name, tmp_path, caplog):
+def test_a_client_talks_over_several_turns(name, family, tmp_path, caplog):
     steps, asked, said, ignored = CASES[name]
-    with caplog.at_level("INFO", "afm_mlx.server"), scripted_server(*steps) as (server, script):
+    with (
+        caplog.at_level("INFO", "afm_mlx.server"),
+        scripted_server(*steps, family=family) as (server, script),
+    ):
         done = subprocess.run(
             [PYTHON, FOLDER / "programs.py", name, server.url],
             env={"PATH": os.defpath, "HOME": str(tmp_path), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
@@ -64,4 +68,5 @@ def test_a_client_talks_over_several_turns(name, tmp_path, caplog):
     assert ignored <= named, named
     # Results are in the order of the calls, whatever order they were sent in.
     if name != "instructor":
-        assert re.findall(r"<turn_start> tool\s(\w+)", script.prompts[-1]) == asked
+        results = r"(?:<turn_start> tool|<tool_response>)\s(\w+)"
+        assert re.findall(results, script.prompts[-1]) == asked
