@@ -237,6 +237,21 @@ class NoThoughts:
         return logits
 
 
+def limits_of_thoughts(
+    form: ThoughtForm, prompt: Sequence[int], budget: int | None, may_call: bool = False
+) -> list[ThoughtBudget | NoThoughts]:
+    """Make the logits processors of an answer whose thoughts have at most `budget` tokens: 0 for no thoughts.
+
+    `may_call` is True if tools can be called behind the thoughts.
+    """
+    if budget is None:
+        return []
+    if budget == 0 and not form.is_harmony:
+        return [NoThoughts(form)]
+    end = (*form.end_ids, *(() if may_call else form.final_ids))
+    return [ThoughtBudget(form, budget, prompt, end)]
+
+
 def _preferring(logits: mx.array, token: int, bias: float) -> mx.array:
     is_token = mx.arange(logits.shape[-1]) == token
     return mx.where(is_token, logits + mx.array(bias, logits.dtype), logits)

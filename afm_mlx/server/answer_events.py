@@ -31,7 +31,7 @@ from afm_mlx.guidance.answer_parts import (
 )
 from afm_mlx.guidance.call_forms import CallForm, call_form
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.guidance.thoughts import NoThoughts, ThoughtBudget, after_thoughts
+from afm_mlx.guidance.thoughts import ThoughtBudget, after_thoughts, limits_of_thoughts
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.chat_inputs import (
@@ -388,14 +388,11 @@ def _logits_processors(
     form, thinking = served.thoughts, request.thinking
     if form is None or thinking is None:
         return made
-    is_off = not served.thinks(thinking)
-    if is_off and not form.is_harmony:
-        return [*made, NoThoughts(form)]
-    budget = 0 if is_off else thinking.budget
-    if budget is None:
-        return made
-    end = (*form.end_ids, *(() if request.tools.may_call else form.final_ids))
-    return [*made, ThoughtBudget(form, budget, prompt, end)]
+    if not served.thinks(thinking):
+        return [*made, *limits_of_thoughts(form, prompt, 0, request.tools.may_call)]
+    if thinking.budget == 0:  # and a switch that is on
+        return [*made, ThoughtBudget(form, 0, prompt)]
+    return [*made, *limits_of_thoughts(form, prompt, thinking.budget, request.tools.may_call)]
 
 
 class _AnswerProcessor:

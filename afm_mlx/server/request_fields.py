@@ -506,7 +506,11 @@ class ReasoningItem(Fields, tag_field="type", tag="reasoning"):
     """The thought of an earlier answer."""
 
     content: Annotated[list[ReasoningText], PARTS] | None = None
-    rules = {"id status summary encrypted_content": OF_USE_TO_CLIENTS}
+    # Strict servers accept their own items, and these are not used.
+    id: str | None = None
+    status: str | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
 
 
 class ReferenceItem(Fields, tag_field="type", tag="item_reference"):
@@ -713,7 +717,8 @@ class ThinkingBlock(Fields, tag_field="type", tag="thinking"):
     """The thought of an earlier answer."""
 
     thinking: str
-    rules = {"signature": OF_USE_TO_CLIENTS, "cache_control": CACHE_MARK}
+    signature: str | None = None  # not used
+    cache_control: dict[str, Any] | None = None  # not used
 
 
 UserBlock = Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]
