@@ -183,7 +183,7 @@ class TokenCounts:
     Args:
         cached: tokens of the prompt that the prefix cache had.
         completion: tokens of all choices.
-        thought: those of them that are in thoughts.
+        thought: the tokens among them that are in thoughts.
         drafted: draft tokens, see docs/speculation.md; None if the server drafts none.
         until_first: seconds until the first choice's first token was sampled; None if none was.
         rate: sampled tokens per second of the first choice; None if unknown.
@@ -499,7 +499,7 @@ class _ChoiceTask:
             row = replace(row, stop=())
         self._calls = 0  # that have begun
         self._answer: list[int] = []
-        self.thought_tokens = 0  # those of them that are in thoughts
+        self.thought_tokens = 0  # the tokens among them that are in thoughts
         self.cached = self.drafted = self.accepted = 0  # numbers of tokens
         self._loop = asyncio.get_running_loop()
         self.clock = AnswerClock()
