@@ -30,12 +30,14 @@ from afm_mlx.cli.arguments import (
     unavailable,
 )
 from afm_mlx.cli.output import input_bytes, print_answer, print_json
+from afm_mlx.cli.thoughts import THINK, ThoughtPrinter, Thoughts
 from afm_mlx.errors import CacheFileError, reason_of, shown
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from afm_mlx.engine.generation import GenerationResponse
+    from afm_mlx.guidance.answer_parts import AnySplitter
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -77,6 +79,7 @@ ARGUMENTS = {
         Argument("--ignore-chat-template", FLAG,
                  "continue the prompt as plain text, in which names such as <turn_end> are control tokens"),
         Argument("--chat-template-config", json_object, "variables for the chat template", metavar="JSON"),
+        THINK,
         Argument("--max-tokens -m", integer(-1), "maximum new tokens; -1 for no limit", 100),
         Argument("--stop", None, "stop strings, which end the answer and are not part of it", [],
                  nargs="+", metavar="TEXT"),
@@ -120,7 +123,9 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = model_options.load_model(args)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    prompt = _encode(args, text, tokenizer, form)
+    is_text = args.ignore_chat_template or not tokenizer.has_chat_template
+    thoughts = None if is_text else Thoughts(tokenizer, args.think)
+    prompt = _encode(args, text, tokenizer, form, thoughts)
     options: dict[str, Any] = {
         "max_tokens": args.max_tokens,
         "sampler": model_options.sampler_of(args, model, tokenizer),
@@ -130,14 +135,16 @@ def run(args: argparse.Namespace) -> None:
         "speculation": model_options.speculation_of(args, model, tokenizer),
         **model_options.cache_options(args, model),
     }
-    if form is not None:
-        is_text = args.ignore_chat_template or not tokenizer.has_chat_template
-        options |= {"constraint": form.constraint, "heal": is_text}
+    constraint = None if form is None else form.constraint
+    if thoughts is not None:
+        options |= thoughts.options(prompt, constraint)
+    elif constraint is not None:
+        options |= {"constraint": constraint, "heal": True}
     with _cached(args, model, tokenizer, prompt) as (rest, prompt_cache):
         responses = stream_generate(
             model, tokenizer, rest, prompt_cache=prompt_cache, logprobs=False, **options
         )
-        _print(args, responses, form)
+        _print(args, responses, form, None if thoughts is None else thoughts.splitter(prompt))
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -174,8 +181,14 @@ def _prompt_text(args: argparse.Namespace) -> str:
 
 
 def _encode(
-    args: argparse.Namespace, text: str, tokenizer: Tokenizer, form: AnswerConstraint | None
+    args: argparse.Namespace,
+    text: str,
+    tokenizer: Tokenizer,
+    form: AnswerConstraint | None,
+    thoughts: Thoughts | None,
 ) -> list[int]:
+    if thoughts is None and args.think is not None:
+        raise UsageError("--think and --no-think need the chat template, which is left out.")
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         why = "--ignore-chat-template leaves out" if args.ignore_chat_template else "is missing"
         for name in ("system_prompt", "prefill_response", "chat_template_config"):
@@ -197,28 +210,39 @@ def _encode(
     variables = args.chat_template_config or {}
     if taken := sorted({*own, "messages", "conversation", "tokenize", "self"} & set(variables)):
         raise UsageError(f"--chat-template-config can't set {', '.join(taken)}: the command does.")
-    options: dict[str, Any] = own | variables
-    return tokenizer.apply_chat_template(messages, **options)
+    assert thoughts is not None
+    options: dict[str, Any] = own | thoughts.variables | variables
+    return thoughts.ended(tokenizer.apply_chat_template(messages, **options))
 
 
 def _print(
-    args: argparse.Namespace, responses: Iterable[GenerationResponse], form: AnswerConstraint | None
+    args: argparse.Namespace,
+    responses: Iterable[GenerationResponse],
+    form: AnswerConstraint | None,
+    splitter: AnySplitter | None,
 ) -> None:
-    """Print an answer while it grows, and figures after it."""
+    """Print an answer while it grows, and figures after it; thoughts on standard error."""
     from afm_mlx.engine.generation import summary
 
     framed = args.verbose and not args.json
     text, tokens = "", list[int]()
     response: Any = None
+    printer = ThoughtPrinter(args.json)
     try:
         for response in responses:
             if framed and not tokens:
-                print(_RULE)
-            text += response.text
+                print(_RULE, flush=True)
+            said = response.text
+            if splitter is not None:
+                said = printer.said(splitter.feed(said, response.token))
+                if response.finish_reason is not None:
+                    said += printer.said(splitter.finish())
+            text += said
             tokens.append(response.token)
-            if response.text and not args.json:
-                print_answer(response.text)
+            if said and not args.json:
+                print_answer(said)
     finally:
+        printer.close()
         # An error's line must start at the beginning of a line, too.
         if text and not args.json:
             print()
@@ -230,7 +254,8 @@ def _print(
             facts |= {"proposed": counts.proposed, "accepted": counts.accepted}
         facts["peak_memory_gb"] = response.peak_memory
         parsed = {} if args.json_schema is None else {"value": json.loads(text)}
-        print_json({"text": text, **parsed, "tokens": tokens, **facts})
+        thought = {"thought": printer.text} if printer.text else {}
+        print_json({"text": text, **thought, **parsed, "tokens": tokens, **facts})
     elif framed and response is not None:
         print(_RULE)
         print(summary(response))

@@ -355,7 +355,7 @@ class StopStrings:
         self._stop = sorted(stop, key=len, reverse=True)
         self._borders = [_borders(string) for string in self._stop]
         self._matched = [0] * len(self._stop)
-        self._held = ""
+        self._held = self.found = ""  # `found` is the string that ended the text
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Return the text that is safe to show, and True if a stop string was completed."""
@@ -367,7 +367,7 @@ class StopStrings:
                     matched = borders[matched - 1]
                 self._matched[i] = matched = matched + (string[matched] == character)
                 if matched == len(string):
-                    self._held = ""
+                    self._held, self.found = "", string
                     return held[: at - matched], True
         safe = len(held) - max(self._matched, default=0)
         self._held = held[safe:]

@@ -38,14 +38,15 @@ from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import JSON
 from afm_mlx.guidance.answer_parts import (
-    AnswerSplitter,
+    AnySplitter,
     CallArguments,
     CallBegins,
     Text,
-    splitter_of,
+    splitter_for,
 )
 from afm_mlx.guidance.call_forms import CallForm, call_form
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.thoughts import after_thoughts, thought_form
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -120,7 +121,7 @@ class Answer:
         found = [(int(t), piece(int(t)), float(values[t])) for t in likeliest]
         self.logprobs.append(TokenLogprob(token, piece(token), float(values[token]), found))
 
-    def take_parts(self, splitter: AnswerSplitter | None, response: TokenResponse) -> None:
+    def take_parts(self, splitter: AnySplitter | None, response: TokenResponse) -> None:
         """Add the parts of the engine's next response; without a splitter, all of it is text."""
         if splitter is None:
             self.said += response.text
@@ -244,7 +245,7 @@ class Turn:
             constraint = await self._constraint(choice, form)
             if choice == "none" and form is not None and not form.is_harmony:
                 form = None  # all of the answer is text
-            async with aclosing(self._generated(constraint, form)) as texts:
+            async with aclosing(self._generated(constraint, form, choice)) as texts:
                 async for text in texts:
                     yield text
             if choice == "none" or not await self._make_calls():
@@ -332,9 +333,12 @@ class Turn:
         return text.encode("utf-8", "replace").decode()
 
     async def _generated(
-        self, constraint: Constraint | None, form: CallForm | None
+        self, constraint: Constraint | None, form: CallForm | None, choice: str
     ) -> AsyncGenerator[str, None]:
-        """Generate an answer to the draft; yield its text so far, without the calls in it."""
+        """Generate an answer to the draft; yield its text so far, without the thoughts and calls in it.
+
+        Answers under a constraint have no thought, except one that the chat template begins.
+        """
         tokenizer, size = self.shared.tokenizer, self.shared.context_size
         with translated():
             if self.context_policy != "error":
@@ -353,7 +357,17 @@ class Turn:
                     'context_policy="drop_oldest" or "summarize".'
                 )
             answer = self.answer = Answer(prompt_tokens=len(prompt))
-            splitter = None if form is None else splitter_of(form, self._definitions)
+            thoughts = thought_form(tokenizer)
+            splitter = splitter_for(form, self._definitions, thoughts, prompt)
+            is_free = self.form.constraint is None and self.tools and choice in ("auto", "none")
+            if thoughts is not None and constraint is not None and not is_free:
+                constraint = after_thoughts(
+                    constraint,
+                    thoughts,
+                    is_begun=thoughts.is_begun(prompt),
+                    may_think=False,
+                    is_answer=form is None or choice == "none",
+                )
             request = Request(prompt, adapter=self.adapter, constraint=constraint, **self.fields)
             try:
                 async with aclosing(self.shared.engine.stream(request)) as responses:
@@ -392,7 +406,7 @@ class Turn:
         turn = Turn(self.shared, history, AnswerForm(), fields, self.adapter)
         async for _ in turn.texts():
             pass
-        return turn.answer.text.strip()
+        return turn.answer.said.strip()
 
 
 async def fit_to_context(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from afm_mlx.guidance.call_forms import CallForm, Tools
+from afm_mlx.guidance.thoughts import ThoughtForm
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ class AnswerSplitter:
         self._rest = ""  # text that may go on to a mark or a call's head
         self._arguments = _JsonEnd()
         self._head = form.head_pattern
+
+    in_thought = False
+    """True while a thought is written."""
 
     @property
     def is_open(self) -> bool:
@@ -280,6 +284,14 @@ class _HarmonySplitter(AnswerSplitter):
         super().__init__(form, tools)
         self._body: type[Text] | type[Thought] | type[CallArguments] | None = None
 
+    def begin_with(self, kind: type[Text] | type[Thought]) -> None:
+        """Take the answer's beginning for text or a thought that the prompt has begun."""
+        self._body = kind
+
+    @property
+    def in_thought(self) -> bool:  # type: ignore[override]
+        return self._body is Thought
+
     @property
     def is_open(self) -> bool:
         return self._arguments.is_open or self._is_call_header
@@ -326,6 +338,123 @@ class _HarmonySplitter(AnswerSplitter):
         if self._body is None and self._rest.strip() not in ("", "assistant"):
             yield Text(self._rest)  # an answer that keeps to no form
         self._rest = ""
+
+
+class ThoughtSplitter:
+    """Splits thoughts in marks off an answer; the rest is text, or goes to the splitter of calls.
+
+    Line breaks around a thought are part of neither. As in `AnswerSplitter`, names are marks if their tokens
+    have come.
+
+    Args:
+        form: how the model writes thoughts.
+        inner: the splitter of calls; pass None for answers without calls.
+        is_begun: True if the prompt has begun a thought.
+    """
+
+    def __init__(self, form: ThoughtForm, inner: AnswerSplitter | None, is_begun: bool) -> None:
+        self._names = {form.ids[name]: name for name in (form.start_name, form.end_name)}
+        self._start, self._end = form.start_name, form.end_name
+        self._label = form.start.removeprefix(form.start_name)
+        self._inner = inner
+        self._awaited: deque[str] = deque()
+        self.in_thought = is_begun
+        """True while a thought is written, as its tokens say: their text may come later."""
+        self._in_text = not is_begun  # as the text says
+        self._rest = ""  # line breaks that may end a thought, or its label
+        self._is_begun = is_begun  # the thought has text, or its label was in the prompt
+        self._trims = (
+            is_begun  # line breaks at the beginning of a thought, or of the text after one
+        )
+
+    @property
+    def in_calls(self) -> bool:
+        """As of `AnswerSplitter`."""
+        return self._inner is not None and self._inner.in_calls
+
+    @property
+    def is_open(self) -> bool:
+        """As of `AnswerSplitter`."""
+        return self._inner is not None and self._inner.is_open
+
+    def closes(self, token: int) -> bool:
+        """As of `AnswerSplitter`."""
+        return self._inner is not None and self._inner.closes(token)
+
+    def is_hidden(self, token: int) -> bool:
+        """True for tokens of thoughts, and control tokens of calls."""
+        if self.in_thought or token in self._names:
+            return True
+        return self._inner is not None and self._inner.is_hidden(token)
+
+    def feed(self, text: str, token: int = -1) -> Iterator[Part]:
+        """Yield the parts of the next text; `token` is its token, or -1 if it has none."""
+        if token in self._names:
+            is_mark = (self._names[token] == self._end) == self.in_thought
+            if is_mark and not self.in_calls:
+                self.in_thought = not self.in_thought
+                self._awaited.append(self._names[token])
+        elif not self.in_thought and self._inner is not None:
+            yield from self._inner.feed("", token)
+        while self._awaited and self._awaited[0] in text:
+            before, name, text = text.partition(self._awaited.popleft())
+            yield from self._take(before)
+            self._in_text = name == self._end
+            self._rest, self._is_begun, self._trims = "", False, self._in_text
+        yield from self._take(text)
+
+    def _take(self, text: str) -> Iterator[Part]:
+        if not text:
+            return
+        if self._in_text:
+            text = text.lstrip("\n") if self._trims else text
+            if text:
+                self._trims = False
+                yield from iter([Text(text)]) if self._inner is None else self._inner.feed(text)
+            return
+        text, self._rest = self._rest + text, ""
+        if not self._is_begun:
+            if len(text) < len(self._label):
+                self._rest = text
+                return
+            text = text.removeprefix(self._label)
+            self._is_begun = self._trims = True
+        if self._trims:
+            text = text.lstrip("\n")
+            self._trims = not text
+        said = text.rstrip("\n")
+        self._rest = text[len(said) :]
+        if said:
+            yield Thought(said)
+
+    def finish(self) -> Iterator[Part]:
+        """Yield the parts that were held back at the end of an answer."""
+        if self._inner is not None:
+            yield from self._inner.finish()
+
+
+AnySplitter = AnswerSplitter | ThoughtSplitter
+
+
+def splitter_for(
+    form: CallForm | None, tools: Tools, thoughts: ThoughtForm | None, prompt: Sequence[int]
+) -> AnySplitter | None:
+    """Make the splitter of one answer; return None if all of the answer is text.
+
+    Args:
+        form: how the model writes calls; pass None for an answer without calls.
+        tools: definitions of the tools.
+        thoughts: how the model writes thoughts; pass None for a model that writes none.
+        prompt: the tokens before the answer, which may have begun a thought.
+    """
+    is_begun = thoughts is not None and thoughts.is_begun(prompt)
+    if thoughts is not None and thoughts.is_harmony:
+        made = _HarmonySplitter(form or CallForm("Harmony", ids=thoughts.ids), tools)
+        if thoughts.is_in_message(prompt):
+            made.begin_with(Thought if is_begun else Text)
+        return made
+    inner = None if form is None else splitter_of(form, tools)
+    return inner if thoughts is None else ThoughtSplitter(thoughts, inner, is_begun)
 
 
 def splitter_of(form: CallForm, tools: Tools = ()) -> AnswerSplitter:

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance.thoughts import HARMONY
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
@@ -34,7 +35,6 @@ Call = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 _QUOTE = '<|"|>'  # of Gemma 4
-_HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _zoo_form(tokenizer: Any, source: str) -> CallForm | None:
     kind = getattr(tokenizer, "init_kwargs", {}).get("tool_parser_type")
     thinking: tuple[str, ...] = (tokenizer.think_start or "", tokenizer.think_end or "")
     made: CallForm | None = None
-    if "functions." in source and all(name in names for name in _HARMONY):
+    if "functions." in source and all(name in names for name in HARMONY):
         made = CallForm(
             "Harmony",
             "<|channel|>commentary to=functions.",
@@ -197,7 +197,7 @@ def _zoo_form(tokenizer: Any, source: str) -> CallForm | None:
         thinking = ()
     texts = [made.opening, made.head, made.tail, made.between or "", made.closing, *thinking]
     texts.append(made.quote or "")
-    used = _HARMONY if made.is_harmony else ("<|python_tag|>",) if made.name == "Llama 3" else ()
+    used = HARMONY if made.is_harmony else ("<|python_tag|>",) if made.name == "Llama 3" else ()
     ids = {name: i for name, i in names.items() if name in used or any(name in t for t in texts)}
     if not made.has_grammar and start not in names:
         ids = {}  # marks of several tokens are found as text

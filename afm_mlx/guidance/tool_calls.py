@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from afm_mlx.errors import ConstraintError, did_you_mean, shown
 from afm_mlx.guidance.call_forms import AFM_CALLS, CallForm
 from afm_mlx.guidance.constraint import Constraint, literal, named_grammars
 from afm_mlx.guidance.keyword_arguments import KeywordArguments
+from afm_mlx.guidance.thoughts import FINAL, with_tokens
 
 CHOICES = ("auto", "none", "required", "one")
 MAX_CALLS = 16  # most calls in one answer
@@ -79,7 +79,8 @@ def tool_call_constraint(
     is_one = choice not in ("auto", "required") or not parallel or form.between is None
     lines, grammars = _calls(form, schemas, is_one)
     if choice == "auto" and answer is not None:
-        lines += [f"start: {_thought(form)} (calls | @answer)", _TEXT if form.thinking else ""]
+        final = _lark(form, FINAL) if form.is_harmony else ""
+        lines += [f"start: calls | {final} @answer"]
         grammars += named_grammars(answer.grammar, "answer")
     elif choice == "auto":
         lines += _free_answers(form)
@@ -161,15 +162,7 @@ def _thought(form: CallForm) -> str:
 
 
 def _lark(form: CallForm, text: str) -> str:
-    """Write text as Lark: control tokens by their ids, the rest literally."""
-    pattern = "|".join(map(re.escape, sorted(form.ids, key=len, reverse=True)))
-    parts = re.split(f"({pattern})", text) if pattern else [text]
-    written = [
-        literal(part) if i % 2 == 0 else part if form.ids[part] < 0 else f"<[{form.ids[part]}]>"
-        for i, part in enumerate(parts)
-        if part
-    ]
-    return " ".join(written)
+    return with_tokens(text, form.ids)
 
 
 def _arguments(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

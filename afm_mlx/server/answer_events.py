@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.request import MASK64, LogitsProcessor, Request, Sampler, TokenResponse
+from afm_mlx.engine.row import StopStrings
 from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.errors import AFMError, CheckpointError, ConstraintError, IncompleteError
 from afm_mlx.guidance.answer_parts import (
@@ -26,10 +27,11 @@ from afm_mlx.guidance.answer_parts import (
     Part,
     Text,
     Thought,
-    splitter_of,
+    splitter_for,
 )
 from afm_mlx.guidance.call_forms import CallForm, call_form
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.thoughts import ThoughtBudget, after_thoughts, limits_of_thoughts
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.chat_inputs import (
@@ -50,6 +52,7 @@ from afm_mlx.server.replies import (
     named_event,
 )
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+from afm_mlx.server.thinking import BY_DEFAULT, Thinking
 
 _LOG = logging.getLogger("afm_mlx.server")
 _SEED_STEP = 0xD1342543DE82EF95
@@ -68,6 +71,7 @@ class GenerationRequest:
         messages: a chat for the chat template; an answer at its end is continued.
         prompt: token ids, in place of messages.
         format: what an answer without tool calls must look like.
+        thinking: how the model is to think before its answer; pass None for texts without thoughts apart.
         adapter: the adapter that answers; pass None for the base model.
         max_tokens: maximum number of new tokens; pass None for the server's default, -1 for the rest of the
             context.
@@ -84,6 +88,7 @@ class GenerationRequest:
     prompt: Sequence[int] | None = None
     tools: OfferedTools = NO_TOOLS
     format: AnswerFormat = FREE_TEXT
+    thinking: Thinking | None = None
     adapter: AdapterChoice | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -129,6 +134,14 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class ThoughtDelta:
+    """The next piece of what the model thinks before choice number `index`."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
 class ToolCallBegins:
     """The beginning of call number `call` in choice number `index`, with the call's id and the tool's name."""
 
@@ -170,6 +183,7 @@ class TokenCounts:
     Args:
         cached: tokens of the prompt that the prefix cache had.
         completion: tokens of all choices.
+        thought: the tokens among them that are in thoughts.
         drafted: draft tokens, see docs/speculation.md; None if the server drafts none.
         until_first: seconds until the first choice's first token was sampled; None if none was.
         rate: sampled tokens per second of the first choice; None if unknown.
@@ -178,13 +192,14 @@ class TokenCounts:
     prompt: int
     cached: int
     completion: int
+    thought: int = 0
     drafted: int | None = None
     accepted: int = 0
     until_first: float | None = None
     rate: float | None = None
 
 
-Event = TextDelta | ToolCallBegins | ToolCallDelta | Ended | TokenCounts
+Event = TextDelta | ThoughtDelta | ToolCallBegins | ToolCallDelta | Ended | TokenCounts
 
 
 async def answer_events(
@@ -210,8 +225,12 @@ async def answer_events(
             constraint = request.format.constraint
             if request.tools.definitions:
                 constraint = await in_thread(
-                    lambda: _constraint(served, request), compiles=True, is_admitted=True
+                    lambda: _constraint(served, request, row.prompt),
+                    compiles=True,
+                    is_admitted=True,
                 )
+            elif constraint is not None:
+                constraint = _behind_thoughts(served, request, row.prompt, constraint)
             size = 0 if constraint is None else len(constraint.grammar)
             if request.n > 1 and size * request.n > _MAX_GRAMMARS:
                 raise bad_request(
@@ -237,6 +256,7 @@ async def answer_events(
                 len(row.prompt),
                 cached,
                 sum(choice.tokens for choice in choices),
+                sum(choice.thought_tokens for choice in choices),
                 sum(choice.drafted for choice in choices) if served.drafts else None,
                 sum(choice.accepted for choice in choices),
                 choices[0].clock.until_first,
@@ -299,7 +319,8 @@ def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
     if request.messages is None:
         prompt = list(request.prompt or ())
     else:
-        prompt = served.encode_chat(request.messages, request.tools, request.format)
+        given = request.thinking or BY_DEFAULT
+        prompt = served.encode_chat(request.messages, request.tools, request.format, given)
     capacity = served.context_size - len(prompt)
     if capacity < 1:
         raise ApiError(
@@ -344,7 +365,9 @@ def _sampler(served: ServedModel, request: GenerationRequest) -> Sampler | None:
     )
 
 
-def _logits_processors(request: GenerationRequest, prompt_size: int) -> list[LogitsProcessor]:
+def _logits_processors(
+    served: ServedModel, request: GenerationRequest, prompt: Sequence[int]
+) -> list[LogitsProcessor]:
     """Make the logits processors of one choice.
 
     Frequency and presence penalties count the answer's tokens, as in OpenAI's API; the repetition penalty
@@ -361,7 +384,15 @@ def _logits_processors(request: GenerationRequest, prompt_size: int) -> list[Log
         frequency_penalty=request.frequency_penalty or None,
         frequency_context_size=None,
     )
-    return [*whole, _AnswerProcessor(prompt_size, of_answer)] if of_answer else whole
+    made = [*whole, _AnswerProcessor(len(prompt), of_answer)] if of_answer else whole
+    form, thinking = served.thoughts, request.thinking
+    if form is None or thinking is None:
+        return made
+    if not served.thinks(thinking):
+        return [*made, *limits_of_thoughts(form, prompt, 0, request.tools.may_call)]
+    if thinking.budget == 0:  # and a switch that is on
+        return [*made, ThoughtBudget(form, 0, prompt)]
+    return [*made, *limits_of_thoughts(form, prompt, thinking.budget, request.tools.may_call)]
 
 
 class _AnswerProcessor:
@@ -378,21 +409,47 @@ class _AnswerProcessor:
         return logits
 
 
-def _constraint(served: ServedModel, request: GenerationRequest) -> Constraint | None:
+def _behind_thoughts(
+    served: ServedModel,
+    request: GenerationRequest,
+    prompt: Sequence[int],
+    constraint: Constraint,
+    is_answer: bool = True,
+) -> Constraint:
+    """Let a constraint hold behind the model's thoughts; `is_answer` as in `after_thoughts`."""
+    form, thinking = served.thoughts, request.thinking
+    if form is None or thinking is None:
+        return constraint
+    return after_thoughts(
+        constraint,
+        form,
+        is_begun=form.is_begun(prompt),
+        may_think=served.thinks(thinking),
+        is_answer=is_answer,
+    )
+
+
+def _constraint(
+    served: ServedModel, request: GenerationRequest, prompt: Sequence[int]
+) -> Constraint | None:
     """Make the constraint of an answer whose prompt has tools, called or not; slow for large schemas."""
     tools, answer = request.tools, request.format.constraint
     form = _form(served, request)
     if form is None:  # the prompt shows tools, so calls must be kept out
-        return answer or Constraint.text()
+        return _behind_thoughts(served, request, prompt, answer or Constraint.text())
     try:
         if not form.has_grammar and tools.allowed is not None:
             raise ConstraintError(
                 f"Calls in this model's form ({form.name}) can't be limited to some of the tools. Leave out "
                 "the others."
             )
-        return tool_call_constraint(
+        made = tool_call_constraint(
             tools.callable, tools.choice, answer, parallel=tools.parallel, form=form
         )
+        has_thoughts = answer is None and tools.choice in ("auto", "none")
+        if made is None or has_thoughts:
+            return made
+        return _behind_thoughts(served, request, prompt, made, is_answer=tools.choice == "none")
     except AFMError as error:
         raise bad_request(str(error), "tools") from error
 
@@ -430,12 +487,19 @@ class _ChoiceTask:
         events: asyncio.Queue[Event | ApiError],
     ):
         self._served, self._request, self._index, self._events = served, request, index, events
-        form = _form(served, request)
-        splits = form is not None and (request.tools.may_call or form.is_harmony)
-        tools = request.tools.definitions
-        self._splitter = splitter_of(form, tools) if form is not None and splits else None
+        form = _form(served, request) if request.tools.may_call else None
+        thinking = request.thinking
+        self._shows_thoughts = thinking is not None and thinking.is_shown
+        thoughts = None if thinking is None else served.thoughts
+        self._splitter = splitter_for(form, request.tools.definitions, thoughts, row.prompt)
+        # Stop strings are of the answer, not of the thoughts before it.
+        self._stop = StopStrings(row.stop) if thoughts is not None and row.stop else None
+        self._stopped = False
+        if self._stop is not None:
+            row = replace(row, stop=())
         self._calls = 0  # that have begun
         self._answer: list[int] = []
+        self.thought_tokens = 0  # the tokens among them that are in thoughts
         self.cached = self.drafted = self.accepted = 0  # numbers of tokens
         self._loop = asyncio.get_running_loop()
         self.clock = AnswerClock()
@@ -446,7 +510,7 @@ class _ChoiceTask:
         self._row = replace(
             row,
             seed=None if seed is None else (seed + index * _SEED_STEP) & MASK64,
-            logits_processors=_logits_processors(request, len(row.prompt)),
+            logits_processors=_logits_processors(served, request, row.prompt),
             on_prefill=self._on_prefill,
             client=request.client,
         )
@@ -498,13 +562,18 @@ class _ChoiceTask:
                 async for response in responses:
                     self._take(response)
                     reason = response.finish_reason or reason
+                    if self._stopped:
+                        reason = "stop"
+                        break
         except IncompleteError:
             # The constraint is unfinished; finish_reason says so, and the text so far is the answer.
             is_cut = self.tokens >= self._row.max_tokens
             reason = "length" if is_cut else "stop"
         if self._splitter is not None:
             self._put_parts(self._splitter.finish(), [])
-        stop_string = self._stop_string() if reason == "stop" and self._row.stop else None
+        if self._stop is not None and (held := self._stop.flush()):
+            self._put(TextDelta(self._index, held))
+        stop_string = self._stop_string() if reason == "stop" and self._request.stop else None
         if reason == "stop" and stop_string is None and self._calls:
             reason = "tool_calls"
         if self._served.options.log_prompts:
@@ -546,7 +615,9 @@ class _ChoiceTask:
             if text or logprobs:
                 self._put(TextDelta(self._index, text, logprobs), is_forced)
             return
+        was_thought = self._splitter.in_thought
         self._put_parts(self._splitter.feed(text, token), logprobs, is_forced)
+        self.thought_tokens += token >= 0 and (was_thought or self._splitter.in_thought)
 
     def _put_parts(
         self, parts: Iterable[Part], logprobs: list[TokenLikelihood], is_forced: bool = False
@@ -554,9 +625,15 @@ class _ChoiceTask:
         """Put the parts of an answer into the queue, the log-probabilities with the first text."""
         for part in parts:
             match part:
-                case Text(text) | Thought(text):
+                case Text(text):
+                    if self._stopped:
+                        return
+                    if self._stop is not None:
+                        text, self._stopped = self._stop.feed(text)
                     self._put(TextDelta(self._index, text, logprobs), is_forced)
                     logprobs = []
+                case Thought(text) if self._shows_thoughts:
+                    self._put(ThoughtDelta(self._index, text))
                 case CallBegins(name):
                     self._calls += 1
                     call_id = f"call_{uuid.uuid4().hex[:24]}"
@@ -592,6 +669,8 @@ class _ChoiceTask:
 
     def _stop_string(self) -> str | None:
         """Return the stop string that ended the choice, found in its tokens; None if there is none."""
+        if self._stop is not None:
+            return self._stop.found or None
         tokens = [t for t in self._answer if t not in self._served.tokenizer.eos_token_ids]
         text = self._served.tokenizer.decode(tokens)
         found = [(at, stop) for stop in self._row.stop if (at := text.find(stop)) >= 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from afm_mlx.server.answer_events import (
     Event,
     GenerationRequest,
     TextDelta,
+    ThoughtDelta,
     TokenCounts,
     ToolCallBegins,
     ToolCallDelta,
@@ -47,6 +49,7 @@ from afm_mlx.server.replies import (
     while_connected,
 )
 from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.thinking import Thinking, thinking_of
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 """Allowed values of the header anthropic-version, which may be left out.
@@ -65,11 +68,13 @@ async def create_message(request: Request) -> Response:
         messages, tools, format = _prompt(body, folds=not served.options.strict)
         adapter = served.adapter_of(body.model)
         # Encoded here, because the first event of a stream has the number of the prompt's tokens.
-        prompt = served.encode_chat(messages, tools, format)
+        thinking = _thinking(body)
+        prompt = served.encode_chat(messages, tools, format, thinking)
         return GenerationRequest(
             prompt=prompt,
             tools=tools,
             format=format,
+            thinking=thinking,
             adapter=adapter,
             max_tokens=body.max_tokens,
             temperature=body.temperature,
@@ -98,7 +103,8 @@ async def count_tokens(request: Request) -> Response:
     served.adapter_of(body.model)
 
     def counted() -> int:
-        return len(served.encode_chat(*_prompt(body, folds=not served.options.strict)))
+        inputs = _prompt(body, folds=not served.options.strict)
+        return len(served.encode_chat(*inputs, _thinking(body)))
 
     count = await while_connected(request, in_thread(counted, compiles=_has_format(body)))
     return json_response({"input_tokens": count})
@@ -144,6 +150,11 @@ def _prompt(
         format = schema_format(given.schema, name, described, f"{place}.schema")
     check_format_fits(format, messages, place)
     return messages, _tools(body), format
+
+
+def _thinking(body: fields.PromptRequest) -> Thinking:
+    effort = None if body.output_config is None else body.output_config.effort
+    return thinking_of(body, effort, "output_config.effort")
 
 
 def _tools(body: fields.PromptRequest) -> OfferedTools:
@@ -198,17 +209,23 @@ def _add_answer(
         conversation.add_answer(message.content, place)
         return
     texts: list[str] = []
+    thoughts: list[str] = []
     for number, block in enumerate(message.content):
         if isinstance(block, fields.ClaudeText):
             texts.append(block.text)
             continue
+        if isinstance(block, fields.ThinkingBlock):
+            thoughts.append(block.thinking)
+            continue
         where = f"{place}.content[{number}]"
         if texts:  # before a call
-            conversation.add_answer(PARAGRAPH.join(texts), where)
-            texts = []
+            conversation.add_answer(PARAGRAPH.join(texts), where, PARAGRAPH.join(thoughts))
+        elif thoughts:
+            conversation.add_thought(PARAGRAPH.join(thoughts), where)
+        texts, thoughts = [], []
         conversation.add_call(block.id, block.name, json.dumps(block.input), f"{where}.id")
-    if texts:
-        conversation.add_answer(PARAGRAPH.join(texts), place)
+    if texts or thoughts:
+        conversation.add_answer(PARAGRAPH.join(texts), place, PARAGRAPH.join(thoughts))
 
 
 def _joined(content: str | Sequence[fields.ClaudeText]) -> str:
@@ -248,6 +265,11 @@ class MessageBuilder:
         match event:
             case TextDelta():
                 yield from self._more_text(event.text)
+            case ThoughtDelta():
+                if self._open is None or self._open["type"] != "thinking":
+                    yield from self._close()
+                    yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+                yield self._delta("thinking_delta", "thinking", event.text)
             case ToolCallBegins():
                 yield from self._close()
                 call_id = "toolu_" + event.id.removeprefix("call_")
@@ -307,6 +329,11 @@ class MessageBuilder:
             return
         if block["type"] == "text":
             block["text"] = text
+        elif block["type"] == "thinking":
+            # Clients give back thoughts that are signed only.
+            signature = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+            yield self._delta("signature_delta", "signature", signature)
+            block["thinking"], block["signature"] = text, signature
         else:
             try:
                 block["input"] = dict(json.loads(text))

@@ -69,7 +69,8 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             ) from None
         content = b"".join(parts)
         served.workers.begin(request.state.client, len(content))
-        reader = Reader(options.strict, known_elsewhere() if kind in REQUESTS else None)
+        known = known_elsewhere() if kind in REQUESTS else None
+        reader = Reader(options.strict, known, served.thoughts is not None)
         if len(content) > LARGE:
             body = await while_connected(
                 request, in_thread(lambda: reader.read(decoded(content), kind))

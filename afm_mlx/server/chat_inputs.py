@@ -96,12 +96,22 @@ class ConversationBuilder:
             self.messages[-1]["content"] = PARAGRAPH.join(self._paragraphs)
             self._paragraphs = []
 
-    def add_answer(self, text: str, place: str) -> None:
-        """Add a text of the assistant that is at `place` in the body; raise a 400 after an open call."""
+    def add_answer(self, text: str, place: str, thought: str = "") -> None:
+        """Add a text of the assistant, and the `thought` before it; raise a 400 after an open call.
+
+        The text is at `place` in the body.
+        """
         self._end_calls(place)
         self._join_paragraphs()
         self._joins_next = False
         self.messages.append({"role": "assistant", "content": text})
+        if thought:
+            self.messages[-1]["reasoning_content"] = thought
+
+    def add_thought(self, thought: str, place: str) -> None:
+        """Add the thought before an answer's calls; one between calls of the same answer is left out."""
+        if not self._lacks_results:
+            self.add_answer("", place, thought)
 
     def add_call(
         self, call_id: str, name: str, arguments: str | None, place: str, arguments_place: str = ""

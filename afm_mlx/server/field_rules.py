@@ -63,12 +63,14 @@ class Ignored:
         off: values that mean the same as null; they are not named.
         is_named: False for fields that clients repeat from earlier answers.
         if_strict: True if strict servers accept the field, too.
+        unless_thinking: True if the field takes effect in models that think; structs have it then.
     """
 
     text: str
     off: tuple[object, ...] = EMPTY
     is_named: bool = True
     if_strict: bool = False
+    unless_thinking: bool = False
 
 
 Rule = Honoured | Refused | Ignored
@@ -81,7 +83,8 @@ class Kinds:
     Args:
         text: why other tags can't be honoured.
         default: the tag of objects without one.
-        ignored: tags of objects that are named and left out of their list; pass None for all other tags.
+        ignored: tags of objects that are named and left out of their list; pass None for all other tags. Those
+            that a struct has are ignored by models that don't think.
         why: why the ignored objects have no effect.
     """
 
@@ -190,15 +193,19 @@ class Reader:
     Args:
         is_strict: True to refuse fields that would be ignored.
         known: fields of other APIs that are refused, except the values that mean the same as null.
+        thinks: True if the model thinks.
 
     Attributes:
         ignored: names of fields without effect, in order, with [] for the indices of lists.
     """
 
     def __init__(
-        self, is_strict: bool = False, known: Mapping[str, tuple[object, ...]] | None = None
+        self,
+        is_strict: bool = False,
+        known: Mapping[str, tuple[object, ...]] | None = None,
+        thinks: bool = False,
     ):
-        self._is_strict, self._known = is_strict, known or {}
+        self._is_strict, self._known, self._thinks = is_strict, known or {}, thinks
         self.ignored: dict[str, None] = {}
 
     def read(self, value: object, kind: type[Made]) -> Made:
@@ -222,6 +229,9 @@ class Reader:
             if isinstance(rule, Honoured):
                 off = None if rule.off and is_one_of(item, rule.off) else item
                 given[name] = self._value(off, field.shape, where, rule.hint)
+            elif isinstance(rule, Ignored) and rule.unless_thinking and self._thinks:
+                off = None if is_one_of(item, ("", [], {})) else item
+                given[name] = self._value(off, field.shape, where, "")
             elif isinstance(rule, Refused) or (self._is_strict and not rule.if_strict):
                 refuse(item, where, rule.text, *rule.off)
             elif rule.is_named and not is_one_of(item, (None, *rule.off)):
@@ -266,7 +276,8 @@ class Reader:
             return self._struct(value, kind, where)
         tag = value.get(shape.tag_field)
         tag = shape.kinds.default if tag is None else tag
-        if isinstance(tag, str) and tag in shape.structs:
+        of_thinkers = isinstance(tag, str) and tag in (shape.kinds.ignored or ())
+        if isinstance(tag, str) and tag in shape.structs and (self._thinks or not of_thinkers):
             return self._struct(value, shape.structs[tag], where)
         if isinstance(tag, str) and shape.kinds.ignores(tag) and not self._is_strict:
             self._name(where, tag)

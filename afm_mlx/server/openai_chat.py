@@ -15,6 +15,7 @@ from afm_mlx.server.answer_events import (
     Ended,
     GenerationRequest,
     TextDelta,
+    ThoughtDelta,
     TokenCounts,
     ToolCallBegins,
     ToolCallDelta,
@@ -39,6 +40,7 @@ from afm_mlx.server.openai_fields import (
     limit,
     sampled_request,
     text_of,
+    thought_of,
     timings,
     tool_call,
     usage,
@@ -52,6 +54,7 @@ from afm_mlx.server.replies import (
     while_connected,
 )
 from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.thinking import thinking_of
 
 
 async def chat_completions(request: Request) -> Response:
@@ -92,6 +95,7 @@ async def _generation_request(
         messages=messages,
         tools=tools,
         format=format,
+        thinking=thinking_of(body, body.reasoning_effort, "reasoning_effort"),
         adapter=adapter,
         max_tokens=older if newer is None else newer,
         n=check_count(body.n, served),
@@ -110,7 +114,8 @@ def chat_messages(messages: Sequence[fields.ChatMessage], folds: bool) -> list[M
         place = f"messages[{index}]"
         if isinstance(message, fields.AssistantMessage):
             content = message.content if message.content is not None else message.refusal or ""
-            conversation.add_answer(text_of(content), place)
+            thought = message.reasoning_content or message.reasoning or thought_of(content)
+            conversation.add_answer(text_of(content), place, thought)
             for number, call in enumerate(message.tool_calls or ()):
                 where = f"{place}.tool_calls[{number}]"
                 name, arguments = call.function.name, call.function.arguments
@@ -161,6 +166,8 @@ async def _completion(served: ServedModel, request: GenerationRequest, model: st
     for choice in choices:
         content = choice.text if choice.text.strip() or not choice.calls else None
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
+        if choice.thought:
+            message["reasoning_content"] = choice.thought
         if choice.calls:
             message["tool_calls"] = choice.calls
         logprobs = None if request.logprobs is None else chat_logprobs(choice.logprobs)
@@ -196,6 +203,8 @@ async def _chunks(
                 case TextDelta(index, text, logprobs):
                     more: JsonObject = {"logprobs": chat_logprobs(logprobs)} if logprobs else {}
                     yield chunk(index, {"content": text}, **more)
+                case ThoughtDelta(index, text):
+                    yield chunk(index, {"reasoning_content": text})
                 case ToolCallBegins(index, call):
                     yield chunk(index, {"tool_calls": [{"index": call, **tool_call(part)}]})
                 case ToolCallDelta(index, call, arguments):

@@ -18,6 +18,7 @@ from afm_mlx.server.answer_events import (
     Ended,
     GenerationRequest,
     TextDelta,
+    ThoughtDelta,
     TokenCounts,
     ToolCallBegins,
     ToolCallDelta,
@@ -27,14 +28,27 @@ from afm_mlx.server.replies import JsonObject, bad_request
 from afm_mlx.server.request_fields import MAX_STOP, MAX_STOPS
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 
-Part = fields.TextPart | fields.InputTextPart | fields.OutputTextPart | fields.RefusalPart
+Part = (
+    fields.ThinkingPart
+    | fields.TextPart
+    | fields.InputTextPart
+    | fields.OutputTextPart
+    | fields.RefusalPart
+)
 
 
 def text_of(content: str | Sequence[Part] | None) -> str:
     """Join the texts and refusals of a message's parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(p.refusal if isinstance(p, fields.RefusalPart) else p.text for p in content)
+    texts = (p for p in content if not isinstance(p, fields.ThinkingPart))
+    return "".join(p.refusal if isinstance(p, fields.RefusalPart) else p.text for p in texts)
+
+
+def thought_of(content: str | Sequence[Part] | None) -> str:
+    """Join the thoughts among a message's parts."""
+    parts = () if content is None or isinstance(content, str) else content
+    return "".join(p.thinking for p in parts if isinstance(p, fields.ThinkingPart))
 
 
 def limit(name: str, value: int | None) -> int | None:
@@ -202,16 +216,21 @@ class WholeChoice:
     """A choice of a reply that is not streamed, built from events."""
 
     text: str = ""
+    thought: str = ""
     calls: list[JsonObject] = field(default_factory=list)
     logprobs: list[TokenLikelihood] = field(default_factory=list)
     reason: str = ""
 
-    def take(self, event: TextDelta | ToolCallBegins | ToolCallDelta | Ended) -> None:
-        """Add an event's text, tool call or finish reason."""
+    def take(
+        self, event: TextDelta | ThoughtDelta | ToolCallBegins | ToolCallDelta | Ended
+    ) -> None:
+        """Add an event's text, thought, tool call or finish reason."""
         match event:
             case TextDelta():
                 self.text += event.text
                 self.logprobs += event.logprobs
+            case ThoughtDelta():
+                self.thought += event.text
             case ToolCallBegins():
                 self.calls.append(tool_call(event))
             case ToolCallDelta():
@@ -238,11 +257,14 @@ def usage(counts: TokenCounts) -> JsonObject:
         "total_tokens": counts.prompt + counts.completion,
         "prompt_tokens_details": {"cached_tokens": counts.cached},
     }
+    details = {"reasoning_tokens": counts.thought} if counts.thought else {}
     if counts.drafted is not None:
-        written["completion_tokens_details"] = {
+        details |= {
             "accepted_prediction_tokens": counts.accepted,
             "rejected_prediction_tokens": counts.drafted - counts.accepted,
         }
+    if details:
+        written["completion_tokens_details"] = details
     return written
 
 

@@ -69,7 +69,30 @@ WHO = Ignored("identifies the user to the provider", if_strict=True)
 WHO_ELSE = Ignored("for the provider")
 CACHE = Ignored("the prefix cache finds shared prefixes by itself")
 CACHE_MARK = Ignored(CACHE.text, if_strict=True)
-NO_THOUGHTS = Ignored("the model answers without reasoning first", ("none", *EMPTY))
+_NO_THOUGHTS = "; of no effect if the model answers without thinking first"
+EFFORT = Ignored(
+    "`none` switches thinking off, other words switch it on and are shown to the model if its template has a "
+    "place for them" + _NO_THOUGHTS,
+    ("none", *EMPTY),
+    unless_thinking=True,
+)
+SWITCH = Ignored("switches thinking on or off" + _NO_THOUGHTS, unless_thinking=True)
+BUDGET = Ignored(
+    "maximum number of tokens of thoughts, after which the answer begins" + _NO_THOUGHTS,
+    unless_thinking=True,
+)
+THINKING = Ignored(
+    "`type` is `enabled`, `disabled` or `adaptive`; `budget_tokens` limits the tokens of thoughts; `display` "
+    "is `summarized` (whole, in fact) or `omitted`" + _NO_THOUGHTS,
+    ({"type": "disabled"}, *EMPTY),
+    unless_thinking=True,
+)
+VARIABLES = Honoured("variables for the chat template", off=({},))
+THOUGHT = Ignored(
+    "the thought of an earlier answer, shown to the model if its template has a place for it",
+    is_named=False,
+    unless_thinking=True,
+)
 LENGTH = Ignored("answers are as long as the prompt asks for", ("medium", *EMPTY))
 ALIKE = Ignored("all requests have one priority", ("auto", "default", "standard", *EMPTY))
 NOT_PADDED = Ignored("events are never padded")
@@ -96,11 +119,20 @@ class RefusalPart(Fields, tag_field="type", tag="refusal"):
     refusal: str
 
 
+class ThinkingPart(Fields, tag_field="type", tag="thinking"):
+    """The thought of an earlier answer, as Anthropic's API has it."""
+
+    thinking: str
+
+
 PART = Kinds("this model reads text only")
+THOUGHT_ECHO = "the thought of an earlier answer; not used by models that don't think"
 AnswerPart = Annotated[
-    TextPart | RefusalPart,
+    TextPart | RefusalPart | ThinkingPart,
     Kinds(
-        PART.text, ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}), why=ECHO.text
+        PART.text,
+        ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}),
+        why=THOUGHT_ECHO,
     ),
 ]
 Texts = str | Annotated[list[Annotated[TextPart, PART]], PARTS]
@@ -141,11 +173,14 @@ class AssistantMessage(Fields, tag_field="role", tag="assistant"):
     content: str | Annotated[list[AnswerPart], PARTS] | None = None
     tool_calls: Annotated[list[AnyCall], PARTS] | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     rules = {
         "name": NO_NAMES,
+        "reasoning_content reasoning": THOUGHT,
         "audio": Refused("this model reads text only"),
         "function_call": Refused("tool_calls took its place"),
-        "annotations reasoning_content provider_specific_fields": ECHO,
+        "annotations provider_specific_fields": ECHO,
     }
 
 
@@ -246,6 +281,37 @@ class StructuredOutputs(Fields):
     rules = {"whitespace_pattern": Refused("JSON is written in one way")}
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Variables = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], str | int | float | bool | list[str] | None],
+    Meta(max_length=64),
+]
+
+
+class ThinkingOptions(Fields):
+    """`thinking`, as Anthropic's API has it, and others after it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Whole | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingFields(Fields):
+    """The fields about thinking that all chats share."""
+
+    thinking: ThinkingOptions | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Whole | None = None
+    thinking_token_budget: Whole | None = None
+    chat_template_kwargs: Variables | None = None
+    rules = {
+        "thinking": THINKING,
+        "enable_thinking": SWITCH,
+        "thinking_budget thinking_token_budget": BUDGET,
+        "chat_template_kwargs": VARIABLES,
+    }
+
+
 OLDER = Honoured("the older names of `structured_outputs`", off=("", []))
 PENALTY = Honoured("-2 to 2, for tokens that are in the answer")
 
@@ -307,6 +373,15 @@ class SampledRequest(Fields):
     }
 
 
+class ChatReasoning(Fields):
+    """`reasoning`, as OpenRouter's chats have it."""
+
+    effort: Effort | None = None
+    max_tokens: Whole | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
 class ChatRequest(SampledRequest, kw_only=True):
     messages: Annotated[list[ChatMessage], SOME_MESSAGES]
     max_completion_tokens: Limit | None = None
@@ -316,7 +391,15 @@ class ChatRequest(SampledRequest, kw_only=True):
     tools: Annotated[list[ChatTool], TOOLS] | None = None
     tool_choice: ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: ChatReasoning | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Whole | None = None
+    thinking_token_budget: Whole | None = None
+    chat_template_kwargs: Variables | None = None
     rules = {
+        **ThinkingFields.rules,
         "messages": "roles `system`, `developer`, `user`, `assistant`, `tool`; content as text or parts of "
         "type `text`. Instructions after other messages become a part of the user's turn there. An answer at "
         "the end is continued",
@@ -341,7 +424,11 @@ class ChatRequest(SampledRequest, kw_only=True):
         "function_call": Refused("tools and tool_choice took its place", ("none", *EMPTY)),
         "moderation": Refused("there is no moderation"),
         "prediction": Ignored("outputs are not predicted by requests"),
-        "reasoning_effort": NO_THOUGHTS,
+        "reasoning_effort": EFFORT,
+        "reasoning": Ignored(
+            "`effort`, `enabled`, `max_tokens` (a budget of thoughts), `exclude`" + _NO_THOUGHTS,
+            unless_thinking=True,
+        ),
         "verbosity": LENGTH,
         "web_search_options": Ignored(OTHERS_TOOL, ()),
     }
@@ -411,17 +498,32 @@ class ResultItem(Fields, tag_field="type", tag="function_call_output"):
     rules = {"id name status": OF_USE_TO_CLIENTS, "caller namespace": ECHO}
 
 
+class ReasoningText(Fields, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(Fields, tag_field="type", tag="reasoning"):
+    """The thought of an earlier answer."""
+
+    content: Annotated[list[ReasoningText], PARTS] | None = None
+    # Strict servers accept their own items, and these are not used.
+    id: str | None = None
+    status: str | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
+
+
 class ReferenceItem(Fields, tag_field="type", tag="item_reference"):
     id: str
 
 
 InputItem = Annotated[
-    MessageItem | CallItem | ResultItem | ReferenceItem,
+    MessageItem | CallItem | ResultItem | ReferenceItem | ReasoningItem,
     Kinds(
         "the model reads text only, calls of functions and their results",
         default="message",
         ignored=frozenset({"reasoning", "web_search_call", "file_search_call"}),
-        why=ECHO.text,
+        why="repeated from an earlier answer; of use to models that think: `reasoning`",
     ),
 ]
 
@@ -465,7 +567,11 @@ ResponseToolChoice = (
 
 
 class Reasoning(Fields):
-    rules = {"effort summary generate_summary": NO_THOUGHTS}
+    effort: Effort | None = None
+    rules = {
+        "effort": EFFORT,
+        "summary generate_summary": Ignored("thoughts are given whole"),
+    }
 
 
 class ResponseStreamOptions(Fields):
@@ -492,7 +598,7 @@ class TextOptions(Fields):
     rules = {"verbosity": LENGTH}
 
 
-class InputRequest(Fields):
+class InputRequest(ThinkingFields, kw_only=True):
     """The fields that make a prompt, also the body of `/v1/responses/input_tokens`."""
 
     model: str
@@ -607,6 +713,14 @@ class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
 READS_TEXT = "the model reads text only, calls of tools and their results"
 
 
+class ThinkingBlock(Fields, tag_field="type", tag="thinking"):
+    """The thought of an earlier answer."""
+
+    thinking: str
+    signature: str | None = None  # not used
+    cache_control: dict[str, Any] | None = None  # not used
+
+
 UserBlock = Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]
 
 
@@ -626,7 +740,12 @@ CLAUDE_ECHOES = frozenset(
 
 
 AnswerBlock = Annotated[
-    ClaudeText | ToolUseBlock, Kinds(READS_TEXT, ignored=CLAUDE_ECHOES, why=ECHO.text)
+    ClaudeText | ToolUseBlock | ThinkingBlock,
+    Kinds(
+        READS_TEXT,
+        ignored=CLAUDE_ECHOES,
+        why="repeated from an earlier answer; of use to models that think: `thinking`",
+    ),
 ]
 
 
@@ -706,7 +825,8 @@ ClaudeFormat = Annotated[SchemaFormat, Kinds("answers have no other formats")]
 
 class OutputConfig(Fields):
     format: ClaudeFormat | None = None
-    rules = {"effort": NO_THOUGHTS}
+    effort: Effort | None = None
+    rules = {"effort": EFFORT}
 
 
 FORMAT = Honoured(
@@ -714,7 +834,7 @@ FORMAT = Honoured(
 )
 
 
-class PromptRequest(Fields):
+class PromptRequest(ThinkingFields, kw_only=True):
     """The fields that make a prompt, also the body of `/v1/messages/count_tokens`."""
 
     model: str
@@ -735,7 +855,6 @@ class PromptRequest(Fields):
         "tool_choice": "`auto`, `any`, `none`, one by its name; `disable_parallel_tool_use`",
         "output_config output_format": FORMAT,
         "cache_control": CACHE_MARK,
-        "thinking": Ignored(NO_THOUGHTS.text, ({"type": "disabled"}, *EMPTY)),
         "context_management": NEVER_SHORTENED,
         "mcp_servers": Ignored(OTHERS_TOOL),
         "compaction": Refused("conversations are not summarized here"),

@@ -22,6 +22,7 @@ from afm_mlx.server.answer_events import (
     Event,
     GenerationRequest,
     TextDelta,
+    ThoughtDelta,
     TokenCounts,
     ToolCallBegins,
     ToolCallDelta,
@@ -54,6 +55,7 @@ from afm_mlx.server.replies import (
 )
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 from afm_mlx.server.server_options import ServerOptions
+from afm_mlx.server.thinking import Thinking, thinking_of
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -200,7 +202,9 @@ async def count_input_tokens(request: Request) -> Response:
 
     def counted() -> int:
         prompt = _prompt(body, earlier, folds=not served.options.strict)
-        return len(served.encode_chat(prompt.messages, prompt.tools, prompt.format))
+        return len(
+            served.encode_chat(prompt.messages, prompt.tools, prompt.format, _thinking(body))
+        )
 
     try:
         count = await while_connected(request, in_thread(counted, compiles=body.text is not None))
@@ -291,10 +295,16 @@ def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) 
     conversation = ConversationBuilder(earlier, folds)
     if isinstance(body.input, str):
         conversation.add_user(body.input, "input")
+    thought = ""  # before the next message or call
     for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
         place = f"input[{index}]"
         assert not isinstance(item, fields.ReferenceItem)
+        if isinstance(item, fields.ReasoningItem):
+            thought += "".join(part.text for part in item.content or ())
+            continue
         if isinstance(item, fields.CallItem):
+            if thought:
+                conversation.add_thought(thought, place)
             conversation.add_call(
                 item.call_id, item.name, item.arguments, f"{place}.call_id", f"{place}.arguments"
             )
@@ -303,9 +313,10 @@ def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) 
         elif item.role == "user":
             conversation.add_user(text_of(item.content), place)
         elif item.role == "assistant":
-            conversation.add_answer(text_of(item.content), place)
+            conversation.add_answer(text_of(item.content), place, thought)
         else:
             conversation.add_system(text_of(item.content), place)
+        thought = ""
     messages = kept = conversation.finished("input")
     if body.instructions is not None:
         messages = conversation.finished("input", body.instructions)
@@ -316,6 +327,11 @@ def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) 
         format = schema_format(given.schema, given.name, given.description, "text.format.schema")
     check_format_fits(format, messages, "input")
     return _Prompt(messages, kept, _tools(body), format)
+
+
+def _thinking(body: fields.InputRequest) -> Thinking:
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return thinking_of(body, effort, "reasoning.effort")
 
 
 def _tools(body: fields.InputRequest) -> OfferedTools:
@@ -349,6 +365,7 @@ def _generation_request(
         messages=prompt.messages,
         tools=prompt.tools,
         format=prompt.format,
+        thinking=_thinking(body),
         adapter=served.adapter_of(body.model),
         max_tokens=limit("max_output_tokens", body.max_output_tokens),
         temperature=body.temperature,
@@ -382,7 +399,7 @@ def _new_response(
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": is_kept,
@@ -420,6 +437,8 @@ class ResponseBuilder:
         match event:
             case TextDelta():
                 yield from self._more_text(event.text, [_logprob(each) for each in event.logprobs])
+            case ThoughtDelta():
+                yield from self._more_thought(event.text)
             case ToolCallBegins():
                 yield from self._close("completed")
                 call = {"call_id": event.id, "name": event.name, "arguments": ""}
@@ -456,7 +475,7 @@ class ResponseBuilder:
         """Make an event of type `kind`, with the fields `data`, about the open item: the response's last."""
         assert self._open is not None
         index = len(self.response["output"]) - 1
-        if self._open["type"] == "message":
+        if self._open["type"] != "function_call":
             data["content_index"] = 0
         return self._event(kind, item_id=self._open["id"], output_index=index, **data)
 
@@ -486,13 +505,28 @@ class ResponseBuilder:
             self._open["content"][0]["logprobs"] += logprobs
             yield self._item_event("output_text.delta", delta=text, logprobs=logprobs)
 
+    def _more_thought(self, text: str) -> Iterator[JsonObject]:
+        if self._open is None or self._open["type"] != "reasoning":
+            yield from self._close("completed")
+            yield from self._begin("reasoning", "rs", summary=[], content=[])
+            part = {"type": "reasoning_text", "text": ""}
+            self._open["content"].append(part)  # type: ignore[index]
+            yield self._item_event("content_part.added", part=part)
+        self._texts.append(text)
+        yield self._item_event("reasoning_text.delta", delta=text)
+
     def _close(self, status: str) -> Iterator[JsonObject]:
         """End the open item, if there is one, with `status`; yield its last events."""
         item, text = self._open, "".join(self._texts)
         if item is None:
             return
         item["status"] = status
-        if item["type"] == "message":
+        if item["type"] == "reasoning":
+            part = item["content"][0]
+            part["text"] = text
+            yield self._item_event("reasoning_text.done", text=text)
+            yield self._item_event("content_part.done", part=part)
+        elif item["type"] == "message":
             part = item["content"][0]
             part["text"] = text
             yield self._item_event("output_text.done", text=text, logprobs=part["logprobs"])
@@ -513,7 +547,7 @@ class ResponseBuilder:
             "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
             "output_tokens": counts.completion,
             "total_tokens": counts.prompt + counts.completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": counts.thought},
         }
         if self._is_cut:
             response["status"] = "incomplete"
@@ -539,14 +573,16 @@ def _top_logprob(token: TokenLikelihood) -> JsonObject:
 
 def _input_items(output: list[JsonObject]) -> dict[str, fields.InputItem]:
     """Return a mapping from item id to the response's item in the form of requests."""
-    return {
-        item["id"]: fields.MessageItem(role="assistant", content=_written(item))
-        if item["type"] == "message"
-        else fields.CallItem(
-            call_id=item["call_id"], name=item["name"], arguments=item["arguments"]
-        )
-        for item in output
-    }
+
+    def of_request(item: JsonObject) -> fields.InputItem:
+        if item["type"] == "message":
+            return fields.MessageItem(role="assistant", content=_written(item))
+        if item["type"] == "reasoning":
+            return fields.ReasoningItem(content=[fields.ReasoningText(text=_written(item))])
+        call = item["call_id"], item["name"], item["arguments"]
+        return fields.CallItem(call_id=call[0], name=call[1], arguments=call[2])
+
+    return {item["id"]: of_request(item) for item in output}
 
 
 def _answer_message(output: list[JsonObject]) -> Message:
@@ -562,6 +598,8 @@ def _answer_message(output: list[JsonObject]) -> Message:
     ]
     text = "".join(_written(item) for item in output if item["type"] == "message")
     message: Message = {"role": "assistant", "content": text}
+    if thought := "".join(_written(item) for item in output if item["type"] == "reasoning"):
+        message["reasoning_content"] = thought
     return {**message, "tool_calls": calls} if calls else message
 
 

@@ -20,6 +20,7 @@ from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, TokenizerError, did_you_mean, shown
+from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
 from afm_mlx.loading.load import load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
 from afm_mlx.model.model import is_afm
@@ -35,6 +36,7 @@ from afm_mlx.server.chat_inputs import (
 from afm_mlx.server.metrics import Metrics
 from afm_mlx.server.replies import ApiError, JsonObject, api_error, bad_request
 from afm_mlx.server.server_options import ServerOptions
+from afm_mlx.server.thinking import BY_DEFAULT, Thinking
 from afm_mlx.tokenizer.control_tokens import strings_in
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.protocol import Tokenizer
@@ -327,16 +329,19 @@ class ServedModel:
         messages: Sequence[Message],
         tools: OfferedTools = NO_TOOLS,
         format: AnswerFormat = FREE_TEXT,
+        thinking: Thinking = BY_DEFAULT,
     ) -> list[int]:
         """Encode a conversation with the model's chat template; an answer at its end is continued.
 
-        `format` is shown with the last of the user's messages.
+        `format` is shown with the last of the user's messages. If thinking is off, and the template begins a
+        thought nevertheless, the prompt ends it.
 
         Raises:
             ApiError: for a model without a chat template.
             TokenizerError: for messages that can't be encoded.
         """
-        self.check_length(strings_in([messages, tools.definitions]), "messages")
+        variables = self._template_variables(thinking)
+        self.check_length(strings_in([messages, tools.definitions, variables]), "messages")
         if not getattr(self.tokenizer, "has_chat_template", False):
             raise bad_request(
                 f"The model {self.name} has no chat template: it continues texts, see /v1/completions.",
@@ -354,18 +359,36 @@ class ServedModel:
                     message["response_format"] = format.shown
                     break
         continues = bool(shown_to_model) and is_answer(shown_to_model[-1])
-        variables = dict(self.options.chat_template_args)
         if taken := variables.keys() & {"messages", "tools", "tokenize", "add_generation_prompt"}:
             raise RequestError(
                 f"chat_template_args can't set {', '.join(sorted(taken))}: the server does."
             )
-        return self.tokenizer.apply_chat_template(
+        prompt = self.tokenizer.apply_chat_template(
             shown_to_model,
             [dict(tool) for tool in tools.definitions] or None,
             add_generation_prompt=not continues,
             continue_final_message=continues,
             **variables,
         )
+        form = self.thoughts
+        if form is not None and thinking.is_off(variables) and form.is_begun(prompt):
+            prompt = [*prompt, *form.end_ids]
+        return prompt
+
+    @cached_property
+    def thoughts(self) -> ThoughtForm | None:
+        """How the model writes thoughts; None if it answers without thinking first."""
+        if not getattr(self.tokenizer, "has_chat_template", False):
+            return None
+        return thought_form(self.tokenizer)
+
+    def thinks(self, thinking: Thinking) -> bool:
+        """True if an answer may begin with thoughts."""
+        return self.thoughts is not None and not thinking.is_off(self._template_variables(thinking))
+
+    def _template_variables(self, thinking: Thinking) -> dict[str, Any]:
+        source = getattr(self.tokenizer, "template_source", "")
+        return thinking.template_variables(self.options.chat_template_args, source)
 
     # -- errors
 

@@ -195,6 +195,7 @@ class ZooTokenizer(TokenizerWrapper):
                 )
             if "response_format" not in source:
                 made.pop("response_format", None)  # a constraint holds the answer to it
+            _complete_thought(made, source)
             if calls := made.get("tool_calls"):
                 if not isinstance(calls, list | tuple):
                     raise TokenizerError(
@@ -253,6 +254,21 @@ class ZooTokenizer(TokenizerWrapper):
         if self._backend is None:
             return [self._tokenizer.decode([i]).encode() for i in range(len(self._tokenizer))]
         return bytes_of_tokens(self._backend)
+
+
+def _complete_thought(message: Message, source: str) -> None:
+    """Give a message's thought the name that the template reads; leave it out for other templates."""
+    thought = message.pop("reasoning_content", None)
+    if not isinstance(thought, str) or not thought:
+        return
+    if "reasoning_content" in source:
+        message["reasoning_content"] = thought
+    elif "message.thinking" in source:  # GPT-OSS's, which refuses a text besides it before calls
+        is_call = bool(message.get("tool_calls"))
+        texts = [thought, message.pop("content", None) if is_call else None]
+        message["thinking"] = "\n\n".join(text for text in texts if isinstance(text, str) and text)
+    elif "message.reasoning" in source:
+        message["reasoning"] = thought
 
 
 def _completed_call(call: Any, index: int, source: str) -> Message:

@@ -46,15 +46,14 @@ class Script:
     prompts: list[str] = field(default_factory=list)
     tools: list[list[str]] = field(default_factory=list)
 
-    def constraint(self, served: ServedModel, request: GenerationRequest) -> Constraint:
+    def constraint(
+        self, served: ServedModel, request: GenerationRequest, ids: Sequence[int]
+    ) -> Constraint:
         """Return a constraint that allows only the script's answer, with or without one space.
 
         With no choice at all the engine would not compute the prompt. Answers under a schema are free.
         """
-        ids = request.prompt
-        if request.messages is not None:
-            ids = served.encode_chat(request.messages, request.tools, request.format)
-        prompt = served.tokenizer.decode(list(ids or ()))
+        prompt = served.tokenizer.decode(list(ids))
         self.prompts.append(prompt)
         self.tools.append([tool["function"]["name"] for tool in request.tools.definitions])
         if not request.tools.may_call:

@@ -11,12 +11,14 @@ import sys
 
 from afm_mlx.cli import model_options
 from afm_mlx.cli.arguments import Argument, UsageError, integer, unavailable
+from afm_mlx.cli.thoughts import THINK, Thoughts
 
 ARGUMENTS = {
     "options": [
         *model_options.LOADING,
         *model_options.ADAPTERS,
         Argument("--system-prompt", None, "instructions that come before the conversation"),
+        THINK,
         Argument("--max-tokens -m", integer(-1), "maximum tokens per answer; -1 for no limit", 256),
         unavailable("--pipeline", "running on several machines is not available", nargs=0),
     ],
@@ -48,6 +50,7 @@ def run(args: argparse.Namespace) -> None:
         lambda: model_options.new_cache(args, model, tokenizer),
         args.system_prompt,
         adapters,
+        Thoughts(tokenizer, args.think),
     )
     if args.adapter_path is not None:
         dialogue.switch(args.adapter_path)

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.cli.thoughts import ThoughtPrinter, Thoughts
 from afm_mlx.engine.generation import GenerationResponse, stream_generate
 from afm_mlx.engine.prompt_cache import PromptCaches
 from afm_mlx.errors import AFMError, RequestError, TokenizerError, reason_of, shown
@@ -48,8 +49,10 @@ class Dialogue:
         new_cache: Callable[[], list[Any]],
         system_prompt: str | None = None,
         adapters: AdapterPool | None = None,
+        thoughts: Thoughts | None = None,
     ):
         self._model, self._tokenizer = model, tokenizer
+        self._thoughts = thoughts or Thoughts(tokenizer, None)
         self._new_cache, self._adapters = new_cache, adapters
         self.adapter: str | None = None
         self._system: list[Message] = []
@@ -144,6 +147,7 @@ class Dialogue:
         prompt = self._encoded([*self._system, *self._question], open_answer=True)
         self.prompt_tokens = len(prompt)
         answer, stopped, last = "", False, None
+        splitter, printer = self._thoughts.splitter(prompt), ThoughtPrinter()
         try:
             with (
                 self._caches.continuing(prompt, self.adapter) as run,
@@ -156,25 +160,35 @@ class Dialogue:
                         logprobs=False,
                         adapter=self.adapter,
                         adapters=self._adapters,
+                        **self._thoughts.options(prompt),
                         **arguments,
                     )  # type: ignore[type-var]
                 ) as responses,
             ):
                 for response in responses:
-                    answer += response.text
+                    said = response.text
+                    if splitter is not None:
+                        said = printer.said(splitter.feed(said, response.token))
+                        if response.finish_reason is not None:
+                            said += printer.said(splitter.finish())
+                    answer += said
                     run.answer.append(response.token)
                     self.last_response = last = response
-                    show(response.text)
+                    show(said)
         except KeyboardInterrupt:
             stopped = True
+        finally:
+            printer.close()
         if answer:
-            self._turns = [*self._question, {"role": "assistant", "content": answer}]
+            thought = {"reasoning_content": printer.text} if printer.text else {}
+            self._turns = [*self._question, {"role": "assistant", "content": answer, **thought}]
         return None if stopped else last
 
     def _encoded(self, messages: Sequence[Message], open_answer: bool) -> list[int]:
-        return self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=open_answer
+        tokens = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=open_answer, **self._thoughts.variables
         )
+        return self._thoughts.ended(tokens) if open_answer else tokens
 
 
 def _checked(messages: Sequence[Message]) -> list[Message]:

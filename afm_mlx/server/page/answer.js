@@ -1,4 +1,4 @@
-/** One answer: its model, text or JSON tree, tool calls, end, and buttons. */
+/** One answer: its model, thought, text or JSON tree, tool calls, end, and buttons. */
 import { CallCard, resultsForm } from "./calls.js";
 import { element, icon, iconButton } from "./dom.js";
 import { JsonTree, readPartialJson } from "./json_tree.js";
@@ -23,12 +23,13 @@ export class AnswerView {
     this.#actions = actions;
     this.#schema = schema;
     this.who = element("h2", { class: "who" }, ...modelName(turn.model));
+    this.thought = new ThoughtView();
     this.text = element("div", { class: "text" });
     this.calls = element("div", { class: "calls" });
     this.end = element("div", { class: "end" });
     this.tools = element("div", { class: "turn-actions" });
     this.element = element("li", { class: "turn answer", tabindex: -1 });
-    this.element.append(this.who, this.text, this.calls, this.end, this.tools);
+    this.element.append(this.who, this.thought.element, this.text, this.calls, this.end, this.tools);
   }
 
   /** `place` is { index, count, isLast }: its index among its siblings, and true if it is the last turn. */
@@ -44,7 +45,9 @@ export class AnswerView {
 
   /** Show the text and the calls so far. */
   updateText(turn) {
-    this.element.classList.toggle("waiting", turn.end === null && !turn.text && !turn.calls.length);
+    const isEmpty = !turn.thought && !turn.text && !turn.calls.length;
+    this.element.classList.toggle("waiting", turn.end === null && isEmpty);
+    this.thought.update(turn);
     if (turn.format === "json") this.#updateJson(turn);
     else showMarkdown(this.text, turn.text);
     turn.calls.forEach((call, i) => {
@@ -102,6 +105,27 @@ export class AnswerView {
       : null;
     const said = element("p", {}, icon("warning"), element("span", {}, message));
     return element("div", { class: "card error" }, said, hint, buttons);
+  }
+}
+
+/** What the model thought before its answer: open while it thinks, then folded, unless the user has chosen. */
+class ThoughtView {
+  #isChosen = false;
+
+  constructor() {
+    this.text = element("div", { class: "text" });
+    const choose = () => (this.#isChosen = true);
+    this.title = element("summary", { onclick: choose }, "Thought");
+    this.element = element("details", { class: "thought", hidden: true }, this.title, this.text);
+  }
+
+  update(turn) {
+    this.element.hidden = !turn.thought;
+    if (!turn.thought) return;
+    const thinks = turn.end === null && !turn.text && !turn.calls.length;
+    this.title.textContent = thinks ? "Thinking…" : "Thought";
+    if (!this.#isChosen) this.element.open = thinks;
+    showMarkdown(this.text, turn.thought);
   }
 }
 

@@ -109,6 +109,7 @@ export async function generate(turn, body, speedometer, signal, onpiece) {
 
 /** Add a chunk's delta; false if it has nothing to show. */
 function takeDelta(turn, delta) {
+  if (delta.reasoning_content) turn.thought += delta.reasoning_content;
   if (delta.content) turn.text += delta.content;
   for (const part of delta.tool_calls ?? []) {
     const call = (turn.calls[part.index] ??= { id: "", name: "", arguments: "" });
@@ -116,7 +117,7 @@ function takeDelta(turn, delta) {
     call.name += part.function?.name ?? "";
     call.arguments += part.function?.arguments ?? "";
   }
-  return Boolean(delta.content || delta.tool_calls?.length);
+  return Boolean(delta.reasoning_content || delta.content || delta.tool_calls?.length);
 }
 
 function described(error) {

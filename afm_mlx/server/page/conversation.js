@@ -7,7 +7,7 @@
  * A turn has `id`, `parent` (null for the first), `role`, `created` (milliseconds), and by role
  *
  *     user       text
- *     assistant  model, text, calls: [{ id, name, arguments }], format, stats, end, error
+ *     assistant  model, thought, text, calls: [{ id, name, arguments }], format, stats, end, error
  *     results    results: [{ call, name, text }] of the calls of the answer before
  *
  * `end` says how an answer ended: null while in progress, or stop, length, tool_calls, stopped (by the
@@ -48,6 +48,7 @@ export const newAnswer = (model, format) => ({
   role: "assistant",
   model,
   format,
+  thought: "",
   text: "",
   calls: [],
   stats: null,
@@ -109,6 +110,7 @@ function answerMessages(turn, hasResults) {
   const calls = hasResults ? turn.calls : []; // calls without results are left out
   if (!turn.text && !calls.length) return [];
   const message = { role: "assistant", content: turn.text || null };
+  if (turn.thought) message.reasoning_content = turn.thought;
   if (calls.length) {
     message.tool_calls = calls.map((call) => ({
       id: call.id,

@@ -115,6 +115,7 @@ function readTurn(id, turn, where) {
     ...shared,
     model: text(turn.model, "unknown model"),
     format: turn.format === "json" ? "json" : "text",
+    thought: text(turn.thought, ""),
     text: text(turn.text, ""),
     calls: calls.map((call) => ({
       id: text(call.id, ""),

@@ -25,6 +25,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop", "parameters": STOP}},
 ]  # fmt: skip
 NAMED = {"type": "function", "function": {"name": "weather"}}
+NO_THOUGHTS = {"enable_thinking": False}  # random weights would hardly end one
 QUESTION = {"role": "user", "content": "How is it in Porto?"}
 
 
@@ -39,6 +40,7 @@ def server(request, tmp_path_factory):
 
 def ask(server, *messages, **fields):
     fields = {"max_tokens": 300, "tools": TOOLS, "temperature": 1.2, "seed": 3, **fields}
+    fields.setdefault("extra_body", NO_THOUGHTS)
     return server.openai().chat.completions.create(
         model="model", messages=[QUESTION, *messages], **fields
     )
@@ -124,7 +126,12 @@ def test_responses_and_messages(server):
     asked = [{"role": "user", "content": "How is it?"}]
     choice = {"type": "function", "name": "weather"}
     made = client.responses.create(
-        model="model", input=asked, tools=defined, tool_choice=choice, max_output_tokens=300
+        model="model",
+        input=asked,
+        tools=defined,
+        tool_choice=choice,
+        max_output_tokens=300,
+        extra_body=NO_THOUGHTS,
     )
     (call,) = made.output
     assert fits(call)
@@ -135,6 +142,7 @@ def test_responses_and_messages(server):
         tools=defined,
         tool_choice="none",
         max_output_tokens=4,
+        extra_body=NO_THOUGHTS,
     )
     assert rest.output[0].type == "message"
 
@@ -147,6 +155,7 @@ def test_responses_and_messages(server):
         messages=asked,
         tools=tools,
         tool_choice={"type": "tool", "name": "weather"},
+        thinking={"type": "disabled"},
         max_tokens=300,
     ) as stream:
         message = stream.get_final_message()
