@@ -252,7 +252,7 @@ _KERNELS = dict(zip(WAYS, ("matmul", "qmm", "qmm", "tiled", "matmul"), strict=Tr
 # Multiply-adds a cycle of a core's accelerators, in units of what its lanes do: "over 4x the peak GPU compute
 # for AI compared to M4" (Apple, October 2025).
 ACCELERATED = 4
-UNPACKED = 1 << 25  # numbers that are unpacked at a time, see kernels/metal/matmul.py
+UNPACKED = 1 << 25  # numbers that are unpacked at a time, see kernels/metal/prompts.py
 # Shares of the peak that kernels reach on large matrices, from published times of single products:
 # (up to M2 in half, up to M2 in bfloat16, from M3 on, on the accelerators).
 SHARES = {

@@ -23,8 +23,8 @@ from bench.peer_models import LLAMA, MLX_LM, LlamaFormat, PeerModel
 from bench.peer_onnx import Sizes
 
 FORMATS = (
-    LlamaFormat("Q2_0", "Q4_0"),
     LlamaFormat("TQ2_0", "Q4_0"),
+    LlamaFormat("Q2_0", "Q4_0"),
     LlamaFormat("Q2_K", "Q4_0"),
     LlamaFormat("Q2_K", "Q4_0", repack=False),
 )

@@ -95,7 +95,7 @@ def nodes(sizes: Sizes) -> Iterator[Node]:
 
 
 def write_model(path: Path, sizes: Sizes, seed: int = 0) -> None:
-    """Write the graph and its weights to an ONNX file, and a file of the weights' bytes beside it.
+    """Write the graph and its weights to an ONNX file, and the weights' bytes to a second file.
 
     Scales keep activations in a trained model's range; norms are 1.
     """

@@ -187,6 +187,17 @@ class KeyValues(NamedTuple):
         """(B, n_kv_heads, S, head_dim), a view."""
         return self.buffer[:, self.n_kv_heads :]
 
+    def tail_ends(self, lengths: mx.array, tokens: int) -> mx.array:
+        """Return the tail's columns up to each row's `tokens` newest, (B,) int32.
+
+        `lengths` (B,) are the rows' tokens up to the first of the newest.
+        """
+        assert self.starts is not None
+        ends = lengths - self.starts
+        return (
+            ends + (tokens - 1) if tokens > 1 else ends
+        )  # most steps: one operation less for each block
+
 
 class AttentionPartials(NamedTuple):
     """Split-K partials of attention, one for each range of the columns, for a product that merges them first.

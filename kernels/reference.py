@@ -251,8 +251,7 @@ def with_new_codes(kv: KeyValues, codes: mx.array, lengths: mx.array) -> KeyValu
     `codes` are (B, 2 * n_kv_heads, L, head_dim) int8; `kv` has a tail.
     """
     assert kv.tail is not None
-    assert kv.starts is not None
-    ends = lengths - kv.starts + (codes.shape[2] - 1)
+    ends = kv.tail_ends(lengths, codes.shape[2])
     return kv._replace(tail=write_tokens(kv.tail, codes, ends))
 
 

@@ -10,6 +10,7 @@
 | `engine.py` | the loop: requests in, responses out |
 | `generation.py` | `generate`, `stream_generate`, `batch_generate`, and the typed and async variants |
 | `async_engine.py` | one engine for all tasks of asyncio |
+| `warm_up.py` | compiling Metal's kernels before requests need them |
 | `sampling.py`, `samplers.py` | from logits to the next token; the samplers and logits processors |
 | `draft_length.py` | how many draft tokens pay: what steps cost, how many tokens are accepted |
 | `speculation/` | draft tokens, several of which the model verifies in one step |

@@ -7,6 +7,7 @@ sliding window have to be the engine's, because rows of a batch share one buffer
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -149,12 +150,33 @@ class RowCaches:
         ]
         self._takes_zoo_kv_cache = bool(marks) and all(marks)
 
+    def check_kind(self) -> None:
+        """Raise `RequestError` if the model's caches can't run in a batch."""
+        entries = self.make()
+        while entries:
+            entry = entries.pop()
+            entries += getattr(entry, "caches", [])  # of mlx-lm's `CacheList`
+            if not hasattr(entry, "merge"):
+                raise RequestError(
+                    f"This model has a {type(entry).__name__}, of which mlx-lm has no batches, so it does not "
+                    "run in this engine. Run it with mlx_lm.generate."
+                )
+
     def make(self) -> Cache:
         if isinstance(self._model, Model):
             return list(self._model.make_cache(self._kv, self.limit, self.sliding))
         from mlx_lm.models.cache import make_prompt_cache
 
         return list(make_prompt_cache(self._model, max_kv_size=self.limit))
+
+    @functools.cached_property
+    def takes_padding(self) -> bool:
+        """True if prompts of different lengths can share a chunk, and draft tokens of several rows a step."""
+        if self._is_afm:
+            return not self.sliding
+        from afm_mlx.engine import zoo_caches
+
+        return zoo_caches.takes_padding(self.make(), lambda cache: run_shapes(self._model, cache))
 
     def checked(self, cache: object) -> Cache:
         """Return a caller's prompt cache under new handles; `RequestError` says how it differs from ours."""
@@ -171,7 +193,7 @@ class RowCaches:
                     f"The prompt cache holds {got}, and this engine {wanted}. Give the engine the cache's "
                     "kv, max_kv_size and sliding_window, or make the cache with Engine.make_cache."
                 )
-        if not cache[0].empty() and len(getattr(cache[0], "lengths", [0])) != 1:
+        if isinstance(cache[0], KVCache) and not cache[0].empty() and len(cache[0].lengths) != 1:
             raise RequestError("A prompt cache holds one row; extract one from the batch.")
         self._check_arrays(cache)
         # With handles of the engine's own, the engine can drop the arrays.
@@ -201,11 +223,7 @@ class RowCaches:
             )
 
     def merged(self, caches: Sequence[Cache]) -> Cache:
-        """Make one batch's cache of the caches of rows; raise `RequestError` if their kind can't be batched."""
-        if not all(hasattr(entry, "merge") for entry in caches[0]):
-            raise RequestError(
-                f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
-            )
+        """Make one batch's cache of the caches of rows."""
         blocks = list(zip(*caches, strict=True))
         is_zoo = False
         if self._takes_zoo_kv_cache:
@@ -343,8 +361,13 @@ def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
 def return_cache(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: str) -> None:
     """Fill a caller's cache (`theirs`) with a row of a batch's, without its last `surplus` tokens.
 
-    Its arrays are evaluated, so that any thread can use them. `adapter` is the row's fingerprint, "" for none.
+    If an entry can't be trimmed, all of them keep these tokens. Arrays are evaluated, so that any thread can
+    use them. `adapter` is the row's fingerprint, "" for none.
     """
+    if surplus and not all(isinstance(entry, KVCache | NoKVCache) for entry in batch):
+        from afm_mlx.engine.zoo_caches import can_trim
+
+        surplus = surplus if can_trim(batch, row) else 0
     for source, target in zip(batch, theirs, strict=True):
         ours = source.extract(row)
         if surplus and ours.is_trimmable():

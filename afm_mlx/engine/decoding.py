@@ -42,6 +42,7 @@ from afm_mlx.model.model import is_afm
 # This many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch,
 # where the other rows wait for them, and the row's cache is taken out and put back.
 FORCED_ALONE, FORCED_IN_BATCH = 2, 8
+MOST_UNFED = 8  # tokens of a row that are fed again with its next draft; more are fed by themselves
 
 
 @dataclass
@@ -89,8 +90,10 @@ class DecodeBatch:
     def step(self) -> list[TokenResponse]:
         """Feed every row its last token, and draft tokens where they pay; return what was read back."""
         drafting, rows = self._drafting, self.batch.rows
-        if drafting is not None and (count := drafting.plan(rows)):
+        count = 0 if drafting is None else drafting.plan(rows)
+        if drafting is not None and count and (len(rows) == 1 or self._caches.takes_padding):
             return self._speculative_step(drafting, count)
+        self._feed_unfed()
         start = time.perf_counter()
         responses: list[TokenResponse] = []
         # 1) If a row ends with its submitted token, read back first: it must not be fed again.
@@ -188,6 +191,8 @@ class DecodeBatch:
         """
         if self._drafting is not None:
             self._drafting.forget(finished)
+        if any(row.unfed for row in self.batch.rows if row.id in finished):
+            self._feed_unfed()
         failed: list[Exception] = []
         for i, row in enumerate(self.batch.rows):
             if row.id not in finished:
@@ -220,6 +225,7 @@ class DecodeBatch:
             return
         if self._logits is None:  # the row's last token is not yet fed
             rows[index].pending.insert(0, rows[index].tokens[-1 - len(rows[index].pending)])
+        self._feed_unfed()
         others = [i for i in range(len(rows)) if i != index]
         self._keep_logits(others)
         row, cache = self.batch.take_out(index)
@@ -251,12 +257,12 @@ class DecodeBatch:
             return responses
         drafts = drafting.drafts(batch.rows, count, self._caches.tokens_left(batch.cache))
         start = time.perf_counter()
-        width = max(len(draft.fed) for draft in drafts)
+        fed = [[*draft.row.unfed, *draft.fed] for draft in drafts]
         if self._caches.by_block:
-            reserve_columns(batch.cache, batch.inputs, width)
-        states = self._begin_states(drafts)
+            reserve_columns(batch.cache, batch.inputs, max(map(len, fed)))
+        states = self._begin_states(fed)
         with self._adapters.using(batch.adapters):
-            drawn = _verify(self._model, batch.cache, drafts, width)
+            drawn = _verify(self._model, batch.cache, drafts, fed)
         kept: list[int] = []
         finished: set[int] = set()
         for draft, tokens in zip(drafts, drawn, strict=True):
@@ -266,7 +272,8 @@ class DecodeBatch:
             kept.append(n_kept)
             if new and new[-1].finish_reason is not None:
                 finished.add(draft.row.id)
-        self._take_back(drafts, kept, width, states)
+        self._take_back(drafts, kept, fed, states)
+        width = max(len(draft.fed) for draft in drafts)
         drafting.costs.observe(len(drafts), width, time.perf_counter() - start)
         batch.inputs = mx.array([row.last_token for row in batch.rows], mx.int32)
         if finished:
@@ -274,49 +281,63 @@ class DecodeBatch:
         self._fast_forward()
         return responses
 
-    def _begin_states(self, drafts: Sequence[Draft]) -> list[list[mx.array | None]]:
-        """Return the states before draft tokens, to restore them; empty if the model has none."""
+    def _begin_states(self, fed: Sequence[Sequence[int]]) -> list[list[mx.array | None]]:
+        """Return the states before rows are fed these tokens, to restore them; empty if the model has none."""
         if self._is_afm:
             return []
         from afm_mlx.engine import zoo_caches
 
-        lengths = [len(draft.fed) for draft in drafts]
-        if len(set(lengths)) > 1:  # the padding is not to be taken back
-            zoo_caches.set_lengths(self.batch.cache, lengths)
+        if len({len(tokens) for tokens in fed}) > 1:  # the padding is not to be taken back
+            zoo_caches.set_lengths(self.batch.cache, [len(tokens) for tokens in fed])
         return zoo_caches.states_of(self.batch.cache)
 
     def _take_back(
         self,
         drafts: Sequence[Draft],
         kept: Sequence[int],
-        width: int,
+        fed: Sequence[Sequence[int]],
         states: list[list[mx.array | None]],
     ) -> None:
-        """Leave the first `kept[r]` of the `width` tokens that row r was fed in the batch's cache.
+        """Leave the first `kept[r]` tokens of row r's draft in the batch's cache, of the tokens `fed[r]`.
 
-        If the model has states (`_begin_states`) and a token was rejected, the kept tokens are fed again.
+        If the model has states (`_begin_states`), a row that has a rejected token loses all of them, and is fed
+        the kept ones with its next draft (`Row.unfed`).
         """
-        cache = self.batch.cache
-        longest = max(draft.row.position for draft in drafts)
+        cache, width = self.batch.cache, max(map(len, fed))
+        is_whole = [n == len(draft.fed) for n, draft in zip(kept, drafts, strict=True)]
+        counts = [
+            width - len(t) + len(d.fed) - n for t, d, n in zip(fed, drafts, kept, strict=True)
+        ]
         if states:
             from afm_mlx.engine import zoo_caches
 
             zoo_caches.set_lengths(cache, None)
-        if not states or all(n == len(d.fed) for n, d in zip(kept, drafts, strict=True)):
-            trim_rows(cache, [width - n for n in kept], longest)
+            zoo_caches.restore_states(cache, states, [not whole for whole in is_whole])
+            for r, (draft, n) in enumerate(zip(drafts, kept, strict=True)):
+                draft.row.unfed = [] if is_whole[r] else [*draft.row.unfed, *draft.fed[:n]]
+                counts[r] += len(draft.row.unfed)
+        trim_rows(cache, counts, max(d.row.position - len(d.row.unfed) for d in drafts))
+        most = MOST_UNFED if self._caches.takes_padding else 0
+        if any(len(draft.row.unfed) > most for draft in drafts):
+            self._feed_unfed()
+
+    def _feed_unfed(self) -> None:
+        """Feed the rows what was taken back from them together with rejected tokens."""
+        unfed = [row.unfed for row in self.batch.rows]
+        lengths = [len(tokens) for tokens in unfed]
+        if not any(lengths):
             return
-        zoo_caches.restore_states(cache, states)
-        trim_rows(cache, [width] * len(kept), longest)
-        most = max(kept)
-        padding = [most - n for n in kept]
-        for entry in cache if any(padding) else ():
-            entry.prepare(lengths=kept, right_padding=padding)
-        tokens = [[*d.fed[:n], *[0] * pad] for d, n, pad in zip(drafts, kept, padding, strict=True)]
+        padding = [max(lengths) - n for n in lengths]
+        for entry in self.batch.cache if any(padding) else ():
+            entry.prepare(lengths=lengths, right_padding=padding)
+        tokens = [[*tokens, *[0] * pad] for tokens, pad in zip(unfed, padding, strict=True)]
         with self._adapters.using(self.batch.adapters):
-            prefill_tokens(self._model, mx.array(tokens, mx.int32), cache)
-        for entry in cache:
+            prefill_tokens(self._model, mx.array(tokens, mx.int32), self.batch.cache)
+        for entry in self.batch.cache:
             entry.finalize()
-        mx.eval(zoo_caches.states_of(cache))
+        mx.eval([entry.state for entry in self.batch.cache])
+        for row in self.batch.rows:
+            row.unfed = []
 
 
 Drawn = tuple[int, float, mx.array | None]
@@ -324,26 +345,29 @@ Drawn = tuple[int, float, mx.array | None]
 
 
 def _verify(
-    model: nn.Module, cache: Cache, drafts: Sequence[Draft], width: int
+    model: nn.Module, cache: Cache, drafts: Sequence[Draft], fed: Sequence[Sequence[int]]
 ) -> list[dict[int, Drawn]]:
-    """Run the model once on all drafts, padded to `width`, and draw its own token at each position to verify.
+    """Run the model once on the tokens of all rows, padded, and draw its own token at each position to verify.
 
-    The cache grows by `width` tokens in every row. Returns, for each draft, the drawn tokens by the index into
-    `fed` of the token before each, evaluated.
+    The last tokens of `fed[r]` are `Draft.fed` of draft r. The cache grows by the longest of them in every row.
+    Returns, for each draft, the drawn tokens by the index into `Draft.fed` of the token before each, evaluated.
     """
-    inputs = mx.array([[*d.fed] + [0] * (width - len(d.fed)) for d in drafts], mx.int32)
+    width = max(map(len, fed))
+    inputs = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens in fed], mx.int32)
+    first = [len(tokens) - len(draft.fed) for tokens, draft in zip(fed, drafts, strict=True)]
     if not any(draft.row.needs_logits for draft in drafts):
         tokens, max_logits = verify_greedy(model, inputs, cache)
         mx.eval(tokens, max_logits)
-        pairs = zip(drafts, tokens.tolist(), max_logits.tolist(), strict=True)
-        return [{i: (t[i], m[i], None) for i in draft.drawn} for draft, t, m in pairs]
+        pairs = zip(drafts, first, tokens.tolist(), max_logits.tolist(), strict=True)
+        return [{i: (t[f + i], m[f + i], None) for i in d.drawn} for d, f, t, m in pairs]
     places = [(b, i) for b, draft in enumerate(drafts) for i in draft.drawn]
     logits = verify(model, inputs, cache)
     found: list[dict[int, Drawn]] = [{} for _ in drafts]
     if not places:
         mx.eval(logits)
         return found
-    rows, columns = (mx.array(indices) for indices in zip(*places, strict=True))
+    rows = mx.array([b for b, _ in places])
+    columns = mx.array([first[b] + i for b, i in places])
     draws = [
         Draw(drafts[b].row, drafts[b].masks.get(i), drafts[b].fed[1 + drafts[b].n_pending : 1 + i])
         for b, i in places

@@ -145,6 +145,7 @@ class Engine:
         self._caches = RowCaches(
             model, kv, max_kv_size, sliding_window, kv_memory is not None, speculation is not None
         )
+        call(self._caches.check_kind)
         by_block = self._caches.by_block
         self._drafting: Drafting | None = None
         drafts: tuple[int, list[RowCaches]] = (0, [])

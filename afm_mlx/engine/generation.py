@@ -115,7 +115,7 @@ def stream_generate(
         tokenizer: the model's tokenizer, of `load`.
         prompt: text, or token ids.
         max_tokens: maximum number of new tokens; -1 for no limit except the context's.
-        draft_model: a smaller AFM model with the same vocabulary, of `load_draft`. It proposes tokens, and the
+        draft_model: a smaller model with the same vocabulary, of `load_draft`. It proposes tokens, and the
             model verifies several in one step; the answer is the same.
         sampler: log-probabilities to token, as mlx-lm's `make_sampler` builds; None is greedy.
         logits_processors: as mlx-lm's `make_logits_processors` builds.

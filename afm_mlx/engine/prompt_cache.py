@@ -265,11 +265,17 @@ class PromptCaches:
 
 
 def tokens_in(cache: Cache) -> int | None:
-    """Return how many tokens a cache of one row has seen; None if its entries don't say, or differ."""
-    counts: set[int | None] = set()
-    for entry in cache:
-        if not isinstance(entry, NoKVCache):
-            lengths = getattr(entry, "lengths", None)
-            offset = getattr(entry, "offset", None)
-            counts.add(lengths[0] if isinstance(lengths, list) else offset)
+    """Return how many tokens a cache of one row has seen; None if its entries don't say, or differ.
+
+    The states of mlx-lm's `ArraysCache` don't say, and are as far as the other entries.
+    """
+    counts: set[int] = set()
+    entries = list(cache)
+    while entries:
+        entry = entries.pop()
+        if isinstance(entry, KVCache):
+            counts.add(entry.lengths[0])
+        elif not isinstance(entry, NoKVCache):
+            entries += getattr(entry, "caches", [])  # of a `CacheList`
+            counts |= {entry.offset} if hasattr(entry, "offset") else set()
     return counts.pop() if len(counts) == 1 else None

@@ -59,7 +59,9 @@ class Row:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.position = self.start  # tokens in the cache
+        self.position = self.start  # tokens in the cache, and in `unfed`
+        # Last tokens that were taken back from the cache because states lose all tokens of a rejected draft.
+        self.unfed: list[int] = []
         self.pending = list(request.prompt)  # known tokens that are still to be fed
         self.tokens: list[int] = []  # the answer, as far as it was read back
         self.sampled = 0  # number of the answer's tokens, read back or not

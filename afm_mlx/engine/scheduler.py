@@ -204,8 +204,10 @@ class Scheduler:
         # Rows are padded to the longest, and rows of about one length have little padding.
         for row in sorted(admitted, key=lambda row: len(row.pending)):
             fits = groups and (len(groups[-1]) + 1) * (len(row.pending) - 1) <= self._chunk
-            # A window takes no padding, and a prefill that pauses is of one row.
-            if fits and not (self._caches.sliding or row.branch or groups[-1][-1].branch):
+            has_branch = row.branch or (
+                groups and groups[-1][-1].branch
+            )  # its prefill pauses there
+            if fits and not has_branch and self._caches.takes_padding:
                 groups[-1].append(row)
             else:
                 groups.append([row])

@@ -7,9 +7,9 @@ every kernel, whatever the numbers are.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
@@ -22,7 +22,7 @@ from afm_mlx.model.attention import Positions
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.model import Model
 
-PROMPTS = (2, 16, 64)  # tokens, for which there are different kernels
+PROMPTS = (2, 16, 64, 300)  # tokens, for which there are different kernels
 COLUMNS = (100, 1100)  # of a cache, on both sides of attention's `SINGLE_PASS`
 RANKS = (8, 16, 32)
 MAX_TOKENS = 8  # of a row, for which there are kernels
@@ -43,8 +43,21 @@ def warm_up(
         kv: as for `Model.make_cache`.
     """
     known: set[str] = set()
+
+    def compile_with(batch: BatchAdapters | None, run: Callable[[], None]) -> Iterator[str | None]:
+        # The rows of the last step may have left their adapters, which are another number of rows'.
+        active = bind(model).using(batch) if adapters else contextlib.nullcontext()
+        with active, runtime.recorded() as launches:
+            run()
+        yield None
+        for library, outputs in launches:
+            if library not in known:
+                known.add(library)
+                mx.eval(outputs)
+                yield library
+
     for tokens in PROMPTS:
-        yield from _compile(known, partial(_prompt, model, tokens, kv))
+        yield from compile_with(None, partial(_prompt, model, tokens, kv))
     residents = _residents(model) if adapters else []
     for rows in range(1, max_batch + 1):
         batches: list[BatchAdapters | None] = [None]
@@ -55,20 +68,9 @@ def warm_up(
         for tokens in range(1, MAX_TOKENS + 1 if several else 2):
             for columns in COLUMNS:
                 for batch in batches:
-                    step = partial(_step, model, rows, tokens, columns, batch, kv)
-                    yield from _compile(known, step)
-
-
-def _compile(known: set[str], run: Callable[[], Any]) -> Iterator[str | None]:
-    """Evaluate the launches of `run` whose libraries aren't `known`, each in a step of its own."""
-    with runtime.recorded() as launches:
-        run()
-    yield None
-    for library, outputs in launches:
-        if library not in known:
-            known.add(library)
-            mx.eval(outputs)
-            yield library
+                    step = partial(_step, model, rows, tokens, columns, kv)
+                    yield from compile_with(batch, step)
+    mx.clear_cache()  # of the largest batch, whose memory nothing needs for now
 
 
 def _prompt(model: Model, tokens: int, kv: str) -> None:
@@ -80,9 +82,7 @@ def _prompt(model: Model, tokens: int, kv: str) -> None:
     model.model.layers[0](h, positions, entry)
 
 
-def _step(
-    model: Model, rows: int, tokens: int, columns: int, batch: BatchAdapters | None, kv: str
-) -> None:
+def _step(model: Model, rows: int, tokens: int, columns: int, kv: str) -> None:
     """Begin a step over a cache of some columns, in a block of each kind and the head."""
     entry = model.make_cache(kv)[0]
     assert isinstance(entry, KVCache)
@@ -95,15 +95,9 @@ def _step(
     assert lengths is not None
     positions = Positions(lengths - 1, None, lengths)
     h = model.model.embedding(mx.zeros((rows, tokens), mx.int32))
-    if batch is None:
-        h, keys_and_values = model.model.layers[0](h, positions, entry)
-        for block in model.model.kv_reuse_layers[:1]:
-            h = block(h, positions, keys_and_values)
-    else:
-        with bind(model).using(batch):
-            h, keys_and_values = model.model.layers[0](h, positions, entry)
-            for block in model.model.kv_reuse_layers[:1]:
-                h = block(h, positions, keys_and_values)
+    h, keys_and_values = model.model.layers[0](h, positions, entry)
+    for block in model.model.kv_reuse_layers[:1]:
+        h = block(h, positions, keys_and_values)
     model.greedy_head(h)
     model.head(h)
 

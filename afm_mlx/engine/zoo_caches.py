@@ -4,7 +4,7 @@
 | --- | --- | --- | --- |
 | `KVCache` | `BatchKVCache`, or `ZooKVCache` | pages | columns are dropped |
 | `RotatingKVCache` | `BatchRotatingKVCache`; `TrimmableWindow` with draft tokens | snapshots | the same |
-| `ArraysCache` | the same class | snapshots | the state before all of them is restored |
+| `ArraysCache` | the same class | snapshots | the state before them is restored, see `Row.unfed` |
 | `CacheList` | the same class | what its entries are kept in | what its entries do |
 
 Others have no batches in mlx-lm, and models that use them don't run in this engine (`RowCaches.merged`).
@@ -12,7 +12,7 @@ Others have no batches in mlx-lm, and models that use them don't run in this eng
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -43,8 +43,8 @@ class TrimmableWindow(BatchRotatingKVCache):
     @classmethod
     def of(cls, batch: BatchRotatingKVCache) -> TrimmableWindow:
         """Take over the arrays of a batch that was merged of rows, and has not been fed since."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(batch))
+        made: Any = cls.__new__(cls)
+        made.__dict__ |= vars(batch)
         made.window, made.max_size = batch.max_size, batch.max_size + cls.SPARE
         return made
 
@@ -90,6 +90,53 @@ def can_be_kept(cache: Iterable[Any]) -> bool:
 def has_state(cache: Iterable[Any]) -> bool:
     """True if a cache has windows or states, of which only snapshots can be kept."""
     return any(type(leaf) not in CUT for leaf in leaves(cache))
+
+
+class _Watched(ArraysCache):
+    """A state that notes if its block asks how many of a row's tokens are no padding."""
+
+    is_asked = False
+
+    @property
+    def lengths(self) -> mx.array | None:
+        self.is_asked = True
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: mx.array | None) -> None:
+        self._lengths = lengths
+
+    def make_mask(self, N: int) -> mx.array | None:
+        # A mask alone is not enough: a convolution's state has the last tokens, masked or not.
+        was_asked, mask = self.is_asked, super().make_mask(N)
+        self.is_asked = was_asked
+        return mask
+
+    def advance(self, N: int) -> None:
+        was_asked = self.is_asked
+        super().advance(N)
+        self.is_asked = was_asked
+
+
+def takes_padding(cache: Iterable[Any], feed: Callable[[list[Any]], object]) -> bool:
+    """True if the blocks of a model keep padding out of their states.
+
+    `feed` gives an empty cache of one row some tokens. Nothing is computed.
+    """
+    watched: list[_Watched] = []
+
+    def watch(entry: Any) -> Any:
+        if type(entry) is CacheList:
+            return CacheList(*map(watch, entry.caches))
+        if type(entry) not in STATES:
+            return entry
+        watched.append(_Watched(len(entry.cache)))
+        return watched[-1]
+
+    watched_cache = [watch(entry) for entry in cache]
+    if watched:
+        feed(watched_cache)
+    return all(state.is_asked for state in watched)
 
 
 def window_sizes(cache: Iterable[Any]) -> tuple[int, ...]:
@@ -185,15 +232,37 @@ def trim_rows(cache: Iterable[Any], counts: Sequence[int], longest: int) -> None
             leaf.left_padding = leaf.left_padding - unused
 
 
+def can_trim(cache: Iterable[Any], index: int) -> bool:
+    """True if a batch's row can lose its last tokens: no states, and no window that has forgotten some."""
+    for leaf in leaves(cache):
+        if type(leaf) in WINDOWS:
+            if leaf.offset[index].item() >= getattr(leaf, "window", leaf.max_size):
+                return False
+        elif type(leaf) in STATES:
+            return False
+    return True
+
+
 def states_of(cache: Iterable[Any]) -> list[list[mx.array | None]]:
     """Return the states of all rows; models replace these arrays, and don't write to them."""
     return [list(leaf.cache) for leaf in leaves(cache) if type(leaf) in STATES]
 
 
-def restore_states(cache: Iterable[Any], states: Iterable[list[mx.array | None]]) -> None:
+def restore_states(
+    cache: Iterable[Any], states: Iterable[list[mx.array | None]], rows: Sequence[bool]
+) -> None:
+    """Restore the result of `states_of` in each row r for which `rows[r]` is True."""
+    if not any(rows):
+        return
     entries = [leaf for leaf in leaves(cache) if type(leaf) in STATES]
     for leaf, state in zip(entries, states, strict=True):
-        leaf.cache = list(state)
+        if all(rows):
+            leaf.cache = list(state)
+            continue
+        for i, (new, old) in enumerate(zip(leaf.cache, state, strict=True)):
+            if new is not None:  # None before the first token is a state of zeros
+                mask = mx.array(rows).reshape(-1, *[1] * (new.ndim - 1))
+                leaf.cache[i] = mx.where(mask, mx.zeros_like(new) if old is None else old, new)
 
 
 def set_lengths(cache: Iterable[Any], lengths: Sequence[int] | None) -> None:

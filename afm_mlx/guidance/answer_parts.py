@@ -146,6 +146,8 @@ class AnswerSplitter:
     def _take_calls(self, text: str) -> Iterator[Part]:
         while text or self._rest:
             if self._arguments.is_open:
+                if not self._arguments.has_begun:  # the head's last space may come by itself
+                    text = text.lstrip()
                 end = self._arguments.read(text)
                 if end:
                     yield CallArguments(text[:end])
@@ -167,13 +169,15 @@ class _JsonEnd:
     """Finds the end of a JSON value that comes in pieces: of one in brackets, or before a closing bracket."""
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_open = self.has_begun = False
 
     def begin(self) -> None:
-        self.is_open, self._depth, self._in_string, self._is_escaped = True, 0, False, False
+        self.is_open, self.has_begun = True, False
+        self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def read(self, text: str) -> int:
         """Return the index in `text` at which the value ends; its length if it goes on."""
+        self.has_begun = self.has_begun or bool(text)
         for i, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -7,7 +7,8 @@
 | AFM | `<executable_start> ```function\\n[{"name": "f", "arguments": {...}}]```<executable_end>` |
 | Hermes (Qwen) | `<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>` |
 | Llama 3 | `{"name": "f", "parameters": {...}}`, which is the whole answer |
-| Mistral | `[TOOL_CALLS][{"name": "f", "arguments": {...}}]`, newer ones `[TOOL_CALLS]f[ARGS]{...}` |
+| Mistral | `[TOOL_CALLS][{"name": "f", "arguments": {...}}]`, or `[TOOL_CALLS]f[ARGS]{...}` |
+| | or `[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{...}` |
 | Harmony (GPT-OSS) | `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>` |
 | Pythonic (LFM2) | `<|tool_call_start|>[f(a="x", b=1)]<|tool_call_end|>` |
 | Gemma 4 | `<|tool_call>call:f{a:<|"|>x<|"|>,b:1}<tool_call|>` |
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,7 @@ class CallForm:
         name: the form's name, for errors and figures.
         opening: text before the first call; it begins with a mark, unless a call is a whole answer.
         head: text before a call's arguments; `{name}` stands for the tool's name as JSON, `{bare_name}` for the
-            name as it is.
+            name as it is, and `{call_id}` for nine letters and digits.
         tail: text after a call's arguments.
         between: text between two calls; pass None if an answer has one call at most.
         closing: text after the last call.
@@ -83,15 +84,16 @@ class CallForm:
         """True if answers are messages in channels."""
         return self.name == "Harmony"
 
-    def head_of(self, tool: str) -> str:
+    def head_of(self, tool: str, call_id: str = "a00000000") -> str:
         """Return the text before the arguments of a call of a tool."""
-        return self.head.format(name=json.dumps(tool), bare_name=tool)
+        return self.head.format(name=json.dumps(tool), bare_name=tool, call_id=call_id)
 
     @property
     def head_pattern(self) -> re.Pattern[str]:
         """Matches the text before a call's arguments; the group is the name, in JSON if it has quotes."""
         text = re.escape(self.head.replace("{{", "{")).replace(r"\ ", r"\s*").replace(":", r"\s*:")
         text = text.replace(r"\{name\}", r'(?P<name>"(?:[^"\\]|\\.)*")')
+        text = text.replace(r"\{call_id\}", "[a-zA-Z0-9]*")
         return re.compile(text.replace(r"\{bare_name\}", r"(?P<name>[^\s\[\](){}<>,]+)"))
 
 
@@ -120,8 +122,8 @@ def call_form(tokenizer: Tokenizer) -> CallForm:
                 "Leave out tools."
             )
         names = (EXECUTABLE_START, EXECUTABLE_END)
-        found = [tokenizer.convert_tokens_to_ids(name) for name in names]
-        return _with_ids(AFM_CALLS, dict(zip(names, found, strict=True)))  # type: ignore[arg-type]
+        found = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
+        return replace(AFM_CALLS, ids={name: -1 if i is None else i for name, i in found.items()})
     source: str = getattr(tokenizer, "template_source", "")
     if source:
         tokenizer.check_tools()  # type: ignore[attr-defined]
@@ -132,11 +134,6 @@ def call_form(tokenizer: Tokenizer) -> CallForm:
             "Llama 3, Mistral, Harmony, Pythonic, and what mlx-lm's parsers read). Leave out tools."
         )
     return form
-
-
-def _with_ids(form: CallForm, ids: Mapping[str, int], thinking: tuple[str, ...] = ()) -> CallForm:
-    values = {**form.__dict__, "ids": dict(ids), "thinking": thinking}
-    return CallForm(**values)
 
 
 def _zoo_form(tokenizer: Any, source: str) -> CallForm | None:
@@ -157,7 +154,8 @@ def _zoo_form(tokenizer: Any, source: str) -> CallForm | None:
         made = CallForm("Hermes", "<tool_call>\n", between=end_and_start, closing="\n</tool_call>")
     elif kind == "mistral" and "[ARGS]" in source:
         mark = "[TOOL_CALLS]"
-        made = CallForm("Mistral", mark, "{bare_name}[ARGS]", "", mark)
+        call_id = "[CALL_ID]{call_id}" if "[CALL_ID]" in source else ""
+        made = CallForm("Mistral", mark, f"{{bare_name}}{call_id}[ARGS]", "", mark)
     elif kind == "mistral":
         opening = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in source else "[TOOL_CALLS]["
         made = CallForm("Mistral", opening, between=", ", closing="]", any_spaces=True)
@@ -203,7 +201,7 @@ def _zoo_form(tokenizer: Any, source: str) -> CallForm | None:
     ids = {name: i for name, i in names.items() if name in used or any(name in t for t in texts)}
     if not made.has_grammar and start not in names:
         ids = {}  # marks of several tokens are found as text
-    return _with_ids(made, ids, thinking)
+    return replace(made, ids=ids, thinking=thinking)
 
 
 # -- parsers

@@ -109,8 +109,10 @@ def _calls(form: CallForm, schemas: Mapping[str, Any], is_one: bool) -> tuple[li
         lines.append(r"ANY_TEXT: /(.|\n)*/")
     grammars: Grammars = []
     for i, (name, schema) in enumerate(schemas.items()):
-        head, tail = _lark(form, form.head_of(name)), _lark(form, form.tail)
-        lines.append(f"call_{i}: {head} arguments_{i} {tail}")
+        head = " /[a-zA-Z0-9]{9}/ ".join(
+            _lark(form, part) for part in form.head_of(name, call_id="\0").split("\0")
+        )
+        lines.append(f"call_{i}: {head} arguments_{i} {_lark(form, form.tail)}")
         if form.parser is not None:
             quote = None if form.quote is None else _lark(form, form.quote)
             keywords = KeywordArguments(name, f"keywords_{i}", quote)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from afm_mlx.config import is_afm_config
 from afm_mlx.errors import ConfigError
@@ -34,7 +35,8 @@ def quantize_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Pack the linear layers and embeddings of a model, ours or one of mlx-lm's, in place.
 
-    Layers of other types (experts, subclasses with a product of their own) stay as they are.
+    Layers of other types that mlx-lm would pack (experts, subclasses with a product of their own) are refused,
+    unless the predicate says False to them.
 
     Args:
         model: a model with float weights.
@@ -48,7 +50,7 @@ def quantize_model(
         The model, and `config` with the keys `quantization` and `quantization_config`.
 
     Raises:
-        ConfigError, CheckpointError: name the layer that can't be packed by its rule, and why.
+        ConfigError, CheckpointError: name the layer that can't be packed, or not by its rule, and why.
     """
     rules = layer_rules(model, rule, embedding_rule, predicate)
     modules = dict(model.named_modules())
@@ -68,6 +70,7 @@ def layer_rules(
     `predicate(path, layer)` returns a rule or its keys, True for one of these two rules, or False for none.
     """
     choose = rule_chooser(rule, embedding_rule, predicate)
+    check_layer_types(model, choose)
     rules = {}
     for path, module in model.named_modules():
         if type(module) in (nn.Linear, nn.Embedding) and (own := choose(path, module)) is not None:
@@ -76,6 +79,30 @@ def layer_rules(
     if not rules:
         raise ConfigError("No layer was chosen to be packed; the rule says no to all of them.")
     return rules
+
+
+def check_layer_types(
+    model: nn.Module, choose: Callable[[str, nn.Module], QuantizationRule | None]
+) -> None:
+    """Raise `ConfigError` if a layer gets a rule (`rule_chooser`) and is of a type that can't be packed."""
+    others = [
+        (path, module)
+        for path, module in model.named_modules()
+        if hasattr(module, "to_quantized")
+        and type(module) not in (nn.Linear, nn.Embedding)
+        and choose(path, module) is not None
+    ]
+    if not others:
+        return
+    path, module = min(others, key=lambda other: other[0])
+    size = sum(array.size for _, m in others for _, array in tree_flatten(m.parameters()))
+    share = size / sum(array.size for _, array in tree_flatten(model.parameters()))
+    more = f" and {len(others) - 1} more layers" if len(others) > 1 else ""
+    raise ConfigError(
+        f"{path} ({type(module).__name__}){more} can't be packed here, and would stay float: {share:.0%} of "
+        "the model's parameters. Take mlx-lm's own format, which packs them (--q-mode affine, without "
+        "--q-granularity), or leave them out by a predicate."
+    )
 
 
 def rule_chooser(

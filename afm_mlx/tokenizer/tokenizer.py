@@ -36,6 +36,7 @@ from afm_mlx.tokenizer.vocabulary import (
     read_bytes,
     read_config,
     read_text,
+    refuse_surrogates,
     token_name,
     tokenizer_folder,
 )
@@ -165,13 +166,7 @@ class AFMTokenizer:
             raise TokenizerError(
                 f"Only a str can be encoded, got {type(text).__name__}. Decode bytes first."
             )
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise TokenizerError(
-                f"The text has {text[error.start]!r} at position {error.start}, half of a surrogate "
-                "pair, which is not valid Unicode text. Read it with errors='replace', or remove it."
-            ) from None
+        refuse_surrogates(text)
         tokens = self._vocabulary.encode(text.replace("\n", NEWLINE))
         if not add_special_tokens:
             return tokens

@@ -131,6 +131,17 @@ def token_name(config: Mapping[str, object], key: str) -> str | None:
     return name
 
 
+def refuse_surrogates(text: str) -> None:
+    """Raise `TokenizerError` if a text has surrogates, which UTF-8 can't hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"The text has {text[error.start]!r} at position {error.start}, half of a surrogate "
+            "pair, which is not valid Unicode text. Read it with errors='replace', or remove it."
+        ) from None
+
+
 # Vocabularies
 
 _P = ParamSpec("_P")

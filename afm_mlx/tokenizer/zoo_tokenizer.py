@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +25,7 @@ from afm_mlx.tokenizer.chat_messages import Message
 from afm_mlx.tokenizer.chat_template import Chat, ChatTemplate, drop_neutral_arguments, reason_of
 from afm_mlx.tokenizer.control_tokens import ControlTokens, MixedText, is_bracketed, strings_in
 from afm_mlx.tokenizer.detokenizer import SPACE
-from afm_mlx.tokenizer.vocabulary import with_names
+from afm_mlx.tokenizer.vocabulary import refuse_surrogates, with_names
 
 _CONTROL_NAME = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _KEPT = 4  # templates whose control tokens are kept
@@ -72,14 +73,19 @@ class ZooTokenizer(TokenizerWrapper):
         """
         drop_neutral_arguments(kwargs)
         kwargs.setdefault(getattr(self, "_thinking_kwarg", "enable_thinking"), self.has_thinking)
-        options = {"tools": list(tools) if tools else None, **kwargs}
-        options["add_generation_prompt"] = add_generation_prompt
+        options = {**kwargs, "add_generation_prompt": add_generation_prompt}
+        if tools:  # code that writes chats may know no such argument
+            options["tools"] = list(tools)
+        chat: _ZooChat | None = None
         try:
-            source = self._source(kwargs.get("chat_template"), options["tools"])
-            made = messages if source is None else self._completed(messages, source)
-            if tools and source is not None:
-                self.check_tools(source)
-            text = self._rendered(made, options)
+            source = self._source(kwargs.get("chat_template"), options.get("tools"))
+            if source is not None:
+                messages = self._completed(messages, source)
+                if tools:
+                    self.check_tools(source)
+                chat = self._chat(messages, source, options, kwargs)
+                chat.check_bounds()
+            text = self._rendered(messages, options)
         except AFMError:
             raise
         except Exception as error:  # whatever a template of other people raises
@@ -90,21 +96,33 @@ class ZooTokenizer(TokenizerWrapper):
         if not tokenize:
             return text
         tokens = self._encode(text)
-        if source is None or self._backend is None:
-            return self._refusing(tokens, strings_in([made, options["tools"], kwargs]))
-        variables = {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
-        tokens_of = self._tokenizer.special_tokens_map.items()
-        chat = _ZooChat(
-            ChatTemplate(source, self.name_or_path),
-            [dict(message) for message in made],
-            {**variables, "tools": options["tools"]},
-            {name: token for name, token in tokens_of if name not in variables}
-            | {"documents": None, "add_generation_prompt": add_generation_prompt},
-            "",
-            None,
-            text if kwargs.get("continue_final_message") else None,
-        )
+        if source is None or chat is None or self._backend is None:
+            return self._refusing(
+                tokens, strings_in([list(messages), options.get("tools"), kwargs])
+            )
+        if kwargs.get("continue_final_message"):
+            chat.begun = text
         return self._controls(source).encode_chat(chat, text, tokens)
+
+    def _chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        source: str,
+        options: Mapping[str, Any],
+        kwargs: Mapping[str, Any],
+    ) -> _ZooChat:
+        variables = {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
+        special = self._tokenizer.special_tokens_map.items()
+        own = {name: token for name, token in special if name not in variables}
+        own |= {"documents": None, "add_generation_prompt": options["add_generation_prompt"]}
+        return _ZooChat(
+            ChatTemplate(source, self.name_or_path),
+            [dict(message) for message in messages],
+            {**variables, "tools": options.get("tools")},
+            own,
+            separator="",
+            open_end=None,
+        )
 
     def check_tools(self, source: str | None = None) -> None:
         """Raise `TokenizerError` if the chat template, or another with this `source`, knows no tools."""
@@ -143,6 +161,7 @@ class ZooTokenizer(TokenizerWrapper):
         return text
 
     def _encode(self, text: str) -> list[int]:
+        refuse_surrogates(text)
         if self._chat_template is not None:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         else:
@@ -178,6 +197,10 @@ class ZooTokenizer(TokenizerWrapper):
                 made.pop("response_format", None)  # a constraint holds the answer to it
             _complete_thought(made, source)
             if calls := made.get("tool_calls"):
+                if not isinstance(calls, list | tuple):
+                    raise TokenizerError(
+                        f"messages[{index}] has {shown(calls)} as 'tool_calls'; a list of calls is needed."
+                    )
                 open_calls = [_completed_call(call, i, source) for i, call in enumerate(calls)]
                 made.setdefault("content", "")
                 made["tool_calls"] = list(open_calls)
@@ -291,18 +314,30 @@ def _fitting_id(call_id: str, source: str) -> str:
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
+@dataclass
 class _ZooChat(Chat):
     """A chat that is rendered with marks; `begun` is its text if its last message stays open."""
 
-    def __init__(self, *fields: Any) -> None:
-        super().__init__(*fields[:-1])
-        self._begun: str | None = fields[-1]
+    begun: str | None = None
+
+    def check_bounds(self) -> None:
+        """Raise `TokenizerError` if the template takes too much time or memory, or reaches for internals.
+
+        transformers renders in a sandbox without bounds, and says itself what else is wrong with a template.
+        """
+        from jinja2.exceptions import SecurityError
+
+        try:
+            super().render()
+        except TokenizerError as error:
+            if isinstance(error.__cause__, SecurityError | RecursionError | MemoryError):
+                raise
 
     def render(self, mark: str = "") -> str:
         text = super().render(mark)
-        if self._begun is None or not text.replace(mark, "").startswith(self._begun):
+        if self.begun is None or not text.replace(mark, "").startswith(self.begun):
             return text
-        left, kept = len(self._begun), list[str]()
+        left, kept = len(self.begun), list[str]()
         for part in text.split(mark):  # a mark comes after its character
             if len(part) >= left:
                 return mark.join([*kept, part[:left]]) + (mark if len(part) == left else "")
@@ -367,7 +402,7 @@ def bytes_of_tokens(backend: Any) -> list[bytes]:
     for token in range(backend.get_vocab_size()):
         name = added.get(token)
         if name is not None:
-            found.append(name.encode())
+            found.append((name if is_byte_level else name.replace(SPACE, " ")).encode())
             continue
         name = backend.id_to_token(token) or ""
         if is_byte_level and all(c in _BYTES for c in name):

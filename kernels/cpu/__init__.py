@@ -41,10 +41,7 @@ def _write_and_attend(
     qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, merge: bool = True
 ) -> tuple[mx.array, mx.array]:
     queries, codes = _extension.rope_norm_quantize(qkv, lengths - 1, options)
-    ends = lengths - kv.starts
-    if (count := codes.shape[2]) > 1:  # one operation less for each block of most steps
-        ends += count - 1
-    tail = _extension.write_tokens(kv.tail, codes, ends)
+    tail = _extension.write_tokens(kv.tail, codes, kv.tail_ends(lengths, codes.shape[2]))
     return _decode_attention(queries, kv._replace(tail=tail), lengths), tail
 
 

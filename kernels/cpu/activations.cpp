@@ -15,11 +15,11 @@ class Preparation {
               PrepareScratch& scratch)
       : x_(x), cols_(w.cols), start_(start), count_(count), out_(out), scratch_(scratch) {
     const bool own_matrix = out.path == Path::matrix && w.mode != Mode::palette && !is_grouped(w);
-    may_be_words_ = out.path == Path::matrix && kernels().words;
-    always_words_ = w.bits == 8 || w.mode == Mode::palette || is_grouped(w);
+    const bool as_vector = out.path == Path::vector || (own_matrix && w.bits <= kernels().matrix_as_vector);
     layout_.bits = w.bits;
-    const bool as_vector = out.path == Path::vector || (own_matrix && kernels().matrix_as_vector);
     layout_.bytes = as_vector ? kernels().vector_bytes : 8 * w.bits;
+    may_be_words_ = out.path == Path::matrix && kernels().words;
+    always_words_ = !as_vector;
     scratch.passes.clear();
     if (x.norm) {
       float* norm = scratch.norm.get<float>(cols_);

@@ -17,9 +17,10 @@ inline int32_t load_pair(const int16_t* p) {
   return pair;
 }
 
-// Adds products of neighbours: their sums stay below 2**31 by far.
-inline __m256i multiply_add(__m256i sum, __m256i x, __m256i y) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+// Adds products of neighbours: their sums stay below 2**31 by far. Around the intrinsic, GCC 12 copies the sums of a loop
+// in every step.
+inline void multiply_add(__m256i& sum, __m256i x, __m256i y) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(x, y)));
 }
 
 void score(const int16_t* q, int64_t rows, const int8_t* keys, int64_t stride, int64_t count, int64_t dim,
@@ -40,8 +41,8 @@ void score(const int16_t* q, int64_t rows, const int8_t* keys, int64_t stride, i
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           __m256i codes = load_codes(key[i] + d);
-          sum[0][i] = multiply_add(sum[0][i], x, codes);
-          sum[1][i] = multiply_add(sum[1][i], y, codes);
+          multiply_add(sum[0][i], x, codes);
+          multiply_add(sum[1][i], y, codes);
         }
       }
       for (int64_t j = 0; j < 2 && r + j < rows; ++j) {
@@ -70,8 +71,8 @@ inline void add_rows(const int16_t* weights, const int8_t* values, int64_t strid
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       __m256i pair = _mm256_set1_epi32(load_pair(weights + r * kBlock + k));
-      low[r] = multiply_add(low[r], first, pair);
-      high[r] = multiply_add(high[r], second, pair);
+      multiply_add(low[r], first, pair);
+      multiply_add(high[r], second, pair);
     }
   }
   for (int r = 0; r < kRows; ++r) {

@@ -23,8 +23,8 @@ namespace afm {
 // j * (8 / bits) + p, so the digits that meet field p of all bytes lie together:
 //   out[((block * digits + digit) * (8 / bits) + p) * bytes + j], the high digit first.
 // The last block is filled up with zeros.
-// With `words`, integers of 16 bits stand in place of digits, in blocks of 64 columns: where codes have 2 or 4 bits,
-// integer 16 * p + j of a block belongs to its column 4 * j + p; at 8 bits they are in order.
+// With `words`, integers of 16 bits stand in place of digits: where codes have 2 or 4 bits, integer 16 * p + j of a block
+// of F * 16 columns belongs to its column F * j + p; at 8 bits they are in order.
 struct Layout {
   int bits = 2;
   int bytes = 64;
@@ -155,13 +155,12 @@ struct Kernels {
   int vector_bytes;
   void (*vector)(const VectorJob& job);
 
-  // For two vectors and more; null where `vector` is called for each. Blocks are 64 codes long, or
-  // `vector_bytes` of them with `matrix_as_vector`.
+  // For two vectors and more; null where `vector` is called for each. Blocks are 64 codes long, or have
+  // `vector_bytes` of codes that have at most `matrix_as_vector` bits.
   void (*matrix)(const MatrixJob& job);
-  bool matrix_as_vector;
+  int matrix_as_vector;
 
-  // True if the kernels of several vectors want `Layout::words`; `matrix` never does for one digit and codes of 2 or
-  // 4 bits.
+  // True if the kernels of several vectors want `Layout::words`; of one digit not in blocks of `vector_bytes`.
   bool words;
 
   // For two vectors and more where rows have several scales; null where `vector` is called for each.

@@ -1,11 +1,10 @@
 // AVX2: `vpmaddubsw` multiplies 32 codes with 32 digits and adds them up in twos, in int16; `vpmaddwd`
-// does the same with 16 of each that are int16 already, in int32.
+// does the same with 16 of each that are int16 already, in int32. A byte's fields are taken apart for half as many
+// instructions as a word's, which several vectors share: one vector has digits, several have words where there are two.
 #include "isa.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
-
-#include <type_traits>
 
 namespace afm {
 namespace {
@@ -15,6 +14,7 @@ struct Isa {
   static constexpr int kLanes = 8;
   using Bytes = __m256i;
   using Lanes = __m256;
+  using Integers = __m256i;
 
   static Bytes load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static Bytes load_part(const uint8_t* p, int64_t count) {
@@ -23,6 +23,17 @@ struct Isa {
     return load(bytes);
   }
   static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+  // Field p of every byte.
+  template <int WIDTH>
+  static __m256i field(Bytes codes, int p) {
+    return _mm256_and_si256(_mm256_srli_epi16(codes, WIDTH * p), _mm256_set1_epi8((1 << WIDTH) - 1));
+  }
+  template <int DIGITS>
+  static Lanes total(__m256i high, __m256i low) {
+    const __m256 of_low = _mm256_cvtepi32_ps(low);
+    return DIGITS == 1 ? of_low : _mm256_fmadd_ps(_mm256_cvtepi32_ps(high), _mm256_set1_ps(256), of_low);
+  }
 
   // int16 holds what comes together in it: four fields of 2 bits make at most 4 * 2 * 3 * 128 = 3,072, two
   // of 4 bits 2 * 2 * 15 * 128 = 7,680. Codes of 8 bits are taken apart into halves of 4 bits, and the upper
@@ -57,19 +68,9 @@ struct Isa {
         }
       }
     }
-    Lanes total() const {
-      __m256 total = _mm256_cvtepi32_ps(sums[0]);
-      if constexpr (DIGITS == 2) {
-        total = _mm256_fmadd_ps(total, _mm256_set1_ps(256), _mm256_cvtepi32_ps(sums[1]));
-      }
-      return total;
-    }
+    Lanes total() const { return Isa::total<DIGITS>(sums[0], sums[DIGITS - 1]); }
 
    private:
-    template <int WIDTH>
-    static __m256i field(Bytes codes, int p) {
-      return _mm256_and_si256(_mm256_srli_epi16(codes, WIDTH * p), _mm256_set1_epi8((1 << WIDTH) - 1));
-    }
     static __m256i products(__m256i codes, const int8_t* x) {
       return _mm256_maddubs_epi16(codes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
     }
@@ -80,6 +81,14 @@ struct Isa {
 
   template <int BITS, int DIGITS>
   static constexpr int rows() {
+    return 2;
+  }
+
+  // Eight pending sums, and registers for codes, their fields, and digits.
+  template <int BITS, int DIGITS>
+  static constexpr int kTileVectors = 4;
+  template <int BITS, int DIGITS>
+  static constexpr int tile_rows(int) {
     return 2;
   }
 
@@ -199,56 +208,6 @@ struct Words {
   }
 };
 
-// Codes of 2 or 4 bits as bytes, times one digit: `vpmaddubsw` adds up in twos, in int16, where 32 of those sums fit
-// at 2 bits (32 * 2 * 3 * 128), 8 at 4 bits.
-template <int BITS>
-struct Pairs {
-  static constexpr int kVectors = 2, kNumberBytes = 1, kShift = 0;
-  static constexpr int64_t kXBytes = 64, kStripBlocks = 32;
-
-  static void unpack(const uint8_t* codes, uint8_t* out) {
-    const __m256i mask = _mm256_set1_epi8((1 << BITS) - 1);
-    __m256i v[2];
-    if constexpr (BITS == 4) {
-      v[0] = Isa::load(codes);
-      v[1] = _mm256_srli_epi16(v[0], 4);
-    } else {
-      const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-      v[0] = _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 0, 2, 2));
-      v[1] = _mm256_srlv_epi64(all, _mm256_setr_epi64x(4, 4, 6, 6));
-    }
-    for (int i = 0; i < 2; ++i) store_words(out + 32 * i, _mm256_and_si256(v[i], mask));
-  }
-  static void multiply(const uint8_t* lines, int64_t line_bytes, int64_t blocks, const int8_t* const* x,
-                       Isa::Lanes* lanes) {
-    constexpr int64_t kBytes16 = 32 * (BITS == 2 ? 32 : 8);
-    __m256i sums[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) sums[i] = _mm256_setzero_si256();
-    for (int64_t at = 0; at < blocks * 64;) {
-      __m256i pairs[kVectors][4];
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) pairs[i / 4][i % 4] = _mm256_setzero_si256();
-      const int64_t end = at + kBytes16 < blocks * 64 ? at + kBytes16 : blocks * 64;
-      for (; at < end; at += 32) {
-        const __m256i first = load_digits(x[0] + at), second = load_digits(x[1] + at);
-#pragma GCC unroll 4
-        for (int r = 0; r < 4; ++r) {
-          const __m256i numbers = load_once(lines + r * line_bytes + at);
-          add_words16(pairs[0][r], _mm256_maddubs_epi16(numbers, first));
-          add_words16(pairs[1][r], _mm256_maddubs_epi16(numbers, second));
-        }
-      }
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) {
-        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(pairs[i / 4][i % 4], _mm256_set1_epi16(1)));
-      }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) lanes[i] = _mm256_cvtepi32_ps(sums[i]);
-  }
-};
-
 // A palette's integers less 32,768, so that they are int16, times integers of 16 bits, in the order in which bytes are
 // interleaved. Two such products just fit into int32; their sums are float32.
 template <int BITS, int DIGITS>
@@ -295,7 +254,7 @@ struct PaletteRow {
 
 // Operands that codes become for several vectors, see isa_tile.h.
 template <int BITS, int DIGITS>
-using Tile = std::conditional_t<DIGITS == 1 && BITS != 8, Pairs<BITS>, Words<BITS>>;
+using Tile = Words<BITS>;
 template <int BITS, int DIGITS>
 using WideTile = Words<BITS>;
 template <int BITS, int DIGITS>
@@ -304,15 +263,159 @@ using GroupTile = Words<BITS>;
 }  // namespace
 }  // namespace afm
 
+#include "isa_few.h"
 #include "isa_tile.h"
 
 namespace afm {
+namespace {
+
+// ---- Codes of 2 or 4 bits with one scale per row
+
+// Codes as int16 times integers of 16 bits, see Layout::words. A step adds 2 * 15 * 32639 to a sum at most, which holds
+// 2,190 of them.
+template <int BITS, int ROWS, int VECTORS>
+inline void add_words_rows(const MatrixJob& job, const FewStrip& strip, const uint8_t* codes, const int8_t* x,
+                           int64_t ahead, int64_t row, FewSums<2, VECTORS>& all) {
+  constexpr int kFields = 16 / BITS;
+  const __m256i mask = _mm256_set1_epi16((1 << BITS) - 1);
+  __m256i sums[VECTORS][ROWS];
+#pragma GCC unroll 8
+  for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+    for (int r = 0; r < ROWS; ++r) sums[v][r] = strip.first ? _mm256_setzero_si256() : all.integers[v][0][row + r];
+  }
+  for (int64_t left = strip.bytes; left > 0; left -= Isa::kBytes, codes += Isa::kBytes, x += 32 * kFields) {
+    __m256i bytes[ROWS];
+#pragma GCC unroll 2
+    for (int r = 0; r < ROWS; ++r) {
+      const uint8_t* from = codes + r * job.row_bytes;
+      Isa::prefetch(from + ahead);
+      bytes[r] = left >= Isa::kBytes ? Isa::load(from) : Isa::load_part(from, left);
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < kFields; ++p) {
+      __m256i field[ROWS];
+#pragma GCC unroll 2
+      for (int r = 0; r < ROWS; ++r) field[r] = _mm256_and_si256(_mm256_srli_epi16(bytes[r], BITS * p), mask);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; ++v) {
+        const __m256i words = load_digits(x + v * job.x_row_bytes + 32 * p);
+#pragma GCC unroll 2
+        for (int r = 0; r < ROWS; ++r) add_words32(sums[v][r], _mm256_madd_epi16(field[r], words));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+    for (int r = 0; r < ROWS; ++r) {
+      all.lanes[v * kPanelRows + row + r] = _mm256_cvtepi32_ps(sums[v][r]);
+      all.integers[v][0][row + r] = sums[v][r];
+    }
+  }
+}
+
+// `vpmaddubsw` adds up in twos, in int16: ten steps of four fields fit at 2 bits (10 * 4 * 2 * 3 * 128), four of two at 4
+// bits (4 * 2 * 2 * 15 * 128). Then those sums go to int32, which grows by 4 * 255 * 128 a step at most.
+template <int BITS, int DIGITS, int ROWS, int VECTORS>
+inline void add_few_rows(const MatrixJob& job, const FewStrip& strip, const uint8_t* codes, const int8_t* x,
+                         int64_t ahead, int64_t row, FewSums<DIGITS, VECTORS>& all) {
+  if constexpr (DIGITS == 2 && VECTORS > 1) {
+    return add_words_rows<BITS, ROWS, VECTORS>(job, strip, codes, x, ahead, row, all);
+  }
+  constexpr int kFields = 8 / BITS, kBlock = Isa::kBytes * kFields * DIGITS;
+  constexpr int64_t kSteps = (BITS == 2 ? 10 : 4) * Isa::kBytes;
+  __m256i sums[VECTORS][DIGITS][ROWS];
+  for (int v = 0; v < VECTORS; ++v) {
+    for (int d = 0; d < DIGITS; ++d) {
+      for (int r = 0; r < ROWS; ++r) sums[v][d][r] = strip.first ? _mm256_setzero_si256() : all.integers[v][d][row + r];
+    }
+  }
+  for (int64_t left = strip.bytes; left > 0;) {
+    __m256i pairs[VECTORS][DIGITS][ROWS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+      for (int d = 0; d < DIGITS; ++d) {
+#pragma GCC unroll 2
+        for (int r = 0; r < ROWS; ++r) pairs[v][d][r] = _mm256_setzero_si256();
+      }
+    }
+    for (const int64_t end = left > kSteps ? left - kSteps : 0; left > end;
+         left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock) {
+      __m256i bytes[ROWS];
+#pragma GCC unroll 2
+      for (int r = 0; r < ROWS; ++r) {
+        const uint8_t* from = codes + r * job.row_bytes;
+        Isa::prefetch(from + ahead);
+        bytes[r] = left >= Isa::kBytes ? Isa::load(from) : Isa::load_part(from, left);
+      }
+#pragma GCC unroll 4
+      for (int p = 0; p < kFields; ++p) {
+        __m256i field[ROWS];
+#pragma GCC unroll 2
+        for (int r = 0; r < ROWS; ++r) field[r] = Isa::field<BITS>(bytes[r], p);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+          for (int d = 0; d < DIGITS; ++d) {
+            const __m256i digits = load_digits(x + v * job.x_row_bytes + (d * kFields + p) * Isa::kBytes);
+#pragma GCC unroll 2
+            for (int r = 0; r < ROWS; ++r) add_words16(pairs[v][d][r], _mm256_maddubs_epi16(field[r], digits));
+          }
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+      for (int d = 0; d < DIGITS; ++d) {
+#pragma GCC unroll 2
+        for (int r = 0; r < ROWS; ++r) {
+          sums[v][d][r] =
+              _mm256_add_epi32(sums[v][d][r], _mm256_madd_epi16(pairs[v][d][r], _mm256_set1_epi16(1)));
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+    for (int r = 0; r < ROWS; ++r) {
+      all.lanes[v * kPanelRows + row + r] = Isa::total<DIGITS>(sums[v][0][r], sums[v][DIGITS - 1][r]);
+#pragma GCC unroll 2
+      for (int d = 0; d < DIGITS; ++d) all.integers[v][d][row + r] = sums[v][d][r];
+    }
+  }
+}
+
+template <int BITS>
+void multiply_few(const MatrixJob& job) {
+  return job.digits == 2 ? multiply_few<BITS, 2>(job) : multiply_few<BITS, 1>(job);
+}
+
+void vector_avx2(const VectorJob& job) {
+  if (job.scales != nullptr || job.bits == 8) return vector(job);
+  const int64_t x_bytes = digit_bytes({job.bits, Isa::kBytes, job.digits}, job.row_bytes * 8 / job.bits);
+  const MatrixJob alone = {job.codes, job.rows, job.row_bytes, job.x, 1, x_bytes, job.digits, job.bits, job.out, 0,
+                           nullptr, {}};
+  job.bits == 2 ? multiply_few<2>(alone) : multiply_few<4>(alone);
+}
+
+void matrix_avx2(const MatrixJob& job) {
+  if (job.bits == 8) return job.digits == 2 ? multiply_matrix<8, 2>(job) : multiply_matrix<8, 1>(job);
+  job.bits == 2 ? multiply_few<2>(job) : multiply_few<4>(job);
+}
+
+}  // namespace
 
 const Kernels* avx2_kernels() {
   static const Kernels table = [] {
     Kernels k = common_kernels("avx2");
     k.words = true;
-    k.matrix = matrix;
+    k.vector = vector_avx2;
+    k.matrix = matrix_avx2;
+    k.matrix_as_vector = 4;
     k.grouped_matrix = grouped_matrix;
     k.palette_bits = 4;
     k.palette_vector = palette_vector;

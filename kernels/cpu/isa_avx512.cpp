@@ -6,7 +6,7 @@
 #include "isa_avx512.h"
 #include "isa_common.h"
 
-#include "isa_avx512_few.h"
+#include "isa_few.h"
 #include "isa_avx512_grouped.h"
 #include "isa_avx512_quantize.h"
 #include "palette_vbmi.h"
@@ -14,6 +14,7 @@
 namespace afm {
 namespace {
 
+constexpr int64_t kFewVectors = 16;
 constexpr int kRows = 4;  // times four digits of vectors: 16 pending sums, and loads at half their limit
 
 // A row of codes as bytes, 64 columns at a time, the last ones filled up with zeros.
@@ -80,6 +81,65 @@ inline void multiply_tile(const uint8_t* codes, int64_t steps, const int8_t* con
         total = _mm512_fmadd_ps(total, _mm512_set1_ps(256), _mm512_cvtepi32_ps(sums[v][1][r]));
       }
       lanes[v * kRows + r] = total;
+    }
+  }
+}
+
+// ---- A few vectors
+
+template <int BITS, int DIGITS, int ROWS, int VECTORS>
+inline void add_few_rows(const MatrixJob& job, const FewStrip& strip, const uint8_t* codes, const int8_t* x,
+                         int64_t ahead, int64_t row, FewSums<DIGITS, VECTORS>& all) {
+  constexpr int kFields = 8 / BITS;
+  __m512i sums[VECTORS][DIGITS][ROWS];
+#pragma GCC unroll 8
+  for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+    for (int d = 0; d < DIGITS; ++d) {
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        sums[v][d][r] = strip.first ? _mm512_setzero_si512() : all.integers[v][d][row + r];
+      }
+    }
+  }
+  for (int64_t left = strip.bytes; left > 0; left -= 64, codes += 64, x += 64 * kFields * DIGITS) {
+    __m512i bytes[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      const uint8_t* from = codes + r * job.row_bytes;
+      Isa::prefetch(from + ahead);
+      bytes[r] = left >= 64 ? Isa::load(from) : Isa::load_part(from, left);
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < kFields; ++p) {
+      __m512i codes_of[ROWS];
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        codes_of[r] = field<BITS>(bytes[r], p);
+      }
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+        for (int d = 0; d < DIGITS; ++d) {
+          const __m512i digits = _mm512_loadu_si512(x + v * job.x_row_bytes + (d * kFields + p) * 64);
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS; ++r) multiply_add_registers(sums[v][d][r], codes_of[r], digits);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      __m512 total = _mm512_cvtepi32_ps(sums[v][0][r]);
+      if constexpr (DIGITS == 2) {
+        total = _mm512_fmadd_ps(total, _mm512_set1_ps(256), _mm512_cvtepi32_ps(sums[v][1][r]));
+      }
+      all.lanes[v * kPanelRows + row + r] = total;
+      if (strip.last) continue;
+#pragma GCC unroll 2
+      for (int d = 0; d < DIGITS; ++d) all.integers[v][d][row + r] = sums[v][d][r];
     }
   }
 }
@@ -297,7 +357,7 @@ const Kernels* avx512_kernels() {
   static const Kernels table = [] {
     Kernels k = common_kernels("avx512");
     k.matrix = matrix;
-    k.matrix_as_vector = true;
+    k.matrix_as_vector = 8;
     k.grouped_matrix = grouped_matrix;
     k.quantize = quantize_avx512;
     k.look_up = look_up_in_register;

@@ -51,6 +51,7 @@ struct Isa {
   static constexpr int kLanes = 16;
   using Bytes = __m512i;
   using Lanes = __m512;
+  using Integers = __m512i;
 
   static Bytes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
   static Bytes load_part(const uint8_t* p, int64_t count) {
@@ -106,6 +107,14 @@ struct Isa {
   template <int BITS, int DIGITS>
   static constexpr int rows() {
     return BITS * 2 / DIGITS > 4 ? 4 : BITS * 2 / DIGITS;
+  }
+
+  // Pending sums hide the latency of vpdpbusd (5 cycles, two a cycle): 16 or 12 of them, and two rows of codes.
+  template <int BITS, int DIGITS>
+  static constexpr int kTileVectors = 8 / DIGITS;
+  template <int BITS, int DIGITS>
+  static constexpr int tile_rows(int vectors) {
+    return vectors * DIGITS <= 4 ? 4 : 2;
   }
 
   static constexpr int kShrinkVectors = 4, kExpandVectors = 8;

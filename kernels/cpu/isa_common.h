@@ -234,14 +234,15 @@ inline void place_digits(const int16_t* values, Layout layout, int shift, int8_t
   }
 }
 
-// 64 numbers in the order of Layout::words.
-inline void place_words(const int16_t* values, int bits, int8_t* out) {
-  alignas(64) int16_t words[64];
-  for (int i = 0; i < 64; ++i) words[i] = values[bits == 8 ? i : i % 16 * 4 + i / 16];
-  std::memcpy(out, words, sizeof words);
-}
-
 constexpr int kMaxBlockCols = 256;  // 64 bytes of 2-bit codes
+
+// A block's numbers in the order of Layout::words.
+inline void place_words(const int16_t* values, Layout layout, int8_t* out) {
+  alignas(64) int16_t words[kMaxBlockCols];
+  const int count = static_cast<int>(block_cols(layout)), fields = count / 16;
+  for (int i = 0; i < count; ++i) words[i] = values[layout.bits == 8 ? i : i % 16 * fields + i / 16];
+  std::memcpy(out, words, 2 * count);
+}
 
 void quantize(const float* x, int64_t cols, Layout layout, int64_t groups, int8_t* out, float* scale,
               float* sums, float* rest) {
@@ -276,7 +277,7 @@ void quantize(const float* x, int64_t cols, Layout layout, int64_t groups, int8_
       sums[g] += static_cast<float>(sum);
     }
     if (layout.words) {
-      place_words(values, layout.bits, out);
+      place_words(values, layout, out);
       out += 2 * step;
       continue;
     }

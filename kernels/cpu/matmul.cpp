@@ -173,10 +173,15 @@ void multiply_rows(const Prepared& x, const Pass& pass, const PackedMatrix& w, c
     k.matrix({codes_of(w, begin), rows, row_bytes(w), pass.x, pass.count, pass.digit_bytes, pass.digits, w.bits, out,
               rows, bytes, ahead});
   } else {
-    Prefetcher(ahead, 0, rows, 1).next_share();
-    for (int64_t i = 0; i < pass.count; ++i) {
-      k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, nullptr, 0, 0,
-                out + i * rows});
+    constexpr int64_t kPart = 32;  // rows between two shares of what is prefetched
+    const int64_t step = ahead.count > 0 ? kPart : rows;
+    Prefetcher prefetcher(ahead, 0, rows, (rows + step - 1) / step);
+    for (int64_t row = 0; row < rows; row += step) {
+      prefetcher.next_share();
+      for (int64_t i = 0; i < pass.count; ++i) {
+        k.vector({codes_of(w, begin + row), std::min(step, rows - row), row_bytes(w), pass.vector(i), pass.digits,
+                  w.bits, nullptr, 0, 0, out + i * rows + row});
+      }
     }
   }
   for (int64_t i = 0; i < pass.count; ++i) {

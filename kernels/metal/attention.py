@@ -16,7 +16,7 @@ import mlx.core as mx
 from afm_mlx.kernels.dispatch import Case, Variant, dtype_name, other_than_floats
 from afm_mlx.kernels.metal import runtime
 from afm_mlx.kernels.metal.products import MAX_MERGED, MAX_PARTIALS, merge_partials
-from afm_mlx.kernels.metal.runtime import Kernel
+from afm_mlx.kernels.metal.runtime import CORES, Kernel, gpu_cores
 from afm_mlx.kernels.operands import (
     AttentionPartials,
     HeadOptions,
@@ -33,9 +33,6 @@ MAX_SPLITS = 64
 MAX_WRITTEN = 8  # tokens of a row that `write_and_attend` has memory for
 MAX_QUERIES = 4  # of a threadgroup, of up to 128 numbers: more don't fit into a lane's registers
 MERGED_ROWS = 2  # rows whose partials a product can merge
-# GPU cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX distinguishes
-# them: phones, base and Pro, Max, Ultra.
-CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
 
 _EMBEDDING = Kernel("embedding", ("tokens", "codes", "scales", "biases", "table"), ("out",))
 _HEADERS = ("common", "rope", "attention")
@@ -174,13 +171,6 @@ class AttentionPlan(NamedTuple):
     lanes: int
     units: int
     splits: int
-
-
-@functools.cache
-def gpu_cores() -> int:
-    """Return the maximum number of cores of this machine's kind of GPU; a Max's if the name is unknown."""
-    architecture = str(mx.device_info().get("architecture", ""))
-    return CORES.get(architecture[-1:], CORES["s"])
 
 
 @functools.cache

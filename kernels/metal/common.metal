@@ -2,7 +2,6 @@
 
 #include <metal_stdlib>
 #include <metal_simdgroup>
-#include <metal_simdgroup_matrix>
 
 using namespace metal;
 

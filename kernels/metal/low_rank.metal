@@ -72,14 +72,13 @@ float expand(Numbers b, uint rank, uint row, Hidden hidden, uint first, uint str
   return sum;
 }
 
-/// Products of vectors `first`, `first + 1`, ... with COUNT rows of A from `row` on, in every lane; rows past the
-/// last of `n_rows` repeat it. Vectors that aren't `mine` are left alone.
+/// Products of the vectors with COUNT rows of A from `row` on, in every lane; rows past the last of `n_rows` repeat
+/// it. Vectors that aren't `mine` are left alone.
 ///
 /// A row of inputs that can be packed, and so one of A, has a multiple of four.
 template <int ROWS, int COUNT, typename V, typename Numbers>
 void shrink(
     V vectors,
-    uint first,
     const thread bool (&mine)[ROWS],
     Numbers a,
     uint row,
@@ -101,7 +100,7 @@ void shrink(
       }
       UNROLL for (uint m = 0; m < ROWS; m++) {
         if (!mine[m]) continue;
-        const float x = float(vectors.x[(first + m) * in_dims + k]);
+        const float x = float(vectors.x[m * in_dims + k]);
         const float value = x * factor;
         squares[m] += x * x;
         UNROLL for (uint r = 0; r < COUNT; r++) sums[m][r] += value * numbers[r];
@@ -109,6 +108,7 @@ void shrink(
     }
   }
   UNROLL for (uint m = 0; m < ROWS; m++) {
+    if (!mine[m]) continue;
     const float norm = V::NORM ? vectors.inverse_rms(simd_sum(squares[m]), in_dims) : 1.0f;
     UNROLL for (uint r = 0; r < COUNT; r++) sums[m][r] = simd_sum(sums[m][r]) * norm;
   }
@@ -132,7 +132,7 @@ void shrink_together(
     threadgroup float* hidden) {
   for (uint j = simdgroup * 4; j < n_rows; j += n_simdgroups * 4) {
     float sums[ROWS][4];
-    shrink<ROWS, 4>(vectors, 0, mine, a, row + j, n_rows - j, in_dims, lane, sums);
+    shrink<ROWS, 4>(vectors, mine, a, row + j, n_rows - j, in_dims, lane, sums);
     UNROLL for (uint m = 0; m < ROWS; m++) {
       UNROLL for (uint r = 0; r < 4; r++) {
         if (mine[m] && lane == r && j + r < n_rows) hidden[places[m] + j + r] = scale * sums[m][r];

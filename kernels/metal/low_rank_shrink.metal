@@ -1,12 +1,15 @@
 // hidden[m, j] = scale * A[j] . x'[m] of the adapter of m,  x' = rms_norm(x) * norm; see low_rank.metal.
 //
-// One simdgroup per number: ranks are small, and 32 lanes per row of A keep the chip busy.
+// A threadgroup has one number, whose inputs its simdgroups share: ranks are small, and this keeps the chip busy.
+
+threadgroup float sums[SIMDGROUPS], squares[SIMDGROUPS];
 
 const uint in_dims = x_shape[1];
 const uint rows = threads_per_grid.z;
-const uint j = thread_position_in_grid.y;
+const uint j = threadgroup_position_in_grid.y;
 const uint m = thread_position_in_grid.z;
 const uint lane = thread_index_in_simdgroup;
+const uint simdgroup = simdgroup_index_in_threadgroup;
 auto vectors = make_vectors<NORM>(x, norm, eps[0]);
 auto table = make_parts(parts);
 
@@ -14,13 +17,33 @@ const uint slot = slots[m * slots_shape[0] / rows];
 const uint first_width = table.sections() * table.rank(slot, 0);
 const uint matrix = PAIR && j >= first_width ? 1 : 0;
 const uint row = j - matrix * first_width;
-float sums[1][1] = {{0.0f}};
+float total = 0.0f;
 // Adapters of a lower rank leave the end of their rows empty.
 if (row < (matrix ? table.rank(slot, 1) : first_width)) {
   auto numbers = adapter_of(
       slot, adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
-  const bool mine[1] = {true};
-  shrink<1, 1>(vectors, m, mine, numbers + table.a(slot, matrix), row, 1, in_dims, lane, sums);
-  sums[0][0] *= adapter_scales[slot];
+  auto a = numbers + table.a(slot, matrix) + row * in_dims;
+  float sum = 0.0f, square = 0.0f;
+  // A row of inputs that can be packed, and so one of A, has a multiple of four.
+  for (uint start = (simdgroup * LANES + lane) * 4; start < in_dims; start += SIMDGROUPS * LANES * 4) {
+    UNROLL for (uint k = 0; k < 4; k++) {
+      const float value = float((x + m * in_dims + start)[k]);
+      square += value * value;
+      sum += value * vectors.factor(start + k) * float((a + start)[k]);
+    }
+  }
+  sum = simd_sum(sum);
+  if (NORM) square = simd_sum(square);
+  if (lane == 0) {
+    sums[simdgroup] = sum;
+    squares[simdgroup] = square;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  square = 0.0f;
+  UNROLL for (uint s = 0; s < SIMDGROUPS; s++) {
+    total += sums[s];
+    square += squares[s];
+  }
+  total *= adapter_scales[slot] * vectors.inverse_rms(square, in_dims);
 }
-if (lane == 0) hidden[m * table.width() + j] = sums[0][0];
+if (lane == 0 && simdgroup == 0) hidden[m * table.width() + j] = total;

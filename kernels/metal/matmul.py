@@ -1,13 +1,13 @@
 """`packed_matmul`, `packed_swiglu` and `packed_argmax` on Metal, by the number of vectors.
 
-vector      up to 4 rows: a stream over the codes; all fusions in one dispatch
-matrix      up to 32 rows: 8x8 matrices, each code unpacked once for all rows; the same fusions
+vector      1 to 6 rows, and some of 9 to 19: a stream over the codes, once for 6 rows; all in one dispatch
+matrix      other numbers up to 32: 8x8 matrices, each code unpacked once for up to 16 rows; the same fusions
 many rows   MLX's own products, which use the matrix units of an M5: `mx.quantized_matmul` multiplies with the
             codes, or the matrix is unpacked block by block for `mx.matmul`. A norm before, and everything that
             is added, are a dispatch each
 
 `mx.quantized_matmul` unpacks codes for every 32 vectors again, in tiles; unpacking the matrix moves 4 bytes per
-number, for any number of vectors. So before M5, unpacking is faster for many vectors (`BALANCED_ROWS`). On
+number, for any number of vectors. So before M5, unpacking is faster for many vectors (`MOST_WITH_CODES`). On
 matrix units the product with codes is as fast as the other one: Apple measured 3.97 times the speed of an M4
 for prompts at 4 bits, and 3.62 times in bfloat16 (machinelearning.apple.com/research/exploring-llms-mlx-m5).
 """
@@ -23,7 +23,7 @@ import mlx.core as mx
 from afm_mlx.kernels import dispatch, mlx
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.metal import products, prompts, runtime
-from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
+from afm_mlx.kernels.metal.products import MAX_ROWS, VALUES, Product
 from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
 from afm_mlx.kernels.mlx import GROUPS
 from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOptions
@@ -38,11 +38,11 @@ _ARGMAX = Kernel(
     ("values", "indices"),
     (*products.HEADERS, "packed_order"),
 )
-# Vectors up to which MLX's product with the codes of a balanced matrix takes less time than unpacking the
-# matrix, by the GPU's generation (15 is M3, 16 is M4). By the counts of both kernels, unpacking is faster from
-# 75 (M1 Max) or 146 (M1) vectors on, and from 184 (M4 Max) or 315 (M3).
-BALANCED_ROWS = {15: 256, 16: 256}
-OTHER_BALANCED_ROWS = 128
+# Vectors up to which MLX's product with codes takes less time than unpacking the matrix, by the generation of
+# the GPU (15 is M3, 16 is M4). By the counts of both kernels, unpacking is faster from 75 (M1 Max) or 146 (M1)
+# vectors on, and from 184 (M4 Max) or 315 (M3); by published speeds, from 64 to 128, and from 384 to 576.
+MOST_WITH_CODES = {15: 256, 16: 256}
+OTHER_MOST_WITH_CODES = 128
 NAX_INPUTS = 64  # MLX's product with codes uses matrix units if this divides the number of inputs
 
 _SELECTED = ("top_values", "top_indices")
@@ -79,7 +79,7 @@ def _format(weight: PackedWeight) -> list[object]:
 def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[mx.array, mx.array]:
     """See `reference.packed_argmax`. Two dispatches: largest of neighbouring rows, and the largest of these."""
     rows = math.prod(x.shape[:-1])
-    code_rows = products.most_code_rows(rows)
+    most, code_rows = products.rows_of_pass(rows), products.most_code_rows(rows, weight)
     # So many that the first dispatch's results fit one chunk.
     tiles = -(-weight.out_dims // (code_rows * CHUNK))
     groups = -(-weight.out_dims // (code_rows * tiles * products.SIMDGROUPS))
@@ -90,11 +90,11 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
         template=(
             *products.format_template(weight),
             ("NORM", options.norm is not None),
-            ("ROWS", rows),
+            ("ROWS", most),
             ("CODE_ROWS", code_rows),
             ("TILES", tiles),
         ),
-        grid=(32, groups * products.SIMDGROUPS, 1),
+        grid=(32 * -(-rows // most), groups * products.SIMDGROUPS, 1),
         threadgroup=(32, products.SIMDGROUPS, 1),
         output_shapes=[(rows, groups * products.SIMDGROUPS)] * 2,
         output_dtypes=[mx.float32, mx.uint32],
@@ -105,15 +105,15 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
 def argmax_of_products(
     x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`; the products are written to memory, for more than `VECTOR_ROWS` rows."""
+    """See `reference.packed_argmax`; the products are written to memory, where matrices are faster."""
     shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
     x = x.reshape(rows, -1)
-    if rows > MATRIX_ROWS or not products.has_whole_groups(weight):
+    if rows > MAX_ROWS or not products.has_whole_groups(weight):
         x = x.astype(mx.float32)
         case = Case(dispatch.device(), x.dtype, rows, *weight.format)
         y = dispatch.select("packed_matmul", case).run(x, weight, options)
     else:
-        multiply = products.vector if rows <= VECTOR_ROWS else products.matrix
+        multiply = products.vector if products.takes_vectors(rows) else products.matrix
         y = multiply(Product(x, (weight,), options), mx.float32)
     return _largest(y, None, shape)
 
@@ -146,54 +146,58 @@ def _largest(
 # -- which cases they run
 
 
-def _up_to(rows: int) -> Callable[[Case], str | None]:
-    def obstacle(case: Case) -> str | None:
-        if case.rows > rows:
-            return f"takes up to {rows} rows, not {case.rows}"
-        if not products.has_whole_groups(case):
-            return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
-        return other_than_floats(case)
+def _some(case: Case) -> str | None:
+    if case.rows > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} rows, not {case.rows}"
+    if not products.has_whole_groups(case):
+        return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
+    return other_than_floats(case)
 
-    return obstacle
+
+def _few(case: Case) -> str | None:
+    if case.rows <= MAX_ROWS and not products.takes_vectors(case.rows):
+        return f"takes longer for {case.rows} rows than products of matrices"
+    return _some(case)
 
 
 def _mlx_obstacle(case: Case) -> str | None:
     if reason := other_than_floats(case):
         return reason
-    if case.mode == "balanced":
-        return _balanced_obstacle(case)
-    if case.mode != "affine" or case.granularity != "group" or case.group_size not in GROUPS:
+    has_units, groups = runtime.has_matrix_units(), case.granularity == "group"
+    most = MOST_WITH_CODES.get(runtime.gpu_generation(), OTHER_MOST_WITH_CODES)
+    if case.rows > most and not has_units:
+        return f"takes up to {most} rows on this GPU, not {case.rows}"
+    if case.mode == "affine" and groups and case.group_size in GROUPS:
+        return None
+    if case.mode != "balanced":
         return (
             "takes balanced weights, and affine ones in groups of 32, 64 or 128, not "
             f"{case.mode} ones per {case.granularity} of {case.group_size}"
         )
-    return None
-
-
-def _balanced_obstacle(case: Case) -> str | None:
-    size, groups = case.group_size, case.granularity == "group"
-    if runtime.has_matrix_units():
-        multiple = min(GROUPS) if groups else NAX_INPUTS
-    else:
-        if groups:
-            return "takes balanced weights in groups only on a GPU with matrix units"
-        multiple = min(GROUPS)
-        most = BALANCED_ROWS.get(runtime.gpu_generation(), OTHER_BALANCED_ROWS)
-        if case.rows > most:
-            return f"takes up to {most} rows of balanced weights on this GPU, not {case.rows}"
-    if size % multiple:
+    if groups and not has_units:
+        return "takes balanced weights in groups only on a GPU with matrix units"
+    multiple = NAX_INPUTS if has_units and not groups else min(GROUPS)
+    if case.group_size % multiple:
         what = "groups" if groups else "rows"
-        return f"takes {what} of a multiple of {multiple} inputs, not of {size}"
+        return f"takes {what} of a multiple of {multiple} inputs, not of {case.group_size}"
     return None
 
 
-_few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
 _matmul = partial(mlx.packed_matmul, normed=prompts.normed, finish=prompts.add_up)
 _swiglu = partial(mlx.packed_swiglu, normed=prompts.normed, finish=prompts.swiglu)
 _unpacked_matmul = partial(_matmul, prompts.multiply_unpacked)
 _unpacked_swiglu = partial(_swiglu, prompts.multiply_unpacked)
 _mlx_matmul = partial(_matmul, mlx.multiply_quantized)
-_mlx_swiglu = partial(_swiglu, mlx.multiply_quantized)
+
+
+def _mlx_swiglu(
+    x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions
+) -> mx.array:
+    """See `reference.packed_swiglu`; the rule for a case has seen the format of `gate` alone."""
+    is_same = gate.format == up.format
+    multiply = mlx.multiply_quantized if is_same else prompts.multiply_unpacked
+    return _swiglu(multiply, x, gate, up, options)
+
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few, True),

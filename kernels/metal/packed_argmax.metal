@@ -1,9 +1,24 @@
-// The largest product of each simdgroup's rows with ROWS vectors, and its row: the lowest on a tie.
+// The largest product of each simdgroup's rows of codes with up to ROWS vectors, and its row: the lowest on a tie.
+//
+// Vectors are shared among threadgroups as in packed_vector.
 //
 // A simdgroup takes TILES times CODE_ROWS neighbouring rows, so that few winners are left to compare.
 
 using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
 
+#if ROWS > 1
+const uint passes = threadgroups_per_grid.x;
+const uint all_rows = x_shape[0];
+const uint first_row = (threadgroup_position_in_grid.x * all_rows + passes - 1) / passes;
+const uint count = ((threadgroup_position_in_grid.x + 1) * all_rows + passes - 1) / passes - first_row;
+#define EACH_ROW(m) \
+  UNROLL for (uint m = 0; m < ROWS; m++) \
+    if (m < count)
+#define ROW(m) (first_row + m)
+#else
+#define EACH_ROW(m) UNROLL for (uint m = 0; m < ROWS; m++)
+#define ROW(m) m
+#endif
 const uint out_dims = codes_shape[0];
 const uint lane = thread_index_in_simdgroup;
 const uint winner = thread_position_in_grid.y;
@@ -11,6 +26,9 @@ const uint winners = threads_per_grid.y;
 
 auto matrix = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+#if ROWS > 1
+vectors.x += first_row * matrix.in_dims();
+#endif
 
 // A lane keeps the best of its own row of every tile.
 constexpr uint SHARERS = LANES / CODE_ROWS;
@@ -25,10 +43,14 @@ for (uint tile = 0; tile < TILES; tile++) {
   if (start >= out_dims) break;
   uint rows[CODE_ROWS];
   UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r, out_dims - 1);
-  Products<F, ROWS, CODE_ROWS, is_exact(sizeof(x[0]), ROWS)> products;
-  multiply<F, ROWS, CODE_ROWS, false>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+  Products<F, ROWS, CODE_ROWS> products;
+#if ROWS > 1
+  multiply_some<F, false>(vectors, count, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+#else
+  multiply<1, F, false>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+#endif
   const uint row = min(start + lane / SHARERS, out_dims - 1);
-  UNROLL for (uint m = 0; m < ROWS; m++) {
+  EACH_ROW(m) {
     float y = products.scaled(matrix, row, m, sum_of_lane<CODE_ROWS>(products.sums[m], lane));
     if (NORM) y *= vectors.inverse_rms(simd_sum(products.squares[m]), matrix.in_dims());
     if (is_better(ranked(y), row, best[m], places[m])) {
@@ -37,7 +59,7 @@ for (uint tile = 0; tile < TILES; tile++) {
     }
   }
 }
-UNROLL for (uint m = 0; m < ROWS; m++) {
+EACH_ROW(m) {
   UNROLL for (uint n = LANES / 2; n >= SHARERS; n /= 2) {
     const float y = simd_shuffle_xor(best[m], n);
     const uint place = simd_shuffle_xor(places[m], n);
@@ -47,7 +69,7 @@ UNROLL for (uint m = 0; m < ROWS; m++) {
     }
   }
   if (lane == 0) {
-    values[m * winners + winner] = best[m];
-    indices[m * winners + winner] = places[m];
+    values[ROW(m) * winners + winner] = best[m];
+    indices[ROW(m) * winners + winner] = places[m];
   }
 }

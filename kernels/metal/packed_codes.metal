@@ -68,59 +68,73 @@ struct Matrix {
 
   uint in_dims() const { return words * F::PER_WORD; }
 
-  /// Where the scale of row `row` and input `k` lies.
-  uint scale_index(uint row, uint k) const {
-    constexpr uint GROUP = F::GROUP > 0 ? F::GROUP : 1;
-    if (F::GRANULARITY == PER_TENSOR) return 0;
-    if (F::GRANULARITY == PER_ROW) return row;
-    return row * (in_dims() / GROUP) + k / GROUP;
+  /// Word `at` of a row of codes, 0 past its last.
+#if ALIGNED
+  uint word(uint row, uint at) const { return codes[row * words + at]; }
+#else
+  uint word(uint row, uint at) const { return at < words ? codes[row * words + at] : 0; }
+#endif
+
+#if MODE == PALETTE
+  /// Where the table of a row begins.
+  uint table(uint row) const { return row / (out_dims / tables) * (F::MASK + 1); }
+
+  /// The numbers of codes `i` and `i + PAIRS` of a word in a table.
+  float2 pair(uint word, uint i, uint table) const {
+    const uint low = (word >> (F::BITS * i)) & F::MASK;
+    const uint high = (word >> (F::BITS * (i + F::PAIRS))) & F::MASK;
+    return float2(float(scales[table + low]), float(scales[table + high]));
   }
+
+  float2 exact_pair(uint word, uint i, uint table) const { return pair(word, i, table); }
+
+  /// The number that a code stands for.
+  float number(uint row, uint, uint code) const { return float(scales[table(row) + code]); }
+
+  // Of other matrices.
+  float scale(uint, uint) const { return 1.0f; }
+  float bias(uint, uint) const { return 0.0f; }
+#else
+  /// Where the scale of row `row` and input `k` lies.
+#if GRANULARITY == PER_TENSOR
+  uint scale_index(uint, uint) const { return 0; }
+#else
+#if GRANULARITY == PER_ROW
+  uint scale_index(uint row, uint) const { return row; }
+#else
+  uint scale_index(uint row, uint k) const { return row * (in_dims() / F::GROUP) + k / F::GROUP; }
+#endif
+#endif
 
   float scale(uint row, uint k) const { return float(scales[scale_index(row, k)]); }
 
   /// What is added to scale * code.
-  float bias(uint row, uint k) const {
-    if (F::MODE == AFFINE) return float(biases[scale_index(row, k)]);
-    return -0.5f * float(F::MASK) * scale(row, k);
-  }
+#if MODE == AFFINE
+  float bias(uint row, uint k) const { return float(biases[scale_index(row, k)]); }
+#else
+  float bias(uint row, uint k) const { return -0.5f * float(F::MASK) * scale(row, k); }
+#endif
 
-  /// Where the table of a row begins.
-  uint table(uint row) const { return row / (out_dims / tables) * (F::MASK + 1); }
-
-  /// Codes `i` and `i + PAIRS` of a word, or their numbers in a palette's table; `offset(i)` is added to codes.
-  float2 pair(uint word, uint i, uint table) const {
-    if (F::MODE == PALETTE) {
-      const uint low = (word >> (F::BITS * i)) & F::MASK;
-      const uint high = (word >> (F::BITS * (i + F::PAIRS))) & F::MASK;
-      return float2(float(scales[table + low]), float(scales[table + high]));
-    }
+  /// Codes `i` and `i + PAIRS` of a word, with `offset(i)` added.
+  float2 pair(uint word, uint i, uint) const {
     const half2 codes = F::pair(word, i);
     return float2(float(codes.x), float(codes.y));
   }
 
-  /// The same without `offset(i)`: codes of an affine matrix, levels of a balanced one, numbers of a palette.
-  float2 exact_pair(uint word, uint i, uint table) const {
-    return pair(word, i, table) - (F::MODE == PALETTE ? 0.0f : F::offset(i));
-  }
+  /// The same without `offset(i)`: codes of an affine matrix, levels of a balanced one.
+  float2 exact_pair(uint word, uint i, uint) const { return pair(word, i, 0) - F::offset(i); }
 
   /// The number that a code stands for.
-  float number(uint row, uint k, uint code) const {
-    if (F::MODE == PALETTE) return float(scales[table(row) + code]);
-    return scale(row, k) * float(code) + bias(row, k);
-  }
+  float number(uint row, uint k, uint code) const { return scale(row, k) * float(code) + bias(row, k); }
+
+  uint table(uint) const { return 0; }
+#endif
 };
 
 template <typename F, typename Codes, typename Scales, typename Biases>
 Matrix<F, Codes, Scales, Biases> make_matrix(
     Codes codes, Scales scales, Biases biases, uint out_dims, uint words, uint tables) {
-  Matrix<F, Codes, Scales, Biases> matrix;
-  matrix.codes = codes;
-  matrix.scales = scales;
-  matrix.biases = biases;
-  matrix.out_dims = out_dims;
-  matrix.words = words;
-  matrix.tables = tables;
-  return matrix;
+  return {codes, scales, biases, out_dims, words, tables};
 }
 
 /// Vectors (rows, in_dims) that go through an RMSNorm.
@@ -143,104 +157,130 @@ struct Vectors {
 
 template <bool NORM, typename X, typename Norm>
 Vectors<NORM, X, Norm> make_vectors(X x, Norm norm, float eps) {
-  Vectors<NORM, X, Norm> vectors;
-  vectors.x = x;
-  vectors.norm = norm;
-  vectors.eps = eps;
-  return vectors;
+  return {x, norm, eps};
 }
 
-/// True if the offsets of codes are taken off every code, for inputs of `bytes` bytes in `rows` vectors.
-///
-/// Else they are taken off the sum of a step, which rounds less than inputs of 16 bits have been. For more than
-/// two vectors, that is no less work.
-constexpr bool is_exact(uint bytes, int rows) { return bytes > 2 || rows > 2; }
-
-/// What a lane has added up of the products of ROWS vectors with COUNT rows of codes; EXACT: see `is_exact`.
-template <typename F, int ROWS, int COUNT, bool EXACT>
+/// What a lane has added up of the products of up to MOST vectors with COUNT rows of codes.
+template <typename F, int MOST, int COUNT>
 struct Products {
-  static constant constexpr const bool BY_GROUP = F::MODE != PALETTE && F::GRANULARITY == PER_GROUP;
-  static constant constexpr const bool BIASED = F::MODE == AFFINE;
 
-  float sums[ROWS][COUNT];  // of scaled numbers, with scales per group; else of levels or codes
-  float totals[ROWS];  // of inputs
-  float squares[ROWS];
+#if MODE != PALETTE && GRANULARITY == PER_GROUP
+  static constant constexpr const bool SCALED = true;  // numbers that are added up
+#else
+  static constant constexpr const bool SCALED = false;
+#endif
+
+  float sums[MOST][COUNT];  // of scaled numbers, with scales per group; else of levels or codes
+#if MODE == AFFINE
+  float totals[MOST];  // of inputs
+#endif
+  float squares[MOST];
 
   void clear() {
-    UNROLL for (int m = 0; m < ROWS; m++) {
-      totals[m] = squares[m] = 0.0f;
+    UNROLL for (int m = 0; m < MOST; m++) {
+      squares[m] = 0.0f;
+#if MODE == AFFINE
+      totals[m] = 0.0f;
+#endif
       UNROLL for (int r = 0; r < COUNT; r++) sums[m][r] = 0.0f;
     }
   }
 
-  /// Add inputs k .. k + VALUES, zeros past the last. PAIR: the second half of the rows is `second`'s.
-  template <bool PAIR, typename V, typename M>
-  void add(
-      V vectors, M first, M second, const thread uint (&rows)[COUNT], const thread uint (&tables)[COUNT], uint k) {
+  /// Add inputs k .. k + VALUES of USED vectors, zeros past the last. PAIR: the second half of the rows is
+  /// `second`'s.
+  template <int USED, bool PAIR, typename V, typename M>
+  void add(V vectors, M first, M second, const thread uint (&rows)[COUNT], uint k) {
+    // Offsets of codes are taken off every code, or off the sum of a step, which rounds less than inputs of 16 bits
+    // have been. For more than two vectors, that is no less work.
+    constexpr bool EXACT = sizeof(vectors.x[0]) > 2 || USED > 2;
     uint words[COUNT][F::WORDS];
     const uint start = k / F::PER_WORD;
     UNROLL for (int r = 0; r < COUNT; r++) {
       const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-      UNROLL for (uint w = 0; w < F::WORDS; w++) {
-        const bool inside = F::ALIGNED || start + w < matrix.words;
-        words[r][w] = inside ? matrix.codes[rows[r] * matrix.words + start + w] : 0;
-      }
+      UNROLL for (uint w = 0; w < F::WORDS; w++) words[r][w] = matrix.word(rows[r], start + w);
     }
-    float products[ROWS][COUNT], step[ROWS], offsets[ROWS];
-    UNROLL for (int m = 0; m < ROWS; m++) {
-      step[m] = offsets[m] = 0.0f;
-      UNROLL for (int r = 0; r < COUNT; r++) products[m][r] = BY_GROUP ? 0.0f : sums[m][r];
+    float products[USED][COUNT], offsets[USED];
+    UNROLL for (int m = 0; m < USED; m++) {
+      offsets[m] = 0.0f;
+      UNROLL for (int r = 0; r < COUNT; r++) products[m][r] = SCALED ? 0.0f : sums[m][r];
     }
+#if MODE == AFFINE
+    float step[USED];
+    UNROLL for (int m = 0; m < USED; m++) step[m] = 0.0f;
+#endif
     UNROLL for (uint w = 0; w < F::WORDS; w++) {
       UNROLL for (uint i = 0; i < F::PAIRS; i++) {
-        float inputs[ROWS][2];
+        float inputs[USED][2];
         load(vectors, k + w * F::PER_WORD + i, first.in_dims(), inputs);
-        UNROLL for (int m = 0; m < ROWS; m++) {
-          const float sum = inputs[m][0] + inputs[m][1];
-          if (BIASED) step[m] += sum;
-          if (!EXACT && F::MODE != PALETTE) offsets[m] += F::offset(i) * sum;
+        UNROLL for (int m = 0; m < USED; m++) {
+#if MODE == AFFINE
+          step[m] += inputs[m][0] + inputs[m][1];
+#endif
+#if MODE != PALETTE
+          if (!EXACT) offsets[m] += F::offset(i) * (inputs[m][0] + inputs[m][1]);
+#endif
         }
         UNROLL for (int r = 0; r < COUNT; r++) {
           const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-          const float2 numbers = EXACT ? matrix.exact_pair(words[r][w], i, tables[r])
-                                       : matrix.pair(words[r][w], i, tables[r]);
-          UNROLL for (int m = 0; m < ROWS; m++) {
+          const uint table = matrix.table(rows[r]);
+          const float2 numbers =
+              EXACT ? matrix.exact_pair(words[r][w], i, table) : matrix.pair(words[r][w], i, table);
+          UNROLL for (int m = 0; m < USED; m++) {
             products[m][r] += numbers.x * inputs[m][0];
             products[m][r] += numbers.y * inputs[m][1];
           }
         }
       }
     }
+#if MODE != PALETTE && GRANULARITY == PER_GROUP
     UNROLL for (int r = 0; r < COUNT; r++) {
       const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-      const float scale = BY_GROUP ? matrix.scale(rows[r], k) : 1.0f;
-      const float bias = BY_GROUP && BIASED ? matrix.bias(rows[r], k) : 0.0f;
-      UNROLL for (int m = 0; m < ROWS; m++) {
-        const float product = products[m][r] - offsets[m];
-        sums[m][r] = BY_GROUP ? sums[m][r] + scale * product : product;
-        if (BY_GROUP && BIASED) sums[m][r] += bias * step[m];
+      const float scale = matrix.scale(rows[r], k);
+      UNROLL for (int m = 0; m < USED; m++) {
+        sums[m][r] += scale * (products[m][r] - offsets[m]);
+#if MODE == AFFINE
+        sums[m][r] += matrix.bias(rows[r], k) * step[m];
+#endif
       }
     }
-    UNROLL for (int m = 0; m < ROWS; m++) totals[m] += step[m];
+#else
+    UNROLL for (int m = 0; m < USED; m++) {
+      UNROLL for (int r = 0; r < COUNT; r++) sums[m][r] = products[m][r] - offsets[m];
+#if MODE == AFFINE
+      totals[m] += step[m];
+#endif
+    }
+#endif
   }
 
   /// The product of vector m with row `row`, from the sum over all lanes of its `sums`.
   template <typename M>
   float scaled(M matrix, uint row, int m, float sum) const {
-    if (BY_GROUP || F::MODE == PALETTE) return sum;
-    const float product = matrix.scale(row, 0) * sum;
-    return BIASED ? product + matrix.bias(row, 0) * simd_sum(totals[m]) : product;
+#if MODE == PALETTE || GRANULARITY == PER_GROUP
+    return sum;
+#else
+#if MODE == AFFINE
+    return matrix.scale(row, 0) * sum + matrix.bias(row, 0) * simd_sum(totals[m]);
+#else
+    return matrix.scale(row, 0) * sum;
+#endif
+#endif
   }
 
   /// Inputs `k` and `k + PAIRS` of every vector, multiplied with the norm's weight.
-  template <typename V>
-  void load(V vectors, uint k, uint in_dims, thread float (&inputs)[ROWS][2]) {
+  template <typename V, int USED>
+  void load(V vectors, uint k, uint in_dims, thread float (&inputs)[USED][2]) {
     UNROLL for (uint e = 0; e < 2; e++) {
       const uint place = k + e * F::PAIRS;
-      const bool inside = F::ALIGNED || place < in_dims;
+#if ALIGNED
+      constexpr bool inside = true;
+#else
+      const bool inside = place < in_dims;
+#endif
       const float factor = inside ? vectors.factor(place) : 0.0f;
-      UNROLL for (int m = 0; m < ROWS; m++) {
-        const float x = inside ? float(vectors.x[m * in_dims + place]) : 0.0f;
+      UNROLL for (int m = 0; m < USED; m++) {
+        // A row's address first: the rest of the index is then a constant of the load.
+        const float x = inside ? float((vectors.x + m * in_dims + k)[e * F::PAIRS]) : 0.0f;
         if (V::NORM) squares[m] += x * x;
         inputs[m][e] = x * factor;
       }
@@ -256,32 +296,45 @@ struct Steps {
 
 /// Of `n_parts` simdgroups that share the inputs of their rows.
 inline Steps steps_of(uint lane, uint part, uint n_parts) {
-  Steps steps;
-  steps.first = (part * LANES + lane) * VALUES;
-  steps.stride = n_parts * LANES * VALUES;
-  return steps;
+  return {(part * LANES + lane) * VALUES, n_parts * LANES * VALUES};
 }
 
-/// A lane's share of the products of ROWS vectors with COUNT rows.
+/// A lane's share of the products of USED vectors with COUNT rows.
 ///
 /// PAIR: the second half of the rows is `second`'s, a matrix of the same format.
-template <typename F, int ROWS, int COUNT, bool PAIR, bool EXACT, typename V, typename M>
+template <int USED, typename F, bool PAIR, typename V, typename M, int MOST, int COUNT>
 void multiply(
     V vectors,
     M first,
     M second,
     const thread uint (&rows)[COUNT],
     Steps steps,
-    thread Products<F, ROWS, COUNT, EXACT>& products) {
-  uint tables[COUNT];
-  UNROLL for (int r = 0; r < COUNT; r++) {
-    const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-    tables[r] = F::MODE == PALETTE ? matrix.table(rows[r]) : 0;
-  }
+    thread Products<F, MOST, COUNT>& products) {
   products.clear();
   const uint in_dims = first.in_dims();
   for (uint k = steps.first; k < in_dims; k += steps.stride) {
-    products.template add<PAIR>(vectors, first, second, rows, tables, k);
+    products.template add<USED, PAIR>(vectors, first, second, rows, k);
+  }
+}
+
+/// The same for `used` vectors, 2 to MOST: a loop for each number, so that one kernel has them all.
+template <typename F, bool PAIR, typename V, typename M, int MOST, int COUNT>
+void multiply_some(
+    V vectors,
+    uint used,
+    M first,
+    M second,
+    const thread uint (&rows)[COUNT],
+    Steps steps,
+    thread Products<F, MOST, COUNT>& products) {
+  switch (used) {
+    case 2: multiply<2, F, PAIR>(vectors, first, second, rows, steps, products); break;
+#if ROWS > 3
+    case 3: multiply<3, F, PAIR>(vectors, first, second, rows, steps, products); break;
+    case 4: multiply<4, F, PAIR>(vectors, first, second, rows, steps, products); break;
+    case 5: multiply<5, F, PAIR>(vectors, first, second, rows, steps, products); break;
+#endif
+    default: multiply<MOST, F, PAIR>(vectors, first, second, rows, steps, products);
   }
 }
 

@@ -1,149 +1,107 @@
-// What packed_vector computes, for up to 8 * BLOCKS vectors: each code is unpacked once for all of them.
+// What packed_vector computes, for up to 8 * BLOCKS vectors of each threadgroup; of more, neighbouring threadgroups
+// have a part each. A code is unpacked once for all vectors of its threadgroup.
 //
-// A simdgroup owns 16 rows of codes, of a pair 8 of each matrix, and multiplies 8x8 matrices: codes (n, k)
-// by inputs (k, m). Inputs are in threadgroup memory; codes go from their words straight into the
-// matrices. For that a lane takes 16 neighbouring inputs of a row, two in each of eight matrices, whose codes
-// one mask takes out of a word together, and inputs are stored in that order.
+// A simdgroup has CODE_ROWS rows of codes, of a pair half as many of each matrix. With SPLIT, all simdgroups of a
+// threadgroup have the same ones, and each multiplies a part of the inputs.
 
-constexpr uint STEP = 64;  // inputs
-constexpr uint LOADED = 8;  // inputs that a thread loads of every eighth vector
-constexpr uint ROWS = 8 * BLOCKS;
-constexpr uint STRIDE = ROWS + 4;  // spreads the rows of a matrix over the memory's banks
-constexpr uint OUTPUTS = PAIR ? 8 : 16;
+constexpr uint BLOCKS = 2;
+constexpr uint TILES = CODE_ROWS / 8;
+constexpr uint OUT_TILES = PAIR ? TILES / 2 : TILES;  // of the results
 using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
-// Levels of a balanced matrix are multiplied with a row's scale in the end.
-constexpr bool SCALED_LATE = MODE == BALANCED && GRANULARITY != PER_GROUP;
-constexpr bool SCALED = MODE != PALETTE && !SCALED_LATE;
+constexpr uint JOINED = BLOCKS * TILES * 2;  // numbers of a lane
 
-threadgroup float inputs[STEP * STRIDE];
-threadgroup float all_squares[ROWS];
+threadgroup float joined[SPLIT ? SIMDGROUPS * JOINED * LANES : 1];
+threadgroup float all_squares[SPLIT && NORM ? SIMDGROUPS * BLOCKS * 8 : 1];
 
-const uint rows = x_shape[0];
+const uint all_rows = x_shape[0];
+const uint all_blocks = (all_rows + 7) / 8;
+const uint pass_blocks = (all_blocks + threadgroups_per_grid.x - 1) / threadgroups_per_grid.x;
+const uint first_row = threadgroup_position_in_grid.x * pass_blocks * 8;
+const uint count = min(all_rows - first_row, pass_blocks * 8);
 const uint out_dims = codes_shape[0];
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
-const uint thread_id = thread_index_in_threadgroup;
-const uint start = (threadgroup_position_in_grid.y * 2 + simdgroup) * OUTPUTS;
-// Where a lane's two elements of an 8x8 matrix lie.
-const uint row = ((lane / 4) & 4) + (lane / 2) % 4;
-const uint column = ((lane / 4) & 2) * 2 + (lane % 2) * 2;
+const uint start = (threadgroup_position_in_grid.y * (SPLIT ? 1 : SIMDGROUPS) + (SPLIT ? 0 : simdgroup)) * OUT_TILES * 8;
+const uint row = row_in_tile(lane);
+const uint column = column_in_tile(lane);
 
 auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
-auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+const uint in_dims = first.in_dims();
+auto vectors = make_vectors<NORM>(x + first_row * in_dims, norm, eps[0]);
 #ifdef LOW_RANK
 auto table = make_parts(parts);
 #endif
-const uint in_dims = first.in_dims();
 
 // Rows past the last repeat it.
-const uint outputs[2] = {
-    min(start + row, out_dims - 1), min(start + (PAIR ? 0 : 8) + row, out_dims - 1)};
-
-uint tables[2];
-simdgroup_matrix<float, 8, 8> sums[2][BLOCKS];
-UNROLL for (uint r = 0; r < 2; r++) {
-  tables[r] = MODE == PALETTE ? (PAIR && r ? second : first).table(outputs[r]) : 0;
-  UNROLL for (uint b = 0; b < BLOCKS; b++) sums[r][b] = simdgroup_matrix<float, 8, 8>(0.0f);
+uint rows[TILES][2];
+UNROLL for (uint t = 0; t < TILES; t++) {
+  UNROLL for (uint e = 0; e < 2; e++) rows[t][e] = min(start + t % OUT_TILES * 8 + column + e, out_dims - 1);
 }
-float squares[BLOCKS];
-UNROLL for (uint b = 0; b < BLOCKS; b++) squares[b] = 0.0f;
-
-// Where a thread stores its first input. From there, the others are as far away in every thread: constants,
-// which take no registers.
-const uint offset = thread_id % 8 * LOADED;
-const uint first_place = offset % VALUES / F::PER_WORD * F::PAIRS * 8 + offset / VALUES * 2 +
-                         offset % F::PER_WORD / F::PAIRS;
-threadgroup float* const stored = inputs + first_place * STRIDE + thread_id / 8;
-
-for (uint step = 0; step < in_dims; step += STEP) {
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  UNROLL for (uint i = 0; i < LOADED; i++) {
-    const uint code = i % F::PER_WORD;
-    const uint place = (i / F::PER_WORD * F::PAIRS + code % F::PAIRS) * 8 + code / F::PAIRS;
-    const uint input = step + offset + i;
-    const float factor = input < in_dims ? vectors.factor(input) : 0.0f;
-    UNROLL for (uint b = 0; b < BLOCKS; b++) {
-      const uint m = 8 * b + thread_id / 8;
-      const float value = input < in_dims && m < rows ? float(x[m * in_dims + input]) : 0.0f;
-      if (NORM) squares[b] += value * value;
-      stored[place * STRIDE + 8 * b] = value * factor;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-
-  const uint k = step + column / 2 * VALUES;
-  uint words[2][F::WORDS];
-  float scale_of[2], bias_of[2];
-  UNROLL for (uint r = 0; r < 2; r++) {
-    auto matrix = PAIR && r ? second : first;
-    scale_of[r] = SCALED && k < in_dims ? matrix.scale(outputs[r], k) : 1.0f;
-    bias_of[r] = SCALED && MODE == AFFINE && k < in_dims ? matrix.bias(outputs[r], k) : 0.0f;
-    UNROLL for (uint w = 0; w < F::WORDS; w++) {
-      const uint word = k / F::PER_WORD + w;
-      words[r][w] = word < first.words ? matrix.codes[outputs[r] * first.words + word] : 0;
-    }
-  }
-  UNROLL for (uint f = 0; f < 8; f++) {
-    simdgroup_matrix<float, 8, 8> left[2];
-    UNROLL for (uint r = 0; r < 2; r++) {
-      // Codes past the last are multiplied with inputs of 0.
-      float2 pair = (PAIR && r ? second : first)
-                        .exact_pair(words[r][f / F::PAIRS], f % F::PAIRS, tables[r]);
-      if (SCALED) pair = scale_of[r] * pair + bias_of[r];
-      left[r].thread_elements()[0] = pair.x;
-      left[r].thread_elements()[1] = pair.y;
-    }
-    UNROLL for (uint b = 0; b < BLOCKS; b++) {
-      simdgroup_matrix<float, 8, 8> right;
-      simdgroup_load(right, inputs + f * 8 * STRIDE + 8 * b, STRIDE);
-      UNROLL for (uint r = 0; r < 2; r++) {
-        simdgroup_multiply_accumulate(sums[r][b], left[r], right, sums[r][b]);
-      }
-    }
-  }
+Tiles<F, BLOCKS, TILES, WHOLE> tiles;
+tiles.clear();
+const uint part = SPLIT ? simdgroup : 0, n_parts = SPLIT ? SIMDGROUPS : 1;
+if (count <= 8) {
+  multiply_tiles<1, PAIR>(vectors, count, first, second, rows, lane, part, n_parts, tiles);
+} else {
+  multiply_tiles<2, PAIR>(vectors, count, first, second, rows, lane, part, n_parts, tiles);
 }
 
 if (NORM) {
   UNROLL for (uint b = 0; b < BLOCKS; b++) {
-    float sum = squares[b];
-    UNROLL for (uint n = 4; n > 0; n /= 2) sum += simd_shuffle_xor(sum, n);
-    if (lane % 8 == 0) all_squares[8 * b + thread_id / 8] = sum;
+    // The other columns of a row.
+    tiles.squares[b] += simd_shuffle_xor(tiles.squares[b], 1);
+    tiles.squares[b] += simd_shuffle_xor(tiles.squares[b], 8);
+    if (SPLIT && column == 0) all_squares[(simdgroup * BLOCKS + b) * 8 + row] = tiles.squares[b];
+  }
+}
+if (SPLIT) {
+  threadgroup float* own = joined + simdgroup * JOINED * LANES + lane;
+  UNROLL for (uint i = 0; i < JOINED; i++) {
+    own[i * LANES] = tiles.sums[i / 2 / TILES][i / 2 % TILES].thread_elements()[i % 2];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-UNROLL for (uint b = 0; b < BLOCKS; b++) {
+UNROLL for (uint tile = 0; tile < BLOCKS * OUT_TILES; tile++) {
+  // Simdgroups that share inputs share the results, too.
+  if (SPLIT && tile % SIMDGROUPS != simdgroup) continue;
+  const uint b = tile / OUT_TILES, t = tile % OUT_TILES;
+  const uint m = 8 * b + row;
+  if (m >= count) continue;
+  float squares = NORM && !SPLIT ? tiles.squares[b] : 0.0f;
+  if (NORM && SPLIT) {
+    for (uint s = 0; s < SIMDGROUPS; s++) squares += all_squares[(s * BLOCKS + b) * 8 + row];
+  }
+  const float scale = NORM ? vectors.inverse_rms(squares, in_dims) : 1.0f;
   UNROLL for (uint e = 0; e < 2; e++) {
-    const uint m = 8 * b + column + e;
-    if (m >= rows) continue;
-    const float scale = NORM ? vectors.inverse_rms(all_squares[m], in_dims) : 1.0f;
+    const uint n = start + 8 * t + column + e;
+    if (n >= out_dims) continue;
     float y[2];
-    UNROLL for (uint r = 0; r < 2; r++) {
-      y[r] = sums[r][b].thread_elements()[e] * scale;
-      if (SCALED_LATE) y[r] *= (PAIR && r ? second : first).scale(outputs[r], 0);
+    UNROLL for (uint r = 0; r < (PAIR ? 2 : 1); r++) {
+      const uint place = b * TILES + t + r * OUT_TILES;
+      y[r] = SPLIT ? 0.0f : tiles.sums[b][t + r * OUT_TILES].thread_elements()[e];
+      if (SPLIT) {
+        for (uint s = 0; s < SIMDGROUPS; s++) y[r] += joined[(s * JOINED + place * 2 + e) * LANES + lane];
+      }
+      y[r] *= scale;
+      if (Tiles<F, BLOCKS, TILES, WHOLE>::SCALED_LATE) y[r] *= (r ? second : first).scale(n, 0);
 #ifdef LOW_RANK
       {
-        const uint slot = slots[m * slots_shape[0] / rows];
-        const uint matrix = PAIR ? r : 0;
-        const uint rank = table.rank(slot, matrix);
+        const uint slot = slots[(first_row + m) * slots_shape[0] / all_rows];
+        const uint rank = table.rank(slot, r);
         if (rank == 0) continue;
         auto numbers = adapter_of(
             slot, adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
         // Sections come before a second matrix, of which there are none in a pair.
-        const uint before = matrix ? table.rank(slot, 0) : table.section(outputs[r]) * rank;
+        const uint before = r ? table.rank(slot, 0) : table.section(n) * rank;
         y[r] += expand(
-            numbers + table.b(slot, matrix), rank, outputs[r], hidden + m * table.width() + before,
-            0, 1);
+            numbers + table.b(slot, r), rank, n, hidden + (first_row + m) * table.width() + before, 0, 1);
       }
 #endif
     }
     if (PAIR) y[0] = silu(y[0]) * y[1];
-    UNROLL for (uint r = 0; r < (PAIR ? 1 : 2); r++) {
-      const uint n = start + 8 * r + row;
-      if (n >= out_dims) continue;
-      const uint i = m * out_dims + n;
-      out[i] = static_cast<T>(RESIDUAL ? y[r] + float(residual[i]) : y[r]);
-    }
+    const uint i = (first_row + m) * out_dims + n;
+    out[i] = static_cast<T>(RESIDUAL ? y[0] + float(residual[i]) : y[0]);
   }
 }

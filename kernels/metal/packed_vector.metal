@@ -1,5 +1,9 @@
 // out[m, n] = residual[m, n] + x'[m] . W[n] + B[n] . hidden[m],  x' = rms_norm(x) * norm
-// or, of a pair of matrices, silu(gate) * up.  ROWS vectors, all in registers.
+// or, of a pair of matrices, silu(gate) * up.
+//
+// A threadgroup has up to ROWS vectors in registers; more are shared among neighbouring threadgroups, of which
+// the later ones find the codes in a cache. ROWS is 1, or as many as there are registers for: the number in use is
+// a value, so that two texts are all that is compiled.
 //
 // A and B belong to the adapter of m; hidden[m] = scale * A x'[m] is an input or, with SHRINK, found by
 // every threadgroup for itself.
@@ -18,6 +22,19 @@ using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
 threadgroup float inner[SHRINK ? 1024 : 1];
 threadgroup float joined[SPLIT ? SIMDGROUPS * JOINED : 1];
 
+#if ROWS > 1
+const uint passes = threadgroups_per_grid.x;
+const uint all_rows = x_shape[0];
+const uint first_row = (threadgroup_position_in_grid.x * all_rows + passes - 1) / passes;
+const uint count = ((threadgroup_position_in_grid.x + 1) * all_rows + passes - 1) / passes - first_row;
+#define EACH_ROW(m) \
+  UNROLL for (uint m = 0; m < ROWS; m++) \
+    if (m < count)
+#define ROW(m) (first_row + m)
+#else
+#define EACH_ROW(m) UNROLL for (uint m = 0; m < ROWS; m++)
+#define ROW(m) m
+#endif
 const uint out_dims = codes_shape[0];
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
@@ -27,16 +44,20 @@ const uint start = group_start + (SPLIT ? 0 : simdgroup * OUTPUTS);
 auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
 #ifdef PARTIALS
-// Attention's output, merged once for the whole threadgroup: x (rows, heads, parts, HEAD_DIM + 2). The number of parts
+// Attention's output of up to two vectors, merged once for the whole threadgroup: x (rows, heads, parts, HEAD_DIM + 2). The number of parts
 // is none of the text's, since it grows with the context.
 #define EACH_PART(first) UNROLL for (uint p = first; p < MAX_PARTIALS; p++) if (p < n_parts)
 constexpr uint PARTIAL = HEAD_DIM + 2;
-constexpr uint ALL_HEADS = ROWS * K / HEAD_DIM;
+#if ROWS > 1
+constexpr uint MERGED = 2;
+#else
+constexpr uint MERGED = 1, count = 1;
+#endif
 const uint n_parts = x_shape[2];
-threadgroup float shares[ALL_HEADS * MAX_PARTIALS];
-threadgroup T merged[ROWS * K];
+threadgroup float shares[MERGED * K / HEAD_DIM * MAX_PARTIALS];
+threadgroup T merged[MERGED * K];
 const uint first_thread = 32 * simdgroup + lane;
-for (uint head = first_thread; head < ALL_HEADS; head += 32 * SIMDGROUPS) {
+for (uint head = first_thread; head < count * K / HEAD_DIM; head += 32 * SIMDGROUPS) {
   const uint at = head * n_parts * PARTIAL + HEAD_DIM;
   float top = x[at], weight = 0.0f;
   EACH_PART(1) top = max(top, x[at + p * PARTIAL]);
@@ -49,7 +70,7 @@ for (uint head = first_thread; head < ALL_HEADS; head += 32 * SIMDGROUPS) {
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-for (uint i = first_thread; i < ROWS * K; i += 32 * SIMDGROUPS) {
+for (uint i = first_thread; i < count * K; i += 32 * SIMDGROUPS) {
   const uint part = i / HEAD_DIM * n_parts;
   float sum = 0.0f;
   EACH_PART(0) sum += shares[part + p] * x[(part + p) * PARTIAL + i % HEAD_DIM];
@@ -59,44 +80,51 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 auto vectors = make_vectors<NORM>((const threadgroup T*)merged, norm, eps[0]);
 #else
 auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+#if ROWS > 1
+vectors.x += first_row * first.in_dims();
+#endif
 #endif
 
 // Rows past the last repeat it, so that all lanes go one way.
 uint rows[CODE_ROWS];
 UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r % OUTPUTS, out_dims - 1);
 
-Products<F, ROWS, CODE_ROWS, is_exact(sizeof(vectors.x[0]), ROWS)> products;
+Products<F, ROWS, CODE_ROWS> products;
 const Steps steps = steps_of(lane, SPLIT ? simdgroup : 0, SPLIT ? SIMDGROUPS : 1);
-multiply<F, ROWS, CODE_ROWS, PAIR>(vectors, first, second, rows, steps, products);
+#if ROWS > 1
+multiply_some<F, PAIR>(vectors, count, first, second, rows, steps, products);
+#else
+multiply<1, F, PAIR>(vectors, first, second, rows, steps, products);
+#endif
 
-// From here on a lane has one row.
+// From here on a lane has one row of codes.
 const uint own = lane / SHARERS;
 const bool is_second = PAIR && own >= OUTPUTS;
 const uint output = start + own % OUTPUTS;
 const uint row = min(output, out_dims - 1);
 float sums[ROWS];
-UNROLL for (uint m = 0; m < ROWS; m++) {
+EACH_ROW(m) {
   const float sum = sum_of_lane<CODE_ROWS>(products.sums[m], lane);
   sums[m] = products.scaled(is_second ? second : first, row, m, sum);
   if (NORM) products.squares[m] = simd_sum(products.squares[m]);
 }
-if (SPLIT) {
-  UNROLL for (uint m = 0; m < ROWS; m++) {
-    threadgroup float* part = joined + simdgroup * JOINED + m * (CODE_ROWS + 1);
-    if (lane % SHARERS == 0) part[own] = sums[m];
-    if (NORM && lane == 0) part[CODE_ROWS] = products.squares[m];
-    sums[m] = products.squares[m] = 0.0f;
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (simdgroup > 0) return;
-  for (uint part = 0; part < SIMDGROUPS; part++) {
-    UNROLL for (uint m = 0; m < ROWS; m++) {
-      sums[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + own];
-      if (NORM) products.squares[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + CODE_ROWS];
-    }
+#if SPLIT
+EACH_ROW(m) {
+  threadgroup float* part = joined + simdgroup * JOINED + m * (CODE_ROWS + 1);
+  if (lane % SHARERS == 0) part[own] = sums[m];
+  if (NORM && lane == 0) part[CODE_ROWS] = products.squares[m];
+  sums[m] = products.squares[m] = 0.0f;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (simdgroup > 0) return;
+for (uint part = 0; part < SIMDGROUPS; part++) {
+  EACH_ROW(m) {
+    sums[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + own];
+    if (NORM) products.squares[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + CODE_ROWS];
   }
 }
-UNROLL for (uint m = 0; m < ROWS; m++) {
+#endif
+EACH_ROW(m) {
   if (NORM) sums[m] *= vectors.inverse_rms(products.squares[m], first.in_dims());
 }
 
@@ -110,20 +138,24 @@ UNROLL for (uint m = 0; m < ROWS; m++) {
   // Which adapter a vector uses, and where its products with A begin.
   uint of[ROWS], places[ROWS];
   uint place = 0;
-  UNROLL for (uint m = 0; m < ROWS; m++) {
-    of[m] = slots[m * slots_shape[0] / ROWS];
-    places[m] = SHRINK ? place : m * table.width();
+  EACH_ROW(m) {
+#if ROWS > 1
+    of[m] = slots[ROW(m) * slots_shape[0] / all_rows];
+#else
+    of[m] = slots[0];
+#endif
+    places[m] = SHRINK ? place : ROW(m) * table.width();
     place += (end - begin) * table.rank(of[m], 0) + (PAIR ? table.rank(of[m], 1) : 0);
   }
   // An adapter is read once for all vectors that use it.
   for (uint slot = 0; slot < (SHRINK ? table.adapters() : 0); slot++) {
-    bool mine[ROWS], used = false;
-    UNROLL for (uint m = 0; m < ROWS; m++) used |= mine[m] = of[m] == slot;
+    bool mine[ROWS] = {}, used = false;
+    EACH_ROW(m) used |= mine[m] = of[m] == slot;
     if (!used) continue;
     auto numbers = adapter_of(
         slot, adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
     uint start_of[ROWS];
-    UNROLL for (uint m = 0; m < ROWS; m++) start_of[m] = places[m];
+    EACH_ROW(m) start_of[m] = places[m];
     for (uint matrix = 0; matrix < (PAIR ? 2u : 1u); matrix++) {
       const uint rank = table.rank(slot, matrix);
       if (rank == 0) continue;
@@ -131,11 +163,11 @@ UNROLL for (uint m = 0; m < ROWS; m++) {
       shrink_together(
           vectors, mine, numbers + table.a(slot, matrix), matrix ? 0 : begin * rank, n_rows,
           first.in_dims(), adapter_scales[slot], lane, simdgroup, SIMDGROUPS, start_of, inner);
-      UNROLL for (uint m = 0; m < ROWS; m++) start_of[m] += n_rows;
+      EACH_ROW(m) start_of[m] += n_rows;
     }
   }
   if (SHRINK) threadgroup_barrier(mem_flags::mem_threadgroup);
-  UNROLL for (uint m = 0; m < ROWS; m++) {
+  EACH_ROW(m) {
     auto numbers = adapter_of(
         of[m], adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
     const uint first_rank = table.rank(of[m], 0);
@@ -155,12 +187,16 @@ UNROLL for (uint m = 0; m < ROWS; m++) {
 }
 #endif
 
-UNROLL for (uint m = 0; m < ROWS; m++) {
+EACH_ROW(m) {
   float y = sums[m];
-  if (PAIR) y = silu(y) * simd_shuffle_xor(y, LANES / 2);
+#if PAIR
+  y = silu(y) * simd_shuffle_xor(y, LANES / 2);
+#endif
   if (lane % SHARERS == 0 && own < OUTPUTS && output < out_dims) {
-    const uint i = m * out_dims + output;
-    if (RESIDUAL) y += float(residual[i]);
+    const uint i = ROW(m) * out_dims + output;
+#if RESIDUAL
+    y += float(residual[i]);
+#endif
     out[i] = static_cast<T>(y);
   }
 }

@@ -1,9 +1,9 @@
 """Launches of the kernels that multiply with packed matrices, unpack them, or merge attention's partials.
 
-A product of up to 4 vectors streams over the codes (`vector`); a product of up to 32 uses 8x8 matrices, and
-unpacks each code once for all vectors (`matrix`). Both compute an RMSNorm, a residual, low-rank adapters and
-the SwiGLU of a pair of matrices in the same dispatch. The product with the adapters' A needs another dispatch,
-unless A is so small that every threadgroup can read it.
+A product of up to 32 vectors streams over the codes, for up to 6 vectors at a time (`vector`), or uses 8x8
+matrices, and unpacks each code once for up to 16 vectors (`matrix`): `takes_vectors` says which. Both compute
+an RMSNorm, a residual, low-rank adapters and the SwiGLU of a pair of matrices in the same dispatch. The product
+with the adapters' A needs another dispatch, unless A is so small that every threadgroup can read it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from afm_mlx.kernels.operands import (
     ProductOptions,
 )
 
-VECTOR_ROWS = 4  # vectors whose inputs fit into a lane's registers
-MATRIX_ROWS = 32
+MAX_ROWS = 32  # vectors of a product
+PASS_ROWS = 6  # vectors whose sums with eight rows of codes fit into a lane's registers
 VALUES = 16  # inputs of a lane's step, as in packed_codes.metal
 STEP = 32 * VALUES  # inputs of a simdgroup's step
+TILE_STEP = 8 * VALUES  # inputs of a simdgroup's step of 8x8 matrices
+CODE_ROWS = 8  # rows of codes of a simdgroup, which share the work of preparing inputs
+TILE_ROWS = 32  # the same in the matrix kernel
 SIMDGROUPS = 2  # simdgroups of a threadgroup
 MAX_SPLIT = 8  # simdgroups of a threadgroup that share the inputs of the same rows
 # Simdgroups of a threadgroup that also multiplies with A, or merges its inputs: fewer threadgroups repeat that.
@@ -38,9 +41,11 @@ SHRINK_SIMDGROUPS = 8
 MAX_MERGED = 16 << 10  # bytes of a threadgroup's memory for inputs that it merges
 MAX_PARTIALS = 8  # that a product merges: each of its threadgroups reads all of them
 MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
-# Bytes of A that all threadgroups together can read from the chip's caches in the time of a dispatch, 2-5 us.
-MAX_SHRINK_BYTES = 8 << 20
-MANY_SIMDGROUPS = 1024  # keep the largest chips busy
+# Bytes of A, for each vector and core, that all threadgroups together multiply with in the time of a dispatch,
+# as counted.
+MAX_SHRINK_BYTES = 64 << 10
+MANY_SIMDGROUPS = 1024  # keep the largest chips busy, and hide how long memory takes to answer
+BUSY_SIMDGROUPS = 12  # of a core, that start an operation in every cycle
 FEW_SIMDGROUPS = 256  # below, each simdgroup gets fewer rows, though each one prepares its inputs
 
 _MODES = {"balanced": 0, "affine": 1, "palette": 2}
@@ -67,8 +72,11 @@ _SHRINK = Kernel(
 def _kernel(name: str, *macros: str) -> Kernel:
     """Return the kernel `name` with these macros defined, and with the further inputs that they need."""
     inputs = [*_INPUTS, *itertools.chain.from_iterable(_OPTIONAL[macro] for macro in macros)]
-    headers = (*HEADERS, "low_rank") if "LOW_RANK" in macros else HEADERS
-    return Kernel(name, tuple(inputs), ("out",), headers, tuple((macro, "1") for macro in macros))
+    headers = [*HEADERS, *(("low_rank",) if "LOW_RANK" in macros else ())]
+    headers += ["packed_tiles"] if name == "packed_matrix" else []
+    return Kernel(
+        name, tuple(inputs), ("out",), tuple(headers), tuple((macro, "1") for macro in macros)
+    )
 
 
 class Product(NamedTuple):
@@ -102,32 +110,81 @@ class Product(NamedTuple):
 
 
 def vector(product: Product, dtype: mx.Dtype) -> mx.array:
-    """Compute a product of 1 to `VECTOR_ROWS` vectors: (..., N) of `dtype`."""
+    """Compute a product of 1 to `MAX_ROWS` vectors, `PASS_ROWS` at a time: (..., N) of `dtype`."""
     shrinks = _shrinks_inside(product)
     if isinstance(product.x, AttentionPartials) and product.adapters and not shrinks:
         # Another kernel multiplies it with A.
         product = product._replace(x=merge_partials(product.x))
     if shrinks:
-        shape = Threadgroups(SHRINK_SIMDGROUPS, most_code_rows(product.rows), False)
+        shape = Threadgroups(
+            SHRINK_SIMDGROUPS, most_code_rows(product.rows, product.matrices[0]), False
+        )
     elif isinstance(product.x, AttentionPartials):
         shape = Threadgroups(SHRINK_SIMDGROUPS, 4, False)
     else:
-        shape = vector_threadgroups(product.rows, product.code_rows, product.x.shape[-1])
+        sizes = (product.rows, product.code_rows, product.x.shape[-1])
+        shape = vector_threadgroups(*sizes, most_code_rows(product.rows, product.matrices[0]))
     template = (
-        ("ROWS", product.rows),
+        ("ROWS", rows_of_pass(product.rows)),
         ("SHRINK", shrinks),
         ("CODE_ROWS", shape.code_rows),
         ("SPLIT", shape.split),
     )
     hidden = None if shrinks else _shrink(product)
-    return _launch("packed_vector", product, hidden, dtype, template, shape)
+    passes = -(-product.rows // rows_of_pass(product.rows))
+    return _launch("packed_vector", product, hidden, dtype, template, shape, passes)
 
 
 def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
-    """Compute a product of 1 to `MATRIX_ROWS` vectors: (..., N) of `dtype`."""
-    template = (("BLOCKS", -(-product.rows // 8)),)
-    shape = Threadgroups(SIMDGROUPS, 16, False)
-    return _launch("packed_matrix", product, _shrink(product), dtype, template, shape)
+    """Compute a product of 1 to `MAX_ROWS` vectors, 8 or 16 at a time: (..., N) of `dtype`."""
+    in_dims = product.x.shape[-1]
+    first = product.matrices[0]
+    is_wide = first.mode == "affine" or first.granularity == "group"
+    shape = matrix_threadgroups(product.code_rows, in_dims, TILE_ROWS // (2 if is_wide else 1))
+    template = (
+        ("CODE_ROWS", shape.code_rows),
+        ("SPLIT", shape.split),
+        ("WHOLE", in_dims % TILE_STEP == 0),
+    )
+    _, passes = _blocks(product.rows)
+    return _launch("packed_matrix", product, _shrink(product), dtype, template, shape, passes)
+
+
+def _blocks(rows: int) -> tuple[int, int]:
+    """Return how many blocks of 8 vectors the matrix kernel takes at a time, and how often."""
+    blocks = -(-rows // 8)
+    return (1, blocks) if blocks % 2 else (2, blocks // 2)
+
+
+def rows_of_pass(rows: int) -> int:
+    """Return ROWS, the most vectors of a pass: one of two values, so that few texts are compiled."""
+    return 1 if rows == 1 else PASS_ROWS
+
+
+class Prices(NamedTuple):
+    """What passes over a matrix cost in arithmetic, in units of what one more vector costs the vector kernel.
+
+    Args:
+        vectors: a pass of the vector kernel, besides its vectors: mostly unpacking codes.
+        eight, sixteen: a pass of the matrix kernel over up to 8 and up to 16 vectors.
+    """
+
+    vectors: float
+    eight: float
+    sixteen: float
+
+
+# Counted, for gate and up of the 3B, by `python -m tests.metal.rows`. M1 and M2 do integer operations in turn
+# with others, and so lose more by unpacking codes again.
+OLD_PRICES, NEW_PRICES = Prices(1.7, 7.9, 14.1), Prices(1.5, 8.5, 16.0)
+
+
+def takes_vectors(rows: int) -> bool:
+    """True if the vector kernel is the faster one for this many vectors on this machine's GPU."""
+    prices = OLD_PRICES if runtime.gpu_generation() in (13, 14) else NEW_PRICES
+    blocks, passes = _blocks(rows)
+    of_matrices = passes * (prices.eight if blocks == 1 else prices.sixteen)
+    return -(-rows // PASS_ROWS) * prices.vectors + rows <= of_matrices
 
 
 class Threadgroups(NamedTuple):
@@ -141,40 +198,60 @@ class Threadgroups(NamedTuple):
     split: bool
 
 
-def most_code_rows(rows: int) -> int:
+def most_code_rows(rows: int, weight: PackedWeight) -> int:
     """Return how many rows of codes a simdgroup has registers for, if it multiplies `rows` vectors."""
-    return 8 if rows <= 2 else 4
+    is_wide = weight.bits == 8 or weight.mode == "affine" or weight.granularity == "group"
+    return CODE_ROWS // (2 if rows > 1 and is_wide else 1)
 
 
-def vector_threadgroups(rows: int, code_rows: int, in_dims: int) -> Threadgroups:
+def vector_threadgroups(
+    rows: int, code_rows: int, in_dims: int, most: int = CODE_ROWS
+) -> Threadgroups:
     """Return sizes of threadgroups that stream `code_rows` rows of `in_dims` codes for `rows` vectors.
 
     The inputs of a small matrix are split among the simdgroups of a threadgroup, with at least one step each,
-    so that the whole chip is busy. If that isn't enough, simdgroups have fewer rows.
+    so that the whole chip is busy. If that isn't enough, simdgroups have fewer rows than `most`.
     """
-    most, steps = most_code_rows(rows), -(-in_dims // STEP)
-    split = 1
-    while 2 * split <= min(MAX_SPLIT, steps) and code_rows // most * split < MANY_SIMDGROUPS:
-        split *= 2
-    of_each = most if code_rows // most * split >= FEW_SIMDGROUPS else 4
+    # Several vectors are bound by arithmetic, to which each simdgroup adds.
+    many = MANY_SIMDGROUPS if rows == 1 else BUSY_SIMDGROUPS * runtime.gpu_cores()
+    split = _split(code_rows // most, -(-in_dims // STEP), many)
+    of_each = most if code_rows // most * split >= FEW_SIMDGROUPS else CODE_ROWS // 2
     return Threadgroups(split if split > 1 else SIMDGROUPS, of_each, split > 1)
+
+
+def matrix_threadgroups(code_rows: int, in_dims: int, of_each: int = TILE_ROWS) -> Threadgroups:
+    """Return sizes of threadgroups that multiply with `code_rows` rows of `in_dims` codes as 8x8 matrices."""
+    many = BUSY_SIMDGROUPS * runtime.gpu_cores()
+    split = _split(code_rows // of_each, -(-in_dims // TILE_STEP), many)
+    return Threadgroups(split if split > 1 else SIMDGROUPS, of_each, split > 1)
+
+
+def _split(simdgroups: int, steps: int, many: int) -> int:
+    """Return among how many simdgroups to split `steps`, where there are `simdgroups` and should be `many`."""
+    split = 1
+    while 2 * split <= min(MAX_SPLIT, steps) and simdgroups * split < many:
+        split *= 2
+    return split
 
 
 def _shrinks_inside(product: Product) -> bool:
     """True if each threadgroup of a product multiplies with A itself, without a dispatch before."""
     if not product.adapters:
         return False
-    code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows)
+    code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows, product.matrices[0])
     outputs = code_rows // len(product.matrices)
     first = product.adapters[0]
     # Maximum number of sections that one threadgroup touches.
     touched = 1 + sum(end % outputs > 0 for end in first.sections[:-1])
-    # Rows of A that a batch uses in one section, at most: each of its rows has one adapter.
-    most_rows = sum(sorted(_widths(product.adapters, 1))[-first.slots.size :])
-    nbytes = most_rows * product.x.shape[-1] * first.numbers[0].dtype.size
+    numbers = product.rows * max(_widths(product.adapters, touched))
+    nbytes = numbers * product.x.shape[-1] * first.numbers[0].dtype.size
+    groups = -(-product.code_rows // code_rows)
+    # Partials would take another dispatch, which merges them.
+    spared = 2 if isinstance(product.x, AttentionPartials) else 1
     return (
-        product.rows * max(_widths(product.adapters, touched)) <= MAX_INNER
-        and -(-product.code_rows // code_rows) * touched * nbytes <= MAX_SHRINK_BYTES
+        product.rows <= PASS_ROWS
+        and numbers <= MAX_INNER
+        and groups * nbytes <= spared * MAX_SHRINK_BYTES * runtime.gpu_cores()
     )
 
 
@@ -185,6 +262,7 @@ def _launch(
     dtype: mx.Dtype,
     template: Template,
     shape: Threadgroups,
+    passes: int = 1,
 ) -> mx.array:
     """Run the kernel of this name that computes a product.
 
@@ -230,7 +308,7 @@ def _launch(
             ("SIMDGROUPS", shape.simdgroups),
             *template,
         ),
-        grid=(32, shape.simdgroups * groups, 1),
+        grid=(32 * passes, shape.simdgroups * groups, 1),
         threadgroup=(32, shape.simdgroups, 1),
         output_shapes=[(*x.shape[:-1], matrices[0].out_dims)],
         output_dtypes=[dtype],
@@ -374,12 +452,18 @@ def _shrink(product: Product) -> mx.array | None:
     columns = max(_widths(adapters, len(adapters[0].sections)))
     own = {"x": x, "norm": "x" if norm is None else norm, "eps": floats(product.options.eps)}
     kernel, arrays = runtime.reduced(_SHRINK, {**own, **adapter_inputs(adapters)})
+    # Simdgroups that share a number's inputs; several vectors keep the chip busy with fewer.
+    simdgroups = 8 if product.rows == 1 else 2
     (hidden,) = runtime.launch(
         kernel,
         arrays,
-        template=(("PAIR", len(adapters) == 2), ("NORM", norm is not None)),
-        grid=(32, columns, product.rows),
-        threadgroup=(32, math.gcd(columns, 8), 1),
+        template=(
+            ("PAIR", len(adapters) == 2),
+            ("NORM", norm is not None),
+            ("SIMDGROUPS", simdgroups),
+        ),
+        grid=(32, simdgroups * columns, product.rows),
+        threadgroup=(32, simdgroups, 1),
         output_shapes=[(product.rows, columns)],
         output_dtypes=[mx.float32],
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import mlx.core as mx
 from afm_mlx.kernels.metal import text
 
 FOLDER = Path(__file__).parent
+_CONSTANT = re.compile(r"^static constant constexpr const int (\w+) = (\d+);", re.MULTILINE)
 
 Template = tuple[tuple[str, int | bool | mx.Dtype], ...]
 """Names and values (int, bool or Dtype) of a kernel's template arguments."""
@@ -50,11 +52,13 @@ class Kernel:
     def decided(self, template: Template, file: str) -> str:
         """Return a file's text, the kernel's own or a header's, without what this form leaves out.
 
-        Lines are where they are in the file.
+        Lines are where they are in the file. `#if` knows template arguments, macros, and headers' constants.
         """
-        known = {name: int(value) for name, value in template if not isinstance(value, mx.Dtype)}
-        flags = {name: 1 for name, meaning in self.macros if meaning == "1"}
-        found = text.resolved(_read(file), known | flags)
+        headers = "\n".join(map(_read, self.headers))
+        known = {name: int(value) for name, value in _CONSTANT.findall(headers)}
+        known |= {name: int(value) for name, value in template if not isinstance(value, mx.Dtype)}
+        known |= {name: 1 for name, meaning in self.macros if meaning == "1"}
+        found = text.resolved(_read(file), known)
         if file != self.name:
             return found
         words = dict(self.macros)
@@ -96,14 +100,11 @@ def _read(name: str) -> str:
 
 
 @functools.cache
-def texts(kernel: Kernel, template: Template) -> tuple[str, str]:
-    """Return what MLX compiles for a form of a kernel: the functions that its body calls, and the body."""
+def form(kernel: Kernel, template: Template) -> text.Form:
+    """Return what MLX compiles for template arguments of a kernel; its buffers are inputs, then outputs."""
     headers = "".join(f"{kernel.decided(template, name)}\n" for name in kernel.headers)
     body = kernel.decided(template, kernel.name)
-    header, body = text.shortened(
-        [text.reached(headers, body), body], {*kernel.inputs, *kernel.outputs}
-    )
-    return header, body
+    return text.shortened(text.reached(headers, body), body, (*kernel.inputs, *kernel.outputs))
 
 
 @functools.cache
@@ -147,11 +148,11 @@ def _architecture() -> tuple[int, str]:
 
 @functools.cache
 def _compiled(kernel: Kernel, template: Template) -> Callable[..., list[mx.array]]:
-    header, body = texts(kernel, template)
+    header, body, buffers = form(kernel, template)
     return mx.fast.metal_kernel(
         name=kernel.function(template),
-        input_names=list(kernel.inputs),
-        output_names=list(kernel.outputs),
+        input_names=list(buffers[: len(kernel.inputs)]),
+        output_names=list(buffers[len(kernel.inputs) :]),
         source=body,
         header=header,
     )
@@ -175,8 +176,8 @@ def launch(
         output_shapes=list(output_shapes),
         output_dtypes=list(output_dtypes),
     )
-    if _recorders:
-        _recorders[-1].append((library(kernel, inputs, template, output_dtypes), outputs))
+    if (launches := getattr(_recorded, "launches", None)) is not None:
+        launches.append((library(kernel, inputs, template, output_dtypes), outputs))
     return outputs
 
 
@@ -199,15 +200,26 @@ def library(
 Launched = list[tuple[str, list[mx.array]]]
 """The library and the outputs of each launch."""
 
-_recorders: list[Launched] = []
+_recorded = threading.local()
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Launched]:
-    """Collect the launches that are made while the context is open; they are not evaluated yet."""
+    """Collect the launches of this thread while the context is open; they are not evaluated yet."""
     launches: Launched = []
-    _recorders.append(launches)
+    _recorded.launches = launches
     try:
         yield launches
     finally:
-        _recorders.pop()
+        del _recorded.launches
+
+
+# Cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX distinguishes them:
+# phones, base and Pro, Max, Ultra.
+CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
+
+
+@functools.cache
+def gpu_cores() -> int:
+    """Return the maximum number of cores of this machine's kind of GPU; a Max's if the name is unknown."""
+    return CORES.get(_architecture()[1], CORES["s"])

@@ -6,11 +6,13 @@ nothing mentions are left out, and names and blanks become as short as they can 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import string
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 _WORD = re.compile(r'"[^"]*"|\b[A-Za-z_]\w*')
 # Words of the language after which, or as which, no name is declared.
@@ -30,8 +32,26 @@ _DECLARED = (
 )
 
 
-_CONSTANT = "static constant constexpr const"
+# What is there for readers, or can be said in less.
+_SHORTER = (
+    (
+        r"(?<!constexpr )\bconst (?=(?:auto|bool|char4|float[24]?|half2|int|size_t|uint3?) \w+ = )",
+        "",
+    ),
+    (r"\bmetal::(?!\w+;)", ""),  # its namespace is used
+    (r"(?<=\d)\.0f\b", ".f"),
+)
+# What texts say often, and a macro that says it.
+_PHRASES = (
+    (r"static constant constexpr const\b", "CONSTANT_", "static constant constexpr const"),
+    (
+        r"UNROLL for \((\w+) (\w+) = 0; \2 < ([^;()]+); \2\+\+\)",
+        r"EACH_(\1, \2, \3)",
+        "UNROLL for (type_ i_ = 0; i_ < count_; i_++)",
+    ),
+)
 _LINE = r"^#(?:.*\\\n)*.*\n?"  # of the preprocessor
+_INCLUDE = re.compile(r"^#include.*\n", re.MULTILINE)
 _CONDITIONS = ("#if", "#ifdef", "#else", "#endif")
 
 
@@ -71,19 +91,50 @@ def with_words(text: str, words: Mapping[str, str]) -> str:
 # -- definitions
 
 
+class _Piece(NamedTuple):
+    """A definition, or a part of a struct's: its beginning, a member, or its end."""
+
+    owner: int | None  # of a part, the index of the struct's beginning
+    names: frozenset[str]  # that it defines; none if it stays wherever its owner does
+    text: str
+    words: frozenset[str]
+
+
 def reached(header: str, body: str) -> str:
     """Return a header without the definitions, and members of structs, that the body doesn't need."""
-    definitions = [_parts(definition) for definition in _definitions(header)]
-    words = set(_WORD.findall(body))
-    while True:
-        kept, known = [], len(words)
-        for names, opening, members, end in definitions:
-            if not names or words & names:
-                inside = [m for m in members if words & _names(m)]
-                kept.append(opening + "".join(inside) + end)
-                words.update(_WORD.findall(kept[-1]))
-        if len(words) == known:
-            return "".join(kept)
+    pieces = _pieces(header)
+    words, kept, grows = set(_WORD.findall(body)), set[int](), True
+    while grows:
+        grows = False
+        for i, piece in enumerate(pieces):
+            needed = not piece.names or not words.isdisjoint(piece.names)
+            if i not in kept and needed and (piece.owner is None or piece.owner in kept):
+                kept.add(i)
+                words |= piece.words
+                grows = True
+    return "".join(pieces[i].text for i in sorted(kept))
+
+
+@functools.cache
+def _pieces(header: str) -> list[_Piece]:
+    pieces: list[_Piece] = []
+
+    def add(owner: int | None, names: Iterable[str], text: str) -> None:
+        pieces.append(_Piece(owner, frozenset(names), text, frozenset(_WORD.findall(text))))
+
+    for definition in _definitions(header):
+        opening, brace, rest = definition.partition("{")
+        struct = re.search(r"\bstruct (\w+)\s*$", opening)
+        if struct is None:
+            add(None, _names(definition), definition)
+            continue
+        owner = len(pieces)
+        add(None, {struct[1]}, opening + brace)
+        members, _, end = rest.rpartition("}")
+        for member in _definitions(members):
+            add(owner, _names(member), member)
+        add(owner, (), "}" + end)
+    return pieces
 
 
 def _definitions(text: str) -> Iterator[str]:
@@ -98,20 +149,6 @@ def _definitions(text: str) -> Iterator[str]:
         if ends:
             yield text[begin : match.end()]
             begin = match.end()
-
-
-def _parts(definition: str) -> tuple[set[str], str, list[str], str]:
-    """Return the names that a definition makes, and its text as beginning, members of a struct, and end."""
-    opening, brace, rest = definition.partition("{")
-    if not re.search(r"\bstruct \w+\s*$", opening):
-        return _names(definition), definition, [], ""
-    members, _, end = rest.rpartition("}")
-    return (
-        set(re.findall(r"\bstruct (\w+)", opening)),
-        opening + brace,
-        list(_definitions(members)),
-        "}" + end,
-    )
 
 
 def _names(definition: str) -> set[str]:
@@ -129,12 +166,30 @@ def _names(definition: str) -> set[str]:
 # -- names and blanks
 
 
-def shortened(texts: Iterable[str], fixed: Collection[str]) -> list[str]:
-    """Shorten the names that the texts declare, the same way in all of them, and leave out blanks.
+class Form(NamedTuple):
+    """A kernel's text: functions, the body that calls them, and the names of its buffers."""
 
-    `fixed` are names that others know. Names of one or two characters stay.
+    header: str
+    body: str
+    buffers: tuple[str, ...]
+
+
+def shortened(header: str, body: str, buffers: Sequence[str]) -> Form:
+    """Shorten the names of buffers and those that a header and a body declare, and leave out blanks.
+
+    What the texts say often becomes a macro. Names of one or two characters stay.
     """
-    texts = list(texts)
+    for phrase, short in _SHORTER:
+        header, body = (re.sub(phrase, short, text) for text in (header, body))
+    macros = ""
+    for phrase, short, long in _PHRASES:
+        if len(re.findall(phrase, header + body)) > 3:
+            header, body = (re.sub(phrase, short, text) for text in (header, body))
+            arguments = "(type_, i_, count_)" if "(" in short else ""
+            macros += f"#define {short.partition('(')[0]}{arguments} {long}\n"
+    # No macro may come before what is included.
+    included = "".join(_INCLUDE.findall(header))
+    texts = included + macros + _INCLUDE.sub("", header), body
     joined = "\n".join(texts)
     used = Counter(_WORD.findall(joined))
     declared = {
@@ -145,20 +200,19 @@ def shortened(texts: Iterable[str], fixed: Collection[str]) -> list[str]:
     }
     letters = string.ascii_letters
     every = itertools.chain(letters, map("".join, itertools.product(letters, letters)))
-    free = (name for name in every if name not in {*used, *fixed, "do", "if", "or"})
+    free = (name for name in every if name not in {*used, *buffers, "do", "if", "or"})
     # A macro replaces a word everywhere, so it is none that others use, such as a single letter.
-    macros = re.findall(r"^#define (\w{3,})\b", joined, re.MULTILINE)
-    short = {name: f"{next(free)}_" for name in macros}
+    defined = re.findall(r"^#define (\w{3,})\b", joined, re.MULTILINE)
+    names = {name: f"{next(free)}_" for name in defined}
+    # MLX looks for a buffer's name and "_shape" anywhere in a text: names of one letter come first.
+    for name in buffers:
+        short = names[name] = name if len(name) == 1 else next(free)
+        names |= {f"{name}_{what}": f"{short}_{what}" for what in ("shape", "strides", "ndim")}
+    names |= dict(zip(("type_", "i_", "count_"), free, strict=False))
     often = [name for name, _ in used.most_common() if name in declared and len(name) > 2]
-    short |= dict(
-        zip((name for name in often if name not in {*fixed, *macros}), free, strict=False)
-    )
-    found = [_without_blanks(with_words(text, short)) for text in texts]
-    if (at := found[0].find(_CONSTANT)) >= 0:
-        line, name = found[0].rfind("\n", 0, at) + 1, f"{next(free)}_"
-        code = found[0][line:].replace(_CONSTANT, name)
-        found[0] = f"{found[0][:line]}#define {name} {_CONSTANT}\n{code}"
-    return found
+    names |= dict(zip((name for name in often if name not in names), free, strict=False))
+    header, body = (_without_blanks(with_words(text, names)) for text in texts)
+    return Form(header, body, tuple(names[name] for name in buffers))
 
 
 def _without_blanks(text: str) -> str:

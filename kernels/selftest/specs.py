@@ -96,7 +96,15 @@ def full_specs() -> list[Spec]:
 
     Dtypes and fusions are distributed over the problems, and don't multiply their number.
     """
-    return [*_products(), *_outliers(), *_swiglus(), *_heads(), *_lookups(), *_attentions()]
+    return [
+        *_products(),
+        *_prompts(),
+        *_outliers(),
+        *_swiglus(),
+        *_heads(),
+        *_lookups(),
+        *_attentions(),
+    ]
 
 
 def _matrices(
@@ -132,6 +140,15 @@ def _products() -> Iterator[Spec]:
                 sections=3 if matrix[1] == _ALIGNED[0] else 1,
                 activation_bits=draw.choice((16, 16, 16, 8)),
             )
+
+
+def _prompts() -> Iterator[Spec]:
+    """Yield products of more vectors than those for which a GPU multiplies with a balanced matrix's codes."""
+    formats = (format_ for format_ in FORMATS if format_[0] == "balanced")
+    for i, ((mode, granularity), bits) in enumerate(itertools.product(formats, (2, 4, 8))):
+        matrix = (512, 96, bits, mode, granularity, 64 if granularity == "group" else 0)
+        fusions: _Fields = {"norm": i % 2 == 0, "residual": i % 3 == 0, "rank": 8 * (i % 2)}
+        yield Spec("packed_matmul", DTYPES[(i + i // 3) % 3], 1, 300, *matrix, **fusions)
 
 
 def _outliers() -> Iterator[Spec]:
@@ -250,11 +267,11 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
     return [
         body("packed_matmul", norm=True),
         body("packed_matmul", batch=2, residual=True, **adapters),
-        body("packed_matmul", batch=5, norm=True, sections=3, **adapters),
+        body("packed_matmul", batch=7, norm=True, sections=3, **adapters),
         body("packed_matmul", tokens=40, norm=True),
         body("packed_matmul", tokens=300, norm=True),
         body("packed_swiglu", norm=True),
-        body("packed_swiglu", batch=5, norm=True, **adapters),
+        body("packed_swiglu", batch=12, norm=True, **adapters),
         body("packed_swiglu", tokens=40, norm=True),
         body("packed_swiglu", tokens=300, norm=True),
         Spec("packed_matmul", dtype, **nano, norm=True),

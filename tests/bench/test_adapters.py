@@ -1,9 +1,15 @@
 """The benchmark of adapters, on the small preset: all figures are there, and targets are judged by them."""
 
+import io
 import json
+import re
 
+import mlx.core as mx
 import pytest
 
+from afm_mlx.adapters.active import active_adapters
+from afm_mlx.config import PRESETS
+from afm_mlx.measure.random_model import random_packed_model
 from bench import adapters
 
 
@@ -62,3 +68,24 @@ def test_targets_are_judged_by_the_figures(measured):
     (load,) = [t for t in adapters.targets(figures | {"loads": late}) if "first load" in t.name]
     assert load.value == pytest.approx(200)
     assert load.met is False
+
+
+def test_the_first_step_with_an_adapter_computes_that_step_alone(monkeypatch):
+    """The prompt was once computed with it, half a second at the 3B's size, and counted as the adapter's."""
+    model, operations = random_packed_model(PRESETS["afm-nano"]), []
+    greedy = model.greedy
+
+    def counted(tokens, cache):
+        found = greedy(tokens, cache)
+        drawing = io.StringIO()
+        mx.export_to_dot(drawing, found[0])
+        count = len(re.findall(r'\[label ="', drawing.getvalue()))
+        operations.append((active_adapters(model).batch is not None, count))
+        return found
+
+    monkeypatch.setattr(model, "greedy", counted, raising=False)
+    adapters.swaps(model, (16, 16), 2)
+    adapted = [count for with_adapter, count in operations if with_adapter]
+    assert len(adapted) == 6
+    assert len(set(adapted)) == 1
+    assert operations[0][1] > adapted[0]  # the prompt's

@@ -2,12 +2,16 @@
 
 import json
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
 from tests.hostile.file_mutations import change_inside, pick
 from tests.hostile.harness import Case, run_cases
+from tests.tools.zoo_chats import write_tokenizer
 
 NAMES = ["<turn_start>", "<turn_end>", "<executable_start>", "<executable_end>"]
 WORDS = [
@@ -161,3 +165,62 @@ def test_messages_of_wrong_types(rng):
         return Case(what, run)
 
     run_cases(wrong_messages, rng, 0.03)
+
+
+# -- tokenizers of mlx-lm's models
+
+ZOO_NAMES = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</think>"]
+
+
+def for_zoo(text):
+    """A part of a template or text with Qwen's names in place of AFM's."""
+    for own, name in zip(NAMES, ZOO_NAMES, strict=True):
+        text = text.replace(own, name)
+    return text
+
+
+@cache
+def zoo_tokenizer():
+    from mlx_lm.tokenizer_utils import load
+
+    with TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder), "qwen3")
+        return ZooTokenizer.of(load(Path(folder)))
+
+
+def zoo_controls(ids):
+    return [token for token in ids if token in set(zoo_tokenizer().control_names.values())]
+
+
+def test_zoo_templates_of_random_parts(rng):
+    def hostile_template(rng):
+        (messages, tools), (plain, plain_tools) = two_chats(rng)
+        messages, tools = json.loads(for_zoo(json.dumps([messages, tools])))
+        parts = [for_zoo(pick(rng, PARTS)) for _ in range(int(rng.integers(1, 7)))]
+        if rng.integers(4) == 0:
+            parts.insert(int(rng.integers(len(parts) + 1)), pick(rng, BOMBS))
+        loop = "".join(["{% for m in messages %}", *parts, "{% endfor %}"])
+        source = loop + "{# tools tool_calls response_format #}"
+
+        def run():
+            encode = zoo_tokenizer().apply_chat_template
+            ids = encode(messages, tools, chat_template=source, note=messages[0]["content"])
+            right = encode(plain, plain_tools, chat_template=source, note="y")
+            assert zoo_controls(ids) == zoo_controls(right)
+
+        return Case(f"{source} over {messages!r} {tools!r}", run)
+
+    run_cases(hostile_template, rng, 0.03)
+
+
+def test_zoo_tokenizers_take_wrong_chats_as_one_error(rng):
+    def wrong_chat(rng):
+        messages, tools = chat(rng, lambda: text(rng))
+        change_inside(rng, messages, WRONG, deepest=2000)
+
+        def run():
+            zoo_tokenizer().apply_chat_template(messages, tools)
+
+        return Case("a wrong chat", run)
+
+    run_cases(wrong_chat, rng, 0.03)

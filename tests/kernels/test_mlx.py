@@ -74,6 +74,18 @@ def test_a_grid_is_exact_and_its_products_are_about_as_large_as_their_vectors(rn
         assert 0.6 < (2**bits - 1) / 2 * unit * in_dims**0.5 <= 1.8
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_of_groups_belong_to_the_rounded_scales(rng, dtype):
+    """So a balanced group stays balanced, up to one rounding."""
+    for bits in kernels.BITS:
+        weight = drawn(rng, "packed_matmul", FORMATS[5], bits).args[1]
+        scales, biases, size = mlx_kernels._affine(weight, dtype)
+        assert (scales.dtype, biases.dtype, size) == (dtype, dtype, 32)
+        middle = (2**bits - 1) / 2 * np.array(scales.astype(mx.float32)).astype(np.float64)
+        allowed = UNIT_ROUNDOFF[dtype] * middle
+        assert_within(-biases.astype(mx.float32), middle, allowed)
+
+
 def test_half_types_are_rounded_once(rng):
     """Not at every addition, which is what MLX's own product does with them on a CPU."""
     if dispatch.device() != "cpu":

@@ -207,13 +207,14 @@ def count_launch(
     Integer inputs of up to 64 numbers, such as a row's length, are computed: control flow depends on them.
     """
     dtypes = options["output_dtypes"]
-    unit = _unit(kernel, inputs, options)
-    buffers = dict(zip(kernel.outputs, options["output_shapes"], strict=True))
+    made = project_kernel(kernel, tuple(options["template"]))
+    unit = made.unit(inputs, dtypes, ())
+    buffers = dict(zip(made.output_names, options["output_shapes"], strict=True))
     arguments = {
         name: Argument(name, math.prod(shape) * dtype.size)
         for (name, shape), dtype in zip(buffers.items(), dtypes, strict=True)
     }
-    for name, x in zip(kernel.inputs, inputs, strict=True):
+    for name, x in zip(made.input_names, inputs, strict=True):
         known = np.array(x) if x.size <= 64 and mx.issubdtype(x.dtype, mx.integer) else None
         arguments[name] = Argument(name, x.nbytes, known)
         arguments |= {k: Argument(k, v.nbytes, v) for k, v in shape_buffers(name, x).items()}
@@ -228,12 +229,6 @@ def check_launch(
     registers_at_most: float = REGISTERS,
 ) -> None:
     """Raise `CostError` for what makes the kernel of a launch slow on every GPU, see `count`."""
-    blocks, _ = _parsed(_unit(kernel, inputs, options))
-    check(kernel.name, blocks, registers_at_most)
-
-
-def _unit(
-    kernel: metal_runtime.Kernel, inputs: Sequence[mx.array], options: Mapping[str, Any]
-) -> Unit:
     made = project_kernel(kernel, tuple(options["template"]))
-    return made.unit(inputs, options["output_dtypes"], ())
+    blocks, _ = _parsed(made.unit(inputs, options["output_dtypes"], ()))
+    check(kernel.name, blocks, registers_at_most)

@@ -188,7 +188,7 @@ def project_kernel(kernel: metal_runtime.Kernel, template: metal_runtime.Templat
 
     With `AFM_METAL_LINES=1`, names and lines are the files' own, for whoever looks for a fault.
     """
-    header, body = metal_runtime.texts(kernel, template)
+    header, body, buffers = metal_runtime.form(kernel, template)
     if os.environ.get(LINES) or branches.start() is not None:
         read = metal_runtime._read
         with mock.patch.object(metal_runtime, "_read", lambda n: branches.source(n, read(n))):
@@ -197,7 +197,8 @@ def project_kernel(kernel: metal_runtime.Kernel, template: metal_runtime.Templat
                 f'#line 1 "{name}.metal"\n{decided(name)}\n' for name in kernel.headers
             )
             body = decided(kernel.name)
-    names = kernel.inputs, kernel.outputs
+        buffers = *kernel.inputs, *kernel.outputs
+    names = buffers[: len(kernel.inputs)], buffers[len(kernel.inputs) :]
     return Kernel(kernel.function(template), *names, body, header, of_project=True)
 
 

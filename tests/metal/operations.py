@@ -37,6 +37,7 @@ _FUNCTIONS = {
     **dict.fromkeys("floor ceil rint round trunc".split(), "convert"),
     **dict.fromkeys("llvm.assume llvm.experimental.noalias emulator_lane".split(), ""),
     **{"emulator_threadgroup_variable": "", "emulator_barrier": "barrier"},
+    "emulator_collective": "",  # a barrier of a simdgroup: the others are opaque
 }
 # Bytes that one instruction loads or stores at most, and numbers.
 _VECTOR_BYTES, _VECTOR = 16, 4
@@ -48,7 +49,11 @@ def _class(code: Instruction, fused: set[str], strings: Mapping[str, str]) -> tu
     lanes = int(found[1]) if found else 1
     wide = 2 if "i64" in code.type else 1
     if code.op == "call":
-        return _function(code, strings), lanes
+        kind = _function(code, strings)
+        return (
+            kind,
+            1 if kind == "matrix" else lanes,
+        )  # one multiplies 8x8 matrices, two numbers of each lane
     if code.op in ("fpext", "fptrunc"):  # half costs nothing as an operand or a result
         return ("bfloat" if "bfloat" in code.type + code.detail else ""), lanes
     if code.op in ("icmp", "fcmp"):

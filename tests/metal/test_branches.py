@@ -32,7 +32,7 @@ def probe(tmp_path, monkeypatch):
 
     def forget():
         metal_runtime._read.cache_clear()
-        metal_runtime.texts.cache_clear()
+        metal_runtime.form.cache_clear()
         emulator.project_kernel.cache_clear()
         branches.sites.cache_clear()
         branches.start.cache_clear()

@@ -3,6 +3,7 @@
 And `bench.predict`, whose counts equal today's kernels' counts.
 """
 
+import itertools
 import json
 
 import mlx.core as mx
@@ -13,8 +14,8 @@ from afm_mlx.kernels import PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import matmul, products
 from bench.apple_gpus import Launch
 from bench.predict import DATA
-from tests.metal import llvm_ir, mlx_wheel, prediction_data, published, toolchain
-from tests.metal.cost import REGISTERS, Argument, CostError, check, check_launch, count
+from tests.metal import llvm_ir, mlx_wheel, prediction_data, published, rows, toolchain
+from tests.metal.cost import Argument, CostError, check, check_launch, count, count_launch
 from tests.metal.launches import record
 from tests.metal.machine import Unit
 from tests.metal.operations import operations
@@ -61,6 +62,12 @@ def cost(body: str, n: int = 4, threads: int = 64, **options) -> Launch:
             {"exponent": 1, "reciprocal": 1, "load": 2},
         ),
         ("y = simd_sum(y) + simd_shuffle_xor(y, 1);", {"reduction": 1, "shuffle": 1, "float": 1}),
+        # 512 multiplications and additions, by all lanes together.
+        (
+            "simdgroup_matrix<float, 8, 8> a; a.thread_elements()[0] = a.thread_elements()[1] = y;"
+            "simdgroup_multiply_accumulate(a, a, a, a); y = a.thread_elements()[0] * a.thread_elements()[1];",
+            {"matrix": 1, "float": 1},
+        ),
         # What follows from sizes alone is done once for all threads.
         ("y = y * float((n & 7) / 3);", {"float": 1}),
         # Both sides of what lanes may decide differently are waited for.
@@ -156,21 +163,68 @@ def zeros(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.zeros(shape, dtype)
 
 
-# Rows, and the registers that a product of that many can take. Matrices of 8x8 need few, as long as what is
-# stored and loaded lies at constant distances; with an address for each, 32 rows took twice as many.
-@each("rows, limit", [*((n, REGISTERS) for n in (1, 2, 3, 4)), *((n, 64) for n in (8, 16, 24, 32))])
-def test_products_stay_in_registers(rows, limit):
+def weight_of(mode: str, granularity: str, bits: int, n: int, k: int) -> PackedWeight:
+    codes = zeros(n, k * bits // 32, dtype=mx.uint32)
+    if mode == "palette":
+        return PackedWeight(codes, bits, mode, table=zeros(n // 16, 1 << bits, dtype=mx.float16))
+    scales = zeros(n, k // 64) if granularity == "group" else zeros(n)
+    return PackedWeight(codes, bits, mode, scales, scales if mode == "affine" else None)
+
+
+# The vector kernel takes 6 vectors at a time, and the matrix kernel 16. Wide formats leave registers for half
+# as many rows of codes. Products of matrices would take twice as many with an address for each input.
+@each(
+    "kernel, rows, formats",
+    [
+        ("vector", 1, [("balanced", "row", 2), ("balanced", "row", 4), ("affine", "group", 4)]),
+        ("vector", 6, [("balanced", "row", 4), ("balanced", "row", 8), ("affine", "row", 4)]),
+        ("vector", 6, [("affine", "group", 8), ("palette", "table", 4)]),
+        ("matrix", 16, [("balanced", "row", 8), ("affine", "group", 4), ("affine", "row", 8)]),
+        ("matrix", 16, [("palette", "table", 8)]),
+    ],
+)
+def test_products_stay_in_registers(kernel, rows, formats):
     n, k = 16384, 2048  # eight rows of codes for a simdgroup, where that many are taken
     x, options = zeros(rows, k, dtype=mx.bfloat16), ProductOptions(zeros(k, dtype=mx.bfloat16))
-    multiply = products.vector if rows <= products.VECTOR_ROWS else products.matrix
-    for bits in (2, 4):
-        weight = PackedWeight(zeros(n, k * bits // 32, dtype=mx.uint32), bits, "balanced", zeros(n))
+    multiply = getattr(products, kernel)
+    for mode, granularity, bits in formats:
+        weight = weight_of(mode, granularity, bits, n, k)
         calls = record(lambda w=weight: matmul.packed_matmul(multiply, x, w, options))
         calls += record(lambda w=weight: matmul.packed_swiglu(multiply, x, w, w, options))
-        if rows <= products.VECTOR_ROWS:
+        if kernel == "vector":
             calls += record(lambda w=weight: matmul.argmax(x, w, options))
         for call in calls:
-            check_launch(*call, registers_at_most=limit)
+            check_launch(*call)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 12])
+def test_inputs_of_every_vector_are_loaded_four_at_a_time(rows):
+    """A row's address is computed once a step, and is a constant's distance from each of its inputs."""
+    n, k = 16384, 2048
+    weight, x = weight_of("balanced", "row", 2, n, k), zeros(rows, k, dtype=mx.bfloat16)
+    kernel = "vector" if products.takes_vectors(rows) else "matrix"
+    (call,) = record(
+        lambda: matmul.packed_matmul(getattr(products, kernel), x, weight, ProductOptions())
+    )
+    steps, of_step = (k // 512, 16 * min(rows, 6)) if kernel == "vector" else (k // 128, 32)
+    of_codes = 8 * steps
+    loads = count_launch(*call).operations["load"]
+    assert loads <= steps * of_step // 4 + of_codes + 2 * min(rows, 6) + 16
+
+
+@pytest.mark.parametrize("on", rows.ON, ids=lambda on: on.chip)
+def test_the_prices_of_kernels_are_those_of_the_counts(on):
+    """By which the kernel is chosen: products whose chip isn't known when they are written."""
+    set_by = products.OLD_PRICES if on.generation < 15 else products.NEW_PRICES
+    assert rows.prices(on) == pytest.approx(set_by, rel=0.15)
+
+
+def test_one_more_row_costs_less_than_another_pass_of_all():
+    """The largest step is from 8 to 9 rows, which are two passes: 1.84 times with matrices, on an M4."""
+    for on, most in zip(rows.ON, (1.7, 1.7, 1.5, 1.5, 1.5), strict=True):
+        times = [rows.microseconds(rows.chosen("gateup", n, on), on) for n in range(1, 33)]
+        steps = [after / before for before, after in itertools.pairwise(times)]
+        assert max(steps) <= most, (on.chip, 2 + int(np.argmax(steps)))
 
 
 # -- what is predicted from the counts

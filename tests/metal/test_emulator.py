@@ -205,7 +205,7 @@ def launch_file(tmp_path, monkeypatch):
 
     def forget():
         metal_runtime._read.cache_clear()
-        metal_runtime.texts.cache_clear()
+        metal_runtime.form.cache_clear()
         emulator.project_kernel.cache_clear()
 
     yield launch

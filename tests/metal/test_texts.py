@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 from afm_mlx.config import PRESETS
+from afm_mlx.kernels.metal import runtime
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE
 from tests.metal import texts
 from tests.metal.launches import cache_of, record, shapes_only
@@ -26,6 +27,16 @@ def test_every_kernel_has_a_text_that_is_whole(found):
         assert f"[[kernel]] void custom_kernel_afm_{name.rpartition('-')[0]}" in text, name
         # Conditions are decided before: no compiler has to.
         assert set(re.findall(r"^\s*#(\w+)", text, re.MULTILINE)) <= {"include", "define"}, name
+
+
+def test_conditions_name_what_a_call_decides():
+    """What nobody knows counts as 0, a misspelt name as well."""
+    names = {name for call in texts.calls() for name, _ in call.options["template"]}
+    for file in runtime.FOLDER.glob("*.metal"):
+        text = runtime._read(file.stem)
+        known = names | {name for name, _ in runtime._CONSTANT.findall(text)}
+        for condition in re.findall(r"^#if (.*)", text, re.MULTILINE):
+            assert set(re.findall(r"[A-Za-z_]\w*", condition)) <= known, (file.name, condition)
 
 
 COMPILER = """

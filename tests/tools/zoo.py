@@ -108,8 +108,12 @@ def zoo_model(model_type: str, vocab_size: int, seed: int) -> Any:
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     model = module.Model(module.ModelArgs.from_dict(zoo_config(model_type, vocab_size)))
-    sharpen = [(k, v * 4 if v.ndim > 1 else v) for k, v in tree_flatten(model.parameters())]
-    model.load_weights(sharpen)
+    weights = []
+    for name, weight in tree_flatten(model.parameters()):
+        if weight.ndim > 1:  # sharper than mlx-lm draws them, and none of them zero
+            weight = weight * 4 if weight.any().item() else mx.random.normal(weight.shape)
+        weights.append((name, weight))
+    model.load_weights(weights)
     mx.eval(model.parameters())
     return model.eval()
 

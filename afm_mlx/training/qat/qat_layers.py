@@ -36,6 +36,7 @@ from afm_mlx.quantization.float_to_codes import pack
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import (
     Predicate,
+    check_layer_types,
     quantized_config,
     replace_modules,
     rule_chooser,
@@ -126,8 +127,8 @@ def prepare_qat(
 ) -> nn.Module:
     """Replace a model's linear layers and embeddings by layers that train on grids, in place.
 
-    Layers are chosen as in `quantize_model`. Norms, biases and layers of other types stay float, and trainable
-    or frozen as before.
+    Layers are chosen, or refused, as in `quantize_model`. Norms and biases stay float, and trainable or frozen
+    as before.
 
     Args:
         model: a model with float weights, of this package or mlx-lm's zoo.
@@ -146,6 +147,7 @@ def prepare_qat(
         ConfigError, CheckpointError: name the layer that can't be packed by its rule, and why.
     """
     choose = rule_chooser(rule, embedding_rule, predicate)
+    check_layer_types(model, choose)
     kinds = {nn.Linear: QATLinear, nn.Embedding: QATEmbedding}
     layers: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.engine.generation import stream_generate
@@ -252,6 +252,7 @@ def test_caches_of_the_zoo(rng):
     cache = [KVCache() for _ in model.layers]
     model(mx.array([some_prompt(rng, 6)]), cache=cache)
     assert tokens_in(cache) == 6
-    # A recurrent layer neither counts tokens nor takes them back.
-    assert tokens_in([ArraysCache(2), KVCache()]) is None
-    assert tokens_in([ArraysCache(2)]) is None
+    assert tokens_in([ArraysCache(2), *cache]) == 6
+    assert tokens_in([CacheList(ArraysCache(2), *cache)]) == 6
+    assert tokens_in([CacheList(KVCache(), *cache)]) is None
+    assert tokens_in([ArraysCache(2)]) is None  # a recurrent layer doesn't count tokens

@@ -6,14 +6,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_caches
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.prefix_cache import PAGE, Columns, PrefixCache
+from afm_mlx.engine.prefix_cache import PAGE, Columns, PrefixCache, _Snapshot
+from afm_mlx.engine.prompt_cache import PromptCaches, tokens_in
 from afm_mlx.engine.request import Request
+from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.engine.zoo_caches import CUT, KEPT, can_be_kept, leaves
-from tests.tools.engines import SIZES, Adapters, run, some_prompt, tokens_of
+from afm_mlx.errors import RequestError
+from tests.tools.engines import SIZES, Adapters, naive_greedy, run, some_prompt, tokens_of
 from tests.tools.zoo import zoo_model
 
 VOCAB = SIZES["vocab_size"]
@@ -64,7 +67,7 @@ def answer(engine, prompt, count=6, **options):
     return [r.token for r in responses], responses[-1].cached_tokens
 
 
-def test_each_kind_of_mlx_lm_is_handled():
+def test_each_kind_of_mlx_lm_is_handled(tokenizer):
     """A kind that mlx-lm gains is kept, or stands in NO_BATCHES because it can't be batched."""
     classes = [
         kind
@@ -78,8 +81,30 @@ def test_each_kind_of_mlx_lm_is_handled():
         assert hasattr(kind, "merge") == (kind.__name__ not in NO_BATCHES)
     tested = {name for names in KINDS.values() for name in names}
     assert tested | NO_BATCHES | {"BatchKVCache", "BatchRotatingKVCache"} == named
+    model = zoo_model("llama", VOCAB, 1)
+    for entry in (
+        mlx_caches.QuantizedKVCache(),
+        CacheList(KVCache(), mlx_caches.ChunkedKVCache(8)),
+    ):
+        model.make_cache = lambda entry=entry: [KVCache(), entry]
+        with pytest.raises(
+            RequestError, match=r"has a (Quantized|Chunked)KVCache, of which mlx-lm has no"
+        ):
+            Engine(model, tokenizer)
     assert not can_be_kept([mlx_caches.QuantizedKVCache()])
     assert not can_be_kept([mlx_caches.CacheList(mlx_caches.ChunkedKVCache(8))])
+
+
+def test_prompts_are_padded_only_where_states_keep_padding_out(rng, model, tokenizer, fed):
+    engine = Engine(model, tokenizer)
+    is_baichuan = type(model).__module__.endswith("baichuan_m1")
+    assert engine._caches.takes_padding == (not is_baichuan)
+    prompts = [some_prompt(rng, n) for n in (4, 9, 20)]
+    rows = [engine.submit(Request(prompt, 8, logprobs=False)) for prompt in prompts]
+    fed.clear()
+    found = tokens_of(run(engine))
+    assert [found[r] for r in rows] == [naive_greedy(model, prompt, 8) for prompt in prompts]
+    assert ((3, 19) in fed) == (not is_baichuan)
 
 
 @pytest.mark.parametrize("length", [10, PAGE, PAGE + 41])
@@ -145,7 +170,7 @@ def test_an_answer_that_ends_by_itself_or_is_cancelled_leaves_all_of_it(rng, mod
     engine = Engine(model, tokenizer, prefix_cache=PrefixCache(LARGE), prefill_step_size=32)
     prompt = some_prompt(rng, 40)
     said = answer(plain, prompt, 20)[0]
-    end = next(i for i in range(2, 20) if said[i] not in said[:i])
+    end = said.index(said[7])
     tokenizer.eos_token_ids = {said[end]}
     tokens, _ = answer(engine, prompt, 20)
     assert tokens == said[: end + 1]
@@ -170,6 +195,34 @@ def test_an_answer_that_ends_by_itself_or_is_cancelled_leaves_all_of_it(rng, mod
     assert found[1] >= len(long) + len(tokens) - 1
 
 
+@pytest.mark.parametrize("speculation", [None, Speculation(prompt_lookup=True, num_draft_tokens=2)])
+def test_a_callers_cache_goes_from_turn_to_turn(rng, model, tokenizer, fed, speculation):
+    """All of its entries hold the same tokens, also where the end token can't be taken back from some."""
+    plain, engine = Engine(model, tokenizer), Engine(model, tokenizer, speculation=speculation)
+    caches, prompt, added = PromptCaches(engine.make_cache), some_prompt(rng, 40), []
+    is_counted = type(model).__module__.rpartition(".")[2] != "mamba2"
+    for turn in range(3):
+        if turn == 1:
+            said = answer(plain, prompt, 20)[0]
+            tokenizer.eos_token_ids = {said[7]}
+        wanted = answer(plain, prompt, 20)[0]
+        fed.clear()
+        with caches.continuing(prompt) as lent:
+            lent.answer, _ = answer(engine, lent.rest, 20, cache=lent.cache)
+            new = len(lent.rest)
+        assert lent.answer == wanted
+        known = {
+            tokens_in([entry]) for entry in lent.cache if type(entry).__name__ != "ArraysCache"
+        }
+        assert len(known) == is_counted
+        tokenizer.eos_token_ids = set()
+        if turn and is_counted:
+            # Of what the turn before said, only its last token is fed again, if that.
+            assert new - len(added) in ((0, 1) if _states(model) else (1,))
+        added = some_prompt(rng, 5)
+        prompt = [*prompt, *lent.answer, *added]
+
+
 def test_snapshots_count_and_are_evicted_before_their_pages(rng, model, tokenizer):
     plain = Engine(model, tokenizer)
     probe = PrefixCache(LARGE)
@@ -186,6 +239,11 @@ def test_snapshots_count_and_are_evicted_before_their_pages(rng, model, tokenize
         kept = list(prefixes._pages)
         assert prefixes.nbytes == sum(item.nbytes for item in kept) <= prefixes.budget
         assert all(item.above() is not None for item in kept)
+        # No more columns of a window than the next token sees.
+        states = [
+            array for item in kept if type(item) is _Snapshot for array in item.columns.groups
+        ]
+        assert all(array.ndim < 4 or array.shape[2] <= 24 for array in states)
     assert prefixes.evictions > 10
     small = PrefixCache(100)
     assert answer(Engine(model, tokenizer, prefix_cache=small), prompts[0]) == (

@@ -27,6 +27,7 @@ FORMS = {
     "llama3": "Llama 3",
     "mistral": "Mistral",
     "mistral args": "Mistral",
+    "mistral ids": "Mistral",
     "harmony": "Harmony",
     "lfm2": "Pythonic",
     "lfm2 first": "Pythonic",
@@ -169,7 +170,9 @@ def written(form, *calls):
         pairs = call["arguments"].items()
         return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
 
-    texts = [form.head_of(call["name"]) + arguments(call) + form.tail for call in calls]
+    texts = [
+        form.head_of(call["name"], "a23456780") + arguments(call) + form.tail for call in calls
+    ]
     return form.opening + (form.between or ", ").join(texts) + form.closing
 
 
@@ -220,7 +223,9 @@ def test_answers_are_split_however_they_are_cut(tokenizer_of, family, size):
     joined = "".join(
         "|" if isinstance(p, CallBegins) else p.json for p in parts if not isinstance(p, Text)
     )
-    assert list(map(json.loads, joined.split("|")[1:])) == [c["arguments"] for c in calls]
+    arguments = joined.split("|")[1:]
+    assert list(map(json.loads, arguments)) == [c["arguments"] for c in calls]
+    assert [text.strip() for text in arguments] == arguments
 
 
 def test_names_of_marks_in_text_are_text(tokenizer_of):

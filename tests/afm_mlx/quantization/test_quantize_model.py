@@ -20,6 +20,7 @@ from afm_mlx.quantization.quantize_model import (
     quantize_model,
 )
 from afm_mlx.quantization.rule import PRESET_RULES, QuantizationRule
+from afm_mlx.training.qat.qat_layers import prepare_qat
 from tests.tools.compare import assert_close, assert_same_tensors
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_config, zoo_model
@@ -52,6 +53,29 @@ def test_the_first_generation_has_its_published_formats(rng):
     assert not any(part.int8 for part in cache)
     steps = [model(tokens[:, i : i + 3], cache) for i in (0, 3, 6)]
     assert_close(mx.concatenate(steps, axis=1), dequantize_model(model)(tokens), 2e-3)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "longcat_flash"])
+def test_layers_of_other_types_are_refused_by_name(tmp_path, zoo_folder, model_type):
+    """Experts would stay float, and most of a model with them, whatever its bits per weight are said to be."""
+    (model, source), kind = zoo_folder(model_type), "SwitchLinear"
+    for pack in (quantize_model, lambda model, config: prepare_qat(model)):
+        with pytest.raises(
+            ConfigError, match=rf"^model\.layers\.0\..* \({kind}\) and \d+ more.*float: \d\d%"
+        ):
+            pack(model, zoo_config(model_type, VOCAB))
+    with pytest.raises(ConfigError, match=kind):
+        convert(source, tmp_path / "packed", quantize=True, q_mode="balanced", q_bits=2)
+    assert not (tmp_path / "packed").exists()
+
+    def no_experts(path, module):
+        return type(module) in (nn.Linear, nn.Embedding)
+
+    rule = QuantizationRule(4)
+    quantize_model(model, zoo_config(model_type, VOCAB), rule, predicate=no_experts)
+    names = [type(module).__name__ for module in model.modules()]
+    assert kind in names
+    assert "PackedLinear" in names
 
 
 @pytest.fixture

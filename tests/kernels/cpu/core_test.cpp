@@ -41,12 +41,12 @@ int code_at(const uint8_t* row, int bits, int64_t k) {
 // Digits or integers in `layout` back to the integer of column k.
 int value_at(const int8_t* x, const Layout& layout, int64_t k) {
   const int fields = 8 / layout.bits;
+  const int64_t step = block_cols(layout), block = k / step, at = k % step;
   if (layout.words) {
     int16_t word;
-    memcpy(&word, x + 2 * (layout.bits == 8 ? k : k / 64 * 64 + k % 4 * 16 + k % 64 / 4), sizeof word);
+    memcpy(&word, x + 2 * (layout.bits == 8 ? k : block * step + at % (step / 16) * 16 + at / (step / 16)), sizeof word);
     return word;
   }
-  const int64_t step = block_cols(layout), block = k / step, at = k % step;
   int value = 0;
   for (int d = 0; d < layout.digits; ++d) {
     value = value * 256 + x[((block * layout.digits + d) * fields + at % fields) * layout.bytes + at / fields];
@@ -76,15 +76,18 @@ void test_columns(const Kernels& k, const uint8_t* codes, int64_t rows, int64_t 
   free(out);
 }
 
-// Quantizes a vector, checks that, and multiplies rows of codes with it; group 0 is one scale per row.
-void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t cols, int64_t group) {
+// Quantizes a vector, checks that, and multiplies rows of codes with it; group 0 is one scale per row. With
+// `largest_codes`, all codes are, and digits: of two, the low one is -128 in all columns but the first.
+void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t cols, int64_t group, bool largest_codes) {
   const int64_t row_bytes = cols * bits / 8, groups = group > 0 ? cols / group : 1;
   const int64_t stride = groups / 16 * 16 + 32;
   uint8_t* codes = array<uint8_t>(rows * row_bytes);
-  for (int64_t i = 0; i < rows * row_bytes; ++i) codes[i] = static_cast<uint8_t>(draw());
+  for (int64_t i = 0; i < rows * row_bytes; ++i) codes[i] = static_cast<uint8_t>(largest_codes ? 255 : draw());
   float* x = array<float>(cols);
   float largest = 0;
-  for (int64_t i = 0; i < cols; ++i) largest = fmaxf(largest, fabsf(x[i] = draw_float()));
+  const float low = digits == 2 ? -128.0f / 32639 : -1;
+  for (int64_t i = 0; i < cols; ++i) x[i] = largest_codes ? (i == 0 ? 1 : low) : draw_float();
+  for (int64_t i = 0; i < cols; ++i) largest = fmaxf(largest, fabsf(x[i]));
   float* scales = array<float>(rows * stride);
   for (int64_t n = 0; n < rows; ++n) {
     for (int64_t g = 0; g < groups; ++g) scales[n * stride + g] = draw_float();
@@ -137,9 +140,9 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
   for (int64_t i = 0; i < (rows / rows_per_table + 2) * table_bytes(bits); ++i) {
     tables[i] = static_cast<uint8_t>(largest ? draw() % 2 * 255 : draw());
   }
-  const bool several = vectors > 1, words = several && k.words && (of_palette || group > 0 || digits == 2 || bits == 8);
-  const bool plain = !of_palette && group == 0;
-  const bool as_vector = !several || (plain && k.matrix_as_vector);
+  const bool several = vectors > 1, plain = !of_palette && group == 0;
+  const bool as_vector = !several || (plain && bits <= k.matrix_as_vector);
+  const bool words = several && k.words && (digits == 2 || !as_vector);
   const Layout layout = {bits, as_vector ? k.vector_bytes : 8 * bits, digits, words};
   const int64_t x_row_bytes = digit_bytes(layout, cols);
   float *x = array<float>(cols), *out = array<float>(vectors * rows);
@@ -285,11 +288,11 @@ void test_all(const Kernels& k) {
       test_matrices(k, bits, digits);
       for (const int64_t rows : {1, 4, 16, 27}) {
         for (const int64_t words : {1, 3, 16, 37, 160}) {
-          test_vector(k, bits, digits, rows, words * 32 / bits, 0);
+          test_vector(k, bits, digits, rows, words * 32 / bits, 0, draw() % 3 == 0);
         }
         // Groups of one word, of two, of a register and of four.
         for (const int64_t words : {1, 2, 4, 16}) {
-          test_vector(k, bits, digits, rows, 48 * 32 / bits, words * 32 / bits);
+          test_vector(k, bits, digits, rows, 48 * 32 / bits, words * 32 / bits, draw() % 3 == 0);
         }
       }
     }

@@ -9,7 +9,7 @@ from afm_mlx.kernels.operands import PLAIN
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools import compare
-from tests.tools.cases import all_pairs, draw
+from tests.tools.cases import all_pairs, draw, each
 from tests.tools.compare import exact
 from tests.tools.problems import assert_solved, draw_low_rank, with_args
 
@@ -201,10 +201,11 @@ def test_what_an_adapter_adds_does_not_depend_on_the_batch(ops, rng, isa):
 def test_few_vectors_come_out_as_among_many(ops, rng, isa):
     """Kernels for up to 16 vectors take columns in parts, those for more take whole rows: the same bits.
 
-    With AVX-512 they also equal one vector's products.
+    With AVX-512, and with AVX2 and up to 4 bits, they also equal one vector's products.
     """
-    counts = (1, 2, 3, 4, 7, 8, 16) if isa == "avx512" else (2, 3, 7, 16)
     for bits in BITS:
+        alone = isa == "avx512" or (isa == "avx2" and bits < 8)
+        counts = (1, 2, 3, 4, 7, 8, 16) if alone else (2, 3, 7, 16)
         spec = Spec("packed_matmul", mx.float32, 1, 19, *matrix(FORMATS[2], bits, 37, 4640))
         x, weight, _ = make(spec, rng).args
         for activation_bits in (16, 8):
@@ -215,15 +216,22 @@ def test_few_vectors_come_out_as_among_many(ops, rng, isa):
                 compare.assert_same(got, wanted[:, :count], (bits, activation_bits, count))
 
 
-def test_adapters_on_many_threads(ops, rng, set_threads):
-    """More pieces than threads and fewer, of both matrices; the same bits whoever computes them."""
-    spec = Spec("packed_matmul", mx.float32, 5, 1, *matrix(FORMATS[2], 2, 700, 1024))
-    x, weight, _ = make(spec, rng).args
-    low_rank = draw_low_rank(rng, [0, 1, 1, -1, 2], 1024, (300, 700), [40, 4, 1])
+@each("vectors", [1, 5])
+def test_adapters_on_many_threads(ops, rng, set_threads, vectors):
+    """More pieces than threads and fewer, of both matrices; the same bits whoever computes them.
+
+    With one thread, a piece has 64 rows: one vector is multiplied in parts, between which B is prefetched.
+    """
+    spec = Spec("packed_matmul", mx.float32, vectors, 1, *matrix(FORMATS[2], 2, 700, 1024))
+    problem = make(spec, rng)
+    x, weight, _ = problem.args
+    slots = [0, 1, 1, -1, 2][:vectors]
+    low_rank = draw_low_rank(rng, slots, 1024, (300, 700), [40, 4, 1])
     options = ProductOptions(adapters=(low_rank,))
     wanted = None
     for threads in (1, 2, 5):
         set_threads(threads)
+        assert_solved(with_args(problem, x, weight, options), ops.packed_matmul)
         for got in [ops.packed_matmul(x, weight, options) for _ in range(20)]:
             mx.eval(got)
             wanted = got if wanted is None else wanted

@@ -8,7 +8,7 @@ import pytest
 
 from afm_mlx import kernels
 from afm_mlx.kernels import BITS, AttentionPartials, HeadOptions, dispatch
-from afm_mlx.kernels.metal import attention, products
+from afm_mlx.kernels.metal import attention, products, runtime
 from afm_mlx.kernels.reference import merge_partials
 from afm_mlx.kernels.selftest import problems
 from afm_mlx.kernels.selftest.problems import make
@@ -228,17 +228,17 @@ def test_partials_are_merged_before_products_that_can_not_merge_them(metal, rng)
 def test_splits_follow_the_gpu(monkeypatch):
     """More of them on more cores, and none for a short context that another dispatch would have to merge."""
     of_3b = (1, 16, 2, 512, 128)
-    for letter, cores in attention.CORES.items():
-        attention.gpu_cores.cache_clear()
+    for letter, cores in runtime.CORES.items():
+        runtime.gpu_cores.cache_clear()
         monkeypatch.setattr(
             mx, "device_info", lambda name=letter: {"architecture": f"applegpu_g16{name}"}
         )
-        assert attention.gpu_cores() == cores
-    attention.gpu_cores.cache_clear()
-    splits = [attention.plan(*of_3b, False, cores).splits for cores in attention.CORES.values()]
+        assert runtime.gpu_cores() == cores
+    runtime.gpu_cores.cache_clear()
+    splits = [attention.plan(*of_3b, False, cores).splits for cores in runtime.CORES.values()]
     assert splits == [1, 4, 4, 4]
     assert attention.plan(*of_3b).splits == 1
-    long = [attention.plan(1, 16, 2, 4096, 128, False, n).splits for n in attention.CORES.values()]
+    long = [attention.plan(1, 16, 2, 4096, 128, False, n).splits for n in runtime.CORES.values()]
     assert long == [1, 5, 8, 8]
     assert attention.plan(1, 16, 2, 4096, 128, True, 80).splits == 10
 

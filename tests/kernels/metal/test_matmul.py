@@ -19,9 +19,11 @@ FORMATS = (
     ("palette", "table"),
     *((mode, per) for mode in ("balanced", "affine") for per in ("tensor", "row", "group")),
 )
+# Rows of the batch and tokens of each. Here the vector kernel takes 3 vectors a pass, and the matrix kernel 8
+# or 16: 21 rows take three passes, and 32 two.
 ROWS = {
-    "vector": ((1, 1), (2, 1), (3, 1), (2, 2)),
-    "matrix": ((1, 5), (9, 1), (2, 16)),
+    "vector": ((1, 1), (2, 1), (3, 1), (2, 2), (6, 1), (5, 2)),
+    "matrix": ((1, 7), (8, 1), (2, 7), (16, 1), (3, 7), (2, 16)),
     "unpacked": ((3, 11),),
 }
 SHAPES = ((704, 21), (64, 8))  # with and without tails
@@ -36,6 +38,11 @@ def assert_right(rng, variant, op, *fields, **options):
     assert_solved(problem, getattr(kernels, op))
 
 
+def small_passes(monkeypatch):
+    """Let the vector kernel take 3 vectors a pass, since 6 of them take long to compile for a CPU."""
+    monkeypatch.setattr(products, "rows_of_pass", lambda rows: 1 if rows == 1 else 3)
+
+
 def on_gpu(monkeypatch, generation):
     """Choose variants as on a GPU of this generation."""
     monkeypatch.setattr(runtime, "gpu_generation", lambda: generation)
@@ -47,22 +54,22 @@ def on_gpu(monkeypatch, generation):
 @pytest.mark.parametrize("variant", ROWS)
 @pytest.mark.parametrize("op", ["packed_matmul", "packed_swiglu"])
 def test_products(metal, rng, monkeypatch, op, variant):
-    monkeypatch.setattr(matmul, "OTHER_BALANCED_ROWS", 0)
+    monkeypatch.setattr(matmul, "OTHER_MOST_WITH_CODES", 0)
     monkeypatch.setattr(prompts, "BLOCK", 5 * 704)  # several blocks, the last one short
+    small_passes(monkeypatch)
     formats = FORMATS if op == "packed_matmul" else FORMATS[::3]
     axes = (formats, BITS, SHAPES, ROWS[variant], DTYPES)
     cases = all_pairs(*axes, (False, True), (False, True), (0, 4, 40), (0, 1), (0, 1))
     for (mode, granularity), bits, shape, rows, dtype, norm, residual, rank, few, split in cases:
-        # Some multiply with A beforehand, some have eight rows of codes for a simdgroup, and of some two
-        # simdgroups share the inputs.
+        # Some multiply with A beforehand, some have eight rows of codes for a simdgroup, and of some simdgroups
+        # share the inputs.
         monkeypatch.setattr(products, "MAX_SHRINK_BYTES", few << 20)
         monkeypatch.setattr(products, "FEW_SIMDGROUPS", few << 20)
         monkeypatch.setattr(products, "MANY_SIMDGROUPS", split << 20)
+        monkeypatch.setattr(products, "BUSY_SIMDGROUPS", split << 20)
         on_gpu(monkeypatch, 13 if split else 0)  # with float16 instead of bfloat16, or not
         in_dims, out_dims = shape
         group = 64 >> DTYPES.index(dtype) if granularity == "group" else 0
-        if variant == "unpacked" and (mode, granularity) == ("affine", "group"):
-            in_dims, group = 48, 24  # which MLX doesn't know
         matrix = {"bits": bits, "mode": mode, "granularity": granularity, "group_size": group}
         fusions = {"norm": norm, "residual": residual and op == "packed_matmul", "rank": rank}
         name = variant if op == "packed_matmul" else f"swiglu_{variant}"
@@ -75,10 +82,10 @@ def test_products(metal, rng, monkeypatch, op, variant):
         # The 3B's matrices: queries, keys and values; output; gate and up; down.
         (1, 2560, 2048, (4, 8, True)),
         (1, 2048, 2048, (4, 8, True)),
-        (2, 13312, 2048, (2, 8, False)),
-        (3, 13312, 2048, (2, 4, False)),
         (1, 2048, 6656, (4, 8, True)),
-        (4, 2048, 6656, (2, 4, True)),
+        (2, 13312, 2048, (2, 8, False)),
+        (2, 2560, 2048, (2, 8, True)),
+        (6, 2048, 6656, (2, 8, True)),
         # Simdgroups that share inputs have a step of 512 each.
         (1, 2048, 512, (2, 8, False)),
         (1, 2048, 513, (2, 8, True)),
@@ -88,22 +95,102 @@ def test_products(metal, rng, monkeypatch, op, variant):
         (1, 255, 1 << 20, (8, 4, True)),
         (1, 8192, 2048, (2, 8, False)),
         (1, 8191, 2048, (2, 8, True)),
+        # A Max has 40 cores, which 12 simdgroups each keep busy.
+        (2, 8 * 480, 2048, (2, 8, False)),
+        (2, 8 * 479, 2048, (2, 8, True)),
     ],
 )
 def test_shapes_of_launches(rows, code_rows, in_dims, wanted):
     assert products.vector_threadgroups(rows, code_rows, in_dims) == wanted
 
 
+@each(
+    "code_rows, in_dims, wanted",
+    [
+        (13312, 2048, (2, 32, True)),
+        (2560, 2048, (8, 32, True)),
+        (2048, 6656, (8, 32, True)),
+        (32 * 480, 2048, (2, 32, False)),
+        # Simdgroups that share inputs have a step of 128 each.
+        (32, 128, (2, 32, False)),
+        (32, 512, (4, 32, True)),
+        (32, 1000, (8, 32, True)),
+    ],
+)
+def test_shapes_of_launches_with_matrices(code_rows, in_dims, wanted):
+    assert products.matrix_threadgroups(code_rows, in_dims) == wanted
+
+
+@pytest.mark.parametrize(
+    ("generations", "vectors"),
+    [
+        ((13, 14), {*range(1, 7), 9, 10, 17, 18}),
+        ((0, 15, 16, 17), {*range(1, 7), *range(9, 13), 17, 18, 19}),
+    ],
+)
+def test_the_choice_of_a_kernel_follows_the_gpu(metal, monkeypatch, generations, vectors):
+    """By counted prices: a pass of the vector kernel takes 6 vectors, one of the matrix kernel 8 or 16."""
+    for generation in generations:
+        on_gpu(monkeypatch, generation)
+        chosen = {
+            op: {n for n in range(1, 33) if "/matrix" not in name(n) and "swiglu_m" not in name(n)}
+            for op, name in (
+                (op, lambda n, op=op: dispatch.select(op, BALANCED._replace(rows=n)).name)
+                for op in ("packed_matmul", "packed_swiglu")
+            )
+        }
+        assert chosen == {"packed_matmul": vectors, "packed_swiglu": vectors}
+        heads = {
+            n
+            for n in range(1, 33)
+            if dispatch.select("packed_argmax", BALANCED._replace(rows=n)).name == "metal/argmax"
+        }
+        assert heads == vectors
+
+
 def test_products_whose_inputs_simdgroups_share(metal, rng, monkeypatch):
     """Two to eight of them; some have no inputs left in the last step, or fewer than a lane takes."""
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 0)  # adapters don't change the shape
-    few = ((1, 1028, 8, 2), (3, 1032, 4, 2), (1, 2064, 2, 4), (2, 2048 + 64, 2, 4))
+    few = ((1, 1028, 8, 2), (3, 1032, 4, 2), (1, 2064, 2, 4), (6, 2048 + 64, 2, 4))
     for rows, in_dims, bits, split in (*few, (4, 4112, 2, 8), (1, 8192, 2, 8)):
         assert products.vector_threadgroups(rows, 19, in_dims) == (split, 4, True)
         matrix = {"bits": bits, "mode": "affine", "granularity": "row"}
         fusions = {"norm": rows < 4, "residual": rows > 1, "rank": 3 * (rows != 2)}
         fields = (mx.float16, rows, 1, in_dims, 19)
         assert_right(rng, "vector", "packed_matmul", *fields, **matrix, **fusions)
+
+
+@pytest.mark.parametrize(("mode", "granularity"), [("balanced", "row"), ("affine", "group")])
+def test_every_number_of_vectors_of_a_pass(metal, rng, mode, granularity):
+    """2 to 6 of them; 9 are 5 and 4, 11 are 6 and 5, 17 are 6, 6 and 5."""
+    matrix = {"bits": 2, "mode": mode, "granularity": granularity, "group_size": 16}
+    for rows in (2, 3, 4, 5, 6, 9, 11, 17):
+        fields = (mx.bfloat16, rows, 1, 80, 21)
+        assert_right(rng, "vector", "packed_matmul", *fields, **matrix, norm=True)
+
+
+# Steps of 128 inputs, the last one not whole; simdgroups without one; 32 rows of codes, of a pair 16 each.
+@pytest.mark.parametrize(
+    ("in_dims", "split"), [(128, 1), (256, 2), (272, 2), (520, 4), (1024, 8), (2000, 8)]
+)
+def test_products_of_matrices_whose_inputs_simdgroups_share(metal, rng, in_dims, split):
+    for rows, op, bits in (
+        (7, "packed_matmul", 2),
+        (16, "packed_swiglu", 4),
+        (24, "packed_matmul", 8),
+    ):
+        if in_dims % 16 and bits == 2:
+            continue
+        outputs = 37
+        assert products.matrix_threadgroups(outputs, in_dims) == (
+            split if split > 1 else 2,
+            32,
+            split > 1,
+        )
+        matrix = {"bits": bits, "mode": "balanced", "granularity": "row"}
+        fusions = {"norm": rows < 24, "residual": rows == 7, "rank": 3 * (rows != 7)}
+        name = "matrix" if op == "packed_matmul" else "swiglu_matrix"
+        assert_right(rng, name, op, mx.float32, rows, 1, in_dims, outputs, **matrix, **fusions)
 
 
 # Rows without a group size are given to MLX as a grid, whose products are multiplied by their scales.
@@ -133,6 +220,7 @@ def test_the_product_of_mlx(metal, rng, monkeypatch, bits, dtype):
         assert_right(rng, "swiglu_mlx_quantized", "packed_swiglu", *fields, **matrix, **fusions)
 
 
+OF_MLX = {"mode": "affine", "granularity": "group", "group_size": 128}
 BALANCED = dispatch.Case("gpu", mx.bfloat16, 33, "balanced", "row", 2048)
 
 
@@ -156,7 +244,11 @@ BALANCED = dispatch.Case("gpu", mx.bfloat16, 33, "balanced", "row", 2048)
         (17, {"group_size": 96}, "unpacked"),
         (17, {"mode": "affine", "group_size": 2048}, "unpacked"),
         (17, {"mode": "palette", "granularity": "table"}, "unpacked"),
-        (13, {"rows": 999, "mode": "affine", "granularity": "group", "group_size": 128}, "mlx_quantized"),
+        # MLX's own format
+        (13, {"rows": 128, **OF_MLX}, "mlx_quantized"),
+        (16, {"rows": 257, **OF_MLX}, "unpacked"),
+        (17, {"rows": 4096, **OF_MLX}, "mlx_quantized"),
+        (17, {"rows": 4096, **OF_MLX, "group_size": 24}, "unpacked"),
     ],
 )  # fmt: skip
 def test_many_rows_take_the_faster_product_of_mlx(metal, monkeypatch, generation, fields, chosen):
@@ -187,11 +279,11 @@ def test_the_generation_of_a_gpu(monkeypatch, name, generation, has_matrix_units
 
 def test_swiglu_of_matrices_that_differ(metal, rng):
     matrix = {"in_dims": 64, "out_dims": 9, "mode": "balanced", "granularity": "row"}
-    for rows in (1, 5):
+    for rows, fields in all_pairs((1, 7, 33), ({"bits": 4}, {"mode": "palette"})):
         spec = Spec("packed_swiglu", mx.float16, rows, norm=True, bits=2, **matrix)
         problem = make(spec, rng)
         x, gate, _, options = problem.args
-        up = packed_weight(spec._replace(bits=4), rng)
+        up = packed_weight(spec._replace(**fields), rng)
         assert_solved(with_args(problem, x, gate, up, options), kernels.packed_swiglu)
 
 
@@ -207,14 +299,14 @@ def test_the_smallest_matrices(metal, rng, rows, variant):
 @pytest.mark.parametrize(
     ("fields", "variant", "reason"),
     [
-        ({"rows": 5}, "metal/vector", "takes up to 4 rows, not 5"),
+        ({"rows": 7}, "metal/vector", "takes longer for 7 rows than products of matrices"),
         ({"rows": 33}, "metal/matrix", "takes up to 32 rows, not 33"),
         ({"group_size": 24}, "metal/matrix", "groups of a multiple of 16 inputs, not of 24"),
         ({"group_size": 24}, "metal/mlx_quantized", "in groups only on a GPU with matrix units"),
         (
             {"granularity": "row", "rows": 129},
             "metal/mlx_quantized",
-            "takes up to 128 rows of balanced",
+            "takes up to 128 rows on this GPU",
         ),
         (
             {"granularity": "row", "group_size": 48},
@@ -237,7 +329,7 @@ def test_why_a_variant_cannot_run(metal, monkeypatch, fields, variant, reason):
     assert (reason or "None") in str(reasons[variant])
 
 
-@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize("rows", [1, 5, 7, 33])
 def test_a_norm_whose_squares_overflow_gives_nan(metal, rows):
     weight = PackedWeight(mx.zeros((8, 4), mx.uint32), 4, "balanced", mx.ones((8,)))
     options = ProductOptions(norm=mx.ones((32,)))
@@ -247,7 +339,7 @@ def test_a_norm_whose_squares_overflow_gives_nan(metal, rows):
 MANY = (1 << 16) + 37  # rows that 16 bits can't count; the model's head has 153,600
 
 
-@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (5, "matrix")])
+@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (7, "matrix")])
 def test_rows_of_a_matrix_are_counted_past_16_bits(metal, rng, rows, variant):
     spec = Spec("packed_matmul", mx.float32, rows, 1, 16, MANY, **BODY, residual=True)
     assert_adapted(make(spec, rng), variant)
@@ -259,7 +351,7 @@ def test_rows_that_are_unpacked_are_counted_past_16_bits(metal, rng):
     assert_close(got, oracle.matrix(weight)[-40:], 2.0**-22)
 
 
-@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (5, "matrix")])
+@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (7, "matrix")])
 def test_silu_of_large_negative_numbers_is_as_exact_as_its_exponential(metal, rows, variant):
     """Gates of -6 to -84, without rounding: nothing but `exp(-gate)` is off by more than an ulp."""
     of_gates = mx.arange(1, 15) / 4
@@ -275,7 +367,7 @@ def test_silu_of_large_negative_numbers_is_as_exact_as_its_exponential(metal, ro
     assert_close(got / wanted, np.ones((rows, 14)), 5.5 * 2.0**-23)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
 def test_a_norm_is_rounded_once(metal, rng, rows):
     """Products that are powers of two, so that 1 / rms comes out: its precise function is correctly rounded."""
     x = rng.integers(-3, 4, (rows, 16)).astype(np.float64)
@@ -307,7 +399,7 @@ def test_scales_of_many_vectors_are_not_rounded(metal, rng, monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_a_product_is_not_rounded_before_its_residual_is_added(metal, rng, dtype):
     """Products of integers, and residuals that leave of them what rounding would take away."""
-    for rows in (1, 3, 5):
+    for rows in (1, 3, 7):
         x = rng.integers(-30, 31, (rows, 16)).astype(np.float32)
         codes = rng.integers(0, 256, (40, 16))
         weight = PackedWeight(kernels.pack_codes(mx.array(codes), 8), 8, "balanced", mx.array(1.0))
@@ -323,10 +415,20 @@ def test_a_product_is_not_rounded_before_its_residual_is_added(metal, rng, dtype
 # -- the head: the largest product
 
 
-# A simdgroup has one tile up to 32,768 rows, or 16,384 for 3 or 4 vectors; for more, chunks are of 4,096.
+# A simdgroup has one tile up to 32,768 rows; matrices' products are compared in chunks of 4,096.
 @each(
     "rows, out_dims",
-    [(1, 1), (1, 5), (4, 70), (2, 32768), (2, 40001), (3, 16384), (6, 4096 + 37), (33, 70)],
+    [
+        (1, 1),
+        (1, 5),
+        (4, 70),
+        (2, 32768),
+        (2, 40001),
+        (3, 16384),
+        (9, 50),
+        (7, 4096 + 37),
+        (33, 70),
+    ],
 )
 def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
     """Integers whose products are exact in float32, with rows of the matrix that occur again and again."""
@@ -336,7 +438,11 @@ def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
     weight = PackedWeight(kernels.pack_codes(mx.array(codes), 4), 4, "balanced", mx.array(2.0))
     logits = np.array(x).astype(np.float64) @ (2 * codes - 15).T
     chosen = dispatch.select("packed_argmax", case_of("packed_argmax", x, weight)).name
-    assert chosen == ("metal/argmax" if rows <= 4 else "metal/argmax_of_products")
+    assert chosen == (
+        "metal/argmax"
+        if rows <= 32 and products.takes_vectors(rows)
+        else "metal/argmax_of_products"
+    )
     index, value = kernels.packed_argmax(x, weight)
     assert index.dtype == mx.uint32
     assert index.tolist() == logits.argmax(-1).tolist()
@@ -344,10 +450,11 @@ def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
 
 
 def test_the_largest_in_any_tile_is_found(metal, rng):
-    """A simdgroup of the 3B's head has 5 or 10 tiles. Here, the last simdgroup's last one has a single row."""
+    """A simdgroup of the 3B's head has 5 tiles. Here, the last simdgroup's last one has a single row."""
     out_dims = 40_001
+    shape = PackedWeight(mx.zeros((out_dims, 2), mx.uint32), 4, "balanced", mx.array(2.0))
     for rows in (1, 2, 3):
-        code_rows = products.most_code_rows(rows)
+        code_rows = products.most_code_rows(rows, shape)
         tiles = -(-out_dims // (code_rows * matmul.CHUNK))
         assert tiles >= 2
         assert out_dims % (tiles * code_rows) % code_rows == 1
@@ -367,7 +474,8 @@ def test_the_largest_in_any_tile_is_found(metal, rng):
             assert value.tolist()[: len(some)] == [16 * 15] * len(some)
 
 
-def test_every_format(metal, rng):
+def test_every_format(metal, rng, monkeypatch):
+    small_passes(monkeypatch)
     for (mode, per), bits, dtype, rows, shape in all_pairs(
         FORMATS, BITS, DTYPES, (1, 3), ((704, 21), (64, 8))
     ):
@@ -376,8 +484,8 @@ def test_every_format(metal, rng):
         assert_solved(make(spec._replace(activation_bits=32), rng), kernels.packed_argmax)
 
 
-# Up to 4 rows one kernel finds the largest, up to 32 another one multiplies, and beyond MLX.
-@pytest.mark.parametrize("rows", [1, 5, 33])
+# One kernel finds the largest, another one multiplies, and beyond 32 rows MLX.
+@pytest.mark.parametrize("rows", [1, 7, 33])
 def test_what_is_no_number_is_the_largest_so_that_it_is_seen(metal, rows):
     scales = mx.array([-1.0] * 4 + [float("nan")] + [-2.0] * 4)
     weight = PackedWeight(mx.zeros((9, 2), mx.uint32), 4, "balanced", scales)
@@ -403,7 +511,10 @@ def test_the_largest_is_found_past_16_bits(metal, variant):
 EXTREMES = [-(2**31), -2, 2**31 - 1]
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["shrink", "inside"])
 # Rows of the batch, and tokens of each.
-BATCHES = [(1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix"), (3, 4, "matrix")]
+BATCHES = [
+    *((1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix"), (3, 5, "matrix")),
+    *((6, 1, "vector"), (3, 3, "vector")),
+]
 
 
 def draw_slots(rng, rows, adapters):
@@ -422,6 +533,7 @@ def assert_adapted(problem, variant, *adapters):
 
 @INSIDE
 def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
+    small_passes(monkeypatch)
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
     cases = all_pairs(BATCHES, (1, 2, 8), (1, 2, 3), (False, True), DTYPES, DTYPES)
     for (batch, tokens, variant), count, projections, norm, dtype, of_adapters in cases:
@@ -455,6 +567,7 @@ PAIRS = {
 @INSIDE
 @pytest.mark.parametrize("name", PAIRS)
 def test_adapters_of_a_pair(metal, rng, monkeypatch, name, inside):
+    small_passes(monkeypatch)
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
     for (batch, tokens, variant), shared in all_pairs(BATCHES[1:4], (False, True)):
         n = int(rng.integers(9, 41))

@@ -22,9 +22,6 @@ from tests.tools.compare import assert_close
 from tests.tools.graph import Cost, count_dispatches
 from tests.tools.problems import assert_solved, draw_heads
 
-TOKENS = 512  # of a chunk
-
-
 GRID = PackedWeight(mx.zeros((2, 4), mx.uint32), 2, "balanced", mx.ones((2,)))
 
 
@@ -71,7 +68,7 @@ def test_attention_of_a_prompt(metal, rng, dtype, stored):
 # -- what it costs
 
 
-def chunk_cost(rank: int = 0) -> Cost:
+def chunk_cost(tokens: int, rank: int = 0) -> Cost:
     """Of the second chunk of a prompt to the 3B, with an adapter on every layer unless `rank` is 0."""
     model = shapes_only(PRESETS["afm-3b"], AFM_RULE, AFM_EMBEDDING_RULE)
     if rank:
@@ -81,7 +78,7 @@ def chunk_cost(rank: int = 0) -> Cost:
             each.path: Part(next(places), next(places), rank) for each in target_modules(model)
         }
         bind(model).set(BatchAdapters.of([ResidentAdapter(numbers, parts, 1.0, "", rank)]))
-    cache = cache_of(model, TOKENS, 2 * TOKENS)
+    cache = cache_of(model, 512, 1024)
     writing = [entry for entry in cache if not entry.empty()]
     arrays = dict(tree_flatten(model.parameters()))
     arrays |= {f"cache.{i}": entry.buffer for i, entry in enumerate(writing)}
@@ -93,11 +90,11 @@ def chunk_cost(rank: int = 0) -> Cost:
         model.prefill(tokens, cache)
         return [entry.buffer for entry in writing]
 
-    return count_dispatches(traced, mx.zeros((1, TOKENS), mx.int32), **arrays)
+    return count_dispatches(traced, mx.zeros((1, tokens), mx.int32), **arrays)
 
 
-@pytest.mark.parametrize("generation", [13, 16, 17])
-def test_a_chunk_of_the_3b(monkeypatch, generation):
+@pytest.mark.parametrize(("generation", "tokens"), [(13, 512), (16, 256), (16, 512), (17, 512)])
+def test_a_chunk_of_the_3b(monkeypatch, generation, tokens):
     monkeypatch.setattr(dispatch, "device", lambda: "gpu")
     monkeypatch.setattr(runtime, "gpu_generation", lambda: generation)
     monkeypatch.setattr(runtime, "has_bfloat", lambda: generation not in (13, 14))
@@ -105,13 +102,13 @@ def test_a_chunk_of_the_3b(monkeypatch, generation):
     dispatch.select.cache_clear()
     # Of the last writing block, a prompt needs keys and values only.
     writing, blocks = 35, 34
-    cost = chunk_cost()
+    cost = chunk_cost(tokens)
     products = 5 * blocks + 1
-    multiplying = {"QuantizedMatmul": products}
-    if generation < 17:
-        multiplying = {"afm_dequantize": products, "Matmul": products}
+    multiplying = {"afm_dequantize": products, "Matmul": products}
+    if of_codes := generation == 17 or tokens == 256:
+        multiplying = {"QuantizedMatmul": products}
     # Scales multiply the products of a grid, also queries, keys and values.
-    scaled = writing if generation in (13, 17) else 0
+    scaled = writing if of_codes or generation == 13 else 0
     assert cost.kernels == {
         "afm_embedding": 1,
         "afm_rms_norm": writing + blocks,
@@ -126,7 +123,7 @@ def test_a_chunk_of_the_3b(monkeypatch, generation):
         "scaled_dot_product_attention": blocks,
     }
     # Of every matrix's adapter: two factors in order and in the activations' type, and a product with each.
-    adapted = chunk_cost(rank=16)
+    adapted = chunk_cost(tokens, rank=16)
     more = adapted.kernels - cost.kernels
     assert more.pop("compiled_add_up", 0) == writing - scaled
     assert more.pop("Equal") == 1  # which rows have an adapter

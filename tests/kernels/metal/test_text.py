@@ -73,55 +73,70 @@ def test_names_are_short_and_the_same_everywhere():
     body = """
 const uint lane = thread_index_in_simdgroup;
 threadgroup float shared[32];
-auto head = make_head(x);
+auto head = make_head(numbers_in + numbers_in_shape[0]);
 UNROLL for (uint i = 0; i < LANES; i++) shared[i] = simd_sum(head.norm(lane)) - -1.0f;
 out[lane] = shared[0] > 0 ? head.scaled(weight) : metal::precise::exp(x.x);
 """
-    header, body = text.shortened([HEADER, body], {"x", "out", "weight"})
+    buffers = ("x", "numbers_in", "weight", "out")
+    header, body, short = text.shortened(HEADER, body, buffers)
+    assert short[0] == "x"
+    assert all(len(name) == 1 for name in short)
+    assert len(set(short)) == 4
+    assert f"({short[1]}+{short[1]}_shape[0])" in body
+    assert body.count(f"{short[3]}[") == 1
     assert len(header) + len(body) < 800
-    for name in (
-        "LANES",
-        "Head",
-        "make_head",
-        "norm",
-        "head",
-        "shared",
-        "lane",
-        "scaled",
-        "is_exact",
-    ):
+    names = "LANES Head make_head norm head shared lane scaled is_exact weight out numbers_in"
+    for name in names.split():
         assert not re.search(rf"\b{name}\b", header + body), name
     # Other people's names, and what differs by a blank, are as they were.
     others = (
         "thread_index_in_simdgroup",
         "simd_sum(",
-        "metal::precise::exp(x.x)",
+        "precise::exp(x.x)",
         "threadgroup float",
     )
-    for part in (*others, "- -1.0f"):
+    for part in (*others, "- -1.f"):
         assert part in body, part
     assert '_Pragma("clang loop unroll(full)")' in header
     assert "\n#define" in header
     # A name that is free in one text is none that another text uses.
-    assert (
-        len(
-            set(re.findall(r"\b[a-z]\b", text.shortened(["int number = a;", "b = number;"], ())[0]))
-        )
-        == 2
-    )
+    header, body, _ = text.shortened("int number = a;", "b = number;", ())
+    assert len(set(re.findall(r"\b[a-z]\b", header + body))) == 3
+
+
+def test_what_is_said_often_becomes_a_macro():
+    loops = "\n".join(f"UNROLL for (int {i} = 0; {i} < SIZES; {i}++) x[{i}] = {i};" for i in "jklm")
+    constants = "\n".join(f"static constant constexpr const uint S{i} = {i};" for i in range(9))
+    header = f'#include <metal_stdlib>\n#define UNROLL _Pragma("y")\nconstexpr int SIZES = 3;\n{constants}'
+    header += "\n#include <metal_tensor>\n"
+    header, body, _ = text.shortened(header, loops, ("x",))
+    first, second, *defined = header.splitlines()
+    # What is included sees no macro.
+    assert (first, second) == ("#include <metal_stdlib>", "#include <metal_tensor>")
+    assert len([line for line in defined if line.startswith("#define")]) == 3
+    (loop,) = re.findall(r"#define (\w+)\((\w+), (\w+), (\w+)\) (\w+) for \((.*)\)", header)
+    name, type_, i, count, unroll, head = loop
+    assert head == f"{type_} {i} = 0; {i} < {count}; {i}++"
+    assert f'#define {unroll} _Pragma("y")' in header
+    size = re.search(r"constexpr int (\w)=3", header)[1]
+    assert body == "".join(f"{name}(int,{i},{size})x[{i}]={i};" for i in "jklm")
+    assert header.count("static constant constexpr const") == 1
 
 
 def test_arguments_and_missing_inputs_are_written_into_a_body(monkeypatch):
     files = {
         "probe": "#if ROWS > 1\nx[0] = ROWS;\n#else\nx[0] = T(b[0]) + HAS;\n#endif",
-        "head": "int ROWS;",
+        "head": "int ROWS;\nstatic constant constexpr const int MOST = 2;\n"
+        "#if ROWS == MOST\nint two;\n#endif",
     }
     monkeypatch.setattr(runtime, "_read", files.__getitem__)
     kernel = Kernel("probe", ("a",), ("x",), ("head",), (("b", "c"), ("c", "a"), ("FLAG", "1")))
     one = (("T", runtime.mx.float16), ("ROWS", 1), ("HAS", True))
     assert kernel.decided(one, "probe") == "\n\n\nx[0] = float16_t(a[0]) + true;\n"
-    assert kernel.decided(one, "head") == "int ROWS;"  # a function's own name
+    constant = "static constant constexpr const int MOST = 2;"
+    assert kernel.decided(one, "head") == f"int ROWS;\n{constant}\n\n\n"  # a function's own name
     two = (("T", runtime.mx.float16), ("ROWS", 2), ("HAS", True))
     assert kernel.decided(two, "probe") == "\nx[0] = 2;\n\n\n"
+    assert kernel.decided(two, "head") == f"int ROWS;\n{constant}\n\nint two;\n"
     names = {kernel.function(one), kernel.function(two), Kernel("probe", ("a",), ("x",)).function()}
     assert len(names) == 3

@@ -51,12 +51,12 @@ def run(model, prompts, token, adapters):
     return np.array(model(token, copy))[:, -1], np.array(model.greedy(token, cache)[0])
 
 
-# Above four rows another kernel multiplies.
-@pytest.mark.parametrize("count", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
+# Seven rows are multiplied as matrices.
+@pytest.mark.parametrize("count", [1, 3, pytest.param(7, marks=pytest.mark.slow)])
 def test_every_row_decodes_with_its_own_adapter_as_defined(metal, rng, count):
     model = random_packed_model(CONFIG, seed=int(rng.integers(2**31)))
     adapters = [random_resident(model, rank, rng) for rank in (3, 8)]
-    rows = [None, *adapters, *adapters][:count]
+    rows = [None, *adapters, *adapters, *adapters][:count]
     prompts = [rng.integers(0, CONFIG.vocab_size, 2 + i % 3).tolist() for i in range(count)]
     token = mx.array(rng.integers(0, CONFIG.vocab_size, (count, 1)).astype(np.int32))
     got, choice = run(model, prompts, token, rows)

@@ -98,7 +98,7 @@ def test_the_full_test_covers_every_pair():
     products = [
         {**spec._asdict(), "rows": spec.batch * spec.tokens}
         for spec in listed
-        if spec.op == "packed_matmul" and not spec.outliers
+        if spec.op == "packed_matmul" and not spec.outliers and spec.tokens <= 40
     ]
     for one, two in itertools.combinations(values, 2):
         seen = {(product[one], product[two]) for product in products}

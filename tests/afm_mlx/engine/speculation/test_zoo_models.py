@@ -1,6 +1,7 @@
 """mlx-lm's models with draft tokens: answers as without, whatever is rejected, and how often a model runs."""
 
 import copy
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -8,6 +9,7 @@ from mlx.utils import tree_map
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
+from afm_mlx.engine.prompt_cache import tokens_in
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.samplers import make_sampler
 from afm_mlx.engine.speculation.draft_model import DraftModel
@@ -73,7 +75,7 @@ def test_answers_are_the_ones_without_draft_tokens(rng, tokenizer, kind):
         speculation = Speculation(drafter, num_draft_tokens=count)
         found = outcome(model, tokenizer, requests, speculation=speculation, max_batch=3)
         assert [tokens for tokens, *_ in found] == wanted
-        assert rate == 0.0 or all(counts.accepted for *_, counts in found)
+        assert rate == 0.0 or any(counts.accepted for *_, counts in found)
     copied = Request([*requests[0].prompt, *wanted[0], *requests[0].prompt], 20, logprobs=False)
     [(tokens, *_)] = outcome(model, tokenizer, [copied])
     lookup = Speculation(prompt_lookup=True, num_draft_tokens=4)
@@ -95,10 +97,13 @@ def test_a_row_of_right_drafts_takes_fewer_passes(rng, tokenizer, passes, kind):
         [(tokens, *_)] = outcome(model, tokenizer, [request], speculation=speculation)
         assert tokens == wanted
         counts[rate] = len(fed)
-    # The prompt's pass, and 20 tokens after the first one, four at a time or one by one. A model
-    # with states runs once more for each step that rejects a token; the last step has no draft.
-    assert counts[1.0] == 1 + 6
-    assert counts[0.0] == 1 + 21 + (20 if kind in STATES else 0)
+    # The prompt's pass, and 20 tokens after the first one, four at a time or one by one. A model with
+    # states runs once more after each nine steps that reject a token: nine kept tokens are fed alone.
+    # Where padding would get into the states, they are fed alone after each of these steps. One pass,
+    # which is never computed, finds that out.
+    asked = int(kind in STATES)
+    more = {"baichuan_m1": 20}.get(kind, 2 * asked)
+    assert counts == {1.0: asked + 1 + 6, 0.0: asked + 1 + 21 + more}
 
 
 @pytest.mark.parametrize("kind", [*STATELESS, *STATES])
@@ -186,3 +191,35 @@ def test_an_afm_model_drafts_for_one_of_mlx_lm(rng, tokenizer, kind):
 def test_draft_models_with_states_are_refused(rng, tokenizer, kind):
     with pytest.raises(RequestError, match=rf"draft_model is a {kind} model, whose states"):
         Engine(made(rng, "llama"), tokenizer, speculation=Speculation(made(rng, kind)))
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", *STATES])
+def test_a_row_that_is_cancelled_amid_rejected_drafts_leaves_what_it_has_said(rng, tokenizer, kind):
+    """What was taken back together with rejected tokens is in the cache before it is kept or returned."""
+    model, prompts = made(rng, kind), [some_prompt(rng, n) for n in (30, 12)]
+    drafter = KnownAnswers(rng, {tuple(prompt): [] for prompt in prompts}, 0.0, VOCAB)
+    speculation = Speculation(drafter, num_draft_tokens=3)
+    engine = Engine(model, tokenizer, speculation=speculation, prefix_cache=PrefixCache(1 << 30))
+    cache = engine.make_cache()
+    rows = [
+        engine.submit(Request(prompts[0], -1, logprobs=False)),
+        engine.submit(Request(prompts[1], -1, logprobs=False, cache=cache)),
+    ]
+    said = {row: [] for row in rows}
+    for _ in range(6):
+        for response in engine.step():
+            said[response.row].append(response.token)
+    for row in rows:
+        engine.cancel(row)
+    second = Request([*prompts[0], *said[rows[0]], 5], 8, logprobs=False)
+    [(wanted, *_)] = outcome(model, tokenizer, [second])
+    row = engine.submit(replace(second, draft=False))
+    responses = run(engine)[row]
+    assert [r.token for r in responses] == wanted
+    assert responses[-1].cached_tokens >= len(second.prompt) - 2
+    whole = Request([*prompts[1], *said[rows[1]], 5], 8, logprobs=False)
+    [(wanted, *_)] = outcome(model, tokenizer, [whole])
+    held = tokens_in(cache) or len(prompts[1]) + len(said[rows[1]]) - 1
+    rest = Request(whole.prompt[held:], 8, logprobs=False, cache=cache, draft=False)
+    row = engine.submit(rest)
+    assert [r.token for r in run(engine)[row]] == wanted

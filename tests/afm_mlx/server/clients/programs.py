@@ -194,6 +194,24 @@ def with_instructor(url: str) -> str:
     return answer.city
 
 
+def with_smolagents(url: str) -> str:
+    """An agent whose answers are calls, too, of its tool `final_answer`."""
+    from smolagents import OpenAIModel, ToolCallingAgent, tool
+
+    def find(city: str) -> str:
+        """The weather of a city.
+
+        Args:
+            city: its name
+        """
+        return weather(city)
+
+    find.__name__ = "weather"
+    model = OpenAIModel(model_id=MODEL, api_base=f"{url}/v1", api_key="dummy")
+    agent = ToolCallingAgent(tools=[tool(find)], model=model, verbosity_level=0)
+    return [agent.run(question, reset=not i) for i, question in enumerate(QUESTIONS)][-1]
+
+
 def with_llm(url: str) -> str:
     """The command `llm`, with a function, and once more in the same conversation."""
     folder = Path(os.environ["HOME"])
