@@ -130,9 +130,13 @@ def thought_form(tokenizer: Any) -> ThoughtForm | None:
         start, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
         ids = {name: names[name] for name in HARMONY}
         return ThoughtForm(start, end, encoded(start), encoded(end), ids, True, encoded(FINAL))
-    given = getattr(tokenizer, "think_start", None), getattr(tokenizer, "think_end", None)
-    for start, end in (given, *_OTHER_MARKS):
-        ids = {name: i for name, i in names.items() if start and name in start + end}
+    given = (
+        getattr(tokenizer, "think_start", None) or "",
+        getattr(tokenizer, "think_end", None) or "",
+    )
+    pairs = [pair for pair in (given, *_OTHER_MARKS) if all(pair)]
+    for start, end in pairs:
+        ids = {name: i for name, i in names.items() if name in start + end}
         if any(start.startswith(n) for n in ids) and any(end.startswith(n) for n in ids):
             return ThoughtForm(start, end, encoded(start), encoded(end), ids)
     return None

@@ -384,7 +384,9 @@ def _logits_processors(
         frequency_penalty=request.frequency_penalty or None,
         frequency_context_size=None,
     )
-    made = [*whole, _AnswerProcessor(len(prompt), of_answer)] if of_answer else whole
+    made: list[LogitsProcessor] = (
+        [*whole, _AnswerProcessor(len(prompt), of_answer)] if of_answer else whole
+    )
     form, thinking = served.thoughts, request.thinking
     if form is None or thinking is None:
         return made

@@ -255,8 +255,8 @@ def _total(counts: Sequence[TokenCounts]) -> JsonObject:
             sum(each.prompt for each in counts),
             sum(each.cached for each in counts),
             sum(each.completion for each in counts),
-            sum(drafted) if drafted else None,
-            sum(each.accepted for each in counts),
+            drafted=sum(drafted) if drafted else None,
+            accepted=sum(each.accepted for each in counts),
         )
     )
 
