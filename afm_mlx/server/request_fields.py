@@ -509,7 +509,7 @@ class ReasoningItem(Fields, tag_field="type", tag="reasoning"):
     # Strict servers accept their own items, and these are not used.
     id: str | None = None
     status: str | None = None
-    summary: list[Any] | None = None
+    summary: Annotated[list[Any], PARTS] | None = None
     encrypted_content: str | None = None
 
 

@@ -114,7 +114,7 @@ def ended(page, index):
     """The text of the answer with this index, once it has ended."""
     page.wait_for_selector(f".answer >> nth={index}")
     page.wait_for_selector("#send[aria-label='Send message']")
-    return page.locator(".answer").nth(index).locator(".text").inner_text()
+    return page.locator(".answer").nth(index).locator("> .text").inner_text()
 
 
 def until(page, holds):
@@ -298,7 +298,7 @@ def a_tree_fills_in_and_html_in_it_stays_text(page):
     assert page.locator(".tree").last.locator("li li span").all_inner_texts() == [HOSTILE] * 2
     import_chats(page, chat_of(HOSTILE, HOSTILE))
     page.wait_for_selector("h1:has-text('Imported')")
-    assert page.locator(".answer .text").inner_text() == HOSTILE
+    assert page.locator(".answer > .text").inner_text() == HOSTILE
     assert page.locator("#thread img, #thread script").count() == 0
 
 
@@ -488,12 +488,12 @@ def test_a_chat_with_edits_versions_adapters_and_a_reload(open_page, size):
     ended(page, 0)
     assert "2 / 2" in page.locator(".answer .pager").inner_text()
     page.locator(".user").get_by_role("button", name="Previous version").click()
-    assert page.locator(".answer .text").all_inner_texts() == [first, todos]
+    assert page.locator(".answer > .text").all_inner_texts() == [first, todos]
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Next version"
 
     reload(page)
     page.wait_for_selector(".answer >> nth=1")
-    assert page.locator(".answer .text").all_inner_texts() == [first, todos]
+    assert page.locator(".answer > .text").all_inner_texts() == [first, todos]
     assert page.get_by_role("heading", level=1).inner_text().startswith("Make this formal: hey")
     assert "of 1,024 tokens" in page.locator("#meter").get_attribute("aria-label")
 
@@ -557,7 +557,7 @@ def test_export_import_rename_search_and_delete(open_page):
     assert page.locator(".conversation").count() == 1
     import_chats(page, *json.loads(kept["my-chat.json"])["conversations"])
     page.wait_for_selector("h1:has-text('My chat')")
-    assert page.locator(".answer .text").inner_text() == answer
+    assert page.locator(".answer > .text").inner_text() == answer
 
 
 def test_a_second_tab_shows_what_the_first_has_written(open_page):
@@ -572,7 +572,7 @@ def test_a_second_tab_shows_what_the_first_has_written(open_page):
     other.bring_to_front()
     other.locator(".conversation").click()
     other.wait_for_selector(".answer:not(.writing)")
-    assert other.locator(".answer .text").inner_text() == answer
+    assert other.locator(".answer > .text").inner_text() == answer
     page.bring_to_front()
     page.get_by_role("button", name=re.compile("^Delete")).click()
     until(other, "document.querySelector('.conversation') === null")
