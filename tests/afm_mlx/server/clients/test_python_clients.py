@@ -49,7 +49,7 @@ def test_a_client_talks_over_several_turns(name, family, tmp_path, caplog):
     steps, asked, said, ignored = CASES[name]
     with (
         caplog.at_level("INFO", "afm_mlx.server"),
-        scripted_server(*steps, family=family) as (server, script),
+        scripted_server(*steps, family=family, thought="Hm. I wonder.") as (server, script),
     ):
         done = subprocess.run(
             [PYTHON, FOLDER / "programs.py", name, server.url],
