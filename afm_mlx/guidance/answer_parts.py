@@ -72,6 +72,8 @@ class AnswerSplitter:
 
     in_thought = False
     """True while a thought is written."""
+    drops_line_breaks = False
+    """True if line breaks that come now are no part of the answer: between a thought and its text."""
 
     @property
     def is_open(self) -> bool:
@@ -366,6 +368,11 @@ class ThoughtSplitter:
         self._trims = (
             is_begun  # line breaks at the beginning of a thought, or of the text after one
         )
+
+    @property
+    def drops_line_breaks(self) -> bool:
+        """As of `AnswerSplitter`."""
+        return self._in_text and self._trims
 
     @property
     def in_calls(self) -> bool:

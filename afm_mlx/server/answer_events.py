@@ -79,6 +79,7 @@ class GenerationRequest:
         seed: seed of the first choice, from which the other choices' are derived; pass None for random seeds.
         frequency_penalty, presence_penalty: penalties for tokens that the answer has.
         repetition_penalty: penalty for tokens that the prompt or the answer has.
+        repetition_context_size: number of the last tokens that `repetition_penalty` looks at; pass None for all.
         n: number of choices.
         logprobs: number of most likely tokens reported for each token; pass None for no log-probabilities.
         client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.
@@ -99,6 +100,7 @@ class GenerationRequest:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 0.0
+    repetition_context_size: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: Sequence[str] = ()
     n: int = 1
@@ -376,7 +378,7 @@ def _logits_processors(
     whole = make_logits_processors(
         request.logit_bias or None,
         repetition_penalty=request.repetition_penalty or None,
-        repetition_context_size=None,
+        repetition_context_size=request.repetition_context_size,
     )
     of_answer = make_logits_processors(
         presence_penalty=request.presence_penalty or None,
@@ -603,7 +605,11 @@ class _ChoiceTask:
             self._answer.append(token)
             is_end = token in self._served.tokenizer.eos_token_ids
             split = self._splitter
-            in_text = split is None or not (split.in_calls or split.is_hidden(token))
+            in_text = split is None or not (
+                split.in_calls
+                or split.is_hidden(token)
+                or (split.drops_line_breaks and text and not text.strip("\n"))
+            )
             top = self._request.logprobs
             if top is not None and not is_end and in_text:
                 texts = self._served.token_texts

@@ -101,6 +101,7 @@ def sampled_request(body: fields.SampledRequest, **inputs: Any) -> GenerationReq
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         repetition_penalty=body.repetition_penalty or 0.0,
+        repetition_context_size=body.repetition_context_size,
         logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
         stop=stop,
         **inputs,

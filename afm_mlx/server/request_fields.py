@@ -333,6 +333,7 @@ class SampledRequest(Fields):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    repetition_context_size: Whole | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -358,6 +359,7 @@ class SampledRequest(Fields):
         ),
         "frequency_penalty presence_penalty": PENALTY,
         "repetition_penalty": "above 0 to 10, for tokens that are in the prompt or the answer",
+        "repetition_context_size": "`repetition_penalty` looks at this many of the last tokens; 0 means all, as does the default",
         "logit_bias": "-100 to 100, added to the logits of token ids",
         "structured_outputs": Honoured(
             "vLLM's: one of `json`, `regex`, `choice`, `grammar` (Lark, or GBNF with `::=`), `json_object`",
@@ -905,18 +907,19 @@ REQUESTS: tuple[type[Fields], ...] = (
 """The bodies of the four APIs."""
 
 OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
+    "adapters": EMPTY,
     "add_generation_prompt": (True,),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "chat_template"), EMPTY),
     **dict.fromkeys(("continue_final_message", "documents"), EMPTY),
     "dry_multiplier": (0, 0.0),
-    **dict.fromkeys(("format", "grammar", "ignore_eos", "json_schema"), EMPTY),
+    **dict.fromkeys(("format", "frequency_context_size", "grammar", "ignore_eos", "json_schema"), EMPTY),
     "length_penalty": (1, 1.0),
     "max_new_tokens": (-1,),
     "min_tokens": (0,),
     "mirostat": (0,),
     "n_predict": (-1,),
     "no_repeat_ngram_size": (0,),
-    **dict.fromkeys(("options", "prompt_logprobs"), EMPTY),
+    **dict.fromkeys(("options", "presence_context_size", "prompt_logprobs"), EMPTY),
     "repeat_penalty": (1, 1.0),
     **dict.fromkeys(("stop_token_ids", "structural_tag", "template"), EMPTY),
     "truncate_prompt_tokens": (-1,),
@@ -924,7 +927,7 @@ OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": EMPTY,
     "xtc_probability": (0, 0.0),
 }
-"""Fields of vLLM, llama.cpp and others that change answers, and the values that mean the same as null."""
+"""Fields of vLLM, llama.cpp, mlx-lm and others that change answers, and the values that mean the same as null."""
 OFF: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0, 0.0),

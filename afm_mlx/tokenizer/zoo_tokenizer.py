@@ -263,8 +263,9 @@ def _complete_thought(message: Message, source: str) -> None:
         return
     if "reasoning_content" in source:
         message["reasoning_content"] = thought
-    elif "message.thinking" in source:  # GPT-OSS's, which refuses a text besides it before calls
-        is_call = bool(message.get("tool_calls"))
+    elif "message.thinking" in source:
+        # GPT-OSS's refuses a text besides it before calls.
+        is_call = bool(message.get("tool_calls")) and "<|channel|>" in source
         texts = [thought, message.pop("content", None) if is_call else None]
         message["thinking"] = "\n\n".join(text for text in texts if isinstance(text, str) and text)
     elif "message.reasoning" in source:

@@ -18,10 +18,10 @@ from unittest import mock
 import numpy as np
 
 from afm_mlx import threads
+from afm_mlx.engine.request import LogitsProcessor
 from afm_mlx.guidance.call_forms import CallForm, call_form
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import _lark
-from afm_mlx.engine.request import LogitsProcessor
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server import answer_events

@@ -91,7 +91,10 @@ def test_an_agent_works_with_its_defaults(name, family, tmp_path, caplog):
     work.mkdir()
     with (
         caplog.at_level("INFO", "afm_mlx.server"),
-        scripted_server(*steps, context=65536, family=family, thought="Hm. I wonder.") as (server, script),
+        scripted_server(*steps, context=65536, family=family, thought="Hm. I wonder.") as (
+            server,
+            script,
+        ),
     ):
         agent["files"](home, work, server.url)
         environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
