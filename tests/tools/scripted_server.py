@@ -1,7 +1,7 @@
 """The real server with a tiny random model of a long context, whose answers follow a script.
 
-AFM's model is held to the script by a constraint. A model of the zoo prefers the script's tokens, and the server's
-own constraints hold: it may think first, and its calls are held to the tools' schemas.
+AFM's model is held to the script by a constraint. A model of the zoo prefers the script's tokens, and the
+server's own constraints hold: it may think first, and its calls are held to the tools' schemas.
 """
 
 from __future__ import annotations
