@@ -160,18 +160,20 @@ class Oracle:
             return tokens, chosen
         body = case.body
 
-        def adjusted(_: mx.array, logits: mx.array) -> mx.array:
+        starts: list[int] = []  # generate_step shows the prompt's last tokens, and the answer's
+
+        def adjusted(shown: mx.array, logits: mx.array) -> mx.array:
+            starts.append(shown.shape[0])
+            answer: list[int] = shown.tolist()[starts[0] :]
             row = np.array(logits[0], dtype=np.float32)
             for token, bias in body.get("logit_bias", {}).items():
                 row[int(token)] += bias
             if penalty := body.get("repetition_penalty"):  # of the prompt and the answer
-                seen = list({*prompt, *tokens})
+                seen = list({*prompt, *answer})
                 row[seen] = np.where(row[seen] < 0, row[seen] * penalty, row[seen] / penalty)
-            counts = Counter(tokens)  # of the answer
-            for token, count in counts.items():
-                row[token] -= body.get("frequency_penalty", 0) * count + body.get(
-                    "presence_penalty", 0
-                )
+            for token, count in Counter(answer).items():
+                row[token] -= body.get("frequency_penalty", 0) * count
+                row[token] -= body.get("presence_penalty", 0)
             return mx.array(row)[None]
 
         model, _ = self.models[case.adapter]
@@ -210,7 +212,10 @@ class Oracle:
     ) -> tuple[str | None, str | None, list[list[str]] | None]:
         """Split an answer into thought, text and calls; None for text and calls if a call is cut off."""
         whole = self.hf.decode([t for t in tokens if t not in self.ends])
+        whole = whole.replace("\0", "Ā")  # as mlx-lm's detokenizer writes the byte 0
         thought, text = "", whole
+        if case.path == CHAT and case.reply is None:
+            text = text.removeprefix(" ")  # as mlx-lm's detokenizers do
         if self.family == "qwen3":
             if "<think>" in whole and "prompt" not in case.body:
                 before, _, rest = whole.partition("<think>")
@@ -226,7 +231,8 @@ class Oracle:
         if tokens[-1] not in self.ends:
             return thought, None, None
         calls = [[name, json.dumps(given, ensure_ascii=False)] for name, given in case.reply.calls]
-        return thought, case.reply.text, calls
+        between = "\n" if case.reply.text and self.family == "qwen3" else ""
+        return thought, case.reply.text + between, calls
 
 
 # -- differences
@@ -335,7 +341,7 @@ def test_every_difference_is_known_and_ours_is_right(family, tmp_path, rng, monk
         server.http() as http,
     ):
         try:
-            until(lambda: is_up(theirs))
+            until(lambda: is_up(theirs), 240)
             for number, case in enumerate(Draw(rng, family).cases(COUNT)):
                 own = {"adapters": str(tmp_path / "adapter")} if case.adapter else {}
                 a = said(theirs.post(case.path, json=case.body | own))
