@@ -103,7 +103,8 @@ class TokenTexts:
             detokenizer = self._tokenizer.detokenizer
             detokenizer.add_token(token)
             detokenizer.finalize()
-            return not detokenizer.text.startswith(" ")
+            spaces = len(self._zoo(token)) - len(self._zoo(token).lstrip(b" "))
+            return not detokenizer.text.startswith(" " * spaces)
         if is_constrained or not self._afm.spacing.dummy_prefix:
             return False
         return self.bytes_of(token)[:1] == b" "

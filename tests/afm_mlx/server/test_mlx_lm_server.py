@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from afm_mlx.server import answer_events
 from afm_mlx.server.served_model import ServedModel
@@ -205,17 +206,19 @@ class Oracle:
                 )
         has_end = tokens[-1] in self.ends
         finish = ("tool_calls" if calls else "stop") if has_end else "length"
-        return Said(200, None, text, thought, calls, finish, completion=len(tokens))
+        # A grammar that leaves no choice but the end does not draw it.
+        size = len(tokens) - bool(calls and self.family == "llama3")
+        return Said(200, None, text, thought, calls, finish, completion=size)
 
     def split(
         self, case: Case, tokens: list[int]
     ) -> tuple[str | None, str | None, list[list[str]] | None]:
         """Split an answer into thought, text and calls; None for text and calls if a call is cut off."""
-        whole = self.hf.decode([t for t in tokens if t not in self.ends])
-        whole = whole.replace("\0", "Ā")  # as mlx-lm's detokenizer writes the byte 0
+        whole = self.decoded([t for t in tokens if t not in self.ends])
         thought, text = "", whole
-        if case.path == CHAT and case.reply is None:
-            text = text.removeprefix(" ")  # as mlx-lm's detokenizers do
+        is_free = case.path == CHAT and case.reply is None and case.kind != "an answer at the end"
+        if is_free and self.family != "gemma3":
+            text = text.removeprefix(" ")  # as mlx-lm's detokenizers of byte-level vocabularies do
         if self.family == "qwen3":
             if "<think>" in whole and "prompt" not in case.body:
                 before, _, rest = whole.partition("<think>")
@@ -233,6 +236,27 @@ class Oracle:
         calls = [[name, json.dumps(given, ensure_ascii=False)] for name, given in case.reply.calls]
         between = "\n" if case.reply.text and self.family == "qwen3" else ""
         return thought, case.reply.text + between, calls
+
+    def decoded(self, tokens: list[int]) -> str:
+        """Return the text of tokens, in which a broken character is one U+FFFD."""
+        names = self.hf.convert_ids_to_tokens(tokens)
+        if self.family == "gemma3":
+            parts = [
+                bytes([int(n[3:5], 16)])
+                if re.fullmatch("<0x..>", n)
+                else n.replace("▁", " ").encode()
+                for n in names
+            ]
+        else:
+            values = {letter: value for value, letter in bytes_to_unicode().items()}
+            values["Ā"] = None  # the byte 0, which mlx-lm's detokenizer leaves as it is
+            parts = [
+                bytes(values[c] for c in n)
+                if all(values.get(c) is not None for c in n)
+                else n.encode()
+                for n in names
+            ]
+        return b"".join(parts).decode("utf-8", "replace")
 
 
 # -- differences
@@ -289,7 +313,13 @@ def write_adapter(folder: Any, model_folder: Any) -> None:
     model, _ = load(str(model_folder))
     model.freeze()
     linear_to_lora_layers(model, 2, settings["lora_parameters"])
-    model.update(tree_map(lambda a: mx.random.normal(a.shape) * 0.3, model.trainable_parameters()))
+    # Numbers of float16, as our server keeps them.
+    model.update(
+        tree_map(
+            lambda a: (mx.random.normal(a.shape) * 0.3).astype(mx.float16),
+            model.trainable_parameters(),
+        )
+    )
     folder.mkdir()
     mx.save_safetensors(
         str(folder / "adapters.safetensors"), dict(tree_flatten(model.trainable_parameters()))
