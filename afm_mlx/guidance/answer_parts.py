@@ -337,7 +337,8 @@ class _HarmonySplitter(AnswerSplitter):
     def finish(self) -> Iterator[Part]:
         if self._is_call_header:
             return
-        if self._body is None and self._rest.strip() not in ("", "assistant"):
+        is_header = "<|channel|>" in self._rest or self._rest.strip() in ("", "assistant")
+        if self._body is None and not is_header:
             yield Text(self._rest)  # an answer that keeps to no form
         self._rest = ""
 

@@ -912,7 +912,9 @@ OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("allowed_token_ids", "bad_words", "chat_template"), EMPTY),
     **dict.fromkeys(("continue_final_message", "documents"), EMPTY),
     "dry_multiplier": (0, 0.0),
-    **dict.fromkeys(("format", "frequency_context_size", "grammar", "ignore_eos", "json_schema"), EMPTY),
+    **dict.fromkeys(
+        ("format", "frequency_context_size", "grammar", "ignore_eos", "json_schema"), EMPTY
+    ),
     "length_penalty": (1, 1.0),
     "max_new_tokens": (-1,),
     "min_tokens": (0,),

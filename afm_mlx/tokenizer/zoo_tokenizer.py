@@ -189,9 +189,10 @@ class ZooTokenizer(TokenizerWrapper):
         open_calls: list[Message] = []
         for index, message in enumerate(messages):
             made = {name: value for name, value in message.items() if value is not None}
-            if not re.fullmatch(r"\w+", str(made.get("role", "user"))):
+            role = made.get("role")
+            if not isinstance(role, str) or not re.fullmatch(r"\w+", role):
                 raise TokenizerError(
-                    f"messages[{index}] has the role {shown(made['role'])}; a word is needed."
+                    f"messages[{index}] has the role {shown(role)}; a word is needed."
                 )
             if "response_format" not in source:
                 made.pop("response_format", None)  # a constraint holds the answer to it

@@ -285,6 +285,8 @@ def test_harmonys_channels(tokenizer_of):
     assert is_whole(auto, tokenizer, thought + preamble + written(form, STOP))
     assert is_whole(auto, tokenizer, thought + "<|channel|>final<|message|>Done.")
     assert not is_whole(auto, tokenizer, thought)
+    for cut in ("<|channel|>", "<|channel|>fin", "<|channel|>analysis"):  # by a limit of tokens
+        assert read_answer(form, cut) == ("", [])
     splitter, parts = splitter_of(form), []
     for token in ids_of(tokenizer, thought + "<|channel|>final<|message|>Done."):
         parts += splitter.feed(tokenizer.token_bytes(token).decode(), token)
