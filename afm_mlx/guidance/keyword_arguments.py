@@ -71,7 +71,7 @@ class KeywordArguments:
     def _members(self, schema: Mapping[str, Any], assign: str, comma: str, depth: int) -> str:
         """Return the name of the rule of an object's properties; optional ones may be left out.
 
-        They come in the schema's order, or in the alphabet's where values have quotes: Gemma 4's template sorts.
+        They come in the schema's order, or sorted for Gemma 4, whose template sorts them.
         """
         properties = schema.get("properties", {})
         known = (

@@ -79,7 +79,7 @@ class GenerationRequest:
         seed: seed of the first choice, from which the other choices' are derived; pass None for random seeds.
         frequency_penalty, presence_penalty: penalties for tokens that the answer has.
         repetition_penalty: penalty for tokens that the prompt or the answer has.
-        repetition_context_size: number of the last tokens that `repetition_penalty` looks at; pass None for all.
+        repetition_context_size: number of last tokens that `repetition_penalty` looks at; pass None for all.
         n: number of choices.
         logprobs: number of most likely tokens reported for each token; pass None for no log-probabilities.
         client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.

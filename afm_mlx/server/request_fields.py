@@ -359,7 +359,8 @@ class SampledRequest(Fields):
         ),
         "frequency_penalty presence_penalty": PENALTY,
         "repetition_penalty": "above 0 to 10, for tokens that are in the prompt or the answer",
-        "repetition_context_size": "`repetition_penalty` looks at this many of the last tokens; 0 means all, as does the default",
+        "repetition_context_size": "`repetition_penalty` looks at this many of the last tokens; 0, the default, "
+        "means all",
         "logit_bias": "-100 to 100, added to the logits of token ids",
         "structured_outputs": Honoured(
             "vLLM's: one of `json`, `regex`, `choice`, `grammar` (Lark, or GBNF with `::=`), `json_object`",
@@ -929,7 +930,7 @@ OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": EMPTY,
     "xtc_probability": (0, 0.0),
 }
-"""Fields of vLLM, llama.cpp, mlx-lm and others that change answers, and the values that mean the same as null."""
+"""Fields of other servers that change answers, and the values that mean the same as null."""
 OFF: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0, 0.0),

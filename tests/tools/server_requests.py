@@ -129,7 +129,7 @@ class Draw:
         self.rng, self.family = rng, family
 
     def cases(self, count: int) -> Iterator[Case]:
-        """Yield so many requests: all wrong ones, and of the others some of each kind."""
+        """Yield `count` requests: all wrong ones, and of the others some of each kind."""
         wrong = list(self.wrong())
         yield from wrong
         kinds: list[Callable[[], Case]] = [

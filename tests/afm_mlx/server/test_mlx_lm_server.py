@@ -286,8 +286,8 @@ CLASSES: list[tuple[str, str, Applies]] = [
      "text thought calls finish completion", has("stop")),
     ("penalties look at the last 20 tokens, of the prompt and the answer",
      "text finish completion", has("repetition_penalty", "presence_penalty", "frequency_penalty")),
-    ("streams have no log-probabilities; others have those of marks and the end, and with `top_logprobs` not "
-     "those of the token that was drawn", "logprobs", has("logprobs")),
+    ("streams have no log-probabilities; others include marks and the end, and `top_logprobs` changes which "
+     "token they are for", "logprobs", has("logprobs")),
     ("the line breaks around a thought belong to it, and to the answer", "text thought",
      lambda family, case, theirs, ours: theirs.strip("\n") == ours.strip("\n")),
     ("the space that a completion begins with is lost", "text",
