@@ -359,7 +359,7 @@ class SampledRequest(Fields):
         ),
         "frequency_penalty presence_penalty": PENALTY,
         "repetition_penalty": "above 0 to 10, for tokens that are in the prompt or the answer",
-        "repetition_context_size": "`repetition_penalty` looks at this many of the last tokens; 0, the default, "
+        "repetition_context_size": "`repetition_penalty` looks at this many last tokens; 0, the default, "
         "means all",
         "logit_bias": "-100 to 100, added to the logits of token ids",
         "structured_outputs": Honoured(
