@@ -166,3 +166,18 @@ def test_a_typed_newline_mark_is_text(client, http):
         body = {"messages": [{"role": "user", "content": text}], "return_token_strs": True}
         counts.append(http.post("/tokenize", json=body).json()["token_strs"].count("<n>"))
     assert counts[0] == counts[1] + 1
+
+
+def test_fields_of_mlx_lms_server(client, http):
+    """What a repetition penalty looks at, and an adapter's path, which is no model id."""
+
+    def text(**more):
+        fields = {"model": "afm-nano", "prompt": "a a a a", "temperature": 0, "max_tokens": 12}
+        body = {"repetition_penalty": 5, **more}
+        return client.completions.create(**fields, extra_body=body).choices[0].text
+
+    assert text() == text(repetition_context_size=0) != text(repetition_context_size=1)
+    for name, value in (("adapters", "a/path"), ("presence_context_size", 20)):
+        body = {"model": "afm-nano", "prompt": "a", name: value}
+        refused = http.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)

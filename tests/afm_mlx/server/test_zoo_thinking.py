@@ -125,6 +125,8 @@ def test_thoughts_are_apart_from_answers_in_chats(server, follow):
     assert (thought, text) == (message.reasoning_content, message.content)
     assert order == sorted(order, reverse=True)
     assert Counter(order)["thought"] > 1
+    listed = ask(server, logprobs=True).choices[0].logprobs.content
+    assert b"".join(bytes(token.bytes) for token in listed).decode() == message.content
     hidden = ask(server, extra_body={"reasoning": {"exclude": True}}).choices[0].message
     assert "reasoning_content" not in hidden.model_fields_set
 
