@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.active import BatchAdapters
+from afm_mlx.engine.prompt_scores import Target
 from afm_mlx.engine.row import Row, batch_adapters
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache, ZooKVCache
@@ -93,6 +94,8 @@ class Prefill:
     lengths: list[int]  # of the rows' tokens
     done: int = 0  # columns of `tokens` that are in the cache
     cancelled: set[int] = field(default_factory=set)  # ids of rows
+    # First column behind which a row wants the log-probability of a token of its prompt; None if there is none.
+    scored_from: int | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
@@ -110,7 +113,24 @@ class Prefill:
             row.position += length
             row.pending = []
         batch = RowBatch(by_block, list(rows), cache, last, batch_adapters(rows))
-        return cls(batch, tokens, lengths)
+        prefill = cls(batch, tokens, lengths)
+        columns = [target.column for target in prefill.targets(longest)]
+        prefill.scored_from = min(columns, default=None)
+        return prefill
+
+    def targets(self, count: int) -> list[Target]:
+        """Return the tokens whose log-probabilities are wanted behind the next `count` columns."""
+        targets = []
+        for i, (row, length) in enumerate(zip(self.batch.rows, self.lengths, strict=True)):
+            if row.scored_from is None or row.id in self.cancelled:
+                continue
+            prompt = row.request.prompt
+            # Index in the prompt of the token that follows column 0.
+            base = row.position - row.start - length + 1
+            first = max(self.done, row.scored_from - base)
+            last = min(self.done + count, len(prompt) - base)
+            targets += [Target(i, c - self.done, prompt[base + c]) for c in range(first, last)]
+        return targets
 
     @property
     def left(self) -> int:
