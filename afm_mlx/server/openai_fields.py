@@ -265,9 +265,7 @@ def chat_logprobs(tokens: Sequence[TokenLikelihood]) -> JsonObject:
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(
-    prompt: PromptScored, top: int, texts: TokenTexts
-) -> list[JsonObject | None]:
+def prompt_logprobs(prompt: PromptScored, top: int, texts: TokenTexts) -> list[JsonObject | None]:
     """Return the log-probabilities of a prompt as vLLM writes them; None for its first token.
 
     Each other token's entry maps its id, and the `top` most likely ones, to log-probability, rank and text.

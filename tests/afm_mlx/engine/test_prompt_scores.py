@@ -1,9 +1,12 @@
 """Log-probabilities of prompts, against one full forward of the whole prompt in float32."""
 
+import copy
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine import prompt_scores
 from afm_mlx.engine.engine import Engine
@@ -15,11 +18,14 @@ from afm_mlx.errors import LogitsError
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.model.zoo_blocks import replace_blocks
 from tests.tools.cases import all_pairs
+from tests.tools.constraints import nano_tokenizer, wide_model
 from tests.tools.engines import SIZES, Adapters, run, run_one, some_prompt, tiny, tokens_of
 from tests.tools.zoo import zoo_model
 
 VOCAB = SIZES["vocab_size"]
 KINDS = ("float", "int8", "2-bit", "llama", "llama blocks", "gemma3_text", "lfm2")
+# Packed products are rounded to bfloat16 in between; after other rounding, a code of int8 may be another one.
+ATOL = {"2-bit": 5e-3, "int8": 2e-2}
 
 
 def made(rng, kind):
@@ -69,9 +75,7 @@ def test_each_position_is_that_of_a_full_forward(
     asked = PromptLogprobs(start, top)
     request = Request(prompt, max_tokens, prompt_logprobs=asked, logprobs=False)
     first, *others = run_one(model, tokenizer, request, prefill_step_size=chunk)
-    # A code of int8 may be another one after other rounding.
-    atol = 2e-2 if kind == "int8" else 1e-4
-    assert_right(first.prompt_logprobs, model, prompt, asked, atol)
+    assert_right(first.prompt_logprobs, model, prompt, asked, ATOL.get(kind, 1e-4))
     assert all(response.prompt_logprobs is None for response in others)
     if max_tokens == 0:
         assert (first.token, first.text, first.finish_reason, others) == (-1, "", "length", [])
@@ -90,9 +94,7 @@ def test_rows_of_a_batch_are_scored_as_if_alone(rng, tokenizer, kind, speculatio
         None if i % 3 == 2 else PromptLogprobs(int(rng.integers(1, n + 1)), int(rng.integers(4)))
         for i, n in enumerate(lengths)
     ]
-    alone = [
-        tokens_of(run_outcome(model, tokenizer, [Request(prompt, 4)])) for prompt in prompts
-    ]
+    alone = [tokens_of(run_outcome(model, tokenizer, [Request(prompt, 4)])) for prompt in prompts]
     requests = [
         Request(prompt, 0 if i % 2 else 4, prompt_logprobs=asked)
         for i, (prompt, asked) in enumerate(zip(prompts, asks, strict=True))
@@ -104,7 +106,7 @@ def test_rows_of_a_batch_are_scored_as_if_alone(rng, tokenizer, kind, speculatio
         if asked is None:
             assert all(r.prompt_logprobs is None for r in responses)
         else:
-            assert_right(responses[0].prompt_logprobs, model, prompt, asked)
+            assert_right(responses[0].prompt_logprobs, model, prompt, asked, ATOL.get(kind, 1e-4))
         wanted = [-1] if i % 2 else alone[i][0]
         assert [r.token for r in responses] == wanted
 
@@ -144,7 +146,8 @@ def test_few_logits_are_in_memory_at_a_time(rng, tokenizer, kind, monkeypatch):
     monkeypatch.setattr(prompt_scores, "_scores", counted)
     request = Request(prompt, 0, prompt_logprobs=PromptLogprobs(3, 2))
     (response,) = run_one(model, tokenizer, request, prefill_step_size=32)
-    assert_right(response.prompt_logprobs, model, prompt, PromptLogprobs(3, 2))
+    asked = PromptLogprobs(3, 2)
+    assert_right(response.prompt_logprobs, model, prompt, asked, ATOL.get(kind, 1e-4))
     assert max(seen) <= (5, VOCAB)
     assert sum(rows for rows, _ in seen) == 57
 
@@ -180,9 +183,13 @@ def test_adapters_change_their_own_rows(rng, model, tokenizer, tmp_path):
         requests = [Request(prompt, 0, prompt_logprobs=asked, adapter=name) for name in names]
         found = run_outcome(model, tokenizer, requests, adapters=pool, prefill_step_size=80)
         for i, name in enumerate(names):
-            weights = name if isinstance(name, dict) else {name: 1.0} if name else {}
-            merged = adapters.merged(weights)
-            assert_right(found[i][0].prompt_logprobs, merged, prompt, asked)
+            scores = found[i][0].prompt_logprobs
+            if isinstance(name, dict):  # adapters are float16, merged ones float32
+                assert_right(scores, adapters.merged(name), prompt, asked, 2e-3)
+            else:
+                own = copy.deepcopy(model)
+                attach_adapter(own, tmp_path / name) if name else None
+                assert_right(scores, own, prompt, asked)
         totals = [found[i][0].prompt_logprobs.total for i in range(4)]
         assert len({round(total, 3) for total in totals}) == 4
 
@@ -218,9 +225,9 @@ def test_a_prompt_may_fill_the_context(rng, tokenizer):
         assert_right(response.prompt_logprobs, model, prompt, asked)
 
 
-def test_an_answer_that_is_forced_comes_with_its_prompts_scores(rng, tokenizer):
-    model, prompt = tiny(rng), some_prompt(rng, 20)
-    constraint = Constraint.choices(["w3 w4 "])
+def test_an_answer_that_is_forced_comes_with_its_prompts_scores(rng):
+    model, tokenizer, prompt = wide_model(rng), nano_tokenizer(), some_prompt(rng, 20)
+    constraint = Constraint.choices(["the film"])
     plain = run_one(model, tokenizer, Request(prompt, 9, constraint=constraint))
     asked = PromptLogprobs(1, 1)
     request = Request(prompt, 9, constraint=constraint, prompt_logprobs=asked)
@@ -259,16 +266,18 @@ def test_logits_without_a_number_end_their_row_alone(rng, model, tokenizer, monk
 def test_a_cancelled_row_leaves_its_neighbours(rng, model, tokenizer, max_tokens):
     asked = PromptLogprobs(1)
     prompts = [some_prompt(rng, length) for length in (30, 31, 32)]
-    engine = Engine(model, tokenizer, prefill_step_size=30)
-    engine._scheduler._chunk = 96  # the three prompts share chunks of ten columns
-    for prompt in prompts:
-        engine.submit(Request(prompt, max_tokens, prompt_logprobs=asked))
-    assert engine.step() == []
-    engine.cancel(1)
+    engine = Engine(model, tokenizer)
+    engine.submit(Request([1], 60))
+    while not engine.step():
+        pass
+    # While a row decodes on a CPU, the three prompts share chunks of ten columns.
+    rows = [engine.submit(Request(p, max_tokens, prompt_logprobs=asked)) for p in prompts]
+    engine.step()
+    engine.cancel(rows[1])
     found = run(engine)
-    assert sorted(found) == [0, 2]
-    for row in (0, 2):
-        assert_right(found[row][0].prompt_logprobs, model, prompts[row], asked)
+    assert rows[1] not in found
+    for row, prompt in zip(rows[::2], prompts[::2], strict=True):
+        assert_right(found[row][0].prompt_logprobs, model, prompt, asked)
 
 
 def test_generate_passes_them_on(rng, model, tokenizer):
