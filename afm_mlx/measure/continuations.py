@@ -17,7 +17,7 @@ import mlx.nn as nn
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
-from afm_mlx.engine.request import PromptLogprobs, PromptScores, Request
+from afm_mlx.engine.request import PromptLogprobs, PromptScores, Request, token_ids
 from afm_mlx.errors import AFMError, DataError
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
@@ -61,6 +61,7 @@ def score_continuations(
             tokens than the context holds.
         AFMError: as `Engine` does.
     """
+    ids = [_checked(index, *pair) for index, pair in enumerate(pairs)]
     if prefix_memory:
         engine_options["prefix_cache"] = PrefixCache(prefix_memory)
     engine = Engine(model, tokenizer, max_batch=batch_size, **engine_options)
@@ -69,32 +70,27 @@ def score_continuations(
         int, list[int]
     ] = {}  # indices of the pairs that continue a context, by the context's row
 
-    def submit(index: int, start: int, prompt: Sequence[int], scored: bool) -> int:
-        asked = PromptLogprobs(start, top) if scored else None
+    def submit(index: int, prompt: list[int], asked: PromptLogprobs | None = None) -> int:
         try:
-            if not start:
-                raise DataError(
-                    "the context is empty; it needs a token, such as the model's start token."
-                )
-            request = Request(prompt, 0, prompt_logprobs=asked, adapter=adapter)
-            return engine.submit(request)
+            return engine.submit(Request(prompt, 0, prompt_logprobs=asked, adapter=adapter))
         except AFMError as error:
             raise DataError(f"Pair {index}: {error}") from None
 
     def submit_pairs(indices: Sequence[int]) -> None:
         for index in indices:
-            context, continuation = pairs[index]
-            rows[submit(index, len(context), [*context, *continuation], True)] = index
+            context, continuation = ids[index]
+            asked = PromptLogprobs(len(context), top)
+            rows[submit(index, context + continuation, asked)] = index
 
-    order = sorted(range(len(pairs)), key=lambda i: list(pairs[i][0]))
-    groups = deque(list(group) for _, group in groupby(order, key=lambda i: list(pairs[i][0])))
+    order = sorted(range(len(ids)), key=lambda i: ids[i][0])
+    groups = deque(list(group) for _, group in groupby(order, key=lambda i: ids[i][0]))
     with wired_memory(model):
         while groups or engine.busy:
             while groups and engine.rows_waiting + engine.rows_running < batch_size:
                 group = groups.popleft()
-                context = pairs[group[0]][0]
+                context = ids[group[0]][0]
                 if prefix_memory and len(group) > 1 and len(context) > 1:
-                    forks[submit(group[0], len(context), context, False)] = group
+                    forks[submit(group[0], context)] = group
                 else:
                     submit_pairs(group)
             for response in engine.step():
@@ -105,3 +101,16 @@ def score_continuations(
                 else:
                     assert response.prompt_logprobs is not None
                     yield rows.pop(response.row), response.prompt_logprobs
+
+
+def _checked(index: int, context: object, continuation: object) -> tuple[list[int], list[int]]:
+    """Return a pair as lists of token ids."""
+    try:
+        ids = token_ids(context), token_ids(continuation)
+    except AFMError as error:
+        raise DataError(f"Pair {index}: {error}") from None
+    if not ids[0]:
+        raise DataError(
+            f"Pair {index}: the context is empty; it needs a token, such as the model's start token."
+        )
+    return ids

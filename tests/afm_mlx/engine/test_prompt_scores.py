@@ -24,7 +24,7 @@ from tests.tools.zoo import zoo_model
 
 VOCAB = SIZES["vocab_size"]
 KINDS = ("float", "int8", "2-bit", "llama", "llama blocks", "gemma3_text", "lfm2")
-# Packed products are rounded to bfloat16 in between; after other rounding, a code of int8 may be another one.
+# Packed weights: products round otherwise for other numbers of tokens, and then a code of int8 may be another.
 ATOL = {"2-bit": 5e-3, "int8": 2e-2}
 
 
