@@ -2,8 +2,8 @@
 
     Request.prompt_logprobs -> Prefill.scored_from -> score_chunk -> Row.take_scores -> TokenResponse
 
-Where a row asks for them, a chunk runs through all blocks and the head. Before, only the writing blocks run, and
-the prefix cache may serve these tokens. The head runs for a few positions at a time, so that no more than
+Where a row asks for them, a chunk runs through all blocks and the head. Before that, only the writing blocks
+run, and the prefix cache may serve the tokens. The head runs for a few positions at a time, and so no more than
 `MOST_LOGITS` logits are in memory, however long the prompt is: 4,096 positions of the 3B would take 2.5 GB.
 """
 

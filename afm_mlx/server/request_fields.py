@@ -460,8 +460,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
         ),
         "best_of": "generates this many answers, and returns the `n` with the highest mean log-probability; "
         "not in streams",
-        "echo": "the prompt comes before the answer; with `logprobs`, the prompt's tokens have them, too (not in "
-        "streams)",
+        "echo": "the prompt comes before the answer; with `logprobs`, its tokens have them, too (no streams)",
         "logprobs": Honoured(
             "log-probabilities of this many most likely tokens, up to 20; in streams too",
             off=(False,),

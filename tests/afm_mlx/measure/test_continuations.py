@@ -1,4 +1,4 @@
-"""Scores of continuations are those of whole prompts, and a context is computed once."""
+"""Continuations have the scores that whole prompts give them, and a context is computed once."""
 
 import mlx.core as mx
 import numpy as np
