@@ -114,21 +114,28 @@ class Prefill:
             row.pending = []
         batch = RowBatch(by_block, list(rows), cache, last, batch_adapters(rows))
         prefill = cls(batch, tokens, lengths)
-        columns = [target.column for target in prefill.targets(longest)]
-        prefill.scored_from = min(columns, default=None)
+        starts = [span.start for i in range(len(rows)) if (span := prefill._scored_columns(i)[0])]
+        prefill.scored_from = min(starts, default=None)
         return prefill
+
+    def _scored_columns(self, i: int) -> tuple[range, int]:
+        """Return the columns behind which row i wants log-probabilities, and what follows column 0.
+
+        That is an index in the row's prompt.
+        """
+        row = self.batch.rows[i]
+        base = row.position - row.start - self.lengths[i] + 1
+        if row.scored_from is None or row.id in self.cancelled:
+            return range(0), base
+        return range(max(0, row.scored_from - base), len(row.request.prompt) - base), base
 
     def targets(self, count: int) -> list[Target]:
         """Return the tokens whose log-probabilities are wanted behind the next `count` columns."""
         targets = []
-        for i, (row, length) in enumerate(zip(self.batch.rows, self.lengths, strict=True)):
-            if row.scored_from is None or row.id in self.cancelled:
-                continue
+        for i, row in enumerate(self.batch.rows):
+            span, base = self._scored_columns(i)
+            first, last = max(span.start, self.done), min(span.stop, self.done + count)
             prompt = row.request.prompt
-            # Index in the prompt of the token that follows column 0.
-            base = row.position - row.start - length + 1
-            first = max(self.done, row.scored_from - base)
-            last = min(self.done + count, len(prompt) - base)
             targets += [Target(i, c - self.done, prompt[base + c]) for c in range(first, last)]
         return targets
 

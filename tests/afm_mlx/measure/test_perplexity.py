@@ -7,6 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.engine.generation import stream_generate
+from afm_mlx.engine.request import PromptLogprobs
 from afm_mlx.errors import DataError
 from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity, token_losses
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
@@ -42,6 +44,11 @@ def test_losses_are_those_of_tokens_one_by_one(model, rng, batch_size):
     losses = token_losses(model, WORDS, pieces, batch_size, lambda *counts: seen.append(counts))
     np.testing.assert_allclose(losses, expected, atol=1e-4, rtol=0)
     assert seen == [(done, 7) for done in range(1, 8)]
+    for piece in pieces[:2]:
+        asked = {"max_tokens": 0, "prompt_logprobs": PromptLogprobs()}
+        (response,) = stream_generate(model, WORDS, piece, **asked)
+        first, losses = losses[: len(piece) - 1], losses[len(piece) - 1 :]
+        assert -response.prompt_logprobs.total == pytest.approx(first.sum(), abs=1e-4)
     result = measure_perplexity(model, WORDS, pieces, batch_size)
     assert (result.tokens, result.samples) == (len(expected), 7)
     assert result.perplexity == pytest.approx(math.exp(np.mean(expected)), rel=1e-2)
