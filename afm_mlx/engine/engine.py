@@ -250,9 +250,8 @@ class Engine:
             row.release()
             raise row.error
         if early and early[-1].finish_reason is not None and request.prompt_logprobs is not None:
-            row.closing = (
-                early.pop()
-            )  # the whole answer is forced, and the prompt is wanted all the same
+            # The whole answer is forced, and the prompt has to be computed all the same.
+            row.closing = early.pop()
         self._scheduler.early += [(row, response) for response in early]
         if early and early[-1].finish_reason is not None:
             row.release()

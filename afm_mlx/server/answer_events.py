@@ -345,7 +345,7 @@ def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
     default = served.options.max_tokens
     max_tokens = default if request.max_tokens is None else request.max_tokens
     capacity = served.context_size - len(prompt)
-    if capacity < min(1, abs(max_tokens)):
+    if capacity < (0 if max_tokens == 0 else 1):
         raise ApiError(
             400,
             f"The prompt has {len(prompt)} tokens, and the context of {served.name} holds "

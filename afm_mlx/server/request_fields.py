@@ -455,12 +455,10 @@ class CompletionRequest(SampledRequest, kw_only=True):
     prompt_logprobs: TopLogprobs | None = None
     rules = {
         "prompt": PROMPTS,
-        "max_tokens": Honoured(
-            f"{LIMIT.text}; 0, with `echo` or `prompt_logprobs`, for none",
-        ),
+        "max_tokens": f"{LIMIT.text}; 0, with `echo` or `prompt_logprobs`, for none",
         "best_of": "generates this many answers, and returns the `n` with the highest mean log-probability; "
         "not in streams",
-        "echo": "the prompt comes before the answer; with `logprobs`, its tokens have them, too (no streams)",
+        "echo": "the prompt comes before the answer; its tokens have `logprobs`, too, but not in streams",
         "logprobs": Honoured(
             "log-probabilities of this many most likely tokens, up to 20; in streams too",
             off=(False,),
