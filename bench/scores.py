@@ -1,4 +1,4 @@
-"""What scores cost: four answers to a question compared with four prompts, and memory over the length of a prompt.
+"""What scores cost: four answers to a question and four separate prompts, and memory over a prompt's length.
 
 The model has the embedded model's shape and the 3B's, with random weights. Ways that are compared take turns,
 question by question.
