@@ -66,8 +66,8 @@ def four_choices(
 
 def memory(model: nn.Module, tokenizer: Any, length: int) -> Figures:
     """Measure MLX's peak memory in MB, without weights, for a prompt that is scored and one that isn't."""
-    found: Figures = {"positions": length}
-    prompt = np.random.default_rng(0).integers(8, model.args.vocab_size, length + 1).tolist()
+    found: Figures = {"tokens": length}
+    prompt = np.random.default_rng(0).integers(8, model.args.vocab_size, length).tolist()
     for way, asked in (("plain", None), ("scored", PromptLogprobs(1, 5))):
         engine = Engine(model, tokenizer)
         engine.submit(Request(prompt, 0, prompt_logprobs=asked))
@@ -84,7 +84,9 @@ def memory(model: nn.Module, tokenizer: Any, length: int) -> Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=integer(2), help="blocks of the 3B; all by default")
-    parser.add_argument("--positions", type=integer(512), default=4096)
+    parser.add_argument(
+        "--tokens", type=integer(512, 4096), default=4096, help="of the longest prompt"
+    )
     args = parser.parse_args()
     small, tokenizer = load("afm-nano")
     config = PRESETS["afm-3b"]
@@ -97,7 +99,7 @@ def main() -> None:
     figures: Figures = {
         "afm-nano": four_choices(small, tokenizer),
         "3B": four_choices(large, tokenizer, 2),
-        "memory": [memory(large, tokenizer, length) for length in (512, args.positions)],
+        "memory": [memory(large, tokenizer, length) for length in (512, args.tokens)],
     }
     least, most = (each["added"] for each in figures["memory"])
     rows = target_rows(
@@ -106,7 +108,7 @@ def main() -> None:
                 "four choices, times four prompts, afm-nano", figures["afm-nano"]["ratio"], SHARED
             ),
             Target("four choices, times four prompts, 3B", figures["3B"]["ratio"], SHARED),
-            Target(f"memory that {args.positions} scores add, of 512", most / least, GROWTH, True),
+            Target(f"memory that {args.tokens} scores add, of 512", most / least, GROWTH, True),
         ]
     )
     print(markdown(rows))
