@@ -190,6 +190,7 @@ def test_adapters_change_their_own_rows(rng, model, tokenizer, tmp_path):
                 own = copy.deepcopy(model)
                 attach_adapter(own, tmp_path / name) if name else None
                 assert_right(scores, own, prompt, asked)
+        assert not any(each["rows"] for each in pool.describe()["adapters"])
         totals = [found[i][0].prompt_logprobs.total for i in range(4)]
         assert len({round(total, 3) for total in totals}) == 4
 
