@@ -215,6 +215,45 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
     return values.astype(dtype).reshape(*tokens.shape, weight.in_dims)
 
 
+def packed_gather(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    experts: int,
+    ascending: bool = False,
+    activation_bits: int = 16,
+) -> mx.array:
+    """See `reference.packed_gather`; as `multiply_quantized`, with the matrices that `indices` choose."""
+    dtype, each = x.dtype, indices.size // max(1, x.shape[0])
+    x = x.astype(mx.float32) if dispatch.device() == "cpu" else x
+    out_dims = weight.out_dims // experts
+    of_rows, factor = None, 1.0
+    if is_grid(weight):
+        assert weight.scales is not None
+        factor = 1 / grid_unit(weight.bits, weight.in_dims)
+        scales, biases, size = _grid(out_dims, weight.in_dims, weight.bits, x.dtype)
+        of_rows = weight.scales
+        if of_rows.ndim:
+            of_rows = of_rows.reshape(experts, -1)[indices]
+        scales, biases = (mx.broadcast_to(a, (experts, *a.shape)) for a in (scales, biases))
+    else:
+        scales, biases, size = _affine(weight, x.dtype)
+        scales, biases = (a.reshape(experts, out_dims, -1) for a in (scales, biases))
+    pairs = (x.shape[0], each) if each != 1 else (x.shape[0],)
+    numbers = mx.gather_qmm(
+        x.reshape(x.shape[0], *[1] * len(pairs), weight.in_dims),
+        weight.codes.reshape(experts, out_dims, -1),
+        scales,
+        biases,
+        rhs_indices=indices.reshape(pairs),
+        transpose=True,
+        group_size=size,
+        bits=weight.bits,
+        sorted_indices=ascending,
+    )
+    return add_up(dtype, Product(numbers.reshape(indices.size, out_dims), of_rows, factor))
+
+
 def _normed(x: mx.array, options: ProductOptions) -> mx.array:
     # On a CPU, MLX sums in its operands' type, and half types are slow.
     x = x.astype(mx.float32) if dispatch.device() == "cpu" else x
@@ -280,4 +319,5 @@ VARIANTS: tuple[Variant, ...] = (
     *_by_both("packed_swiglu", packed_swiglu, "_swiglu"),
     *_by_both("packed_argmax", packed_argmax, "_argmax"),
     Variant("packed_embedding", "mlx/dequantized_embedding", packed_embedding, _obstacle),
+    Variant("packed_gather", "mlx/quantized_gather", packed_gather, _obstacle),
 )

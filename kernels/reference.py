@@ -289,6 +289,50 @@ def _product(x: mx.array, weight: PackedWeight) -> mx.array:
     return product(x)
 
 
+def packed_gather(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    experts: int,
+    ascending: bool = False,
+    activation_bits: int = 16,
+) -> mx.array:
+    """Return products with chosen experts of a mixture: `y[p] = x[p * M // P] W_e^T` with `e = indices[p]`.
+
+    Sums are float32; the gradient (of `x` only) dequantizes the matrices again instead of storing them.
+
+    Args:
+        x: (M, K), float.
+        weight: matrices of all experts, one after the other: (experts * N, K), balanced or affine.
+        indices: (P,) integers below `experts`, P a multiple of M.
+        experts: number of experts.
+        ascending: True if `indices` ascend, of which some variants make use.
+        activation_bits: 16, or 8 where a backend may round activations to int8; ignored here.
+
+    Returns:
+        (P, N) of the dtype of `x`.
+    """
+    each = indices.size // max(1, x.shape[0])
+
+    def gather(vectors: mx.array, matrices: mx.array) -> mx.array:
+        return mx.gather_mm(vectors[:, None], matrices, rhs_indices=indices)[:, 0]
+
+    def matrices(weight: PackedWeight) -> mx.array:
+        return dequantize(weight).reshape(experts, -1, weight.in_dims)
+
+    @mx.custom_function
+    def product(x: mx.array) -> mx.array:
+        return gather(mx.repeat(x, each, axis=0), matrices(weight).swapaxes(1, 2))
+
+    @product.vjp
+    def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        codes = mx.depends([weight.codes], [cotangent])[0]
+        back = gather(cotangent, matrices(weight._replace(codes=codes)))
+        return back.reshape(x.shape[0], each, -1).sum(axis=1)
+
+    return product(x.astype(mx.float32)).astype(x.dtype)
+
+
 def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:
     """Return the adapters' product, (B, ..., N) float32 for x (B, ..., K): zeros in rows without an adapter."""
     rows = x.astype(mx.float32).reshape(x.shape[0], -1, x.shape[-1])
