@@ -36,8 +36,8 @@ class Spec(NamedTuple):
         rank: the largest rank of the adapters, 0 for no adapters.
         sections: projections that share the matrix, each with its own A in an adapter.
         adapter_dtype: type of the adapters' numbers; pass None for the activations' type.
-        experts, chosen: experts whose matrices make up the matrix, and how many of them each vector is multiplied
-            with; 0 without experts.
+        experts, chosen: experts whose matrices make up the matrix, and how many of them each vector is
+            multiplied with; 0 without experts.
         outliers: columns of the activations that are 1,000 times the others, with weights of 0, so that errors
             of the other columns are seen; not with a balanced matrix, whose grid has no 0.
         capacity, tail: columns of the KV buffers, and of their tail; 0 for none.

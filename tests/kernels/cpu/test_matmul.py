@@ -64,7 +64,7 @@ def test_groups_with_several_vectors(ops, rng, isas):
 
 
 def test_experts(ops, rng, isas):
-    """Few experts, and more than are prepared together; vectors of one expert up to several stretches of them."""
+    """Few experts, and more than are prepared together."""
     rows = ((1, 1, 1), (1, 1, 3), (2, 1, 2), (1, 17, 1), (3, 40, 2))
     cases = all_pairs(FORMATS, BITS, ((3, 70), (40, 5)), rows, DTYPES, (16, 8))
     for _ in isas():
