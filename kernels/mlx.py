@@ -222,8 +222,14 @@ def packed_gather(
     experts: int,
     ascending: bool = False,
     activation_bits: int = 16,
+    *,
+    finish: Callable[[mx.Dtype, Product], mx.array] = add_up,
 ) -> mx.array:
-    """See `reference.packed_gather`; as `multiply_quantized`, with the matrices that `indices` choose."""
+    """See `reference.packed_gather`; as `multiply_quantized`, with the matrices that `indices` choose.
+
+    A grid is one for all experts, whose scales and biases MLX reads with strides of 0 between experts. `finish`
+    computes the product with the matrices' own scales; by default, MLX's operations do.
+    """
     dtype, each = x.dtype, indices.size // max(1, x.shape[0])
     x = x.astype(mx.float32) if dispatch.device() == "cpu" else x
     out_dims = weight.out_dims // experts
@@ -251,7 +257,7 @@ def packed_gather(
         bits=weight.bits,
         sorted_indices=ascending,
     )
-    return add_up(dtype, Product(numbers.reshape(indices.size, out_dims), of_rows, factor))
+    return finish(dtype, Product(numbers.reshape(indices.size, out_dims), of_rows, factor))
 
 
 def _normed(x: mx.array, options: ProductOptions) -> mx.array:
@@ -290,7 +296,8 @@ def _sections(ends: tuple[int, ...]) -> mx.array:
 # -- which cases they run
 
 
-def _obstacle(case: Case) -> str | None:
+def obstacle(case: Case) -> str | None:
+    """Return why MLX has no product with a case's format; None if it has."""
     if reason := other_than_floats(case):
         return reason
     if case.mode not in ("affine", "balanced"):
@@ -303,14 +310,14 @@ def _obstacle(case: Case) -> str | None:
 def _few_rows(case: Case) -> str | None:
     if case.device == "cpu" and case.rows > CPU_ROWS:
         return f"takes up to {CPU_ROWS} rows on a CPU, not {case.rows}"
-    return _obstacle(case)
+    return obstacle(case)
 
 
 def _by_both(op: str, run: Callable[..., Any], suffix: str = "") -> tuple[Variant, ...]:
     """Return an operation's two variants: `run` by products with codes, and with dequantized numbers."""
     return (
         Variant(op, f"mlx/quantized{suffix}", partial(run, multiply_quantized), _few_rows),
-        Variant(op, f"mlx/dequantized{suffix}", partial(run, multiply_dequantized), _obstacle),
+        Variant(op, f"mlx/dequantized{suffix}", partial(run, multiply_dequantized), obstacle),
     )
 
 
@@ -318,6 +325,6 @@ VARIANTS: tuple[Variant, ...] = (
     *_by_both("packed_matmul", packed_matmul),
     *_by_both("packed_swiglu", packed_swiglu, "_swiglu"),
     *_by_both("packed_argmax", packed_argmax, "_argmax"),
-    Variant("packed_embedding", "mlx/dequantized_embedding", packed_embedding, _obstacle),
-    Variant("packed_gather", "mlx/quantized_gather", packed_gather, _obstacle),
+    Variant("packed_embedding", "mlx/dequantized_embedding", packed_embedding, obstacle),
+    Variant("packed_gather", "mlx/quantized_gather", packed_gather, obstacle),
 )

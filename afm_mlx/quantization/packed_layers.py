@@ -110,7 +110,7 @@ class _Packed(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The matrix, or those of a stack one after the other, as an argument of the operations in `kernels`."""
+        """The matrix, or a stack's matrices one after the other, as an argument of operations in `kernels`."""
         get = self.get
         parts = get("scales"), get("biases"), get("table")
         return flattened(PackedWeight(self["weight"], self.bits, self.mode, *parts))
@@ -211,25 +211,19 @@ class PackedExperts(_Packed):
 
         `sorted_indices` promises ascending indices.
         """
-        rows, inputs = x.shape[-2:]
+        packed, (rows, inputs) = self.packed, x.shape[-2:]
         shape = np.broadcast_shapes(x.shape[:-2], indices.shape)
         chosen = mx.broadcast_to(indices, shape)
         own = (1,) * (len(shape) - x.ndim + 2) + x.shape[:-2]
         leading = next((i for i, size in enumerate(own) if size != shape[i]), len(shape))
-        if rows > 1 or any(
-            size > 1 for size in own[leading:]
-        ):  # not one vector for consecutive indices
+        # The operation takes one vector for each few consecutive indices.
+        if rows > 1 or any(size > 1 for size in own[leading:]):
             x = mx.broadcast_to(x, (*shape, rows, inputs))
             chosen = mx.broadcast_to(chosen[..., None], (*shape, rows))
         gather = reference.packed_gather if self.training else packed_gather
-        y = gather(
-            x.reshape(x.size // inputs, inputs),
-            self.packed,
-            chosen.reshape(-1),
-            self.experts,
-            sorted_indices,
-            self._activation_bits,
-        ).reshape(*shape, rows, -1)
+        x, chosen = x.reshape(x.size // inputs, inputs), chosen.reshape(-1)
+        y = gather(x, packed, chosen, self.experts, sorted_indices, self._activation_bits)
+        y = y.reshape(*shape, rows, packed.out_dims // self.experts)
         return y + self["bias"].astype(y.dtype)[indices][..., None, :] if "bias" in self else y
 
     def to_switch_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Module:
