@@ -299,7 +299,7 @@ def packed_gather(
 ) -> mx.array:
     """Return products with chosen experts of a mixture: `y[p] = x[p * M // P] W_e^T` with `e = indices[p]`.
 
-    Sums are float32; the gradient (of `x` only) dequantizes the matrices again instead of storing them.
+    Sums are float32.
 
     Args:
         x: (M, K), float.
@@ -312,25 +312,10 @@ def packed_gather(
     Returns:
         (P, N) of the dtype of `x`.
     """
-    each = indices.size // max(1, x.shape[0])
-
-    def gather(vectors: mx.array, matrices: mx.array) -> mx.array:
-        return mx.gather_mm(vectors[:, None], matrices, rhs_indices=indices)[:, 0]
-
-    def matrices(weight: PackedWeight) -> mx.array:
-        return dequantize(weight).reshape(experts, -1, weight.in_dims)
-
-    @mx.custom_function
-    def product(x: mx.array) -> mx.array:
-        return gather(mx.repeat(x, each, axis=0), matrices(weight).swapaxes(1, 2))
-
-    @product.vjp
-    def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-        codes = mx.depends([weight.codes], [cotangent])[0]
-        back = gather(cotangent, matrices(weight._replace(codes=codes)))
-        return back.reshape(x.shape[0], each, -1).sum(axis=1)
-
-    return product(x.astype(mx.float32)).astype(x.dtype)
+    matrices = dequantize(weight).reshape(experts, -1, weight.in_dims)
+    vectors = mx.repeat(x.astype(mx.float32), indices.size // max(1, x.shape[0]), axis=0)
+    y = mx.gather_mm(vectors[:, None], matrices.swapaxes(1, 2), rhs_indices=indices)
+    return y[:, 0].astype(x.dtype)
 
 
 def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:

@@ -30,6 +30,7 @@ from afm_mlx.kernels import (
     packed_matmul,
     reference,
 )
+from afm_mlx.kernels import mlx as mlx_products
 
 PARTS = ("weight", "scales", "biases", "table")
 """Names of a packed matrix's parameters, in the order of files."""
@@ -220,7 +221,8 @@ class PackedExperts(_Packed):
         if rows > 1 or any(size > 1 for size in own[leading:]):
             x = mx.broadcast_to(x, (*shape, rows, inputs))
             chosen = mx.broadcast_to(chosen[..., None], (*shape, rows))
-        gather = reference.packed_gather if self.training else packed_gather
+        # The reference would dequantize all experts; MLX's product has a gradient, too.
+        gather = mlx_products.packed_gather if self.training else packed_gather
         x, chosen = x.reshape(x.size // inputs, inputs), chosen.reshape(-1)
         y = gather(x, packed, chosen, self.experts, sorted_indices, self._activation_bits)
         y = y.reshape(*shape, rows, packed.out_dims // self.experts)
