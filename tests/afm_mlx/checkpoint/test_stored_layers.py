@@ -14,6 +14,7 @@ from afm_mlx.checkpoint.stored_layers import (
     settle_floats,
     settle_scales,
     stored_rule,
+    stored_rules,
     stored_settings,
 )
 from afm_mlx.checkpoint.weights import save_weights, stored_tensors
@@ -155,6 +156,29 @@ def test_a_config_and_tensors_that_disagree_are_refused(folder, change, words):
         load_model(path)
     assert str(path) in str(caught.value)
     assert "model." in str(caught.value)
+
+
+def test_parts_of_experts_are_compared_with_their_stack():
+    rule = QuantizationRule(4, group_size=32)
+    shapes = {"experts.weight": (4, 24, 64)}
+    found = {"weight": mx.zeros((4, 24, 8), mx.uint32), "scales": mx.zeros((4, 24, 2))}
+
+    def rules(**changes):
+        tensors = {f"experts.{part}": array for part, array in (found | changes).items()}
+        return stored_rules(shapes, rule.to_dict(), tensors, "config.json")
+
+    assert rules() == {"experts": rule}
+    for changes, words in (
+        (
+            {"scales": mx.zeros((24, 4, 2))},
+            r"scales is float32 \[24, 4, 2\] and must be float \[4, 24, 2\]",
+        ),
+        ({"scales": mx.zeros((96, 2))}, r"scales is float32 \[96, 2\]"),
+        ({"weight": mx.zeros((96, 8), mx.uint32)}, r"weight is uint32 \[96, 8\] .* \[4, 24, 8\]"),
+        ({"biases": mx.zeros((4, 24, 2))}, "biases does not belong to mode balanced"),
+    ):
+        with pytest.raises(AFMError, match=rf"config\.json: experts is \[4, 24, 64\] .*{words}"):
+            rules(**changes)
 
 
 def test_a_quantization_that_is_no_object_is_refused():
