@@ -82,8 +82,9 @@ def layer_rules(
 
     def by_architecture(path: str, module: nn.Module) -> QuantizationRule | bool:
         answer = of_architecture(path, module)
-        bits = answer.get("bits", rule.bits) if isinstance(answer, Mapping) else None
-        return answer if bits is None else dataclasses.replace(rule, bits=bits)
+        if isinstance(answer, Mapping):
+            answer = dataclasses.replace(rule, bits=answer["bits"])
+        return answer
 
     if predicate is None and of_architecture is not None:
         predicate = by_architecture
