@@ -88,7 +88,7 @@ def adapter_draft(adapter_path: str | Path) -> Path | None:
 
 # -- the hub
 
-_WANTED = {
+_WANTED: dict[str, Any] = {
     "allow_patterns": [
         *("*.json", "*.jsonl", "*.jinja", "*.model", "*.tiktoken", "*.txt", "model*.safetensors"),
         *("adapters/*.safetensors", "draft/*.safetensors"),
@@ -237,8 +237,9 @@ def _progress(name: str, total: int, done: int) -> Iterator[Callable[[int], Any]
 
     HF_HUB_DISABLE_PROGRESS_BARS=1 switches both off.
     """
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub import utils
 
+    tqdm: Any = utils.tqdm
     lines: dict[str, Any] = {
         "file": _Lines(),
         "mininterval": _LINE_SECONDS,
@@ -265,18 +266,18 @@ def _no_bar() -> type:
     """Return a class of bars that show nothing, for the small files."""
     from huggingface_hub.utils import tqdm
 
-    class NoBar(tqdm):  # type: ignore[misc]
+    class NoBar(tqdm):
         def __init__(self, *args: Any, **options: Any):
-            super().__init__(*args, **options | {"disable": True})
+            super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
 
     return NoBar
 
 
-def _why(name: str, revision: str | None, error: BaseException) -> str:
+def _why(name: str, revision: str | None, error: Exception) -> str:
     """Return one line that says why a hub model could not be fetched, and what to do."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     reason = next(iter(reason_of(error).strip().splitlines()), type(error).__name__).rstrip(".")
     again = "What has come is kept: the same command continues it."
