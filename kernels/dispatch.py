@@ -28,6 +28,7 @@ OPS = (
     "packed_argmax",
     "packed_embedding",
     "rope_norm_quantize",
+    "norm_rope",
     "write_tokens",
     "decode_attention",
     "write_and_attend",
