@@ -41,6 +41,7 @@ class Shapes:
         vocab_size: rows of the embedding.
         context_length: maximum tokens of the context, as the file declares them.
         rope_theta, rms_norm_eps: constants of RoPE and of the norms.
+        rope_factors: divide the frequencies of RoPE, one for each pair of a head; None for none.
     """
 
     architecture: str
@@ -54,6 +55,7 @@ class Shapes:
     context_length: int
     rope_theta: float
     rms_norm_eps: float
+    rope_factors: tuple[float, ...] | None = None
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -159,6 +161,8 @@ def write_gguf(
 
     matrix("token_embd.weight", embedding, shapes.vocab_size, shapes.hidden_dim)
     norm("output_norm.weight", shapes.hidden_dim)
+    if shapes.rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(shapes.rope_factors, np.float32))
     for block in range(shapes.num_layers):
         for name, width in shapes.norms.items():
             norm(f"blk.{block}.{name}.weight", width)

@@ -133,8 +133,8 @@ def prompt_seconds(preset: str, chip: Chip, way: str) -> Seconds | None:
     group = 128 if way == "MLX qmm" else 0
     blocks = NOTHING
     for count, matrices, attention in stored["blocks"]:
-        for n, k, bits in matrices:
-            part = product(way, PROMPT - 1, n, k, bits, chip, group=group)
+        for n, k, bits, half in matrices:
+            part = product(way, PROMPT - 1, n, k, bits, chip, group=group, half=half)
             blocks += part.times(count)
         rest = between(sum(n for n, *_ in matrices), OTHERS, attention, PROMPT - 1, chip)
         blocks += rest.times(count)

@@ -25,6 +25,7 @@ from afm_mlx.kernels.operands import (
 from afm_mlx.kernels.ops import (
     causal_attention,
     decode_attention,
+    norm_rope,
     packed_argmax,
     packed_embedding,
     packed_gather,
@@ -66,6 +67,7 @@ __all__ = [
     "dequantize",
     "dequantize_int8",
     "fake_int8",
+    "norm_rope",
     "pack_codes",
     "packed_argmax",
     "packed_embedding",

@@ -29,6 +29,7 @@ OPS = (
     "packed_embedding",
     "packed_gather",
     "rope_norm_quantize",
+    "norm_rope",
     "write_tokens",
     "decode_attention",
     "write_and_attend",

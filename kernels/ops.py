@@ -131,6 +131,17 @@ def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
     return Case(device(), dtype, rows, *weight.format)
 
 
+def norm_rope(
+    heads: mx.array,
+    periods: mx.array,
+    offset: int | mx.array,
+    weight: mx.array | None = None,
+    eps: float = 0.0,
+) -> mx.array:
+    """See `reference.norm_rope`."""
+    return _run("norm_rope", heads, periods, offset, weight, eps)
+
+
 def _rope_case(qkv: mx.array, _: object, options: HeadOptions) -> Case:
     rows, head_dim = qkv.shape[0] * qkv.shape[1], options.q_weight.shape[0]
     stored = qkv.dtype if options.key_scale is None else mx.int8
@@ -149,6 +160,13 @@ _CASES: dict[str, Callable[..., Case]] = {
     "packed_gather": _product_case,
     "packed_embedding": lambda tokens, weight, dtype: _weight_case(dtype, tokens.size, weight),
     "rope_norm_quantize": _rope_case,
+    "norm_rope": lambda heads, *_: Case(
+        device(),
+        heads.dtype,
+        heads.shape[0] * heads.shape[2],
+        head_dim=heads.shape[3],
+        stored=heads.dtype,
+    ),
     "write_tokens": lambda buffer, tokens, lengths: Case(
         device(), buffer.dtype, tokens.shape[0] * tokens.shape[2]
     ),

@@ -225,6 +225,30 @@ def rope_norm_quantize(
     return q, mx.concatenate(codes, axis=1)
 
 
+def norm_rope(
+    heads: mx.array,
+    periods: mx.array,
+    offset: int | mx.array,
+    weight: mx.array | None = None,
+    eps: float = 0.0,
+) -> mx.array:
+    """Return heads after a norm and then RoPE, as Qwen3 and Llama have them.
+
+    Args:
+        heads: (B, n_heads, L, head_dim); RoPE turns the pairs (i, head_dim / 2 + i).
+        periods: (head_dim / 2,) float; a pair is turned by `position / periods[i]`.
+        offset: position of the first of the L tokens: one for all rows, or (B,) int32.
+        weight: (head_dim,) of the norm; None leaves the norm out.
+        eps: of the norm.
+    """
+    if weight is not None:
+        heads = mx.fast.rms_norm(heads, weight, eps)
+    dims = heads.shape[-1]
+    return mx.fast.rope(
+        heads, dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=periods
+    )
+
+
 def write_and_attend(
     qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, merge: bool = True
 ) -> tuple[mx.array | AttentionPartials, mx.array]:

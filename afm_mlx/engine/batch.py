@@ -21,6 +21,7 @@ from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.engine.prompt_scores import Target
 from afm_mlx.engine.row import Row, batch_adapters
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.kernels import dispatch
 from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import Model, is_afm
 
@@ -175,7 +176,9 @@ class RowCaches:
         marks = [
             getattr(block, "takes_zoo_kv_cache", False) for block in getattr(model, "layers", [])
         ]
-        self._takes_zoo_kv_cache = bool(marks) and all(marks)
+        # On a GPU, MLX's attention to several rows would copy this cache's keys and its values.
+        is_cpu = dispatch.device() == "cpu"
+        self._takes_zoo_kv_cache = is_cpu and bool(marks) and all(marks)
 
     def check_kind(self) -> None:
         """Raise `RequestError` if the model's caches can't run in a batch."""

@@ -108,4 +108,5 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("causal_attention", _attention_obstacle, _causal_attention),
     _variant("write_tokens", _missing),
     _variant("rope_norm_quantize", _rope_obstacle),
+    _variant("norm_rope", _rope_obstacle),
 )

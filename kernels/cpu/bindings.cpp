@@ -197,4 +197,5 @@ NB_MODULE(_afm_cpu, m) {
           return nb::make_tuple(out[0], out[1]);
         },
         "qkv"_a, "offset"_a, "options"_a);
+  m.def("norm_rope", &afm::norm_rope, "heads"_a, "periods"_a, "offset"_a, "weight"_a = nb::none(), "eps"_a = 0.0f);
 }

@@ -1,6 +1,7 @@
 #include "primitives.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -239,6 +240,76 @@ class RopeNormQuantize : public CpuPrimitive {
   bool scaled_;
 };
 
+// Inputs: heads (B, n, L, head_dim), periods[, the norm's weight][, offsets].
+class NormRope : public CpuPrimitive {
+ public:
+  NormRope(mx::Stream stream, int offset, float eps, bool normed, bool ragged)
+      : CpuPrimitive(stream), offset_(offset), eps_(eps), normed_(normed), ragged_(ragged) {}
+
+  const char* name() const override { return "AfmNormRope"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& op = static_cast<const NormRope&>(other);
+    return offset_ == op.offset_ && eps_ == op.eps_ && normed_ == op.normed_ && ragged_ == op.ragged_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override { return {inputs[0].shape()}; }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (auto& input : inputs) encoder.set_input_array(input);
+    allocate(outputs[0]);
+    encoder.set_output_array(outputs[0]);
+    Task task = {View(inputs[0]), View(inputs[1]), std::nullopt, std::nullopt, offset_, eps_, outputs[0].data<char>()};
+    if (normed_) task.weight.emplace(inputs[2]);
+    if (ragged_) task.offsets.emplace(inputs.back());
+    encoder.dispatch(std::move(task));
+  }
+
+ private:
+  struct Task {
+    View x, periods;
+    std::optional<View> weight, offsets;
+    int64_t offset;
+    float eps;
+    void* out;
+
+    void operator()() const {
+      int64_t batch = x.shape[0], heads = x.shape[1], tokens = x.shape[2], dim = x.shape[3], half = dim / 2;
+      std::vector<float> of_norm = weight ? weight->floats() : std::vector<float>();
+      std::vector<char> copy;
+      auto starts = offsets ? static_cast<const int32_t*>(offsets->dense(copy)) : nullptr;
+      const RopeTable& table = RopeTable::of(periods.floats());
+      auto work = [&](int64_t begin, int64_t end) {
+        std::vector<float> raw(dim), turned(dim), scratch(dim);
+        for (int64_t i = begin; i < end; ++i) {
+          int64_t token = i % tokens, head = i / tokens % heads, b = i / tokens / heads;
+          load_numbers(x.data, b * x.strides[0] + head * x.strides[1] + token * x.strides[2], x.strides[3], x.type(),
+                       raw.data(), dim);
+          if (weight) {
+            float squares = 0.0f;
+            for (float number : raw) squares += number * number;
+            float factor = 1.0f / std::sqrt(squares / static_cast<float>(dim) + eps);
+            for (int64_t d = 0; d < dim; ++d) raw[d] *= factor * of_norm[d];
+          }
+          const float* cosines = table.row((starts ? starts[b] : offset) + token, scratch.data());
+          const float* sines = cosines + half;
+          for (int64_t d = 0; d < half; ++d) {
+            turned[d] = raw[d] * cosines[d] - raw[half + d] * sines[d];
+            turned[half + d] = raw[half + d] * cosines[d] + raw[d] * sines[d];
+          }
+          store_numbers(turned.data(), dim, out, i * dim, x.type());
+        }
+      };
+      ThreadPool::shared().parallel_for(batch * heads * tokens, kHeadsPerPiece, work, dim);
+    }
+  };
+
+  int offset_;
+  float eps_;
+  bool normed_, ragged_;
+};
+
 }  // namespace
 
 mx::array decode_attention(const mx::array& queries, const mx::array& kv, const Scale& key_scale,
@@ -299,6 +370,31 @@ std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& of
   auto op = std::make_shared<RopeNormQuantize>(cpu_stream(), start, n_kv_heads, theta, eps, key_scale.has_value());
   auto shapes = op->output_shapes(inputs);
   return mx::array::make_arrays(std::move(shapes), {qkv.dtype(), key_scale ? mx::int8 : qkv.dtype()}, op, inputs);
+}
+
+mx::array norm_rope(const mx::array& heads, const mx::array& periods, const Offset& offset,
+                    const std::optional<mx::array>& weight, float eps) {
+  number_type(heads, "heads");
+  number_type(periods, "periods");
+  require(heads.ndim() == 4 && heads.shape(3) % 2 == 0, "heads must be (B, n_heads, L, head_dim), and head_dim even");
+  require(periods.ndim() == 1 && 2 * periods.shape(0) == heads.shape(3), "periods must be (head_dim / 2,)");
+  std::vector<mx::array> inputs = {heads, periods};
+  if (weight) {
+    number_type(*weight, "the norm's weight");
+    require(weight->ndim() == 1 && weight->shape(0) == heads.shape(3), "the norm's weight must be (head_dim,)");
+    inputs.push_back(*weight);
+  }
+  int start = 0;
+  auto offsets = std::get_if<mx::array>(&offset);
+  if (offsets) {
+    require(offsets->dtype() == mx::int32 && offsets->ndim() == 1 && offsets->shape(0) == heads.shape(0),
+            "offsets must be (B,) int32");
+    inputs.push_back(*offsets);
+  } else {
+    start = std::get<int>(offset);
+  }
+  auto op = std::make_shared<NormRope>(cpu_stream(), start, eps, weight.has_value(), offsets != nullptr);
+  return mx::array(heads.shape(), heads.dtype(), std::move(op), std::move(inputs));
 }
 
 }  // namespace afm

@@ -52,6 +52,10 @@ struct HeadOptions {
 // Queries, and keys and values as in `decode_attention`.
 std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& offset, const HeadOptions& options);
 
+// See `norm_rope` in `kernels/reference.py`.
+mx::array norm_rope(const mx::array& heads, const mx::array& periods, const Offset& offset,
+                    const std::optional<mx::array>& weight, float eps);
+
 // Columns [lengths - L, lengths) of a buffer (B, heads, capacity, head_dim) become tokens (B, heads, L, head_dim).
 mx::array write_tokens(const mx::array& buffer, const mx::array& tokens, const mx::array& lengths);
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import platform
 import re
 import threading
 import zlib
@@ -127,10 +128,13 @@ def gpu_generation() -> int:
 def has_matrix_units() -> bool:
     """True if MLX multiplies matrices on this GPU's matrix units, which M5 is the first to have.
 
-    Before macOS 26.2 it does not. Source: MLX 0.32, `is_nax_available` in `mlx/backend/metal/device.cpp`.
+    Before macOS 26.2, whose kernel is Darwin 25.2, it does not. macOS reports another version of itself to a
+    Python that was built for an older one, but not of its kernel. Source: MLX 0.32, `is_nax_available` in
+    `mlx/backend/metal/device.cpp`.
     """
     generation, size = _architecture()
-    return generation >= (18 if size == "p" else 17)
+    kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    return generation >= (18 if size == "p" else 17) and kernel >= (25, 2)
 
 
 @functools.cache

@@ -156,6 +156,22 @@ def rope_norm_quantize(
     return q, np.clip(np.concatenate(codes, axis=1), -128, 127)
 
 
+def norm_rope(
+    heads: mx.array,
+    periods: mx.array,
+    offset: int | mx.array,
+    weight: mx.array | None = None,
+    eps: float = 0.0,
+) -> np.ndarray:
+    """See `reference.norm_rope`."""
+    x = float64(heads) if weight is None else rms_norm(float64(heads), float64(weight), eps)
+    offsets = np.broadcast_to(np.array(offset), x.shape[:1]).astype(np.float64)
+    positions = (offsets[:, None] + np.arange(x.shape[2]))[:, None, :, None]
+    first, second = np.split(x, 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * positions / float64(periods))
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
 def decode_attention(
     queries: mx.array, kv: KeyValues, lengths: mx.array, query_rope: QueryRope | None = None
 ) -> np.ndarray:

@@ -290,6 +290,15 @@ def _draw_rope(spec: Spec, rng: np.random.Generator) -> Args:
     return qkv, offset, HeadOptions(q_weight, k_weight, *scales, spec.kv_heads, _THETA, _EPS)
 
 
+def _draw_norm_rope(spec: Spec, rng: np.random.Generator) -> Args:
+    shape = (spec.batch, spec.heads, spec.tokens, spec.head_dim)
+    factors = rng.uniform(1, 8, spec.head_dim // 2)  # as Llama 3 stretches them
+    periods = _draw(_THETA ** (np.arange(0, spec.head_dim, 2) / spec.head_dim) * factors)
+    offset = _int32(rng.integers(0, 2048, spec.batch))
+    weight = _head_norm(spec, rng) if spec.norm else None
+    return _draw(rng.standard_normal(shape), spec.dtype), periods, offset, weight, _EPS
+
+
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
     """Draw keys and values of `columns` tokens: codes, or floats of about 1."""
     shape = (spec.batch, 2 * spec.kv_heads, columns, spec.head_dim)
@@ -348,6 +357,7 @@ _DRAWS = {
     "packed_embedding": _draw_embedding,
     "packed_gather": _draw_gather,
     "rope_norm_quantize": _draw_rope,
+    "norm_rope": _draw_norm_rope,
     "decode_attention": _draw_decode,
     "write_and_attend": _draw_writing,
     "causal_attention": _draw_causal,
@@ -365,7 +375,7 @@ def _bound(spec: Spec, args: Args) -> float:
             return 2.0**-24  # codes are moved, not rounded
         case "packed_embedding", *_:
             return 2 * u + 2.0**-23
-        case "rope_norm_quantize", _, offset, _:
+        case ("rope_norm_quantize", _, offset, _) | ("norm_rope", _, _, offset, _, _):
             # Two operations round one after the other, and sine and cosine are off, in proportion to their
             # factors.
             position = int(offset.max().item()) + spec.tokens

@@ -219,6 +219,8 @@ def _attentions() -> Iterator[Spec]:
             yield Spec("causal_attention", dtype, batch, tokens, capacity=capacity, **shape)
         floats: _Fields = {"stored": dtype, **shape}
         yield Spec("rope_norm_quantize", dtype, 2, 3, **floats)
+        for batch, tokens, norm in ((1, 1, True), (2, 7, False), (3, 2, True)):
+            yield Spec("norm_rope", dtype, batch, tokens, norm=norm, **floats)
         yield Spec("decode_attention", dtype, 2, capacity=1280, tail=64, rope=True, **floats)
         yield Spec("decode_attention", dtype, 3, capacity=40, **floats)
         yield Spec("causal_attention", dtype, 2, 33, capacity=40, **floats)
@@ -269,6 +271,7 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
         body("packed_gather", **experts),
         Spec("packed_gather", dtype, **experts, **_MLX),
         Spec("rope_norm_quantize", dtype, **_HEADS),
+        Spec("norm_rope", dtype, **_HEADS, norm=True, stored=dtype),
         Spec("write_tokens", mx.int8, **_HEADS, capacity=64),
         Spec("write_and_attend", dtype, **_HEADS, capacity=512, tail=64),
         Spec("write_and_attend", dtype, **_HEADS, capacity=4096, tail=64),
@@ -305,6 +308,7 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
         body("packed_gather", experts=4, chosen=2),
         Spec("packed_gather", dtype, **nano, tokens=20, experts=4, chosen=2),
         Spec("rope_norm_quantize", dtype, tokens=2, **_HEADS),
+        Spec("norm_rope", dtype, tokens=2, norm=True, **_HEADS, stored=dtype),
         Spec("decode_attention", dtype, **_HEADS, capacity=300, tail=64, rope=True),
         Spec("write_and_attend", dtype, **_HEADS, capacity=300, tail=64),
         Spec("causal_attention", dtype, tokens=9, **_HEADS, capacity=20),

@@ -42,13 +42,15 @@ def test_random_blocks_are_weights_of_a_fresh_model(format, rng):
     [
         ("llama", "TQ2_0", "Q4_0"),
         ("llama", "Q2_K", "Q4_0"),
+        ("llama", "Q4_0", "Q4_0"),
         ("qwen3", "Q4_0", "Q4_0"),
         ("qwen3", "Q4_K", "Q4_K"),
     ],
 )
 def test_the_file_holds_what_its_architecture_reads(architecture, body, embedding, rng, tmp_path):
     heads, kv_heads = 4, int(rng.choice([1, 2, 4]))
-    shapes = Shapes(architecture, 2, 256, 512, heads, kv_heads, 128, 32, 99, 1e4, 1e-6)
+    factors = (1.0, 2.0, *[32.0] * 62) if body == "Q4_0" else None
+    shapes = Shapes(architecture, 2, 256, 512, heads, kv_heads, 128, 32, 99, 1e4, 1e-6, factors)
     path = tmp_path / f"{architecture}-{body}.gguf"
     write_gguf(path, shapes, body, embedding)
     reader = gguf.GGUFReader(path)
@@ -57,8 +59,13 @@ def test_the_file_holds_what_its_architecture_reads(architecture, body, embeddin
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = {gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[kind]}
     wanted = {n.format(bid=b) for n in known for b in range(2) if "_exps" not in n}
-    left_out = {"output", "rope_freqs"} | {n for n in wanted if "gate_inp" in n or "rot_embd" in n}
-    assert {n.removesuffix(".weight") for n in tensors} == wanted - left_out
+    left_out = {"output"} | {n for n in wanted if "gate_inp" in n or "rot_embd" in n}
+    found = {n.removesuffix(".weight") for n in tensors}
+    assert found - {"rope_freqs"} == wanted - left_out - {"rope_freqs"}
+    frequencies = tensors.pop("rope_freqs.weight", None)
+    assert (frequencies is None) == (factors is None)
+    if frequencies is not None:
+        assert tuple(frequencies.data) == factors
     assert {t.tensor_type.name for n, t in tensors.items() if "norm" in n} == {"F32"}
     matrices = {name: t for name, t in tensors.items() if "norm" not in name}
     assert matrices.pop("token_embd.weight").tensor_type.name == embedding

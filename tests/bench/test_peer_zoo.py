@@ -1,4 +1,4 @@
-"""The zoo model: one folder that this package and mlx-lm load, and the same shapes for llama.cpp."""
+"""Zoo models: one folder that this package and mlx-lm load, and the same shapes for llama.cpp."""
 
 import sys
 
@@ -6,21 +6,24 @@ import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.rope_utils import Llama3RoPE
 
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from bench.peer_models import MLX_LM
 from bench.peer_ours import load, weight_bytes
 from bench.peer_protocol import Peer
-from bench.peer_zoo import CONFIGS, llama_shapes, write_folder, zoo_model
+from bench.peer_zoo import CONFIGS, llama_shapes, rope_factors, write_folder, zoo_model
+from tests.tools.cases import each
 from tests.tools.compare import assert_close
 
 
-def test_the_folder_is_mlx_lms_and_runs_packed(tmp_path, rng, zoo_sizes):
-    config = CONFIGS["qwen3-4b"] | zoo_sizes
-    write_folder(config, tmp_path / "zoo")
+@each("name", CONFIGS)
+def test_the_folder_is_mlx_lms_and_runs_packed(tmp_path, rng, zoo_sizes, name):
+    config = CONFIGS[name] | zoo_sizes
+    write_folder(config, tmp_path / name)
     shapes = llama_shapes(config)
-    ours, seconds = load(tmp_path / "zoo")
-    theirs, _ = mlx_lm.utils.load_model(tmp_path / "zoo")
+    ours, seconds = load(tmp_path / name)
+    theirs, _ = mlx_lm.utils.load_model(tmp_path / name)
     assert seconds > 0
     packed = [m for m in ours.modules() if isinstance(m, PackedLinear | PackedEmbedding)]
     assert {(m.bits, m.group_size) for m in packed} == {(4, 64)}
@@ -50,8 +53,28 @@ def test_mlx_lm_is_measured_on_the_same_folder(tmp_path, zoo_sizes):
         peer.close()
 
 
-def test_the_zoo_model_has_the_published_size():
-    shapes = zoo_model("qwen3-4b").shapes
-    norms = 36 * sum(shapes.norms.values()) + 2560
-    assert shapes.matrix_parameters + 151936 * 2560 + norms == 4022468096
-    assert zoo_model("qwen3-4b", 3).shapes.num_layers == 3
+@each(
+    "name, parameters",
+    [
+        ("qwen3-4b", 4022468096),
+        ("qwen3-0.6b", 596049920),
+        ("llama-3.2-1b", 1235814400),
+    ],
+)
+def test_zoo_models_have_the_published_sizes(name, parameters):
+    shapes = zoo_model(name).shapes
+    norms = shapes.num_layers * sum(shapes.norms.values()) + shapes.hidden_dim
+    embedding = shapes.vocab_size * shapes.hidden_dim
+    assert shapes.matrix_parameters + embedding + norms == parameters
+    assert zoo_model(name, 3).shapes.num_layers == 3
+
+
+def test_llama_cpp_is_given_the_frequencies_of_mlx_lm():
+    config = CONFIGS["llama-3.2-1b"]
+    scaled = Llama3RoPE(64, base=config["rope_theta"], scaling_config=config["rope_scaling"])
+    factors = np.array(rope_factors(config))
+    periods = config["rope_theta"] ** (np.arange(0, 64, 2) / 64)
+    assert np.allclose(factors * periods, np.array(scaled._freqs), rtol=1e-5)
+    assert (factors[0], factors[-1]) == (1, 32)
+    assert len(set(factors)) > 3  # some are in between
+    assert rope_factors(CONFIGS["qwen3-4b"]) is None

@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.config import PRESETS
+from afm_mlx.kernels import mlx
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES
@@ -23,7 +24,7 @@ from bench.apple_gpus import CHIPS, SHARES_PIPELINES, Launch
 from bench.predict import CONTEXTS, DATA, PROMPT_WAYS, _data, facts, predict, prompt_facts
 from tests.tools.graph import decode_cost
 
-from . import launches, published
+from . import launches, published, zoo_steps
 from .cost import count_launch
 from .launches import Recorded
 
@@ -34,6 +35,9 @@ MLX_FORMATS = {
     for kind in ("bfloat16_t", "half")
     for group in (64, 128)
 }
+
+
+_NORMED = ("qkv_proj", "gate_proj", "up_proj")  # layers behind a norm
 
 
 class _Counted:
@@ -76,12 +80,20 @@ def _preset(name: str, counted: _Counted) -> dict[str, Any]:
 
 
 def _writing_blocks(model: Model) -> list[list[Any]]:
-    """(how often, (N, K, bits) of the matrices, width of queries) of the blocks that a prompt runs."""
+    """(how often, (N, K, bits, halves) of the matrices, width of queries) of the blocks that a prompt runs.
+
+    `halves` is true if a prompt's vectors are float16 on a GPU without bfloat16: behind a norm, for a grid.
+    """
     config = model.args
     blocks = Counter(
         tuple(
-            (layer.packed.out_dims, layer.packed.in_dims, layer.packed.bits)
-            for _, layer in block.named_modules()
+            (
+                layer.packed.out_dims,
+                layer.packed.in_dims,
+                layer.packed.bits,
+                mlx.is_grid(layer.packed) and path.endswith(_NORMED),
+            )
+            for path, layer in block.named_modules()
             if isinstance(layer, PackedLinear)
         )
         for block in model.model.layers
@@ -202,6 +214,7 @@ def tables() -> dict[str, str]:
         "chips": chips_table(),
         "half": half_table(),
         "prompts": prompts_table(),
+        "zoo": zoo_steps.table(),
     }
 
 

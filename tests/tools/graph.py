@@ -161,10 +161,14 @@ class _Count:
                 batch, heads, length, dim = outputs[0][1]
                 layout = _contiguous((batch, length, heads, dim))
                 self._layouts[outputs[0][0]] = layout.swapaxes(1, 2)
-            # Inputs that aren't contiguous are copied first.
-            strided = {i for i, *_ in inputs if not self._layouts[i].flags.c_contiguous}
+            layouts = [self._layouts[i] for i in dict.fromkeys(i for i, *_ in inputs)]
             twice = name.startswith("scaled") and not many and inputs[1][1][2] >= TWO_PASSES
-            copied = 0 if many else len(strided)  # rows of a head may be anywhere
+            if many:  # rows of a head may be anywhere
+                copied = 0
+            elif name.startswith("scaled"):
+                copied = sum(not _fits_attention(x, i == 0) for i, x in enumerate(layouts[:3]))
+            else:  # inputs that aren't contiguous are copied first
+                copied = sum(not x.flags.c_contiguous for x in layouts)
             self._launch(name, 1 + copied + twice, inputs, outputs)
             self.cost.source_bytes += sum(
                 len(argument) for argument in event["arguments"] if isinstance(argument, str)
@@ -201,6 +205,20 @@ class _Count:
         for (output, *_), view in zip(event["outputs"], views, strict=True):
             self._layouts[output] = view
             self._stored |= {output} if source in self._stored else set()
+
+
+def _fits_attention(x: np.ndarray, is_query: bool) -> bool:
+    """True if MLX's attention over few queries takes this input as it lies, (B, heads, L, head_dim).
+
+    Source: `q_copy_unless` and `kv_copy_unless` in `mlx/backend/metal/scaled_dot_product_attention.cpp`.
+    """
+    if x.flags.c_contiguous:
+        return True
+    if not is_query:
+        return x.strides[3] == 1 and (1 in x.shape[:2] or x.strides[0] == x.strides[1] * x.shape[1])
+    other = 1 if x.shape[0] == 1 else 0
+    apart = (x.shape[3], x.shape[3] * x.shape[other], 1)
+    return 1 in x.shape[:2] and (x.strides[other], *x.strides[2:]) == apart
 
 
 def _contiguous(shape: Sequence[int]) -> np.ndarray:

@@ -4,7 +4,7 @@ import copy
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
@@ -20,10 +20,6 @@ from tests.tools.models import WordTokenizer
 from tests.tools.zoo import zoo_model
 
 VOCAB = 64
-
-pytestmark = pytest.mark.skipif(
-    dispatch.device() != "cpu", reason="a GPU keeps mlx-lm's own blocks, which have kernels there"
-)
 
 
 def both(kind, rng, packed=None, biased=False):
@@ -94,7 +90,8 @@ def test_rows_of_different_lengths_get_the_tokens_of_mlx_lms_blocks(rng):
     for response in engine.run():
         assert response.error is None
         if engine._decode.batch.cache:
-            assert {type(entry) for entry in engine._decode.batch.cache} == {ZooKVCache}
+            kind = ZooKVCache if dispatch.device() == "cpu" else BatchKVCache
+            assert {type(entry) for entry in engine._decode.batch.cache} == {kind}
         tokens.setdefault(response.row, []).append(response.token)
     for id, prompt, count in zip(ids, prompts, counts, strict=True):
         assert tokens[id] == naive_greedy(theirs, prompt, count)
@@ -110,6 +107,20 @@ def test_rows_of_different_lengths_get_the_tokens_of_mlx_lms_blocks(rng):
     more = Request([3, 5], max_tokens=4, cache=kept)
     engine.submit(more)
     assert [r.token for r in engine.run()] == naive_greedy(theirs, [*fed, 3, 5], 4)
+
+
+def test_on_a_gpu_rows_keep_mlx_lms_caches(rng, monkeypatch):
+    theirs, ours = both("llama", rng)
+    monkeypatch.setattr(dispatch, "device", lambda: "gpu")
+    engine = Engine(ours, WordTokenizer(VOCAB, ends=()))
+    prompts = [[1, 2, 3], [4, 5]]
+    ids = [engine.submit(Request(prompt, max_tokens=6)) for prompt in prompts]
+    tokens = {id: [] for id in ids}
+    for response in engine.run():
+        tokens[response.row].append(response.token)
+        if engine._decode.batch.cache:
+            assert {type(entry) for entry in engine._decode.batch.cache} == {BatchKVCache}
+    assert list(tokens.values()) == [naive_greedy(theirs, prompt, 6) for prompt in prompts]
 
 
 def test_other_models_keep_their_caches(rng):

@@ -1,6 +1,7 @@
 """The CPU primitives around attention against float64 NumPy, on every instruction set of this machine."""
 
 import mlx.core as mx
+import pytest
 
 from afm_mlx.kernels import HeadOptions, KeyValues
 from afm_mlx.kernels.selftest.specs import DTYPES
@@ -126,6 +127,30 @@ def test_rope_norm_quantize(ops, rng):
         assert_solved(problem, ops.rope_norm_quantize)
         qkv, _, options = problem.args
         assert_solved(with_args(problem, qkv, 4000, options), ops.rope_norm_quantize)
+
+
+def test_norm_rope(ops, rng):
+    for shape, dtype, tokens, norm in all_pairs(SHAPES, DTYPES, (1, 3, 70), (False, True)):
+        options = {"stored": dtype, "norm": norm}
+        problem = draw_heads(rng, "norm_rope", dtype, 2, tokens, shape, **options)
+        assert_solved(problem, ops.norm_rope)
+        heads, periods, _, *rest = problem.args
+        # A view, as a projection's result is, and one position for all rows, beyond those that are kept.
+        strided = mx.contiguous(heads.swapaxes(1, 2)).swapaxes(1, 2)
+        for offset in (0, 4000):
+            assert_solved(with_args(problem, strided, periods, offset, *rest), ops.norm_rope)
+
+
+def test_norm_rope_refuses(ops):
+    heads, periods = mx.zeros((2, 1, 3, 8)), mx.ones(4)
+    for arguments, message in (
+        ((mx.zeros((2, 1, 3, 7)), periods, 0), "head_dim even"),
+        ((heads, mx.ones(3), 0), "periods must be"),
+        ((heads, periods, mx.zeros(3, mx.int32)), "offsets must be"),
+        ((heads, periods, 0, mx.ones(4), 1e-6), "weight must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.norm_rope(*arguments)
 
 
 def test_quantization_rounds_half_to_even_and_clamps(ops):

@@ -15,6 +15,7 @@ from afm_mlx.kernels import Part
 from afm_mlx.kernels.metal import runtime
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE
+from tests.metal import zoo_steps
 from tests.metal.launches import cache_of, record, shapes_only
 from tests.tools.graph import count_dispatches, decode_cost
 
@@ -187,3 +188,13 @@ def test_few_texts_of_products_serve_every_number_of_rows():
         kernels["afm_packed_matrix"] == 4
     )  # queries and keys, output and down, gate and up, the head
     assert kernels["afm_packed_argmax"] == 2
+
+
+@pytest.mark.parametrize("name", zoo_steps.NAMES)
+def test_a_token_of_a_zoo_model_takes_fewer_dispatches_than_in_mlx_lm(name):
+    for context, more in zip(zoo_steps.CONTEXTS, (0, 1), strict=True):  # attention takes two
+        ours, own_block = zoo_steps.dispatches(name, context, ours=True)
+        theirs, block = zoo_steps.dispatches(name, context, ours=False)
+        norms = 2 if "qwen3" in name else 0  # of queries and keys
+        assert (own_block, block) == (14 + norms + more, 19 + norms + more)
+        assert ours < 0.8 * theirs

@@ -1,5 +1,7 @@
 """Metal kernels of products with packed matrices, run by the emulator, against float64 NumPy."""
 
+import platform
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -259,20 +261,24 @@ def test_many_rows_take_the_faster_product_of_mlx(metal, monkeypatch, generation
 
 
 @each(
-    "name, generation, has_matrix_units",
+    "name, darwin, generation, has_matrix_units",
     [
-        ("applegpu_g13g", 13, False),
-        ("applegpu_g16s", 16, False),
-        ("applegpu_g17g", 17, True),
-        ("applegpu_g17p", 17, False),  # phones and what has their chips
-        ("applegpu_g18p", 18, True),
-        ("applegpu_g20d", 20, True),
-        ("applegpu_17", 0, False),
-        ("x86_64", 0, False),
+        ("applegpu_g13g", "25.2.0", 13, False),
+        ("applegpu_g16s", "25.2.0", 16, False),
+        ("applegpu_g17g", "25.2.0", 17, True),
+        ("applegpu_g17g", "25.1.0", 17, False),  # macOS 26.1
+        ("applegpu_g17g", "24.6.0", 17, False),  # macOS 15.6
+        ("applegpu_g17g", "26.0.0", 17, True),
+        ("applegpu_g17p", "25.2.0", 17, False),  # phones and what has their chips
+        ("applegpu_g18p", "25.4.0", 18, True),
+        ("applegpu_g20d", "27.10.1", 20, True),
+        ("applegpu_17", "25.2.0", 0, False),
+        ("x86_64", "6.1.0-18-amd64", 0, False),
     ],
 )
-def test_the_generation_of_a_gpu(monkeypatch, name, generation, has_matrix_units):
+def test_the_generation_of_a_gpu(monkeypatch, name, darwin, generation, has_matrix_units):
     monkeypatch.setattr(mx, "device_info", lambda: {"architecture": name})
+    monkeypatch.setattr(platform, "release", lambda: darwin)
     assert runtime.gpu_generation.__wrapped__() == generation
     assert runtime.has_matrix_units.__wrapped__() == has_matrix_units
 

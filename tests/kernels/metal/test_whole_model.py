@@ -1,8 +1,11 @@
 """A whole packed model on the Metal kernels, run by the emulator, against the plain-MLX definitions."""
 
+import copy
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import BatchKVCache
 
 from afm_mlx.adapters.active import BatchAdapters, bind
 from afm_mlx.adapters.resident import build_resident
@@ -11,7 +14,11 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.kernels import dispatch
 from afm_mlx.measure.random_model import random_packed_model
 from afm_mlx.model.kv_cache import KVCache
+from afm_mlx.model.zoo_blocks import replace_blocks
+from afm_mlx.quantization.quantize_model import quantize_model
+from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.compare import assert_close
+from tests.tools.zoo import zoo_model
 
 CONFIG = ModelConfig(
     vocab_size=96,
@@ -47,8 +54,8 @@ def run(model, prompts, token, adapters):
     active.set(BatchAdapters.of(adapters))
     cache = [type(entries[0]).merge(entries) for entries in zip(*caches, strict=True)]
     # Both look at the cache before they write to it, so one of them works on a copy.
-    copy = [KVCache.merge([c]) if isinstance(c, KVCache) else c for c in cache]
-    return np.array(model(token, copy))[:, -1], np.array(model.greedy(token, cache)[0])
+    copied = [KVCache.merge([c]) if isinstance(c, KVCache) else c for c in cache]
+    return np.array(model(token, copied))[:, -1], np.array(model.greedy(token, cache)[0])
 
 
 # Seven rows are multiplied as matrices.
@@ -71,3 +78,19 @@ def test_every_row_decodes_with_its_own_adapter_as_defined(metal, rng, count):
     # Equal up to the order of sums, which the head's kernels are free to choose.
     chosen = np.take_along_axis(got, choice[:, None].astype(np.int64), axis=-1)[:, 0]
     assert (got.max(axis=-1) - chosen).max() <= 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_blocks_of_mlx_lm_give_its_own_numbers(metal, rng, kind):
+    theirs = zoo_model(kind, 96, int(rng.integers(2**31)))
+    rule = QuantizationRule(4, "affine", "group", 32)
+    quantize_model(theirs, {}, rule, rule)
+    ours = copy.deepcopy(theirs)
+    replace_blocks(ours)
+    caches = [[BatchKVCache([0, 0]) for _ in theirs.layers] for _ in "ab"]
+    for length in (4, 1, 1):  # a prompt, and decode steps
+        tokens = mx.array(rng.integers(0, 96, (2, length)))
+        got = np.array(ours(tokens, caches[0]))
+        with dispatch.force("reference"):
+            wanted = np.array(theirs(tokens, caches[1]))
+        assert_close(got, wanted, 2e-3)

@@ -73,7 +73,7 @@ def test_the_quick_test_passes_in_the_emulator(rng):
         results = checks.check(specs.quick_specs(mx.float32), rng)
     assert [f"{r.variant}: {r.summary}" for r in results if r.failure is not None] == []
     tested = {(r.spec.op, r.variant.split("/")[0]) for r in results if r.obstacle is None}
-    ours = set(dispatch.OPS) - {"write_tokens"}  # a scatter of MLX
+    ours = set(dispatch.OPS) - {"write_tokens", "norm_rope"}  # MLX's own operations
     assert {op for op, backend in tested if backend == "metal"} == ours
     passed = {r.variant for r in results if r.obstacle is None}
     assert passed >= {v.name for op in ours for v in dispatch.variants(op) if v.backend == "metal"}
@@ -115,6 +115,7 @@ SHAPES = {
     "packed_matmul": {**MATRIX, "norm": True, "residual": True, "rank": 8, "sections": 2},
     **dict.fromkeys(("packed_swiglu", "packed_argmax", "packed_embedding"), MATRIX),
     "rope_norm_quantize": HEADS,
+    "norm_rope": {**HEADS, "norm": True, "stored": mx.float32},
     "decode_attention": {**HEADS, "capacity": 300, "rope": True},
     "causal_attention": {**HEADS, "tokens": 5, "capacity": 9},
     "write_tokens": {**HEADS, "tokens": 2, "capacity": 9},
@@ -136,6 +137,20 @@ FAULTS = {
         lambda qkv, offset, options: reference.rope_norm_quantize(qkv, offset + 1, options)
     ),
     "rope_norm_quantize rounding down": rounded_down,
+    "norm_rope without norm": lambda x, periods, offset, *_: reference.norm_rope(
+        x, periods, offset
+    ),
+    "norm_rope of neighbours": (
+        lambda x, periods, offset, weight, eps: mx.fast.rope(
+            mx.fast.rms_norm(x, weight, eps),
+            x.shape[-1],
+            traditional=True,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=periods,
+        )
+    ),
     "decode_attention past the end": lambda q, kv, lengths, rope: attend(q, kv, lengths + 1, rope),
     "decode_attention of raw queries": lambda q, kv, lengths, rope: attend(q, kv, lengths),
     "causal_attention without a mask": lambda q, kv: reference.attention(q, kv, None),
