@@ -318,9 +318,9 @@ class ServedModel:
         self.default_adapter = default_adapter
         self.created = int(time.time())
         self.prefix_cache: PrefixCache | None = None
-        if options.prompt_cache_bytes:
+        if self.resources.prefixes is not None:
             self.prefix_cache = PrefixCache(
-                options.prompt_cache_bytes,
+                self.resources.prefixes,
                 options.prompt_cache_folder,
                 options.prompt_cache_folder_bytes,
             )
@@ -334,6 +334,7 @@ class ServedModel:
             kv=options.kv,
             kv_memory=options.kv_memory,
             prefix_cache=self.prefix_cache,
+            group=self.resources.engines,
             **engine_options,
         )
         self.engine.warm_up()
