@@ -42,7 +42,7 @@ class EngineGroup:
 
     The rows of all members together are at most `max_batch`, and their KV caches within `kv_memory`, which
     should be equal in all. Members take steps in turn, so each has its chance at a place that gets free. If a
-    row of one waits for memory, no other begins rows until it has begun.
+    row of one waits for memory, no other begins a row that has waited for less time.
     """
 
     def __init__(self) -> None:
@@ -96,8 +96,8 @@ class Scheduler:
         self._decoding = decoding  # returns the rows that decode
         self._group = group or EngineGroup()
         self._group.join(self)
-        # When the first waiting row began to wait for memory, by the group's clock; None if it does not.
-        self._waits_for_memory: int | None = None
+        # The row that waits for memory, and since when, by the group's clock.
+        self._waits_for_memory: tuple[int, int] | None = None
         self._clock = itertools.count()
         # By client, when its last row began, or its first one came.
         self._since: dict[str, int] = {}
@@ -119,8 +119,9 @@ class Scheduler:
 
     @property
     def waits_for_memory(self) -> int | None:
-        """When a waiting row began to wait for memory, by the group's clock; None if none does."""
-        return self._waits_for_memory if self.waiting else None
+        """When the row that waits for memory began to wait, by the group's clock; None if none does."""
+        known = self._waits_for_memory
+        return known[1] if known is not None and self.waiting else None
 
     def add(self, row: Row) -> None:
         self._since.setdefault(row.request.client, next(self._clock))
@@ -203,11 +204,8 @@ class Scheduler:
         left: list[Row] = []
         overtaken: list[Row] = []
         elsewhere = sum(other.reserved for other in others)
-        since = self.waits_for_memory
-        earlier = [other.waits_for_memory for other in others]
-        others_turn = any(
-            other is not None and (since is None or other < since) for other in earlier
-        )
+        waited = self._waits_for_memory
+        self._waits_for_memory = None
         waits_for_memory = False
         for row in self._in_turn(running):
             if len(admitted) == places or waits_for_memory:
@@ -218,9 +216,11 @@ class Scheduler:
             elif (error := self._adapters.refusal(row)) is not None:
                 row.release()
                 self.early.append((row, TokenResponse(row.id, -1, "", None, "error", error)))
-            elif others_turn or not self._memory.fits(row, running, elsewhere):
+            elif not self._memory.fits(row, running, elsewhere) or _has_turn(others, waited, row):
                 left.append(row)
                 waits_for_memory = True
+                is_known = waited is not None and waited[0] == row.id
+                self._waits_for_memory = waited if is_known else (row.id, next(self._group.clock))
             elif self._prefixes is not None and not self._prefixes.is_ready(row):
                 left.append(row)
             else:
@@ -230,9 +230,6 @@ class Scheduler:
                 for other in overtaken:
                     other.overtaken += row.lease is not None
         self._keep(left)
-        self._waits_for_memory = None
-        if waits_for_memory:
-            self._waits_for_memory = next(self._group.clock) if since is None else since
         if self._prefixes is not None:
             for row in admitted:
                 self._prefixes.begin(row)
@@ -333,6 +330,13 @@ def _can_start(row: Row, running: Iterable[Row]) -> bool:
         return False
     others = {id(other.adapter) for other in running if other.adapter is not None}
     return len(others | {id(lease.resident)}) <= MAX_ADAPTERS
+
+
+def _has_turn(others: Iterable[Scheduler], waited: tuple[int, int] | None, row: Row) -> bool:
+    """True if a row of another engine has waited for memory longer than a row, which may be the one of `waited`."""
+    since = [each.waits_for_memory for each in others]
+    mine = waited[1] if waited is not None and waited[0] == row.id else None
+    return any(each is not None and (mine is None or each < mine) for each in since)
 
 
 def _must_not_overtake(row: Row, earlier: Iterable[Row]) -> bool:

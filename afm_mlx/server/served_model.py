@@ -294,7 +294,7 @@ class ServedModel:
         prefix_cache: keys and values of earlier prompts and answers; None if the options keep none.
         created: time of loading, in seconds since 1970.
         drafts: True if draft tokens are proposed for the model to verify.
-        nbytes: bytes of the weights in memory, those of draft models included.
+        nbytes: bytes of the weights in memory, including draft models.
         own_adapters: names of the adapters that the server was started with, which requests can't remove.
     """
 
