@@ -313,6 +313,7 @@ class ServedModel:
         self.options = options = options or ServerOptions()
         self.resources = resources or ServerResources(options)
         self._owns_resources = resources is None
+        self._is_closed = False
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
         self.name = name
         self.default_adapter = default_adapter
@@ -536,7 +537,9 @@ class ServedModel:
         if self.prefix_cache is not None:
             threads.submit(self.prefix_cache.close).result()
             self.prefix_cache = None
-        threads.submit(self._release).result()
+        if not self._is_closed:
+            self._is_closed = True
+            threads.submit(self._release).result()
 
     def _release(self) -> None:
         self.engine.close()
