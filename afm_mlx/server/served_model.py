@@ -26,7 +26,7 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, TokenizerError
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
-from afm_mlx.loading.load import load, load_drafts
+from afm_mlx.loading.load import import_packages, load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
 from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import activation_dtype
@@ -239,6 +239,7 @@ class ModelSource:
                 pool.register(each, path)
             return served
 
+        import_packages(self.folder)
         return threads.submit(make).result()
 
     @property
