@@ -28,6 +28,7 @@ from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
 from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear
+from afm_mlx.threads import give_way
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.vocabulary import tokenizer_files
 
@@ -59,6 +60,7 @@ def load_mlx_lm_folder(
             folder, dict(tokenizer_config or {}), eos_token_ids=config.get("eos_token_id")
         )
         tokenizer: Any = ZooTokenizer.of(wrapper)
+    give_way()  # other models may be running in this thread
     if not lazy:
         read_model(model, folder)
     return model, tokenizer, config
