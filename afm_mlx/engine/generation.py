@@ -59,6 +59,9 @@ class GenerationResponse:
     peak_memory: float  # most that MLX has allocated, GB
     finish_reason: str | None = None  # "stop", "length", or None while it goes on
     draft_counts: DraftCounts | None = None  # at the end; None without speculation
+    completion: Sequence[
+        int
+    ] = ()  # at the end, tokens that complete a cut-off answer, see `at_limit`
 
 
 @dataclass
@@ -240,6 +243,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=None if response.error else response.finish_reason,
             draft_counts=response.draft_counts,
+            completion=response.completion,
         )
         if response.error is not None:
             raise response.error

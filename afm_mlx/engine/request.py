@@ -186,6 +186,8 @@ class TokenResponse:
         cached_tokens: tokens of the prompt that were not computed, because the prefix cache had them.
         is_forced: True if the constraint allowed no other token: it was not drawn, and may come before the
             prompt is computed.
+        completion: tokens that complete the answer behind `token`, see `Request.at_limit`; their text is in
+            `text`.
     """
 
     row: int
@@ -198,3 +200,4 @@ class TokenResponse:
     draft_counts: DraftCounts | None = None
     cached_tokens: int = 0
     is_forced: bool = False
+    completion: Sequence[int] = ()

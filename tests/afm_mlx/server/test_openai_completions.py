@@ -5,6 +5,7 @@ from afm_mlx.server import openai_completions
 from afm_mlx.server.answer_events import Ended, TextDelta, TokenCounts
 from afm_mlx.server.served_model import TokenLikelihood
 from tests.tools.cases import each
+from tests.tools.server import running_server
 
 PROMPTS = ["Return a list of", "The quick"]
 
@@ -166,3 +167,26 @@ def test_a_typed_newline_mark_is_text(client, http):
         body = {"messages": [{"role": "user", "content": text}], "return_token_strs": True}
         counts.append(http.post("/tokenize", json=body).json()["token_strs"].count("<n>"))
     assert counts[0] == counts[1] + 1
+
+
+def test_draft_tokens_are_counted_as_such():
+    """As accepted and rejected predictions, over all prompts and choices; not as thoughts."""
+    with running_server(kv="float", prompt_lookup=True) as server:
+        client = server.openai()
+        prompts = ["one two three one two three one two", "a b c d a b c d a b c"]
+        fields = {"model": "afm-nano", "max_tokens": 12}
+        alone = [client.completions.create(prompt=p, **fields).usage for p in prompts]
+        counted = [usage.completion_tokens_details for usage in alone]
+        for usage, details in zip(alone, counted, strict=True):
+            assert details.accepted_prediction_tokens < usage.completion_tokens
+            assert not details.reasoning_tokens
+        assert any(c.accepted_prediction_tokens or c.rejected_prediction_tokens for c in counted)
+        both = client.completions.create(prompt=prompts, n=2, **fields).usage
+        *_, last = client.completions.create(
+            prompt=prompts, n=2, stream=True, stream_options={"include_usage": True}, **fields
+        )
+        for usage in (both, last.usage):
+            assert usage.completion_tokens == 2 * sum(u.completion_tokens for u in alone)
+            for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
+                total = getattr(usage.completion_tokens_details, name)
+                assert total == 2 * sum(getattr(c, name) for c in counted)
