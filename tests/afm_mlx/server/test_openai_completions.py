@@ -1,3 +1,5 @@
+import re
+
 import openai
 import pytest
 
@@ -170,23 +172,28 @@ def test_a_typed_newline_mark_is_text(client, http):
 
 
 def test_draft_tokens_are_counted_as_such():
-    """As accepted and rejected predictions, over all prompts and choices; not as thoughts."""
-    with running_server(kv="float", prompt_lookup=True) as server:
+    """As accepted and rejected predictions of all prompts and choices, and not as thoughts."""
+    with running_server(kv="float", prompt_lookup=True) as server, server.http() as http:
         client = server.openai()
+
+        def counted():
+            """Numbers of draft tokens, accepted and in all, since the server's start."""
+            text = http.get("/metrics").text
+            names = ("accepted", "draft")
+            found = [re.search(rf"num_{name}_tokens_total{{.*}} (.+)", text) for name in names]
+            return [float(each[1]) for each in found]
+
         prompts = ["one two three one two three one two", "a b c d a b c d a b c"]
-        fields = {"model": "afm-nano", "max_tokens": 12}
-        alone = [client.completions.create(prompt=p, **fields).usage for p in prompts]
-        counted = [usage.completion_tokens_details for usage in alone]
-        for usage, details in zip(alone, counted, strict=True):
-            assert details.accepted_prediction_tokens < usage.completion_tokens
-            assert not details.reasoning_tokens
-        assert any(c.accepted_prediction_tokens or c.rejected_prediction_tokens for c in counted)
-        both = client.completions.create(prompt=prompts, n=2, **fields).usage
-        *_, last = client.completions.create(
-            prompt=prompts, n=2, stream=True, stream_options={"include_usage": True}, **fields
-        )
-        for usage in (both, last.usage):
-            assert usage.completion_tokens == 2 * sum(u.completion_tokens for u in alone)
-            for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
-                total = getattr(usage.completion_tokens_details, name)
-                assert total == 2 * sum(getattr(c, name) for c in counted)
+        fields = {"model": "afm-nano", "prompt": prompts, "max_tokens": 12, "n": 2}
+        before = counted()
+        whole = client.completions.create(**fields).usage
+        between = counted()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *_, last = client.completions.create(**fields, **options)
+        for usage, one, other in ((whole, before, between), (last.usage, between, counted())):
+            details = usage.completion_tokens_details
+            accepted, drafted = (b - a for a, b in zip(one, other, strict=True))
+            assert drafted > 0
+            assert details.accepted_prediction_tokens == accepted
+            assert details.rejected_prediction_tokens == drafted - accepted
+            assert details.reasoning_tokens is None

@@ -535,7 +535,7 @@ def test_stopping_frees_the_row(open_page, server, monkeypatch):
 @pytest.fixture
 def thinking_server(tmp_path, monkeypatch):
     """A model that thinks: each of two parts of its answer is written once the test has opened its gate."""
-    thought, said = "<think>\nHm. So.", "\n</think>\n\nIt is fine."
+    thought, said = "<think>\nHm. So. And on it goes", "\n</think>\n\nIt is fine."
     folder = write_family_folder(tmp_path / "model", "qwen3", max_position_embeddings=4096)
     with running_server(source=folder) as running:
         running.gate = threading.Semaphore(0)
@@ -567,6 +567,7 @@ def test_a_thought_is_open_while_it_is_written_and_folds_behind_it(open_page, th
         message(page).press("Enter")
         page.wait_for_selector(f".answer >> nth={index}")
         found = page.locator(".answer").nth(index).locator(".thought")
+        # The last tokens before the gate are shown when the next step has run.
         until(page, lambda: "So." in found.locator("> .text").inner_text())
         return found
 
@@ -586,11 +587,11 @@ def test_a_thought_is_open_while_it_is_written_and_folds_behind_it(open_page, th
     thinking_server.gate.release()
     assert ended(page, 1) == "It is fine."
     assert thought.get_attribute("open") is not None
-    assert thought.locator("> .text").inner_text().strip() == "Hm. So."
+    assert thought.locator("> .text").inner_text().strip() == "Hm. So. And on it goes"
 
     _, sent = bodies
     assert [m["role"] for m in sent["messages"]] == ["user", "assistant", "user"]
-    assert sent["messages"][1]["reasoning_content"] == "Hm. So."
+    assert sent["messages"][1]["reasoning_content"] == "Hm. So. And on it goes"
     assert sent["messages"][1]["content"] == "It is fine."
 
 
