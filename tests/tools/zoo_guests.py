@@ -16,6 +16,7 @@ from unittest import mock
 import mlx.core as mx
 import mlx_lm
 import numpy as np
+import openai
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 
@@ -79,7 +80,9 @@ class Guest:
             self.floats = self.place / "floats"
         if self.kind == "afm7":
             _write_afm(self.floats)
-        elif self.kind == "mamba2":  # whose tokenizer is GPT-NeoX's
+        elif (
+            self.kind == "mamba2"
+        ):  # the original models have a byte-level tokenizer, and no template
             write_family_folder(self.folder, "qwen3", self.kind)
             (self.folder / "chat_template.jinja").unlink()
         else:
@@ -156,15 +159,19 @@ class Guest:
     def server(self) -> RunningServer:
         return self.stack.enter_context(running_server(source=self.folder, kv="float"))
 
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        """OpenAI's client; making one takes longer than a small answer."""
+        return self.server.openai()
+
     def ask(self, *more: dict[str, Any], **fields: Any) -> Any:
         """The server's completion of a chat that begins with the question."""
         fields = {"max_tokens": 200, "messages": [QUESTION, *more], **fields}
-        return self.server.openai().chat.completions.create(model="MODEL", **fields)
+        return self.client.chat.completions.create(model="MODEL", **fields)
 
     def complete(self, prompt: Sequence[int], max_tokens: int = 6, **fields: Any) -> Any:
         """The server's completion of a prompt."""
-        client = self.server.openai()
-        return client.completions.create(
+        return self.client.completions.create(
             model="MODEL", prompt=list(prompt), max_tokens=max_tokens, extra_body=fields
         )
 
