@@ -257,7 +257,9 @@ def _request(
     thoughts: ThoughtForm | None,
 ) -> Request:
     try:
-        off = {} if thoughts is None else {"enable_thinking": False, "thinking": False}
+        off: dict[str, Any] = {}
+        if thoughts is not None:
+            off = {"enable_thinking": False, "thinking": False}
         prompt = tokenizer.apply_chat_template(
             example.messages, tools=example.tools, add_generation_prompt=True, **off
         )
