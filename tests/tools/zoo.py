@@ -107,11 +107,11 @@ _OWN = {
     },
     "qwen3_moe": {
         "hidden_size": 64,
-        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
         "num_experts_per_tok": 2,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
 }

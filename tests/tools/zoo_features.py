@@ -380,7 +380,7 @@ def _perplexity(guest: Guest) -> None:
         found = wanted_logprobs(guest.stock[0], piece[:1], piece[1:])
         scored.append(found[np.arange(len(piece) - 1), piece[1:]])
     wanted = np.exp(-np.concatenate(scored).mean())
-    assert abs(measure_perplexity(guest.loaded[0], pieces).perplexity / wanted - 1) < 0.02
+    assert abs(measure_perplexity(*guest.loaded, pieces).perplexity / wanted - 1) < 0.02
 
 
 @feature("evaluation")
