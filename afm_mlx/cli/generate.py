@@ -187,13 +187,12 @@ def _encode(
     form: AnswerConstraint | None,
     thoughts: Thoughts | None,
 ) -> list[int]:
-    if thoughts is None and args.think is not None:
-        raise UsageError("--think and --no-think need the chat template, which is left out.")
-    if args.ignore_chat_template or not tokenizer.has_chat_template:
+    if thoughts is None:
         why = "--ignore-chat-template leaves out" if args.ignore_chat_template else "is missing"
-        for name in ("system_prompt", "prefill_response", "chat_template_config"):
-            if getattr(args, name) is not None:
-                raise UsageError(f"{flag_of(name)} needs the chat template, which {why}.")
+        for name in ("system_prompt", "prefill_response", "chat_template_config", "think"):
+            if (given := getattr(args, name)) is not None:
+                flag = "--no-think" if given is False else flag_of(name)
+                raise UsageError(f"{flag} needs the chat template, which {why}.")
         return tokenizer.encode(text, add_special_tokens=True)
     message: dict[str, Any] = {"role": "user", "content": text}
     if form is not None and form.response_format is not None:
@@ -210,7 +209,6 @@ def _encode(
     variables = args.chat_template_config or {}
     if taken := sorted({*own, "messages", "conversation", "tokenize", "self"} & set(variables)):
         raise UsageError(f"--chat-template-config can't set {', '.join(taken)}: the command does.")
-    assert thoughts is not None
     options: dict[str, Any] = own | thoughts.variables | variables
     return thoughts.ended(tokenizer.apply_chat_template(messages, **options))
 
@@ -232,11 +230,7 @@ def _print(
         for response in responses:
             if framed and not tokens:
                 print(_RULE, flush=True)
-            said = response.text
-            if splitter is not None:
-                said = printer.said(splitter.feed(said, response.token))
-                if response.finish_reason is not None:
-                    said += printer.said(splitter.finish())
+            said = printer.said(splitter, response)
             text += said
             tokens.append(response.token)
             if said and not args.json:

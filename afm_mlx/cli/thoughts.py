@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli.arguments import SWITCH, Argument, UsageError
@@ -12,7 +11,8 @@ from afm_mlx.cli.output import harmless
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from afm_mlx.guidance.answer_parts import AnySplitter, Part
+    from afm_mlx.engine.generation import GenerationResponse
+    from afm_mlx.guidance.answer_parts import AnySplitter
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -56,9 +56,15 @@ class Thoughts:
         return [*prompt, *self._form.end_ids] if begun else prompt
 
     def options(
-        self, prompt: Sequence[int], constraint: Constraint | None = None
+        self,
+        prompt: Sequence[int],
+        constraint: Constraint | None = None,
+        seen: int | None = None,
     ) -> dict[str, Any]:
-        """Return options of `stream_generate`; a constraint holds behind the answer's thoughts."""
+        """Return options of `stream_generate`; a constraint holds behind the answer's thoughts.
+
+        `seen` is the number of the prompt's last tokens that are not in a prompt cache; pass None for all.
+        """
         if self._form is None:
             return {} if constraint is None else {"constraint": constraint}
         from afm_mlx.guidance.thoughts import after_thoughts, limits_of_thoughts
@@ -70,7 +76,7 @@ class Thoughts:
                 constraint, self._form, is_begun=is_begun, may_think=may_think
             )
         if self._is_on is False:
-            made["logits_processors"] = limits_of_thoughts(self._form, prompt, 0)
+            made["logits_processors"] = limits_of_thoughts(self._form, prompt, 0, seen=seen)
         return made
 
     def splitter(self, prompt: Sequence[int]) -> AnySplitter | None:
@@ -94,12 +100,14 @@ class ThoughtPrinter:
         self._is_open = False
         self.text = ""
 
-    def said(self, parts: Iterable[Part]) -> str:
-        """Print the thoughts among the parts of an answer, and return the text among them."""
-        from afm_mlx.guidance.answer_parts import Text, Thought
+    def said(self, splitter: AnySplitter | None, response: GenerationResponse) -> str:
+        """Print the thoughts in the next response of an answer, and return the text in it."""
+        if splitter is None:
+            return response.text
+        from afm_mlx.guidance.answer_parts import Text, Thought, split
 
-        said = ""
-        for part in parts:
+        said, tokens = "", (response.token, *response.completion)
+        for part in split(splitter, response.text, tokens, response.finish_reason is not None):
             if isinstance(part, Text):
                 self.close()
                 said += part.text

@@ -67,6 +67,7 @@ class GenerationResponse:
     finish_reason: str | None = None  # "stop", "length", or None while it goes on
     draft_counts: DraftCounts | None = None  # at the end; None without speculation
     prompt_logprobs: PromptScores | None = None  # in the first response; None if not asked for
+    completion: Sequence[int] = ()  # at the end, tokens that complete a cut-off answer
 
 
 @dataclass
@@ -254,6 +255,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
             finish_reason=None if response.error else response.finish_reason,
             draft_counts=response.draft_counts,
             prompt_logprobs=response.prompt_logprobs,
+            completion=response.completion,
         )
         if response.error is not None:
             raise response.error

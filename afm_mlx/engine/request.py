@@ -287,6 +287,8 @@ class TokenResponse:
             prompt is computed.
         prompt_logprobs: log-probabilities of the prompt's tokens, in the first response after the prompt is
             computed; None in others, and if the request asks for none.
+        completion: tokens that complete the answer behind `token`, see `Request.at_limit`; their text is in
+            `text`.
     """
 
     row: int
@@ -300,3 +302,4 @@ class TokenResponse:
     cached_tokens: int = 0
     is_forced: bool = False
     prompt_logprobs: PromptScores | None = None
+    completion: Sequence[int] = ()

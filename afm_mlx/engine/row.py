@@ -88,6 +88,7 @@ class Row:
         )
         self.sampler_vocab_size: int | None = None  # None until a sampler was called
         self._context: mx.array | None = None  # for logits processors
+        self._completion: Sequence[int] = ()  # tokens that complete a cut-off answer
         self._reported = -1  # prompt tokens that `on_prefill` knows of
 
     # -- the adapter
@@ -263,6 +264,7 @@ class Row:
         response.error = self.error if reason == "error" else None
         response.prompt_logprobs = self.scored_prompt()
         response.cached_tokens = self.cached_tokens
+        response.completion = self._completion
         return response
 
     def _accept(self, token: int) -> tuple[str, str | None]:
@@ -303,6 +305,7 @@ class Row:
 
                 assert matcher is not None
                 if (completion := shortest_completion(matcher)) is not None:
+                    self._completion = completion
                     for each in completion:
                         self.text.add(each)
                     self.error, reason, is_cut_off = None, "length", False

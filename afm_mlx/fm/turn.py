@@ -42,6 +42,7 @@ from afm_mlx.guidance.answer_parts import (
     CallArguments,
     CallBegins,
     Text,
+    split,
     splitter_for,
 )
 from afm_mlx.guidance.call_forms import CallForm, call_form
@@ -126,10 +127,8 @@ class Answer:
         if splitter is None:
             self.said += response.text
             return
-        parts = list(splitter.feed(response.text, response.token))
-        if response.finish_reason is not None:
-            parts += splitter.finish()
-        for part in parts:
+        tokens = (response.token, *response.completion)
+        for part in split(splitter, response.text, tokens, response.finish_reason is not None):
             match part:
                 case Text(text):
                     self.said += text

@@ -1,15 +1,14 @@
 """Splits an answer, while it is generated, into thoughts, text and calls of tools.
 
 splitter = splitter_of(form)
-for part in splitter.feed(text, token): ...
-for part in splitter.finish(): ...
+for part in split(splitter, text, [token], is_last=False): ...
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -473,6 +472,18 @@ def splitter_of(form: CallForm, tools: Tools = ()) -> AnswerSplitter:
     elif form.parser is not None:
         kind = _BlockSplitter
     return kind(form, tools)
+
+
+def split(splitter: AnySplitter, text: str, tokens: Iterable[int], is_last: bool) -> Iterator[Part]:
+    """Yield the parts of an answer's next text, of whose tokens some may have no text yet.
+
+    `is_last` adds what was held back.
+    """
+    for token in tokens:
+        yield from splitter.feed("", token)
+    yield from splitter.feed(text)
+    if is_last:
+        yield from splitter.finish()
 
 
 def read_answer(form: CallForm, text: str, tools: Tools = ()) -> tuple[str, list[dict[str, Any]]]:

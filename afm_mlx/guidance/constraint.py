@@ -26,10 +26,12 @@ class Constraint:
     Args:
         grammar: llguidance's Lark, or its JSON of several grammars.
         what: the kind of constraint, for error messages.
+        thought_end: the control token that ends a thought before the constrained text; -1 if there is none.
     """
 
     grammar: str
     what: str
+    thought_end: int = -1
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Constraint:

@@ -50,7 +50,7 @@ class Matcher:
         tokenizer: the model's tokenizer.
 
     Attributes:
-        what: the kind of constraint, for error messages.
+        what, thought_end: see `Constraint`.
         tokenizer: llguidance's tokenizer; a model may have more logits than it has tokens.
 
     Raises:
@@ -58,7 +58,7 @@ class Matcher:
     """
 
     def __init__(self, constraint: Constraint, tokenizer: Tokenizer) -> None:
-        self.what = constraint.what
+        self.what, self.thought_end = constraint.what, constraint.thought_end
         self.tokenizer: LLTokenizer = ll_tokenizer(tokenizer)
         self._matcher = _compiled(constraint, self.tokenizer).deep_copy()
         self._last: int | None = None
@@ -293,6 +293,7 @@ MAX_COMPLETION_BYTES = 4096
 _MAX_BRANCHES = 30_000  # in all: a second, during which other rows wait
 _PLACES = 32  # texts of one length that are continued
 _BRANCHES = 6
+_MARK = 16  # steps from anywhere in the mark of a thought, or in a character, to where the thought can end
 _PREFERRED = b'"}]),:. \n01etrufalsn-{[(aA'
 
 
@@ -317,16 +318,44 @@ class _Text:
 def shortest_completion(matcher: Matcher) -> list[int] | None:
     """Return the tokens that complete an answer: the shortest text, unless many things are open.
 
-    None if no completion is found: it would exceed `MAX_COMPLETION_BYTES`, or the grammar needs something
-    that the search misses, such as a word in the middle of a string.
+    A thought that is open ends first. None if no completion is found: it would exceed `MAX_COMPLETION_BYTES`,
+    or the grammar needs something that the search misses, such as a word in the middle of a string.
 
     Args:
         matcher: the state of the answer so far; left unchanged.
     """
     tokens = _tokens_of_one_byte(matcher.tokenizer)
+    closing, matcher = _end_of_thought(matcher, tokens), matcher.copy()
+    for token in closing:
+        matcher.accept(token)
     direct = _direct_completion(matcher, tokens)
     found = _searched_completion(matcher, tokens, _MAX_BRANCHES // (1 if direct is None else 20))
-    return direct if found is None else found
+    rest = direct if found is None else found
+    return None if rest is None else [*closing, *rest]
+
+
+def _end_of_thought(matcher: Matcher, tokens: dict[bytes, int]) -> list[int]:
+    """Return the tokens that end a thought that is open, or has to be opened; none if there is no such thought.
+
+    The thought may stop within its mark or within a character.
+    """
+    state, closing = matcher.copy(), list[int]()
+    for _ in range(_MARK if matcher.thought_end >= 0 else 0):
+        mask = fill_masks([state])
+        allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
+        if allowed[matcher.thought_end]:
+            return [*closing, matcher.thought_end]
+        more = state.forced()
+        if not more:
+            bytes_left = [(byte[0], token) for byte, token in tokens.items() if allowed[token]]
+            is_sure = len(bytes_left) == 1 or all(0x80 <= byte < 0xC0 for byte, _ in bytes_left)
+            more = [token for _, token in bytes_left[:1] if is_sure]
+        if not more:
+            break
+        for token in more:
+            state.accept(token)
+        closing += more
+    return []
 
 
 def _direct_completion(matcher: Matcher, tokens: dict[bytes, int]) -> list[int] | None:

@@ -189,7 +189,7 @@ def after_thoughts(
     lines += [r"TEXT: /(.|\n)*/"] if "TEXT" in thoughts else []
     grammars = [{"lark_grammar": "\n".join(lines)}]
     grammars += named_grammars(constraint.grammar, "behind_thoughts")
-    return Constraint(json.dumps({"grammars": grammars}), constraint.what)
+    return Constraint(json.dumps({"grammars": grammars}), constraint.what, form.end_ids[0])
 
 
 # -- logits processors
@@ -203,6 +203,7 @@ class ThoughtBudget:
         budget: maximum number of tokens in all thoughts.
         prompt: the prompt's tokens.
         end: tokens that close a thought; the form's own end by default.
+        seen: number of the prompt's last tokens that the processor is given; pass None for all.
     """
 
     def __init__(
@@ -211,9 +212,11 @@ class ThoughtBudget:
         budget: int,
         prompt: Sequence[int],
         end: Sequence[int] = (),
+        seen: int | None = None,
     ) -> None:
         self._form, self._budget, self._end = form, budget, tuple(end) or form.end_ids
-        self._prompt_size, self._is_begun = len(prompt), form.is_begun(prompt)
+        self._prompt_size = len(prompt) if seen is None else seen
+        self._is_begun = form.is_begun(prompt)
         self._outside_at = -1  # number of tokens when it was first seen that no thought is open
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -242,18 +245,22 @@ class NoThoughts:
 
 
 def limits_of_thoughts(
-    form: ThoughtForm, prompt: Sequence[int], budget: int | None, may_call: bool = False
+    form: ThoughtForm,
+    prompt: Sequence[int],
+    budget: int | None,
+    may_call: bool = False,
+    seen: int | None = None,
 ) -> list[ThoughtBudget | NoThoughts]:
     """Make the logits processors of an answer whose thoughts have at most `budget` tokens: 0 for no thoughts.
 
-    `may_call` is True if tools can be called behind the thoughts.
+    `may_call` is True if tools can be called behind the thoughts; `seen` as in `ThoughtBudget`.
     """
     if budget is None:
         return []
     if budget == 0 and not form.is_harmony:
         return [NoThoughts(form)]
     end = (*form.end_ids, *(() if may_call else form.final_ids))
-    return [ThoughtBudget(form, budget, prompt, end)]
+    return [ThoughtBudget(form, budget, prompt, end, seen)]
 
 
 def _preferring(logits: mx.array, token: int, bias: float) -> mx.array:

@@ -103,6 +103,8 @@ def open_mlx_lm_model(
 def read_model(model: nn.Module, folder: Path) -> None:
     """Read the arrays of a model of `open_mlx_lm_model`; `CheckpointError` names a damaged tensor or file."""
     prefer_huge_pages(read_parameters(model, folder).values())
+    # Arrays that are no parameters, such as Falcon-H1's multipliers: other threads can't compute them later.
+    mx.eval([a for module in model.modules() for a in module.values() if isinstance(a, mx.array)])
 
 
 @contextmanager
@@ -114,7 +116,7 @@ def _errors_of_mlx_lm(folder: Path) -> Iterator[None]:
     except Exception as error:
         if (problem := package_problem(error)) or isinstance(error, ImportError):
             raise AFMError(problem or str(error)) from error
-        reason = named(" ".join(str(error).split()) or type(error).__name__)
+        reason = named(" ".join(str(error).split()).rstrip(".") or type(error).__name__)
         raise CheckpointError(
             f"mlx-lm can't load {folder}: {reason}. Check that the folder is whole, "
             "and that mlx-lm knows its model_type."

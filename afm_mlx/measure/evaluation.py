@@ -21,7 +21,7 @@ from typing import Any
 import mlx.nn as nn
 
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.request import Request
+from afm_mlx.engine.request import LogitsProcessor, Request, TokenResponse
 from afm_mlx.errors import (
     AFMError,
     ContextLengthError,
@@ -30,9 +30,15 @@ from afm_mlx.errors import (
     TokenizerError,
     shown,
 )
-from afm_mlx.guidance.answer_parts import read_answer
+from afm_mlx.guidance.answer_parts import AnySplitter, Text, read_answer, split, splitter_for
 from afm_mlx.guidance.call_forms import AFM_CALLS, CallForm, call_form
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.thoughts import (
+    ThoughtForm,
+    after_thoughts,
+    limits_of_thoughts,
+    thought_form,
+)
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.jsonl import read_jsonl
 from afm_mlx.model.wired_memory import wired_memory
@@ -189,7 +195,8 @@ def evaluate(
 ) -> Evaluation:
     """Let a model answer every example.
 
-    Answers are cut at about twice the length of the expected one, since longer ones are wrong.
+    Answers are cut at about twice the length of the expected one, since longer ones are wrong. So models that
+    think before they answer are kept from that.
 
     Args:
         model, tokenizer: the results of `load`.
@@ -206,13 +213,23 @@ def evaluate(
     start = time.perf_counter()
     has_tools = any(example.all_tools for example in examples)
     form = _form(tokenizer) if has_tools else AFM_CALLS
+    thoughts = thought_form(tokenizer)
+    requests = [_request(tokenizer, e, constrained, form, thoughts) for e in examples]
+    splitters = [
+        None if e.compare == CALLS else splitter_for(None, (), thoughts, request.prompt)
+        for e, request in zip(examples, requests, strict=True)
+    ]
     engine = Engine(model, tokenizer, max_batch=batch_size)
-    rows = {_submit(engine, tokenizer, e, constrained, form): i for i, e in enumerate(examples)}
+    rows = {
+        _submit(engine, request, e): i
+        for i, (request, e) in enumerate(zip(requests, examples, strict=True))
+    }
     answers = [""] * len(examples)
     done = 0
     with wired_memory(model):
         for response in engine.run():
-            answers[rows[response.row]] += response.text
+            index = rows[response.row]
+            answers[index] += _text(splitters[index], response)
             # An answer that is too long, or fills the context, is wrong.
             if response.error is not None and not isinstance(response.error, _CUT_OFF):
                 raise response.error
@@ -232,18 +249,51 @@ def _form(tokenizer: Tokenizer) -> CallForm:
         return AFM_CALLS
 
 
-def _submit(
-    engine: Engine, tokenizer: Tokenizer, example: Example, constrained: bool, form: CallForm
-) -> int:
+def _request(
+    tokenizer: Tokenizer,
+    example: Example,
+    constrained: bool,
+    form: CallForm,
+    thoughts: ThoughtForm | None,
+) -> Request:
     try:
+        off: dict[str, Any] = {}
+        if thoughts is not None:
+            off = {"enable_thinking": False, "thinking": False}
         prompt = tokenizer.apply_chat_template(
-            example.messages, tools=example.tools, add_generation_prompt=True
+            example.messages, tools=example.tools, add_generation_prompt=True, **off
         )
         most = 2 * len(tokenizer.encode(example.answer)) + 8
         constraint = example.constraint(form) if constrained else None
-        return engine.submit(Request(prompt, most, logprobs=False, constraint=constraint))
+        limits: list[LogitsProcessor] = []
+        if thoughts is not None:
+            if thoughts.is_begun(prompt):
+                prompt = [*prompt, *thoughts.end_ids]
+            calls = bool(example.all_tools)
+            limits += limits_of_thoughts(thoughts, prompt, 0, may_call=calls)
+            if constraint is not None and (_response_format(example.messages) or not calls):
+                constraint = after_thoughts(constraint, thoughts, is_begun=False, may_think=False)
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None
+    return Request(
+        prompt, most, logprobs=False, constraint=constraint, logits_processors=tuple(limits)
+    )
+
+
+def _submit(engine: Engine, request: Request, example: Example) -> int:
+    try:
+        return engine.submit(request)
+    except AFMError as error:
+        raise DataError(f"{example.where}: {error}") from None
+
+
+def _text(splitter: AnySplitter | None, response: TokenResponse) -> str:
+    """Return the next text of an answer; without a splitter, calls and their marks are part of it."""
+    if splitter is None:
+        return response.text
+    ended = response.finish_reason is not None
+    parts = split(splitter, response.text, [response.token], is_last=ended)
+    return "".join(part.text for part in parts if isinstance(part, Text))
 
 
 # -- comparing answers

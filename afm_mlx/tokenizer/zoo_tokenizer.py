@@ -71,6 +71,11 @@ class ZooTokenizer(TokenizerWrapper):
         Raises:
             TokenizerError: if the template fails, refuses the chat, or ignores tools or calls that it has.
         """
+        if not self.has_chat_template and kwargs.get("chat_template") is None:
+            raise TokenizerError(
+                f"{self.name_or_path} has no chat template: it continues texts, and writes no chats. Give a "
+                "text, or take a model that was trained for chats."
+            )
         drop_neutral_arguments(kwargs)
         kwargs.setdefault(getattr(self, "_thinking_kwarg", "enable_thinking"), self.has_thinking)
         options = {**kwargs, "add_generation_prompt": add_generation_prompt}
@@ -205,11 +210,10 @@ class ZooTokenizer(TokenizerWrapper):
                 open_calls = [_completed_call(call, i, source) for i, call in enumerate(calls)]
                 made.setdefault("content", "")
                 made["tool_calls"] = list(open_calls)
-                if "tool_calls" not in source and self._writes_keywords:
-                    # LFM2's first templates are given calls as a text.
-                    start, end = self.tool_call_start, self.tool_call_end
-                    written = ", ".join(map(_keyword_call, made.pop("tool_calls")))
-                    made["content"] = MixedText(made["content"], f"{start}[", written, f"]{end}")
+                if "tool_calls" not in source and (written := self._written_calls(made, source)):
+                    # LFM2's first templates and Falcon-H1's are given calls as a text.
+                    del made["tool_calls"]
+                    made["content"] = MixedText(made["content"], *written)
                 elif "tool_calls" not in source:
                     raise TokenizerError(
                         f"messages[{index}] has 'tool_calls', which the chat template of {self.name_or_path} "
@@ -222,10 +226,16 @@ class ZooTokenizer(TokenizerWrapper):
             copied.append(made)
         return copied
 
-    @property
-    def _writes_keywords(self) -> bool:
-        """True if the model writes calls as `[f(a="x")]`."""
-        return bool(self._tokenizer.init_kwargs.get("tool_parser_type") == "pythonic")
+    def _written_calls(self, message: Message, source: str) -> list[str]:
+        """Write a message's calls for a template that doesn't; empty in a form that is not known.
+
+        Every second part, from the first on, is a mark.
+        """
+        calls = message["tool_calls"]
+        if self._tokenizer.init_kwargs.get("tool_parser_type") == "pythonic":
+            written = ", ".join(map(_keyword_call, calls))
+            return [f"{self.tool_call_start}[", written, f"]{self.tool_call_end}"]
+        return _json_calls(calls) if "<tool_call>" in source else []
 
     # -- tokens
 
@@ -287,6 +297,16 @@ def _completed_call(call: Any, index: int, source: str) -> Message:
     made = {"type": "function", **({} if function is call else call), "function": written}
     made["id"] = _fitting_id(str(made.get("id") or f"call_{index}"), source)
     return made
+
+
+def _json_calls(calls: Sequence[Message]) -> list[str]:
+    """Write calls in Hermes' form; every second part, from the first on, is a mark."""
+    parts = []
+    for i, call in enumerate(calls):
+        function = {name: call["function"][name] for name in ("name", "arguments")}
+        mark = "\n</tool_call>\n<tool_call>\n" if i else "<tool_call>\n"
+        parts += [mark, json.dumps(function, ensure_ascii=False)]
+    return [*parts, "\n</tool_call>"]
 
 
 def _keyword_call(call: Message) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.utils import MODEL_REMAPPING
 
 _SIZES = {
     "hidden_size": 32,
@@ -43,7 +44,16 @@ _OWN = {
         "sliding_window": 24,
         "sliding_window_pattern": 2,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 1,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 32,
+        "global_head_dim": 16,
+    },
     "gpt_oss": {
+        "hidden_size": 64,  # mlx-lm packs routers in groups of 64
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 24,
@@ -84,6 +94,7 @@ _OWN = {
     },
     "mamba2": {
         "num_heads": 4,
+        "expand": 1,
         "intermediate_size": 32,
         "state_size": 8,
         "layer_norm_epsilon": 1e-5,
@@ -108,6 +119,9 @@ _OWN = {
 
 
 def zoo_config(model_type: str, vocab_size: int) -> dict[str, Any]:
+    if model_type == "gemma4":  # the text model of one that also sees
+        text = {**zoo_config("gemma4_text", vocab_size), "vocab_size_per_layer_input": vocab_size}
+        return {"model_type": model_type, "vocab_size": vocab_size, "text_config": text}
     sizes = {"model_type": model_type, "vocab_size": vocab_size, "head_dim": 8, **_SIZES}
     return sizes | _OWN.get(model_type, {})
 
@@ -115,7 +129,7 @@ def zoo_config(model_type: str, vocab_size: int) -> dict[str, Any]:
 def zoo_model(model_type: str, vocab_size: int, seed: int) -> Any:
     """A tiny random Llama, Qwen3, ... of mlx-lm."""
     mx.random.seed(seed)
-    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
     model = module.Model(module.ModelArgs.from_dict(zoo_config(model_type, vocab_size)))
     weights = []
     for name, weight in tree_flatten(model.parameters()):

@@ -160,17 +160,13 @@ class Dialogue:
                         logprobs=False,
                         adapter=self.adapter,
                         adapters=self._adapters,
-                        **self._thoughts.options(prompt),
+                        **self._thoughts.options(prompt, seen=len(run.rest)),
                         **arguments,
                     )  # type: ignore[type-var]
                 ) as responses,
             ):
                 for response in responses:
-                    said = response.text
-                    if splitter is not None:
-                        said = printer.said(splitter.feed(said, response.token))
-                        if response.finish_reason is not None:
-                            said += printer.said(splitter.finish())
+                    said = printer.said(splitter, response)
                     answer += said
                     run.answer.append(response.token)
                     self.last_response = last = response

@@ -9,12 +9,15 @@ import pytest
 
 from afm_mlx import fm
 from afm_mlx.engine.generation import generate
+from afm_mlx.engine.request import Request
+from afm_mlx.fm import turn
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.turn import SUMMARY_PROMPT, fit_to_context
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.loading.load import load
 from tests.afm_mlx.fm.conftest import entries, roles, texts
 from tests.tools.cases import each
+from tests.tools.engines import Following
 from tests.tools.zoo_chats import write_family_folder
 
 PROMPT = "Where is my order V6036?"
@@ -433,3 +436,38 @@ async def test_zoo_models_that_know_no_tools_say_so(tmp_path):
     )
     with pytest.raises(fm.GenerationError, match="knows no tools"):
         await session.respond("How is it?")
+
+
+THINKING = {
+    "qwen3": ("<think>\n", "\n</think>\n\n"),
+    "qwen3 thinking": ("", "\n</think>\n\n"),  # the prompt begins the thought
+    "harmony": (
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", THINKING)
+async def test_thoughts_are_no_part_of_answers(tmp_path, monkeypatch, family):
+    folder = write_family_folder(tmp_path / "model", family, max_position_embeddings=4096)
+    loaded = load(folder)
+    begin, end = THINKING[family]
+    answer = {"text": f"{begin}Hm. So.{end}It is fine."}
+
+    def request(prompt, **fields):
+        script = Following(loaded[1], answer["text"], prompt)
+        return Request(prompt, logits_processors=[script], **fields)
+
+    monkeypatch.setattr(turn, "Request", request)
+    session = fm.LanguageModelSession(model=fm.SystemLanguageModel(model=loaded))
+    snapshots = [text async for text in session.stream_response("How is it?")]
+    assert snapshots[-1] == "It is fine."
+    assert all("It is fine.".startswith(text) for text in snapshots)
+    assert texts(session, "response") == ["It is fine."]
+    # Under a schema, a thought that the template has begun ends, also where the answer is cut off.
+    options = fm.GenerationOptions(maximum_response_tokens=20)
+    answer["text"] = "Hm. " * 40
+    made = await session.respond("Which order?", generating=Order, options=options)
+    assert isinstance(made.order, str)
+    assert "Hm" in made.order or family == "qwen3 thinking"

@@ -32,6 +32,7 @@ FORMS = {
     "lfm2": "Pythonic",
     "lfm2 first": "Pythonic",
     "gemma4": "Gemma 4",
+    "falcon h1": "Hermes",
     "qwen3 coder": "qwen3_coder",
 }
 GRAMMARS = [family for family in FORMS if family not in ("lfm2 first", "qwen3 coder")]

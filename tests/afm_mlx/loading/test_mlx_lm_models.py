@@ -7,6 +7,7 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
+from afm_mlx import threads
 from afm_mlx.converters.convert import convert
 from afm_mlx.engine.generation import generate
 from afm_mlx.errors import AFMError, CheckpointError
@@ -103,6 +104,15 @@ def test_what_mlx_lm_cannot_load_is_named(folder):
             load(folder, model_config=change)
     with pytest.raises(AFMError, match="quantization is 5; an object is needed"):
         load(folder, model_config={"quantization": 5})
+
+
+def test_another_thread_runs_what_the_main_one_has_loaded(tmp_path):
+    """Falcon-H1 has an array that is no parameter, and was left to the first thread that computes with it."""
+    model = zoo_model("falcon_h1", VOCAB, 1)
+    write_zoo_folder(tmp_path / "zoo", "falcon_h1", model, word_tokenizer_json(VOCAB))
+    loaded, _ = load(tmp_path / "zoo")
+    logits = threads.submit(lambda: loaded(TOKENS).tolist()).result()
+    assert_close(mx.array(logits), model(TOKENS), 1e-3)
 
 
 def test_damaged_numbers_are_refused(folder, adapter):

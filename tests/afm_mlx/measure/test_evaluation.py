@@ -1,13 +1,16 @@
 """Test sets, scores, and the comparison of answers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine.generation import generate
+from afm_mlx.engine.request import Request
 from afm_mlx.guidance.call_forms import call_form
 from afm_mlx.loading.load import load
+from afm_mlx.measure import evaluation
 from afm_mlx.measure.evaluation import (
     Evaluation,
     Example,
@@ -19,6 +22,7 @@ from afm_mlx.measure.evaluation import (
 )
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.cases import each
+from tests.tools.engines import Following
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo_chats import write_family_folder
 
@@ -204,3 +208,28 @@ def test_calls_of_zoo_models_are_compared_in_their_own_form(tmp_path, family):
     assert is_right(made, asked.answer, asked.compare, form)
     (graded,) = evaluate(model, tokenizer, [asked], constrained=True).answers
     assert graded.form.name == form.name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3 thinking", "harmony"])
+def test_models_that_think_answer_at_once(tmp_path, monkeypatch, family):
+    model, tokenizer = load(write_family_folder(tmp_path / "model", family))
+    said = "<|channel|>final<|message|>Fine." if family == "harmony" else "Fine."
+    prompts = []
+
+    def request(prompt, *rest, logits_processors=(), **fields):
+        prompts.append(tokenizer.decode(prompt))
+        script = [Following(tokenizer, said, prompt), *logits_processors]
+        return Request(prompt, *rest, logits_processors=script, **fields)
+
+    monkeypatch.setattr(evaluation, "Request", request)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 7}}}
+    asked = [example(0, "a", "Fine."), example(1, "a", "7")]
+    asked[1].messages[0]["response_format"] = schema
+    found = evaluate(
+        model, tokenizer, [asked[0], replace(asked[1], compare="json")], constrained=True
+    )
+    assert [(graded.answer, graded.is_right) for graded in found.answers] == [
+        ("Fine.", True),
+        ("7", True),
+    ]
+    assert all(prompt.rstrip().endswith("</think>") for prompt in prompts) or family == "harmony"

@@ -1,3 +1,5 @@
+import re
+
 import mlx.core as mx
 import numpy as np
 import openai
@@ -8,6 +10,7 @@ from afm_mlx.server import openai_completions
 from afm_mlx.server.answer_events import Ended, TextDelta, TokenCounts
 from afm_mlx.server.served_model import TokenLikelihood
 from tests.tools.cases import each
+from tests.tools.server import running_server
 
 PROMPTS = ["Return a list of", "The quick"]
 MAIL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
@@ -273,3 +276,31 @@ def test_fields_of_mlx_lms_server(client, http):
         body = {"model": "afm-nano", "prompt": "a", name: value}
         refused = http.post("/v1/completions", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def test_draft_tokens_are_counted_as_such():
+    """As accepted and rejected predictions of all prompts and choices, and not as thoughts."""
+    with running_server(kv="float", prompt_lookup=True) as server, server.http() as http:
+        client = server.openai()
+
+        def counted():
+            """Numbers of draft tokens, accepted and in all, since the server's start."""
+            text = http.get("/metrics").text
+            names = ("accepted", "draft")
+            found = [re.search(rf"num_{name}_tokens_total{{.*}} (.+)", text) for name in names]
+            return [float(each[1]) for each in found]
+
+        prompts = ["one two three one two three one two", "a b c d a b c d a b c"]
+        fields = {"model": "afm-nano", "prompt": prompts, "max_tokens": 12, "n": 2}
+        before = counted()
+        whole = client.completions.create(**fields).usage
+        between = counted()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *_, last = client.completions.create(**fields, **options)
+        for usage, one, other in ((whole, before, between), (last.usage, between, counted())):
+            details = usage.completion_tokens_details
+            accepted, drafted = (b - a for a, b in zip(one, other, strict=True))
+            assert drafted > 0
+            assert details.accepted_prediction_tokens == accepted
+            assert details.rejected_prediction_tokens == drafted - accepted
+            assert details.reasoning_tokens is None

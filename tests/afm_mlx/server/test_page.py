@@ -5,15 +5,19 @@ import contextlib
 import hashlib
 import json
 import re
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from afm_mlx.server import answer_events
 from afm_mlx.server.app import PAGE_TYPES, page_files
 from tests.tools.browser import browser
 from tests.tools.cases import each
+from tests.tools.engines import Following
 from tests.tools.server import running_server
+from tests.tools.zoo_chats import write_family_folder
 
 ROOT = Path(__file__).parents[3]
 SIZES = {"wide": (1440, 900), "narrow": (360, 740)}
@@ -526,6 +530,69 @@ def test_stopping_frees_the_row(open_page, server, monkeypatch):
         until(page, "document.querySelector('.writing') === null")
         until(page, lambda: server.served.admission.active == 0)
         assert "incomplete" in page.locator(".json .note").last.inner_text()
+
+
+@pytest.fixture
+def thinking_server(tmp_path, monkeypatch):
+    """A model that thinks: each of two parts of its answer is written once the test has opened its gate."""
+    thought, said = "<think>\nHm. So. And on it goes", "\n</think>\n\nIt is fine."
+    folder = write_family_folder(tmp_path / "model", "qwen3", max_position_embeddings=4096)
+    with running_server(source=folder) as running:
+        running.gate = threading.Semaphore(0)
+        original = answer_events._logits_processors
+
+        def processors(served, request, prompt):
+            script = Following(served.tokenizer, thought + said, prompt)
+            first = len(served.tokenizer.encode(thought, add_special_tokens=False))
+
+            def gated(tokens, logits):
+                if tokens.shape[0] - len(prompt) == first:
+                    assert running.gate.acquire(timeout=WAIT / 1000)
+                return script(tokens, logits)
+
+            return [gated, *original(served, request, prompt)]
+
+        monkeypatch.setattr(answer_events, "_logits_processors", processors)
+        yield running
+
+
+def test_a_thought_is_open_while_it_is_written_and_folds_behind_it(open_page, thinking_server):
+    page = open_page(url=thinking_server.url)
+    page.wait_for_selector("#model option", state="attached")
+    bodies = requests_of(page)
+
+    def ask(index):
+        """Ask, and return the thought while it is written."""
+        message(page).fill("How?")
+        message(page).press("Enter")
+        page.wait_for_selector(f".answer >> nth={index}")
+        found = page.locator(".answer").nth(index).locator(".thought")
+        # The last tokens before the gate are shown when the next step has run.
+        until(page, lambda: "So." in found.locator("> .text").inner_text())
+        return found
+
+    thought = ask(0)
+    assert thought.get_attribute("open") is not None
+    assert thought.locator("summary").inner_text() == "Thinking…"
+    thinking_server.gate.release()
+    assert ended(page, 0) == "It is fine."
+    assert thought.get_attribute("open") is None
+    assert thought.locator("summary").inner_text() == "Thought"
+    assert not thought.locator("> .text").is_visible()
+
+    # What the user has opened, here by closing and opening it, stays open.
+    thought = ask(1)
+    for _ in range(2):
+        thought.locator("summary").click()
+    thinking_server.gate.release()
+    assert ended(page, 1) == "It is fine."
+    assert thought.get_attribute("open") is not None
+    assert thought.locator("> .text").inner_text().strip() == "Hm. So. And on it goes"
+
+    _, sent = bodies
+    assert [m["role"] for m in sent["messages"]] == ["user", "assistant", "user"]
+    assert sent["messages"][1]["reasoning_content"] == "Hm. So. And on it goes"
+    assert sent["messages"][1]["content"] == "It is fine."
 
 
 def test_export_import_rename_search_and_delete(open_page):

@@ -4,12 +4,12 @@ import json
 from collections import Counter
 
 import anthropic
-import mlx.core as mx
 import openai
 import pytest
 
 from afm_mlx.server import answer_events
 from tests.tools.cases import each
+from tests.tools.engines import Following
 from tests.tools.server import running_server
 from tests.tools.zoo_chats import write_family_folder
 
@@ -51,24 +51,6 @@ def server(request, tmp_path_factory):
         yield running
 
 
-class Scripted:
-    """A logits processor that prefers the tokens of a script, where a constraint allows them.
-
-    If a budget closes a thought early, the script goes on behind the thought.
-    """
-
-    def __init__(self, prompt, ids, end, eos):
-        self.start, self.ids, self.end, self.eos = len(prompt), ids, end, eos
-
-    def __call__(self, tokens, logits):
-        answer = tokens[self.start :].tolist()
-        at = len(answer)
-        if self.end in answer and self.end in self.ids:
-            at += self.ids.index(self.end) - answer.index(self.end)
-        token = self.ids[at] if at < len(self.ids) else self.eos
-        return mx.where(mx.arange(logits.shape[-1]) == token, logits + 1000.0, logits)
-
-
 @pytest.fixture
 def follow(monkeypatch):
     """Make the answers of a server follow a text, in which names of control tokens are these."""
@@ -76,15 +58,14 @@ def follow(monkeypatch):
 
     def follow(server, text):
         tokenizer = server.served.tokenizer
-        ids = tokenizer.encode(text, add_special_tokens=False)
         end = tokenizer.convert_tokens_to_ids(END[server.family])
 
         def processors(served, request, prompt):
-            script = Scripted(prompt, ids, end, tokenizer.eos_token_id)
+            script = Following(tokenizer, text, prompt, end)
             return [script, *original(served, request, prompt)]
 
         monkeypatch.setattr(answer_events, "_logits_processors", processors)
-        return ids
+        return tokenizer.encode(text, add_special_tokens=False)
 
     return follow
 

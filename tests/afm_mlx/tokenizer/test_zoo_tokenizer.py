@@ -88,7 +88,7 @@ def test_ordinary_chats_have_stock_ids(tokenizer, stock, family, rng):
         if any(name in text for name in names):
             continue
         chat, tools = chat_of(text.strip() + " <b>[1] a", family), tools_of("look", family)
-        if family == "lfm2 first":  # stock mlx-lm leaves its calls out
+        if family in ("lfm2 first", "falcon h1"):  # stock mlx-lm leaves its calls out
             chat = [message for message in chat if "tool_calls" not in message]
         for options in ({"add_generation_prompt": True}, {}, {"enable_thinking": False}):
             ids = tokenizer.apply_chat_template(chat, tools, **options)
@@ -170,6 +170,35 @@ def test_tokens_are_their_bytes(tokenizer, family, rng):
             wanted = wanted.replace("\u2581", " ")
         assert read in (wanted.encode(), b" " + wanted.encode())
     assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_a_folder_without_a_template_writes_no_chats(tmp_path):
+    write_tokenizer(tmp_path, "qwen3")
+    (tmp_path / "chat_template.jinja").unlink()
+    from mlx_lm.tokenizer_utils import load
+
+    tokenizer = ZooTokenizer.of(load(tmp_path))
+    chat = [{"role": "user", "content": "q"}]
+    with pytest.raises(TokenizerError, match="has no chat template: it continues texts"):
+        tokenizer.apply_chat_template(chat)
+    assert tokenizer.apply_chat_template(chat, chat_template="q") == tokenizer.encode("q")
+
+
+def test_calls_are_given_as_text_to_templates_that_write_none(tmp_path):
+    tokenizer = ZooTokenizer.of(stock_tokenizer(tmp_path, "falcon h1"))
+    calls = [{"name": name, "arguments": '{"at": "é"}'} for name in ("look", "go")]
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": c} for c in calls]},
+    ]
+    text = tokenizer.apply_chat_template(chat, [TOOL], tokenize=False)
+    written = "\n".join(
+        f'<tool_call>\n{{"name": "{c["name"]}", "arguments": {{"at": "é"}}}}\n</tool_call>'
+        for c in calls
+    )
+    assert text.endswith(f"<|im_start|>assistant\n{written}<|im_end|>\n")
+    with pytest.raises(TokenizerError, match="'tool_calls', which the chat template"):
+        tokenizer.apply_chat_template(chat, chat_template="{{ messages[0].content }}")
 
 
 def test_templates_that_fail_or_refuse_are_one_error(tmp_path):
