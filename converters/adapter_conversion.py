@@ -233,9 +233,10 @@ def verify_adapter(
     report = AdapterReport()
     try:
         # The blobs of a package have no names: their order follows the model's layers.
-        is_named = not base or isinstance(base.config, ModelConfig)
-        needed = None if is_named and detect_format(path) != "fmadapter" else base and base.config
-        tensors, config = read_adapter(path, needed, alpha=alpha, finite=False)
+        architecture = base.config if base else None
+        if isinstance(architecture, ModelConfig) and detect_format(path) != "fmadapter":
+            architecture = None
+        tensors, config = read_adapter(path, architecture, alpha=alpha, finite=False)
         report.facts = _facts(path, tensors, config)
     except AFMError as error:
         report.problems.append(str(error))
