@@ -520,7 +520,7 @@ class RowPrefixes:
             return True
         if _needs_snapshots(row.cache):
             return True
-        tokens = row.pending[:-1]
+        tokens = row.reusable
         if row.id not in self._reads:
             first, names = self._prefixes.stored(self._key(row), tokens)
             if not names:
@@ -547,7 +547,7 @@ class RowPrefixes:
         row.prefix_key = self._key(row)
         needs_snapshots = _needs_snapshots(row.cache)
         found = self._prefixes.find(
-            row.prefix_key, row.pending[:-1], self._by_block, needs_snapshot=needs_snapshots
+            row.prefix_key, row.reusable, self._by_block, needs_snapshot=needs_snapshots
         )
         row.cached_tokens = min(found.tokens, len(row.request.prompt))
         if needs_snapshots and found.shared - found.tokens >= PAGE:

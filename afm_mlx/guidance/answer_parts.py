@@ -72,6 +72,8 @@ class AnswerSplitter:
 
     in_thought = False
     """True while a thought is written."""
+    drops_line_breaks = False
+    """True if line breaks that come now are no part of the answer: between a thought and its text."""
 
     @property
     def is_open(self) -> bool:
@@ -335,7 +337,8 @@ class _HarmonySplitter(AnswerSplitter):
     def finish(self) -> Iterator[Part]:
         if self._is_call_header:
             return
-        if self._body is None and self._rest.strip() not in ("", "assistant"):
+        is_header = "<|channel|>" in self._rest or self._rest.strip() in ("", "assistant")
+        if self._body is None and not is_header:
             yield Text(self._rest)  # an answer that keeps to no form
         self._rest = ""
 
@@ -366,6 +369,11 @@ class ThoughtSplitter:
         self._trims = (
             is_begun  # line breaks at the beginning of a thought, or of the text after one
         )
+
+    @property
+    def drops_line_breaks(self) -> bool:
+        """As of `AnswerSplitter`."""
+        return self._in_text and self._trims
 
     @property
     def in_calls(self) -> bool:

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -230,25 +231,51 @@ _NAME = re.compile(r"\s*,?\s*([^\s(),\[\]]+)\(")
 
 
 def _pythonic_calls(parse: Callable[..., Any], text: str, tools: Tools) -> list[Call]:
-    """Read `f(a="x", b=1), g()` with arguments that are JSON, else with mlx-lm's parser."""
+    """Read `f(a="x", b=1), g()` with values that are JSON or Python, else with mlx-lm's parser."""
     try:
-        return _json_keyword_calls(text.strip())
+        return _keyword_calls(text.strip())
     except (ValueError, RecursionError):
         return _parsed_calls(parse, f"[{text}]", tools)
 
 
-def _json_keyword_calls(text: str) -> list[Call]:
-    decoder, calls, at = json.JSONDecoder(), list[Call](), 0
+def _keyword_calls(text: str) -> list[Call]:
+    calls, at = list[Call](), 0
     while at < len(text):
         name = _NAME.match(text, at)
         if name is None:
             raise ValueError(f"no call at {at}")
         at, arguments = name.end(), {}
         while (keyword := _KEYWORD.match(text, at)) is not None:
-            arguments[keyword[1]], at = decoder.raw_decode(text, keyword.end())
+            arguments[keyword[1]], at = _keyword_value(text, keyword.end())
             at += text[at : at + 1] == ","
         if text[at : at + 1] != ")":
             raise ValueError(f"no end of a call at {at}")
         at += 1
         calls.append({"name": name[1], "arguments": arguments})
     return calls
+
+
+def _keyword_value(text: str, start: int) -> tuple[Any, int]:
+    """Return the value at an index, and the index after it.
+
+    Templates write texts and lists as Python does, without escapes for line breaks, and objects as JSON.
+    """
+    at, depth, quote = start, 0, ""
+    while at < len(text) and (quote or depth or text[at] not in ",)"):
+        character = text[at]
+        if quote:
+            at += character == "\\"
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        at += 1
+    written = text[start:at].strip()
+    try:
+        return json.loads(written, strict=False), at
+    except ValueError:
+        try:
+            return ast.literal_eval(written.replace("\n", "\\n")), at
+        except (SyntaxError, MemoryError) as error:
+            raise ValueError(str(error)) from error

@@ -69,7 +69,10 @@ class KeywordArguments:
         )
 
     def _members(self, schema: Mapping[str, Any], assign: str, comma: str, depth: int) -> str:
-        """Return the name of the rule of an object's properties, in order; optional ones may be left out."""
+        """Return the name of the rule of an object's properties; optional ones may be left out.
+
+        They come in the schema's order, or sorted for Gemma 4, whose template sorts them.
+        """
         properties = schema.get("properties", {})
         known = (
             "type",
@@ -93,7 +96,8 @@ class KeywordArguments:
             raise ConstraintError(
                 f"{shown(self._tool)} requires {shown(lacking[0])}, which has no schema. Add it."
             )
-        values = [self._value(value, depth + 1) for value in properties.values()]
+        names = list(properties) if self._quote is None else sorted(properties, key=str.lower)
+        values = [self._value(properties[each], depth + 1) for each in names]
         name = self._name()
         # After each parameter, the rest begins with a comma if any was written.
         self.rules += [
@@ -101,7 +105,7 @@ class KeywordArguments:
             f'first_{name}_{len(values)}: ""',
             f'more_{name}_{len(values)}: ""',
         ]
-        for i, (each, value) in enumerate(zip(properties, values, strict=True)):
+        for i, (each, value) in enumerate(zip(names, values, strict=True)):
             one = f"{literal(each + assign)} {value} more_{name}_{i + 1}"
             for state, before in (("first", ""), ("more", literal(comma))):
                 skipped = "" if each in required else f" | {state}_{name}_{i + 1}"

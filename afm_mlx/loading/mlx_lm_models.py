@@ -27,7 +27,7 @@ from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
-from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.vocabulary import tokenizer_files
 
@@ -85,7 +85,8 @@ def open_mlx_lm_model(
             check_floating(stored, path)
             check_finite(load_stored(stored), path)
         model, config = load_mlx_lm_model(folder, model_config, trust_remote_code)
-        is_theirs = is_theirs and not any(isinstance(m, PackedLinear) for m in model.modules())
+        kinds = PackedLinear | PackedExperts
+        is_theirs = is_theirs and not any(isinstance(module, kinds) for module in model.modules())
         if is_theirs:
             model = utils.load_adapters(model, str(adapter))
         else:

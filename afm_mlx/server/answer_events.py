@@ -17,7 +17,15 @@ from typing import Protocol
 import mlx.core as mx
 
 from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.engine.request import MASK64, LogitsProcessor, Request, Sampler, TokenResponse
+from afm_mlx.engine.request import (
+    MASK64,
+    LogitsProcessor,
+    PromptLogprobs,
+    PromptScores,
+    Request,
+    Sampler,
+    TokenResponse,
+)
 from afm_mlx.engine.row import StopStrings
 from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.errors import AFMError, CheckpointError, ConstraintError, IncompleteError
@@ -74,13 +82,16 @@ class GenerationRequest:
         thinking: how the model is to think before its answer; pass None for texts without thoughts apart.
         adapter: the adapter that answers; pass None for the base model.
         max_tokens: maximum number of new tokens; pass None for the server's default, -1 for the rest of the
-            context.
+            context, 0 for none.
         temperature, top_p, top_k, min_p: sampling; pass None for the server's defaults.
         seed: seed of the first choice, from which the other choices' are derived; pass None for random seeds.
         frequency_penalty, presence_penalty: penalties for tokens that the answer has.
         repetition_penalty: penalty for tokens that the prompt or the answer has.
+        repetition_context_size: number of last tokens that `repetition_penalty` looks at; pass None for all.
         n: number of choices.
         logprobs: number of most likely tokens reported for each token; pass None for no log-probabilities.
+        prompt_logprobs: the same for the prompt's tokens, reported once, with the first choice.
+        with_end: True if `logprobs` include the end token, which is not part of the text.
         client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.
     """
 
@@ -99,10 +110,13 @@ class GenerationRequest:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 0.0
+    repetition_context_size: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: Sequence[str] = ()
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    with_end: bool = False
     client: str = ""
 
     @property
@@ -117,6 +131,15 @@ class GenerationRequest:
 
 
 # -- events
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The tokens of the prompt, and their log-probabilities except the first's; `index` is always 0."""
+
+    index: int
+    tokens: Sequence[int]
+    scores: PromptScores
 
 
 @dataclass(frozen=True)
@@ -199,7 +222,9 @@ class TokenCounts:
     rate: float | None = None
 
 
-Event = TextDelta | ThoughtDelta | ToolCallBegins | ToolCallDelta | Ended | TokenCounts
+Event = (
+    PromptScored | TextDelta | ThoughtDelta | ToolCallBegins | ToolCallDelta | Ended | TokenCounts
+)
 
 
 async def answer_events(
@@ -321,8 +346,10 @@ def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
     else:
         given = request.thinking or BY_DEFAULT
         prompt = served.encode_chat(request.messages, request.tools, request.format, given)
+    default = served.options.max_tokens
+    max_tokens = default if request.max_tokens is None else request.max_tokens
     capacity = served.context_size - len(prompt)
-    if capacity < 1:
+    if capacity < (0 if max_tokens == 0 else 1):
         raise ApiError(
             400,
             f"The prompt has {len(prompt)} tokens, and the context of {served.name} holds "
@@ -336,14 +363,14 @@ def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
             f"{served.vocab_size - 1}.",
             "logit_bias",
         )
-    default = served.options.max_tokens
-    max_tokens = default if request.max_tokens is None else request.max_tokens
+    top = request.prompt_logprobs
     return Request(
         prompt,
         max_tokens=capacity if max_tokens == -1 else min(max_tokens, capacity),
         sampler=_sampler(served, request),
         stop=list(request.stop),
         logprobs=request.logprobs is not None,
+        prompt_logprobs=None if top is None else PromptLogprobs(top=top),
         adapter=request.adapter,
     )
 
@@ -376,7 +403,7 @@ def _logits_processors(
     whole = make_logits_processors(
         request.logit_bias or None,
         repetition_penalty=request.repetition_penalty or None,
-        repetition_context_size=None,
+        repetition_context_size=request.repetition_context_size,
     )
     of_answer = make_logits_processors(
         presence_penalty=request.presence_penalty or None,
@@ -514,6 +541,7 @@ class _ChoiceTask:
             seed=None if seed is None else (seed + index * _SEED_STEP) & MASK64,
             logits_processors=_logits_processors(served, request, row.prompt),
             on_prefill=self._on_prefill,
+            prompt_logprobs=row.prompt_logprobs if index == 0 else None,
             client=request.client,
         )
 
@@ -589,12 +617,14 @@ class _ChoiceTask:
             self.drafted, self.accepted = drafts.proposed, drafts.accepted
             self._served.metrics.drafts(drafts)
         token = response.token
+        if response.prompt_logprobs is not None:
+            self._put(PromptScored(self._index, self._row.prompt, response.prompt_logprobs))
+        self.cached = response.cached_tokens
         logprobs: list[TokenLikelihood] = []
         text, is_forced = response.text, response.is_forced
         if token >= 0:
             if not is_forced:
                 self._served.metrics.sampled(self.clock)
-            self.cached = response.cached_tokens
             if not self._answer and self._served.token_texts.drops_space(
                 token, self._row.constraint is not None
             ):
@@ -603,9 +633,13 @@ class _ChoiceTask:
             self._answer.append(token)
             is_end = token in self._served.tokenizer.eos_token_ids
             split = self._splitter
-            in_text = split is None or not (split.in_calls or split.is_hidden(token))
+            in_text = split is None or not (
+                split.in_calls
+                or split.is_hidden(token)
+                or (split.drops_line_breaks and text and not text.strip("\n"))
+            )
             top = self._request.logprobs
-            if top is not None and not is_end and in_text:
+            if top is not None and in_text and (self._request.with_end or not is_end):
                 texts = self._served.token_texts
                 likelihood = texts.likelihood(token, response.logprobs, top)
                 if self._drops_space and len(self._answer) == 1:

@@ -32,12 +32,14 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
 )
 from afm_mlx.server.openai_fields import (
+    PROMPT_NOT_STREAMED,
     WholeChoice,
     chat_logprobs,
     check_count,
     format_of,
     head,
     limit,
+    prompt_logprobs,
     sampled_request,
     text_of,
     thought_of,
@@ -76,6 +78,8 @@ async def _generation_request(
 ) -> GenerationRequest:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request(PROMPT_NOT_STREAMED, "prompt_logprobs", "unsupported_parameter")
     adapter = served.adapter_of(body.model)
     messages = await in_thread(
         lambda: chat_messages(body.messages, folds=not served.options.strict)
@@ -100,6 +104,7 @@ async def _generation_request(
         max_tokens=older if newer is None else newer,
         n=check_count(body.n, served),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         client=client,
     )
 
@@ -173,7 +178,12 @@ async def _completion(served: ServedModel, request: GenerationRequest, model: st
         logprobs = None if request.logprobs is None else chat_logprobs(choice.logprobs)
         reply = {"index": len(written), "message": message, "logprobs": logprobs}
         written.append({**reply, "finish_reason": choice.reason})
-    return {**head("chat.completion", "chatcmpl", model), "choices": written, "usage": counts}
+    whole = {**head("chat.completion", "chatcmpl", model), "choices": written, "usage": counts}
+    scored, top = choices[0].prompt, request.prompt_logprobs
+    if scored is not None and top is not None:
+        texts = served.token_texts
+        whole["prompt_logprobs"] = await in_thread(lambda: prompt_logprobs(scored, top, texts))
+    return whole
 
 
 async def _chunks(

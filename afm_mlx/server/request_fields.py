@@ -312,6 +312,10 @@ class ThinkingFields(Fields):
     }
 
 
+PROMPT_LOGPROBS = Honoured(
+    "vLLM's: log-probabilities of the prompt's tokens, and of this many most likely ones at each position, up "
+    "to 20; not in streams"
+)
 OLDER = Honoured("the older names of `structured_outputs`", off=("", []))
 PENALTY = Honoured("-2 to 2, for tokens that are in the answer")
 
@@ -333,6 +337,7 @@ class SampledRequest(Fields):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    repetition_context_size: Whole | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -358,6 +363,8 @@ class SampledRequest(Fields):
         ),
         "frequency_penalty presence_penalty": PENALTY,
         "repetition_penalty": "above 0 to 10, for tokens that are in the prompt or the answer",
+        "repetition_context_size": "`repetition_penalty` looks at this many last tokens; 0, the default, "
+        "means all",
         "logit_bias": "-100 to 100, added to the logits of token ids",
         "structured_outputs": Honoured(
             "vLLM's: one of `json`, `regex`, `choice`, `grammar` (Lark, or GBNF with `::=`), `json_object`",
@@ -387,6 +394,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
     response_format: ChatFormat | None = None
     tools: Annotated[list[ChatTool], TOOLS] | None = None
     tool_choice: ChatToolChoice | None = None
@@ -408,6 +416,7 @@ class ChatRequest(SampledRequest, kw_only=True):
             "log-probabilities, in streams too; up to 20 most likely tokens", off=(0,)
         ),
         "top_logprobs": "log-probabilities, in streams too; up to 20 most likely tokens",
+        "prompt_logprobs": PROMPT_LOGPROBS,
         "response_format": Honoured(
             "`text`, `json_object`, `json_schema`: answers always follow the schema; one that can't be "
             "enforced is refused",
@@ -446,15 +455,18 @@ class CompletionRequest(SampledRequest, kw_only=True):
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
     rules = {
         "prompt": PROMPTS,
+        "max_tokens": f"{LIMIT.text}; 0, with `echo` or `prompt_logprobs`, for none",
         "best_of": "generates this many answers, and returns the `n` with the highest mean log-probability; "
         "not in streams",
-        "echo": "the prompt comes before the answer; not with `logprobs`",
+        "echo": "the prompt comes before the answer; its tokens have `logprobs`, too, but not in streams",
         "logprobs": Honoured(
             "log-probabilities of this many most likely tokens, up to 20; in streams too",
             off=(False,),
         ),
+        "prompt_logprobs": PROMPT_LOGPROBS,
         "suffix": Refused("this model continues texts, and does not fill gaps"),
     }
 
@@ -905,18 +917,21 @@ REQUESTS: tuple[type[Fields], ...] = (
 """The bodies of the four APIs."""
 
 OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
+    "adapters": EMPTY,
     "add_generation_prompt": (True,),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "chat_template"), EMPTY),
     **dict.fromkeys(("continue_final_message", "documents"), EMPTY),
     "dry_multiplier": (0, 0.0),
-    **dict.fromkeys(("format", "grammar", "ignore_eos", "json_schema"), EMPTY),
+    **dict.fromkeys(
+        ("format", "frequency_context_size", "grammar", "ignore_eos", "json_schema"), EMPTY
+    ),
     "length_penalty": (1, 1.0),
     "max_new_tokens": (-1,),
     "min_tokens": (0,),
     "mirostat": (0,),
     "n_predict": (-1,),
     "no_repeat_ngram_size": (0,),
-    **dict.fromkeys(("options", "prompt_logprobs"), EMPTY),
+    **dict.fromkeys(("options", "presence_context_size"), EMPTY),
     "repeat_penalty": (1, 1.0),
     **dict.fromkeys(("stop_token_ids", "structural_tag", "template"), EMPTY),
     "truncate_prompt_tokens": (-1,),
@@ -924,7 +939,7 @@ OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": EMPTY,
     "xtc_probability": (0, 0.0),
 }
-"""Fields of vLLM, llama.cpp and others that change answers, and the values that mean the same as null."""
+"""Fields of other servers that change answers, and the values that mean the same as null."""
 OFF: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0, 0.0),

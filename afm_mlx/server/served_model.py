@@ -18,6 +18,7 @@ from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.prefix_cache import PrefixCache
+from afm_mlx.engine.request import PromptScores
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, TokenizerError, did_you_mean, shown
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
@@ -103,7 +104,8 @@ class TokenTexts:
             detokenizer = self._tokenizer.detokenizer
             detokenizer.add_token(token)
             detokenizer.finalize()
-            return not detokenizer.text.startswith(" ")
+            spaces = len(self._zoo(token)) - len(self._zoo(token).lstrip(b" "))
+            return not detokenizer.text.startswith(" " * spaces)
         if is_constrained or not self._afm.spacing.dummy_prefix:
             return False
         return self.bytes_of(token)[:1] == b" "
@@ -122,6 +124,21 @@ class TokenTexts:
             likeliest = unsorted[np.argsort(-values[unsorted], kind="stable")].tolist()
         others = [TokenLikelihood(t, self.bytes_of(t), float(values[t])) for t in likeliest]
         return TokenLikelihood(token, self.bytes_of(token), float(values[token]), others)
+
+    def prompt_likelihoods(
+        self, prompt: Sequence[int], scores: PromptScores, top: int
+    ) -> list[TokenLikelihood]:
+        """Return the likelihoods of a prompt's tokens, from the first one that `scores` has."""
+
+        def one(token: int, logprob: float, top: Sequence[TokenLikelihood] = ()) -> TokenLikelihood:
+            return TokenLikelihood(token, self.bytes_of(token), max(logprob, LEAST_LOGPROB), top)
+
+        tops = (scores.top_tokens[:, :top].tolist(), scores.top_logprobs[:, :top].tolist())
+        each = zip(prompt[scores.start :], scores.logprobs.tolist(), *tops, strict=True)
+        return [
+            one(token, logprob, [one(*pair) for pair in zip(ids, values, strict=True)])
+            for token, logprob, ids, values in each
+        ]
 
 
 class ServedModel:

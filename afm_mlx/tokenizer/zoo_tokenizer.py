@@ -189,9 +189,10 @@ class ZooTokenizer(TokenizerWrapper):
         open_calls: list[Message] = []
         for index, message in enumerate(messages):
             made = {name: value for name, value in message.items() if value is not None}
-            if not re.fullmatch(r"\w+", str(made.get("role", "user"))):
+            role = made.get("role")
+            if not isinstance(role, str) or not re.fullmatch(r"\w+", role):
                 raise TokenizerError(
-                    f"messages[{index}] has the role {shown(made['role'])}; a word is needed."
+                    f"messages[{index}] has the role {shown(role)}; a word is needed."
                 )
             if "response_format" not in source:
                 made.pop("response_format", None)  # a constraint holds the answer to it
@@ -263,8 +264,9 @@ def _complete_thought(message: Message, source: str) -> None:
         return
     if "reasoning_content" in source:
         message["reasoning_content"] = thought
-    elif "message.thinking" in source:  # GPT-OSS's, which refuses a text besides it before calls
-        is_call = bool(message.get("tool_calls"))
+    elif "message.thinking" in source:
+        # GPT-OSS's refuses a text besides it before calls.
+        is_call = bool(message.get("tool_calls")) and "<|channel|>" in source
         texts = [thought, message.pop("content", None) if is_call else None]
         message["thinking"] = "\n\n".join(text for text in texts if isinstance(text, str) and text)
     elif "message.reasoning" in source:

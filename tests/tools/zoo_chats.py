@@ -72,8 +72,8 @@ FAMILIES: dict[str, tuple[str, list[str], list[str], str, list[str]]] = {
         [], "<|startoftext|>", ["<|im_end|>"]),
     "gemma4": ("pieces",
         ["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>",
-         '<|"|>', "<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>"],
-        [], "<bos>", ["<turn|>", "<eos>"]),
+         '<|"|>', "<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>", "<|think|>"],
+        [], "<bos>", ["<turn|>", "<eos>", "<|tool_response>"]),
 }  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def rendered(tokenizer, family, *calls, said=""):
         messages[:1], TOOLS, add_generation_prompt=True, tokenize=False
     )
     assert whole.startswith(prompt)
-    text = whole[len(prompt) :].rstrip("\n")
+    text = whole[len(prompt) :].removeprefix("<think>\n\n</think>\n\n").rstrip("\n")
     return next((text[: -len(e)] for e in FAMILIES[family][-1] if text.endswith(e)), text)
 
 
@@ -110,9 +110,45 @@ def test_what_a_template_writes_is_read_back(tokenizer_of, family):
     assert form.name == FORMS[family]
     plain = {"name": "weather", "arguments": {"city": "Porto", "days": 3}}
     calls = [plain] if family in SINGLE else [plain, STOP]
-    said = "" if family in ("llama3", "harmony", "mistral") else "Let me look."
+    said = "" if family in ("llama3", "harmony", "mistral", "gemma4") else "Let me look."
     text = rendered(tokenizer, family, *calls, said=said)
     assert read_answer(form, text, TOOLS) == (said + ("\n" if "qwen3" in family else ""), calls)
+
+
+OF_EVERY_KIND = [
+    WEATHER,
+    {"name": "weather", "arguments": {"city": "", "days": -3, "ratio": 1.5, "none": None, "no": False}},
+    {"name": "weather", "arguments": {"at": {"hour": 7, "rain": True, "tags": ["a", "é"]}, "city": "São Tomé"}},
+    {"name": "weather", "arguments": {"city": "line\nbreak, 日本", "tags": ["x", "y z"], "empty": []}},
+    STOP,
+]  # fmt: skip
+LEFT_TO_US = {
+    "llama3": [0, 1, 2, 3, 4], "harmony": [0, 1, 2, 3, 4],  # mlx-lm has no parser of these forms
+    "mistral ids": [0, 1, 2, 3, 4],  # its parser takes the id for the name
+    "lfm2": [3],  # the template writes line breaks as they are
+}  # fmt: skip
+"""Calls of `OF_EVERY_KIND` that mlx-lm's parsers can't read as templates write them."""
+
+
+@each("family", [family for family in FORMS if family != "qwen3 coder"])
+def test_mlx_lms_parsers_read_the_same_calls(tokenizer_of, family):
+    from mlx_lm.generate import TextStateMachine, make_text_state_machine
+
+    tokenizer = tokenizer_of(family)
+    form = call_form(tokenizer)
+    for number, call in enumerate(OF_EVERY_KIND):
+        text = rendered(tokenizer, family, call)
+        assert read_answer(form, text, TOOLS) == ("", [call]), text
+        state = make_text_state_machine(tokenizer).make_state()
+        _, segments = TextStateMachine.split(state, text)
+        written = "".join(text for state, text in segments if state == "tool")
+        try:
+            made = tokenizer.tool_parser(written, TOOLS)
+        except (TypeError, ValueError, SyntaxError):
+            made = []
+        made = made if isinstance(made, list) else [made]
+        made = [{"name": each["name"], "arguments": each["arguments"]} for each in made]
+        assert (made == [call]) == (number not in LEFT_TO_US.get(family, ())), (number, text)
 
 
 @each("family", GRAMMARS)
@@ -180,7 +216,7 @@ def gemma(value):
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{gemma(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}:{gemma(v)}" for k, v in sorted(value.items())) + "}"
     return f"[{','.join(map(gemma, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
@@ -249,6 +285,8 @@ def test_harmonys_channels(tokenizer_of):
     assert is_whole(auto, tokenizer, thought + preamble + written(form, STOP))
     assert is_whole(auto, tokenizer, thought + "<|channel|>final<|message|>Done.")
     assert not is_whole(auto, tokenizer, thought)
+    for cut in ("<|channel|>", "<|channel|>fin", "<|channel|>analysis"):  # by a limit of tokens
+        assert read_answer(form, cut) == ("", [])
     splitter, parts = splitter_of(form), []
     for token in ids_of(tokenizer, thought + "<|channel|>final<|message|>Done."):
         parts += splitter.feed(tokenizer.token_bytes(token).decode(), token)

@@ -1,6 +1,7 @@
 """Coding agents from npm with their defaults: an empty home and environment, and a dummy key.
 
-Each runs two commands in its shell, answers, and continues the conversation in a second process.
+Each runs two commands in its shell, answers, and continues the conversation in a second process. The model is
+AFM's, or shaped as Qwen3 and thinks before each answer.
 """
 
 import json
@@ -13,8 +14,9 @@ import pytest
 
 from tests.tools.scripted_server import MODEL, scripted_server
 
+THOUGHT = "Hm. I wonder."
 QUESTIONS = ("Say what the shell says.", "Once more.")
-SECONDS = 120
+SECONDS = 300
 
 
 def codex_files(home, work, url):
@@ -73,8 +75,9 @@ AGENTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", [None, "qwen3"], ids=["afm", "qwen3"])
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_works_with_its_defaults(name, tmp_path, caplog):
+def test_an_agent_works_with_its_defaults(name, family, tmp_path, caplog):
     agent = AGENTS[name]
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not on the PATH: npm install -g {agent['package']}")
@@ -89,7 +92,10 @@ def test_an_agent_works_with_its_defaults(name, tmp_path, caplog):
     work.mkdir()
     with (
         caplog.at_level("INFO", "afm_mlx.server"),
-        scripted_server(*steps, context=65536) as (server, script),
+        scripted_server(*steps, context=65536, family=family, thought=THOUGHT) as (
+            server,
+            script,
+        ),
     ):
         agent["files"](home, work, server.url)
         environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
@@ -111,16 +117,22 @@ def test_an_agent_works_with_its_defaults(name, tmp_path, caplog):
     assert "That was it." in said[0]
     assert "That was all." in said[1]
     # The commands ran, and the model was shown their output.
-    results = re.findall(r"<turn_start> tool\s(.*?)<turn_end>", script.prompts[-1], re.S)
+    turns = (r"<turn_start> tool\s(.*?)<turn_end>", r"<tool_response>\n(.*?)\n</tool_response>")
+    results = re.findall(turns[family is not None], script.prompts[-1], re.S)
     assert [re.findall("sum-[0-9]+", result) for result in results] == [
         ["sum-42"],
         ["sum-53"],
         ["sum-64"],
     ]
+    if family is not None:  # its template shows the thoughts of a turn until the turn ends
+        assert script.prompts[-1].count(THOUGHT) == 1
     named = {
         field
         for record in caplog.records
         if (found := re.search("of no effect here: (.*)", record.message))
         for field in found[1].split(", ")
     }
-    assert agent["ignored"] <= named, named
+    ignored = agent["ignored"]
+    if family is not None:  # a model that thinks takes them
+        ignored = ignored - {"thinking", "output_config.effort"}
+    assert ignored <= named, named
