@@ -67,7 +67,9 @@ class AdapterConfig:
         kind = values.get("fine_tune_type", "lora")
         if kind != "lora":
             raise ConfigError(
-                f"{source}: fine_tune_type is {shown(kind)}; 'lora' is the kind that works here."
+                f"{source}: fine_tune_type is {shown(kind)}; 'lora' is the kind that works here. Models of "
+                "mlx-lm that are float, or in mlx-lm's format, run adapters of other kinds as their only one "
+                "(load(adapter_path=...), generate --adapter-path)."
             )
         if "peft_type" in values:
             raise ConfigError(
@@ -152,6 +154,13 @@ def check_pairs(
 ) -> None:
     """Raise `CheckpointError` unless names, shapes and types are LoRA pairs of the config's rank."""
     check_floating(tensors, source)
+    experts = {_layer(name) for name, tensor in tensors.items() if len(tensor.shape) == 3}
+    if experts:
+        raise CheckpointError(
+            f"{source} changes each expert of {named(', '.join(sorted(experts)))}. Such an adapter runs as the "
+            "only one of a float model, or one in mlx-lm's format (load(adapter_path=...), generate "
+            "--adapter-path). To switch adapters, train one without these layers (--keys)."
+        )
     for name, tensor in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
         if match is None:
@@ -182,6 +191,10 @@ def check_floating(tensors: Mapping[str, LoRATensor], source: str | Path) -> Non
                 f"{source}: {named(name)} is {kind}; an adapter's tensors are float16, bfloat16 or float32. "
                 "The file is damaged, or of a format that is not read here."
             )
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".lora_")[0]
 
 
 def is_a(name: str) -> bool:

@@ -126,8 +126,8 @@ def add_lora(
     unknown = (wanted or set()) - {target.key for target in targets}
     if unknown or not targets:
         raise RequestError(
-            f"There is no layer {named(', '.join(sorted(unknown)))} in a block; linear layers are "
-            f"{', '.join(sorted({target.key for target in targets})) or 'none'}."
+            f"No block has a linear layer {named(', '.join(sorted(unknown)))} that an adapter can change; "
+            f"there are {', '.join(sorted({target.key for target in targets})) or 'none'}."
         )
     first = 0 if num_layers == -1 else blocks - num_layers
     chosen = [p for p in targets if p.block >= first and (wanted is None or p.key in wanted)]

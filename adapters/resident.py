@@ -30,7 +30,7 @@ from afm_mlx.adapters.adapter_folder import (
     open_folder,
 )
 from afm_mlx.adapters.compose import Term, weighted_sum
-from afm_mlx.adapters.target_modules import Shapes, target_shapes
+from afm_mlx.adapters.target_modules import Shapes, ZooBase, target_shapes, zoo_base
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.checkpoint.safetensors_file import StoredTensor, float_values, reading
 from afm_mlx.config import ModelConfig
@@ -269,7 +269,7 @@ class Base(NamedTuple):
 
     shapes: Shapes
     fingerprints: Collection[str] | None  # that an adapter may name; None accepts any adapter
-    config: ModelConfig | None = None  # None for a model of mlx-lm's zoo
+    config: ModelConfig | ZooBase | None = None
 
     @classmethod
     def of(
@@ -281,7 +281,8 @@ class Base(NamedTuple):
         memory depends on the type that the device computes in.
         """
         if not is_afm(model):
-            return cls(target_shapes(model), None)
+            zoo = zoo_base(model)
+            return cls(zoo.shapes, None, zoo)
         fingerprints = None
         if not force:
             fingerprints = {base_model_fingerprint(model)}

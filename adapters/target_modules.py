@@ -19,6 +19,13 @@ Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
 """`TargetModule.shapes` of every target module, by its path."""
 
 
+class ZooBase(NamedTuple):
+    """The architecture of a base model of mlx-lm's zoo, as far as adapters depend on it."""
+
+    model_type: str
+    shapes: Shapes
+
+
 class TargetModule(NamedTuple):
     """A linear layer of a block, which an adapter can change."""
 
@@ -78,6 +85,11 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
 def target_shapes(model: nn.Module) -> Shapes:
     """Return the shapes that adapters of a model must have, by the target modules' paths."""
     return {target.path: target.shapes for target in target_modules(model)}
+
+
+def zoo_base(model: nn.Module) -> ZooBase:
+    """Describe a model of mlx-lm's zoo; its weights are not read."""
+    return ZooBase(getattr(model.args, "model_type", ""), target_shapes(model))
 
 
 def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:

@@ -1,7 +1,7 @@
 """Adapters converted from one format to another, described, and verified.
 
-An adapter may hold the fingerprint of its base model. If a model folder is named, the two fingerprints must be
-equal, and an adapter without one gets the folder's.
+An adapter may hold the fingerprint of its base model. If an AFM model's folder is named, the two fingerprints
+must be equal, and an adapter without one gets the folder's.
 """
 
 from __future__ import annotations
@@ -25,35 +25,52 @@ from afm_mlx.adapters.formats import (
     write_adapter,
 )
 from afm_mlx.adapters.formats.fmadapter import SUFFIX
-from afm_mlx.adapters.formats.pair_order import Tensors, exact_alpha, layer_of
+from afm_mlx.adapters.formats.pair_order import (
+    Architecture,
+    Tensors,
+    exact_alpha,
+    keys_of,
+    layer_of,
+)
 from afm_mlx.adapters.resident import check_fingerprint
+from afm_mlx.adapters.target_modules import zoo_base
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import not_finite
 from afm_mlx.config import ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.json_values import FLOAT16_MAX, is_text
+from afm_mlx.loading.mlx_lm_models import open_mlx_lm_model
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseFolder:
-    """Architecture and fingerprint of a base model."""
+    """Architecture and fingerprint of a base model; models of mlx-lm's zoo have no fingerprint."""
 
-    config: ModelConfig
-    fingerprint: str
+    config: Architecture
+    fingerprint: str | None
 
     @classmethod
     def read(cls, folder: Path) -> BaseFolder:
-        """Read the folder of an AFM model; no weights are loaded."""
-        config = ModelConfig.from_file(folder / "config.json")
+        """Read a model's folder; no weights are loaded."""
+        source = folder / "config.json"
+        values = read_config_json(source)
+        if not is_afm_config(values) and is_text(values.get("model_type")):
+            return cls(zoo_base(open_mlx_lm_model(folder)[0]), None)
+        config = ModelConfig.from_dict(values, source=str(source))
         return cls(config, folder_fingerprint(config, folder))
+
+    @property
+    def known(self) -> set[str] | None:
+        """Fingerprints that an adapter may name; None accepts any adapter."""
+        return None if self.fingerprint is None else {self.fingerprint}
 
 
 def base_of(adapter: Path) -> BaseFolder | None:
     """Return the base model of an mlx-lm or PEFT adapter if it is on this machine, else None.
 
-    It is the model that the adapter's config names, an AFM model's folder or the embedded model; or else the
-    embedded model if the fingerprint is its own. The config may have been made elsewhere: an unknown name is
+    It is the model that the adapter's config names, a folder or the embedded model; or else the embedded model
+    if the fingerprint is its own. The config may have been made elsewhere: an unknown name is
     ignored, and nothing is downloaded.
     """
     path = adapter / CONFIG_NAME
@@ -65,7 +82,7 @@ def base_of(adapter: Path) -> BaseFolder | None:
     try:
         if is_text(name) and (name == EMBEDDED_MODEL or Path(os.path.expanduser(name)).is_dir()):
             found = resolve_model(name)
-            if is_afm_config(read_config_json(found / "config.json")):
+            if (found / "config.json").is_file():
                 folder = found
     except (OSError, ValueError):  # no config, or a name that no file can have
         pass
@@ -87,7 +104,7 @@ def read_for(
     """
     tensors, config = read_adapter(source, base.config if base else None, alpha=alpha)
     if base is not None and not force:
-        check_fingerprint(config, {base.fingerprint}, source)
+        check_fingerprint(config, base.known, source)
     if base is not None and config.base_model_fingerprint is None:
         config = dataclasses.replace(config, base_model_fingerprint=base.fingerprint)
     return tensors, config
@@ -175,7 +192,7 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
         "blocks": len({layer.rsplit(".", 2)[0] for layer in layers}),
         "layers": len(layers),
         "pairs": len(tensors) // 2,
-        "keys": sorted({".".join(layer.rsplit(".", 2)[1:]) for layer in layers}),
+        "keys": list(keys_of(tensors)),
         "parameters": sum(tensor.size for tensor in tensors.values()),
         "bytes": stored_bytes(path),
         "stored_as": sorted(types),
@@ -216,8 +233,10 @@ def verify_adapter(
     report = AdapterReport()
     try:
         # The blobs of a package have no names: their order follows the model's layers.
-        in_order = base.config if base and detect_format(path) == "fmadapter" else None
-        tensors, config = read_adapter(path, in_order, alpha=alpha, finite=False)
+        architecture = base.config if base else None
+        if isinstance(architecture, ModelConfig) and detect_format(path) != "fmadapter":
+            architecture = None
+        tensors, config = read_adapter(path, architecture, alpha=alpha, finite=False)
         report.facts = _facts(path, tensors, config)
     except AFMError as error:
         report.problems.append(str(error))
@@ -226,10 +245,10 @@ def verify_adapter(
         report.notes.append("no model was named: shapes and fingerprint were not compared with one")
     else:
         report.problems += misfits(tensors, base.config)
-        if config.base_model_fingerprint is None:
+        if base.known and config.base_model_fingerprint is None:
             report.notes.append("the adapter has no fingerprint of its base model")
         try:
-            check_fingerprint(config, {base.fingerprint}, path)
+            check_fingerprint(config, base.known, path)
         except CheckpointError as error:
             report.problems.append(str(error))
     if report.facts["format"] == "toolkit":

@@ -29,9 +29,16 @@ from afm_mlx.adapters.adapter_folder import (
 )
 from afm_mlx.adapters.formats import fmadapter, peft, toolkit_adapter
 from afm_mlx.adapters.formats.fmadapter import PackageMetadata, read_metadata
-from afm_mlx.adapters.formats.pair_order import Tensors, check_fits, complete_fused, misfits
+from afm_mlx.adapters.formats.pair_order import (
+    Architecture,
+    Tensors,
+    check_fits,
+    complete_fused,
+    misfits,
+)
+from afm_mlx.adapters.target_modules import ZooBase
 from afm_mlx.checkpoint.finite import check_finite
-from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder, refuse_existing
 
@@ -99,7 +106,7 @@ def detect_format(path: str | Path) -> str:
 
 def read_adapter(
     path: str | Path,
-    model_config: ModelConfig | None = None,
+    model_config: Architecture | None = None,
     *,
     alpha: float | None = None,
     finite: bool = True,
@@ -110,8 +117,8 @@ def read_adapter(
 
     Args:
         path: folder or file.
-        model_config: architecture that the adapter must fit; needed for `.fmadapter` packages unless they are
-            for Apple's 3B.
+        model_config: architecture that the adapter must fit; needed for PEFT folders of mlx-lm's models, and
+            for `.fmadapter` packages unless they are for Apple's 3B.
         alpha: alpha of a toolkit's `.pt`; pass None to take it from the config next to the file.
         finite: read all numbers, and refuse NaN and infinity.
 
@@ -127,19 +134,28 @@ def read_adapter(
         raise ConfigError(
             f"An alpha was given, and {path} has its own. Only a .pt file can lack it: leave it out."
         )
-    if kind == "toolkit":
-        tensors, config = toolkit_adapter.read(path, model_config, alpha)
-    elif kind == "fmadapter":
-        tensors, config = fmadapter.read(path, model_config)
+    if kind == "mlx-lm":
+        tensors, config = load_adapter(path)
     elif kind == "peft":
         tensors, config = peft.read(path, model_config)
+    elif isinstance(model_config, ZooBase):
+        raise _for_afm_only(path, kind, model_config)
+    elif kind == "toolkit":
+        tensors, config = toolkit_adapter.read(path, model_config, alpha)
     else:
-        tensors, config = load_adapter(path)
+        tensors, config = fmadapter.read(path, model_config)
     if model_config is not None:
         check_fits(tensors, model_config, path)
     if finite:
         check_finite(tensors, path)
     return tensors, config
+
+
+def _for_afm_only(path: Path, kind: str, base: ZooBase) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {kind} is a format of adapters of AFM models, and the base is of the type "
+        f"{shown(base.model_type)}. For every architecture there are mlx-lm and peft."
+    )
 
 
 def write_adapter(
@@ -148,7 +164,7 @@ def write_adapter(
     config: AdapterConfig,
     to: str,
     *,
-    model_config: ModelConfig | None = None,
+    model_config: Architecture | None = None,
     dtype: mx.Dtype | None = None,
     package: PackageMetadata | None = None,
     any_rank: bool = False,
@@ -186,17 +202,19 @@ def write_adapter(
         tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
         check_finite(tensors, f"{path}, in {str(dtype).removeprefix('mlx.core.')}")
     try:
-        if to == "toolkit":
-            toolkit_adapter.write(path, tensors, config, model_config)
-        elif to == "fmadapter":
-            fmadapter.write(path, tensors, config, model_config, package, any_rank)
-        elif to == "peft":
-            peft.write(path, tensors, config, model_config, qkv)
-        else:
+        if to == "mlx-lm":
             if model_config is not None:
                 tensors = complete_fused(tensors, model_config, config.rank)
             with atomic_folder(path) as folder:
                 save_adapter(folder, tensors, config)
+        elif to == "peft":
+            peft.write(path, tensors, config, model_config, qkv)
+        elif isinstance(model_config, ZooBase):
+            raise _for_afm_only(path, to, model_config)
+        elif to == "toolkit":
+            toolkit_adapter.write(path, tensors, config, model_config)
+        else:
+            fmadapter.write(path, tensors, config, model_config, package, any_rank)
     except OSError as error:
         raise AFMError(
             f"The adapter {path} can't be written: {error}. Check room and permissions."

@@ -1,4 +1,4 @@
-"""The LoRA pairs of an AFM model, in the order of tamm's state dicts and of `.fmadapter` packages.
+"""The LoRA pairs of a model; of an AFM model in the order of tamm's state dicts and `.fmadapter` packages.
 
 | block | its pairs, in order |
 | --- | --- |
@@ -13,14 +13,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import mlx.core as mx
 
+from afm_mlx.adapters.target_modules import ZooBase
 from afm_mlx.config import PRESETS, ModelConfig, blocks
 from afm_mlx.errors import CheckpointError, named, shown
 
 Tensors = dict[str, mx.array]
+
+Architecture: TypeAlias = ModelConfig | ZooBase
+"""An adapter's base model: an AFM model, or one of mlx-lm's zoo."""
 
 _SHOWN = 5
 
@@ -54,8 +58,11 @@ class PairTarget(NamedTuple):
         return {self.a: (self.inputs, rank), self.b: (rank, self.outputs)}
 
 
-def pair_targets(config: ModelConfig) -> list[PairTarget]:
-    """Return the targets of all pairs that a model can have, in a checkpoint's order."""
+def pair_targets(config: Architecture) -> list[PairTarget]:
+    """Return the targets of all pairs that a model can have; of an AFM model in a checkpoint's order."""
+    if isinstance(config, ZooBase):
+        shapes = config.shapes.items()
+        return [PairTarget(path, part, *s) for path, own in shapes for part, s in own.items()]
     return [
         PairTarget(
             f"{path}.{matrix.name}",
@@ -88,12 +95,15 @@ def layer_of(name: str) -> str:
 
 def keys_of(names: Iterable[str]) -> tuple[str, ...]:
     """Return the adapted layers' names within a block, for `AdapterConfig.keys`."""
-    return tuple(sorted({".".join(layer_of(name).split(".")[-2:]) for name in names}))
+    return tuple(sorted({_BLOCK.sub("", layer_of(name), 1) for name in names}))
 
 
-def num_layers_of(names: Iterable[str], config: ModelConfig | None) -> int:
-    """Return the number of blocks from the first adapted one to the last; -1 if the model is unknown."""
-    if config is None:
+_BLOCK = re.compile(r".*?\.\d+\.")
+
+
+def num_layers_of(names: Iterable[str], config: Architecture | None) -> int:
+    """Return the number of blocks from the first adapted one to the last; -1 if no AFM model is known."""
+    if not isinstance(config, ModelConfig):
         return -1
     first = config.num_layers
     for name in names:
@@ -111,7 +121,7 @@ def exact_alpha(rank: int, scale: float) -> float:
 
 
 def expected_shapes(
-    config: ModelConfig, names: Iterable[str], rank: int
+    config: Architecture, names: Iterable[str], rank: int
 ) -> dict[str, tuple[int, int]]:
     """Return the shapes, for a rank, of A and B of every pair that has a tensor among `names`."""
     wanted = set(names)
@@ -125,11 +135,12 @@ def check_names(tensors: Iterable[str], source: object) -> None:
         if _NAME.fullmatch(name) is None:
             raise CheckpointError(
                 f"{source}: {named(name)} is no LoRA tensor of an AFM model; they are named like "
-                "model.layers.0.mlp.up_proj.lora_a and model.layers.0.self_attn.qkv_proj.lora_b.2."
+                "model.layers.0.mlp.up_proj.lora_a and model.layers.0.self_attn.qkv_proj.lora_b.2. For "
+                "another architecture, name the adapter's model (--model)."
             )
 
 
-def misfits(tensors: Mapping[str, Shaped], config: ModelConfig) -> list[str]:
+def misfits(tensors: Mapping[str, Shaped], config: Architecture) -> list[str]:
     """Return why an adapter does not fit a model: names without a layer, and wrong shapes; empty if it fits."""
     targets = {name: target for target in pair_targets(config) for name in (target.a, target.b)}
     found = []
@@ -148,7 +159,7 @@ def misfits(tensors: Mapping[str, Shaped], config: ModelConfig) -> list[str]:
     return found
 
 
-def check_fits(tensors: Mapping[str, Shaped], config: ModelConfig, source: object) -> None:
+def check_fits(tensors: Mapping[str, Shaped], config: Architecture, source: object) -> None:
     """Raise `CheckpointError` with the `misfits`, if there are any."""
     if wrong := misfits(tensors, config):
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -185,7 +196,7 @@ def without_empty(tensors: Mapping[str, mx.array]) -> Tensors:
     return {name: t for name, t in tensors.items() if not layers or layer_of(name) in layers}
 
 
-def complete_fused(tensors: Mapping[str, mx.array], config: ModelConfig, rank: int) -> Tensors:
+def complete_fused(tensors: Mapping[str, mx.array], config: Architecture, rank: int) -> Tensors:
     """Return the tensors, with zeros for missing queries, keys or values: MLX's fused layer has all three."""
     fused = {layer_of(name) for name in tensors if name.endswith((".0", ".1", ".2"))}
     targets = [t for t in pair_targets(config) if t.part and t.layer in fused]

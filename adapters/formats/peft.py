@@ -6,9 +6,10 @@ rsLoRA; patterns give single layers other ranks and alphas. Pairs of lower rank 
 highest, and B is multiplied, in float32, where scales differ. Options that change nothing that is computed are
 ignored, and all others refused by name, unknown ones too.
 
-Queries, keys and values may be one layer, `qkv_proj`, or three, `q_proj`, `k_proj` and `v_proj`. PEFT has one A
-for the fused layer. Three different A become one of three times the rank, and B is zero where an A is not its
-own; a B of that form is taken apart again when it is read.
+An AFM model's queries, keys and values may be one layer, `qkv_proj`, or three, `q_proj`, `k_proj` and `v_proj`.
+PEFT has one A for the fused layer. Three different A become one of three times the rank, and B is zero where an
+A is not its own; a B of that form is taken apart again when it is read. Layers of mlx-lm's models have mlx-lm's
+names, which are transformers' as a rule.
 
 Source: `peft` 0.21, `peft/utils/save_and_load.py`, `peft/tuners/lora/config.py`, `get_pattern_key`.
 """
@@ -28,6 +29,7 @@ from safetensors import safe_open
 
 from afm_mlx.adapters.adapter_folder import CONFIG_NAME, AdapterConfig, is_a
 from afm_mlx.adapters.formats.pair_order import (
+    Architecture,
     Tensors,
     check_names,
     complete_fused,
@@ -36,6 +38,7 @@ from afm_mlx.adapters.formats.pair_order import (
     layer_of,
     num_layers_of,
 )
+from afm_mlx.adapters.target_modules import ZooBase
 from afm_mlx.checkpoint.safetensors_file import (
     StoredTensor,
     load_stored,
@@ -43,7 +46,7 @@ from afm_mlx.checkpoint.safetensors_file import (
     reading,
     save_file,
 )
-from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder
 from afm_mlx.json_values import MAX_RANK, is_number, is_rank, is_text
@@ -60,10 +63,14 @@ _NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _SPLIT = re.compile(r"(?P<attention>model\.layers\.\d+\.self_attn)\.(?P<which>[qkv])_proj")
 _PARTS = {"q": 0, "k": 1, "v": 2}
 _MAX_FILL = 64
+_FOLDED = (
+    "falcon_h1",
+)  # architectures whose weights mlx-lm multiplies by constants of config.json
 
 
-def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, AdapterConfig]:
+def read(path: Path, model_config: Architecture | None) -> tuple[Tensors, AdapterConfig]:
     """Read a folder; see `read_adapter`."""
+    zoo = _zoo_of(model_config, path)
     settings = read_settings(path / CONFIG_NAME)
     if not (path / TENSORS_NAME).is_file() and (path / "adapter_model.bin").is_file():
         raise CheckpointError(
@@ -71,7 +78,7 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
             "it again with PEFT: model.save_pretrained(folder, safe_serialization=True)."
         )
     stored = read_header(path / TENSORS_NAME)
-    matrices = _matrices(path, stored)
+    matrices = _matrices(path, stored, zoo)
     loaded = load_stored(stored)
     tensors: Tensors = {}
     scales: dict[str, float] = {}
@@ -86,7 +93,7 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
                 f"and rank {rank} needs [{rank}, in] and [out, {rank}]."
             )
         with reading(path / TENSORS_NAME):
-            pairs = _pairs(path, layer, a, b)
+            pairs = _pairs(path, layer, a, b, zoo)
         tensors |= pairs
         scales |= dict.fromkeys(pairs, scale)
     rank, scale = _common(tensors, scales, path)
@@ -102,11 +109,26 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
     )
 
 
-def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
+def _zoo_of(config: Architecture | None, path: Path) -> ZooBase | None:
+    """Return the base if it is one of mlx-lm's zoo; raise if its weights are not the ones that PEFT adapts."""
+    if not isinstance(config, ZooBase):
+        return None
+    if config.model_type in _FOLDED:
+        raise CheckpointError(
+            f"{path}: PEFT's adapters are for the published weights, and mlx-lm stores a {config.model_type} "
+            "with its multipliers inside the weights, so the numbers would be wrong. Train the adapter here, "
+            "or with mlx-lm."
+        )
+    return config
+
+
+def _pairs(path: Path, layer: str, a: mx.array, b: mx.array, zoo: ZooBase | None) -> Tensors:
     """Return the pair `a`, `b` of PEFT's `layer` as tensors by their names in an adapter folder.
 
-    A fused layer of queries, keys and values has three pairs.
+    A fused layer of queries, keys and values of an AFM model has three pairs.
     """
+    if zoo is not None:
+        return {f"{layer}.lora_a": a.T, f"{layer}.lora_b": b.T}
     if match := _SPLIT.fullmatch(layer):
         part = _PARTS[match["which"]]
         fused = f"{match['attention']}.qkv_proj"
@@ -135,7 +157,9 @@ def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
     return tensors
 
 
-def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, str]]:
+def _matrices(
+    path: Path, stored: Mapping[str, StoredTensor], zoo: ZooBase | None
+) -> dict[str, dict[str, str]]:
     """Return a mapping from each layer's path to the names that its "A" and "B" have in the file."""
     found: dict[str, dict[str, str]] = {}
     for name, tensor in stored.items():
@@ -146,11 +170,17 @@ def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[
                 "lora_A.weight and lora_B.weight. Other tensors would change what the model computes."
             )
         layer = match["layer"].removeprefix(PREFIX)
-        if not layer.startswith("model."):
+        if not layer.startswith("model.") and (zoo is None or layer not in zoo.shapes):
             layer = f"model.{layer}"
         # Before patterns are matched: long names would take long.
-        fused = _SPLIT.sub(r"\g<attention>.qkv_proj", layer)
-        check_names([f"{fused}.lora_a{'.0' * fused.endswith('.qkv_proj')}"], path)
+        if zoo is None:
+            fused = _SPLIT.sub(r"\g<attention>.qkv_proj", layer)
+            check_names([f"{fused}.lora_a{'.0' * fused.endswith('.qkv_proj')}"], path)
+        elif layer not in zoo.shapes:
+            raise CheckpointError(
+                f"{path}: the base, a {zoo.model_type}, has no linear layer {named(layer)} that an adapter can "
+                "change."
+            )
         if match["side"] in found.setdefault(layer, {}):
             raise CheckpointError(
                 f"{path}: two tensors are lora_{match['side']} of {named(layer)}."
@@ -160,7 +190,7 @@ def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[
     if alone or not found:
         what = f"one matrix of {named(alone[0])}" if alone else "no tensors"
         raise CheckpointError(f"{path} holds {what}; LoRA has pairs.")
-    for layer in found:
+    for layer in found if zoo is None else ():
         if (match := _SPLIT.fullmatch(layer)) and f"{match['attention']}.qkv_proj" in found:
             raise CheckpointError(
                 f"{path} holds pairs of {named(layer)} and of {named(match['attention'])}.qkv_proj, which "
@@ -199,13 +229,14 @@ def write(
     path: Path,
     tensors: Mapping[str, mx.array],
     config: AdapterConfig,
-    model_config: ModelConfig | None,
+    model_config: Architecture | None,
     qkv: str = "fused",
 ) -> None:
     """Write a folder that PEFT loads; see `write_adapter`."""
     if qkv not in QKV:
         raise CheckpointError(f"qkv is {shown(qkv)}; allowed are {', '.join(QKV)}.")
-    check_names(tensors, path)
+    if _zoo_of(model_config, path) is None:
+        check_names(tensors, path)
     if model_config is not None and qkv == "fused":
         tensors = complete_fused(tensors, model_config, config.rank)
     pairs: dict[str, Matrices] = {}

@@ -34,6 +34,7 @@ from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.model.kv_cache import STEP, TAIL
+from afm_mlx.model.model import is_afm
 
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
 
@@ -185,6 +186,12 @@ class Scheduler:
         tokens = prefill.tokens[:, prefill.done : prefill.done + columns]
         if self._caches.by_block:
             reserve_columns(batch.cache, None, tokens.shape[1])
+        if len(set(prefill.lengths)) > 1 and not is_afm(self._model):
+            from afm_mlx.engine.zoo_caches import set_lengths
+
+            # A state of mlx-lm's that has more tokens to come than this chunk has would read beyond the chunk.
+            width = tokens.shape[1]
+            set_lengths(batch.cache, [min(n - prefill.done, width) for n in prefill.lengths])
         with self._adapters.using(batch.adapters):
             if is_scored:
                 self._score(prefill, tokens)

@@ -43,8 +43,8 @@ def load_mlx_lm_folder(
 ) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
     """Load model, tokenizer and config as `mlx_lm.load` does, with our packed layers where they can be used.
 
-    Adapters of mlx-lm expect MLX's own layers, so with an adapter these are not replaced. A model that is
-    stored in this package's formats gets its adapter from this package.
+    Adapters of mlx-lm expect MLX's own layers, so with an adapter these are not replaced. Adapters of other
+    formats, and adapters of a model that is stored in this package's formats, are run by this package.
 
     Raises:
         CheckpointError: if mlx-lm can't load it, or its packed layers or numbers are damaged.
@@ -79,15 +79,17 @@ def open_mlx_lm_model(
 
     ensure_checked()
     with _errors_of_mlx_lm(folder):
+        is_theirs = False
         if adapter is not None and (path := adapter / TENSORS_NAME).is_file():
+            is_theirs = True
             # mlx-lm would accept tensors of integers, NaN and infinity.
             stored = read_header(path)
             check_floating(stored, path)
             check_finite(load_stored(stored), path)
         model, config = load_mlx_lm_model(folder, model_config, trust_remote_code)
         kinds = PackedLinear | PackedExperts
-        ours = any(isinstance(module, kinds) for module in model.modules())
-        if adapter is not None and not ours:
+        is_theirs = is_theirs and not any(isinstance(module, kinds) for module in model.modules())
+        if is_theirs:
             model = utils.load_adapters(model, str(adapter))
         else:
             repack_mlx_layers(model)
@@ -95,7 +97,7 @@ def open_mlx_lm_model(
     settle_floats(model)
     replace_blocks(model)
     model.eval()
-    if adapter is not None and ours:
+    if adapter is not None and not is_theirs:
         attach_adapter(model, adapter)
     return model, config
 

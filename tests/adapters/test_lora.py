@@ -113,7 +113,7 @@ def test_layers_can_be_chosen(make_model):
         ({"num_layers": 0}, "num_layers of LoRA is 0"),
         ({"keys": []}, r"the last 4 blocks have none of the keys \[\]"),
         ({"keys": ["self_attn.qkv_proj"], "num_layers": 2}, "the last 2 blocks have none of the keys"),
-        ({"keys": ["mlp.gate"]}, r"no layer mlp\.gate in a block; linear layers are mlp\.down_proj, mlp"),
+        ({"keys": ["mlp.gate"]}, r"No block has a linear layer mlp\.gate .*; there are mlp\.down_proj, mlp"),
     ],
 )  # fmt: skip
 def test_settings_that_can_not_be_honoured(make_model, settings, says):

@@ -347,7 +347,7 @@ class _Chat:
                     f"the chat has {', '.join(ignored)}, which the model's chat template does not use."
                 )
         self._text = self._render(len(messages))
-        self.tokens = self._encode(self._text, len(messages))
+        self.tokens = self._encode(len(messages))
 
     def span(self, index: int, earliest: int) -> tuple[int, int]:
         """Return the token positions [start, end) of the assistant's message `index`; start >= `earliest`."""
@@ -361,13 +361,12 @@ class _Chat:
                     "differently when more follow, so the assistant's turns can't be found. "
                     "Use a template without that, or data as {'text'}."
                 )
-            head = shared
-        start = max(earliest, _shared_length(self._encode(head, index, start=True), self.tokens))
+        start = max(earliest, _shared_length(self._encode(index, start=True), self.tokens))
         end = len(self.tokens)
         if index + 1 < len(self._messages):
             upto = self._render(index + 1)
             if self._text.startswith(upto):
-                end = _shared_length(self._encode(upto, index + 1), self.tokens)
+                end = _shared_length(self._encode(index + 1), self.tokens)
             elif ends := self._ends(start, None):
                 end = ends[0]
             else:
@@ -390,13 +389,9 @@ class _Chat:
         """Render the first `count` messages as text; if `start`, add the start of the assistant's next turn."""
         return self._template(count, start, tokenize=False)
 
-    def _encode(self, text: str, count: int, start: bool = False) -> np.ndarray:
-        """Return the token ids of `text`, which `_render` returned for the same `count` and `start`."""
-        if self._is_afm:  # the text doesn't distinguish control tokens from messages' text
-            return np.array(self._template(count, start, tokenize=True), np.int32)
-        # Templates of mlx-lm's zoo include the first token.
-        tokens = _guarded("chat", lambda: self._tokenizer.encode(text, add_special_tokens=False))
-        return np.array(tokens, np.int32)
+    def _encode(self, count: int, start: bool = False) -> np.ndarray:
+        """Return the ids of what `_render` returns, whose text doesn't tell control tokens from typed names."""
+        return np.array(self._template(count, start, tokenize=True), np.int32)
 
     def _template(self, count: int, start: bool, tokenize: bool) -> Any:
         apply: Any = self._tokenizer.apply_chat_template

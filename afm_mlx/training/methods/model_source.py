@@ -59,8 +59,11 @@ class ModelSource:
             return load_tokenizer(self.folder)
         from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
 
+        from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
+
         try:
-            return load_with_mlx_lm(self.folder, eos_token_ids=self.values.get("eos_token_id"))
+            ends = self.values.get("eos_token_id")
+            return ZooTokenizer.of(load_with_mlx_lm(self.folder, eos_token_ids=ends))
         except (ValueError, OSError) as error:
             raise CheckpointError(
                 f"mlx-lm can't load the tokenizer of {self.folder}: {' '.join(str(error).split())}."

@@ -234,7 +234,7 @@ REFUSED_BY = {
         "--alpha 4 --initial-adapter x": "--alpha needs --rank, too",
         "--initial-adapter x --resume-adapter-file y": "both say where to start; choose one",
         "--resume-adapter-file nowhere": "nowhere is no folder",
-        "--keys mlp.nothing": "There is no layer mlp.nothing",
+        "--keys mlp.nothing": "No block has a linear layer mlp.nothing",
         "--num-layers 9": "--num-layers of LoRA is 9",
         "--save-dtype bfloat16": "choose from",
         '--lora-parameters {"r":4}': "rank, scale, dropout, keys",

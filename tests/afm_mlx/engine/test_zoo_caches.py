@@ -16,7 +16,17 @@ from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.engine.zoo_caches import CUT, KEPT, can_be_kept, leaves
 from afm_mlx.errors import RequestError
-from tests.tools.engines import SIZES, Adapters, naive_greedy, run, some_prompt, tokens_of
+from afm_mlx.kernels import dispatch
+from tests.tools.compare import assert_close
+from tests.tools.engines import (
+    SIZES,
+    Adapters,
+    logprobs_of,
+    naive_greedy,
+    run,
+    some_prompt,
+    tokens_of,
+)
 from tests.tools.zoo import zoo_model
 
 VOCAB = SIZES["vocab_size"]
@@ -105,6 +115,38 @@ def test_prompts_are_padded_only_where_states_keep_padding_out(rng, model, token
     found = tokens_of(run(engine))
     assert [found[r] for r in rows] == [naive_greedy(model, prompt, 8) for prompt in prompts]
     assert ((3, 19) in fed) == (not is_baichuan)
+
+
+@pytest.mark.skipif(dispatch.device() != "cpu", reason="a GPU has chunks of one size")
+def test_padded_prompts_in_two_chunks(rng, model, tokenizer, fed, monkeypatch):
+    """While a row decodes; the shorter prompt ends in the first chunk, with it, and in the second one.
+
+    Where a row has more tokens to come than a call feeds, mlx-lm's `ssm_attn` reads beyond its arrays.
+    """
+    call = type(model).__call__
+
+    def checked(self, inputs, cache, **options):
+        for leaf in leaves(cache):
+            if getattr(leaf, "lengths", None) is not None:
+                assert mx.max(leaf.lengths).item() <= inputs.shape[1]
+        return call(self, inputs, cache=cache, **options)
+
+    engine = Engine(model, tokenizer)
+    takes_padding = engine._caches.takes_padding  # watches which states are asked for their lengths
+    monkeypatch.setattr(type(model), "__call__", checked)
+    for length in (10, 17, 25):
+        engine.submit(Request(some_prompt(rng, 5), 12))
+        engine.step()
+        prompts = [some_prompt(rng, n) for n in (30, length)]
+        rows = [engine.submit(Request(prompt, 4)) for prompt in prompts]
+        fed.clear()
+        found = run(engine)
+        assert ((2, 16) in fed) == takes_padding
+        for row, prompt in zip(rows, prompts, strict=True):
+            tokens = [response.token for response in found[row]]
+            logits = call(model, mx.array([prompt + tokens]))[:, len(prompt) - 1 : -1]
+            wanted = logits[0] - mx.logsumexp(logits[0], axis=-1, keepdims=True)
+            assert_close(logprobs_of(found[row]), wanted, what=length)
 
 
 @pytest.mark.parametrize("length", [10, PAGE, PAGE + 41])

@@ -1,10 +1,15 @@
 """Model ids: models of mlx-lm, and adapters."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from afm_mlx.adapters.lora import add_lora, save_lora
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.served_model import ServedModel
+from tests.tools.adapters import randomize_lora
+from tests.tools.engines import naive_greedy
 from tests.tools.server import running_server
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 from tests.tools.zoo_chats import write_family_folder
@@ -31,6 +36,37 @@ def test_a_model_of_mlx_lms_zoo_continues_texts(tmp_path):
         chat = {"model": "tiny-llama", "messages": [{"role": "user", "content": "hi"}]}
         refused = http.post("/v1/chat/completions", json=chat)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
+def test_adapters_of_a_zoo_model_are_model_ids(tmp_path, rng):
+    """Two in one batch with the base, and again after a switch: the texts that stock mlx-lm gives with each."""
+    import mlx_lm
+
+    folder, base = tmp_path / "tiny", zoo_model("qwen3", 64, 1)
+    write_zoo_folder(folder, "qwen3", base, word_tokenizer_json(64))
+    wanted, prompt = {"tiny": base}, [5, 6, 7, 8]
+    for name in "ab":
+        trained = add_lora(zoo_model("qwen3", 64, 1), 3, 0.9, seed=ord(name))
+        randomize_lora(trained, rng)
+        save_lora(trained, path := folder / "adapters" / name)
+        wanted[f"tiny:{name}"] = mlx_lm.load(str(folder), adapter_path=str(path))[0]
+    texts = {each: naive_greedy(model, prompt, 12) for each, model in wanted.items()}
+    # Up to the end token.
+    texts = {each: [*tokens, 1][: [*tokens, 1].index(1)] for each, tokens in texts.items()}
+    with running_server(source=folder) as server, ThreadPoolExecutor(3) as threads:
+        client = server.openai()
+        assert {model.id for model in client.models.list()} == wanted.keys()
+
+        def complete(model):
+            answer = client.completions.create(
+                model=model, prompt=prompt, max_tokens=12, temperature=0
+            )
+            return [int(word[1:]) for word in answer.choices[0].text.split()]
+
+        for models in (["tiny:a", "tiny", "tiny:b"], ["tiny:b", "tiny:a", "tiny:a"]):
+            for model, tokens in zip(models, threads.map(complete, models), strict=True):
+                assert tokens == texts[model]
+    assert len(set(map(tuple, texts.values()))) == 3
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
