@@ -229,7 +229,7 @@ class PrefixCache:
         if self._model is None:
             self._model = weakref.ref(model)
             if self.folder is not None:
-                self._model_name = _model_name(model)
+                self._model_name = model_name(model)
         if self._model() is not model:
             raise RequestError(
                 "The prefix cache holds keys and values of another model; make one for each model."
@@ -485,7 +485,7 @@ def _common(one: bytes, other: bytes) -> int:
     return int(differ.argmax())
 
 
-def _model_name(model: nn.Module) -> str:
+def model_name(model: nn.Module) -> str:
     """Return text that is equal for models with equal keys and values, including their type."""
     parameters = dict(tree_flatten(model.parameters()))
     kinds = {str(p.dtype) for p in parameters.values() if mx.issubdtype(p.dtype, mx.floating)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -79,6 +79,7 @@ class GenerationRequest:
         seed: seed of the first choice, from which the other choices' are derived; pass None for random seeds.
         frequency_penalty, presence_penalty: penalties for tokens that the answer has.
         repetition_penalty: penalty for tokens that the prompt or the answer has.
+        repetition_window: number of their last tokens that it counts; pass None for all.
         n: number of choices.
         logprobs: number of most likely tokens reported for each token; pass None for no log-probabilities.
         client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.
@@ -99,6 +100,7 @@ class GenerationRequest:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 0.0
+    repetition_window: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: Sequence[str] = ()
     n: int = 1
@@ -185,8 +187,7 @@ class TokenCounts:
         completion: tokens of all choices.
         thought: the tokens among them that are in thoughts.
         drafted: draft tokens, see docs/speculation.md; None if the server drafts none.
-        until_first: seconds until the first choice's first token was sampled; None if none was.
-        rate: sampled tokens per second of the first choice; None if unknown.
+        clock: times of the first choice.
     """
 
     prompt: int
@@ -195,8 +196,7 @@ class TokenCounts:
     thought: int = 0
     drafted: int | None = None
     accepted: int = 0
-    until_first: float | None = None
-    rate: float | None = None
+    clock: AnswerClock = field(default_factory=AnswerClock)
 
 
 Event = TextDelta | ThoughtDelta | ToolCallBegins | ToolCallDelta | Ended | TokenCounts
@@ -259,8 +259,7 @@ async def answer_events(
                 sum(choice.thought_tokens for choice in choices),
                 sum(choice.drafted for choice in choices) if served.drafts else None,
                 sum(choice.accepted for choice in choices),
-                choices[0].clock.until_first,
-                choices[0].clock.rate,
+                choices[0].clock,
             )
         except ApiError:
             raise
@@ -293,7 +292,10 @@ class EventBuilder(Protocol):
 
 
 async def encoded_events(
-    served: ServedModel, request: GenerationRequest, builder: EventBuilder
+    served: ServedModel,
+    request: GenerationRequest,
+    builder: EventBuilder,
+    encode: Callable[[JsonObject], bytes] = named_event,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream, the first ones once the answer has begun; raise as `answer_events`."""
     has_begun = False
@@ -301,10 +303,10 @@ async def encoded_events(
         async with aclosing(answer_events(served, request)) as parts:
             async for part in parts:
                 for each in () if has_begun else builder.begin():
-                    yield named_event(each)
+                    yield encode(each)
                 has_begun = True
                 for each in builder.take(part):
-                    yield named_event(each)
+                    yield encode(each)
     except ApiError as error:
         if error.param == request.prompt_field:
             error.param = builder.prompt_field
@@ -376,7 +378,7 @@ def _logits_processors(
     whole = make_logits_processors(
         request.logit_bias or None,
         repetition_penalty=request.repetition_penalty or None,
-        repetition_context_size=None,
+        repetition_context_size=request.repetition_window,
     )
     of_answer = make_logits_processors(
         presence_penalty=request.presence_penalty or None,

@@ -23,6 +23,7 @@ from afm_mlx.errors import RequestError, TokenizerError, did_you_mean, shown
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
 from afm_mlx.loading.load import load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
+from afm_mlx.measure.describe import Facts, describe_model
 from afm_mlx.model.model import is_afm
 from afm_mlx.server.admission import Admission, Workers
 from afm_mlx.server.chat_inputs import (
@@ -293,6 +294,11 @@ class ServedModel:
     def vocab_size(self) -> int:
         """Number of token ids."""
         return int(self.model.args.vocab_size)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """Sizes and fingerprint of the model, see `describe_model`; found in MLX's thread."""
+        return describe_model(self.model)
 
     def check_length(self, texts: Iterable[str], place: str) -> None:
         """Refuse a prompt with more characters than the context can hold, before it is encoded.
