@@ -1,4 +1,4 @@
-"""Serve a model to programs that speak OpenAI's or Anthropic's API, until Ctrl-C or SIGTERM."""
+"""Serve a model to programs that speak OpenAI's, Anthropic's or Ollama's API, until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ class AsyncEngine:
         self._streams: dict[int, _Stream] = {}  # by row
         self._turn_is_queued = False
         self._warming_up: Iterator[object] | None = None  # while rows run
+        self._closed = False
 
     @property
     def rows(self) -> int:
@@ -119,10 +120,25 @@ class AsyncEngine:
             )
             threads.submit(self._continue, steps)
 
+    def close(self) -> None:
+        """Fail the requests that wait or run, and let go of the model; later requests raise `RequestError`."""
+        threads.call(self._close)
+
     # -- in MLX's thread
+
+    def _close(self) -> None:
+        self._closed = True
+        for stream in self._streams.values():
+            stream.fail(RequestError("The engine was closed."))
+        self._streams.clear()
+        self._engine = self._warming_up = None
+        self._options.clear()
+        del self._model
 
     def _continue(self, warming_up: Iterator[object]) -> None:
         """Take a step of the warm-up and queue the next one; while rows run, keep it until they have ended."""
+        if self._closed:
+            return
         if self._streams:
             self._warming_up = warming_up
             return
@@ -139,6 +155,8 @@ class AsyncEngine:
 
     def _made(self) -> Engine:
         """Return the engine, which the first call makes: it belongs to this thread."""
+        if self._closed:
+            raise RequestError("The engine is closed.")
         if self._engine is None:
             with wired_memory(self._model):
                 self._engine = Engine(self._model, self._tokenizer, **self._options)
@@ -168,6 +186,8 @@ class AsyncEngine:
     def _turn(self) -> None:
         """Take one step, deliver its responses, and queue the next step after the jobs that wait."""
         self._turn_is_queued = False
+        if self._closed:
+            return
         engine = self._made()
         try:
             for response in engine.step():

@@ -1,34 +1,29 @@
-"""Facts about a model folder or a model, and about the machine and libraries that would run it.
+"""Facts about a model folder, and about the machine and libraries that would run it.
 
-Folders are not loaded: sizes come from the headers of the weight files. Every function returns values that
+Nothing is loaded: sizes come from the headers of the weight files. Every function returns values that
 JSON can hold.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import mode
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from afm_mlx import __version__, blas
-from afm_mlx.checkpoint.fingerprint import base_parameters, folder_fingerprint
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.safetensors_file import StoredTensor
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of, stored_settings
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
-from afm_mlx.engine.prefix_cache import model_name
 from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.loading.missing_kernels import missing_kernels
 from afm_mlx.loading.resolve import model_draft
-from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
@@ -126,25 +121,6 @@ def describe_stored_weights(folder: Path) -> Facts:
     source = folder / "config.json"
     tensors, values = stored_tensors(folder), read_config_json(source)
     return describe_weights(tensors, _count_parameters(tensors, values, source))
-
-
-def describe_model(model: nn.Module) -> Facts:
-    """Describe a model in memory, without its adapters: sizes, and what most of its weights are stored as."""
-    arrays = base_parameters(model)
-    bits = [layer.bits for _, layer in model.named_modules() if hasattr(layer, "bits")]
-    kind = str(max(arrays.values(), key=lambda array: array.nbytes).dtype)
-    if is_afm(model):
-        parameters = model.args.num_parameters
-    else:
-        from mlx_lm.utils import get_total_parameters  # loaded with the model
-
-        parameters = get_total_parameters(model)
-    return {
-        "parameters": parameters,
-        "bytes": sum(array.nbytes for array in arrays.values()),
-        "stored_as": f"{mode(bits)}-bit" if bits else kind.removeprefix("mlx.core."),
-        "fingerprint": hashlib.sha256(model_name(model).encode()).hexdigest(),
-    }
 
 
 def describe_packed_layers(

@@ -17,6 +17,7 @@ from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.field_rules import Fields, Honoured
 from afm_mlx.server.guards import check_admin
+from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.replies import ApiError, JsonObject, bad_request, json_response
 from afm_mlx.server.served_model import ServedModel
 
@@ -39,7 +40,7 @@ class LoadRequest(Fields, forbid_unknown_fields=True):
 
 async def list_adapters(request: Request) -> Response:
     """List all adapters; with an admin key, also their memory and users."""
-    served: ServedModel = request.app.state.served
+    served = _served(request)
     pool = _pool(served)
     known = await served.workers.run("adapters", pool.describe)
     adapters = [_described(served, entry) for entry in known.pop("adapters")]
@@ -52,7 +53,7 @@ async def list_adapters(request: Request) -> Response:
 async def load_adapter(request: Request) -> Response:
     """Register an adapter and load it."""
     check_admin(request)
-    served: ServedModel = request.app.state.served
+    served = _served(request)
     pool = _pool(served)
     body = await read_body(request, LoadRequest)
     path = _allowed_path(body.path, request.app.state.options.adapter_folders)
@@ -82,7 +83,7 @@ def _load(pool: AdapterPool, body: LoadRequest, path: Path) -> None:
 async def change_adapter(request: Request) -> Response:
     """Load, unload, pin or unpin a registered adapter."""
     check_admin(request)
-    served: ServedModel = request.app.state.served
+    served = _served(request)
     pool, name = _pool(served), request.path_params["name"]
     actions: dict[str, Callable[[str], Any]] = {
         "load": pool.load,
@@ -102,7 +103,7 @@ async def change_adapter(request: Request) -> Response:
 async def delete_adapter(request: Request) -> Response:
     """Unregister an adapter; its files stay."""
     check_admin(request)
-    served: ServedModel = request.app.state.served
+    served = _served(request)
     name = request.path_params["name"]
     _refuse_own(served, name)
     await _done(served, name, _pool(served).unregister)
@@ -135,6 +136,12 @@ def _refuse_own(served: ServedModel, name: str) -> None:
             param="name",
             code="adapter_stays",
         )
+
+
+def _served(request: Request) -> ServedModel:
+    models: ModelRegistry = request.app.state.models
+    assert models.default.served is not None
+    return models.default.served
 
 
 def _pool(served: ServedModel) -> AdapterPool:

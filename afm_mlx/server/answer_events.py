@@ -1,6 +1,7 @@
 """The events of an answer, which every API makes its response from.
 
-async for event in answer_events(served, GenerationRequest(messages=[...])):
+lease = models.lease(request, "afm-nano")
+async for event in answer_events(lease, GenerationRequest(messages=[...])):
     ...
 """
 
@@ -43,6 +44,7 @@ from afm_mlx.server.chat_inputs import (
     is_answer,
 )
 from afm_mlx.server.metrics import AnswerClock
+from afm_mlx.server.model_registry import ModelLease
 from afm_mlx.server.replies import (
     REQUEST_ID,
     ApiError,
@@ -203,73 +205,81 @@ Event = TextDelta | ThoughtDelta | ToolCallBegins | ToolCallDelta | Ended | Toke
 
 
 async def answer_events(
-    served: ServedModel, request: GenerationRequest
+    lease: ModelLease, request: GenerationRequest
 ) -> AsyncGenerator[Event, None]:
     """Answer a request, and yield the events of its choices as they come.
 
     Events are taken from the engine as fast as they come, however slowly they are read here. Closing the
     generator (`contextlib.aclosing`) or cancelling its task frees the rows before the next decode step.
 
+    The answer waits until the lease's model is loaded. A lease whose answers are all generated ends, however
+    slowly they are read here.
+
     Raises:
         ApiError: before the first event, or after others; it ends the generator.
     """
     queue: asyncio.Queue[Event | ApiError] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    with served.admission.admitted(request.client, request.n, queue.put_nowait):
-        seconds = served.options.timeout
-        late = ApiError(504, f"The answer was not complete after {seconds:g} s.", code="timeout")
-        deadline = loop.call_later(seconds, queue.put_nowait, late)
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            row = await in_thread(lambda: _engine_request(served, request), is_admitted=True)
-            constraint = request.format.constraint
-            if request.tools.definitions:
-                constraint = await in_thread(
-                    lambda: _constraint(served, request, row.prompt),
-                    compiles=True,
-                    is_admitted=True,
-                )
-            elif constraint is not None:
-                constraint = _behind_thoughts(served, request, row.prompt, constraint)
-            size = 0 if constraint is None else len(constraint.grammar)
-            if request.n > 1 and size * request.n > _MAX_GRAMMARS:
-                raise bad_request(
-                    f"n is {request.n}, and the grammar that each answer is held to has {size} characters; "
-                    f"together they may have {_MAX_GRAMMARS}. Request fewer answers at a time.",
-                    "n",
-                )
-            row = replace(row, constraint=constraint)
-            if served.options.log_prompts:
-                _LOG.info("Prompt: %r", served.tokenizer.decode(row.prompt))
-            choices = [_ChoiceTask(served, request, row, i, queue) for i in range(request.n)]
-            tasks += [asyncio.create_task(choice.run()) for choice in choices]
-            running = len(choices)
-            while running:
-                event = await queue.get()
-                if isinstance(event, ApiError):
-                    raise event
-                running -= isinstance(event, Ended)
-                yield event
-            cached = choices[0].cached
-            served.metrics.prompt(len(row.prompt), cached)
-            yield TokenCounts(
-                len(row.prompt),
-                cached,
-                sum(choice.tokens for choice in choices),
-                sum(choice.thought_tokens for choice in choices),
-                sum(choice.drafted for choice in choices) if served.drafts else None,
-                sum(choice.accepted for choice in choices),
-                choices[0].clock,
+    async with lease.answering() as generated:
+        served = lease.served
+        with served.admission.admitted(request.client, request.n, queue.put_nowait):
+            seconds = served.options.timeout
+            late = ApiError(
+                504, f"The answer was not complete after {seconds:g} s.", code="timeout"
             )
-        except ApiError:
-            raise
-        except AFMError as error:
-            raise api_error(error, request.prompt_field) from error
-        finally:
-            deadline.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            deadline = loop.call_later(seconds, queue.put_nowait, late)
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                row = await in_thread(lambda: _engine_request(served, request), is_admitted=True)
+                constraint = request.format.constraint
+                if request.tools.definitions:
+                    constraint = await in_thread(
+                        lambda: _constraint(served, request, row.prompt),
+                        compiles=True,
+                        is_admitted=True,
+                    )
+                elif constraint is not None:
+                    constraint = _behind_thoughts(served, request, row.prompt, constraint)
+                size = 0 if constraint is None else len(constraint.grammar)
+                if request.n > 1 and size * request.n > _MAX_GRAMMARS:
+                    raise bad_request(
+                        f"n is {request.n}, and the grammar that each answer is held to has {size} characters; "
+                        f"together they may have {_MAX_GRAMMARS}. Request fewer answers at a time.",
+                        "n",
+                    )
+                row = replace(row, constraint=constraint)
+                if served.options.log_prompts:
+                    _LOG.info("Prompt: %r", served.tokenizer.decode(row.prompt))
+                choices = [_ChoiceTask(served, request, row, i, queue) for i in range(request.n)]
+                tasks += [asyncio.create_task(choice.run()) for choice in choices]
+                running = len(choices)
+                asyncio.gather(*tasks, return_exceptions=True).add_done_callback(generated)
+                while running:
+                    event = await queue.get()
+                    if isinstance(event, ApiError):
+                        raise event
+                    running -= isinstance(event, Ended)
+                    yield event
+                cached = choices[0].cached
+                served.metrics.prompt(len(row.prompt), cached)
+                yield TokenCounts(
+                    len(row.prompt),
+                    cached,
+                    sum(choice.tokens for choice in choices),
+                    sum(choice.thought_tokens for choice in choices),
+                    sum(choice.drafted for choice in choices) if served.drafts else None,
+                    sum(choice.accepted for choice in choices),
+                    choices[0].clock,
+                )
+            except ApiError:
+                raise
+            except AFMError as error:
+                raise api_error(error, request.prompt_field) from error
+            finally:
+                deadline.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventBuilder(Protocol):
@@ -292,7 +302,7 @@ class EventBuilder(Protocol):
 
 
 async def encoded_events(
-    served: ServedModel,
+    lease: ModelLease,
     request: GenerationRequest,
     builder: EventBuilder,
     encode: Callable[[JsonObject], bytes] = named_event,
@@ -300,7 +310,7 @@ async def encoded_events(
     """Yield the events of a stream, the first ones once the answer has begun; raise as `answer_events`."""
     has_begun = False
     try:
-        async with aclosing(answer_events(served, request)) as parts:
+        async with aclosing(answer_events(lease, request)) as parts:
             async for part in parts:
                 for each in () if has_begun else builder.begin():
                     yield encode(each)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,6 +39,7 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
     schema_format,
 )
+from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.replies import (
     EventStream,
     JsonObject,
@@ -48,7 +50,6 @@ from afm_mlx.server.replies import (
     named_event,
     while_connected,
 )
-from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.thinking import Thinking, thinking_of
 
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -60,34 +61,12 @@ The newer version has no temperature, top_p and top_k; this server honours them 
 
 async def create_message(request: Request) -> Response:
     """Answer a request, whole or as a stream."""
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
     _check_version(request)
     body = await read_body(request, fields.MessageRequest)
-
-    def prepared() -> GenerationRequest:
-        messages, tools, format = _prompt(body, folds=not served.options.strict)
-        adapter = served.adapter_of(body.model)
-        # Encoded here, because the first event of a stream has the number of the prompt's tokens.
-        thinking = _thinking(body)
-        prompt = served.encode_chat(messages, tools, format, thinking)
-        return GenerationRequest(
-            prompt=prompt,
-            tools=tools,
-            format=format,
-            thinking=thinking,
-            adapter=adapter,
-            max_tokens=body.max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            stop=body.stop_sequences or (),
-            client=request.state.client,
-        )
-
-    # In a thread, because large conversations and schemas take a while.
-    made = await while_connected(request, in_thread(prepared, compiles=_has_format(body)))
-    built = MessageBuilder(body.model, len(made.prompt or ()))
-    events = encoded_events(served, made, built)
+    lease = models.lease(request, body.model)
+    built = MessageBuilder(body.model)
+    events = _events(lease, body, built)
     if body.stream:
         ping = named_event({"type": "ping"})
         return EventStream(events, request, lambda error: event(error.anthropic(), "error"), ping)
@@ -95,18 +74,49 @@ async def create_message(request: Request) -> Response:
     return json_response(built.message)
 
 
+async def _events(
+    lease: ModelLease, body: fields.MessageRequest, built: MessageBuilder
+) -> AsyncGenerator[bytes, None]:
+    def prepared() -> GenerationRequest:
+        messages, tools, format = _prompt(body, folds=not lease.served.options.strict)
+        # Encoded here, because the first event of a stream has the number of the prompt's tokens.
+        thinking = _thinking(body)
+        prompt = lease.served.encode_chat(messages, tools, format, thinking)
+        return GenerationRequest(
+            prompt=prompt,
+            tools=tools,
+            format=format,
+            thinking=thinking,
+            adapter=lease.adapter,
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            stop=body.stop_sequences or (),
+            client=lease.client,
+        )
+
+    async with lease:
+        # In a thread, because large conversations and schemas take a while.
+        made = await in_thread(prepared, compiles=_has_format(body))
+        built.message["usage"] = _usage(len(made.prompt or ()))
+        async with aclosing(encoded_events(lease, made, built)) as events:
+            async for each in events:
+                yield each
+
+
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a prompt."""
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
     _check_version(request)
     body = await read_body(request, fields.PromptRequest)
-    served.adapter_of(body.model)
+    lease = models.lease(request, body.model)
 
     def counted() -> int:
-        inputs = _prompt(body, folds=not served.options.strict)
-        return len(served.encode_chat(*inputs, _thinking(body)))
+        inputs = _prompt(body, folds=not models.options.strict)
+        return len(lease.served.encode_chat(*inputs, _thinking(body)))
 
-    count = await while_connected(request, in_thread(counted, compiles=_has_format(body)))
+    count = await while_connected(request, lease.run(counted, compiles=_has_format(body)))
     return json_response({"input_tokens": count})
 
 
@@ -242,7 +252,7 @@ class MessageBuilder:
 
     prompt_field = "messages"
 
-    def __init__(self, model: str, prompt_tokens: int):
+    def __init__(self, model: str):
         self.message: JsonObject = {
             "type": "message",
             "id": f"msg_{uuid.uuid4().hex}",
@@ -251,7 +261,7 @@ class MessageBuilder:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(prompt_tokens),
+            "usage": _usage(0),  # until the prompt is encoded
         }
         self._open: JsonObject | None = None  # the last block, until it ends
         self._texts: list[str] = []  # of the open block, joined at its end

@@ -30,6 +30,7 @@ from afm_mlx.server import (
 )
 from afm_mlx.server.guards import Guards, check_admin
 from afm_mlx.server.metrics import CONTENT_TYPE
+from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.replies import (
     ID_HEADERS,
     IGNORED_HEADER,
@@ -48,9 +49,16 @@ from afm_mlx.server.server_options import ServerOptions
 _LOG = logging.getLogger("afm_mlx.server")
 
 
-def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starlette:
-    """Make the application; `options` decide on keys, hosts and bodies, by default the options of `served`."""
-    options = options or served.options
+def make_app(
+    models: ServedModel | ModelRegistry, options: ServerOptions | None = None
+) -> Starlette:
+    """Make the application of a loaded model or of several models.
+
+    `options` decide on keys, hosts and bodies; by default, the models' own.
+    """
+    if isinstance(models, ServedModel):
+        models = ModelRegistry.of(models)
+    options = options or models.options
     middleware = [Middleware(RequestIds), Middleware(Guards, options=options)]
     if options.cors_origins:  # before the guards, because a browser's preflight request has no key
         cors = Middleware(
@@ -95,7 +103,7 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
             Exception: _refused,
         },
     )
-    app.state.served = served
+    app.state.models = models
     app.state.options = options
     app.state.kept_responses = KeptResponses(options.kept_responses, options.kept_bytes)
     return app
@@ -108,9 +116,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     """Return the response for a request that raised `error`; Starlette raises unexpected ones again, to log."""
     if not isinstance(error, ApiError | AFMError):
         _LOG.error("The request %s has failed.", REQUEST_ID.get())
-    served: ServedModel = request.app.state.served
-    reported = served.client_error(error)
-    served.metrics.failed(reported.status)
+    models: ModelRegistry = request.app.state.models
+    reported = models.failed(request, error)
     return error_response(reported, request.url.path)
 
 
@@ -144,47 +151,46 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Answer 200 while the server takes requests, 503 once it is stopping."""
-    served: ServedModel = request.app.state.served
-    if served.admission.draining:
+    models: ModelRegistry = request.app.state.models
+    if models.resources.admission.draining:
         return json_response({"status": "stopping"}, 503)
-    return json_response({"status": "ready", "model": served.name})
+    return json_response({"status": "ready", "model": models.default.name})
 
 
 async def metrics(request: Request) -> Response:
     """Return the metrics of all clients in Prometheus's format."""
     check_admin(request)
-    served: ServedModel = request.app.state.served
-    return Response(served.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+    models: ModelRegistry = request.app.state.models
+    return Response(models.resources.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def list_models(request: Request) -> Response:
-    """List the model and its adapters, each as a model, with the fields of both APIs."""
-    served: ServedModel = request.app.state.served
-    models = [_described(served, model_id) for model_id in served.model_ids]
-    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
-    return json_response({"object": "list", "data": models, **ends})
+    """List the models and their adapters, each as a model, with the fields of both APIs."""
+    models: ModelRegistry = request.app.state.models
+    listed = [_described(models, model_id) for model_id in models.ids]
+    ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
+    return json_response({"object": "list", "data": listed, **ends})
 
 
 async def retrieve_model(request: Request) -> Response:
     """Describe one model id."""
-    served: ServedModel = request.app.state.served
-    model_id = request.path_params["model_id"]
-    served.adapter_of(model_id)  # raises for an unknown id
-    return json_response(_described(served, model_id))
+    models: ModelRegistry = request.app.state.models
+    return json_response(_described(models, request.path_params["model_id"]))
 
 
-def _described(served: ServedModel, model_id: str) -> JsonObject:
-    is_adapter = model_id != served.name
+def _described(models: ModelRegistry, model_id: str) -> JsonObject:
+    model, _ = models.find(model_id)  # raises for an unknown id
+    is_adapter = model_id != model.name
     return {
         "id": model_id,
         "object": "model",
-        "created": served.created,
+        "created": model.created,
         "owned_by": "afm-mlx",
         "type": "model",
         "display_name": model_id,
-        "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
-        "max_model_len": served.context_size,
-        "parent": served.name if is_adapter else None,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
+        "max_model_len": model.context_size,
+        "parent": model.name if is_adapter else None,
     }
 
 

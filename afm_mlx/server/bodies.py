@@ -16,9 +16,9 @@ from starlette.requests import Request
 from afm_mlx.errors import named, shown
 from afm_mlx.server.admission import LARGE, in_thread
 from afm_mlx.server.field_rules import Reader
+from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.replies import ApiError, bad_request, while_connected
 from afm_mlx.server.request_fields import REQUESTS, known_elsewhere
-from afm_mlx.server.served_model import ServedModel
 
 Body = TypeVar("Body")
 
@@ -52,14 +52,16 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         ApiError: 400 with the field for a body that can't be converted; 408 for a body that takes too long; 429
             and 503 as `Admission` raises them.
     """
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
     options = request.app.state.options
     parts = []
     with ExitStack() as held:
         try:
             async with asyncio.timeout(options.body_timeout):
                 async for part in request.stream():
-                    held.enter_context(served.admission.reading(request.state.client, len(part)))
+                    held.enter_context(
+                        models.resources.admission.reading(request.state.client, len(part))
+                    )
                     parts.append(part)
         except TimeoutError:
             raise ApiError(
@@ -68,9 +70,9 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
                 headers={"Connection": "close"},
             ) from None
         content = b"".join(parts)
-        served.workers.begin(request.state.client, len(content))
+        models.resources.workers.begin(request.state.client, len(content))
         known = known_elsewhere() if kind in REQUESTS else None
-        reader = Reader(options.strict, known, served.thoughts is not None)
+        reader = Reader(options.strict, known, models.may_think)
         if len(content) > LARGE:
             body = await while_connected(
                 request, in_thread(lambda: reader.read(decoded(content), kind))

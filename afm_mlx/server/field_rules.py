@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
@@ -193,7 +193,7 @@ class Reader:
     Args:
         is_strict: True to refuse fields that would be ignored.
         known: fields of other APIs that are refused, except the values that mean the same as null.
-        thinks: True if the model thinks.
+        may_think: takes the body's `model`, and returns True if that model may think.
 
     Attributes:
         ignored: names of fields without effect, in order, with [] for the indices of lists.
@@ -203,15 +203,17 @@ class Reader:
         self,
         is_strict: bool = False,
         known: Mapping[str, tuple[object, ...]] | None = None,
-        thinks: bool = False,
+        may_think: Callable[[object], bool] = lambda model: False,
     ):
-        self._is_strict, self._known, self._thinks = is_strict, known or {}, thinks
+        self._is_strict, self._known, self._may_think = is_strict, known or {}, may_think
+        self._thinks = False
         self.ignored: dict[str, None] = {}
 
     def read(self, value: object, kind: type[Made]) -> Made:
         """Convert a decoded JSON object to a struct; raise a 400 that names the field at fault."""
         if not isinstance(value, dict):
             raise bad_request(f"The body is {shown(value)}; a JSON object is needed.")
+        self._thinks = self._may_think(value.get("model"))
         return self._struct(value, kind, "")
 
     def _struct(self, value: Mapping[str, object], kind: Any, place: str) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -12,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from afm_mlx.engine.draft_length import DraftCounts
 
+Family = TypeVar("Family", Counter, Gauge, Histogram)
 PREFIX = "afm_mlx:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -48,28 +50,65 @@ class AnswerClock:
         return (self.sampled - 1) / (self.last - self.first)
 
 
+GaugeValues = Iterable[tuple[str, str, float]]
+"""Name, help and value of gauges that are read when metrics are requested."""
+
+
+class ServerMetrics:
+    """The metrics of a server's models, in their own registry, so that servers in one process don't mix."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.models: dict[str, Metrics] = {}
+        self._families: dict[str, Any] = {}
+        self._gauges_are_registered = False
+
+    def of(self, model: str, gauges: Callable[[], GaugeValues]) -> Metrics:
+        """Return the metrics of a model; `gauges` replace the ones of an earlier call for this model."""
+        if model not in self.models:
+            self.models[model] = Metrics(model, self)
+        if not self._gauges_are_registered:  # behind all others
+            self.registry.register(_Gauges(self.models))
+            self._gauges_are_registered = True
+        self.models[model].gauges = gauges
+        return self.models[model]
+
+    def family(self, kind: type[Family], name: str, help: str, *labels: str, **more: Any) -> Family:
+        """Return the metric of this name, which is made at the first call; `labels` follow `model_name`."""
+        if name not in self._families:
+            names = ["model_name", *labels]
+            self._families[name] = kind(PREFIX + name, help, names, registry=self.registry, **more)
+        made: Family = self._families[name]
+        return made
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
 class Metrics:
-    """Counters, gauges and histograms in their own registry, so that servers in one process don't mix.
+    """Counters, gauges and histograms of one model.
 
     Args:
         model: the model's id, a label of all metrics.
-        gauges: yields name, help and value of the gauges that are read when metrics are requested.
+        server: the metrics of all models, which these belong to.
+
+    Attributes:
+        gauges: called when metrics are requested, for the values of further gauges.
     """
 
-    def __init__(self, model: str, gauges: Callable[[], Iterable[tuple[str, str, float]]]):
-        self.registry = CollectorRegistry()
+    def __init__(self, model: str, server: ServerMetrics):
         self._model = model
-        labels = ["model_name"]
+        self.gauges: Callable[[], GaugeValues] = tuple
 
         def counter(name: str, help: str, *more: str) -> Counter:
-            return Counter(PREFIX + name, help, [*labels, *more], registry=self.registry)
+            return server.family(Counter, name, help, *more)
 
         def gauge(name: str, help: str) -> Gauge:
-            return Gauge(PREFIX + name, help, labels, registry=self.registry).labels(model)
+            return server.family(Gauge, name, help).labels(model)
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(PREFIX + name, help, labels, registry=self.registry, buckets=buckets)
-            return made.labels(model)
+            return server.family(Histogram, name, help, buckets=buckets).labels(model)
 
         def total(name: str, help: str) -> Counter:
             return counter(name, help).labels(model)
@@ -96,7 +135,6 @@ class Metrics:
         self._prompt_sizes = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
         sizes = "request_generation_tokens"
         self._answer_sizes = histogram(sizes, "Tokens of one answer.", _TOKENS)
-        self.registry.register(_Gauges(model, gauges))
 
     # -- one answer
 
@@ -158,17 +196,17 @@ class Metrics:
         """Count a request that was answered with an error of this HTTP status."""
         self._errors.labels(self._model, str(status)).inc()
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
-
 
 class _Gauges(Collector):
-    def __init__(self, model: str, gauges: Callable[[], Iterable[tuple[str, str, float]]]):
-        self._model, self._gauges = model, gauges
+    def __init__(self, models: Mapping[str, Metrics]):
+        self._models = models
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, help, value in self._gauges():
-            family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
+        families: dict[str, GaugeMetricFamily] = {}
+        for model, metrics in list(self._models.items()):
+            for name, help, value in metrics.gauges():
+                if name not in families:
+                    made = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
+                    families[name] = made
+                families[name].add_metric([model], value)
+        yield from families.values()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -35,7 +36,8 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
     schema_format,
 )
-from afm_mlx.server.ollama_models import adapter_of, timestamp
+from afm_mlx.server.model_registry import ModelLease, ModelRegistry
+from afm_mlx.server.ollama_models import timestamp
 from afm_mlx.server.openai_chat import chat_tools
 from afm_mlx.server.openai_completions import encoded_prompt
 from afm_mlx.server.openai_fields import chat_logprobs
@@ -77,33 +79,37 @@ ROUTES = [
 
 
 async def _answered(request: Request, body: fields.OllamaRequest, built: ReplyBuilder) -> Response:
-    served: ServedModel = request.app.state.served
-    adapter = adapter_of(served, body.model)
+    models: ModelRegistry = request.app.state.models
+    lease = models.lease(request, body.model)
     if not getattr(body, built.prompt_field):
+        await while_connected(request, lease.run(lambda: None))
         return json_response(built.without_answer())
-
-    def prepared() -> GenerationRequest:
-        return _generation_request(body, served, adapter, request.state.client)
-
-    # In a thread, because large conversations and schemas take a while.
-    compiles = body.format is not None
-    made = await while_connected(request, in_thread(prepared, compiles=compiles))
-    events = encoded_events(served, made, built, json_line)
+    lines = _lines(lease, body, built)
     if body.stream is False:
-        await while_connected(request, drain(events))
+        await while_connected(request, drain(lines))
         return json_response(built.reply)
     # Clients read every line as an object, so a ping is a piece without text.
     ping = json_line(built.piece())
     failed = lambda error: json_line(error.ollama())  # noqa: E731
-    return EventStream(events, request, failed, ping, JSON_LINES)
+    return EventStream(lines, request, failed, ping, JSON_LINES)
+
+
+async def _lines(
+    lease: ModelLease, body: fields.OllamaRequest, built: ReplyBuilder
+) -> AsyncGenerator[bytes, None]:
+    async with lease:
+        # In a thread, because large conversations and schemas take a while.
+        compiles = body.format is not None
+        made = await in_thread(lambda: _generation_request(body, lease), compiles=compiles)
+        async with aclosing(encoded_events(lease, made, built, json_line)) as lines:
+            async for line in lines:
+                yield line
 
 
 # -- from a body to a request
 
 
-def _generation_request(
-    body: fields.OllamaRequest, served: ServedModel, adapter: str | None, client: str
-) -> GenerationRequest:
+def _generation_request(body: fields.OllamaRequest, lease: ModelLease) -> GenerationRequest:
     options = body.options or fields.OllamaOptions()
     format = FREE_TEXT
     if isinstance(body.format, dict):
@@ -112,16 +118,16 @@ def _generation_request(
     elif body.format is not None:
         format = json_object_format()
     if isinstance(body, fields.OllamaChatRequest):
-        inputs = _chat(body, format, served)
+        inputs = _chat(body, format, lease.served)
     else:
         assert isinstance(body, fields.OllamaGenerateRequest)
-        inputs = _prompt(body, served)
+        inputs = _prompt(body, lease.served)
     window = _REPEAT_WINDOW if options.repeat_last_n is None else options.repeat_last_n
     most = options.num_predict
     return GenerationRequest(
         **inputs,
         format=format,
-        adapter=adapter,
+        adapter=lease.adapter,
         max_tokens=most if most is None or most > 0 else -1,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -134,7 +140,7 @@ def _generation_request(
         repetition_window=None if window < 0 else window,
         stop=options.stop or (),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        client=client,
+        client=lease.client,
     )
 
 

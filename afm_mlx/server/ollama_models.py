@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
 
 import mlx.core as mx
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from afm_mlx import threads
+from afm_mlx.config import is_afm_config, read_config_json
 from afm_mlx.errors import AFMError
 from afm_mlx.guidance.call_forms import call_form
+from afm_mlx.guidance.thoughts import thought_form
+from afm_mlx.loading.mlx_lm_models import load_mlx_lm_tokenizer
+from afm_mlx.measure.describe import Facts, describe_stored_weights
+from afm_mlx.server.admission import in_thread
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.field_rules import Fields
+from afm_mlx.server.model_registry import LATEST, HostedModel, ModelRegistry
 from afm_mlx.server.replies import ApiError, JsonObject, bad_request, json_response
-from afm_mlx.server.served_model import ServedModel
+from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 VERSION = "0.32.15"
-"""The version of Ollama whose API this is; programs read which fields they can send from it."""
-LATEST = ":latest"
-"""The tag of a model without another; an adapter is a model with the adapter's name as its tag."""
+"""The version of Ollama whose API this is; programs know from it which fields they can send."""
 _NEVER = "9999-12-31T23:59:59Z"
-
-
-def adapter_of(served: ServedModel, name: str) -> str | None:
-    """Return the adapter of a model by its name, with or without `:latest`; raise a 404 for unknown names."""
-    is_id = name in served.model_ids
-    return served.adapter_of(name if is_id else name.removesuffix(LATEST))
 
 
 def timestamp(seconds: float) -> str:
@@ -39,18 +39,28 @@ def timestamp(seconds: float) -> str:
 
 
 async def tags(request: Request) -> Response:
-    """List the model and its adapters."""
-    served: ServedModel = request.app.state.served
-    return json_response({"models": [await _entry(served, name) for name in served.model_ids]})
+    """List the models and their adapters."""
+    models: ModelRegistry = request.app.state.models
+
+    def listed() -> list[JsonObject]:
+        return [_entry(model, name) for model in models.models for name in model.ids]
+
+    return json_response({"models": await in_thread(listed)})
 
 
 async def running(request: Request) -> Response:
     """List the models in memory."""
-    served: ServedModel = request.app.state.served
-    entry = await _entry(served, served.name)
+    models: ModelRegistry = request.app.state.models
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
-    entry |= {"expires_at": _NEVER, "size_vram": entry["size"] if on_gpu else 0}
-    return json_response({"models": [entry | {"context_length": served.context_size}]})
+
+    def described(model: HostedModel, nbytes: int) -> JsonObject:
+        sizes = {"size": nbytes, "size_vram": nbytes if on_gpu else 0}
+        more = {"expires_at": _NEVER, "context_length": model.context_size}
+        return {**_entry(model, model.name), **sizes, **more}
+
+    loaded = [(model, model.served.nbytes) for model in models.models if model.served is not None]
+    listed = await in_thread(lambda: [described(*each) for each in loaded])
+    return json_response({"models": listed})
 
 
 class ShowRequest(Fields):
@@ -62,76 +72,94 @@ class ShowRequest(Fields):
 
 async def show(request: Request) -> Response:
     """Describe a model: its size, its template, the server's defaults, and what it can do."""
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
     body = await read_body(request, ShowRequest)
     name = body.model or body.name
     if not name:
         raise bad_request("model is missing; the name of a model is needed.", "model")
-    adapter_of(served, name)
-    facts, entry = await _facts(served), await _entry(served, name)
-    family, options = entry["details"]["family"], served.options
-    info = {
-        "general.architecture": family,
-        "general.parameter_count": facts["parameters"],
-        f"{family}.vocab_size": served.vocab_size,
-    }
-    if served.context_size < sys.maxsize:
-        info[f"{family}.context_length"] = served.context_size
+    model, _ = models.find(name)
+    options = models.options
     defaults = {
         **{each: getattr(options, each) for each in ("temperature", "top_p", "top_k", "min_p")},
         "num_predict": options.max_tokens,
     }
-    return json_response(
-        {
+
+    def described() -> JsonObject:
+        facts, entry = _facts(model), _entry(model, name)
+        template, capabilities = _abilities(model)
+        info = {"general.architecture": facts["family"]}
+        if "parameters" in facts:
+            info["general.parameter_count"] = facts["parameters"]
+        if model.context_size < sys.maxsize:
+            info[f"{facts['family']}.context_length"] = model.context_size
+        return {
             "modelfile": f"FROM {name}\n",
             "parameters": "\n".join(f"{each:30} {value}" for each, value in defaults.items()),
-            "template": getattr(served.tokenizer, "template_source", ""),
+            "template": template,
             "details": entry["details"],
             "model_info": info,
-            "capabilities": _capabilities(served),
+            "capabilities": capabilities,
             "modified_at": entry["modified_at"],
         }
-    )
+
+    return json_response(await in_thread(described))
 
 
-def _capabilities(served: ServedModel) -> list[str]:
-    found = ["completion"]
-    try:
-        call_form(served.tokenizer)
-        found.append("tools")
-    except AFMError:
-        pass
-    return [*found, "thinking"] if served.thoughts else found
-
-
-async def _facts(served: ServedModel) -> JsonObject:
-    return await asyncio.wrap_future(threads.submit(lambda: served.facts))
-
-
-async def _entry(served: ServedModel, name: str) -> JsonObject:
-    """Describe a model, or one of its adapters, as lists do."""
-    facts, adapter = await _facts(served), adapter_of(served, name)
-    is_adapter = name.removesuffix(LATEST) != served.name
-    digest = facts["fingerprint"]
-    if is_adapter:
-        digest = hashlib.sha256(f"{digest}:{adapter}".encode()).hexdigest()
+def _entry(model: HostedModel, name: str) -> JsonObject:
+    """Describe a model, or its adapter of this name, as lists do."""
+    facts = _facts(model)
     name = name if ":" in name else name + LATEST
-    family = str(getattr(served.model, "model_type", "unknown"))
+    own = model.name if ":" in model.name else model.name + LATEST
+    parameters = facts.get("parameters")
     details = {
-        "parent_model": served.name + LATEST if is_adapter else "",
+        "parent_model": "" if name == own else own,
         "format": "safetensors",
-        "family": family,
-        "families": [family],
-        "parameter_size": _shortened(facts["parameters"]),
-        "quantization_level": facts["stored_as"],
+        "family": facts["family"],
+        "families": [facts["family"]],
+        "parameter_size": "" if parameters is None else _shortened(parameters),
+        "quantization_level": facts.get("kind", ""),
     }
+    digest = facts["digest"]
+    if name != own:
+        digest = hashlib.sha256(f"{digest} {name}".encode()).hexdigest()
     return {
         "name": name,
         "model": name,
-        "modified_at": timestamp(served.created),
+        "modified_at": timestamp(facts["modified"]),
         "size": facts["bytes"],
         "digest": digest,
         "details": details,
+    }
+
+
+def _facts(model: HostedModel) -> Facts:
+    if model.folder is not None:
+        return _folder_facts(model.folder)
+    assert model.served is not None
+    return {
+        "family": str(getattr(model.served.model, "model_type", "unknown")),
+        "bytes": model.served.nbytes,
+        "digest": hashlib.sha256(model.name.encode()).hexdigest(),
+        "modified": model.created,
+    }
+
+
+@lru_cache(maxsize=256)
+def _folder_facts(folder: Path) -> Facts:
+    """Describe a model folder; the digest changes with config.json, and with its weights' sizes and times."""
+    source = folder / "config.json"
+    weights = describe_stored_weights(folder)
+    digest = hashlib.sha256(source.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return {
+        "family": read_config_json(source)["model_type"],
+        "parameters": weights["parameters"],
+        "bytes": weights["bytes"],
+        "kind": f"{weights['bits_per_weight']:.1f}-bit",
+        "digest": digest.hexdigest(),
+        "modified": source.stat().st_mtime,
     }
 
 
@@ -141,6 +169,34 @@ def _shortened(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f}{letter}"
     return str(count)
+
+
+def _abilities(model: HostedModel) -> tuple[str, list[str]]:
+    """Return a model's chat template, "" if it is not a text, and Ollama's words for what the model can do."""
+    if model.served is not None:
+        return _abilities_of(model.served.tokenizer)
+    assert model.folder is not None
+    return _folder_abilities(model.folder)
+
+
+@lru_cache(maxsize=256)
+def _folder_abilities(folder: Path) -> tuple[str, list[str]]:
+    config = read_config_json(folder / "config.json")
+    is_afm = is_afm_config(config)
+    return _abilities_of(
+        load_tokenizer(folder) if is_afm else load_mlx_lm_tokenizer(folder, config)
+    )
+
+
+def _abilities_of(tokenizer: Tokenizer) -> tuple[str, list[str]]:
+    found = ["completion"]
+    if getattr(tokenizer, "has_chat_template", False):
+        with suppress(AFMError):
+            call_form(tokenizer)
+            found.append("tools")
+        if thought_form(tokenizer) is not None:
+            found.append("thinking")
+    return getattr(tokenizer, "template_source", ""), found
 
 
 async def version(request: Request) -> Response:

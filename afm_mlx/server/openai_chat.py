@@ -31,6 +31,7 @@ from afm_mlx.server.chat_inputs import (
     function_tool,
     offered_tools,
 )
+from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_fields import (
     WholeChoice,
     chat_logprobs,
@@ -53,33 +54,31 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
-from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.server.thinking import thinking_of
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat, whole or as a stream."""
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
     body = await read_body(request, fields.ChatRequest)
-    made = await while_connected(request, _generation_request(body, served, request.state.client))
+    lease = models.lease(request, body.model)
+    made = await while_connected(request, _generation_request(body, lease, models.options))
     if body.stream:
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(_chunks(served, made, body.model, with_usage), request)
-    return json_response(await while_connected(request, _completion(served, made, body.model)))
+        return EventStream(_chunks(lease, made, body.model, with_usage), request)
+    return json_response(await while_connected(request, _completion(lease, made, body.model)))
 
 
 # -- from a body to a request
 
 
 async def _generation_request(
-    body: fields.ChatRequest, served: ServedModel, client: str
+    body: fields.ChatRequest, lease: ModelLease, options: ServerOptions
 ) -> GenerationRequest:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
-    adapter = served.adapter_of(body.model)
-    messages = await in_thread(
-        lambda: chat_messages(body.messages, folds=not served.options.strict)
-    )
+    messages = await in_thread(lambda: chat_messages(body.messages, folds=not options.strict))
     tools = _tools(body)
     format = await format_of(body, body.response_format)
     check_format_fits(format, messages, f"messages[{len(body.messages) - 1}]")
@@ -96,11 +95,11 @@ async def _generation_request(
         tools=tools,
         format=format,
         thinking=thinking_of(body, body.reasoning_effort, "reasoning_effort"),
-        adapter=adapter,
+        adapter=lease.adapter,
         max_tokens=older if newer is None else newer,
-        n=check_count(body.n, served),
+        n=check_count(body.n, options),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        client=client,
+        client=lease.client,
     )
 
 
@@ -153,10 +152,10 @@ def _tools(body: fields.ChatRequest) -> OfferedTools:
 # -- responses
 
 
-async def _completion(served: ServedModel, request: GenerationRequest, model: str) -> JsonObject:
+async def _completion(lease: ModelLease, request: GenerationRequest, model: str) -> JsonObject:
     choices = [WholeChoice() for _ in range(request.n)]
     counts: JsonObject = {}
-    async with aclosing(answer_events(served, request)) as parts:
+    async with aclosing(answer_events(lease, request)) as parts:
         async for part in parts:
             if isinstance(part, TokenCounts):
                 counts = usage(part)
@@ -177,7 +176,7 @@ async def _completion(served: ServedModel, request: GenerationRequest, model: st
 
 
 async def _chunks(
-    served: ServedModel, request: GenerationRequest, model: str, with_usage: bool
+    lease: ModelLease, request: GenerationRequest, model: str, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield the encoded events of a stream; `with_usage` adds one with the numbers of tokens at the end."""
     start = head("chat.completion.chunk", "chatcmpl", model) | (
@@ -189,7 +188,7 @@ async def _chunks(
         return event({**start, "choices": [choice]})
 
     begun: set[int] = set()
-    async with aclosing(answer_events(served, request)) as parts:
+    async with aclosing(answer_events(lease, request)) as parts:
         async for part in parts:
             if isinstance(part, TokenCounts):
                 if with_usage:

@@ -22,6 +22,7 @@ from afm_mlx.server.answer_events import (
     answer_events,
 )
 from afm_mlx.server.bodies import read_body
+from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_fields import (
     WholeChoice,
     check_count,
@@ -46,12 +47,12 @@ from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 
 async def completions(request: Request) -> Response:
     """Continue one prompt or several, whole or as a stream."""
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
     body = await read_body(request, CompletionRequest)
-    made = await while_connected(request, _completion_requests(body, served, request.state.client))
+    lease = models.lease(request, body.model)
     if body.stream:
-        return EventStream(_chunks(served, made), request)
-    return json_response(await while_connected(request, _completion(served, made)))
+        return EventStream(_chunks(lease, body), request)
+    return json_response(await while_connected(request, _completion(lease, body)))
 
 
 # -- from a body to requests
@@ -64,15 +65,13 @@ class _CompletionRequests:
     The response has `n` choices for each prompt, the best ones of a request that has more.
     """
 
-    body: CompletionRequest
     requests: Sequence[GenerationRequest]
     echoes: Sequence[str]
     n: int
 
 
-async def _completion_requests(
-    body: CompletionRequest, served: ServedModel, client: str
-) -> _CompletionRequests:
+async def _completion_requests(body: CompletionRequest, lease: ModelLease) -> _CompletionRequests:
+    served = lease.served
     if body.echo and body.logprobs is not None:
         raise bad_request(
             "logprobs can't be combined with echo: logprobs of the prompt are not computed.",
@@ -89,23 +88,22 @@ async def _completion_requests(
             raise bad_request(
                 "best_of can't be streamed: the best are known at the end.", "best_of"
             )
-    adapter = served.adapter_of(body.model)
     format = await format_of(body, None)
     given = await in_thread(lambda: _prompts(body.prompt))
-    n = check_count(body.n, served, "n", len(given))
-    best_of = check_count(body.best_of or n, served, "best_of", len(given))
+    n = check_count(body.n, served.options, "n", len(given))
+    best_of = check_count(body.best_of or n, served.options, "best_of", len(given))
     prompts, echoes = await in_thread(lambda: _encoded(given, served, bool(body.echo)))
     request = sampled_request(
         body,
         format=format,
-        adapter=adapter,
+        adapter=lease.adapter,
         max_tokens=limit("max_tokens", body.max_tokens),
         n=best_of,
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,
-        client=client,
+        client=lease.client,
     )
     requests = [replace(request, prompt=prompt) for prompt in prompts]
-    return _CompletionRequests(body, requests, echoes, n)
+    return _CompletionRequests(requests, echoes, n)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -158,14 +156,14 @@ def encoded_prompt(prompt: str | list[int], served: ServedModel, place: str) -> 
 
 
 async def _all_events(
-    served: ServedModel, requests: Sequence[GenerationRequest]
+    lease: ModelLease, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, Event], None]:
     """Yield the events of several answers as they come, each with the number of its prompt."""
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
 
     async def take(number: int, request: GenerationRequest) -> None:
         try:
-            async with aclosing(answer_events(served, request)) as events:
+            async with aclosing(answer_events(lease, request)) as events:
                 async for each in events:
                     queue.put_nowait((number, each))
             queue.put_nowait((number, None))
@@ -223,17 +221,19 @@ def _name(token: TokenLikelihood) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
 
 
-async def _completion(served: ServedModel, made: _CompletionRequests) -> JsonObject:
+async def _completion(lease: ModelLease, body: CompletionRequest) -> JsonObject:
     """Return the response: the choices of the first prompt, then the choices of the next."""
-    choices = [[WholeChoice() for _ in range(request.n)] for request in made.requests]
     counts: list[TokenCounts] = []
-    async with aclosing(_all_events(served, made.requests)) as events:
-        async for number, each in events:
-            if isinstance(each, TokenCounts):
-                counts.append(each)
-            else:
-                choices[number][each.index].take(each)
-    with_logprobs = made.body.logprobs is not None
+    async with lease:
+        made = await _completion_requests(body, lease)
+        choices = [[WholeChoice() for _ in range(request.n)] for request in made.requests]
+        async with aclosing(_all_events(lease, made.requests)) as events:
+            async for number, each in events:
+                if isinstance(each, TokenCounts):
+                    counts.append(each)
+                else:
+                    choices[number][each.index].take(each)
+    with_logprobs = body.logprobs is not None
     written: list[JsonObject] = []
     for echo, best in zip(made.echoes, choices, strict=True):
         if len(best) > made.n:
@@ -243,7 +243,7 @@ async def _completion(served: ServedModel, made: _CompletionRequests) -> JsonObj
             reply = {"index": len(written), "text": echo + choice.text, "logprobs": logprobs}
             written.append({**reply, "finish_reason": choice.reason})
     return {
-        **head("text_completion", "cmpl", made.body.model),
+        **head("text_completion", "cmpl", body.model),
         "choices": written,
         "usage": _total(counts),
     }
@@ -266,13 +266,10 @@ def _total(counts: Sequence[TokenCounts]) -> JsonObject:
     )
 
 
-async def _chunks(served: ServedModel, made: _CompletionRequests) -> AsyncGenerator[bytes, None]:
+async def _chunks(lease: ModelLease, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
     """Yield the encoded events of a stream."""
-    options = made.body.stream_options
-    with_usage = bool(options and options.include_usage)
-    start = head("text_completion", "cmpl", made.body.model) | (
-        {"usage": None} if with_usage else {}
-    )
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    start = head("text_completion", "cmpl", body.model) | ({"usage": None} if with_usage else {})
 
     def chunk(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -280,21 +277,23 @@ async def _chunks(served: ServedModel, made: _CompletionRequests) -> AsyncGenera
 
     counts: list[TokenCounts] = []
     begun: dict[int, _Logprobs] = {}
-    async with aclosing(_all_events(served, made.requests)) as events:
-        async for number, each in events:
-            if isinstance(each, TokenCounts):
-                counts.append(each)
-                continue
-            index, echo = number * made.n + each.index, made.echoes[number]
-            if index not in begun:
-                begun[index] = _Logprobs(echo)
-                if echo:
-                    yield chunk(index, echo)
-            if isinstance(each, TextDelta):
-                logprobs = begun[index].written(each.logprobs) if each.logprobs else None
-                yield chunk(index, each.text, logprobs)
-            elif isinstance(each, Ended):
-                yield chunk(index, "", None, each.reason)
+    async with lease:
+        made = await _completion_requests(body, lease)
+        async with aclosing(_all_events(lease, made.requests)) as events:
+            async for number, each in events:
+                if isinstance(each, TokenCounts):
+                    counts.append(each)
+                    continue
+                index, echo = number * made.n + each.index, made.echoes[number]
+                if index not in begun:
+                    begun[index] = _Logprobs(echo)
+                    if echo:
+                        yield chunk(index, echo)
+                if isinstance(each, TextDelta):
+                    logprobs = begun[index].written(each.logprobs) if each.logprobs else None
+                    yield chunk(index, each.text, logprobs)
+                elif isinstance(each, Ended):
+                    yield chunk(index, "", None, each.reason)
     if with_usage:
         yield event({**start, "choices": [], "usage": _total(counts)})
     yield event("[DONE]")

@@ -26,7 +26,8 @@ from afm_mlx.server.answer_events import (
 from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_format, schema_format
 from afm_mlx.server.replies import JsonObject, bad_request
 from afm_mlx.server.request_fields import MAX_STOP, MAX_STOPS
-from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+from afm_mlx.server.served_model import TokenLikelihood
+from afm_mlx.server.server_options import ServerOptions
 
 Part = (
     fields.ThinkingPart
@@ -62,9 +63,9 @@ def limit(name: str, value: int | None) -> int | None:
     return value
 
 
-def check_count(n: int | None, served: ServedModel, name: str = "n", prompts: int = 1) -> int:
+def check_count(n: int | None, options: ServerOptions, name: str = "n", prompts: int = 1) -> int:
     """Return the number of choices for each prompt; raise `ApiError` if they exceed the server's limit."""
-    most = served.options.max_choices
+    most = options.max_choices
     if (n or 1) * prompts > most:
         of = f" for each of {prompts} prompts" if prompts > 1 else ""
         raise bad_request(

@@ -295,9 +295,7 @@ class EventStream(Response):
             pinging.cancel()
             if not isinstance(error, ApiError):
                 _LOG.error("The request %s has failed.", REQUEST_ID.get(), exc_info=error)
-            served = self._request.app.state.served
-            reported: ApiError = served.client_error(error)
-            served.metrics.failed(reported.status)
+            reported: ApiError = self._request.app.state.models.failed(self._request, error)
             if self._sent_at is None:
                 await error_response(reported, scope["path"])(scope, receive, send)
                 return

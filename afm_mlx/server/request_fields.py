@@ -944,9 +944,9 @@ class OllamaOptions(Fields):
         "stop": "up to 16 strings that end the answer and are not part of it",
         "frequency_penalty presence_penalty": PENALTY,
         "repeat_penalty": Honoured(
-            "above 0 to 10, for the `repeat_last_n` (64; -1 for all) last tokens of prompt and answer",
-            off=(1, 1.0),
+            "above 0 to 10, for the last tokens of prompt and answer", off=(1, 1.0)
         ),
+        "repeat_last_n": "number of last tokens for `repeat_penalty`: 64 by default, -1 for all, 0 for none",
         "typical_p": Refused("there is no typical sampling", (1, 1.0, *EMPTY)),
         "num_ctx num_batch num_gpu main_gpu num_thread use_mmap draft_num_predict": LOADED,
         "num_keep": NEVER_SHORTENED,

@@ -41,6 +41,7 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
     schema_format,
 )
+from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_fields import limit, text_of
 from afm_mlx.server.replies import (
     ApiError,
@@ -53,7 +54,7 @@ from afm_mlx.server.replies import (
     named_event,
     while_connected,
 )
-from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+from afm_mlx.server.served_model import TokenLikelihood
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.server.thinking import Thinking, thinking_of
 
@@ -155,7 +156,8 @@ def _not_kept(id: str, status: int, param: str | None) -> ApiError:
 
 async def create_response(request: Request) -> Response:
     """Answer a request, whole or as a stream."""
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
+    options = models.options
     body = await read_body(request, fields.ResponseRequest)
     client = request.state.client
     kept: KeptResponses = request.app.state.kept_responses
@@ -166,12 +168,13 @@ async def create_response(request: Request) -> Response:
             "unsupported_parameter",
         )
     earlier = _kept_inputs(body, kept, client)
+    lease = models.lease(request, body.model)
 
     is_kept = kept.is_on and body.store is not False
 
     def prepared() -> tuple[GenerationRequest, ResponseBuilder]:
-        prompt = _prompt(body, earlier, folds=not served.options.strict)
-        made = _generation_request(served, body, prompt, client)
+        prompt = _prompt(body, earlier, folds=not options.strict)
+        made = _generation_request(lease, body, prompt)
 
         def keep(response: JsonObject) -> None:
             output = response["output"]
@@ -179,13 +182,13 @@ async def create_response(request: Request) -> Response:
             encoded = msgspec.json.encode(response)
             kept.keep(client, response["id"], KeptResponse(encoded, messages, _input_items(output)))
 
-        response = _new_response(body, served.options, is_kept)
+        response = _new_response(body, options, is_kept)
         return made, ResponseBuilder(response, keep if is_kept else lambda _: None)
 
     # In a thread, because large conversations and schemas take a while.
     compiles = body.text is not None and body.text.format is not None
     made, built = await while_connected(request, in_thread(prepared, compiles=compiles))
-    events = encoded_events(served, made, built)
+    events = encoded_events(lease, made, built)
     if body.stream:
         return EventStream(events, request, built.failed)
     await while_connected(request, drain(events))
@@ -194,20 +197,19 @@ async def create_response(request: Request) -> Response:
 
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a prompt."""
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
     body = await read_body(request, fields.InputRequest)
-    served.adapter_of(body.model)
+    lease = models.lease(request, body.model)
     kept: KeptResponses = request.app.state.kept_responses
     earlier = _kept_inputs(body, kept, request.state.client)
 
     def counted() -> int:
-        prompt = _prompt(body, earlier, folds=not served.options.strict)
-        return len(
-            served.encode_chat(prompt.messages, prompt.tools, prompt.format, _thinking(body))
-        )
+        prompt = _prompt(body, earlier, folds=not models.options.strict)
+        inputs = prompt.messages, prompt.tools, prompt.format, _thinking(body)
+        return len(lease.served.encode_chat(*inputs))
 
     try:
-        count = await while_connected(request, in_thread(counted, compiles=body.text is not None))
+        count = await while_connected(request, lease.run(counted, compiles=body.text is not None))
     except (ApiError, TokenizerError) as error:
         reported = api_error(error, "input")
         if reported.param == "messages":
@@ -347,7 +349,7 @@ def _tools(body: fields.InputRequest) -> OfferedTools:
 
 
 def _generation_request(
-    served: ServedModel, body: fields.ResponseRequest, prompt: _Prompt, client: str
+    lease: ModelLease, body: fields.ResponseRequest, prompt: _Prompt
 ) -> GenerationRequest:
     for name in body.include or ():
         if name not in INCLUDABLE:
@@ -366,12 +368,12 @@ def _generation_request(
         tools=prompt.tools,
         format=prompt.format,
         thinking=_thinking(body),
-        adapter=served.adapter_of(body.model),
+        adapter=lease.adapter,
         max_tokens=limit("max_output_tokens", body.max_output_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
         logprobs=(body.top_logprobs or 0) if with_logprobs else None,
-        client=client,
+        client=lease.client,
     )
 
 

@@ -23,8 +23,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from afm_mlx.errors import RequestError
 from afm_mlx.server.guards import is_loopback
+from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.replies import ApiError
-from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.server_options import ServerOptions
 
 BACKLOG = 1024
@@ -274,7 +274,7 @@ async def serve(app: Starlette, listening: socket.socket, stop: threading.Event)
         while not stop.is_set() and not serving.done():
             await asyncio.sleep(_TICK)
         if not serving.done():
-            has_finished = await _drain(app.state.served, options.grace)
+            has_finished = await _drain(app.state.models, options.grace)
     finally:
         server.should_exit = True
         await serving
@@ -284,16 +284,18 @@ async def serve(app: Starlette, listening: socket.socket, stop: threading.Event)
     return has_finished
 
 
-async def _drain(served: ServedModel, seconds: float) -> bool:
+async def _drain(models: ModelRegistry, seconds: float) -> bool:
     """Refuse new requests; end answers that still run after `seconds`. Return True if there are none."""
-    served.admission.draining = True
+    admission = models.resources.admission
+    admission.draining = True
+    models.refuse_waiting()
     until = time.monotonic() + seconds
-    if served.admission.active:
-        _LOG.info("Waiting for %d answers, %g s at most.", served.admission.active, seconds)
-    while served.admission.active and time.monotonic() < until:
+    if admission.active:
+        _LOG.info("Waiting for %d answers, %g s at most.", admission.active, seconds)
+    while admission.active and time.monotonic() < until:
         await asyncio.sleep(_TICK)
-    if not served.admission.active:
+    if not admission.active:
         return True
-    served.admission.end_all()
+    admission.end_all()
     await asyncio.sleep(_TICK)
     return False

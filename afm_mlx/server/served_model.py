@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.checkpoint.weights import stored_tensors
+from afm_mlx.config import read_config_json
 from afm_mlx.engine.async_engine import AsyncEngine
+from afm_mlx.engine.generation import kv_storage
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.speculation.drafting import Speculation
-from afm_mlx.errors import RequestError, TokenizerError, did_you_mean, shown
+from afm_mlx.errors import RequestError, TokenizerError
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
 from afm_mlx.loading.load import load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
-from afm_mlx.measure.describe import Facts, describe_model
 from afm_mlx.model.model import is_afm
-from afm_mlx.server.admission import Admission, Workers
+from afm_mlx.quantization.packed_layers import activation_dtype
 from afm_mlx.server.chat_inputs import (
     FREE_TEXT,
     NO_TOOLS,
@@ -34,9 +38,9 @@ from afm_mlx.server.chat_inputs import (
     OfferedTools,
     is_answer,
 )
-from afm_mlx.server.metrics import Metrics
-from afm_mlx.server.replies import ApiError, JsonObject, api_error, bad_request
+from afm_mlx.server.replies import JsonObject, bad_request
 from afm_mlx.server.server_options import ServerOptions
+from afm_mlx.server.server_resources import ServerResources
 from afm_mlx.server.thinking import BY_DEFAULT, Thinking
 from afm_mlx.tokenizer.control_tokens import strings_in
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
@@ -125,6 +129,141 @@ class TokenTexts:
         return TokenLikelihood(token, self.bytes_of(token), float(values[token]), others)
 
 
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be served: its folder, and how it is loaded. Made by `ModelSource.of`.
+
+    Args:
+        name: the model's id in the APIs; its adapters have the ids `name:adapter`.
+        adapters: mapping from names to paths of its adapters.
+        default_adapter: the adapter of requests for the model's own id; pass None for none.
+        adapter_memory: bytes that adapters may take; pass None for no limit.
+        force_adapters: True to accept adapters that were made for another model, if their shapes fit.
+        kv_bits: bits of keys and values that the model must be able to have; pass None for any.
+        drafts: False to load no draft model, whatever the server's settings say.
+        load_options: further arguments of `load`.
+        engine_options: further options of `Engine`.
+    """
+
+    name: str
+    folder: Path
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    default_adapter: str | None = None
+    adapter_memory: int | None = None
+    force_adapters: bool = False
+    kv_bits: int | None = None
+    drafts: bool = True
+    load_options: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        source: str | Path = EMBEDDED_MODEL,
+        *,
+        name: str | None = None,
+        adapter_path: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        **settings: Any,
+    ) -> ModelSource:
+        """Find a model's folder and its adapters'.
+
+        Args:
+            source: folder, hub id or name of the embedded model.
+            name: the model's id in the APIs; the last part of `source` by default.
+            adapter_path: adapter of requests for the model's own id: a path, or the name of one that comes with
+                the model.
+            adapters: mapping from name to path of further adapters, besides those that come with the model.
+            settings: further fields of the result.
+
+        Raises:
+            AFMError: for what does not exist.
+        """
+        folder = resolve_model(source)
+        given = {each: resolve_adapter(path, folder) for each, path in (adapters or {}).items()}
+        default = None
+        if adapter_path is not None:
+            path = resolve_adapter(adapter_path, folder)
+            default = path.name
+            if given.setdefault(default, path) != path:
+                raise RequestError(
+                    f"The adapter {path} would have the name {default}, as {given[default]} has. Rename one."
+                )
+        model_id = name or Path(source).name or folder.resolve().name
+        return cls(model_id, folder, model_adapters(folder) | given, default, **settings)
+
+    def load(
+        self,
+        options: ServerOptions | None = None,
+        resources: ServerResources | None = None,
+    ) -> ServedModel:
+        """Load the model in MLX's thread, and register its adapters; raise `AFMError` for what can't be loaded.
+
+        Args:
+            options: the server's settings.
+            resources: what the server's models share; made if None.
+        """
+
+        def make() -> ServedModel:
+            model, tokenizer = load(self.folder, **self.load_options)
+            if self.kv_bits is not None:
+                kv_storage(model, self.kv_bits)
+            pool = AdapterPool(
+                model,
+                budget=self.adapter_memory,
+                base_folder=self.folder,
+                force=self.force_adapters,
+            )
+            for each, path in self.adapters.items():
+                pool.register(each, path)
+            engine_options = dict(self.engine_options)
+            draft_model = options.draft_model if options and self.drafts else None
+            if options and (draft_model is not None or options.prompt_lookup):
+                draft, own = load_drafts(draft_model, model, tokenizer, self.folder, pool.paths)
+                engine_options["speculation"] = Speculation(
+                    draft, options.prompt_lookup, own, options.num_draft_tokens
+                )
+            return ServedModel(
+                model,
+                tokenizer,
+                pool,
+                name=self.name,
+                default_adapter=self.default_adapter,
+                folder=self.folder,
+                options=options,
+                resources=resources,
+                **engine_options,
+            )
+
+        return threads.submit(make).result()
+
+    @cached_property
+    def disk_bytes(self) -> int:
+        """Bytes of the folder's weights."""
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        """Bytes that the weights will take in memory, about: half types may be widened."""
+        tensors = stored_tensors(self.folder).values()
+        halves = mx.float16, mx.bfloat16
+        return sum(
+            each.size * activation_dtype().size if each.dtype in halves else each.nbytes
+            for each in tensors
+        )
+
+    @cached_property
+    def context_size(self) -> int:
+        """Number of tokens that config.json says prompt and answer may have together."""
+        values = read_config_json(self.folder / "config.json")
+        inner = values.get("text_config")
+        for each in (values, inner if isinstance(inner, dict) else {}):
+            for name in ("context_length", "max_position_embeddings"):
+                if isinstance(each.get(name), int):
+                    return int(each[name])
+        return sys.maxsize
+
+
 class ServedModel:
     """A model with everything that answers need. Made by `ServedModel.load`, or of a loaded model.
 
@@ -133,13 +272,16 @@ class ServedModel:
         pool: the model's adapters; pass None for a model that can't have any.
         name: the model's id in the APIs; its adapters have the ids `name:adapter`.
         default_adapter: the adapter of requests for the model's own id; pass None for none.
+        folder: the model's folder, for descriptions; pass None if unknown.
         options: the server's settings.
+        resources: what the server's models share; made if None.
         engine_options: further options of `Engine`.
 
     Attributes:
         prefix_cache: keys and values of earlier prompts and answers; None if the options keep none.
         created: time of loading, in seconds since 1970.
         drafts: True if draft tokens are proposed for the model to verify.
+        nbytes: bytes of the weights in memory, those of draft models included.
         own_adapters: names of the adapters that the server was started with, which requests can't remove.
     """
 
@@ -151,13 +293,17 @@ class ServedModel:
         *,
         name: str = EMBEDDED_MODEL,
         default_adapter: str | None = None,
+        folder: Path | None = None,
         options: ServerOptions | None = None,
+        resources: ServerResources | None = None,
         **engine_options: Any,
     ):
         self.options = options = options or ServerOptions()
+        self.resources = resources or ServerResources(options)
+        self._owns_resources = resources is None
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
         self.name = name
-        self._default_adapter = default_adapter
+        self.default_adapter, self.folder = default_adapter, folder
         self.created = int(time.time())
         self.prefix_cache: PrefixCache | None = None
         if options.prompt_cache_bytes:
@@ -179,11 +325,20 @@ class ServedModel:
             **engine_options,
         )
         self.engine.warm_up()
-        self.drafts = engine_options.get("speculation") is not None
+        speculation: Speculation | None = engine_options.get("speculation")
+        self.drafts = speculation is not None
+        models: list[Any] = [model]
+        if speculation is not None:
+            models += [speculation.draft_model, *speculation.adapter_drafts.values()]
+        self.nbytes = sum(
+            array.nbytes
+            for each in models
+            if isinstance(each, nn.Module)
+            for _, array in tree_flatten(each.parameters())
+        )
         self.own_adapters = frozenset(() if pool is None else pool.registered)
-        self.admission = Admission(options)
-        self.workers = Workers(self.admission)
-        self.metrics = Metrics(name, self._gauges)
+        self.admission, self.workers = self.resources.admission, self.resources.workers
+        self.metrics = self.resources.metrics.of(name, self.gauges)
         self.token_texts = TokenTexts(tokenizer)
 
     @classmethod
@@ -191,93 +346,26 @@ class ServedModel:
         cls,
         source: str | Path = EMBEDDED_MODEL,
         *,
-        name: str | None = None,
-        adapter_path: str | Path | None = None,
-        adapters: Mapping[str, str | Path] | None = None,
-        adapter_memory: int | None = None,
         options: ServerOptions | None = None,
-        force_adapters: bool = False,
-        load_options: Mapping[str, Any] | None = None,
-        **engine_options: Any,
+        **settings: Any,
     ) -> ServedModel:
         """Load a model in MLX's thread, and register its adapters.
 
         Args:
             source: folder, hub id or name of the embedded model.
-            name: the model's id in the APIs; the last part of `source` by default.
-            adapter_path: adapter of requests for the model's own id: a path, or the name of one that comes with
-                the model.
-            adapters: mapping from name to path of further adapters, besides those that come with the model.
-            adapter_memory: bytes that adapters may take; pass None for no limit.
             options: the server's settings.
-            force_adapters: True to accept adapters that were made for another model, if their shapes fit.
-            load_options: further arguments of `load`.
-            engine_options: further options of `Engine`.
+            settings: further arguments of `ModelSource.of`.
 
         Raises:
             AFMError: for what can't be loaded.
         """
-        folder = resolve_model(source)
-        given = {each: resolve_adapter(path, folder) for each, path in (adapters or {}).items()}
-        default = None
-        if adapter_path is not None:
-            path = resolve_adapter(adapter_path, folder)
-            default = path.name
-            if given.setdefault(default, path) != path:
-                raise RequestError(
-                    f"The adapter {path} would have the name {default}, as {given[default]} has. Rename one."
-                )
-        model_id = name or Path(source).name or folder.resolve().name
-
-        def make() -> ServedModel:
-            model, tokenizer = load(folder, **(load_options or {}))
-            pool = AdapterPool(
-                model, budget=adapter_memory, base_folder=folder, force=force_adapters
-            )
-            for each, path in (model_adapters(folder) | given).items():
-                pool.register(each, path)
-            if options and (options.draft_model is not None or options.prompt_lookup):
-                draft, own = load_drafts(options.draft_model, model, tokenizer, folder, pool.paths)
-                engine_options["speculation"] = Speculation(
-                    draft, options.prompt_lookup, own, options.num_draft_tokens
-                )
-            return cls(
-                model,
-                tokenizer,
-                pool,
-                name=model_id,
-                default_adapter=default,
-                options=options,
-                **engine_options,
-            )
-
-        return threads.submit(make).result()
-
-    # -- model ids
+        return ModelSource.of(source, **settings).load(options)
 
     @property
     def model_ids(self) -> list[str]:
         """The model's id and its adapters' ids."""
         adapters = [] if self.pool is None else self.pool.registered
         return [self.name, *(f"{self.name}:{adapter}" for adapter in adapters)]
-
-    def adapter_of(self, model_id: str) -> str | None:
-        """Return the adapter that a model id names; the default one, or None, for the model's own id.
-
-        Raises:
-            ApiError: 404 for an id that is not in `model_ids`.
-        """
-        ids = self.model_ids
-        if model_id not in ids:
-            listed = ", ".join(ids[:20]) + (", ..." if len(ids) > 20 else "")
-            raise ApiError(
-                404,
-                f"There is no model {shown(model_id)}{did_you_mean(model_id, ids)}. Known are {listed}.",
-                param="model",
-                code="model_not_found",
-                type="invalid_request_error",
-            )
-        return model_id[len(self.name) + 1 :] or self._default_adapter
 
     # -- tokens
 
@@ -294,11 +382,6 @@ class ServedModel:
     def vocab_size(self) -> int:
         """Number of token ids."""
         return int(self.model.args.vocab_size)
-
-    @cached_property
-    def facts(self) -> Facts:
-        """Sizes and fingerprint of the model, see `describe_model`; found in MLX's thread."""
-        return describe_model(self.model)
 
     def check_length(self, texts: Iterable[str], place: str) -> None:
         """Refuse a prompt with more characters than the context can hold, before it is encoded.
@@ -398,32 +481,20 @@ class ServedModel:
 
     # -- errors
 
-    def client_error(self, error: Exception) -> ApiError:
-        """Convert an exception as `api_error` does, without the folders that files are in."""
-        reported = api_error(error)
-        reported.message = self.without_folders(reported.message)
-        return reported
-
     def without_folders(self, text: str) -> str:
         """Shorten the paths of the server's folders in a text to the folders' names."""
-        if "/" not in text:
-            return text
-        given = [
+        return without_folders(
+            text,
             getattr(self.tokenizer, "name_or_path", ""),
             self.options.draft_model or "",
             self.options.prompt_cache_folder or "",
             *self.options.adapter_folders,
             *(() if self.pool is None else self.pool.paths.values()),
-        ]
-        paths = [Path(each).absolute() for each in given if str(each)]
-        found = {path for each in paths for path in (each, each.resolve()) if len(path.parts) > 2}
-        for folder in sorted(found, key=lambda path: -len(path.parts)):  # inner folders first
-            text = text.replace(str(folder), folder.name)
-        return text
+        )
 
     # -- metrics
 
-    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+    def gauges(self) -> Iterator[tuple[str, str, float]]:
         """Yield name, help and value of the gauges that are read when metrics are requested."""
         known: JsonObject = {"bytes": 0, "adapters": []}
         if self.pool is not None:
@@ -444,9 +515,29 @@ class ServedModel:
         yield "adapters_registered", "Adapters by name.", len(known["adapters"])
 
     def close(self) -> None:
-        """End the threads, and write pending pages of the prefix cache to its folder."""
-        self.workers.close()
+        """End the threads, write pending pages of the prefix cache to its folder, and free the weights."""
+        if self._owns_resources:
+            self.resources.close()
         if self.pool is not None:
             self.pool.close()
         if self.prefix_cache is not None:
             threads.submit(self.prefix_cache.close).result()
+            self.prefix_cache = None
+        threads.submit(self._release).result()
+
+    def _release(self) -> None:
+        self.engine.close()
+        del self.model
+        gc.collect()  # an engine's parts refer to each other
+        mx.clear_cache()
+
+
+def without_folders(text: str, *paths: str | Path) -> str:
+    """Shorten the paths of folders in a text to the folders' names."""
+    if "/" not in text:
+        return text
+    absolute = [Path(each).absolute() for each in paths if str(each)]
+    found = {path for each in absolute for path in (each, each.resolve()) if len(path.parts) > 2}
+    for folder in sorted(found, key=lambda path: -len(path.parts)):  # inner folders first
+        text = text.replace(str(folder), folder.name)
+    return text

@@ -9,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from afm_mlx.errors import AFMError
-from afm_mlx.server.admission import in_thread
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.chat_inputs import OfferedTools
+from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.openai_chat import chat_messages, chat_tools
 from afm_mlx.server.replies import (
+    ApiError,
     JsonObject,
     api_error,
     bad_request,
@@ -46,14 +47,14 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True):
 
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text, or of a chat that the chat template has rendered."""
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
     body = await read_body(request, TokenizeRequest)
-    if body.model is not None:
-        served.adapter_of(body.model)
+    lease = models.lease(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Either prompt or messages is needed.", "prompt")
 
     def tokenized() -> Response:
+        served = lease.served
         tokens = _tokens(served, body)
         written: JsonObject = {
             "count": len(tokens),
@@ -64,7 +65,7 @@ async def tokenize(request: Request) -> Response:
             written["token_strs"] = served.tokenizer.convert_ids_to_tokens(tokens)
         return json_response(written)
 
-    return await while_connected(request, in_thread(tokenized))
+    return await while_connected(request, lease.run(tokenized))
 
 
 def _tokens(served: ServedModel, body: TokenizeRequest) -> list[int]:
@@ -81,16 +82,17 @@ def _tokens(served: ServedModel, body: TokenizeRequest) -> list[int]:
 
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
-    served: ServedModel = request.app.state.served
+    models: ModelRegistry = request.app.state.models
     body = await read_body(request, DetokenizeRequest)
-    if body.model is not None:
-        served.adapter_of(body.model)
-    served.check_tokens(body.tokens, "tokens")
+    lease = models.lease(request, body.model)
 
     def detokenized() -> Response:
-        return json_response({"prompt": served.tokenizer.decode(body.tokens)})
+        lease.served.check_tokens(body.tokens, "tokens")
+        return json_response({"prompt": lease.served.tokenizer.decode(body.tokens)})
 
     try:
-        return await while_connected(request, in_thread(detokenized))
+        return await while_connected(request, lease.run(detokenized))
+    except ApiError:
+        raise
     except AFMError as error:
         raise bad_request(str(error), "tokens") from error

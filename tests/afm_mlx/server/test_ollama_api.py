@@ -188,9 +188,7 @@ def test_results_find_their_calls(family):
         message = http.post("/api/chat", json=body).json()["message"]
         ids = [call["id"] for call in message["tool_calls"]]
         texts = dict(zip(ids, ("one", "two", "three"), strict=True))
-        results = [
-            {"role": "tool", "tool_call_id": i, "content": texts[i]} for i in reversed(ids)
-        ]
+        results = [{"role": "tool", "tool_call_id": i, "content": texts[i]} for i in reversed(ids)]
         body["messages"] = [messages[0], message, *results]
         assert http.post("/api/chat", json=body).status_code == 200
         shown = script.prompts[-1]

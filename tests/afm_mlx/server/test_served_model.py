@@ -3,6 +3,7 @@
 import pytest
 
 from afm_mlx.loading.resolve import resolve_model
+from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.served_model import ServedModel
 from tests.tools.server import running_server
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
@@ -82,6 +83,8 @@ def test_the_models_own_id_can_have_an_adapter():
     try:
         ids = ["mine", "mine:redact", "mine:todo", "mine:triage", "mine:private"]
         assert sorted(served.model_ids) == sorted(ids)
-        assert [served.adapter_of(each) for each in ("mine", "mine:private")] == ["todo", "private"]
+        models = ModelRegistry.of(served)
+        found = [models.find(each)[1] for each in ("mine", "mine:private")]
+        assert found == ["todo", "private"]
     finally:
         served.close()

@@ -37,6 +37,10 @@ CASES = {
     "instructor": (WRONG_FIRST, ["Rome", "Lima"], "Lima", set()),
     "smolagents": ((BOTH, ANSWERS[0], LIMA, ANSWERS[1]), ["Rome", "Oslo", "Lima"], "Lima is warm.", set()),
     "llm": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", set()),
+    "ollama": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", set()),
+    "langchain_ollama": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"options.num_ctx"}),
+    "litellm_ollama": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", set()),
+    "llm_ollama": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", set()),
 }  # fmt: skip
 """For each program: the model's answers, the cities of its tool calls, its last answer, and ignored fields."""
 
