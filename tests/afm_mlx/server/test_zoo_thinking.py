@@ -194,7 +194,7 @@ def test_thoughts_are_apart_in_ollamas_api(server, follow):
     order = ["thought" if part.message.thinking else "text" for part in parts]
     assert order == sorted(order, reverse=True)
     for name, whole in (("thinking", chat.message.thinking), ("content", chat.message.content)):
-        assert "".join(part.message[name] or "" for part in parts) == whole
+        assert "".join(getattr(part.message, name) or "" for part in parts) == whole
     again = client.chat("model", [QUESTION, chat.message, QUESTION], options=options)
     assert again.message.content == "Fine."
     held = client.chat("model", [QUESTION], options=options, format={"const": 1})
