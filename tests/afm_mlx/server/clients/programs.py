@@ -265,7 +265,7 @@ def with_llm(url: str) -> str:
 def with_llm_ollama(url: str) -> str:
     """The same over Ollama's API, with its plugin, which finds the model by itself."""
     os.environ["OLLAMA_HOST"] = url
-    return _llm(url, f"{MODEL}:latest")
+    return _llm(url, f"ollama/{MODEL}")
 
 
 def _llm(url: str, model: str) -> str:
