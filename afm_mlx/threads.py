@@ -44,6 +44,7 @@ class MLXThread:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ended = False
+        self._is_giving_way = False
 
     def is_current(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
@@ -72,15 +73,25 @@ class MLXThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            future, function = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:  # the caller waits for it, whatever it is
-                future.set_exception(error)
-            del job, future, function  # else they are kept until the next job
+            _do(job)
+            del job  # else it is kept until the next job
         mx.clear_streams()
+
+    def give_way(self) -> None:
+        """In this thread, run the jobs that wait now, except within another call; see `give_way` below."""
+        if self._is_giving_way or not self.is_current():
+            return
+        self._is_giving_way = True
+        try:
+            for _ in range(self._jobs.qsize()):
+                job = self._jobs.get()
+                if job is None:  # the thread is to end
+                    self._jobs.put(None)
+                    return
+                _do(job)
+                del job
+        finally:
+            self._is_giving_way = False
 
     def end(self) -> None:
         """Finish the running job, drop the others, and release MLX's state.
@@ -96,6 +107,15 @@ class MLXThread:
             self._jobs.get()
         self._jobs.put(None)
         thread.join()
+
+
+def _do(job: Job) -> None:
+    future, function = job
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as error:  # the caller waits for it, whatever it is
+            future.set_exception(error)
 
 
 _mlx_thread = MLXThread()
@@ -166,6 +186,14 @@ def submit(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future
     """
     check_process()
     return _mlx_thread.submit(function, *args, **kwargs)
+
+
+def give_way() -> None:
+    """In a long job of the MLX thread, run the jobs that wait; in any other thread, do nothing.
+
+    The job must hold nothing that others need, such as a lock or an unusual default stream.
+    """
+    _mlx_thread.give_way()
 
 
 def in_mlx_thread(function: Function) -> Function:

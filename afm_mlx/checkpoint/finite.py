@@ -6,7 +6,7 @@ a number overflows. Checking a model reads its float tensors once, at memory spe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,11 +17,13 @@ from mlx.utils import tree_flatten
 from afm_mlx.checkpoint.safetensors_file import reading
 from afm_mlx.config import KV_SCALES
 from afm_mlx.errors import CheckpointError, named
+from afm_mlx.threads import give_way, in_main_thread
 
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))  # just below 2^64
 
 # The largest bit pattern of a usable number of a half type, without the sign.
 _LARGEST_HALF = {mx.float16: 0x7BFF, mx.bfloat16: 0x5F7F}
+_PORTION = 1 << 26  # bytes of tensors that are read before other work of the thread has its turn
 _SMALL = 1 << 13  # a tensor with at most this many numbers is checked together with others
 _IN_CACHE = 1 << 17
 """Numbers of a half type per pass: the second comparison finds them in the processor's cache."""
@@ -36,7 +38,9 @@ def read_parameters(model: nn.Module, source: str | Path) -> dict[str, mx.array]
     """
     parameters = dict(tree_flatten(model.parameters()))
     with reading(source):
-        mx.eval(parameters)
+        for part in _portions(parameters.values()):
+            mx.eval(part)
+            give_way()  # other models may be running in this thread
     check_finite(parameters, source)
     for name, array in parameters.items():
         if name.endswith(KV_SCALES) and not array.item() > 0:
@@ -45,6 +49,19 @@ def read_parameters(model: nn.Module, source: str | Path) -> dict[str, mx.array]
                 "the model again, or copy it again."
             )
     return parameters
+
+
+def _portions(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
+    """Yield arrays in lists of about `_PORTION` bytes; all at once in the main thread."""
+    part: list[mx.array] = []
+    nbytes = 0
+    for array in arrays:
+        part.append(array)
+        nbytes += array.nbytes
+        if nbytes >= _PORTION and not in_main_thread():
+            yield part
+            part, nbytes = [], 0
+    yield part
 
 
 def check_finite(tensors: Mapping[str, mx.array], source: str | Path) -> None:

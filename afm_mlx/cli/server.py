@@ -1,4 +1,4 @@
-"""Serve a model to programs that speak OpenAI's, Anthropic's or Ollama's API, until Ctrl-C or SIGTERM."""
+"""Serve models to programs that speak OpenAI's, Anthropic's or Ollama's API, until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -27,8 +27,16 @@ from afm_mlx.cli.signals import deferred_signals
 from afm_mlx.errors import reason_of, shown
 from afm_mlx.files import read_file
 from afm_mlx.installation import package_problem
+from afm_mlx.loading.resolve import (
+    AUTO,
+    EMBEDDED_MODEL,
+    model_draft,
+    model_folders,
+    resolve_model,
+)
 
 if TYPE_CHECKING:
+    from afm_mlx.server.model_registry import HostedModel
     from afm_mlx.server.server_options import ServerOptions
 
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY"
@@ -36,6 +44,9 @@ MAX_KEY_FILE_BYTES = 1 << 20
 _LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_SHARE = 0.75
+"""Share of the machine's memory that several models may take, where MLX recommends no size."""
 
 
 def nbytes(text: str) -> int:
@@ -46,16 +57,33 @@ def nbytes(text: str) -> int:
     return round(float(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
+def duration(text: str) -> float:
+    """Convert a time in seconds, which may have the unit s, m or h, to seconds above 0."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([smh])?", text.strip(), re.IGNORECASE)
+    seconds = 0.0 if found is None else float(found[1]) * _SECONDS[(found[2] or "s").lower()]
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a time above 0, such as 90s or 5m")
+    return seconds
+
+
 # fmt: off
 ARGUMENTS = {
     "options": [
-        *model_options.LOADING,
+        Argument("--model", None,
+                 f"model folder, hub id, or {EMBEDDED_MODEL} (the default); may be repeated. The first loads "
+                 "at the start, others when a request needs them",
+                 [], action="append", metavar="MODEL"),
+        Argument("--models-dir", None,
+                 "folder of model folders, which are loaded when a request needs them",
+                 metavar="FOLDER"),
+        *(argument for argument in model_options.LOADING if argument is not model_options.MODEL),
         *model_options.ADAPTERS,
         Argument("--adapter-folder", None,
                  "folder from which requests may load adapters; may be repeated. None by default",
                  [], action="append", metavar="FOLDER"),
-        Argument("--served-model-name", None, "the model's id; the last part of --model by default",
-                 metavar="NAME"),
+        Argument("--served-model-name", None,
+                 "the model's id; the last part of --model by default; may be repeated, in its order",
+                 [], action="append", metavar="NAME"),
         Argument("--log-level", _LEVELS, "what is logged, on standard error", "INFO"),
         Argument("--log-prompts", FLAG, "log prompts and answers, too"),
         Argument("--strict", FLAG,
@@ -116,6 +144,15 @@ ARGUMENTS = {
                  "memory for keys and values of earlier prompts and answers, such as 512MB; 0 keeps none",
                  10**9,
                  metavar="BYTES"),
+        Argument("--memory", nbytes,
+                 "memory for the weights of all loaded models, keys and values, and the prompt cache, such as "
+                 "16GB; models without requests make room for others. By default no limit for one model, and "
+                 "three quarters of the machine's memory for several",
+                 metavar="BYTES"),
+        Argument("--keep-alive", duration,
+                 "time without requests after which a model leaves memory, such as 5m; by default it stays "
+                 "until another needs the room",
+                 metavar="TIME"),
         Argument("--max-queue", integer(0), "maximum answers that wait; more are refused with 429", 256),
         Argument("--max-choices", integer(1), "maximum answers of one request", 128),
         Argument("--max-body", integer(1), "maximum bytes of a request", 8 << 20),
@@ -147,10 +184,9 @@ ARGUMENTS = {
 
 def run(args: argparse.Namespace) -> None:
     try:
-        from afm_mlx.engine.generation import kv_storage
         from afm_mlx.server.app import make_app
+        from afm_mlx.server.model_registry import ModelRegistry
         from afm_mlx.server.run import address_of, bind, run
-        from afm_mlx.server.served_model import ServedModel
     except Exception as error:
         if not (problem := package_problem(error)):
             raise
@@ -159,6 +195,8 @@ def run(args: argparse.Namespace) -> None:
             "[server])."
         ) from None
     settings = _options(args)
+    if settings.memory is None and (args.models_dir or len(args.model) > 1):
+        settings = dataclasses.replace(settings, memory=_memory_for_models())
     model_options.check_speculation(args)
 
     logging.basicConfig(
@@ -167,26 +205,76 @@ def run(args: argparse.Namespace) -> None:
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.root.level))
     with deferred_signals() as stop:
         listening = bind(settings)  # a port in use is known before the model is loaded
-        served = ServedModel.load(
-            args.model,
-            name=args.served_model_name,
-            adapter_path=args.adapter_path,
-            adapters=model_options.named_adapters(args.adapter),
-            adapter_memory=args.adapter_memory,
-            options=settings,
-            force_adapters=args.force,
-            load_options={
-                "trust_remote_code": args.trust_remote_code,
-                "activation_bits": args.activation_bits,
-            },
-        )
-        if args.kv_bits is not None:
-            kv_storage(served.model, args.kv_bits)
-        print(f"{served.name} is served at {address_of(listening)}", flush=True)
-        has_finished = run(make_app(served, settings), listening, stop)
-        served.close()
+        models = ModelRegistry(_models(args), settings)
+        first = models.default
+        if args.model or not args.models_dir:
+            models.load_now(first)
+        others = "" if len(models.models) == 1 else f", with {len(models.models) - 1} more,"
+        print(f"{first.name}{others} is served at {address_of(listening)}", flush=True)
+        has_finished = run(make_app(models, settings), listening, stop)
+        models.close()
         if has_finished:
             stop.clear()  # it was stopped in good order: nothing was interrupted
+
+
+def _models(args: argparse.Namespace) -> list[HostedModel]:
+    """Find the models that the arguments name; raise `AFMError` for what does not exist."""
+    from afm_mlx.server.model_registry import HostedModel
+    from afm_mlx.server.served_model import ModelSource
+
+    given: list[str | Path] = list(args.model)
+    if args.models_dir is not None:
+        given += [each for each in model_folders(args.models_dir) if each not in given]
+    given = given or [EMBEDDED_MODEL]
+    if len(args.served_model_name) > len(given):
+        raise UsageError(
+            "--served-model-name is given more often than --model; leave the last out."
+        )
+    adapters = model_options.named_adapters(args.adapter)
+    sources = []
+    for index, path in enumerate(given):
+        name = (args.served_model_name[index:] or [None])[0]
+        name = ModelSource.of(path, name=name).name
+        own = {
+            each.removeprefix(f"{name}:"): adapters.pop(each)
+            for each in list(adapters)
+            if each.startswith(f"{name}:") or (index == 0 and ":" not in each)
+        }
+        draft = args.draft_model
+        sources.append(
+            ModelSource.of(
+                path,
+                name=name,
+                adapter_path=args.adapter_path if index == 0 else None,
+                adapters=own,
+                adapter_memory=args.adapter_memory,
+                force_adapters=args.force,
+                kv_bits=args.kv_bits,
+                drafts=index == 0
+                or (draft == AUTO and model_draft(resolve_model(path)) is not None),
+                load_options={
+                    "trust_remote_code": args.trust_remote_code,
+                    "activation_bits": args.activation_bits,
+                },
+            )
+        )
+    if adapters:
+        raise UsageError(
+            f"--adapter {next(iter(adapters))} is for no model; known are "
+            f"{', '.join(source.name for source in sources)}."
+        )
+    return [HostedModel(source) for source in sources]
+
+
+def _memory_for_models() -> int:
+    """Return the bytes that several models may take by default."""
+    import mlx.core as mx
+
+    from afm_mlx.measure.machine import machine_memory
+
+    info = mx.device_info() if mx.metal.is_available() else {}
+    recommended = info.get("max_recommended_working_set_size")
+    return int(recommended or _SHARE * machine_memory())
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:

@@ -30,7 +30,7 @@ from afm_mlx.engine.decoding import DecodeBatch
 from afm_mlx.engine.prefix_cache import PrefixCache, RowPrefixes
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import AnswerText, Row, RowAdapters
-from afm_mlx.engine.scheduler import KVMemory, Scheduler
+from afm_mlx.engine.scheduler import EngineGroup, KVMemory, Scheduler
 from afm_mlx.engine.speculation.drafting import Drafting, Speculation
 from afm_mlx.errors import ContextLengthError, RequestError, shown
 from afm_mlx.kernels import dispatch
@@ -84,6 +84,7 @@ class Engine:
         kv_memory: budget in bytes for the keys and values of all rows together, including draft models' caches
             and temporary copies, excluding the prefix cache; pass None for no budget. A row waits until the
             most that it can need is free (`KVMemory`).
+        group: engines of the same thread that share `max_batch` and `kv_memory`; pass None for none.
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main
@@ -104,6 +105,7 @@ class Engine:
         speculation: Speculation | None = None,
         prefix_cache: PrefixCache | None = None,
         kv_memory: int | None = None,
+        group: EngineGroup | None = None,
     ):
         for name, value in (
             ("max_batch", max_batch),
@@ -159,7 +161,10 @@ class Engine:
         self._memory = call(KVMemory, self._caches, kv_memory, chunk, *drafts)
         self._ids = itertools.count()
         parts = model, self._caches, self._adapters, self._prefixes
-        self._scheduler = Scheduler(*parts, self._memory, max_batch, chunk, chunk_while_decoding)
+        sizes = max_batch, chunk, chunk_while_decoding
+        self._scheduler = Scheduler(
+            *parts, self._memory, *sizes, lambda: self._decode.batch.rows, group
+        )
         self._decode = DecodeBatch(*parts, self._scheduler, self._drafting)
 
     # -- requests
@@ -306,12 +311,12 @@ class Engine:
     @property
     def rows_running(self) -> int:
         """Number of rows that prefill or decode."""
-        return len(self._decode.batch.rows) + len(self._scheduler.rows)
+        return len(self._scheduler.running)
 
     @property
     def kv_tokens(self) -> int:
         """Number of tokens in the KV caches of all rows; a prompt's tokens count from its beginning on."""
-        return sum(row.position for row in self._decode.batch.rows + self._scheduler.rows)
+        return sum(row.position for row in self._scheduler.running)
 
     @property
     def kv_bytes(self) -> int:

@@ -17,6 +17,7 @@ on otherwise. A row of such a model begins at the last snapshot of its beginning
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import weakref
 from bisect import bisect_left, insort
@@ -124,6 +125,7 @@ class _Page:
         default_factory=dict
     )  # by the tokens below, as `name`
     stored_as: str = ""  # name of its file, if the page is full
+    used: int = 0  # when it was used last, by `PrefixBudget.tick`
 
     @property
     def tokens(self) -> int:
@@ -152,6 +154,7 @@ class _Snapshot:
     above: weakref.ref[_Page]
     name: bytes  # these tokens, as `_Page.name`
     columns: Columns
+    used: int = 0  # as `_Page.used`
 
     @property
     def nbytes(self) -> int:
@@ -166,6 +169,39 @@ class Found:
     arrays: list[mx.array] = field(default_factory=list)  # (1, heads, tokens, head_dim), in order
     state: list[mx.array | None] = field(default_factory=list)  # of a snapshot, in order
     shared: int = 0  # tokens that others began with, too, with a snapshot or without
+
+
+class PrefixBudget:
+    """Bytes that prefix caches of several models may take together; the least recently used pages go first.
+
+    The caches are used in one thread.
+    """
+
+    def __init__(self, nbytes: int):
+        if nbytes < 1:
+            raise RequestError(
+                f"The prefix cache's budget is {nbytes} bytes; at least 1 is needed."
+            )
+        self.nbytes = nbytes
+        self._caches: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
+        self._clock = itertools.count()
+
+    def join(self, cache: PrefixCache) -> None:
+        """Add a cache, whose bytes count from now on."""
+        self._caches.add(cache)
+
+    def tick(self) -> int:
+        """Return a number for the use of a page, larger than all before."""
+        return next(self._clock)
+
+    def make_room(self, nbytes: int, path: Sequence[_Page]) -> bool:
+        """Evict old pages, none of `path`, until `nbytes` are free; return False if they can't be."""
+        while sum(cache.nbytes for cache in self._caches) + nbytes > self.nbytes:
+            oldest = [(page.used, cache) for cache in self._caches if (page := cache.oldest)]
+            _, cache = min(oldest, key=lambda each: each[0], default=(0, None))
+            if cache is None or not cache.evict(path):
+                return False
+        return True
 
 
 class PrefixCache:
@@ -184,7 +220,7 @@ class PrefixCache:
     All figures may be read in any thread.
 
     Args:
-        budget: maximum bytes of memory.
+        budget: maximum bytes of memory, or the budget that the cache shares with others.
         folder: path of a folder for pages; pass None for none.
         folder_budget: maximum bytes of the files in that folder.
 
@@ -200,13 +236,14 @@ class PrefixCache:
     """
 
     def __init__(
-        self, budget: int, folder: str | Path | None = None, folder_budget: int = FOLDER_BUDGET
+        self,
+        budget: int | PrefixBudget,
+        folder: str | Path | None = None,
+        folder_budget: int = FOLDER_BUDGET,
     ):
-        if budget < 1:
-            raise RequestError(
-                f"The prefix cache's budget is {budget} bytes; at least 1 is needed."
-            )
-        self.budget = budget
+        self._shared = PrefixBudget(budget) if isinstance(budget, int) else budget
+        self._shared.join(self)
+        self.budget = self._shared.nbytes
         self.nbytes = self.tokens = self.queries = self.hits = self.evictions = 0
         self._model: weakref.ref[nn.Module] | None = None
         self._roots: dict[Hashable, _Page] = {}
@@ -255,7 +292,7 @@ class PrefixCache:
             found.tokens, snapshot = self._last_snapshot(key, path, _named(tokens[:shared]))
             parts = parts[: -(-found.tokens // PAGE)]
             if snapshot is not None:
-                self._pages.move_to_end(snapshot)
+                self._use(snapshot)
                 found.state = snapshot.columns.separate()
         self._touch(path)
         self.hits += found.tokens
@@ -290,10 +327,13 @@ class PrefixCache:
         above = ([self._roots[key], *path])[len(path) - 1]
         part = _named(tokens[(len(path) - 1) * PAGE :])
         nbytes = sum(array.nbytes for array in state if array is not None)
-        if part not in above.snapshots and self._make_room(nbytes + len(part) + _OVERHEAD, path):
+        if part not in above.snapshots and self._shared.make_room(
+            nbytes + len(part) + _OVERHEAD, path
+        ):
             snapshot = _Snapshot(weakref.ref(above), part, Columns.whole(state))
             above.snapshots[part] = snapshot
             self._pages[snapshot] = key
+            self._use(snapshot)
             self.nbytes += snapshot.nbytes
             self._newest.append(snapshot)
             mx.async_eval(snapshot.columns.groups)
@@ -325,7 +365,7 @@ class PrefixCache:
                 count = len(part) // _ID
                 if near is not None and common == near.tokens:
                     self._remove(near)  # the new page has the same tokens, and more
-                if not self._make_room(count * per_token + len(part) + _OVERHEAD, path):
+                if not self._shared.make_room(count * per_token + len(part) + _OVERHEAD, path):
                     break
                 columns = columns_of(start, start + count)
                 if columns is None:
@@ -336,6 +376,7 @@ class PrefixCache:
                 page.below[part] = near
                 insort(page.names, part)
                 self._pages[near] = key
+                self._use(near)
                 self.nbytes += near.nbytes
                 self.tokens += near.tokens
                 new.append(near)
@@ -434,16 +475,24 @@ class PrefixCache:
     def _touch(self, path: Sequence[_Page]) -> None:
         """Record a use. A page counts as used after the pages below it, so that the oldest one has none."""
         for page in reversed(path):
-            self._pages.move_to_end(page)
+            self._use(page)
 
-    def _make_room(self, nbytes: int, path: Sequence[_Page]) -> bool:
-        """Evict old pages, none of `path`, until `nbytes` are free; return False if they can't be."""
-        while self.nbytes + nbytes > self.budget:
-            oldest = next(iter(self._pages), None)
-            if oldest is None or oldest in path:
-                return False
-            self._remove(oldest)
-            self.evictions += 1
+    def _use(self, page: _Page | _Snapshot) -> None:
+        self._pages.move_to_end(page)
+        page.used = self._shared.tick()
+
+    @property
+    def oldest(self) -> _Page | _Snapshot | None:
+        """The least recently used page or snapshot."""
+        return next(iter(self._pages), None)
+
+    def evict(self, path: Sequence[_Page]) -> bool:
+        """Evict the oldest page or snapshot; return False if it is one of `path`."""
+        oldest = self.oldest
+        if oldest is None or oldest in path:
+            return False
+        self._remove(oldest)
+        self.evictions += 1
         return True
 
     def _remove(self, page: _Page | _Snapshot) -> None:

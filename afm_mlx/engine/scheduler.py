@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
+from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,6 +35,27 @@ from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.model.kv_cache import STEP, TAIL
 
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
+
+
+class EngineGroup:
+    """Engines of one thread that share a batch's places and a memory budget.
+
+    The rows of all members together are at most `max_batch`, and their KV caches within `kv_memory`, which
+    should be equal in all. Members take steps in turn, so each has its chance at a place that gets free. If a
+    row of one waits for memory, no other begins a row that has waited for less time.
+    """
+
+    def __init__(self) -> None:
+        self._members: WeakSet[Scheduler] = WeakSet()
+        self.clock = itertools.count()
+
+    def join(self, scheduler: Scheduler) -> None:
+        """Add the scheduler of a new engine."""
+        self._members.add(scheduler)
+
+    def others(self, scheduler: Scheduler) -> list[Scheduler]:
+        """Return all other members."""
+        return [each for each in self._members if each is not scheduler]
 
 
 class Scheduler:
@@ -58,6 +80,8 @@ class Scheduler:
         max_batch: int,
         chunk: int,
         chunk_while_decoding: int,
+        decoding: Callable[[], Sequence[Row]],
+        group: EngineGroup | None = None,
     ):
         self._model = model
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
@@ -69,6 +93,11 @@ class Scheduler:
         self.waiting: list[Row] = []  # in the order in which they came
         self.prefills: list[Prefill] = []  # in the order in which they began
         self._is_oldests_turn = False
+        self._decoding = decoding  # returns the rows that decode
+        self._group = group or EngineGroup()
+        self._group.join(self)
+        # The row that waits for memory, and since when, by the group's clock.
+        self._waits_for_memory: tuple[int, int] | None = None
         self._clock = itertools.count()
         # By client, when its last row began, or its first one came.
         self._since: dict[str, int] = {}
@@ -77,6 +106,22 @@ class Scheduler:
     def rows(self) -> list[Row]:
         """The rows of all prefills."""
         return [row for prefill in self.prefills for row in prefill.batch.rows]
+
+    @property
+    def running(self) -> list[Row]:
+        """The rows that prefill or decode."""
+        return [*self._decoding(), *self.rows]
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of `KVMemory` that the running rows reserve."""
+        return self._memory.reserved(self.running)
+
+    @property
+    def waits_for_memory(self) -> int | None:
+        """When the row that waits for memory began to wait, by the group's clock; None if none does."""
+        known = self._waits_for_memory
+        return known[1] if known is not None and self.waiting else None
 
     def add(self, row: Row) -> None:
         self._since.setdefault(row.request.client, next(self._clock))
@@ -150,12 +195,16 @@ class Scheduler:
         and its error becomes an early response.
         """
         running = [*decoding, *self.rows]
-        places = self._max_batch - len(running)
+        others = self._group.others(self)
+        places = self._max_batch - len(running) - sum(len(other.running) for other in others)
         if not self.waiting or places <= 0:
             return []
         admitted: list[Row] = []
         left: list[Row] = []
         overtaken: list[Row] = []
+        elsewhere = sum(other.reserved for other in others)
+        waited = self._waits_for_memory
+        self._waits_for_memory = None
         waits_for_memory = False
         for row in self._in_turn(running):
             if len(admitted) == places or waits_for_memory:
@@ -166,9 +215,11 @@ class Scheduler:
             elif (error := self._adapters.refusal(row)) is not None:
                 row.release()
                 self.early.append((row, TokenResponse(row.id, -1, "", None, "error", error)))
-            elif not self._memory.fits(row, running):
+            elif not self._memory.fits(row, running, elsewhere) or _has_turn(others, waited, row):
                 left.append(row)
                 waits_for_memory = True
+                is_known = waited is not None and waited[0] == row.id
+                self._waits_for_memory = waited if is_known else (row.id, next(self._group.clock))
             elif self._prefixes is not None and not self._prefixes.is_ready(row):
                 left.append(row)
             else:
@@ -280,6 +331,13 @@ def _can_start(row: Row, running: Iterable[Row]) -> bool:
     return len(others | {id(lease.resident)}) <= MAX_ADAPTERS
 
 
+def _has_turn(others: Iterable[Scheduler], waited: tuple[int, int] | None, row: Row) -> bool:
+    """True if a row of another engine has waited for memory longer than a row, which may be the one of `waited`."""
+    since = [each.waits_for_memory for each in others]
+    mine = waited[1] if waited is not None and waited[0] == row.id else None
+    return any(each is not None and (mine is None or each < mine) for each in since)
+
+
 def _must_not_overtake(row: Row, earlier: Iterable[Row]) -> bool:
     """True if `PATIENCE` rows with adapters have overtaken an earlier row, whose adapter is loaded.
 
@@ -367,12 +425,20 @@ class KVMemory:
             )
         return columns
 
-    def fits(self, row: Row, running: Sequence[Row]) -> bool:
-        """True if the budget allows a row next to the running rows, however long all of them become."""
+    def fits(self, row: Row, running: Sequence[Row], elsewhere: int = 0) -> bool:
+        """True if the budget allows a row next to the running rows, however long all of them become.
+
+        `elsewhere` are bytes of the budget that other engines reserve.
+        """
         if self.budget is None:
             return True
-        columns = max([row.columns, *(other.columns for other in running)])
-        return self._bytes(len(running) + 1, columns) <= self.budget
+        return self.reserved([row, *running]) + elsewhere <= self.budget
+
+    def reserved(self, rows: Sequence[Row]) -> int:
+        """Return the bytes that rows may take, however long they become; 0 without a budget."""
+        if self.budget is None:
+            return 0
+        return self._bytes(len(rows), max((row.columns for row in rows), default=0))
 
 
 def _columns(tokens: int) -> int:

@@ -28,6 +28,7 @@ from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
 from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.threads import give_way
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.vocabulary import tokenizer_files
 
@@ -50,6 +51,7 @@ def load_mlx_lm_folder(
     """
     model, config = open_mlx_lm_model(folder, model_config, adapter, trust_remote_code)
     tokenizer = load_mlx_lm_tokenizer(folder, config, tokenizer_config)
+    give_way()  # other models may be running in this thread
     if not lazy:
         read_model(model, folder)
     return model, tokenizer, config

@@ -42,6 +42,35 @@ def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> P
     return _download(name, revision)
 
 
+def model_folders(folder: str | Path) -> list[Path]:
+    """Return the model folders in a folder, or in its folders (`owner/name`), in the order of their paths.
+
+    A model folder has config.json and safetensors files. Adapters and drafts in model folders are not listed.
+
+    Raises:
+        AFMError: if there is no such folder, or no model in it.
+    """
+    root = Path(os.path.expanduser(folder))
+    if not root.is_dir():
+        raise AFMError(f"There is no folder {root}. Give a folder that has model folders.")
+
+    def is_model(path: Path) -> bool:
+        return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+    found = []
+    for path in sorted(each for each in root.iterdir() if each.is_dir()):
+        inner = (
+            [path] if is_model(path) else sorted(each for each in path.iterdir() if is_model(each))
+        )
+        found += inner
+    if not found:
+        raise AFMError(
+            f"{root} has no model folders: none of its folders has config.json and safetensors files. For one "
+            "model, use --model."
+        )
+    return found
+
+
 def model_adapters(folder: Path) -> dict[str, Path]:
     """Return a mapping from names to folders of the adapters in a model folder's subfolder `adapters`."""
     return {path.name: path for path in sorted(folder.glob("adapters/*")) if path.is_dir()}

@@ -17,7 +17,7 @@ from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.field_rules import Fields, Honoured
 from afm_mlx.server.guards import check_admin
-from afm_mlx.server.model_registry import ModelRegistry
+from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.replies import ApiError, JsonObject, bad_request, json_response
 from afm_mlx.server.served_model import ServedModel
 
@@ -26,11 +26,15 @@ _PUBLIC_FIELDS = ("id", "object", "name", "state", "bytes", "rank", "pinned")
 
 
 class LoadRequest(Fields, forbid_unknown_fields=True):
-    """An adapter to load. A relative path is below one of the folders that the server allows."""
+    """An adapter to load. A relative path is below one of the folders that the server allows.
+
+    It is for the model with the id `model`, by default the first one of the server.
+    """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
     path: str
     pinned: bool = False
+    model: str | None = None
     rules: ClassVar = {
         "name": Honoured(
             hint="A name has letters, digits, dots, dashes and underscores, 64 at most."
@@ -39,33 +43,42 @@ class LoadRequest(Fields, forbid_unknown_fields=True):
 
 
 async def list_adapters(request: Request) -> Response:
-    """List all adapters; with an admin key, also their memory and users."""
-    served = _served(request)
-    pool = _pool(served)
-    known = await served.workers.run("adapters", pool.describe)
-    adapters = [_described(served, entry) for entry in known.pop("adapters")]
+    """List the adapters of the loaded models; with an admin key, also their memory and users."""
+    models: ModelRegistry = request.app.state.models
+    loaded = [model.served for model in models.models if model.served is not None]
+    listed: list[JsonObject] = []
+    figures: JsonObject = {}
+    for served in loaded:
+        pool = served.pool if len(models.models) > 1 else _pool(served)
+        if pool is not None:
+            figures[served.name] = known = await served.workers.run("adapters", pool.describe)
+            listed += [_described(served, entry) for entry in known.pop("adapters")]
     if not request.state.is_admin:
-        known = {}
-        adapters = [{name: entry[name] for name in _PUBLIC_FIELDS} for entry in adapters]
-    return json_response({"object": "list", **known, "data": adapters})
+        figures = {}
+        listed = [{name: entry[name] for name in _PUBLIC_FIELDS} for entry in listed]
+    elif len(models.models) == 1:
+        figures = figures[models.default.name]
+    return json_response({"object": "list", **figures, "data": listed})
 
 
 async def load_adapter(request: Request) -> Response:
     """Register an adapter and load it."""
     check_admin(request)
-    served = _served(request)
-    pool = _pool(served)
+    models: ModelRegistry = request.app.state.models
     body = await read_body(request, LoadRequest)
-    path = _allowed_path(body.path, request.app.state.options.adapter_folders)
-    if body.name in pool.registered:
-        raise ApiError(
-            409,
-            f"The adapter name {body.name} is taken. Choose another, or delete that one first.",
-            param="name",
-            code="name_taken",
-        )
-    await served.workers.run("adapters", lambda: _load(pool, body, path))
-    return json_response(await _one(served, body.name), 201)
+    async with models.lease(request, body.model) as lease:
+        served = lease.served
+        pool = _pool(served)
+        path = _allowed_path(body.path, request.app.state.options.adapter_folders)
+        if body.name in pool.registered:
+            raise ApiError(
+                409,
+                f"The adapter name {body.name} is taken. Choose another, or delete that one first.",
+                param="name",
+                code="name_taken",
+            )
+        await served.workers.run("adapters", lambda: _load(pool, body, path))
+        return json_response(await _one(served, body.name), 201)
 
 
 def _load(pool: AdapterPool, body: LoadRequest, path: Path) -> None:
@@ -83,31 +96,42 @@ def _load(pool: AdapterPool, body: LoadRequest, path: Path) -> None:
 async def change_adapter(request: Request) -> Response:
     """Load, unload, pin or unpin a registered adapter."""
     check_admin(request)
-    served = _served(request)
-    pool, name = _pool(served), request.path_params["name"]
-    actions: dict[str, Callable[[str], Any]] = {
-        "load": pool.load,
-        "unload": pool.unload,
-        "pin": pool.pin,
-        "unpin": pool.unpin,
-    }
-    action = request.path_params["action"]
-    if action not in actions:
-        raise HTTPException(404)
-    if action == "unload":
-        _refuse_own(served, name)
-    await _done(served, name, actions[action])
-    return json_response(await _one(served, name))
+    lease, name = _lease(request)
+    async with lease:
+        served = lease.served
+        pool = _pool(served)
+        actions: dict[str, Callable[[str], Any]] = {
+            "load": pool.load,
+            "unload": pool.unload,
+            "pin": pool.pin,
+            "unpin": pool.unpin,
+        }
+        action = request.path_params["action"]
+        if action not in actions:
+            raise HTTPException(404)
+        if action == "unload":
+            _refuse_own(served, name)
+        await _done(served, name, actions[action])
+        return json_response(await _one(served, name))
 
 
 async def delete_adapter(request: Request) -> Response:
     """Unregister an adapter; its files stay."""
     check_admin(request)
-    served = _served(request)
-    name = request.path_params["name"]
-    _refuse_own(served, name)
-    await _done(served, name, _pool(served).unregister)
-    return json_response({"id": f"{served.name}:{name}", "object": "adapter", "deleted": True})
+    lease, name = _lease(request)
+    async with lease:
+        served = lease.served
+        _refuse_own(served, name)
+        await _done(served, name, _pool(served).unregister)
+        deleted = {"id": f"{served.name}:{name}", "object": "adapter", "deleted": True}
+        return json_response(deleted)
+
+
+def _lease(request: Request) -> tuple[ModelLease, str]:
+    """Return a lease of the path's model (`model:adapter`), by default the first, and the adapter's name."""
+    models: ModelRegistry = request.app.state.models
+    model, colon, name = request.path_params["name"].rpartition(":")
+    return models.lease(request, model if colon else None), name
 
 
 async def _done(served: ServedModel, name: str, action: Callable[[str], Any]) -> None:
@@ -136,12 +160,6 @@ def _refuse_own(served: ServedModel, name: str) -> None:
             param="name",
             code="adapter_stays",
         )
-
-
-def _served(request: Request) -> ServedModel:
-    models: ModelRegistry = request.app.state.models
-    assert models.default.served is not None
-    return models.default.served
 
 
 def _pool(served: ServedModel) -> AdapterPool:

@@ -145,8 +145,10 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the server runs."""
-    return json_response({"status": "ok"})
+    """Answer 200 while the server runs; of several models, tell how many are in which state."""
+    models: ModelRegistry = request.app.state.models
+    several = {} if len(models.models) == 1 else {"models": models.states()}
+    return json_response({"status": "ok", **several})
 
 
 async def ready(request: Request) -> Response:
@@ -154,7 +156,8 @@ async def ready(request: Request) -> Response:
     models: ModelRegistry = request.app.state.models
     if models.resources.admission.draining:
         return json_response({"status": "stopping"}, 503)
-    return json_response({"status": "ready", "model": models.default.name})
+    several = {} if len(models.models) == 1 else {"models": models.states()}
+    return json_response({"status": "ready", "model": models.default.name, **several})
 
 
 async def metrics(request: Request) -> Response:
@@ -191,6 +194,7 @@ def _described(models: ModelRegistry, model_id: str) -> JsonObject:
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "max_model_len": model.context_size,
         "parent": model.name if is_adapter else None,
+        **({"state": model.state} if is_adapter else model.describe()),
     }
 
 

@@ -16,18 +16,24 @@ Everything here runs in the server's event loop, except loading and closing, whi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import logging
 import time
+from collections import Counter as Counts
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from prometheus_client import Counter
 from starlette.requests import Request
 
-from afm_mlx.errors import did_you_mean, shown
+from afm_mlx.errors import AFMError, RequestError, did_you_mean, shown
 from afm_mlx.server.admission import in_thread
-from afm_mlx.server.replies import ApiError, api_error
+from afm_mlx.server.replies import ApiError, JsonObject, api_error
 from afm_mlx.server.served_model import ModelSource, ServedModel, without_folders
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.server.server_resources import ServerResources
@@ -44,34 +50,35 @@ _LOG = logging.getLogger("afm_mlx.server")
 class HostedModel:
     """A model that a server has, loaded or not.
 
+    Args:
+        source: how to load it; pass None for a model that stays loaded.
+        served: the loaded model; pass None to load it when a request needs it.
+
     Attributes:
         name: its id in the APIs.
-        source: how to load it; None for a model that was loaded before the server, and stays.
-        served: the model once it is loaded, else None.
         state: "unloaded", "loading", "loaded" or "unloading".
-        created: time at which it was loaded or listed first, in seconds since 1970.
+        created: time at which it was listed or loaded first, in seconds since 1970.
         users: number of leases that hold it.
-        used: time of the last lease's begin or end, by `time.monotonic`.
-        loads: number of times that it was loaded.
+        used: time at which the last lease began or ended, by `time.monotonic`.
     """
 
     def __init__(self, source: ModelSource | None, served: ServedModel | None = None):
-        assert source or served
-        self.name = served.name if served else source.name if source else ""
+        known = served or source
+        assert known is not None
+        self.name = known.name
         self.source, self.served = source, served
         self.state = "loaded" if served else "unloaded"
         self.created = served.created if served else int(time.time())
         self.users = 0
         self.used = time.monotonic()
-        self.loads = 0
 
     @property
     def ids(self) -> list[str]:
         """The model's id and its adapters' ids."""
         if self.served is not None:
             return self.served.model_ids
-        assert self.source is not None
-        return [self.name, *(f"{self.name}:{adapter}" for adapter in self.source.adapters)]
+        names = self.source.adapter_names if self.source else []
+        return [self.name, *(f"{self.name}:{adapter}" for adapter in names)]
 
     @property
     def default_adapter(self) -> str | None:
@@ -91,6 +98,41 @@ class HostedModel:
         known = self.source or self.served
         return known.folder if known else None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights in memory; an estimate before it is loaded."""
+        if self.served is not None:
+            return self.served.nbytes
+        with contextlib.suppress(AFMError, OSError):  # loading says what is wrong
+            return self.source.memory_bytes if self.source else 0
+        return 0
+
+    def describe(self) -> JsonObject:
+        """Return its state and sizes as JSON values, for listings."""
+        return {
+            "state": self.state,
+            "disk_bytes": self.source.disk_bytes if self.source else None,
+            "memory_bytes": self.nbytes if self.state == "loaded" else 0,
+        }
+
+    def gauges(self) -> Iterator[tuple[str, str, float]]:
+        """Yield name, help and value of the gauges that are read when metrics are requested."""
+        served = self.served
+        if served is not None:
+            yield from served.gauges()
+        yield "model_loaded", "1 if the model is in memory.", served is not None
+        yield "model_memory_bytes", "Memory of the weights.", served.nbytes if served else 0
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A request that waits for a model; `overtaken` counts the later ones that went before it."""
+
+    model: HostedModel
+    future: asyncio.Future[None]
+    overtaken: int = 0
+    is_admitted: bool = False
+
 
 class ModelRegistry:
     """The models of a server.
@@ -99,17 +141,55 @@ class ModelRegistry:
         models: the models, the default first.
         options: the server's settings.
         resources: what the models share.
+
+    Raises:
+        RequestError: if two models have one id, or the memory of the options is too little for any model.
     """
 
     def __init__(
-        self, models: Sequence[HostedModel], options: ServerOptions, resources: ServerResources
+        self,
+        models: Sequence[HostedModel],
+        options: ServerOptions,
+        resources: ServerResources | None = None,
     ):
-        self.models, self.options, self.resources = list(models), options, resources
+        self.models, self.options = list(models), options
+        self.resources = resources or ServerResources(options)
+        self._waiting: list[_Waiter] = []  # in the order in which they came
+        self._working: asyncio.Task[None] | None = None  # loads and closes models, one at a time
+        self._loading: Future[ServedModel] | None = None
+        self._thread = ThreadPoolExecutor(1, "server-models")
+        self._is_stopping = False
+        family = self.resources.metrics.family
+        self._loads = family(Counter, "model_loads", "Times that the model was loaded.")
+        failures = "model_load_failures"
+        self._failures = family(Counter, failures, "Times that the model could not be loaded.")
+        why = "Times that the model was evicted."
+        self._evictions = family(Counter, "model_evictions", why, "reason")
+        for model in self.models:
+            self.resources.metrics.of(model.name, model.gauges)
+        names = [model.name for model in self.models]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise RequestError(
+                f"Several models would have the id {repeated[0]}. Rename a folder, or give them other ids with "
+                "--served-model-name."
+            )
+        if options.memory is not None and self._reserved >= options.memory:
+            raise RequestError(
+                f"memory is {options.memory} bytes, and prompt_cache_bytes and kv_memory are {self._reserved} "
+                "together, which leaves none to models. Give more, or less to these."
+            )
 
     @classmethod
     def of(cls, served: ServedModel) -> ModelRegistry:
         """Make the registry of one model, which stays loaded."""
         return cls([HostedModel(None, served)], served.options, served.resources)
+
+    def load_now(self, model: HostedModel) -> None:
+        """Load a model before the server runs; raise `AFMError` if that fails or there is no room."""
+        assert model.source is not None
+        if error := self._lack_of_room(model):
+            raise RequestError(error)
+        self._take(model, model.source.load(self.options, self.resources))
 
     # -- ids
 
@@ -122,6 +202,10 @@ class ModelRegistry:
     def ids(self) -> list[str]:
         """The ids of all models and adapters."""
         return [each for model in self.models for each in model.ids]
+
+    def states(self) -> dict[str, int]:
+        """Return the number of models in each state."""
+        return dict(Counts(model.state for model in self.models))
 
     def find(self, model_id: str | None) -> tuple[HostedModel, str | None]:
         """Return the model and the adapter that an id names; None names the default model.
@@ -167,13 +251,17 @@ class ModelRegistry:
         return ModelLease(self, model, adapter, request.state.client)
 
     async def acquire(self, model: HostedModel, client: str) -> ServedModel:
-        """Wait until a model is loaded and may be used; it stays loaded until `release`.
+        """Wait until a model is loaded and it is the request's turn; the model stays loaded until `release`.
 
         Raises:
-            ApiError: if it can't be loaded.
+            ApiError: if it can't be loaded, or not in time; 429 and 503 as `Admission` raises them.
         """
+        if self._admits(model, None):
+            self.hold(model)
+        else:
+            with self.resources.admission.preparing(client):
+                await self._wait(model)
         assert model.served is not None
-        self.hold(model)
         return model.served
 
     def hold(self, model: HostedModel) -> None:
@@ -185,9 +273,198 @@ class ModelRegistry:
         """Count one user less."""
         model.users -= 1
         model.used = time.monotonic()
+        if self._waiting:
+            self._advance()
+
+    async def _wait(self, model: HostedModel) -> None:
+        waiter = _Waiter(model, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._advance()
+        seconds = self.options.timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await waiter.future
+        except BaseException as error:
+            if waiter.is_admitted:
+                self.release(model)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise ApiError(
+                504, f"The model {model.name} was not loaded after {seconds:g} s.", code="timeout"
+            ) from None
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._advance()
+
+    def _admits(self, model: HostedModel, waiter: _Waiter | None) -> bool:
+        """True if a request for a model, new or a `waiter`, can begin now; it may overtake an earlier one."""
+        if model.state != "loaded":
+            return False
+        earlier = itertools.takewhile(lambda each: each is not waiter, self._waiting)
+        first = next((each for each in earlier if each.model.state == "unloaded"), None)
+        if first is None or model not in self._victims(first.model):
+            return True
+        first.overtaken += 1
+        return first.overtaken <= PATIENCE
+
+    # -- loading and eviction
+
+    def _advance(self) -> None:
+        """Admit waiting requests, then begin what the first of the others needs."""
+        for waiter in list(self._waiting):
+            if not waiter.future.done() and self._admits(waiter.model, waiter):
+                self._waiting.remove(waiter)
+                self.hold(waiter.model)
+                waiter.is_admitted = True
+                waiter.future.set_result(None)
+        if self._working is not None or self._is_stopping:
+            return
+        model = next((w.model for w in self._waiting if w.model.state == "unloaded"), None)
+        if model is None:
+            return
+        if error := self._lack_of_room(model):
+            self._refuse(model, error)
+            return self._advance()
+        victims = self._victims(model)
+        if not any(victim.users for victim in victims):
+            self._begin(victims, "memory", model)
+
+    @property
+    def _reserved(self) -> int:
+        """Bytes of the memory that are not for weights."""
+        return self.options.prompt_cache_bytes + (self.options.kv_memory or 0)
+
+    def _lack_of_room(self, model: HostedModel) -> str:
+        """Return why a model can't be loaded, even if it is the only one; "" if it can."""
+        most = self.options.memory
+        if most is None or model.nbytes + self._reserved <= most:
+            return ""
+        return (
+            f"The model {model.name} takes about {model.nbytes} bytes, and --memory leaves "
+            f"{most - self._reserved} to models. Start the server with more, or with less for "
+            "--prompt-cache-bytes and --kv-memory."
+        )
+
+    def _victims(self, model: HostedModel | None) -> list[HostedModel]:
+        """Return the models to evict so that the memory holds `model`, too, least recently used first."""
+        most = self.options.memory
+        if most is None:
+            return []
+        kept = [each for each in self.models if each.state in ("loading", "loaded")]
+        running = [each.served.engine.engine for each in kept if each.served]
+        keys_and_values = sum(engine.kv_bytes for engine in running if engine is not None)
+        missing = sum(each.nbytes for each in kept) + (model.nbytes if model else 0) - most
+        missing += self.options.prompt_cache_bytes
+        missing += max(keys_and_values, self.options.kv_memory or 0)
+        victims: list[HostedModel] = []
+        for each in sorted(kept, key=lambda each: (each.users > 0, each.used)):
+            if missing > 0 and each.state == "loaded" and each.source is not None:
+                victims.append(each)
+                missing -= each.nbytes
+        return victims
+
+    def _begin(
+        self, victims: Sequence[HostedModel], reason: str, model: HostedModel | None = None
+    ) -> None:
+        """Evict models without users, then load `model`."""
+        for victim in victims:
+            victim.state = "unloading"
+        if model is not None:
+            model.state = "loading"
+        self._working = asyncio.create_task(self._work(victims, reason, model))
+
+    async def _work(
+        self, victims: Sequence[HostedModel], reason: str, model: HostedModel | None
+    ) -> None:
+        try:
+            for victim in victims:
+                await self._unload(victim, reason)
+            if model is not None:
+                await self._load(model)
+        finally:
+            self._working = None
+        self._advance()
+
+    async def _unload(self, model: HostedModel, reason: str) -> None:
+        served, model.served = model.served, None
+        assert served is not None
+        assert model.source is not None
+        _LOG.info("Evicting the model %s (%s).", model.name, reason)
+        if served.pool is not None:
+            model.source = model.source.with_adapters(served.pool.paths)
+        try:
+            await asyncio.wrap_future(self._thread.submit(served.close))
+        except Exception as error:  # what is left of it is garbage
+            _LOG.error("The model %s could not be closed.", model.name, exc_info=error)
+        self.resources.metrics.of(model.name, model.gauges)
+        self._evictions.labels(model.name, reason).inc()
+        model.state = "unloaded"
+
+    async def _load(self, model: HostedModel) -> None:
+        assert model.source is not None
+        _LOG.info("Loading the model %s.", model.name)
+        begun = time.monotonic()
+        self._loading = self._thread.submit(model.source.load, self.options, self.resources)
+        try:
+            served = await asyncio.wrap_future(self._loading)
+        except Exception as error:
+            model.state = "unloaded"
+            self._failures.labels(model.name).inc()
+            _LOG.error(
+                "The model %s could not be loaded: %s",
+                model.name,
+                error,
+                exc_info=None if isinstance(error, AFMError) else error,
+            )
+            reason = str(error) if isinstance(error, AFMError) else "the server's log says why."
+            self._refuse(
+                model,
+                f"The model {model.name} could not be loaded: {self.without_folders(reason)}",
+            )
+            return
+        self._loading = None
+        self._take(model, served)
+        _LOG.info("The model %s is loaded after %.1f s.", model.name, time.monotonic() - begun)
+
+    def _take(self, model: HostedModel, served: ServedModel) -> None:
+        model.served, model.state, model.used = served, "loaded", time.monotonic()
+        self._loads.labels(model.name).inc()
+        self.resources.metrics.of(model.name, model.gauges)
+
+    def _refuse(self, model: HostedModel, message: str) -> None:
+        """End the requests that wait for a model with an error."""
+        for waiter in [each for each in self._waiting if each.model is model]:
+            self._waiting.remove(waiter)
+            if not waiter.future.done():
+                waiter.future.set_exception(
+                    ApiError(500, message, param="model", code="model_load_failed")
+                )
+
+    async def sweep(self) -> None:
+        """Evict models that are idle, and models without users while memory is short, until cancelled."""
+        keep_alive = self.options.keep_alive
+        if keep_alive is None and self.options.memory is None:
+            return
+        while True:
+            await asyncio.sleep(1 if keep_alive is None else min(1.0, max(0.05, keep_alive / 4)))
+            if self._working is not None or self._is_stopping:
+                continue
+            now = time.monotonic()
+            free = [m for m in self.models if m.state == "loaded" and not m.users and m.source]
+            idle = [m for m in free if keep_alive is not None and now - m.used >= keep_alive]
+            surplus = [m for m in self._victims(None) if not m.users]
+            if idle or surplus:
+                self._begin(*((idle, "idle") if idle else (surplus, "memory")))
 
     def refuse_waiting(self) -> None:
-        """End the requests that wait for a model, because the server stops."""
+        """End the requests that wait for a model, because the server stops; nothing more is loaded."""
+        self._is_stopping = True
+        for waiter in self._waiting:
+            if not waiter.future.done():
+                waiter.future.set_exception(
+                    ApiError(503, "The server has stopped.", code="server_stopping")
+                )
 
     # -- errors
 
@@ -209,10 +486,14 @@ class ModelRegistry:
         return text
 
     def close(self) -> None:
-        """Close all models, and end the threads."""
+        """Close all models, and end the threads. A model that is being loaded is closed once it is loaded."""
+        if self._loading is not None:
+            with contextlib.suppress(Exception, CancelledError):
+                self._loading.result().close()
         for model in self.models:
             if model.served is not None:
                 model.served.close()
+        self._thread.shutdown()
         self.resources.close()
 
 

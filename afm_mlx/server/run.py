@@ -269,6 +269,7 @@ async def serve(app: Starlette, listening: socket.socket, stop: threading.Event)
     config.load()
     server = _Uvicorn(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
+    sweeping = asyncio.create_task(app.state.models.sweep())
     has_finished = False
     try:
         while not stop.is_set() and not serving.done():
@@ -276,6 +277,7 @@ async def serve(app: Starlette, listening: socket.socket, stop: threading.Event)
         if not serving.done():
             has_finished = await _drain(app.state.models, options.grace)
     finally:
+        sweeping.cancel()
         server.should_exit = True
         await serving
         if options.unix_socket is not None:

@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,7 @@ class ModelSource:
         adapter_memory: bytes that adapters may take; pass None for no limit.
         force_adapters: True to accept adapters that were made for another model, if their shapes fit.
         kv_bits: bits of keys and values that the model must be able to have; pass None for any.
+        loaded_adapters: adapters that requests have loaded, and may remove, by name.
         drafts: False to load no draft model, whatever the server's settings say.
         load_options: further arguments of `load`.
         engine_options: further options of `Engine`.
@@ -152,6 +153,7 @@ class ModelSource:
     adapter_memory: int | None = None
     force_adapters: bool = False
     kv_bits: int | None = None
+    loaded_adapters: Mapping[str, Path] = field(default_factory=dict)
     drafts: bool = True
     load_options: Mapping[str, Any] = field(default_factory=dict)
     engine_options: Mapping[str, Any] = field(default_factory=dict)
@@ -223,7 +225,7 @@ class ModelSource:
                 engine_options["speculation"] = Speculation(
                     draft, options.prompt_lookup, own, options.num_draft_tokens
                 )
-            return ServedModel(
+            served = ServedModel(
                 model,
                 tokenizer,
                 pool,
@@ -234,8 +236,21 @@ class ModelSource:
                 resources=resources,
                 **engine_options,
             )
+            for each, path in self.loaded_adapters.items():
+                pool.register(each, path)
+            return served
 
         return threads.submit(make).result()
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """The names of all adapters."""
+        return [*self.adapters, *self.loaded_adapters]
+
+    def with_adapters(self, adapters: Mapping[str, Path]) -> ModelSource:
+        """Return the source with all these adapters, of which requests may remove the ones that are new."""
+        new = {name: path for name, path in adapters.items() if name not in self.adapters}
+        return replace(self, loaded_adapters=new)
 
     @cached_property
     def disk_bytes(self) -> int:
@@ -281,7 +296,7 @@ class ServedModel:
         prefix_cache: keys and values of earlier prompts and answers; None if the options keep none.
         created: time of loading, in seconds since 1970.
         drafts: True if draft tokens are proposed for the model to verify.
-        nbytes: bytes of the weights in memory, those of draft models included.
+        nbytes: bytes of the weights in memory, including draft models.
         own_adapters: names of the adapters that the server was started with, which requests can't remove.
     """
 
@@ -306,9 +321,9 @@ class ServedModel:
         self.default_adapter, self.folder = default_adapter, folder
         self.created = int(time.time())
         self.prefix_cache: PrefixCache | None = None
-        if options.prompt_cache_bytes:
+        if self.resources.prefixes is not None:
             self.prefix_cache = PrefixCache(
-                options.prompt_cache_bytes,
+                self.resources.prefixes,
                 options.prompt_cache_folder,
                 options.prompt_cache_folder_bytes,
             )
@@ -322,6 +337,7 @@ class ServedModel:
             kv=options.kv,
             kv_memory=options.kv_memory,
             prefix_cache=self.prefix_cache,
+            group=self.resources.engines,
             **engine_options,
         )
         self.engine.warm_up()

@@ -29,6 +29,9 @@ class ServerOptions:
         num_draft_tokens: draft tokens per step; pass None to adapt to their acceptance.
         prompt_lookup: True to draft the tokens that followed an earlier occurrence of the last tokens.
         kv_memory: maximum bytes of the KV caches of running answers; pass None for no limit.
+        memory: maximum bytes of all models' weights together with `prompt_cache_bytes` and `kv_memory` (without
+            it, what KV caches take); pass None for no limit.
+        keep_alive: seconds without a request after which a model is evicted; pass None to keep it.
         prompt_cache_bytes: maximum bytes of the prefix cache in memory; 0 for no prefix cache.
         max_share: maximum share of the waiting and running answers for one key.
         max_choices: maximum number of answers of one request: its prompts times `n`.
@@ -61,6 +64,8 @@ class ServerOptions:
     num_draft_tokens: int | None = None
     prompt_lookup: bool = False
     kv_memory: int | None = None
+    memory: int | None = None
+    keep_alive: float | None = None
     prompt_cache_bytes: int = 10**9
     prompt_cache_folder: Path | None = None
     prompt_cache_folder_bytes: int = 10 * 10**9

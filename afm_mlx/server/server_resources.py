@@ -1,7 +1,9 @@
-"""What all models of a server share: the limits on requests, the threads for side work, and the metrics."""
+"""What all models of a server share: limits on requests and memory, threads for side work, and metrics."""
 
 from __future__ import annotations
 
+from afm_mlx.engine.prefix_cache import PrefixBudget
+from afm_mlx.engine.scheduler import EngineGroup
 from afm_mlx.server.admission import Admission, Workers
 from afm_mlx.server.metrics import ServerMetrics
 from afm_mlx.server.server_options import ServerOptions
@@ -14,6 +16,10 @@ class ServerResources:
         self.admission = Admission(options)
         self.workers = Workers(self.admission)
         self.metrics = ServerMetrics()
+        self.engines = EngineGroup()
+        self.prefixes: PrefixBudget | None = None
+        if options.prompt_cache_bytes:
+            self.prefixes = PrefixBudget(options.prompt_cache_bytes)
 
     def close(self) -> None:
         """End the threads."""

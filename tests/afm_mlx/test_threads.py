@@ -1,5 +1,6 @@
 """Generation in threads: the same answers as in the main one, and no state that stays behind."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -12,12 +13,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.checkpoint import finite
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate, stream_generate
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import RequestError
-from afm_mlx.loading.load import load
+from afm_mlx.loading.load import load, load_model
+from afm_mlx.loading.resolve import resolve_model
 from tests.tools.engines import SIZES, Adapters, run, some_prompt, tiny
 from tests.tools.models import WordTokenizer
 from tests.tools.zoo import zoo_model
@@ -276,3 +280,62 @@ def test_a_forked_child_is_told_to_be_spawned(tmp_path):
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.stdout == "done\n", done.stderr[-2000:]
+
+
+def test_a_long_job_gives_way_to_jobs_that_wait_but_not_within_one(rng, tmp_path):
+
+    order = []
+
+    def inner(name):
+        threads.give_way()  # nothing, within another call
+        order.append(name)
+        if name == "first":
+            threads.submit(inner, "later")
+            raise ValueError(name)
+
+    def long_job(waits):
+        waits.wait(60)
+        order.append("begins")
+        threads.give_way()
+        order.append("goes on")
+        threads.give_way()
+        order.append("ends")
+
+    waits = threading.Event()
+    job = threads.submit(long_job, waits)
+    inside = [threads.submit(inner, name) for name in ("first", "second")]
+    waits.set()
+    job.result(60)
+    with pytest.raises(ValueError, match="first"):
+        inside[0].result(60)
+    assert order == ["begins", "first", "second", "goes on", "later", "ends"]
+    threads.give_way()  # in another thread, nothing
+
+
+def test_reading_a_model_gives_way(rng, monkeypatch):
+
+    monkeypatch.setattr(finite, "_PORTION", 1)
+    order = []
+
+    def read():
+        read_before = load_model(resolve_model("afm-nano"))
+        order.append("read")
+        return read_before
+
+    with threads_stopped():
+        reading = threads.submit(read)
+        threads.submit(order.append, "another job")
+    assert reading.result(60) is not None
+    assert order == ["another job", "read"]
+
+
+@contextlib.contextmanager
+def threads_stopped():
+    """Keep the MLX thread from its jobs within the context."""
+
+    goes_on = threading.Event()
+    threads.submit(goes_on.wait, 60)
+    try:
+        yield
+    finally:
+        goes_on.set()

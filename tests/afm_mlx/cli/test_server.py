@@ -4,6 +4,8 @@ import pytest
 
 from afm_mlx.cli import main, server
 from afm_mlx.cli.arguments import UsageError, parse
+from afm_mlx.errors import AFMError
+from afm_mlx.loading.resolve import resolve_model
 from tests.tools.cases import each
 
 
@@ -73,3 +75,53 @@ def test_what_keeps_it_from_starting_is_one_line(capsys, tmp_path, monkeypatch):
             out, err = capsys.readouterr()
             assert (out, len(err.splitlines())) == ("", 1)
             assert says in err, err
+
+
+def test_several_models_have_ids_adapters_and_defaults(tmp_path):
+    nano = resolve_model("afm-nano")
+    owner = tmp_path / "models" / "owner"
+    owner.mkdir(parents=True)
+    (owner / "b").symlink_to(nano)
+    (owner.parent / "a").symlink_to(nano)
+    (owner.parent / "notes").mkdir()
+    redact = nano / "adapters" / "redact"
+
+    def models(*argv):
+        return {
+            each.name: each.source for each in server._models(parse("server", server, list(argv)))
+        }
+
+    assert list(models()) == ["afm-nano"]
+    found = models("--models-dir", str(owner.parent), "--adapter", f"b:tidy={redact}")
+    assert list(found) == ["a", "b"]
+    assert "tidy" in found["b"].adapters
+    assert "tidy" not in found["a"].adapters
+    argv = ["--model", "afm-nano", "--model", str(owner / "b"), "--served-model-name", "first"]
+    found = models(*argv, "--adapter", f"tidy={redact}", "--adapter-path", "todo")
+    assert list(found) == ["first", "b"]
+    assert [each.default_adapter for each in found.values()] == ["todo", None]
+    assert ["tidy" in each.adapters for each in found.values()] == [True, False]
+    assert [each.drafts for each in found.values()] == [True, False]
+    found = models(*argv, "--draft-model", "auto")
+    assert [each.drafts for each in found.values()] == [True, True]
+    with pytest.raises(UsageError, match="c:tidy is for no model; known are first, b"):
+        models(*argv, "--adapter", f"c:tidy={redact}")
+    with pytest.raises(UsageError, match="more often than --model"):
+        models("--served-model-name", "a", "--served-model-name", "b")
+    with pytest.raises(AFMError, match="has no model folders"):
+        models("--models-dir", str(owner.parent / "notes"))
+    with pytest.raises(AFMError, match="There is no folder"):
+        models("--models-dir", str(tmp_path / "none"))
+
+
+@each(
+    "text, seconds",
+    [("90", 90), ("90s", 90), ("5m", 300), ("1.5h", 5400), ("0", None), ("5x", None)],
+)
+def test_durations(text, seconds):
+    argv = ["--keep-alive", text]
+    if seconds is None:
+        with pytest.raises(UsageError, match="not a time above 0"):
+            options(*argv)
+    else:
+        assert options(*argv).keep_alive == seconds

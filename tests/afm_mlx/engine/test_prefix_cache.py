@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.prefix_cache import PAGE, PrefixCache
+from afm_mlx.engine.prefix_cache import PAGE, PrefixBudget, PrefixCache
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
@@ -123,6 +123,28 @@ def test_a_tiny_budget_keeps_what_was_used_last_and_is_never_exceeded(rng, model
     assert prefixes.tokens == 4 * PAGE
     small = PrefixCache(100)
     assert answer(Engine(model, tokenizer, prefix_cache=small), long, 1)[1] == small.nbytes == 0
+
+
+def test_caches_of_two_models_share_a_budget_and_the_oldest_pages_of_both_go(rng, tokenizer):
+    shared = PrefixBudget(LARGE)
+    caches = [PrefixCache(shared) for _ in range(2)]
+    engines = [Engine(tiny(rng), tokenizer, prefix_cache=cache) for cache in caches]
+    prompts = [some_prompt(rng, 3 * PAGE) for _ in range(2)]
+    for engine, prompt in zip(engines, prompts, strict=True):
+        answer(engine, prompt)
+    shared.nbytes = sum(cache.nbytes for cache in caches)
+    answer(engines[0], prompts[0])  # now the second model's pages are the oldest
+    for _ in range(2):
+        answer(engines[0], some_prompt(rng, PAGE))
+        assert sum(cache.nbytes for cache in caches) <= shared.nbytes
+    assert [cache.evictions > 0 for cache in caches] == [False, True]
+    assert answer(engines[0], prompts[0])[1] == 3 * PAGE - 1
+    assert answer(engines[1], prompts[1])[1] < 3 * PAGE - 1
+    evictions = caches[0].evictions
+    del engines[1], caches[1], engine
+    gc.collect()
+    answer(engines[0], some_prompt(rng, 2 * PAGE))
+    assert caches[0].evictions == evictions  # the room of a model that is gone is free
 
 
 def test_cancelled_and_failed_rows_leave_what_they_have_computed(rng, model, tokenizer):

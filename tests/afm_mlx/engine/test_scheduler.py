@@ -8,6 +8,7 @@ import pytest
 from afm_mlx.engine.engine import CPU_STEP, CPU_STEP_WHILE_DECODING, Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request
+from afm_mlx.engine.scheduler import EngineGroup
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import dispatch
@@ -307,3 +308,50 @@ def test_a_budget_without_slack_holds_while_caches_grow_and_rows_leave(
         engine.step()
         most = max(most, mx.get_peak_memory() - before)
     assert budget * 0.8 < most <= budget
+
+
+# -- engines that share places and memory
+
+
+def test_engines_of_a_group_share_the_places_of_a_batch(rng, model, tokenizer):
+    group = EngineGroup()
+    engines = [Engine(model, tokenizer, max_batch=3, group=group) for _ in range(3)]
+    prompts = [[some_prompt(rng, 5) for _ in range(4)] for _ in engines]
+    answers = [{} for _ in engines]
+    for engine, given in zip(engines, prompts, strict=True):
+        for prompt in given:
+            engine.submit(Request(prompt, 6))
+    most, waited = 0, [0] * 3
+    while any(engine.busy for engine in engines):
+        for i, engine in enumerate(engines):
+            for response in engine.step():
+                answers[i].setdefault(response.row, []).append(response.token)
+            most = max(most, sum(each.rows_running for each in engines))
+            waited[i] += not answers[i]
+    assert most == 3
+    for given, found in zip(prompts, answers, strict=True):
+        assert [found[row] for row in range(4)] == [naive_greedy(model, p, 6) for p in given]
+    assert max(waited) < 40  # none waits until all rows of another are done
+
+
+def test_engines_of_a_group_share_a_memory_budget_and_a_large_row_has_its_turn(
+    rng, model, tokenizer
+):
+    probe = Engine(model, tokenizer, kv_memory=1 << 30)
+    probe.submit(Request(some_prompt(rng, 5), 6))
+    probe.step()
+    small = probe._scheduler.reserved
+    group = EngineGroup()
+    options = {"kv_memory": 5 * small // 2, "group": group}
+    one, other = (Engine(model, tokenizer, **options) for _ in range(2))
+    for _ in range(6):
+        one.submit(Request(some_prompt(rng, 5), 6))
+    one.step()
+    large = other.submit(Request(some_prompt(rng, 300), 6))
+    ended = []
+    while one.busy or other.busy:
+        for name, engine in (("one", one), ("other", other)):
+            ended += [(name, r.row) for r in engine.step() if r.finish_reason]
+            assert one._scheduler.reserved + other._scheduler.reserved <= options["kv_memory"]
+    assert len(ended) == 7
+    assert ended.index(("other", large)) < 5  # before the last of those that came before
