@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -49,18 +50,27 @@ async def tags(request: Request) -> Response:
 
 
 async def running(request: Request) -> Response:
-    """List the models in memory."""
+    """List the models in memory, and when idle ones are evicted."""
     models: ModelRegistry = request.app.state.models
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    keep_alive = models.options.keep_alive
 
-    def described(model: HostedModel, nbytes: int) -> JsonObject:
-        sizes = {"size": nbytes, "size_vram": nbytes if on_gpu else 0}
-        more = {"expires_at": _NEVER, "context_length": model.context_size}
-        return {**_entry(model, model.name), **sizes, **more}
+    def expiry(model: HostedModel) -> str:
+        if keep_alive is None:
+            return _NEVER
+        idle = 0 if model.users else time.monotonic() - model.used
+        return timestamp(time.time() + keep_alive - idle)
 
-    loaded = [(model, model.served.nbytes) for model in models.models if model.served is not None]
-    listed = await in_thread(lambda: [described(*each) for each in loaded])
-    return json_response({"models": listed})
+    def described() -> list[JsonObject]:
+        found = []
+        for model in models.models:
+            if model.state == "loaded":
+                sizes = {"size": model.nbytes, "size_vram": model.nbytes if on_gpu else 0}
+                more = {"expires_at": expiry(model), "context_length": model.context_size}
+                found.append({**_entry(model, model.name), **sizes, **more})
+        return found
+
+    return json_response({"models": await in_thread(described)})
 
 
 class ShowRequest(Fields):

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 import ollama
 import pytest
@@ -11,7 +11,7 @@ from afm_mlx import __version__
 from tests.tools import server_stories as stories
 from tests.tools.cases import each, until
 from tests.tools.scripted_server import scripted_server
-from tests.tools.server import fail_after, running_server
+from tests.tools.server import fail_after, running_server, several_models
 from tests.tools.zoo_chats import write_family_folder
 
 MODEL, KEY = "afm-nano", {"Authorization": "Bearer ann"}
@@ -424,3 +424,33 @@ def test_a_model_without_a_chat_template_continues_prompts(tmp_path):
         ):
             with pytest.raises(ollama.ResponseError, match="no chat template"):
                 ask()
+
+
+def test_models_that_are_not_loaded_are_described(tmp_path):
+    write_family_folder(tmp_path / "qwen", "qwen3", max_position_embeddings=512)
+    with several_models(MODEL, tmp_path / "qwen", kv="float", keep_alive=900) as server:
+        client = ollama.Client(server.url)
+        names = ("qwen:latest", MODEL)
+
+        def described():
+            listed = [model.model_dump() for model in client.list().models]
+            return listed, [client.show(name).model_dump() for name in names]
+
+        before = described()
+        assert {"qwen:latest", f"{MODEL}:todo"} < {model["model"] for model in before[0]}
+        qwen, nano = before[1]
+        assert qwen["capabilities"] == ["completion", "tools", "thinking"]
+        assert qwen["modelinfo"]["qwen3.context_length"] == 512
+        assert "<|im_start|>" in qwen["template"]
+        assert nano["capabilities"] == ["completion", "tools"]
+        assert client.ps().models == []
+        assert set(server.states().values()) == {"unloaded"}
+        assert client.generate("qwen:latest").done_reason == "load"
+        assert server.states() == {"qwen": "loaded", MODEL: "unloaded"}
+        assert described() == before
+        (loaded,) = client.ps().models
+        assert loaded.model == "qwen:latest"
+        left = loaded.expires_at - datetime.now(UTC)
+        assert timedelta(minutes=14) < left < timedelta(minutes=15)
+        made = client.chat("qwen", ASKED, options={"num_predict": 2})
+        assert made.eval_count == 2
