@@ -166,9 +166,9 @@ def _prompt(body: fields.OllamaGenerateRequest, served: ServedModel) -> dict[str
 
 
 def _thinking(body: fields.OllamaRequest) -> Thinking:
-    is_switch = isinstance(body.think, bool)
-    switch = fields.ThinkingFields(enable_thinking=body.think if is_switch else None)
-    return thinking_of(switch, None if is_switch else body.think, "think")
+    switch = body.think if isinstance(body.think, bool) else None
+    effort = body.think if isinstance(body.think, str) else None
+    return thinking_of(fields.ThinkingFields(enable_thinking=switch), effort, "think")
 
 
 def _messages(messages: Sequence[fields.OllamaMessage], folds: bool) -> list[Message]:

@@ -127,8 +127,8 @@ def _encoded(
         place = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
         encoded.append(encoded_prompt(prompt, served, place))
         if echo:
-            is_text = isinstance(prompt, str)
-            echoes.append(prompt if is_text else served.tokenizer.decode(encoded[-1]))
+            text = prompt if isinstance(prompt, str) else None
+            echoes.append(served.tokenizer.decode(encoded[-1]) if text is None else text)
     return encoded, echoes if echo else [""] * len(encoded)
 
 

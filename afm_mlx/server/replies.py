@@ -275,7 +275,7 @@ class EventStream(Response):
     ):
         super().__init__()
         self._events, self._request = events, request
-        self._headers = [(b"content-type", media_type), *_STREAM_HEADERS]
+        self._stream_headers = [(b"content-type", media_type), *_STREAM_HEADERS]
         self._error_event, self._ping = error_event, ping
         self._sent_at: float | None = None  # time of the last event or ping
 
@@ -319,7 +319,8 @@ class EventStream(Response):
         """Send an event, before the first one the status; raise `ClientLeft` if it isn't read in time."""
         if self._sent_at is None:
             self._sent_at = time.monotonic()
-            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            start = {"type": "http.response.start", "status": 200}
+            await send({**start, "headers": self._stream_headers})
         self._sent_at = time.monotonic()
         try:
             async with asyncio.timeout(self._request.app.state.options.send_timeout):
