@@ -56,6 +56,8 @@ from afm_mlx.server.thinking import Thinking, thinking_of
 
 _REPEAT_WINDOW = 64
 """Ollama's default number of last tokens that `repeat_penalty` counts."""
+_UNLOADS = (0, "0", "0s", "0m")
+"""Values of `keep_alive` that ask for no model in memory."""
 
 
 async def chat(request: Request) -> Response:
@@ -82,8 +84,11 @@ async def _answered(request: Request, body: fields.OllamaRequest, built: ReplyBu
     models: ModelRegistry = request.app.state.models
     lease = models.lease(request, body.model)
     if not getattr(body, built.prompt_field):
+        model, _ = models.find(body.model)
+        if body.keep_alive in _UNLOADS and model.state != "loaded":
+            return json_response(built.without_answer("unload"))
         await while_connected(request, lease.run(lambda: None))
-        return json_response(built.without_answer())
+        return json_response(built.without_answer("load"))
     lines = _lines(lease, body, built)
     if body.stream is False:
         await while_connected(request, drain(lines))
@@ -277,11 +282,11 @@ class ReplyBuilder:
             said["logprobs"] = chat_logprobs(logprobs)["content"]
         return {"model": self._model, "created_at": timestamp(time.time()), **said, "done": False}
 
-    def without_answer(self) -> JsonObject:
-        """Make the reply to a request that only loads its model."""
+    def without_answer(self, reason: str) -> JsonObject:
+        """Make the reply to a request that generates nothing."""
         taken = _nanoseconds(time.monotonic() - self._begun)
         durations = {"total_duration": taken, "load_duration": taken}
-        return self.piece() | {"done": True, "done_reason": "load", **durations}
+        return self.piece() | {"done": True, "done_reason": reason, **durations}
 
     def _end_call(self) -> Iterator[JsonObject]:
         """Yield the open call, if there is one; one that was cut off is left out."""

@@ -965,6 +965,7 @@ class OllamaRequest(Fields):
     options: OllamaOptions | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    keep_alive: float | str | None = None
     rules = {
         "model": "a name of `/api/tags`, with or without `:latest`; any other is a 404",
         "stream": Honoured(STREAM.text + ", one JSON object a line; true by default"),
@@ -978,7 +979,10 @@ class OllamaRequest(Fields):
         "logprobs top_logprobs": Honoured(
             "log-probabilities, in streams too; up to 20 most likely tokens", off=(0, False)
         ),
-        "keep_alive": Ignored("the server decides how long a model stays in memory"),
+        "keep_alive": Honoured(
+            "0 without a prompt loads no model; otherwise `--keep-alive` decides how long models stay in memory",
+            shapes_answers=False,
+        ),
         "truncate shift": NEVER_SHORTENED,
         "_debug_render_only": Refused("prompts are not shown; see /tokenize"),
     }

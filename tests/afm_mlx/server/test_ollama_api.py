@@ -269,7 +269,7 @@ def test_log_probabilities(client, http):
     assert client.generate(MODEL, stories.FORMAL, top_logprobs=2).logprobs is None
 
 
-def test_without_a_prompt_nothing_is_generated(client, http):
+def test_without_a_prompt_nothing_is_generated(client):
     for made in (
         client.chat(MODEL),
         client.chat(MODEL, [], keep_alive="10m"),
@@ -280,8 +280,6 @@ def test_without_a_prompt_nothing_is_generated(client, http):
         assert (made.done, made.done_reason) == (True, "load")
         assert made.eval_count is None
         assert made.total_duration == made.load_duration > 0
-    named = http.post("/api/generate", json={"model": MODEL, "keep_alive": "5m"})
-    assert named.headers["x-afm-ignored"] == "keep_alive"
     with pytest.raises(ollama.ResponseError) as refused:
         client.chat("llama3.2")
     assert refused.value.status_code == 404
@@ -315,6 +313,7 @@ WRONG = [
     ("generate", {"prompt": "Hi", "template": "{{ .Prompt }}"}, "template"),
     ("generate", {"prompt": "Hi", "context": [1, 2]}, "context"),
     ("generate", {"prompt": ["Hi"]}, "prompt"),
+    ("generate", {"prompt": "Hi", "keep_alive": {}}, "keep_alive"),
     ("generate", {"prompt": "Hi", "images": ["aGk="]}, "images"),
     ("show", {}, "model"),
 ]  # fmt: skip
@@ -444,6 +443,8 @@ def test_models_that_are_not_loaded_are_described(tmp_path):
         assert "<|im_start|>" in qwen["template"]
         assert nano["capabilities"] == ["completion", "tools"]
         assert client.ps().models == []
+        for nothing in (0, "0s"):
+            assert client.chat("qwen", keep_alive=nothing).done_reason == "unload"
         assert set(server.states().values()) == {"unloaded"}
         assert client.generate("qwen:latest").done_reason == "load"
         assert server.states() == {"qwen": "loaded", MODEL: "unloaded"}
