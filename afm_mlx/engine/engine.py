@@ -16,6 +16,7 @@ runs in the thread of `afm_mlx.threads`, and every thread may use it.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -162,9 +163,13 @@ class Engine:
         self._ids = itertools.count()
         parts = model, self._caches, self._adapters, self._prefixes
         sizes = max_batch, chunk, chunk_while_decoding
-        self._scheduler = Scheduler(
-            *parts, self._memory, *sizes, lambda: self._decode.batch.rows, group
-        )
+        engine = weakref.ref(self)
+
+        def decoding() -> list[Row]:
+            known = engine()
+            return [] if known is None else known._decode.batch.rows
+
+        self._scheduler = Scheduler(*parts, self._memory, *sizes, decoding, group)
         self._decode = DecodeBatch(*parts, self._scheduler, self._drafting)
 
     # -- requests

@@ -332,7 +332,7 @@ def _can_start(row: Row, running: Iterable[Row]) -> bool:
 
 
 def _has_turn(others: Iterable[Scheduler], waited: tuple[int, int] | None, row: Row) -> bool:
-    """True if a row of another engine has waited for memory longer than a row, which may be the one of `waited`."""
+    """True if a row of another engine has waited for memory longer than `row`; `waited` is of this engine."""
     since = [each.waits_for_memory for each in others]
     mine = waited[1] if waited is not None and waited[0] == row.id else None
     return any(each is not None and (mine is None or each < mine) for each in since)

@@ -7,7 +7,9 @@ trained for.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,16 @@ def load(
     set_activation_bits(model, activation_bits)
     warn_if_slow(model)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
+
+
+def import_packages(folder: str | Path) -> None:
+    """Import what takes seconds and runs no MLX, so that `load` occupies MLX's thread for less time.
+
+    Any thread can call it. Whatever fails is left to `load`.
+    """
+    with suppress(AFMError, ImportError):
+        if not is_afm_config(read_config_json(Path(folder) / "config.json")):
+            importlib.import_module("transformers").AutoTokenizer  # noqa: B018  # imported when it is named
 
 
 def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:

@@ -26,7 +26,7 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, TokenizerError
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
-from afm_mlx.loading.load import load, load_drafts
+from afm_mlx.loading.load import import_packages, load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
 from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import activation_dtype
@@ -240,6 +240,7 @@ class ModelSource:
                 pool.register(each, path)
             return served
 
+        import_packages(self.folder)
         return threads.submit(make).result()
 
     @property
@@ -316,6 +317,7 @@ class ServedModel:
         self.options = options = options or ServerOptions()
         self.resources = resources or ServerResources(options)
         self._owns_resources = resources is None
+        self._is_closed = False
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
         self.name = name
         self.default_adapter, self.folder = default_adapter, folder
@@ -539,7 +541,9 @@ class ServedModel:
         if self.prefix_cache is not None:
             threads.submit(self.prefix_cache.close).result()
             self.prefix_cache = None
-        threads.submit(self._release).result()
+        if not self._is_closed:
+            self._is_closed = True
+            threads.submit(self._release).result()
 
     def _release(self) -> None:
         self.engine.close()

@@ -148,7 +148,7 @@ def test_the_list_tells_states_and_sizes(folders, loads):
         assert 'afm_mlx:model_loaded{model_name="b"} 0.0' in said
         assert said.count("# TYPE afm_mlx:model_loaded") == 1
         assert http.get("/v1/models/b").json() == before["b"]
-        with pytest.raises(openai.NotFoundError, match="There is no model c"):
+        with pytest.raises(openai.NotFoundError, match="There is no model 'c'"):
             ask(server, "c")
 
 
