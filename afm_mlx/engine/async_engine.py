@@ -131,9 +131,15 @@ class AsyncEngine:
         for stream in self._streams.values():
             stream.fail(RequestError("The engine was closed."))
         self._streams.clear()
-        self._engine = self._warming_up = None
+        self._abandon()
+        self._warming_up = None
         self._options.clear()
         del self._model
+
+    def _abandon(self) -> None:
+        if self._engine is not None:
+            self._engine.abandon()
+            self._engine = None
 
     def _continue(self, warming_up: Iterator[object]) -> None:
         """Take a step of the warm-up and queue the next one; while rows run, keep it until they have ended."""
@@ -213,7 +219,7 @@ class AsyncEngine:
         try:
             waiting = self._made().drop_started()
         except BaseException:
-            self._engine = None  # the next request makes another one
+            self._abandon()  # the next request makes another one
         for row in self._streams.keys() - waiting:
             error = StepError(f"A step of the engine failed ({type(cause).__name__}: {cause}).")
             error.__cause__ = cause

@@ -299,6 +299,10 @@ class Engine:
             self._prefixes.drop_newest()
         return [row.id for row in self._scheduler.waiting]
 
+    def abandon(self) -> None:
+        """Give the rows' places and memory back to the engine's group; the engine takes no more steps."""
+        self._scheduler.leave_group()
+
     @property
     def busy(self) -> bool:
         """True if any row waits or runs."""

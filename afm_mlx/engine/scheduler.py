@@ -53,6 +53,10 @@ class EngineGroup:
         """Add the scheduler of a new engine."""
         self._members.add(scheduler)
 
+    def leave(self, scheduler: Scheduler) -> None:
+        """Remove the scheduler of an engine that takes no more steps."""
+        self._members.discard(scheduler)
+
     def others(self, scheduler: Scheduler) -> list[Scheduler]:
         """Return all other members."""
         return [each for each in self._members if each is not scheduler]
@@ -106,6 +110,10 @@ class Scheduler:
     def rows(self) -> list[Row]:
         """The rows of all prefills."""
         return [row for prefill in self.prefills for row in prefill.batch.rows]
+
+    def leave_group(self) -> None:
+        """Give the rows' places and memory back to the other engines, once there are no more steps."""
+        self._group.leave(self)
 
     @property
     def running(self) -> list[Row]:
