@@ -143,12 +143,12 @@ def _entry(model: HostedModel, name: str) -> JsonObject:
 
 
 def _facts(model: HostedModel) -> Facts:
-    if model.folder is not None:
-        return _folder_facts(model.folder)
-    assert model.served is not None
+    with suppress(AFMError, OSError):  # loading says what is wrong
+        if model.folder is not None:
+            return _folder_facts(model.folder)
     return {
-        "family": str(getattr(model.served.model, "model_type", "unknown")),
-        "bytes": model.served.nbytes,
+        "family": "unknown",
+        "bytes": model.nbytes,
         "digest": hashlib.sha256(model.name.encode()).hexdigest(),
         "modified": model.created,
     }
@@ -164,7 +164,7 @@ def _folder_facts(folder: Path) -> Facts:
         stat = path.stat()
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     return {
-        "family": read_config_json(source)["model_type"],
+        "family": str(read_config_json(source).get("model_type", "unknown")),
         "parameters": weights["parameters"],
         "bytes": weights["bytes"],
         "kind": f"{weights['bits_per_weight']:.1f}-bit",

@@ -427,7 +427,10 @@ def test_a_model_without_a_chat_template_continues_prompts(tmp_path):
 
 def test_models_that_are_not_loaded_are_described(tmp_path):
     write_family_folder(tmp_path / "qwen", "qwen3", max_position_embeddings=512)
-    with several_models(MODEL, tmp_path / "qwen", kv="float", keep_alive=900) as server:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text('{"model_type": "qwen3"}')
+    folders = tmp_path / "qwen", tmp_path / "bad"
+    with several_models(MODEL, *folders, kv="float", keep_alive=900) as server:
         client = ollama.Client(server.url)
         names = ("qwen:latest", MODEL)
 
@@ -437,6 +440,8 @@ def test_models_that_are_not_loaded_are_described(tmp_path):
 
         before = described()
         assert {"qwen:latest", f"{MODEL}:todo"} < {model["model"] for model in before[0]}
+        (bad,) = (model for model in before[0] if model["model"] == "bad:latest")
+        assert (bad["size"], bad["details"]["family"]) == (0, "unknown")
         qwen, nano = before[1]
         assert qwen["capabilities"] == ["completion", "tools", "thinking"]
         assert qwen["modelinfo"]["qwen3.context_length"] == 512
@@ -447,7 +452,7 @@ def test_models_that_are_not_loaded_are_described(tmp_path):
             assert client.chat("qwen", keep_alive=nothing).done_reason == "unload"
         assert set(server.states().values()) == {"unloaded"}
         assert client.generate("qwen:latest").done_reason == "load"
-        assert server.states() == {"qwen": "loaded", MODEL: "unloaded"}
+        assert server.states() == {"qwen": "loaded", MODEL: "unloaded", "bad": "unloaded"}
         assert described() == before
         (loaded,) = client.ps().models
         assert loaded.model == "qwen:latest"
