@@ -227,6 +227,20 @@ def test_an_idle_model_leaves_memory_and_comes_back(folders):
         assert ask(server, "a") == first
 
 
+def test_keys_and_values_of_long_answers_evict_idle_models(folders):
+    both = sum(ModelSource.of(folder).memory_bytes for folder in folders)
+    memory = both + PREFIXES + 10_000
+    with several_models(*folders, memory=memory, prompt_cache_bytes=PREFIXES) as server:
+        ask(server, "b")
+        stream = server.client.chat.completions.create(
+            model="a", messages=HELLO, max_tokens=4000, stream=True
+        )
+        next(stream)
+        assert server.states()["a"] == "loaded"
+        until(lambda: server.states() == {"a": "loaded", "b": "unloaded"})
+        stream.close()
+
+
 def test_a_load_that_fails_is_one_error_for_all_that_wait(folders, tmp_path, loads):
     broken = write_family_folder(tmp_path / "broken", "qwen3", seed=3)
     weights = broken / "model.safetensors"

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from afm_mlx.errors import RequestError
+from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server.run import bind
 from afm_mlx.server.server_options import ServerOptions
 from tests.tools.cli import ROOT
@@ -36,10 +37,36 @@ def started(tmp_path):
             opened.enter_context(process)
             opened.callback(process.kill)
             said = process.stdout.readline().split()
-            assert said[:4] == ["afm-nano", "is", "served", "at"]
-            return process, said[4]
+            assert said[-4:-1] == ["is", "served", "at"]
+            return process, said[-1]
 
         yield start
+
+
+def test_the_command_serves_a_folder_of_models(started, tmp_path):
+    models = tmp_path / "models"
+    models.mkdir()
+    for name in ("a", "b"):
+        (models / name).symlink_to(resolve_model("afm-nano"))
+    room = "--memory", "4MB", "--prompt-cache-bytes", "1MB"  # for one of them
+    process, url = started("--models-dir", models, *room, "--log-level", "INFO")
+    with httpx2.Client(base_url=url, timeout=60) as http:
+
+        def states():
+            listed = http.get("/v1/models").json()["data"]
+            return {each["id"]: each["state"] for each in listed if each["parent"] is None}
+
+        assert states() == {"a": "unloaded", "b": "unloaded"}
+        for name in ("a", "b:todo", "a"):
+            body = {**CHAT, "model": name, "max_tokens": 3}
+            assert http.post("/v1/chat/completions", json=body).status_code == 200
+            assert states()[name[0]] == "loaded"
+        assert sorted(states().values()) == ["loaded", "unloaded"]
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert said.count("Loading the model") == 3
+    assert said.count("Evicting the model") == 2
 
 
 def test_sigterm_lets_answers_finish(started):
