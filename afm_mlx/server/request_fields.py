@@ -980,7 +980,7 @@ class OllamaRequest(Fields):
             "log-probabilities, in streams too; up to 20 most likely tokens", off=(0, False)
         ),
         "keep_alive": Honoured(
-            "0 without a prompt loads no model; otherwise `--keep-alive` decides how long models stay in memory",
+            "0 without a prompt loads no model; otherwise `--keep-alive` decides how long a model stays loaded",
             shapes_answers=False,
         ),
         "truncate shift": NEVER_SHORTENED,
