@@ -379,10 +379,8 @@ def choose_mix(
     )
     chosen = choose_bits(layers, options.target_bpw, size)
 
-    def predicate(path: str, module: nn.Module) -> QuantizationRule | bool | Mapping[str, Any]:
-        if path in chosen:
-            return chosen[path]
-        return True if own is None else own(path, module)
+    def predicate(path: str, module: nn.Module) -> QuantizationRule | bool:
+        return (rules | chosen).get(path, False)
 
     report = {
         "target_bpw": options.target_bpw,

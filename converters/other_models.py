@@ -20,7 +20,13 @@ from afm_mlx.errors import AFMError, named, shown
 from afm_mlx.installation import package_problem
 from afm_mlx.loading.mlx_lm_models import has_packed_layers, load_mlx_lm_model
 from afm_mlx.progress import Progress
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, packed_layer_for
+from afm_mlx.quantization.packed_layers import (
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    packed_layer_for,
+    stacked,
+)
 from afm_mlx.quantization.quantize_model import (
     dequantize_model,
     quantization_entries,
@@ -156,13 +162,15 @@ def _to_mlx_layers(model: nn.Module, quantization: dict[str, Any]) -> dict[str, 
     others: dict[str, Any] = {}
     layers: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
-        if isinstance(module, PackedLinear | PackedEmbedding):
+        if isinstance(module, PackedLinear | PackedEmbedding | PackedExperts):
             packed, rule = module.packed, rule_of(module.packed)
             rules[path] = mlx_rule(rule, (packed.out_dims, packed.in_dims), path)
             own = to_mlx_format(packed, rules[path])
+            if isinstance(module, PackedExperts):
+                own = stacked(own, module.experts)
             assert own.scales is not None
             layers.append((path, packed_layer_for(module, own, own.scales.dtype)))
-        elif isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        elif "scales" in module:  # in a format of MLX's own layers only
             others[path] = stored_settings(quantization, path)
     replace_modules(model, layers)
     return quantization_entries(rules) | others

@@ -27,6 +27,7 @@ OPS = (
     "packed_swiglu",
     "packed_argmax",
     "packed_embedding",
+    "packed_gather",
     "rope_norm_quantize",
     "write_tokens",
     "decode_attention",

@@ -215,6 +215,51 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
     return values.astype(dtype).reshape(*tokens.shape, weight.in_dims)
 
 
+def packed_gather(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    experts: int,
+    ascending: bool = False,
+    activation_bits: int = 16,
+    *,
+    finish: Callable[[mx.Dtype, Product], mx.array] = add_up,
+) -> mx.array:
+    """See `reference.packed_gather`; as `multiply_quantized`, with the matrices that `indices` choose.
+
+    A grid is one for all experts, whose scales and biases MLX reads with strides of 0 between experts. `finish`
+    computes the product with the matrices' own scales; by default, MLX's operations do.
+    """
+    dtype, each = x.dtype, indices.size // max(1, x.shape[0])
+    x = x.astype(mx.float32) if dispatch.device() == "cpu" else x
+    out_dims = weight.out_dims // experts
+    of_rows, factor = None, 1.0
+    if is_grid(weight):
+        assert weight.scales is not None
+        factor = 1 / grid_unit(weight.bits, weight.in_dims)
+        scales, biases, size = _grid(out_dims, weight.in_dims, weight.bits, x.dtype)
+        of_rows = weight.scales
+        if of_rows.ndim:
+            of_rows = of_rows.reshape(experts, -1)[indices]
+        scales, biases = (mx.broadcast_to(a, (experts, *a.shape)) for a in (scales, biases))
+    else:
+        scales, biases, size = _affine(weight, x.dtype)
+        scales, biases = (a.reshape(experts, out_dims, -1) for a in (scales, biases))
+    pairs = (x.shape[0], each) if each != 1 else (x.shape[0],)
+    numbers = mx.gather_qmm(
+        x.reshape(x.shape[0], *[1] * len(pairs), weight.in_dims),
+        weight.codes.reshape(experts, out_dims, -1),
+        scales,
+        biases,
+        rhs_indices=indices.reshape(pairs),
+        transpose=True,
+        group_size=size,
+        bits=weight.bits,
+        sorted_indices=ascending,
+    )
+    return finish(dtype, Product(numbers.reshape(indices.size, out_dims), of_rows, factor))
+
+
 def _normed(x: mx.array, options: ProductOptions) -> mx.array:
     # On a CPU, MLX sums in its operands' type, and half types are slow.
     x = x.astype(mx.float32) if dispatch.device() == "cpu" else x
@@ -251,7 +296,8 @@ def _sections(ends: tuple[int, ...]) -> mx.array:
 # -- which cases they run
 
 
-def _obstacle(case: Case) -> str | None:
+def obstacle(case: Case) -> str | None:
+    """Return why MLX has no product with a case's format; None if it has."""
     if reason := other_than_floats(case):
         return reason
     if case.mode not in ("affine", "balanced"):
@@ -264,14 +310,14 @@ def _obstacle(case: Case) -> str | None:
 def _few_rows(case: Case) -> str | None:
     if case.device == "cpu" and case.rows > CPU_ROWS:
         return f"takes up to {CPU_ROWS} rows on a CPU, not {case.rows}"
-    return _obstacle(case)
+    return obstacle(case)
 
 
 def _by_both(op: str, run: Callable[..., Any], suffix: str = "") -> tuple[Variant, ...]:
     """Return an operation's two variants: `run` by products with codes, and with dequantized numbers."""
     return (
         Variant(op, f"mlx/quantized{suffix}", partial(run, multiply_quantized), _few_rows),
-        Variant(op, f"mlx/dequantized{suffix}", partial(run, multiply_dequantized), _obstacle),
+        Variant(op, f"mlx/dequantized{suffix}", partial(run, multiply_dequantized), obstacle),
     )
 
 
@@ -279,5 +325,6 @@ VARIANTS: tuple[Variant, ...] = (
     *_by_both("packed_matmul", packed_matmul),
     *_by_both("packed_swiglu", packed_swiglu, "_swiglu"),
     *_by_both("packed_argmax", packed_argmax, "_argmax"),
-    Variant("packed_embedding", "mlx/dequantized_embedding", packed_embedding, _obstacle),
+    Variant("packed_embedding", "mlx/dequantized_embedding", packed_embedding, obstacle),
+    Variant("packed_gather", "mlx/quantized_gather", packed_gather, obstacle),
 )

@@ -52,6 +52,18 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
     return _run("packed_embedding", tokens, weight, dtype)
 
 
+def packed_gather(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    experts: int,
+    ascending: bool = False,
+    activation_bits: int = 16,
+) -> mx.array:
+    """See `reference.packed_gather`."""
+    return _run("packed_gather", x, weight, indices, experts, ascending, activation_bits)
+
+
 def decode_attention(
     queries: mx.array,
     kv: KeyValues,
@@ -134,6 +146,7 @@ _CASES: dict[str, Callable[..., Case]] = {
     "packed_matmul": _product_case,
     "packed_swiglu": _product_case,
     "packed_argmax": _product_case,
+    "packed_gather": _product_case,
     "packed_embedding": lambda tokens, weight, dtype: _weight_case(dtype, tokens.size, weight),
     "rope_norm_quantize": _rope_case,
     "write_tokens": lambda buffer, tokens, lengths: Case(

@@ -289,6 +289,35 @@ def _product(x: mx.array, weight: PackedWeight) -> mx.array:
     return product(x)
 
 
+def packed_gather(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    experts: int,
+    ascending: bool = False,
+    activation_bits: int = 16,
+) -> mx.array:
+    """Return products with chosen experts of a mixture: `y[p] = x[p * M // P] W_e^T` with `e = indices[p]`.
+
+    Sums are float32.
+
+    Args:
+        x: (M, K), float.
+        weight: matrices of all experts, one after the other: (experts * N, K), balanced or affine.
+        indices: (P,) integers below `experts`, P a multiple of M.
+        experts: number of experts.
+        ascending: True if `indices` ascend, of which some variants make use.
+        activation_bits: 16, or 8 where a backend may round activations to int8; ignored here.
+
+    Returns:
+        (P, N) of the dtype of `x`.
+    """
+    matrices = dequantize(weight).reshape(experts, -1, weight.in_dims)
+    vectors = mx.repeat(x.astype(mx.float32), indices.size // max(1, x.shape[0]), axis=0)
+    y = mx.gather_mm(vectors[:, None], matrices.swapaxes(1, 2), rhs_indices=indices)
+    return y[:, 0].astype(x.dtype)
+
+
 def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:
     """Return the adapters' product, (B, ..., N) float32 for x (B, ..., K): zeros in rows without an adapter."""
     rows = x.astype(mx.float32).reshape(x.shape[0], -1, x.shape[-1])

@@ -61,6 +61,7 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "server.md": {"pip install": "installs the package", "afm-mlx server": SERVES},
     "operations.md": {"afm-mlx server": SERVES},
+    "scores.md": {},
     "sessions.md": {
         "git clone": "fetches Apple's tests",
         "pip install pytest": "installs packages",
@@ -117,7 +118,7 @@ def test_every_page_is_in_the_table():
         assert not re.search(r"^(    |\t)(\$ )?(afm-mlx|python|pip|make) ", text, re.M), path
 
 
-SERVED = ("server.md", "operations.md")
+SERVED = ("server.md", "operations.md", "scores.md")
 
 
 def readable():

@@ -23,14 +23,16 @@ from afm_mlx.kernels.cpu import extension
 from afm_mlx.quantization.packed_layers import (
     PARTS,
     PackedEmbedding,
+    PackedExperts,
     PackedLinear,
     activation_dtype,
+    is_experts,
     packed_layer_for,
 )
-from afm_mlx.quantization.quantize_model import replace_modules
+from afm_mlx.quantization.quantize_model import can_be_packed, replace_modules
 from afm_mlx.quantization.rule import RULE_KEYS, QuantizationRule
 
-_PACKED = (PackedLinear, PackedEmbedding)
+_PACKED = (PackedLinear, PackedEmbedding, PackedExperts)
 _MLX_MODES = ("mxfp4", "mxfp8", "nvfp4")
 _MLX_BITS = (1, 3, 5, 6)
 _MLX_MOST_BITS, _MLX_MOST_IN_GROUP = 8, 128
@@ -116,7 +118,7 @@ def stored_rules(
     known: StoredRules = {}  # rules by path; "" for layers without an entry of their own
     for name, shape in shapes.items():
         path, _, kind = name.rpartition(".")
-        if kind != "weight" or len(shape) != 2:
+        if kind != "weight" or len(shape) < 2:
             continue
         own, weight = quantization.get(path), tensors.get(name)
         has_entry = own is not None and isinstance(own, Mapping)
@@ -254,11 +256,11 @@ def place_stored_layers(
         ConfigError, CheckpointError: name the layer.
     """
     modules = dict(model.named_modules())
-    floats = {p: m for p, m in modules.items() if type(m) in (nn.Linear, nn.Embedding)}
+    floats = {path: module for path, module in modules.items() if can_be_packed(module)}
     if rules is None:
         shapes = {f"{path}.weight": module.weight.shape for path, module in floats.items()}
         rules = stored_rules(shapes, quantization, weights, source)
-    # Layers that are neither `Linear` nor `Embedding`, such as a mixture's experts, stay MLX's own.
+    # Layers that have no packed form here stay MLX's own.
     others = {
         path
         for path, module in modules.items()
@@ -294,6 +296,7 @@ def repack_mlx_layers(model: nn.Module) -> None:
     layers: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         quantized = type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
+        quantized = quantized or is_experts(module, quantized=True)
         if not quantized or module.mode != "affine" or module.bits not in BITS:
             continue
         parts = (module.scales, module.biases)

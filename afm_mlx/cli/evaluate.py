@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     if (folder / HELD_OUT).is_file():
         pieces = cut(load_documents(folder / HELD_OUT, tokenizer))
         with progress_bar("perplexity", "sample") as progress:
-            perplexity = measure_perplexity(model, pieces, args.batch_size, progress)
+            perplexity = measure_perplexity(model, tokenizer, pieces, args.batch_size, progress)
     if args.json:
         print_json(_as_json(args, data, evaluations, perplexity))
     else:

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     documents = load_documents(data, tokenizer)
     pieces = cut(documents, args.sequence_length, args.num_samples, args.seed)
     with progress_bar("perplexity", "sample") as progress:
-        result = measure_perplexity(model, pieces, args.batch_size, progress)
+        result = measure_perplexity(model, tokenizer, pieces, args.batch_size, progress)
     if args.json:
         facts = {"model": args.model, "data": str(data), **dataclasses.asdict(result)}
         print_json(facts | {"tokens_per_second": result.tokens_per_second})

@@ -6,6 +6,7 @@
 | `row.py` | a row and its life: adapter lease, tokens, text, responses |
 | `batch.py` | rows that run together, and their KV caches |
 | `scheduler.py` | which rows wait, prefill and join; the memory budget |
+| `prompt_scores.py` | log-probabilities of prompts |
 | `decoding.py` | a decode step: inputs, submit, read back, draw, verify draft tokens |
 | `engine.py` | the loop: requests in, responses out |
 | `generation.py` | `generate`, `stream_generate`, `batch_generate`, and the typed and async variants |
@@ -21,6 +22,6 @@
 
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.request import Request, TokenResponse
+from afm_mlx.engine.request import PromptLogprobs, PromptScores, Request, TokenResponse
 
-__all__ = ["AsyncEngine", "Engine", "Request", "TokenResponse"]
+__all__ = ["AsyncEngine", "Engine", "PromptLogprobs", "PromptScores", "Request", "TokenResponse"]

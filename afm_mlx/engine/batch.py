@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.active import BatchAdapters
+from afm_mlx.engine.prompt_scores import Target
 from afm_mlx.engine.row import Row, batch_adapters
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache, ZooKVCache
@@ -93,6 +94,8 @@ class Prefill:
     lengths: list[int]  # of the rows' tokens
     done: int = 0  # columns of `tokens` that are in the cache
     cancelled: set[int] = field(default_factory=set)  # ids of rows
+    # First column behind which a row wants the log-probability of a token of its prompt; None if there is none.
+    scored_from: int | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
@@ -110,7 +113,31 @@ class Prefill:
             row.position += length
             row.pending = []
         batch = RowBatch(by_block, list(rows), cache, last, batch_adapters(rows))
-        return cls(batch, tokens, lengths)
+        prefill = cls(batch, tokens, lengths)
+        starts = [span.start for i in range(len(rows)) if (span := prefill._scored_columns(i)[0])]
+        prefill.scored_from = min(starts, default=None)
+        return prefill
+
+    def _scored_columns(self, i: int) -> tuple[range, int]:
+        """Return the columns behind which row i wants log-probabilities, and what follows column 0.
+
+        That is an index in the row's prompt.
+        """
+        row = self.batch.rows[i]
+        base = row.position - row.start - self.lengths[i] + 1
+        if row.scored_from is None or row.id in self.cancelled:
+            return range(0), base
+        return range(max(0, row.scored_from - base), len(row.request.prompt) - base), base
+
+    def targets(self, count: int) -> list[Target]:
+        """Return the tokens whose log-probabilities are wanted behind the next `count` columns."""
+        targets = []
+        for i, row in enumerate(self.batch.rows):
+            span, base = self._scored_columns(i)
+            first, last = max(span.start, self.done), min(span.stop, self.done + count)
+            prompt = row.request.prompt
+            targets += [Target(i, c - self.done, prompt[base + c]) for c in range(first, last)]
+        return targets
 
     @property
     def left(self) -> int:

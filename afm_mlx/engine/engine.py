@@ -255,10 +255,13 @@ class Engine:
         if is_loaded and (error := self._adapters.refusal(row)) is not None:
             row.release()
             raise error
-        early = row.take_forced()
+        early = [] if row.closing is not None else row.take_forced()
         if row.error is not None and not early:
             row.release()
             raise row.error
+        if early and early[-1].finish_reason is not None and request.prompt_logprobs is not None:
+            # The whole answer is forced, and the prompt has to be computed all the same.
+            row.closing = early.pop()
         self._scheduler.early += [(row, response) for response in early]
         if early and early[-1].finish_reason is not None:
             row.release()

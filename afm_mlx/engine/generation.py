@@ -26,7 +26,14 @@ from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.batch import fit_empty, kind_of
 from afm_mlx.engine.draft_length import DraftCounts
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.request import LogitsProcessor, Request, Sampler, token_ids
+from afm_mlx.engine.request import (
+    LogitsProcessor,
+    PromptLogprobs,
+    PromptScores,
+    Request,
+    Sampler,
+    token_ids,
+)
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import Cache
@@ -47,7 +54,7 @@ class GenerationResponse:
     """One step of `stream_generate`, with mlx-lm's fields."""
 
     text: str  # the next segment of the answer; may be empty
-    token: int
+    token: int  # -1 with max_tokens 0
     logprobs: (
         mx.array | None
     )  # (vocab_size,), which `token` was drawn from; None without `logprobs=True`
@@ -59,6 +66,7 @@ class GenerationResponse:
     peak_memory: float  # most that MLX has allocated, GB
     finish_reason: str | None = None  # "stop", "length", or None while it goes on
     draft_counts: DraftCounts | None = None  # at the end; None without speculation
+    prompt_logprobs: PromptScores | None = None  # in the first response; None if not asked for
 
 
 @dataclass
@@ -70,6 +78,7 @@ class BatchResponse:
     finish_reasons: list[str]  # "stop" or "length"
     prompt_tps: float  # prompt tokens per second, all rows together
     generation_tps: float  # new tokens per second, all rows together
+    prompt_logprobs: list[PromptScores | None]  # None if not asked for
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array) -> list[int]:
@@ -100,6 +109,7 @@ def stream_generate(
     seed: int | None = None,
     stop: Sequence[str] = (),
     logprobs: bool = True,
+    prompt_logprobs: PromptLogprobs | None = None,
     adapter: AdapterChoice | None = None,
     adapters: AdapterPool | None = None,
     constraint: Constraint | None = None,
@@ -114,7 +124,8 @@ def stream_generate(
         model: a model of `load`.
         tokenizer: the model's tokenizer, of `load`.
         prompt: text, or token ids.
-        max_tokens: maximum number of new tokens; -1 for no limit except the context's.
+        max_tokens: maximum number of new tokens; -1 for no limit except the context's, 0 for none: then the
+            only response has the token -1.
         draft_model: a smaller model with the same vocabulary, of `load_draft`. It proposes tokens, and the
             model verifies several in one step; the answer is the same.
         sampler: log-probabilities to token, as mlx-lm's `make_sampler` builds; None is greedy.
@@ -130,6 +141,7 @@ def stream_generate(
         seed: seed of this run's own random stream.
         stop: strings that end the answer; they are not part of it.
         logprobs: True if responses carry log-probabilities; without them, greedy decoding skips the logits.
+        prompt_logprobs: which log-probabilities of the prompt's tokens the first response has; None for none.
         adapter: name of an adapter in the pool, or weights of several by their names; pass None for none.
         adapters: the pool that `adapter` is in.
         constraint: what the answer must look like, such as `Constraint.json_schema(schema)`.
@@ -164,6 +176,7 @@ def stream_generate(
         cache=prompt_cache,
         on_prefill=prompt_progress_callback,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         adapter=adapter,
         constraint=constraint,
         at_limit=at_limit,
@@ -240,6 +253,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=None if response.error else response.finish_reason,
             draft_counts=response.draft_counts,
+            prompt_logprobs=response.prompt_logprobs,
         )
         if response.error is not None:
             raise response.error
@@ -379,6 +393,7 @@ def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> Bat
     """Run an engine to the end; `rows` has the index of each row's prompt."""
     texts, reasons = [""] * len(rows), [""] * len(rows)
     tokens: list[list[int]] = [[] for _ in rows]
+    scores: list[PromptScores | None] = [None] * len(rows)
     start = first = time.perf_counter()
     for response in engine.run():
         if response.error is not None:
@@ -389,7 +404,9 @@ def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> Bat
         if not any(tokens) and not any(reasons):
             first = time.perf_counter()
         texts[index] += response.text
-        if response.token not in engine.tokenizer.eos_token_ids:
+        if response.prompt_logprobs is not None:
+            scores[index] = response.prompt_logprobs
+        if response.token >= 0 and response.token not in engine.tokenizer.eos_token_ids:
             tokens[index].append(response.token)
         reasons[index] = response.finish_reason or ""
     return BatchResponse(
@@ -398,6 +415,7 @@ def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> Bat
         finish_reasons=reasons,
         prompt_tps=prompt_tokens / max(first - start, 1e-9),
         generation_tps=sum(map(len, tokens)) / max(time.perf_counter() - first, 1e-9),
+        prompt_logprobs=scores,
     )
 
 

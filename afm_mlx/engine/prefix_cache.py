@@ -567,9 +567,9 @@ class RowPrefixes:
         folder = self._prefixes.folder
         if folder is None or row.request.cache is not None or not _can_be_kept(row.cache):
             return True
-        if _has_state(row.cache):
+        if _needs_snapshots(row.cache):
             return True
-        tokens = row.pending[:-1]
+        tokens = row.reusable
         if row.id not in self._reads:
             first, names = self._prefixes.stored(self._key(row), tokens)
             if not names:
@@ -594,12 +594,12 @@ class RowPrefixes:
             return
         self._reads.pop(row.id, None)
         row.prefix_key = self._key(row)
-        has_state = _has_state(row.cache)
+        needs_snapshots = _needs_snapshots(row.cache)
         found = self._prefixes.find(
-            row.prefix_key, row.pending[:-1], self._by_block, needs_snapshot=has_state
+            row.prefix_key, row.reusable, self._by_block, needs_snapshot=needs_snapshots
         )
         row.cached_tokens = min(found.tokens, len(row.request.prompt))
-        if has_state and found.shared - found.tokens >= PAGE:
+        if needs_snapshots and found.shared - found.tokens >= PAGE:
             row.branch = found.shared
         if found.tokens:
             _fill(row.cache, found)
@@ -617,15 +617,15 @@ class RowPrefixes:
         if row.prefix_key is None:
             return
         tokens, count = [*row.request.prompt, *row.tokens], fed
-        has_state = _has_state(cache)
+        needs_snapshots = _needs_snapshots(cache)
         if count is None:
             # No surplus token is taken back from a state. It is known: it is the one that ended the answer.
-            count = row.position - (0 if has_state else row.surplus)
-        elif has_state and count != row.branch and not is_last:
+            count = row.position - (0 if needs_snapshots else row.surplus)
+        elif needs_snapshots and count != row.branch and not is_last:
             return  # snapshots after each chunk would be too many
         if count > len(tokens) or (arrays := _arrays(cache, index)) is None:
             return
-        state = _state(cache, index) if has_state else None
+        state = _state(cache, index) if needs_snapshots else None
         self._prefixes.keep(row.prefix_key, tokens[:count], arrays, state)
 
     def forget(self, row_id: int) -> None:
@@ -673,10 +673,10 @@ def _can_be_kept(cache: Cache) -> bool:
     return zoo is None or zoo.can_be_kept(cache)
 
 
-def _has_state(cache: Cache) -> bool:
+def _needs_snapshots(cache: Cache) -> bool:
     """True if only snapshots of some entries can be kept."""
     zoo = _zoo_caches(cache)
-    return zoo is not None and zoo.has_state(cache)
+    return zoo is not None and zoo.needs_snapshots(cache)
 
 
 def _state(cache: Cache, index: int) -> list[mx.array | None]:

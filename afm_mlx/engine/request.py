@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -22,7 +23,74 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 MASK64 = 2**64 - 1
 MOST_TOKENS = 2**31  # that a vocabulary can have
+MOST_TOP = 1000  # most likely tokens that are reported for each token of a prompt
 AT_LIMIT = ("error", "complete")
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Which log-probabilities of a prompt's tokens a request asks for.
+
+    Args:
+        start: index of the first token in the prompt, 1 or more: no token comes before the first.
+        top: number of most likely tokens at each position, besides the prompt's own.
+    """
+
+    start: int = 1
+    top: int = 0
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of n consecutive tokens of a prompt.
+
+    Args:
+        start: index of the first of these tokens in the prompt.
+        logprobs: (n,) float32, log p(token | the tokens before it).
+        ranks: (n,) int32, 1 for the most likely token; of equally likely ones, the smaller id comes first.
+        top_tokens: (n, top) int32, the most likely tokens of each position, the likeliest first.
+        top_logprobs: (n, top) float32.
+    """
+
+    start: int
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_tokens: np.ndarray
+    top_logprobs: np.ndarray
+
+    @classmethod
+    def none(cls, top: int) -> PromptScores:
+        """Return the scores of no tokens."""
+        ids, values = np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
+        return cls(0, np.zeros(0, np.float32), np.zeros(0, np.int32), ids, values)
+
+    @classmethod
+    def joined(cls, start: int, parts: Sequence[PromptScores]) -> PromptScores:
+        """Join the scores of consecutive tokens, the first of which has the index `start`."""
+        return cls(
+            start,
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+            np.concatenate([part.top_tokens for part in parts]),
+            np.concatenate([part.top_logprobs for part in parts]),
+        )
+
+    def part(self, start: int, stop: int, top: int) -> PromptScores:
+        """Return the scores of tokens `start` to `stop` of these n, with at most `top` likeliest tokens."""
+        tops = self.top_tokens[start:stop, :top], self.top_logprobs[start:stop, :top]
+        return PromptScores(
+            self.start + start, self.logprobs[start:stop], self.ranks[start:stop], *tops
+        )
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all n tokens together, after the tokens before them."""
+        return math.fsum(self.logprobs.tolist())
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if each of the n tokens is the most likely one."""
+        return bool((self.ranks == 1).all())
 
 
 @dataclass
@@ -31,7 +99,8 @@ class Request:
 
     Args:
         prompt: token ids, at least one: a sequence, or an array (L,), of integers.
-        max_tokens: maximum number of new tokens; -1 for no limit except the context's.
+        max_tokens: maximum number of new tokens; -1 for no limit except the context's. With 0, the prompt is
+            computed and nothing generated: the only response has the token -1.
         sampler: maps log-probabilities (1, vocab_size) to a token (1,), as mlx-lm's `make_sampler` builds; pass
             None for the most likely token.
         seed: seed of this row's own random stream, which depends on nothing else in the batch; pass None to
@@ -45,6 +114,9 @@ class Request:
             new token is there.
         logprobs: True if responses carry log-probabilities. Without them, a batch of rows that take the
             most likely token needs no logits.
+        prompt_logprobs: which log-probabilities of the prompt's tokens are computed; pass None for none. The
+            first response after the prompt has them (`TokenResponse.prompt_logprobs`). Keys and values of
+            earlier prompts then serve only what comes before `start`.
         adapter: name of an adapter in the engine's pool, or weights of several by their names, which are added
             up; pass None for the model alone, or with the adapter that is attached to it.
         constraint: what the answer must look like; pass None for any text.
@@ -68,6 +140,7 @@ class Request:
     cache: list[Any] | None = None
     on_prefill: Callable[[int, int], None] | None = None
     logprobs: bool = True
+    prompt_logprobs: PromptLogprobs | None = None
     adapter: AdapterChoice | None = None
     constraint: Constraint | None = None
     at_limit: str = "error"
@@ -82,9 +155,13 @@ class Request:
             raise RequestError(
                 "The prompt is empty; at least one token is needed to continue from."
             )
-        if not _is_whole(self.max_tokens) or self.max_tokens == 0 or self.max_tokens < -1:
+        if not _is_whole(self.max_tokens) or self.max_tokens < -1:
             raise RequestError(
-                f"max_tokens is {shown(self.max_tokens)}; allowed are 1 and more, or -1 for no limit."
+                f"max_tokens is {shown(self.max_tokens)}; allowed are 0 and more, or -1 for no limit."
+            )
+        if self.max_tokens == 0 and self.constraint is not None:
+            raise RequestError(
+                "max_tokens is 0, and a constraint says what the answer must look like; leave out one."
             )
         end = MOST_TOKENS if vocab_size is None else vocab_size
         if not 0 <= min(prompt) <= max(prompt) < end:
@@ -102,6 +179,8 @@ class Request:
         for name in ("logprobs", "heal", "draft"):
             if not isinstance(flag := getattr(self, name), bool | np.bool_ | int):
                 raise RequestError(f"{name} is {shown(flag)}; True or False is needed.")
+        if self.prompt_logprobs is not None:
+            self._check_prompt_logprobs(len(prompt))
         if self.constraint is not None:
             from afm_mlx.guidance.constraint import Constraint
 
@@ -124,6 +203,26 @@ class Request:
             seed=None if self.seed is None else int(self.seed),
             logits_processors=processors,
         )
+
+    def _check_prompt_logprobs(self, length: int) -> None:
+        asked = self.prompt_logprobs
+        if not isinstance(asked, PromptLogprobs):
+            raise RequestError(
+                f"prompt_logprobs is {shown(asked)}; PromptLogprobs(start, top) or None is needed."
+            )
+        if not _is_whole(asked.start) or not 1 <= asked.start <= length:
+            raise RequestError(
+                f"prompt_logprobs starts at {shown(asked.start)}; the prompt has {length} tokens, of which the "
+                f"first has no log-probability: 1 to {length} are allowed."
+            )
+        if not _is_whole(asked.top) or not 0 <= asked.top <= MOST_TOP:
+            raise RequestError(
+                f"prompt_logprobs has top {shown(asked.top)}; 0 to {MOST_TOP} are allowed."
+            )
+        if self.heal:
+            raise RequestError(
+                "prompt_logprobs and heal are both given; heal removes the prompt's last token. Leave out one."
+            )
 
 
 def token_ids(prompt: object) -> list[int]:
@@ -173,7 +272,7 @@ class TokenResponse:
 
     Args:
         row: the row's id, which `Engine.submit` returned.
-        token: id of the token; -1 when the row ended with an error before there was one.
+        token: id of the token; -1 when the row ended with an error before there was one, or with max_tokens 0.
         text: what can be shown since the last response; may be empty.
         logprobs: (vocab_size,) float32, log-probabilities that the token was drawn from, computed when
             they are looked at; None when the request needs none.
@@ -186,6 +285,8 @@ class TokenResponse:
         cached_tokens: tokens of the prompt that were not computed, because the prefix cache had them.
         is_forced: True if the constraint allowed no other token: it was not drawn, and may come before the
             prompt is computed.
+        prompt_logprobs: log-probabilities of the prompt's tokens, in the first response after the prompt is
+            computed; None in others, and if the request asks for none.
     """
 
     row: int
@@ -198,3 +299,4 @@ class TokenResponse:
     draft_counts: DraftCounts | None = None
     cached_tokens: int = 0
     is_forced: bool = False
+    prompt_logprobs: PromptScores | None = None

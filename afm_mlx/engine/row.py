@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from afm_mlx.adapters.active import BatchAdapters, adapter_fingerprint, bind
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice, Lease
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.engine.draft_length import DraftCounts
-from afm_mlx.engine.request import MASK64, Request, TokenResponse
+from afm_mlx.engine.request import MASK64, PromptScores, Request, TokenResponse
 from afm_mlx.errors import (
     ConstraintError,
     ContextLengthError,
@@ -67,6 +68,12 @@ class Row:
         self.sampled = 0  # number of the answer's tokens, read back or not
         self.error: Exception | None = None  # ends the row with its next response
         self.is_prompt_fed = False
+        # The response of a row that ends with its prompt, and decodes nothing.
+        self.closing: TokenResponse | None = None
+        if request.max_tokens == 0:
+            self.closing = TokenResponse(self.id, -1, "", None, "length")
+        # Of the prompt's chunks; None once a response has them.
+        self._scores: list[PromptScores] | None = []
         self.overtaken = 0  # later rows with adapters that started while this one could not
         self.cached_tokens = 0  # tokens of the prompt that the prefix cache had
         self.prefix_key: Hashable = None  # None if the row has no prefix cache
@@ -93,6 +100,45 @@ class Row:
     def release(self) -> None:
         if self.lease is not None:
             self.lease.release()
+
+    # -- the prompt
+
+    @property
+    def scored_from(self) -> int | None:
+        """Index in the prompt of the first token whose log-probability is wanted; None if none is, or fed."""
+        asked = self.request.prompt_logprobs
+        return None if asked is None or self.is_prompt_fed else int(asked.start)
+
+    @property
+    def reusable(self) -> list[int]:
+        """The prompt's tokens that a prefix cache may serve: their logits aren't needed."""
+        last = self.scored_from
+        return self.pending[: len(self.pending) - 1 if last is None else last - 1]
+
+    def take_scores(self, scores: PromptScores, normalizers: np.ndarray) -> None:
+        """Append the log-probabilities of the prompt's next tokens; non-finite logits are the row's error."""
+        wrong = normalizers[~np.isfinite(normalizers)]
+        if wrong.size:
+            self.error = self.error or _no_token_error(float(wrong[0]), self.request)
+        if self._scores is not None:
+            self._scores.append(scores)
+
+    def scored_prompt(self) -> PromptScores | None:
+        """Return the log-probabilities of the whole prompt, once; None if there are none, or the next time."""
+        asked, parts = self.request.prompt_logprobs, self._scores
+        if asked is None or not self.is_prompt_fed or parts is None:
+            return None
+        self._scores = None
+        return PromptScores.joined(asked.start, parts or [PromptScores.none(asked.top)])
+
+    def close(self) -> TokenResponse:
+        """Return the only response of a row that ends with its prompt."""
+        assert self.closing is not None
+        self.report(len(self.request.prompt))
+        if self.error is not None:
+            return self.failure()
+        self.closing.prompt_logprobs = self.scored_prompt()
+        return self.closing
 
     # -- tokens in the cache
 
@@ -215,6 +261,7 @@ class Row:
         text, reason = self._accept(token)
         response = TokenResponse(self.id, token, text, logprobs, reason, is_forced=is_forced)
         response.error = self.error if reason == "error" else None
+        response.prompt_logprobs = self.scored_prompt()
         response.cached_tokens = self.cached_tokens
         return response
 

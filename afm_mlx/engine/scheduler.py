@@ -28,6 +28,7 @@ from afm_mlx.engine.batch import (
     return_cache,
 )
 from afm_mlx.engine.prefix_cache import RowPrefixes
+from afm_mlx.engine.prompt_scores import columns_at_once, score_chunk
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError, shown
@@ -162,6 +163,7 @@ class Scheduler:
                 if not row.is_prompt_fed and self._prefixes is not None:
                     self._prefixes.keep(row, prefill.batch.cache, i)
                 row.is_prompt_fed = True
+            self._close(prefill)
             rows = prefill.batch.rows
             prefill.batch.keep([i for i, r in enumerate(rows) if r.id not in prefill.cancelled])
             decoding.join(prefill.batch)
@@ -172,11 +174,21 @@ class Scheduler:
             row = batch.rows[0]
             if 0 < (to_branch := row.branch - (row.position - prefill.left)) < columns:
                 columns = to_branch
+        first = prefill.scored_from
+        is_scored = first is not None and first <= prefill.done
+        if is_scored:
+            most = columns_at_once(self._model, len(batch.rows), batch.rows[0].vocab_size)
+            columns = min(columns, most)
+        elif first is not None:
+            columns = min(columns, first - prefill.done)
         tokens = prefill.tokens[:, prefill.done : prefill.done + columns]
         if self._caches.by_block:
             reserve_columns(batch.cache, None, tokens.shape[1])
         with self._adapters.using(batch.adapters):
-            prefill_tokens(self._model, tokens, batch.cache)
+            if is_scored:
+                self._score(prefill, tokens)
+            else:
+                prefill_tokens(self._model, tokens, batch.cache)
         prefill.done += tokens.shape[1]
         if len(batch.rows) == 1 and self._prefixes is not None:
             # Prompts that share a chunk are whole after it.
@@ -186,6 +198,37 @@ class Scheduler:
         mx.clear_cache()
         prefill.report()
         self._end_failed(prefill)
+
+    def _score(self, prefill: Prefill, tokens: mx.array) -> None:
+        """Feed a chunk, and have its rows take the log-probabilities of their prompts' tokens."""
+        rows, targets = prefill.batch.rows, prefill.targets(tokens.shape[1])
+        tops = [0 if (asked := r.request.prompt_logprobs) is None else asked.top for r in rows]
+        if not targets:  # the columns left are padding, or of rows that were cancelled
+            prefill_tokens(self._model, tokens, prefill.batch.cache)
+            return
+        cache = prefill.batch.cache
+        scores, normalizers = score_chunk(self._model, tokens, cache, targets, max(tops))
+        ends = Counter(target.row for target in targets)
+        start = 0
+        for index, count in sorted(ends.items()):
+            end = start + count
+            rows[index].take_scores(scores.part(start, end, tops[index]), normalizers[start:end])
+            start = end
+
+    def _close(self, prefill: Prefill) -> None:
+        """Have the rows that end with their prompts respond and leave; their caches go to the callers."""
+        for i, row in enumerate(prefill.batch.rows):
+            if row.closing is None or row.id in prefill.cancelled:
+                continue
+            prefill.cancelled.add(row.id)
+            response = row.close()
+            if row.request.cache is not None and not prefill.batch.cache[0].empty():
+                adapter = self._adapters.fingerprint(row)
+                try:
+                    return_cache(prefill.batch.cache, i, row.request.cache, 0, adapter)
+                except Exception as error:
+                    response.finish_reason, response.error = "error", response.error or error
+            self.early.append((row, response))
 
     def _end_failed(self, prefill: Prefill) -> None:
         for row in list(prefill.batch.rows):
@@ -260,12 +303,13 @@ class Scheduler:
         """Begin the prefills of admitted rows and return them: short prompts share one."""
         groups: list[list[Row]] = []
         # Rows are padded to the longest, and rows of about one length have little padding.
-        for row in sorted(admitted, key=lambda row: len(row.pending)):
+        for row in sorted(admitted, key=lambda row: (_is_scored(row), len(row.pending))):
             fits = groups and (len(groups[-1]) + 1) * (len(row.pending) - 1) <= self._chunk
             has_branch = row.branch or (
                 groups and groups[-1][-1].branch
             )  # its prefill pauses there
-            if fits and not has_branch and self._caches.takes_padding:
+            is_alike = groups and _is_scored(groups[-1][-1]) == _is_scored(row)
+            if fits and is_alike and not has_branch and self._caches.takes_padding:
                 groups[-1].append(row)
             else:
                 groups.append([row])
@@ -323,6 +367,10 @@ class Scheduler:
         for row in rows:
             row.release()
         return rows
+
+
+def _is_scored(row: Row) -> bool:
+    return row.scored_from is not None
 
 
 def _can_start(row: Row, running: Iterable[Row]) -> bool:
@@ -417,7 +465,7 @@ class KVMemory:
                 "max_tokens, or max_kv_size to the engine."
             )
         wanted = bound
-        if request.max_tokens > 0:
+        if request.max_tokens >= 0:
             wanted = held + len(request.prompt) + request.max_tokens
         if self._caches.sliding and self._caches.limit is not None:
             kept = self._caches.limit + max(STEP, self._chunk)

@@ -87,7 +87,7 @@ def can_be_kept(cache: Iterable[Any]) -> bool:
     return all(type(leaf) in KEPT for leaf in leaves(cache))
 
 
-def has_state(cache: Iterable[Any]) -> bool:
+def needs_snapshots(cache: Iterable[Any]) -> bool:
     """True if a cache has windows or states, of which only snapshots can be kept."""
     return any(type(leaf) not in CUT for leaf in leaves(cache))
 

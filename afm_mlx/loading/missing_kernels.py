@@ -11,10 +11,20 @@ import mlx.nn as nn
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.dispatch import Case
 from afm_mlx.model.model import is_afm
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, activation_dtype
+from afm_mlx.quantization.packed_layers import (
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    activation_dtype,
+)
 from afm_mlx.quantization.rule import AFM_RULE
 
 _HEAD_DIM = 128
+_OPS: dict[type, str] = {
+    PackedLinear: "packed_matmul",
+    PackedEmbedding: "packed_embedding",
+    PackedExperts: "packed_gather",
+}
 _ATTENTION = ("rope_norm_quantize", "write_and_attend", "decode_attention", "causal_attention")
 
 
@@ -68,8 +78,7 @@ def _calls(model: nn.Module | None) -> Iterator[tuple[str, Case]]:
         yield from ((op, base._replace(head_dim=_HEAD_DIM)) for op in _ATTENTION)
         return
     for module in model.modules():
-        if isinstance(module, (PackedLinear, PackedEmbedding)):
-            op = "packed_matmul" if isinstance(module, PackedLinear) else "packed_embedding"
+        if (op := _OPS.get(type(module))) is not None:
             yield op, Case(*base[:3], *module.packed.format)
     if is_afm(model):
         stored = mx.int8 if model.args.kv_bits else base.dtype

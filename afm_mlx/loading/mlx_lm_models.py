@@ -27,7 +27,7 @@ from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
-from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear
 from afm_mlx.threads import give_way
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.vocabulary import tokenizer_files
@@ -96,7 +96,8 @@ def open_mlx_lm_model(
             check_floating(stored, path)
             check_finite(load_stored(stored), path)
         model, config = load_mlx_lm_model(folder, model_config, trust_remote_code)
-        ours = any(isinstance(module, PackedLinear) for module in model.modules())
+        kinds = PackedLinear | PackedExperts
+        ours = any(isinstance(module, kinds) for module in model.modules())
         if adapter is not None and not ours:
             model = utils.load_adapters(model, str(adapter))
         else:

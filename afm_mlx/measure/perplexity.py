@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
@@ -35,6 +34,7 @@ from afm_mlx.jsonl import (
     read_jsonl,
     read_text,
 )
+from afm_mlx.measure.continuations import score_continuations
 from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -134,6 +134,7 @@ def cut(
 
 def token_losses(
     model: nn.Module,
+    tokenizer: Tokenizer,
     pieces: Sequence[Sequence[int]],
     batch_size: int = 8,
     progress: Progress | None = None,
@@ -142,30 +143,19 @@ def token_losses(
 
     Each piece has two token ids or more. `progress` is called with the numbers of pieces done and in all.
     """
-    # Batches have pieces of similar length, so that little is padded.
-    order = sorted(range(len(pieces)), key=lambda i: len(pieces[i]))
     losses: list[np.ndarray] = [np.empty(0, np.float32)] * len(pieces)
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        for index, row in zip(batch, _batch_losses(model, [pieces[i] for i in batch]), strict=True):
-            losses[index] = row[: len(pieces[index]) - 1]
+    pairs = [(piece[:1], piece[1:]) for piece in pieces]
+    scored = score_continuations(model, tokenizer, pairs, batch_size=batch_size, prefix_memory=0)
+    for done, (index, scores) in enumerate(scored, start=1):
+        losses[index] = -scores.logprobs
         if progress is not None:
-            progress(start + len(batch), len(pieces))
+            progress(done, len(pieces))
     return np.concatenate(losses)
-
-
-def _batch_losses(model: nn.Module, rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the losses (B, longest - 1); values past the end of a row have no meaning."""
-    longest = max(map(len, rows))
-    # Padding on the right comes after all scored tokens, and no token attends to later ones.
-    tokens = mx.array([[*row, *[0] * (longest - len(row))] for row in rows], dtype=mx.int32)
-    logits = model(tokens[:, :-1]).astype(mx.float32)
-    losses = nn.losses.cross_entropy(logits, tokens[:, 1:], reduction="none")
-    return np.array(losses)
 
 
 def measure_perplexity(
     model: nn.Module,
+    tokenizer: Tokenizer,
     pieces: Sequence[Sequence[int]],
     batch_size: int = 8,
     progress: Progress | None = None,
@@ -179,7 +169,7 @@ def measure_perplexity(
     if scored < 2:
         raise DataError(f"The documents have {scored} tokens to predict; at least 2 are needed.")
     start = time.perf_counter()
-    losses = token_losses(model, pieces, batch_size, progress).astype(np.float64)
+    losses = token_losses(model, tokenizer, pieces, batch_size, progress).astype(np.float64)
     seconds = time.perf_counter() - start
     perplexity = math.exp(losses.mean())
     # By the delta method: the error of exp(x) is exp(x) times the error of x.

@@ -201,6 +201,16 @@ class Model(nn.Module):
         """
         return self._next(inputs, cache, Model.head)
 
+    def hidden(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+        """Return the hidden states (B, L, hidden_dim) of the next L tokens of every row, for `head`.
+
+        The cache grows by L tokens.
+        """
+        return self._next(inputs, cache, Model._no_head)
+
+    def _no_head(self, h: mx.array) -> mx.array:
+        return h
+
     def greedy(self, inputs: mx.array, cache: ModelCache) -> tuple[mx.array, mx.array]:
         """Return the most likely next token of every row, without writing logits to memory where possible.
 

@@ -1,17 +1,19 @@
 """Layers whose matrix stays packed: 2, 4 or 8 bits a weight, in the formats of `kernels.operands`.
 
-They take the place of `nn.Linear` and `nn.Embedding` in any model. Parameters have the
-names of a model folder: `weight` (the codes), `scales`, `biases`, `table`, and `bias`
-of the layer; absent ones are left out.
+They take the place of `nn.Linear` and `nn.Embedding` in any model, and of mlx-lm's `SwitchLinear`, which has
+the matrices of a mixture's experts. Parameters have the names of a model folder: `weight` (the codes),
+`scales`, `biases`, `table`, and `bias` of the layer; absent ones are left out.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Self, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from afm_mlx.errors import CheckpointError, RequestError
 from afm_mlx.kernels import (
@@ -24,9 +26,11 @@ from afm_mlx.kernels import (
     dispatch,
     pack_codes,
     packed_embedding,
+    packed_gather,
     packed_matmul,
     reference,
 )
+from afm_mlx.kernels import mlx as mlx_products
 
 PARTS = ("weight", "scales", "biases", "table")
 """Names of a packed matrix's parameters, in the order of files."""
@@ -41,11 +45,11 @@ def activation_dtype() -> mx.Dtype:
 
 
 class _Packed(nn.Module):
-    """Base of linear layers and embeddings whose packed matrix is frozen."""
+    """Base of layers whose packed matrix, or stack of matrices, is frozen."""
 
     def __init__(self, packed: PackedWeight):
         super().__init__()
-        check_packed(packed, type(self).__name__)
+        check_packed(flattened(packed), type(self).__name__)
         self.bits = packed.bits
         self.mode = packed.mode
         self.weight = packed.codes
@@ -107,10 +111,10 @@ class _Packed(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The matrix as an argument of the operations in `kernels`."""
+        """The matrix, or a stack's matrices one after the other, as an argument of operations in `kernels`."""
         get = self.get
         parts = get("scales"), get("biases"), get("table")
-        return PackedWeight(self["weight"], self.bits, self.mode, *parts)
+        return flattened(PackedWeight(self["weight"], self.bits, self.mode, *parts))
 
     @property
     def granularity(self) -> str:
@@ -183,6 +187,66 @@ class PackedLinear(_Packed):
         )
 
 
+class PackedExperts(_Packed):
+    """Products `y = x W_e^T + bias_e` with the packed matrices (N, K) of a mixture's experts.
+
+    Called as mlx-lm's `SwitchLinear`. Takes and stores stacked parts: codes (experts, N, K * bits / 32), scales
+    () for all, (experts, N) or (experts, N, groups), and `bias` (experts, N).
+    """
+
+    def __init__(
+        self, packed: PackedWeight, bias: mx.array | None = None, activation_bits: int = 16
+    ):
+        super().__init__(packed)
+        self.activation_bits = activation_bits
+        if bias is not None:
+            self.bias = bias
+            self.freeze()
+
+    @property
+    def experts(self) -> int:
+        return self["weight"].shape[0]
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Return (..., L, N) for x (..., L, K) and the experts' indices (...), whose axes are broadcast.
+
+        `sorted_indices` promises ascending indices.
+        """
+        packed, (rows, inputs) = self.packed, x.shape[-2:]
+        shape = np.broadcast_shapes(x.shape[:-2], indices.shape)
+        chosen = mx.broadcast_to(indices, shape)
+        own = (1,) * (len(shape) - x.ndim + 2) + x.shape[:-2]
+        leading = next((i for i, size in enumerate(own) if size != shape[i]), len(shape))
+        # The operation takes one vector for each few consecutive indices.
+        if rows > 1 or any(size > 1 for size in own[leading:]):
+            x = mx.broadcast_to(x, (*shape, rows, inputs))
+            chosen = mx.broadcast_to(chosen[..., None], (*shape, rows))
+        # The reference would dequantize all experts; MLX's product has a gradient, too.
+        gather = mlx_products.packed_gather if self.training else packed_gather
+        x, chosen = x.reshape(x.size // inputs, inputs), chosen.reshape(-1)
+        y = gather(x, packed, chosen, self.experts, sorted_indices, self._activation_bits)
+        y = y.reshape(*shape, rows, packed.out_dims // self.experts)
+        return y + self["bias"].astype(y.dtype)[indices][..., None, :] if "bias" in self else y
+
+    def to_switch_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Module:
+        from mlx_lm.models.switch_layers import SwitchLinear
+
+        packed = self.packed
+        outputs = packed.out_dims // self.experts
+        layer = SwitchLinear(packed.in_dims, outputs, self.experts, bias="bias" in self)
+        layer.weight = self.dequantize(dtype).reshape(self.experts, outputs, packed.in_dims)
+        if "bias" in self:
+            layer.bias = self["bias"].astype(dtype)
+        return layer.train(self.training)
+
+    def _extra_repr(self) -> str:
+        packed = self.packed
+        return (
+            f"input_dims={packed.in_dims}, output_dims={packed.out_dims // self.experts}, "
+            f"num_experts={self.experts}, bias={'bias' in self}, {self._format()}"
+        )
+
+
 class PackedEmbedding(_Packed):
     """Embedding whose packed matrix (vocab_size, K) is also the head; a lookup returns rows of `dtype`.
 
@@ -225,13 +289,38 @@ class PackedEmbedding(_Packed):
 
 
 def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -> nn.Module:
-    """Return a packed layer that replaces a linear layer, whose bias it keeps, or an embedding.
+    """Return a packed layer that replaces a linear layer or experts, whose bias it keeps, or an embedding.
 
-    `dtype` is the type of the rows that an embedding returns.
+    `packed` is stacked for experts. `dtype` is the type of the rows that an embedding returns.
     """
+    if packed.codes.ndim > 2:
+        return PackedExperts(packed, module.get("bias")).train(module.training)
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):
         return PackedEmbedding(packed, dtype).train(module.training)
     return PackedLinear(packed, module.get("bias")).train(module.training)
+
+
+def is_experts(layer: nn.Module, quantized: bool = False) -> bool:
+    """True if a layer is mlx-lm's `SwitchLinear`, float, or `quantized` in MLX's own format."""
+    module = sys.modules.get("mlx_lm.models.switch_layers")  # there if any layer is of it
+    kind = "QuantizedSwitchLinear" if quantized else "SwitchLinear"
+    return module is not None and type(layer) is getattr(module, kind)
+
+
+def flattened(packed: PackedWeight) -> PackedWeight:
+    """Return the matrices of a stack one after the other, (experts * N, K); a matrix as it is."""
+    if packed.codes.ndim == 2:
+        return packed
+    arrays = {part: getattr(packed, part) for part in ("codes", "scales", "biases")}
+    found = {part: array for part, array in arrays.items() if array is not None and array.ndim > 1}
+    return packed._replace(**{part: array.flatten(0, 1) for part, array in found.items()})
+
+
+def stacked(packed: PackedWeight, experts: int) -> PackedWeight:
+    """Return a matrix (experts * N, K) as a stack, whose parts have `experts` as their first axis."""
+    arrays = {part: getattr(packed, part) for part in ("codes", "scales", "biases")}
+    found = {part: array for part, array in arrays.items() if array is not None and array.ndim > 0}
+    return packed._replace(**{p: a.reshape(experts, -1, *a.shape[1:]) for p, a in found.items()})
 
 
 def set_activation_bits(model: nn.Module, bits: int) -> None:

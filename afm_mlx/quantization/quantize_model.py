@@ -19,7 +19,14 @@ from mlx.utils import tree_flatten
 from afm_mlx.config import is_afm_config
 from afm_mlx.errors import ConfigError
 from afm_mlx.quantization.float_to_codes import pack
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, packed_layer_for
+from afm_mlx.quantization.packed_layers import (
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    is_experts,
+    packed_layer_for,
+    stacked,
+)
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 
 Predicate: TypeAlias = Callable[[str, nn.Module], "QuantizationRule | bool | Mapping[str, Any]"]
@@ -33,10 +40,10 @@ def quantize_model(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Pack the linear layers and embeddings of a model, ours or one of mlx-lm's, in place.
+    """Pack the linear layers, embeddings and experts of a model, ours or one of mlx-lm's, in place.
 
-    Layers of other types that mlx-lm would pack (experts, subclasses with a product of their own) are refused,
-    unless the predicate says False to them.
+    Layers of other types that mlx-lm would pack (subclasses with a product of their own) are refused, unless
+    the predicate says False to them.
 
     Args:
         model: a model with float weights.
@@ -44,7 +51,8 @@ def quantize_model(
         rule: rule of linear layers.
         embedding_rule: rule of embeddings and of a separate head (`lm_head`); by default `rule` with at least 4
             bits.
-        predicate: chooses for each layer: True for one of these two rules, False to leave it float, or a rule.
+        predicate: chooses for each layer: True for one of these two rules, False to leave it float, or a rule;
+            by default the architecture's predicate in mlx-lm, if it has one, which gives routers 8 bits.
 
     Returns:
         The model, and `config` with the keys `quantization` and `quantization_config`.
@@ -67,13 +75,23 @@ def layer_rules(
 ) -> dict[str, QuantizationRule]:
     """Return the rule of every layer of a float model that gets packed, by its path.
 
-    `predicate(path, layer)` returns a rule or its keys, True for one of these two rules, or False for none.
+    `predicate(path, layer)` returns a rule or its keys, True for one of these two rules, or False for none; by
+    default it is the architecture's, with its bits in the format of `rule`.
     """
+    of_architecture = getattr(model, "quant_predicate", None)
+
+    def by_architecture(path: str, module: nn.Module) -> QuantizationRule | bool:
+        answer = of_architecture(path, module)
+        bits = answer.get("bits", rule.bits) if isinstance(answer, Mapping) else None
+        return answer if bits is None else dataclasses.replace(rule, bits=bits)
+
+    if predicate is None and of_architecture is not None:
+        predicate = by_architecture
     choose = rule_chooser(rule, embedding_rule, predicate)
-    check_layer_types(model, choose)
+    check_layer_types(model, choose, can_be_packed)
     rules = {}
     for path, module in model.named_modules():
-        if type(module) in (nn.Linear, nn.Embedding) and (own := choose(path, module)) is not None:
+        if can_be_packed(module) and (own := choose(path, module)) is not None:
             own.check(module.weight.shape, path)
             rules[path] = own
     if not rules:
@@ -81,15 +99,25 @@ def layer_rules(
     return rules
 
 
+def can_be_packed(layer: nn.Module) -> bool:
+    """True if a float layer is of a type that has a packed form."""
+    return type(layer) in (nn.Linear, nn.Embedding) or is_experts(layer)
+
+
 def check_layer_types(
-    model: nn.Module, choose: Callable[[str, nn.Module], QuantizationRule | None]
+    model: nn.Module,
+    choose: Callable[[str, nn.Module], QuantizationRule | None],
+    can_be: Callable[[nn.Module], bool],
 ) -> None:
-    """Raise `ConfigError` if a layer gets a rule (`rule_chooser`) and is of a type that can't be packed."""
+    """Raise `ConfigError` if a layer gets a rule and is of a type that can't be packed.
+
+    `choose` is a result of `rule_chooser`, and `can_be` returns True for layers that can be packed.
+    """
     others = [
         (path, module)
         for path, module in model.named_modules()
         if hasattr(module, "to_quantized")
-        and type(module) not in (nn.Linear, nn.Embedding)
+        and not can_be(module)
         and choose(path, module) is not None
     ]
     if not others:
@@ -142,9 +170,14 @@ def is_outer(path: str, module: nn.Module) -> bool:
 
 
 def pack_layer(module: nn.Module, rule: QuantizationRule, name: str) -> nn.Module:
-    """Return a linear layer or an embedding packed by `rule`; `name` is its name in errors."""
-    packed = pack(module.weight, rule, name=name).packed
-    return packed_layer_for(module, packed, module.weight.dtype)
+    """Return a linear layer, an embedding or experts packed by `rule`; `name` is the layer's name in errors."""
+    weight = module.weight
+    if weight.ndim == 2:
+        packed = pack(weight, rule, name=name).packed
+    else:
+        rule.check(weight.shape, name)
+        packed = stacked(pack(weight.flatten(0, 1), rule, name=name).packed, weight.shape[0])
+    return packed_layer_for(module, packed, weight.dtype)
 
 
 def dequantize_model(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Module:
@@ -155,6 +188,8 @@ def dequantize_model(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Modul
             layers.append((path, module.to_linear(dtype)))
         elif isinstance(module, PackedEmbedding):
             layers.append((path, module.to_embedding(dtype)))
+        elif isinstance(module, PackedExperts):
+            layers.append((path, module.to_switch_linear(dtype)))
     replace_modules(model, layers)
     return model
 

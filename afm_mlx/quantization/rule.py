@@ -85,14 +85,21 @@ class QuantizationRule:
         )
 
     def check(self, shape: tuple[int, ...], name: str) -> None:
-        """Raise unless a matrix (N, K) can be packed by this rule.
+        """Raise unless a matrix (N, K), or the stack (experts, N, K) of a mixture, can be packed by this rule.
 
         Raises:
             CheckpointError: if a row does not fill whole words.
-            ConfigError: if groups do not divide the matrix.
+            ConfigError: if groups do not divide the matrix, or experts have no products in this format.
         """
-        rows, inputs = shape
+        *experts, rows, inputs = shape
         check_width(inputs, self.bits, name)
+        if experts and (self.mode == "palette" or (self.group_size or inputs) % 32):
+            shares = f"scales that {self.group_size or inputs} inputs share"
+            raise ConfigError(
+                f"{name} holds experts, for which there are no products with "
+                f"{'palettes' if self.mode == 'palette' else shares}. Take balanced or affine weights and a "
+                "multiple of 32 inputs, or leave the experts out by a predicate."
+            )
         if self.granularity != "group":
             return
         assert self.group_size is not None
@@ -104,24 +111,25 @@ class QuantizationRule:
             )
 
     def part_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parts of a packed matrix (N, K), by their names.
+        """Return the shapes of the parts of a packed matrix (N, K), or stack (experts, N, K), by their names.
 
         These are `weight` (the codes), and `table` for a palette, else `scales`, with `biases` if affine.
         """
-        rows, inputs = shape
-        parts: dict[str, tuple[int, ...]] = {"weight": (rows, inputs * self.bits // 32)}
+        *experts, rows, inputs = shape
+        parts: dict[str, tuple[int, ...]] = {"weight": (*experts, rows, inputs * self.bits // 32)}
         if self.mode == "palette":
             tables = {"tensor": 1, "row": rows}.get(
                 self.granularity or "", rows // (self.group_size or 1)
             )
             return parts | {"table": (tables, 2**self.bits)}
         groups = inputs // (self.group_size or inputs)
-        per = {"tensor": (), "row": (rows,), "group": (rows, groups)}[self.granularity or ""]
+        all_rows = (*experts, rows)
+        per = {"tensor": (), "row": all_rows, "group": (*all_rows, groups)}[self.granularity or ""]
         parts["scales"] = per
         return parts | {"biases": per} if self.mode == "affine" else parts
 
     def nbytes(self, shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> int:
-        """Return the bytes of a packed matrix (N, K) in a folder, scales and tables included.
+        """Return the bytes of a packed matrix (N, K), or stack, in a folder, scales and tables included.
 
         Args:
             dtype: type of the folder's floats, and of scales in MLX's own format. Other scales are float32.

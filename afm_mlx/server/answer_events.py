@@ -18,7 +18,15 @@ from typing import Protocol
 import mlx.core as mx
 
 from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.engine.request import MASK64, LogitsProcessor, Request, Sampler, TokenResponse
+from afm_mlx.engine.request import (
+    MASK64,
+    LogitsProcessor,
+    PromptLogprobs,
+    PromptScores,
+    Request,
+    Sampler,
+    TokenResponse,
+)
 from afm_mlx.engine.row import StopStrings
 from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.errors import AFMError, CheckpointError, ConstraintError, IncompleteError
@@ -76,7 +84,7 @@ class GenerationRequest:
         thinking: how the model is to think before its answer; pass None for texts without thoughts apart.
         adapter: the adapter that answers; pass None for the base model.
         max_tokens: maximum number of new tokens; pass None for the server's default, -1 for the rest of the
-            context.
+            context, 0 for none.
         temperature, top_p, top_k, min_p: sampling; pass None for the server's defaults.
         seed: seed of the first choice, from which the other choices' are derived; pass None for random seeds.
         frequency_penalty, presence_penalty: penalties for tokens that the answer has.
@@ -84,6 +92,7 @@ class GenerationRequest:
         repetition_window: number of their last tokens that it counts; pass None for all.
         n: number of choices.
         logprobs: number of most likely tokens reported for each token; pass None for no log-probabilities.
+        prompt_logprobs: the same for the prompt's tokens, reported once, with the first choice.
         client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.
     """
 
@@ -107,6 +116,7 @@ class GenerationRequest:
     stop: Sequence[str] = ()
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     client: str = ""
 
     @property
@@ -121,6 +131,15 @@ class GenerationRequest:
 
 
 # -- events
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The tokens of the prompt, and their log-probabilities except the first's; `index` is always 0."""
+
+    index: int
+    tokens: Sequence[int]
+    scores: PromptScores
 
 
 @dataclass(frozen=True)
@@ -201,7 +220,9 @@ class TokenCounts:
     clock: AnswerClock = field(default_factory=AnswerClock)
 
 
-Event = TextDelta | ThoughtDelta | ToolCallBegins | ToolCallDelta | Ended | TokenCounts
+Event = (
+    PromptScored | TextDelta | ThoughtDelta | ToolCallBegins | ToolCallDelta | Ended | TokenCounts
+)
 
 
 async def answer_events(
@@ -333,8 +354,10 @@ def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
     else:
         given = request.thinking or BY_DEFAULT
         prompt = served.encode_chat(request.messages, request.tools, request.format, given)
+    default = served.options.max_tokens
+    max_tokens = default if request.max_tokens is None else request.max_tokens
     capacity = served.context_size - len(prompt)
-    if capacity < 1:
+    if capacity < (0 if max_tokens == 0 else 1):
         raise ApiError(
             400,
             f"The prompt has {len(prompt)} tokens, and the context of {served.name} holds "
@@ -348,14 +371,14 @@ def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
             f"{served.vocab_size - 1}.",
             "logit_bias",
         )
-    default = served.options.max_tokens
-    max_tokens = default if request.max_tokens is None else request.max_tokens
+    top = request.prompt_logprobs
     return Request(
         prompt,
         max_tokens=capacity if max_tokens == -1 else min(max_tokens, capacity),
         sampler=_sampler(served, request),
         stop=list(request.stop),
         logprobs=request.logprobs is not None,
+        prompt_logprobs=None if top is None else PromptLogprobs(top=top),
         adapter=request.adapter,
     )
 
@@ -526,6 +549,7 @@ class _ChoiceTask:
             seed=None if seed is None else (seed + index * _SEED_STEP) & MASK64,
             logits_processors=_logits_processors(served, request, row.prompt),
             on_prefill=self._on_prefill,
+            prompt_logprobs=row.prompt_logprobs if index == 0 else None,
             client=request.client,
         )
 
@@ -601,12 +625,14 @@ class _ChoiceTask:
             self.drafted, self.accepted = drafts.proposed, drafts.accepted
             self._served.metrics.drafts(drafts)
         token = response.token
+        if response.prompt_logprobs is not None:
+            self._put(PromptScored(self._index, self._row.prompt, response.prompt_logprobs))
+        self.cached = response.cached_tokens
         logprobs: list[TokenLikelihood] = []
         text, is_forced = response.text, response.is_forced
         if token >= 0:
             if not is_forced:
                 self._served.metrics.sampled(self.clock)
-            self.cached = response.cached_tokens
             if not self._answer and self._served.token_texts.drops_space(
                 token, self._row.constraint is not None
             ):

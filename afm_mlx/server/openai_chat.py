@@ -33,12 +33,14 @@ from afm_mlx.server.chat_inputs import (
 )
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_fields import (
+    PROMPT_NOT_STREAMED,
     WholeChoice,
     chat_logprobs,
     check_count,
     format_of,
     head,
     limit,
+    prompt_logprobs,
     sampled_request,
     text_of,
     thought_of,
@@ -78,6 +80,8 @@ async def _generation_request(
 ) -> GenerationRequest:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request(PROMPT_NOT_STREAMED, "prompt_logprobs", "unsupported_parameter")
     messages = await in_thread(lambda: chat_messages(body.messages, folds=not options.strict))
     tools = _tools(body)
     format = await format_of(body, body.response_format)
@@ -99,6 +103,7 @@ async def _generation_request(
         max_tokens=older if newer is None else newer,
         n=check_count(body.n, options),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         client=lease.client,
     )
 
@@ -172,7 +177,14 @@ async def _completion(lease: ModelLease, request: GenerationRequest, model: str)
         logprobs = None if request.logprobs is None else chat_logprobs(choice.logprobs)
         reply = {"index": len(written), "message": message, "logprobs": logprobs}
         written.append({**reply, "finish_reason": choice.reason})
-    return {**head("chat.completion", "chatcmpl", model), "choices": written, "usage": counts}
+    whole = {**head("chat.completion", "chatcmpl", model), "choices": written, "usage": counts}
+    scored, top = choices[0].prompt, request.prompt_logprobs
+    if scored is not None and top is not None:
+        texts = lease.served.token_texts
+        whole["prompt_logprobs"] = await in_thread(
+            lambda: prompt_logprobs(scored, top, texts), is_admitted=True
+        )
+    return whole
 
 
 async def _chunks(

@@ -17,6 +17,7 @@ from afm_mlx.server.answer_events import (
     Ended,
     Event,
     GenerationRequest,
+    PromptScored,
     TextDelta,
     TokenCounts,
     answer_events,
@@ -24,11 +25,13 @@ from afm_mlx.server.answer_events import (
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_fields import (
+    PROMPT_NOT_STREAMED,
     WholeChoice,
     check_count,
     format_of,
     head,
     limit,
+    prompt_logprobs,
     sampled_request,
     usage,
 )
@@ -72,12 +75,11 @@ class _CompletionRequests:
 
 async def _completion_requests(body: CompletionRequest, lease: ModelLease) -> _CompletionRequests:
     served = lease.served
-    if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "logprobs can't be combined with echo: logprobs of the prompt are not computed.",
-            "logprobs",
-            "unsupported_parameter",
-        )
+    echoed = body.logprobs if body.echo else None
+    tops = [top for top in (echoed, body.prompt_logprobs) if top is not None]
+    if tops and body.stream:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise bad_request(PROMPT_NOT_STREAMED, name, "unsupported_parameter")
     if body.best_of is not None:
         if body.best_of < (body.n or 1):
             raise bad_request(
@@ -88,7 +90,12 @@ async def _completion_requests(body: CompletionRequest, lease: ModelLease) -> _C
             raise bad_request(
                 "best_of can't be streamed: the best are known at the end.", "best_of"
             )
+    max_tokens = limit("max_tokens", body.max_tokens, bool(body.echo) or bool(tops))
     format = await format_of(body, None)
+    if max_tokens == 0 and format.constraint is not None:
+        raise bad_request(
+            "max_tokens is 0, and the answer is to have a format; leave out one.", "max_tokens"
+        )
     given = await in_thread(lambda: _prompts(body.prompt))
     n = check_count(body.n, served.options, "n", len(given))
     best_of = check_count(body.best_of or n, served.options, "best_of", len(given))
@@ -97,9 +104,10 @@ async def _completion_requests(body: CompletionRequest, lease: ModelLease) -> _C
         body,
         format=format,
         adapter=lease.adapter,
-        max_tokens=limit("max_tokens", body.max_tokens),
+        max_tokens=max_tokens,
         n=best_of,
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,
+        prompt_logprobs=max(tops, default=None),
         client=lease.client,
     )
     requests = [replace(request, prompt=prompt) for prompt in prompts]
@@ -190,10 +198,13 @@ async def _all_events(
 
 
 class _Logprobs:
-    """Converts a choice's log-probabilities to JSON, with offsets into its text, which begins with `before`."""
+    """Converts a choice's log-probabilities to JSON, with offsets into its text, which begins with `before`.
 
-    def __init__(self, before: str):
-        self._start, self._bytes = len(before), b""
+    `top` is the number of most likely tokens that were requested.
+    """
+
+    def __init__(self, before: str, top: int):
+        self._start, self._bytes, self._top = len(before), b"", top
 
     def written(self, tokens: Sequence[TokenLikelihood]) -> JsonObject:
         """Return the `logprobs` object of the choice's next tokens."""
@@ -205,12 +216,35 @@ class _Logprobs:
             "text_offset": offsets,
             "token_logprobs": [token.logprob for token in tokens],
             "tokens": [_name(token) for token in tokens],
-            "top_logprobs": [
-                {_name(each): each.logprob for each in (*token.top, token)} for token in tokens
-            ]
-            if any(token.top for token in tokens)
-            else None,
+            "top_logprobs": [_by_name(token) for token in tokens] if self._top else None,
         }
+
+    def of_prompt(self, prompt: PromptScored, served: ServedModel) -> JsonObject:
+        """Return the `logprobs` object of an echoed prompt, whose first token has none."""
+        likelihoods = served.token_texts.prompt_likelihoods(prompt.tokens, prompt.scores, self._top)
+        names = [
+            _name(TokenLikelihood(t, served.token_texts.bytes_of(t), 0)) for t in prompt.tokens
+        ]
+        offsets, end = [], 0
+        detokenizer = served.tokenizer.detokenizer
+        for token in prompt.tokens:
+            offsets.append(min(end, self._start))
+            detokenizer.add_token(token)
+            end += len(detokenizer.last_segment)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [None, *(token.logprob for token in likelihoods)],
+            "tokens": names,
+            "top_logprobs": [None, *map(_by_name, likelihoods)] if self._top else None,
+        }
+
+
+def _by_name(token: TokenLikelihood) -> dict[str, float]:
+    """Return the log-probabilities of a token and the most likely ones at its position, by their texts."""
+    named: dict[str, float] = {}
+    for each in (*token.top, token):  # of two tokens with one text, the likelier comes first
+        named.setdefault(_name(each), each.logprob)
+    return named
 
 
 def _name(token: TokenLikelihood) -> str:
@@ -233,20 +267,44 @@ async def _completion(lease: ModelLease, body: CompletionRequest) -> JsonObject:
                     counts.append(each)
                 else:
                     choices[number][each.index].take(each)
-    with_logprobs = body.logprobs is not None
-    written: list[JsonObject] = []
-    for echo, best in zip(made.echoes, choices, strict=True):
-        if len(best) > made.n:
-            best = sorted(best, key=_mean_logprob, reverse=True)[: made.n]
-        for choice in best:
-            logprobs = _Logprobs(echo).written(choice.logprobs) if with_logprobs else None
-            reply = {"index": len(written), "text": echo + choice.text, "logprobs": logprobs}
-            written.append({**reply, "finish_reason": choice.reason})
+        # Admitted already: it is answered even if the server stops meanwhile.
+        written = await in_thread(
+            lambda: _choices(lease.served, body, made, choices), is_admitted=True
+        )
     return {
         **head("text_completion", "cmpl", body.model),
         "choices": written,
         "usage": _total(counts),
     }
+
+
+def _choices(
+    served: ServedModel,
+    body: CompletionRequest,
+    made: _CompletionRequests,
+    choices: Sequence[Sequence[WholeChoice]],
+) -> list[JsonObject]:
+    """Return the choices of a response, the best ones for each prompt; slow for the tokens of long prompts."""
+    written: list[JsonObject] = []
+    for echo, best in zip(made.echoes, choices, strict=True):
+        prompt, of_prompt = best[0].prompt, None
+        if prompt is not None and body.echo and body.logprobs is not None:
+            of_prompt = _Logprobs(echo, body.logprobs).of_prompt(prompt, served)
+        more: JsonObject = {}
+        if prompt is not None and body.prompt_logprobs is not None:
+            top = body.prompt_logprobs
+            more = {"prompt_logprobs": prompt_logprobs(prompt, top, served.token_texts)}
+        if len(best) > made.n:
+            best = sorted(best, key=_mean_logprob, reverse=True)[: made.n]
+        for choice in best:
+            logprobs = None
+            if body.logprobs is not None:
+                logprobs = _Logprobs(echo, body.logprobs).written(choice.logprobs)
+                if of_prompt is not None:
+                    logprobs = {k: v and [*v, *logprobs[k]] for k, v in of_prompt.items()}
+            reply = {"index": len(written), "text": echo + choice.text, "logprobs": logprobs}
+            written.append({**reply, "finish_reason": choice.reason, **more})
+    return written
 
 
 def _mean_logprob(choice: WholeChoice) -> float:
@@ -286,7 +344,7 @@ async def _chunks(lease: ModelLease, body: CompletionRequest) -> AsyncGenerator[
                     continue
                 index, echo = number * made.n + each.index, made.echoes[number]
                 if index not in begun:
-                    begun[index] = _Logprobs(echo)
+                    begun[index] = _Logprobs(echo, body.logprobs or 0)
                     if echo:
                         yield chunk(index, echo)
                 if isinstance(each, TextDelta):

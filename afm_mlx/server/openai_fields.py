@@ -16,7 +16,9 @@ from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
+    Event,
     GenerationRequest,
+    PromptScored,
     TextDelta,
     ThoughtDelta,
     TokenCounts,
@@ -26,7 +28,7 @@ from afm_mlx.server.answer_events import (
 from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_format, schema_format
 from afm_mlx.server.replies import JsonObject, bad_request
 from afm_mlx.server.request_fields import MAX_STOP, MAX_STOPS
-from afm_mlx.server.served_model import TokenLikelihood
+from afm_mlx.server.served_model import LEAST_LOGPROB, TokenLikelihood, TokenTexts
 from afm_mlx.server.server_options import ServerOptions
 
 Part = (
@@ -35,6 +37,11 @@ Part = (
     | fields.InputTextPart
     | fields.OutputTextPart
     | fields.RefusalPart
+)
+
+
+PROMPT_NOT_STREAMED = (
+    "log-probabilities of the prompt are not streamed; leave out stream, or the log-probabilities."
 )
 
 
@@ -52,9 +59,12 @@ def thought_of(content: str | Sequence[Part] | None) -> str:
     return "".join(p.thinking for p in parts if isinstance(p, fields.ThinkingPart))
 
 
-def limit(name: str, value: int | None) -> int | None:
-    """Check a maximum number of new tokens (-1 is the rest of the context); raise `ApiError` for 0."""
-    if value == 0:
+def limit(name: str, value: int | None, allows_none: bool = False) -> int | None:
+    """Check a maximum number of new tokens (-1 is the rest of the context).
+
+    Raises `ApiError` for 0, unless `allows_none`.
+    """
+    if value == 0 and not allows_none:
         raise bad_request(
             f"{name} is 0; 1 or more are allowed, or -1 for as many as the context holds.",
             name,
@@ -221,12 +231,13 @@ class WholeChoice:
     calls: list[JsonObject] = field(default_factory=list)
     logprobs: list[TokenLikelihood] = field(default_factory=list)
     reason: str = ""
+    prompt: PromptScored | None = None  # of the first choice, if requested
 
-    def take(
-        self, event: TextDelta | ThoughtDelta | ToolCallBegins | ToolCallDelta | Ended
-    ) -> None:
-        """Add an event's text, thought, tool call or finish reason."""
+    def take(self, event: Event) -> None:
+        """Add an event's text, thought, tool call, finish reason, or log-probabilities of the prompt."""
         match event:
+            case PromptScored():
+                self.prompt = event
             case TextDelta():
                 self.text += event.text
                 self.logprobs += event.logprobs
@@ -248,6 +259,26 @@ def chat_logprobs(tokens: Sequence[TokenLikelihood]) -> JsonObject:
 
     content = [{**one(token), "top_logprobs": [one(t) for t in token.top]} for token in tokens]
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(prompt: PromptScored, top: int, texts: TokenTexts) -> list[JsonObject | None]:
+    """Return the log-probabilities of a prompt as vLLM writes them; None for its first token.
+
+    Each other token's entry maps its id, and the `top` most likely ones, to log-probability, rank and text.
+    """
+    written: list[JsonObject | None] = [None]
+    scores = prompt.scores.part(0, len(prompt.scores.ranks), top)
+    columns = (scores.logprobs, scores.ranks, scores.top_tokens, scores.top_logprobs)
+    each = zip(prompt.tokens[scores.start :], *(column.tolist() for column in columns), strict=True)
+    for token, logprob, rank, tops, values in each:
+        entry: JsonObject = {}
+        ranked = enumerate(zip(tops, values, strict=True), start=1)
+        for known, value, place in ((token, logprob, rank), *((t, v, r) for r, (t, v) in ranked)):
+            text = texts.bytes_of(known).decode("utf-8", "replace")
+            bounded = max(value, LEAST_LOGPROB)
+            entry.setdefault(str(known), {"logprob": bounded, "rank": place, "decoded_token": text})
+        written.append(entry)
+    return written
 
 
 def usage(counts: TokenCounts) -> JsonObject:

@@ -313,6 +313,10 @@ class ThinkingFields(Fields):
     }
 
 
+PROMPT_LOGPROBS = Honoured(
+    "vLLM's: log-probabilities of the prompt's tokens, and of this many most likely ones at each position, up "
+    "to 20; not in streams"
+)
 OLDER = Honoured("the older names of `structured_outputs`", off=("", []))
 PENALTY = Honoured("-2 to 2, for tokens that are in the answer")
 
@@ -388,6 +392,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
     response_format: ChatFormat | None = None
     tools: Annotated[list[ChatTool], TOOLS] | None = None
     tool_choice: ChatToolChoice | None = None
@@ -409,6 +414,7 @@ class ChatRequest(SampledRequest, kw_only=True):
             "log-probabilities, in streams too; up to 20 most likely tokens", off=(0,)
         ),
         "top_logprobs": "log-probabilities, in streams too; up to 20 most likely tokens",
+        "prompt_logprobs": PROMPT_LOGPROBS,
         "response_format": Honoured(
             "`text`, `json_object`, `json_schema`: answers always follow the schema; one that can't be "
             "enforced is refused",
@@ -447,15 +453,18 @@ class CompletionRequest(SampledRequest, kw_only=True):
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
     rules = {
         "prompt": PROMPTS,
+        "max_tokens": f"{LIMIT.text}; 0, with `echo` or `prompt_logprobs`, for none",
         "best_of": "generates this many answers, and returns the `n` with the highest mean log-probability; "
         "not in streams",
-        "echo": "the prompt comes before the answer; not with `logprobs`",
+        "echo": "the prompt comes before the answer; its tokens have `logprobs`, too, but not in streams",
         "logprobs": Honoured(
             "log-probabilities of this many most likely tokens, up to 20; in streams too",
             off=(False,),
         ),
+        "prompt_logprobs": PROMPT_LOGPROBS,
         "suffix": Refused("this model continues texts, and does not fill gaps"),
     }
 
@@ -1042,7 +1051,6 @@ OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "mirostat": (0,),
     "n_predict": (-1,),
     "no_repeat_ngram_size": (0,),
-    "prompt_logprobs": EMPTY,
     "repeat_penalty": (1, 1.0),
     **dict.fromkeys(("stop_token_ids", "structural_tag", "template"), EMPTY),
     "truncate_prompt_tokens": (-1,),

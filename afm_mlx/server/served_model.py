@@ -23,6 +23,7 @@ from afm_mlx.config import read_config_json
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.generation import kv_storage
 from afm_mlx.engine.prefix_cache import PrefixCache
+from afm_mlx.engine.request import PromptScores
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, TokenizerError
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
@@ -127,6 +128,21 @@ class TokenTexts:
             likeliest = unsorted[np.argsort(-values[unsorted], kind="stable")].tolist()
         others = [TokenLikelihood(t, self.bytes_of(t), float(values[t])) for t in likeliest]
         return TokenLikelihood(token, self.bytes_of(token), float(values[token]), others)
+
+    def prompt_likelihoods(
+        self, prompt: Sequence[int], scores: PromptScores, top: int
+    ) -> list[TokenLikelihood]:
+        """Return the likelihoods of a prompt's tokens, from the first one that `scores` has."""
+
+        def one(token: int, logprob: float, top: Sequence[TokenLikelihood] = ()) -> TokenLikelihood:
+            return TokenLikelihood(token, self.bytes_of(token), max(logprob, LEAST_LOGPROB), top)
+
+        tops = (scores.top_tokens[:, :top].tolist(), scores.top_logprobs[:, :top].tolist())
+        each = zip(prompt[scores.start :], scores.logprobs.tolist(), *tops, strict=True)
+        return [
+            one(token, logprob, [one(*pair) for pair in zip(ids, values, strict=True)])
+            for token, logprob, ids, values in each
+        ]
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ ROOMS: dict[str, list[str]] = {
         "evaluation.evaluate",
         "evaluation.load_examples",
         "evaluation.Evaluation",
+        "continuations.score_continuations",
         "perplexity.measure_perplexity",
         "perplexity.Perplexity",
         "kernel_report.examine",

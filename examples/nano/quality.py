@@ -37,6 +37,7 @@ from afm_mlx.config import ModelConfig, parameter_shapes, read_config_json
 from afm_mlx.files import atomic_write
 from afm_mlx.measure.evaluation import evaluate, load_examples
 from afm_mlx.measure.perplexity import cut, load_documents, token_losses
+from afm_mlx.tokenizer.protocol import Tokenizer
 
 # One answer of the fifty of a task is two points.
 GOAL_POINTS, GOAL_PERPLEXITY = 2.0, 1.05
@@ -151,11 +152,11 @@ def measure(model_folder: Path, adapter: Path | None, data: Path, limit: int | N
     return {
         "tasks": tasks,
         "mean": sum(tasks.values()) / len(tasks),
-        **_perplexities(model, documents),
+        **_perplexities(model, tokenizer, documents),
     }
 
 
-def _perplexities(model: nn.Module, documents: list[list[int]]) -> Row:
+def _perplexities(model: nn.Module, tokenizer: Tokenizer, documents: list[list[int]]) -> Row:
     pieces: list[list[int]] = []
     scored: list[bool] = []
     for document in documents:
@@ -164,7 +165,7 @@ def _perplexities(model: nn.Module, documents: list[list[int]]) -> Row:
         count = sum(len(piece) - 1 for piece in own)
         scored += [i > 0 for i in range(count)]
     with progress_bar("perplexity", "sample") as progress:
-        losses = token_losses(model, pieces, progress=progress).astype(np.float64)
+        losses = token_losses(model, tokenizer, pieces, progress=progress).astype(np.float64)
     return {
         "perplexity": math.exp(losses[np.array(scored)].mean()),
         "perplexity_of_all": math.exp(losses.mean()),

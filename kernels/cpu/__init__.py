@@ -23,6 +23,19 @@ def _packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -
     return _extension.packed_embedding(tokens, weight, dtype)
 
 
+def _packed_gather(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    experts: int,
+    ascending: bool = False,
+    activation_bits: int = 16,
+) -> mx.array:
+    if indices.dtype not in (mx.int32, mx.uint32):
+        indices = indices.astype(mx.int32)
+    return _extension.packed_gather(x, weight, indices, experts, activation_bits)
+
+
 def _decode_attention(
     queries: mx.array,
     kv: KeyValues,
@@ -88,6 +101,7 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("packed_matmul", _obstacle),
     _variant("packed_swiglu", _obstacle),
     _variant("packed_embedding", _obstacle, _packed_embedding),
+    _variant("packed_gather", _obstacle, _packed_gather),
     _variant("packed_argmax", _obstacle),
     _variant("decode_attention", _attention_obstacle, _decode_attention),
     _variant("write_and_attend", _writing_obstacle, _write_and_attend),

@@ -78,7 +78,8 @@ class Preparation {
   }
 
   const float* load(int64_t m, float* v) const {
-    kernels().load(x_.x, (start_ + m) * x_.stride, cols_, v);
+    const int64_t place = x_.order != nullptr ? x_.order[start_ + m] : start_ + m;
+    kernels().load(x_.x, place * x_.stride, cols_, v);
     if (norm_ != nullptr) kernels().rms_norm(v, norm_, x_.eps, cols_);
     return v;
   }

@@ -38,7 +38,7 @@ struct Pass {
   const int8_t* vector(int64_t i) const { return x + i * digit_bytes; }
 };
 
-// Vectors [start, start + count) of the activations.
+// Vectors [start, start + count) of the activations, in their order.
 struct Prepared {
   Path path = Path::vector;
   int64_t count = 0;

@@ -71,6 +71,10 @@ void define_products(nb::module_& m) {
           return nb::make_tuple(out[0], out[1]);
         },
         "x"_a, "weight"_a, "options"_a);
+  m.def("packed_gather",
+        [](const afm::mx::array& x, const nb::tuple& weight, const afm::mx::array& indices, int experts,
+           int activation_bits) { return afm::packed_gather(x, packed(weight), indices, experts, activation_bits); },
+        "x"_a, "weight"_a, "indices"_a, "experts"_a, "activation_bits"_a);
   m.def("packed_embedding",
         [](const afm::mx::array& tokens, const nb::tuple& weight, afm::mx::Dtype dtype) {
           return afm::packed_embedding(tokens, packed(weight), dtype);

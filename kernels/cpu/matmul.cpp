@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "activations.h"
 #include "isa.h"
@@ -439,6 +440,68 @@ void argmax(const Activations& x, const PackedMatrix& w, uint32_t* indices, floa
       values[start + m] = first.value;
     }
   });
+}
+
+namespace {
+
+// Pairs [start, start + count) of those sorted by expert: some of the vectors of one expert.
+struct GatherJob {
+  int64_t expert, start, count;
+};
+
+}  // namespace
+
+void gather(const Activations& x, const PackedMatrix& w, int64_t experts, const int32_t* indices, int64_t pairs,
+            void* y, Number type) {
+  constexpr size_t kJobs = 32;  // whose digits are in memory at a time
+  static thread_local std::vector<PrepareScratch> of_caller(kJobs);
+  std::vector<PrepareScratch>& scratch = of_caller;  // of this thread, in loops of all threads
+  const int64_t of_expert = w.rows / experts;
+  auto expert_of = [&](int64_t pair) {
+    const int64_t index = indices[pair] < 0 ? indices[pair] + experts : indices[pair];
+    return std::clamp<int64_t>(index, 0, experts - 1);
+  };
+  std::vector<int64_t> sorted(pairs), vectors(pairs);
+  std::iota(sorted.begin(), sorted.end(), 0);
+  std::stable_sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) { return expert_of(a) < expert_of(b); });
+  for (int64_t i = 0; i < pairs; ++i) vectors[i] = sorted[i] * x.rows / pairs;
+
+  std::vector<GatherJob> jobs;
+  Activations all = x;
+  all.rows = pairs;
+  for (int64_t start = 0, count; start < pairs; start += count) {
+    const int64_t expert = expert_of(sorted[start]), most = vectors_at_once(all, w);
+    for (count = 1; count < most && start + count < pairs && expert_of(sorted[start + count]) == expert;) ++count;
+    jobs.push_back({expert, start, count});
+  }
+  ThreadPool& pool = ThreadPool::shared();
+  std::vector<Prepared> prepared(kJobs);
+  for (size_t first = 0; first < jobs.size(); first += kJobs) {
+    const int64_t n_jobs = static_cast<int64_t>(std::min(kJobs, jobs.size() - first));
+    const GatherJob* wave = jobs.data() + first;
+    pool.parallel_for(n_jobs, 1, [&](int64_t j, int64_t) {
+      Activations own = x;
+      own.rows = wave[j].count;
+      own.order = vectors.data() + wave[j].start;
+      prepared[j] = prepare(own, w, false, 0, wave[j].count, scratch[j]);
+    }, w.cols);
+    int64_t most = 0;
+    for (int64_t j = 0; j < n_jobs; ++j) most = std::max(most, wave[j].count);
+    PackedMatrix read = w;  // about as many rows as all jobs read
+    read.rows = of_expert * n_jobs;
+    const int64_t step = rows_at_once(read, most), pieces = (of_expert + step - 1) / step;
+    pool.parallel_for(n_jobs * pieces, 1, [&](int64_t piece, int64_t) {
+      static thread_local RowScratch own;
+      const GatherJob& job = wave[piece / pieces];
+      const int64_t begin = piece % pieces * step, rows = std::min(step, of_expert - begin);
+      const int64_t row = job.expert * of_expert + begin;
+      float* product = own.product.get<float>(job.count * rows);
+      multiply(prepared[piece / pieces], w, row, row + rows, {}, product, own);
+      for (int64_t m = 0; m < job.count; ++m) {
+        kernels().store(product + m * rows, rows, y, sorted[job.start + m] * of_expert + begin, type);
+      }
+    }, step * w.cols * most);
+  }
 }
 
 void dequantize_row(const PackedMatrix& w, int64_t row, void* out, Number type) {

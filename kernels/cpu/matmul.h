@@ -76,6 +76,7 @@ struct Activations {
   Floats norm;         // (K,) weight of an RMSNorm, or absent
   float eps = 0;
   int digits = 2;  // 2: int16 activations; 1: int8
+  const int64_t* order = nullptr;  // (M,) place of every vector in x; null where they stand in order
 };
 
 // y (M, N) of `type` = residual + x' W^T + scale B A x'. `residual` is (M, N) or absent.
@@ -89,6 +90,11 @@ void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& 
 // The largest of each vector's N >= 1 products and its row, the lowest on a tie; a NaN counts as infinity.
 // indices and values are (M,).
 void argmax(const Activations& x, const PackedMatrix& weight, uint32_t* indices, float* values);
+
+// y (pairs, N / experts) of `type`: vector p * M / pairs times the matrix of expert indices[p], of which `weight` has
+// `experts`, one after the other. An index beyond them counts as the nearest, a negative one from the end.
+void gather(const Activations& x, const PackedMatrix& weight, int64_t experts, const int32_t* indices, int64_t pairs,
+            void* y, Number type);
 
 // The K numbers that row `row` stands for. For one thread: callers share rows among threads.
 void dequantize_row(const PackedMatrix& weight, int64_t row, void* out, Number type);

@@ -89,6 +89,9 @@ mx::array packed_swiglu(const mx::array& x, const Packed& gate, const Packed& up
 // Indices and products.
 std::vector<mx::array> packed_argmax(const mx::array& x, const Packed& weight, const ProductOptions& options);
 
+mx::array packed_gather(const mx::array& x, const Packed& weight, const mx::array& indices, int experts,
+                        int activation_bits);
+
 mx::array packed_embedding(const mx::array& tokens, const Packed& weight, mx::Dtype dtype);
 
 }  // namespace afm

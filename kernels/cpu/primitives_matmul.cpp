@@ -362,6 +362,37 @@ class Argmax : public MatmulPrimitive {
   MatrixPlace weight_;
 };
 
+class Gather : public MatmulPrimitive {
+ public:
+  Gather(mx::Stream stream, ActivationsPlace x, MatrixPlace weight, int indices, int experts)
+      : MatmulPrimitive(stream), x_(x), weight_(weight), indices_(indices), experts_(experts) {}
+
+  const char* name() const override { return "AfmPackedGather"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& op = static_cast<const Gather&>(other);
+    return x_.same(op.x_) && weight_.same(op.weight_) && experts_ == op.experts_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    return {{inputs[indices_].shape(0), inputs[weight_.codes].shape(0) / experts_}};
+  }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    dispatch(inputs, outputs,
+             [x = x_, weight = weight_, indices = indices_, experts = experts_](Data& data, auto& out) {
+               Activations input = x.activations(data);
+               gather(input, weight.matrix(data), experts, data.integers<int32_t>(indices), data.view(indices).size(),
+                      out[0], input.x.type);
+             });
+  }
+
+ private:
+  ActivationsPlace x_;
+  MatrixPlace weight_;
+  int indices_, experts_;
+};
+
 class Embedding : public MatmulPrimitive {
  public:
   Embedding(mx::Stream stream, int tokens, MatrixPlace weight, Number type)
@@ -439,6 +470,21 @@ std::vector<mx::array> packed_argmax(const mx::array& x, const Packed& weight, c
   auto op = std::make_shared<Argmax>(cpu_stream(), activations, matrix);
   auto shapes = op->output_shapes(inputs.arrays);
   return mx::array::make_arrays(std::move(shapes), {mx::uint32, mx::float32}, op, inputs.arrays);
+}
+
+mx::array packed_gather(const mx::array& x, const Packed& weight, const mx::array& indices, int experts,
+                        int activation_bits) {
+  require(indices.dtype() == mx::int32 || indices.dtype() == mx::uint32, "indices must be int32 or uint32");
+  require(x.ndim() == 2 && indices.ndim() == 1, "x must be (M, K) and indices (P,)");
+  Inputs inputs;
+  MatrixPlace matrix = place(weight, inputs);
+  require(experts > 0 && matrix.shape.rows % experts == 0, experts, " experts can't share ", matrix.shape.rows, " rows");
+  ActivationsPlace activations = place(x, {std::nullopt, 0, std::nullopt, {}, activation_bits}, 1, matrix.shape, inputs);
+  const int vectors = x.shape(0), pairs = indices.shape(0);
+  require(vectors > 0 ? pairs % vectors == 0 : pairs == 0, pairs, " pairs aren't a multiple of ", vectors, " vectors");
+  auto op = std::make_shared<Gather>(cpu_stream(), activations, matrix, inputs.add(indices), experts);
+  auto shapes = op->output_shapes(inputs.arrays);
+  return mx::array(std::move(shapes[0]), x.dtype(), std::move(op), std::move(inputs.arrays));
 }
 
 mx::array packed_embedding(const mx::array& tokens, const Packed& weight, mx::Dtype dtype) {

@@ -1,10 +1,12 @@
-"""`packed_matmul`, `packed_swiglu` and `packed_argmax` on Metal, by the number of vectors.
+"""`packed_matmul`, `packed_swiglu`, `packed_argmax` and `packed_gather` on Metal, by the number of vectors.
 
 vector      1 to 6 rows, and some of 9 to 19: a stream over the codes, once for 6 rows; all in one dispatch
 matrix      other numbers up to 32: 8x8 matrices, each code unpacked once for up to 16 rows; the same fusions
 many rows   MLX's own products, which use the matrix units of an M5: `mx.quantized_matmul` multiplies with the
             codes, or the matrix is unpacked block by block for `mx.matmul`. A norm before, and everything that
             is added, are a dispatch each
+
+Products with experts are `mx.gather_qmm`, for any number of vectors; rows' scales are two dispatches more.
 
 `mx.quantized_matmul` unpacks codes for every 32 vectors again, in tiles; unpacking the matrix moves 4 bytes per
 number, for any number of vectors. So before M5, unpacking is faster for many vectors (`MOST_WITH_CODES`). On
@@ -190,6 +192,9 @@ _unpacked_swiglu = partial(_swiglu, prompts.multiply_unpacked)
 _mlx_matmul = partial(_matmul, mlx.multiply_quantized)
 
 
+_gather = partial(mlx.packed_gather, finish=prompts.add_up)
+
+
 def _mlx_swiglu(
     x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions
 ) -> mx.array:
@@ -208,6 +213,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("packed_swiglu", "metal/swiglu_matrix", partial(packed_swiglu, products.matrix), _some),
     Variant("packed_swiglu", "metal/swiglu_mlx_quantized", _mlx_swiglu, _mlx_obstacle),
     Variant("packed_swiglu", "metal/swiglu_unpacked", _unpacked_swiglu, other_than_floats),
+    Variant("packed_gather", "metal/mlx_gather", _gather, mlx.obstacle),
     Variant("packed_argmax", "metal/argmax", argmax, _few),
     Variant("packed_argmax", "metal/argmax_of_products", argmax_of_products, other_than_floats),
 )

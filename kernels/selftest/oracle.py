@@ -116,6 +116,19 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
     return _rows(weight, index.reshape(-1)).reshape(*index.shape, -1)
 
 
+def packed_gather(
+    x: mx.array, weight: PackedWeight, indices: mx.array, experts: int, *_: object
+) -> np.ndarray:
+    """See `reference.packed_gather`."""
+    rows, pairs = weight.out_dims // experts, np.array(indices)
+    vectors = np.repeat(float64(x), len(pairs) // len(x), axis=0)
+    y = np.empty((len(pairs), rows))
+    for expert in np.unique(pairs):
+        mine = pairs == expert
+        y[mine] = vectors[mine] @ _rows(weight, expert * rows + np.arange(rows)).T
+    return y
+
+
 def rope(x: np.ndarray, offset: int | mx.array, theta: float) -> np.ndarray:
     """Apply rotary embedding to adjacent pairs of (B, n_heads, L, head_dim), at positions from `offset` on."""
     offsets = np.broadcast_to(np.array(offset), x.shape[:1]).astype(np.float64)

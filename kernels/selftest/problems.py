@@ -16,6 +16,7 @@ import numpy as np
 from afm_mlx.kernels.dispatch import Case, device
 from afm_mlx.kernels.operands import (
     BLOCK,
+    PLAIN,
     HeadOptions,
     KeyValues,
     LowRank,
@@ -80,6 +81,9 @@ class Problem:
                 return tokens.size * (
                     weight.nbytes // weight.out_dims + weight.in_dims * dtype.size
                 )
+            case "packed_gather", x, weight, indices, experts, *_:
+                read = len(set(indices.tolist())) * weight.nbytes // experts
+                return x.nbytes + read + self.wanted[0].size * self.spec.dtype.size
         # `packed_argmax` writes almost nothing.
         written = self.wanted[0].size * self.spec.dtype.size * (self.spec.op != "packed_argmax")
         return sum(array.nbytes for array in _arrays(self.args)) + written
@@ -258,6 +262,18 @@ def _draw_embedding(spec: Spec, rng: np.random.Generator) -> Args:
     return _int32(tokens), packed_weight(spec, rng), spec.dtype
 
 
+def _draw_gather(spec: Spec, rng: np.random.Generator) -> Args:
+    x = _activations(spec, rng, spec.in_dims).reshape(-1, spec.in_dims)
+    chosen = [
+        rng.choice(spec.experts, spec.chosen, replace=False)
+        for _ in range(spec.batch * spec.tokens)
+    ]
+    ascending = spec.chosen == 1
+    indices = np.sort(np.ravel(chosen)) if ascending else np.ravel(chosen)
+    weight = packed_weight(spec, rng)
+    return x, weight, _int32(indices), spec.experts, ascending, spec.activation_bits
+
+
 def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
     return _draw(rng.uniform(0.5, 1.5, spec.head_dim), spec.dtype)
 
@@ -330,6 +346,7 @@ _DRAWS = {
     "packed_swiglu": _draw_swiglu,
     "packed_argmax": _draw_product,
     "packed_embedding": _draw_embedding,
+    "packed_gather": _draw_gather,
     "rope_norm_quantize": _draw_rope,
     "decode_attention": _draw_decode,
     "write_and_attend": _draw_writing,
@@ -362,6 +379,8 @@ def _bound(spec: Spec, args: Args) -> float:
             rope = QueryRope(options.q_weight, options.theta, options.eps)
             longest = int(lengths.max().item()) + spec.tokens - 1
             return _attention_bound(spec, qkv, kv, longest, rope)
+        case "packed_gather", x, *_:
+            return _product_bound(spec, x, PLAIN)
     bound = _product_bound(spec, args[0], args[-1])
     # Both factors are off, the slope of silu is up to 1.1, and its exponential is off, too.
     return 3 * bound + _PRECISE * _ULP if spec.op == "packed_swiglu" else bound
@@ -434,7 +453,12 @@ def _attention_bound(
 # -- comparing
 
 # The least size of an operation's results, about a third of the average with the numbers drawn here.
-_LEAST_SIZE = {"packed_matmul": 0.3, "packed_argmax": 0.3, "packed_swiglu": 0.15}
+_LEAST_SIZE = {
+    "packed_matmul": 0.3,
+    "packed_gather": 0.3,
+    "packed_argmax": 0.3,
+    "packed_swiglu": 0.15,
+}
 
 
 def _relative(got: np.ndarray, wanted: np.ndarray, scale: float) -> float:

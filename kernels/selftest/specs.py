@@ -36,6 +36,8 @@ class Spec(NamedTuple):
         rank: the largest rank of the adapters, 0 for no adapters.
         sections: projections that share the matrix, each with its own A in an adapter.
         adapter_dtype: type of the adapters' numbers; pass None for the activations' type.
+        experts, chosen: experts whose matrices make up the matrix, and how many of them each vector is
+            multiplied with; 0 without experts.
         outliers: columns of the activations that are 1,000 times the others, with weights of 0, so that errors
             of the other columns are seen; not with a balanced matrix, whose grid has no 0.
         capacity, tail: columns of the KV buffers, and of their tail; 0 for none.
@@ -59,6 +61,8 @@ class Spec(NamedTuple):
     sections: int = 1
     adapter_dtype: mx.Dtype | None = None
     activation_bits: int = 16
+    experts: int = 0
+    chosen: int = 0
     outliers: int = 0
     heads: int = 0
     kv_heads: int = 0
@@ -84,6 +88,7 @@ class Spec(NamedTuple):
             *(name for name in ("norm", "residual", "rope") if getattr(self, name)),
             self.stored != mx.int8 and f"{dtype_name(self.stored)} keys and values",
             self.rank and f"LoRA {self.rank}",
+            self.experts and f"{self.chosen} of {self.experts} experts",
             self.outliers and f"{self.outliers} outliers",
             self.activation_bits != 16 and f"{self.activation_bits}-bit activations",
             dtype_name(self.dtype),
@@ -103,6 +108,7 @@ def full_specs() -> list[Spec]:
         *_swiglus(),
         *_heads(),
         *_lookups(),
+        *_gathers(),
         *_attentions(),
     ]
 
@@ -181,6 +187,18 @@ def _lookups() -> Iterator[Spec]:
         yield Spec("packed_embedding", _dtype(i, 0), 2, 5, *matrix)
 
 
+def _gathers() -> Iterator[Spec]:
+    """Yield products with experts: one vector with several, and more vectors than experts; no palettes."""
+    draw = random.Random(0)
+    matrices = [m for m in _matrices(((4 * 72, 512, 64), (3 * 37, 208, 16))) if m[3] != "palette"]
+    for i, matrix in enumerate(matrices):
+        experts = 4 if matrix[1] % 4 == 0 else 3
+        for j, (tokens, chosen) in enumerate(((1, 2), (5, 1), (40, 3))):
+            bits = draw.choice((16, 16, 8))
+            fields: _Fields = {"experts": experts, "chosen": chosen, "activation_bits": bits}
+            yield Spec("packed_gather", _dtype(i, j), 1, tokens, *matrix, **fields)
+
+
 def _attentions() -> Iterator[Spec]:
     for dtype, (heads, kv_heads, dim) in itertools.product(
         DTYPES, ((16, 2, 128), (4, 2, 64), (3, 3, 12))
@@ -227,6 +245,9 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
     up: _Fields = {"in_dims": 2048, "out_dims": 6656}
     down: _Fields = {"in_dims": 6656, "out_dims": 2048}
 
+    # One layer of Qwen3-30B-A3B.
+    experts: _Fields = {"in_dims": 2048, "out_dims": 128 * 768, "experts": 128, "chosen": 8}
+
     def body(op: str, **fields: Any) -> Spec:
         return Spec(op, dtype, **_BODY, **fields)
 
@@ -245,6 +266,8 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_matmul", dtype, **down, **_MLX),
         Spec("packed_argmax", dtype, **embedding, norm=True),
         Spec("packed_embedding", dtype, tokens=512, **embedding),
+        body("packed_gather", **experts),
+        Spec("packed_gather", dtype, **experts, **_MLX),
         Spec("rope_norm_quantize", dtype, **_HEADS),
         Spec("write_tokens", mx.int8, **_HEADS, capacity=64),
         Spec("write_and_attend", dtype, **_HEADS, capacity=512, tail=64),
@@ -279,6 +302,8 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_matmul", dtype, **nano, tokens=40),
         Spec("packed_argmax", dtype, **embedding, norm=True),
         Spec("packed_embedding", dtype, tokens=4, **embedding),
+        body("packed_gather", experts=4, chosen=2),
+        Spec("packed_gather", dtype, **nano, tokens=20, experts=4, chosen=2),
         Spec("rope_norm_quantize", dtype, tokens=2, **_HEADS),
         Spec("decode_attention", dtype, **_HEADS, capacity=300, tail=64, rope=True),
         Spec("write_and_attend", dtype, **_HEADS, capacity=300, tail=64),

@@ -20,6 +20,7 @@ from afm_mlx.converters.mixed_bits import (
     calibration_file,
     choose_bits,
     measure_sensitivity,
+    plan_layers,
     stored_size,
 )
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, DataError
@@ -136,6 +137,18 @@ REFUSED = [
     ({"to": "mlx-lm"}, "Choose --q-mode affine"),
     ({"q_mode": "affine", "q_embedding_mode": "balanced", "to": "mlx-lm"}, "the embedding too"),
 ]
+
+
+def test_experts_are_measured_and_routers_are_not():
+    """Routers have the bits that the architecture gives them in mlx-lm."""
+    rules, free = plan_layers(zoo_model("qwen3_moe", 64, 1), QuantizationRule(4))
+    assert rules["model.layers.0.mlp.gate"] == QuantizationRule(8)
+    assert "model.layers.0.mlp.gate" not in free
+    assert {path.split(".")[-1] for path in free if "switch" in path} == {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
 
 
 def test_what_cannot_be_met_is_refused(make_checkpoint, text, tmp_path):

@@ -267,7 +267,7 @@ def test_perplexity_leaves_out_the_first_token_of_each_text(packed):
     model, tokenizer = afm_mlx.load(folder)
     documents = load_documents(packed / "heldout.jsonl", tokenizer)
     assert max(map(len, documents)) > 512, "a text of several pieces must be among them"
-    losses = [token_losses(model, cut([document])) for document in documents]
+    losses = [token_losses(model, tokenizer, cut([document])) for document in documents]
     later = np.concatenate([each[1:] for each in losses])
     assert figures["perplexity"] == pytest.approx(np.exp(later.mean()), rel=1e-4)
     assert figures["perplexity_of_all"] == pytest.approx(

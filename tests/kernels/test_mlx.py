@@ -28,7 +28,8 @@ FORMATS = (
     ("balanced", "tensor", 160, 0),
 )
 ROWS = FORMATS[7]
-OPS = ("packed_matmul", "packed_swiglu", "packed_argmax", "packed_embedding")
+OPS = ("packed_matmul", "packed_swiglu", "packed_argmax", "packed_embedding", "packed_gather")
+ONE_VARIANT = ("packed_embedding", "packed_gather")
 CASE = dispatch.Case("cpu", mx.float32, 1, "balanced", "row", 512)
 
 
@@ -40,7 +41,7 @@ def drawn(rng: np.random.Generator, op: str, format_: tuple, bits: int, **fields
 
 def of_mlx(op: str) -> list[dispatch.Variant]:
     found = [variant for variant in dispatch.variants(op) if variant.backend == "mlx"]
-    assert len(found) == (1 if op == "packed_embedding" else 2)
+    assert len(found) == (1 if op in ONE_VARIANT else 2)
     return found
 
 
@@ -53,8 +54,10 @@ def test_every_format_is_exact_to_rounding(rng, op):
         options = {"norm": norm, "residual": norm, "rank": rank, "sections": sections}
         if op != "packed_matmul":
             options.update(residual=False, sections=1)
-        if op in ("packed_argmax", "packed_embedding"):
+        if op in ("packed_argmax", *ONE_VARIANT):
             options.update(rank=0)
+        if op == "packed_gather":  # more and fewer vectors than experts
+            options.update(experts=5, chosen=sections)
         options.update(dtype=dtype, batch=batch, tokens=length)
         problem = drawn(rng, op, format_, bits, **options)
         for variant in of_mlx(op):

@@ -9,6 +9,7 @@ import pytest
 
 from afm_mlx.kernels import KeyValues, PackedWeight
 from afm_mlx.kernels.metal.runtime import FOLDER, Kernel
+from afm_mlx.kernels.mlx import _grid, grid_unit
 from afm_mlx.kernels.selftest import oracle
 from tests.metal import mlx_wheel, toolchain
 from tests.metal.emulator import raw_bytes
@@ -92,6 +93,44 @@ def test_quantized_vector(rng):
         assert_close(
             got, oracle.matrix(weight) @ exact(x), kind, 16 if kind == "float" else 32, case
         )
+
+
+def test_quantized_vector_of_chosen_experts(rng):
+    """Experts share scales and biases, with strides of 0, as `kernels.mlx.packed_gather` passes them."""
+    for kind, bits, chosen in (("half", 2, (3, 0)), ("bfloat16_t", 4, (2, 2)), ("float", 2, (1,))):
+        experts, n, k, group = 4, 16, 512, 128
+        template = f"{kind}, {group}, {bits}"
+        function = "affine_gather_qmv_fast"
+        program = mlx_wheel.program("quantized.h", function, template, before=QUANTIZED)
+        codes = mx.array(rng.integers(0, 2**32, (experts, n, k * bits // 32), dtype=np.uint32))
+        scales, biases, size = _grid(n, k, bits, DTYPES[kind])
+        assert size == group
+        x, pairs, long = draw(rng, (k,), kind), len(chosen), np.int64
+        per_expert = (n * k * bits // 32, k * bits // 32, 1)
+        shared = (0, k // group, 1)
+        buffers = [
+            *inputs(PackedWeight(codes, bits, "affine", scales, biases), x),
+            ("lhs", np.zeros(pairs, np.uint32).tobytes()),
+            ("rhs", np.array(chosen, np.uint32).tobytes()),
+            ("y", pairs * n * DTYPES[kind].size),
+            *[("in_vec_size", scalar(k)), ("out_vec_size", scalar(n))],
+            *[
+                ("x_ndim", scalar(1)),
+                ("x_shape", scalar((1, 1, k))),
+                ("x_s", scalar((k, k, 1), long)),
+            ],
+            *[("w_ndim", scalar(1)), ("w_shape", scalar(codes.shape))],
+            *[("w_s", scalar(per_expert, long)), ("s_s", scalar(shared, long))],
+            *[("b_s", scalar(shared, long)), ("ndim", scalar(1)), ("shape", scalar((pairs,)))],
+            *[("lhs_s", scalar((1,), long)), ("rhs_s", scalar((1,), long))],
+        ]
+        (got,) = run(program, buffers, (32, 2 * (n // 8), pairs), (32, 2, 1))
+        weight = PackedWeight(codes.reshape(-1, codes.shape[2]), bits, "balanced", mx.array(1.0))
+        wanted = oracle.packed_gather(x[None], weight, mx.array(chosen), experts)
+        unit = grid_unit(bits, k)
+        # As `test_quantized_vector`.
+        terms = 16 if kind == "float" else 32
+        assert_close(values(got, kind).reshape(pairs, n), unit * wanted, kind, terms, (kind, bits))
 
 
 def matrix_buffers(weight, x, m, n, k, kind):

@@ -94,6 +94,15 @@ _OWN = {
         "time_step_limit": [0.001, 100.0],
         "time_step_rank": "auto",
     },
+    "qwen3_moe": {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
 }
 """What architectures have besides or instead: windows that prompts of tests cross."""
 

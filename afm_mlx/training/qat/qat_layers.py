@@ -147,8 +147,8 @@ def prepare_qat(
         ConfigError, CheckpointError: name the layer that can't be packed by its rule, and why.
     """
     choose = rule_chooser(rule, embedding_rule, predicate)
-    check_layer_types(model, choose)
     kinds = {nn.Linear: QATLinear, nn.Embedding: QATEmbedding}
+    check_layer_types(model, choose, lambda layer: type(layer) in kinds)
     layers: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         kind = kinds.get(type(module))

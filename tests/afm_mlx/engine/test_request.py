@@ -4,9 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.engine.request import Request
+from afm_mlx.engine.request import PromptLogprobs, Request
 from afm_mlx.engine.row import StopStrings
 from afm_mlx.errors import RequestError
+from afm_mlx.guidance.constraint import Constraint
 from tests.tools.cases import each
 
 
@@ -16,7 +17,14 @@ from tests.tools.cases import each
         ({"prompt": []}, "empty"),
         ({"prompt": [5, 64]}, "ids from 5 to 64"),
         ({"prompt": [-1]}, "ids from -1"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 0, "constraint": Constraint.text()}, "max_tokens is 0, and a constraint"),
+        ({"prompt_logprobs": True}, "prompt_logprobs is True"),
+        ({"prompt_logprobs": PromptLogprobs(0)}, "starts at 0; the prompt has 1 tokens"),
+        ({"prompt_logprobs": PromptLogprobs(2)}, "starts at 2"),
+        ({"prompt_logprobs": PromptLogprobs(1.0)}, "starts at 1.0"),
+        ({"prompt_logprobs": PromptLogprobs(1, -1)}, "has top -1"),
+        ({"prompt_logprobs": PromptLogprobs(1, 1001)}, "has top 1001"),
+        ({"prompt_logprobs": PromptLogprobs(), "heal": True}, "heal removes"),
         ({"max_tokens": float("nan")}, "max_tokens is nan"),
         ({"max_tokens": True}, "max_tokens is True"),
         ({"max_tokens": -2}, "max_tokens is -2"),
@@ -54,6 +62,7 @@ from tests.tools.cases import each
 )
 def test_what_no_model_could_do_is_refused(fields, message):
     Request([63], seed=2**64 - 1).checked(vocab_size=64)
+    Request([63], 0, prompt_logprobs=PromptLogprobs(1, 1000)).checked(vocab_size=64)
     with pytest.raises(RequestError, match=message):
         Request(**{"prompt": [1], **fields}).checked(vocab_size=64)
 

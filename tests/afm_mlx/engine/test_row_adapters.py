@@ -90,7 +90,7 @@ def test_requests_that_can_not_be_honoured(make_engine, pool):
         ({"adapter": "z"}, "no adapter 'z'; registered are a, b, c, d"),
         ({"adapter": {"a": float("inf")}}, "weight of the adapter 'a' is inf"),
         ({"adapter": 3}, "a registered name, weights by name, or None"),
-        ({"adapter": "a", "max_tokens": 0}, "max_tokens is 0"),
+        ({"adapter": "a", "max_tokens": -2}, "max_tokens is -2"),
     ):
         with pytest.raises(RequestError, match=words):
             engine.submit(Request([1], **options))

@@ -20,11 +20,14 @@ def models(rng):
     """Models by what they are, and whether this package has kernels for them."""
     packed_zoo = zoo_model("llama", 64, 1)
     quantize_model(packed_zoo, {}, QuantizationRule(4), QuantizationRule(4))
+    packed_experts = zoo_model("gpt_oss", 64, 1)
+    quantize_model(packed_experts, {}, predicate=lambda path, _: "experts" in path)
     return [
         (tiny(rng, "2-bit", 8), True),
         (tiny(rng, "float", 8), True),
         (tiny(rng, "float"), True),
         (packed_zoo, True),
+        (packed_experts, True),
         (zoo_model("llama", 64, 1), False),
         (None, True),
     ]

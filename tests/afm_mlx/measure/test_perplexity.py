@@ -7,16 +7,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.engine.generation import stream_generate
+from afm_mlx.engine.request import PromptLogprobs
 from afm_mlx.errors import DataError
 from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity, token_losses
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.cases import each
-from tests.tools.models import random_config, random_model
+from tests.tools.models import WordTokenizer, random_config, random_model
+
+WORDS = WordTokenizer(60)
 
 
 @pytest.fixture
 def model(rng):
-    return random_model(random_config(rng, vocab_size=60), rng)
+    return random_model(random_config(rng, vocab_size=60, kv_bits=None), rng)
 
 
 def random_pieces(rng, lengths):
@@ -37,10 +41,15 @@ def float64_losses(model, piece):
 def test_losses_are_those_of_tokens_one_by_one(model, rng, batch_size):
     pieces, seen = random_pieces(rng, rng.integers(2, 12, 7)), []
     expected = [loss for piece in pieces for loss in float64_losses(model, piece)]
-    losses = token_losses(model, pieces, batch_size, lambda *counts: seen.append(counts))
-    np.testing.assert_allclose(losses, expected, atol=2e-2, rtol=0)
-    assert seen == [(min(done, 7), 7) for done in range(batch_size, 7 + batch_size, batch_size)]
-    result = measure_perplexity(model, pieces, batch_size)
+    losses = token_losses(model, WORDS, pieces, batch_size, lambda *counts: seen.append(counts))
+    np.testing.assert_allclose(losses, expected, atol=1e-4, rtol=0)
+    assert seen == [(done, 7) for done in range(1, 8)]
+    for piece in pieces[:2]:
+        asked = {"max_tokens": 0, "prompt_logprobs": PromptLogprobs()}
+        (response,) = stream_generate(model, WORDS, piece, **asked)
+        first, losses = losses[: len(piece) - 1], losses[len(piece) - 1 :]
+        assert -response.prompt_logprobs.total == pytest.approx(first.sum(), abs=1e-4)
+    result = measure_perplexity(model, WORDS, pieces, batch_size)
     assert (result.tokens, result.samples) == (len(expected), 7)
     assert result.perplexity == pytest.approx(math.exp(np.mean(expected)), rel=1e-2)
     deviation = np.std(expected, ddof=1) / math.sqrt(len(expected))
@@ -51,7 +60,7 @@ def test_equal_pieces_give_mlx_lms_figures(model, rng):
     from mlx_lm.perplexity import eval_ppl
 
     pieces = random_pieces(rng, [16] * 6)
-    result = measure_perplexity(model, pieces, batch_size=6)
+    result = measure_perplexity(model, WORDS, pieces, batch_size=6)
     perplexity, error = eval_ppl(model, mx.array(pieces), batch_size=6)
     assert (result.perplexity, result.standard_error) == pytest.approx(
         (perplexity, error), rel=1e-4
@@ -81,7 +90,7 @@ def test_samples_are_drawn_from_the_seed(rng):
 @each("pieces", [[], [[1]], [[1, 2]]])
 def test_too_little_to_score(model, pieces):
     with pytest.raises(DataError, match="at least 2 are needed"):
-        measure_perplexity(model, pieces)
+        measure_perplexity(model, WORDS, pieces)
 
 
 # -- documents

@@ -8,8 +8,17 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.errors import CheckpointError, RequestError
 from afm_mlx.kernels import PackedWeight, dequantize, unpack_codes
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, set_activation_bits
-from tests.tools.cases import all_pairs, each
+from afm_mlx.quantization.float_to_codes import pack
+from afm_mlx.quantization.packed_layers import (
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    set_activation_bits,
+    stacked,
+)
+from afm_mlx.quantization.rule import QuantizationRule
+from tests.tools.cases import all_pairs, draw, each
+from tests.tools.compare import assert_close
 
 ROWS, INPUTS, GROUP = 24, 64, 32
 SCALES = {"tensor": (), "row": (ROWS,), "group": (ROWS, INPUTS // GROUP)}
@@ -68,6 +77,38 @@ def test_layers_compute_what_their_codes_stand_for(rng):
         assert (np.abs(logits - x @ values.T) <= bound).all()
         whole = np.array(embedding.to_embedding().weight)
         np.testing.assert_array_equal(whole, np.array(dequantize(embedding.packed)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_experts_are_called_as_mlx_lms_are(rng, training):
+    """Vectors of one token or several, for all of its experts or one each, sorted or not; gradients, too."""
+    packed = stacked(pack(draw(rng, (4 * ROWS, INPUTS)), QuantizationRule(4)).packed, 4)
+    layer = PackedExperts(packed, draw(rng, (4, ROWS))).train(training)
+    twin = layer.to_switch_linear()
+    assert (twin.input_dims, twin.output_dims, twin.num_experts) == (INPUTS, ROWS, layer.experts)
+    for of_x, of_indices in (
+        ((2, 3, 1, 1, INPUTS), (2, 3, 2)),  # gate and up of a mixture
+        ((2, 3, 2, 1, INPUTS), (2, 3, 2)),  # down
+        ((6, 1, INPUTS), (6,)),  # sorted
+        ((1, 1, 1, 1, INPUTS), (2, 3, 2)),
+        ((1, 3, 1, INPUTS), (2, 3)),  # vectors that are not next to each other
+        ((3, 5, INPUTS), (1, 3)),  # DeepSeek's groups of heads
+        ((0, 1, INPUTS), (0,)),
+    ):
+        x, indices = draw(rng, of_x), mx.array(rng.integers(0, 4, of_indices))
+        ascending = len(of_indices) == 1
+        indices = mx.sort(indices) if ascending else indices
+        got, wanted = (each(x, indices, sorted_indices=ascending) for each in (layer, twin))
+        assert_close(got, wanted, 1e-3, of_x)
+        if training and x.size:
+            weight = draw(rng, wanted.shape)
+            of_layer, of_twin = (
+                mx.grad(lambda x, each=each: (each(x, indices) * weight).sum())(x)  # noqa: B023
+                for each in (layer, twin)
+            )
+            assert_close(of_layer, of_twin, 1e-4, of_x)
+    assert layer.trainable_parameters() == {}
+    assert "num_experts=4, bias=True, bits=4, mode=balanced, granularity=row" in repr(layer)
 
 
 def test_the_lookup_has_the_activations_type(rng):

@@ -1,6 +1,7 @@
 """Models packed by rules: ours and mlx-lm's."""
 
 import dataclasses
+import json
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,11 +10,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 import afm_mlx
+from afm_mlx.checkpoint.weights import load_weights, stored_tensors
 from afm_mlx.config import PRESETS
 from afm_mlx.converters.convert import convert
 from afm_mlx.errors import CheckpointError, ConfigError
+from afm_mlx.kernels import dispatch
+from afm_mlx.measure.describe import describe_stored_weights
 from afm_mlx.measure.random_model import random_packed_model
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.packed_layers import PARTS, PackedEmbedding, PackedExperts, PackedLinear
 from afm_mlx.quantization.quantize_model import (
     dequantize_model,
     quantization_entries,
@@ -55,35 +59,117 @@ def test_the_first_generation_has_its_published_formats(rng):
     assert_close(mx.concatenate(steps, axis=1), dequantize_model(model)(tokens), 2e-3)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "longcat_flash"])
-def test_layers_of_other_types_are_refused_by_name(tmp_path, zoo_folder, model_type):
-    """Experts would stay float, and most of a model with them, whatever its bits per weight are said to be."""
-    (model, source), kind = zoo_folder(model_type), "SwitchLinear"
-    for pack in (quantize_model, lambda model, config: prepare_qat(model)):
-        with pytest.raises(
-            ConfigError, match=rf"^model\.layers\.0\..* \({kind}\) and \d+ more.*float: \d\d%"
-        ):
-            pack(model, zoo_config(model_type, VOCAB))
+def test_layers_of_other_types_are_refused_by_name(tmp_path, zoo_folder):
+    """They would stay float, and with them a share of the model that grows as the others are packed."""
+    (model, source), kind = zoo_folder("longcat_flash"), "MultiLinear"
+    refused = rf"^model\.layers\.0\..* \({kind}\) and \d+ more.*float: \d+%"
+    with pytest.raises(ConfigError, match=refused):
+        quantize_model(model, zoo_config("longcat_flash", VOCAB))
+    with pytest.raises(ConfigError, match=r"\(SwitchLinear\) and \d+ more.*float: \d\d%"):
+        prepare_qat(zoo_folder("gpt_oss")[0])
     with pytest.raises(ConfigError, match=kind):
         convert(source, tmp_path / "packed", quantize=True, q_mode="balanced", q_bits=2)
     assert not (tmp_path / "packed").exists()
 
-    def no_experts(path, module):
-        return type(module) in (nn.Linear, nn.Embedding)
+    def no_others(path, module):
+        return type(module).__name__ != kind
 
     rule = QuantizationRule(4)
-    quantize_model(model, zoo_config(model_type, VOCAB), rule, predicate=no_experts)
+    quantize_model(model, zoo_config("longcat_flash", VOCAB), rule, predicate=no_others)
     names = [type(module).__name__ for module in model.modules()]
-    assert kind in names
-    assert "PackedLinear" in names
+    assert {kind, "PackedLinear", "PackedExperts"} <= set(names)
+
+
+# Each format, and two that differ by layer: experts alone, and all but experts.
+MIXTURES = [
+    ("qwen3_moe", {"q_bits": 2}, 2.7),
+    ("qwen3_moe", {"q_bits": 4, "q_group_size": 32}, 5.0),
+    ("gpt_oss", {"q_bits": 2, "q_granularity": "tensor"}, 2.01),
+    ("gpt_oss", {"q_bits": 4}, 5.0),
+    ("gpt_oss", {"q_bits": 4, "quant_predicate": lambda path, _: "experts" in path}, 5.0),
+    ("qwen3_moe", {"q_bits": 4, "quant_predicate": lambda path, _: "switch" not in path}, 32),
+]
+
+
+@pytest.mark.parametrize(("model_type", "options", "most"), MIXTURES)
+def test_mixtures_of_experts(rng, tmp_path, zoo_folder, model_type, options, most):
+    """Through a folder: its layers and bits, and the tokens of stock mlx-lm with the same numbers as floats."""
+    model, source = zoo_folder(model_type)
+    own = next(m for _, m in model.named_modules() if type(m).__name__ == "SwitchLinear")
+    packed = convert(source, tmp_path / "packed", quantize=True, q_mode="balanced", **options)
+    floats = convert(packed, tmp_path / "floats", dequantize=True)
+    loaded, tokenizer = afm_mlx.load(packed)
+    kinds = {path: type(module).__name__ for path, module in loaded.named_modules()}
+    experts = [path for path, kind in kinds.items() if kind in ("SwitchLinear", "PackedExperts")]
+    assert len(experts) == 6
+    assert {kinds[path] for path in experts} == {"PackedExperts" if most < 32 else "SwitchLinear"}
+    tensors, config = stored_tensors(packed), json.loads((packed / "config.json").read_text())
+    nbytes = sum(
+        tensors[f"{path}.{part}"].nbytes
+        for path in experts
+        for part in PARTS
+        if f"{path}.{part}" in tensors
+    )
+    assert 8 * nbytes <= most * len(experts) * own.weight.size
+    router = "model.layers.1.mlp." + ("router" if model_type == "gpt_oss" else "gate")
+    if "quant_predicate" not in options:
+        assert config["quantization"][router]["bits"] == loaded.layers[1].mlp[router[19:]].bits == 8
+    facts = describe_stored_weights(packed)
+    assert facts["parameters"] == sum(a.size for _, a in tree_flatten(model.parameters()))
+    if "quant_predicate" not in options:
+        assert (
+            facts["bits_per_weight"] < options["q_bits"] + 2
+        )  # small rows: scales, biases and norms weigh more
+    stock, wrapper = mlx_lm.load(str(floats))
+    for length in (3, 70):  # fewer pairs of token and expert than mlx-lm sorts by expert, and more
+        prompt = rng.integers(0, VOCAB, length).tolist()
+        with dispatch.force("reference"):
+            assert_close(loaded(mx.array([prompt])), stock(mx.array([prompt])), 1e-4)
+        assert_close(loaded(mx.array([prompt])), stock(mx.array([prompt])), 2e-3)
+        ours = afm_mlx.stream_generate(loaded, tokenizer, prompt, max_tokens=8)
+        theirs = mlx_lm.stream_generate(stock, wrapper, prompt, max_tokens=8)
+        assert [r.token for r in ours] == [r.token for r in theirs]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_packed_experts_in_stock_mlx_lm(rng, tmp_path, zoo_folder, model_type):
+    """The same codes in MLX's format; and these, as any folder that mlx-lm has packed, run in our layers."""
+    _, source = zoo_folder(model_type)
+    packed = convert(source, tmp_path / "packed", quantize=True, q_mode="balanced", q_bits=4)
+    stock = convert(packed, tmp_path / "stock", to="mlx-lm")
+    tensors, theirs = load_weights(packed), load_weights(stock)
+    codes = [name for name, array in tensors.items() if array.dtype == mx.uint32]
+    assert_same_tensors({n: theirs[n] for n in codes}, {n: tensors[n] for n in codes})
+    tokens = mx.array(rng.integers(0, VOCAB, (2, 7)))
+    ours, _ = afm_mlx.load(packed)
+    wanted, _ = mlx_lm.load(str(stock))
+    again, _ = afm_mlx.load(stock)
+    for model in (ours, again):
+        kinds = {type(module) for module in model.modules()}
+        assert PackedExperts in kinds
+        assert_close(model(tokens), wanted(tokens), 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"q_mode": "palette"}, "holds experts, for which there are no products with palettes"),
+        ({"q_bits": 4, "q_group_size": 16}, "no products with scales that 16 inputs share"),
+    ],
+)
+def test_formats_without_products_of_experts(tmp_path, zoo_folder, options, words):
+    _, source = zoo_folder("qwen3_moe")
+    with pytest.raises(ConfigError, match=rf"^model\.layers\.1\.mlp\.switch_mlp\..*{words}"):
+        convert(source, tmp_path / "packed", quantize=True, **{"q_mode": "balanced", **options})
 
 
 @pytest.fixture
 def zoo_folder(rng, tmp_path):
     def make(model_type):
         model = zoo_model(model_type, VOCAB, int(rng.integers(2**31)))
-        write_zoo_folder(tmp_path / "float", model_type, model, word_tokenizer_json(VOCAB))
-        return model, tmp_path / "float"
+        folder = tmp_path / model_type
+        write_zoo_folder(folder, model_type, model, word_tokenizer_json(VOCAB))
+        return model, folder
 
     return make
 

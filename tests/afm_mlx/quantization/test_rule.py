@@ -47,6 +47,29 @@ def test_entries_of_config_json():
     assert QuantizationRule(4, "affine").to_dict() == entry
 
 
+def test_experts_have_the_parts_of_their_matrices_together():
+    """And only formats for whose products MLX has a form."""
+    for mode, per in itertools.product(MODES[:2], GRANULARITIES):
+        rule = QuantizationRule(2, mode, per)
+        rule.check((4, 24, 128), "experts")
+        parts, flat = rule.part_shapes((4, 24, 128)), rule.part_shapes((96, 128))
+        for part, shape in parts.items():
+            assert shape == (
+                (4, 24, *flat[part][1:]) if per != "tensor" or part == "weight" else ()
+            )
+        assert rule.nbytes((4, 24, 128)) == rule.nbytes((96, 128))
+    for rule, inputs in ((QuantizationRule(4), 96), (QuantizationRule(4, group_size=96), 192)):
+        rule.check((4, 24, inputs), "experts")
+    for rule, inputs in (
+        (QuantizationRule(4, "palette"), 128),
+        (QuantizationRule(4), 80),
+        (QuantizationRule(4, group_size=16), 128),
+    ):
+        rule.check((96, inputs), "a matrix")
+        with pytest.raises(ConfigError, match=r"experts holds experts, .*(palettes|share)"):
+            rule.check((4, 24, inputs), "experts")
+
+
 def test_bytes_are_those_of_the_parts(rng):
     for mode, per, dtype, bits in itertools.product(
         MODES, GRANULARITIES, (mx.float32, mx.bfloat16), (2, 4)

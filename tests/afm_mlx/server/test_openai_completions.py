@@ -1,6 +1,9 @@
+import mlx.core as mx
+import numpy as np
 import openai
 import pytest
 
+from afm_mlx import threads
 from afm_mlx.server import openai_completions
 from afm_mlx.server.answer_events import Ended, TextDelta, TokenCounts
 from afm_mlx.server.served_model import TokenLikelihood
@@ -70,6 +73,81 @@ def test_log_probabilities_have_offsets(complete):
     assert complete(logprobs=0).choices[0].logprobs.top_logprobs is None
 
 
+def full_forward(server, ids):
+    """Log-probabilities of each token but the first, (len(ids) - 1, vocab_size), of the packed model."""
+
+    def run():
+        logits = server.served.model(mx.array([ids]))[0, :-1].astype(mx.float32)
+        return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+    return threads.submit(run).result()
+
+
+def test_an_echoed_prompt_has_log_probabilities(server, complete, http):
+    ids = [http.post("/tokenize", json={"prompt": p}).json()["tokens"] for p in PROMPTS]
+    # As lm-evaluation-harness asks, and reads the response.
+    scored = complete(ids, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234)
+    for choice, prompt, text in zip(scored.choices, ids, PROMPTS, strict=True):
+        reported, wanted = choice.logprobs, full_forward(server, prompt)
+        own = wanted[np.arange(len(prompt) - 1), prompt[1:]]
+        assert reported.token_logprobs[0] is reported.top_logprobs[0] is None
+        assert len(reported.tokens) == len(prompt) + 1
+        assert reported.token_logprobs[1:-1] == pytest.approx(own.tolist(), abs=5e-2)
+        pairs = zip(reported.token_logprobs[1:-1], reported.top_logprobs[1:-1], strict=True)
+        greedy = [value == max(top.values()) for value, top in pairs]
+        assert greedy == (wanted.argmax(-1) == prompt[1:]).tolist()
+        assert choice.text.startswith(text)
+        for at, token in zip(reported.text_offset[1:], reported.tokens[1:], strict=True):
+            assert choice.text[at:].startswith(token) or at == 0
+    # With no new token, as text, with two choices, and without alternatives.
+    whole = complete(PROMPTS, max_tokens=0, logprobs=0, echo=True, n=2)
+    assert texts(whole) == [p for p in PROMPTS for _ in range(2)]
+    assert {c.finish_reason for c in whole.choices} == {"length"}
+    assert whole.usage.completion_tokens == 0
+    for choice, before in zip(whole.choices[::2], scored.choices, strict=True):
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(
+            before.logprobs.token_logprobs[1:-1], abs=5e-2
+        )
+        assert choice.logprobs.top_logprobs is None
+    assert whole.choices[0].logprobs == whole.choices[1].logprobs
+    assert texts(complete(max_tokens=0, echo=True)) == PROMPTS[:1]
+    assert complete(max_tokens=0, echo=True).choices[0].logprobs is None
+    adapted = complete(PROMPTS, max_tokens=0, logprobs=0, echo=True, model="afm-nano:todo")
+    assert adapted.choices[0].logprobs.token_logprobs != whole.choices[0].logprobs.token_logprobs
+    full = complete([[5] * 1024], max_tokens=0, logprobs=0, echo=True)  # the whole context
+    assert len(full.choices[0].logprobs.tokens) == 1024
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_prompt_logprobs_as_vllm_has_them(server, http, route):
+    chat = {"messages": [{"role": "user", "content": "List of"}]}
+    given = chat if "chat" in route else {"prompt": PROMPTS[0]}
+    ids = http.post("/tokenize", json=given).json()["tokens"]
+    body = {"model": "afm-nano", **given, "max_tokens": 2, "n": 2, "prompt_logprobs": 3}
+    reply = http.post(route, json=body).json()
+    found = reply if "chat" in route else reply["choices"][1]
+    first, *others = found["prompt_logprobs"]
+    assert first is None
+    wanted = full_forward(server, ids)
+    assert len(others) == len(wanted)
+    for entry, token, logprobs in zip(others, ids[1:], wanted, strict=True):
+        own, *likeliest = entry.items()
+        assert own[0] == str(token)
+        assert own[1]["logprob"] == pytest.approx(float(logprobs[token]), abs=5e-2)
+        least, most = ((logprobs > logprobs[token] + d).sum() for d in (0.1, -0.1))
+        assert least <= own[1]["rank"] - 1 <= most
+        assert len(entry) == 3 + (own[1]["rank"] > 3)
+        for known, value in likeliest:
+            assert value["logprob"] == pytest.approx(float(logprobs[int(known)]), abs=5e-2)
+            assert 1 <= value["rank"] <= 3
+    decoded = "".join(
+        entry[str(t)]["decoded_token"] for entry, t in zip(others, ids[1:], strict=True)
+    )
+    assert "ist of" in decoded
+    plain = http.post(route, json={**body, "prompt_logprobs": None}).json()
+    assert "prompt_logprobs" not in str(plain)
+
+
 def test_the_best_of_several(complete, monkeypatch):
     async def answer(served, request):
         assert (request.n, request.logprobs) == (3, 0)
@@ -105,7 +183,12 @@ def test_the_best_of_several(complete, monkeypatch):
         ({"prompt": ["a"] * 200}, "prompt"),
         ({"prompt": ["a", "word " * 3000]}, "prompt[1]"),
         ({"suffix": "end"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "guided_choice": ["a"]}, "max_tokens"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"logprobs": True}, "logprobs"),

@@ -63,6 +63,21 @@ def test_groups_with_several_vectors(ops, rng, isas):
             )
 
 
+def test_experts(ops, rng, isas):
+    """Few experts, and more than are prepared together."""
+    rows = ((1, 1, 1), (1, 1, 3), (2, 1, 2), (1, 17, 1), (3, 40, 2))
+    cases = all_pairs(FORMATS, BITS, ((3, 70), (40, 5)), rows, DTYPES, (16, 8))
+    for _ in isas():
+        for format_, bits, (experts, n), (batch, tokens, chosen), dtype, activation_bits in cases:
+            fields = matrix(format_, bits, n * experts, 160)
+            spec = Spec("packed_gather", dtype, batch, tokens, *fields, experts=experts)
+            spec = spec._replace(chosen=chosen, activation_bits=activation_bits)
+            assert_solved(make(spec, rng), ops.packed_gather)
+        # More vectors of one expert than stay in the second-level cache.
+        spec = Spec("packed_gather", mx.float32, 1, 300, *matrix(FORMATS[2], 2, 20, 2080))
+        assert_solved(make(spec._replace(experts=2, chosen=2), rng), ops.packed_gather)
+
+
 def test_swiglu(ops, rng, isa):
     for rows, dtype, activation_bits, rank in all_pairs(ROWS, DTYPES, (16, 8), (0, 8)):
         spec = Spec("packed_swiglu", dtype, *rows, *matrix(FORMATS[2], 2, 70, 128), rank=rank)

@@ -70,6 +70,41 @@ def test_embedding_takes_all_kinds_of_tokens(ops, rng):
     assert ops.packed_embedding(mx.zeros((0,), mx.int32), weight, mx.float16).shape == (0, K)
 
 
+def test_experts_take_all_kinds_of_indices(ops, rng):
+    """No index leads out of the matrix: those beyond it count as the nearest."""
+    weight, x = packed_weight(SPEC, rng), draw(rng, (3, K))
+
+    def gather(indices, x=x):
+        return ops.packed_gather(x, weight, indices, 4)
+
+    indices = rng.integers(0, 4, 6)
+    wanted = oracle.packed_gather(x, weight, mx.array(indices), 4)
+    for dtype in (mx.int32, mx.uint32, mx.int64, mx.uint8):
+        assert_close(gather(mx.array(indices).astype(dtype)), wanted, what=dtype)
+    strided = mx.repeat(mx.array(indices.astype(np.int32)), 2)[::2]
+    assert_close(gather(strided, mx.contiguous(x.T).T), wanted)
+    assert_same(gather(mx.array([-1, -4, -9])), gather(mx.array([3, 0, 0])))
+    assert_same(gather(mx.array([4, 99, 2**31 - 1])), gather(mx.array([3, 3, 3])))
+    assert gather(mx.zeros((0,), mx.int32)).shape == (0, N // 4)
+    assert gather(mx.zeros((0,), mx.int32), x[:0]).shape == (0, N // 4)
+
+
+def test_experts_that_do_not_fit(ops, rng):
+    weight, x, indices = packed_weight(SPEC, rng), draw(rng, (2, K)), mx.array([0, 1])
+    for args, words in (
+        ((x, weight, indices, 5), "5 experts can't share 48 rows"),
+        ((x, weight, indices, 0), "0 experts can't share 48 rows"),
+        ((x, weight, mx.array([0, 1, 2]), 4), "3 pairs aren't a multiple of 2 vectors"),
+        ((x[:0], weight, indices, 4), "2 pairs aren't a multiple of 0 vectors"),
+        ((x[None], weight, indices, 4), r"x must be \(M, K\)"),
+        ((x, weight, indices[None], 4), r"indices \(P,\)"),
+        ((x[:, 1:], weight, indices, 4), "x has 95 inputs, the matrix 96"),
+        ((x, weight, indices, 4, False, 4), "activation_bits are 4; 16 or 8 can run"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.packed_gather(*args)
+
+
 def test_numbers_go_to_each_dtype_rounded_once(ops, rng):
     """The conversions that the primitives do themselves, on all kinds of float32, against MLX's."""
     numbers = rng.integers(0, 2**32, 4096, dtype=np.uint32).view(np.float32)

@@ -112,7 +112,8 @@ def test_specs_of_the_model_are_whole(rng):
         assert len({(s.op, s.label) for s in listed}) == len(listed)
         for spec in listed:
             assert spec.in_dims * spec.bits % 32 == 0
-            make(spec._replace(out_dims=min(spec.out_dims, 64), tokens=min(spec.tokens, 3)), rng)
+            fewer = {"out_dims": 64, "tokens": 3, "experts": 8}
+            make(spec._replace(**{k: min(getattr(spec, k), n) for k, n in fewer.items()}), rng)
 
 
 def test_a_label_names_what_the_problem_is_made_of():
@@ -137,6 +138,16 @@ def test_a_label_names_what_the_problem_is_made_of():
 
 
 # -- the oracle's formulas, each in another form
+
+
+def test_products_with_experts_are_those_with_each_expert_alone(rng):
+    for spec in [s for s in specs.full_specs() if s.op == "packed_gather"][::5]:
+        x, weight, indices, experts, *_ = (problem := make(spec, rng)).args
+        matrices = oracle.matrix(weight).reshape(experts, -1, spec.in_dims)
+        vectors = np.repeat(exact(x), spec.chosen, axis=0)
+        assert_close(
+            problem.wanted[0], np.einsum("pk,pnk->pn", vectors, matrices[np.array(indices)]), 1e-12
+        )
 
 
 def test_a_matrix_is_the_formula_spelled_out(rng):
