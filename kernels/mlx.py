@@ -159,6 +159,14 @@ def _affine(weight: PackedWeight, dtype: mx.Dtype) -> tuple[mx.array, mx.array, 
     return spread(scales).astype(dtype), spread(biases).astype(dtype), size
 
 
+def in_mlx_format(weight: PackedWeight, dtype: mx.Dtype) -> PackedWeight:
+    """Return a balanced or affine matrix with the scales and biases of MLX's own format, in `dtype`."""
+    scales, biases, _ = _affine(weight, dtype)
+    return weight._replace(
+        mode="affine", scales=mx.contiguous(scales), biases=mx.contiguous(biases)
+    )
+
+
 def _mlx_group(group_size: int) -> int | None:
     return next((size for size in GROUPS if group_size % size == 0), None)
 

@@ -309,10 +309,14 @@ def settle_scales(model: nn.Module) -> None:
     """Cast the scales of packed layers to the type for kernels: affine scales keep theirs, others are float32.
 
     On a CPU without the extension, where no kernels run, affine ones are cast to float32 too, the type of
-    activations.
+    activations. Where MLX's own product multiplies with experts, they get scales and biases in MLX's format.
     """
-    plain = dispatch.device() == "cpu" and extension.module() is None
+    on_cpu = dispatch.device() == "cpu"
+    plain = on_cpu and extension.module() is None
+    dtypes = [layer.dtype for layer in model.modules() if isinstance(layer, PackedEmbedding)]
     for module in model.modules():
+        if isinstance(module, PackedExperts) and (plain or not on_cpu):
+            module.prepare_for_mlx(mx.float32 if plain else [*dtypes, activation_dtype()][0])
         if not isinstance(module, _PACKED) or (module.mode == "affine" and not plain):
             continue
         for part in PARTS[1:]:

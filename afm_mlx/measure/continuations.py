@@ -33,6 +33,7 @@ def score_continuations(
     batch_size: int = 8,
     top: int = 0,
     adapter: AdapterChoice | None = None,
+    kv: str = "float",
     prefix_memory: int = PREFIX_MEMORY,
     **engine_options: Any,
 ) -> Iterator[tuple[int, PromptScores]]:
@@ -48,6 +49,8 @@ def score_continuations(
         batch_size: maximum number of rows that run at the same time.
         top: number of most likely tokens that are reported at each position.
         adapter: name of an adapter in the pool `adapters` (an engine option), or weights of several.
+        kv: storage of keys and values, "float" or "int8" (`Model.make_cache`). With "int8", attention is rounded
+            more, and log-likelihoods of whole sentences move by some hundredths.
         prefix_memory: maximum bytes of the keys and values of contexts; 0 computes every pair from its first
             token.
         engine_options: further options of `Engine`.
@@ -64,7 +67,7 @@ def score_continuations(
     ids = [_checked(index, *pair) for index, pair in enumerate(pairs)]
     if prefix_memory:
         engine_options["prefix_cache"] = PrefixCache(prefix_memory)
-    engine = Engine(model, tokenizer, max_batch=batch_size, **engine_options)
+    engine = Engine(model, tokenizer, max_batch=batch_size, kv=kv, **engine_options)
     rows: dict[int, int] = {}  # indices of pairs, by row
     forks: dict[
         int, list[int]

@@ -228,6 +228,17 @@ class PackedExperts(_Packed):
         y = y.reshape(*shape, rows, packed.out_dims // self.experts)
         return y + self["bias"].astype(y.dtype)[indices][..., None, :] if "bias" in self else y
 
+    def prepare_for_mlx(self, dtype: mx.Dtype) -> None:
+        """Give the experts scales and biases in MLX's format and of `dtype`, the activations' type, in place.
+
+        MLX's product would otherwise make scales and biases of all experts at every call. Experts that share a
+        grid keep their scales.
+        """
+        if not mlx_products.is_grid(self.packed):
+            packed = stacked(mlx_products.in_mlx_format(self.packed, dtype), self.experts)
+            self.mode, self.scales, self.biases = packed.mode, packed.scales, packed.biases
+            self.freeze()
+
     def to_switch_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Module:
         from mlx_lm.models.switch_layers import SwitchLinear
 

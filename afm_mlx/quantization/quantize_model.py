@@ -78,12 +78,13 @@ def layer_rules(
     `predicate(path, layer)` returns a rule or its keys, True for one of these two rules, or False for none; by
     default it is the architecture's, with its bits in the format of `rule`.
     """
-    of_architecture = getattr(model, "quant_predicate", None)
+    of_architecture: Any = getattr(model, "quant_predicate", None)
 
     def by_architecture(path: str, module: nn.Module) -> QuantizationRule | bool:
         answer = of_architecture(path, module)
-        bits = answer.get("bits", rule.bits) if isinstance(answer, Mapping) else None
-        return answer if bits is None else dataclasses.replace(rule, bits=bits)
+        if isinstance(answer, Mapping):
+            answer = dataclasses.replace(rule, bits=answer["bits"])
+        return answer
 
     if predicate is None and of_architecture is not None:
         predicate = by_architecture

@@ -93,6 +93,7 @@ class GenerationRequest:
         n: number of choices.
         logprobs: number of most likely tokens reported for each token; pass None for no log-probabilities.
         prompt_logprobs: the same for the prompt's tokens, reported once, with the first choice.
+        with_end: True if `logprobs` include the end token, which is not part of the text.
         client: the client's id; clients share the batch fairly, and don't see each other's cached prompts.
     """
 
@@ -117,6 +118,7 @@ class GenerationRequest:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    with_end: bool = False
     client: str = ""
 
     @property
@@ -643,7 +645,7 @@ class _ChoiceTask:
             split = self._splitter
             in_text = split is None or not (split.in_calls or split.is_hidden(token))
             top = self._request.logprobs
-            if top is not None and not is_end and in_text:
+            if top is not None and in_text and (self._request.with_end or not is_end):
                 texts = self._served.token_texts
                 likelihood = texts.likelihood(token, response.logprobs, top)
                 if self._drops_space and len(self._answer) == 1:

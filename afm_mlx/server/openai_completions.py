@@ -108,6 +108,8 @@ async def _completion_requests(body: CompletionRequest, lease: ModelLease) -> _C
         n=best_of,
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,
         prompt_logprobs=max(tops, default=None),
+        # Clients that read an echo's log-probabilities count on one for each token that was generated.
+        with_end=echoed is not None,
         client=lease.client,
     )
     requests = [replace(request, prompt=prompt) for prompt in prompts]

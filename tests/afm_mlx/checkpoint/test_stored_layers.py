@@ -14,10 +14,12 @@ from afm_mlx.checkpoint.stored_layers import (
     settle_floats,
     settle_scales,
     stored_rule,
+    stored_rules,
     stored_settings,
 )
 from afm_mlx.checkpoint.weights import save_weights, stored_tensors
 from afm_mlx.errors import AFMError
+from afm_mlx.kernels import dequantize
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.describe import describe_packed_layers
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
@@ -26,6 +28,7 @@ from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 from tests.tools.cases import each
 from tests.tools.compare import assert_close, assert_same, assert_same_tensors
 from tests.tools.models import random_config, random_model
+from tests.tools.zoo import zoo_model
 
 SIZES = {"vocab_size": 96, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2}
 SIZES |= {"hidden_dim_scale_factor": 2.0}
@@ -157,6 +160,29 @@ def test_a_config_and_tensors_that_disagree_are_refused(folder, change, words):
     assert "model." in str(caught.value)
 
 
+def test_parts_of_experts_are_compared_with_their_stack():
+    rule = QuantizationRule(4, group_size=32)
+    shapes = {"experts.weight": (4, 24, 64)}
+    found = {"weight": mx.zeros((4, 24, 8), mx.uint32), "scales": mx.zeros((4, 24, 2))}
+
+    def rules(**changes):
+        tensors = {f"experts.{part}": array for part, array in (found | changes).items()}
+        return stored_rules(shapes, rule.to_dict(), tensors, "config.json")
+
+    assert rules() == {"experts": rule}
+    for changes, words in (
+        (
+            {"scales": mx.zeros((24, 4, 2))},
+            r"scales is float32 \[24, 4, 2\] and must be float \[4, 24, 2\]",
+        ),
+        ({"scales": mx.zeros((96, 2))}, r"scales is float32 \[96, 2\]"),
+        ({"weight": mx.zeros((96, 8), mx.uint32)}, r"weight is uint32 \[96, 8\] .* \[4, 24, 8\]"),
+        ({"biases": mx.zeros((4, 24, 2))}, "biases does not belong to mode balanced"),
+    ):
+        with pytest.raises(AFMError, match=rf"config\.json: experts is \[4, 24, 64\] .*{words}"):
+            rules(**changes)
+
+
 def test_a_quantization_that_is_no_object_is_refused():
     with pytest.raises(AFMError, match="here: quantization is '2-bit'; an object is needed"):
         quantization_of({"quantization": "2-bit"}, "here")
@@ -192,6 +218,37 @@ def test_scales_are_float32_but_for_affine_ones_of_kernels(
     assert model.model.output_norm.weight.dtype == floats
     if device == mx.cpu:
         assert model.model.embedding.dtype == mx.float32
+
+
+@each(
+    ("rule", "device", "kernels", "mode", "dtype"),
+    [
+        (QuantizationRule(4), mx.gpu, True, "balanced", mx.float32),
+        (QuantizationRule(4, group_size=32), mx.cpu, True, "balanced", mx.float32),
+        (QuantizationRule(4, group_size=32), mx.cpu, False, "affine", mx.float32),
+        (QuantizationRule(4, group_size=32), mx.gpu, True, "affine", mx.float16),
+        (QuantizationRule(4, "affine", "row"), mx.gpu, True, "affine", mx.float16),
+        (QuantizationRule(4, "affine", group_size=32), mx.gpu, True, "affine", mx.float16),
+    ],
+)
+def test_experts_have_the_scales_that_their_product_takes(
+    monkeypatch, rule, device, kernels, mode, dtype
+):
+    model = zoo_model("gpt_oss", 64, 1)
+    model.set_dtype(mx.float16)
+    quantize_model(model, {}, rule)
+    before = dequantize(model.layers[0].mlp.experts.up_proj.packed)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    monkeypatch.setattr(stored_layers.extension, "module", lambda: object() if kernels else None)
+    settle_scales(model)
+    layer = model.layers[0].mlp.experts.up_proj
+    assert (layer.mode, layer.scales.dtype) == (mode, dtype)
+    assert layer.trainable_parameters() == {}
+    per_row = mode == "balanced" and rule.granularity == "row"
+    assert layer.scales.shape == ((4, 64) if per_row else (4, 64, 1))
+    monkeypatch.undo()
+    rounding = 2.0**-10 if dtype == mx.float16 else 1e-6
+    assert_close(dequantize(layer.packed), before, rounding)
 
 
 def test_a_layers_own_settings():

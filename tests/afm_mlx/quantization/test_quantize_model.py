@@ -150,6 +150,17 @@ def test_packed_experts_in_stock_mlx_lm(rng, tmp_path, zoo_folder, model_type):
         assert_close(model(tokens), wanted(tokens), 2e-3)
 
 
+def test_experts_that_only_mlx_has_a_format_for(rng, tmp_path, zoo_folder):
+    """GPT-OSS is published with experts in mxfp4."""
+    _, source = zoo_folder("gpt_oss")
+    options = {"q_mode": "mxfp4", "quant_predicate": lambda path, _: "experts" in path}
+    out = convert(source, tmp_path / "out", quantize=True, **options)
+    loaded, _ = afm_mlx.load(out)
+    assert type(loaded.layers[0].mlp.experts.up_proj).__name__ == "QuantizedSwitchLinear"
+    tokens = mx.array(rng.integers(0, VOCAB, (2, 7)))
+    assert_close(loaded(tokens), mlx_lm.load(str(out))[0](tokens), 2e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -10,6 +10,8 @@ from afm_mlx.server.served_model import TokenLikelihood
 from tests.tools.cases import each
 
 PROMPTS = ["Return a list of", "The quick"]
+MAIL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
+ANSWER = "Dear Hana, I am unable to attend the Film Lecture."
 
 
 @pytest.fixture
@@ -114,6 +116,13 @@ def test_an_echoed_prompt_has_log_probabilities(server, complete, http):
     assert complete(max_tokens=0, echo=True).choices[0].logprobs is None
     adapted = complete(PROMPTS, max_tokens=0, logprobs=0, echo=True, model="afm-nano:todo")
     assert adapted.choices[0].logprobs.token_logprobs != whole.choices[0].logprobs.token_logprobs
+    chat = [{"role": "user", "content": MAIL}, {"role": "assistant", "content": ANSWER}]
+    ended = server.served.tokenizer.apply_chat_template(chat, continue_final_message=True)
+    (choice,) = complete(ended, max_tokens=1, logprobs=1, echo=True).choices
+    assert choice.finish_reason == "stop"
+    assert choice.text.endswith(ANSWER)
+    assert len(choice.logprobs.tokens) == len(ended) + 1, "the end token is counted"
+    assert choice.logprobs.token_logprobs[-1] == max(choice.logprobs.top_logprobs[-1].values())
     full = complete([[5] * 1024], max_tokens=0, logprobs=0, echo=True)  # the whole context
     assert len(full.choices[0].logprobs.tokens) == 1024
 
