@@ -20,7 +20,7 @@ test: $(VENV)/.test metal
 	@echo "The tests take some 5 minutes on two idle cores, and another minute the first time."
 	$(PYTEST)
 
-# Coding agents run where npm has installed them (codex, claude, opencode on the PATH).
+# Coding agents run where npm has installed them (codex, claude, opencode on the PATH), and so does its `ollama`.
 test-slow: $(VENV)/.test $(VENV)/.clients metal
 	$(PYTEST) -m slow
 

@@ -36,7 +36,7 @@ DESCRIPTION = "Run Apple's on-device foundation-model architecture (AFM) locally
 COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk with a model, turn by turn",
-    "server": "serve a model to programs that speak OpenAI's or Anthropic's API",
+    "server": "serve a model to programs that speak OpenAI's, Anthropic's or Ollama's API",
     "convert": "make a model folder from a checkpoint or another folder",
     "lora": "train an adapter, or all float weights",
     "qat": "train a model for 2- or 4-bit weights (quantization-aware training)",

@@ -1,4 +1,4 @@
-"""Serve models to programs that speak OpenAI's or Anthropic's API, until Ctrl-C or SIGTERM."""
+"""Serve models to programs that speak OpenAI's, Anthropic's or Ollama's API, until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 

@@ -146,9 +146,8 @@ class Scheduler:
     def advance(self, decoding: RowBatch) -> None:
         """Admit rows, compute a chunk of one prefill, and join rows with whole prompts to `decoding`."""
         for prefill in self._begin(self._admitted(decoding.rows)):
-            if not prefill.left:  # prompts of one token
-                prefill.report()
-                self._end_failed(prefill)
+            prefill.report()
+            self._end_failed(prefill)
         unfinished = [prefill for prefill in self.prefills if prefill.left]
         if unfinished:
             shortest = min(unfinished, key=lambda prefill: prefill.left)

@@ -49,21 +49,32 @@ def load_mlx_lm_folder(
     Raises:
         CheckpointError: if mlx-lm can't load it, or its packed layers or numbers are damaged.
     """
+    model, config = open_mlx_lm_model(folder, model_config, adapter, trust_remote_code)
+    tokenizer = load_mlx_lm_tokenizer(folder, config, tokenizer_config)
+    give_way()  # other models may be running in this thread
+    if not lazy:
+        read_model(model, folder)
+    return model, tokenizer, config
+
+
+def load_mlx_lm_tokenizer(
+    folder: Path, config: Mapping[str, Any], tokenizer_config: Mapping[str, object] | None = None
+) -> Tokenizer:
+    """Load a folder's tokenizer as `mlx_lm.load` does; raise `CheckpointError` if mlx-lm can't load it.
+
+    `config` is the content of the folder's config.json, `tokenizer_config` has options of the tokenizer.
+    """
     from mlx_lm import utils
 
     from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
 
-    model, config = open_mlx_lm_model(folder, model_config, adapter, trust_remote_code)
     with _errors_of_mlx_lm(folder):
         tokenizer_files(folder)  # bounds what is about to be read
         wrapper = utils.load_tokenizer(
             folder, dict(tokenizer_config or {}), eos_token_ids=config.get("eos_token_id")
         )
-        tokenizer: Any = ZooTokenizer.of(wrapper)
-    give_way()  # other models may be running in this thread
-    if not lazy:
-        read_model(model, folder)
-    return model, tokenizer, config
+        made: Any = ZooTokenizer.of(wrapper)
+        return made
 
 
 def open_mlx_lm_model(

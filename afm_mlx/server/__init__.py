@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's and Anthropic's APIs, and a chat page."""
+"""The HTTP server: OpenAI's, Anthropic's and Ollama's APIs, and a chat page."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -210,8 +210,7 @@ class TokenCounts:
         completion: tokens of all choices.
         thought: the tokens among them that are in thoughts.
         drafted: draft tokens, see docs/speculation.md; None if the server drafts none.
-        until_first: seconds until the first choice's first token was sampled; None if none was.
-        rate: sampled tokens per second of the first choice; None if unknown.
+        clock: times of the first choice.
     """
 
     prompt: int
@@ -220,8 +219,7 @@ class TokenCounts:
     thought: int = 0
     drafted: int | None = None
     accepted: int = 0
-    until_first: float | None = None
-    rate: float | None = None
+    clock: AnswerClock = field(default_factory=AnswerClock)
 
 
 Event = (
@@ -294,8 +292,7 @@ async def answer_events(
                     sum(choice.thought_tokens for choice in choices),
                     sum(choice.drafted for choice in choices) if served.drafts else None,
                     sum(choice.accepted for choice in choices),
-                    choices[0].clock.until_first,
-                    choices[0].clock.rate,
+                    choices[0].clock,
                 )
             except ApiError:
                 raise
@@ -328,7 +325,10 @@ class EventBuilder(Protocol):
 
 
 async def encoded_events(
-    lease: ModelLease, request: GenerationRequest, builder: EventBuilder
+    lease: ModelLease,
+    request: GenerationRequest,
+    builder: EventBuilder,
+    encode: Callable[[JsonObject], bytes] = named_event,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream, the first ones once the answer has begun; raise as `answer_events`."""
     has_begun = False
@@ -336,10 +336,10 @@ async def encoded_events(
         async with aclosing(answer_events(lease, request)) as parts:
             async for part in parts:
                 for each in () if has_begun else builder.begin():
-                    yield named_event(each)
+                    yield encode(each)
                 has_begun = True
                 for each in builder.take(part):
-                    yield named_event(each)
+                    yield encode(each)
     except ApiError as error:
         if error.param == request.prompt_field:
             error.param = builder.prompt_field

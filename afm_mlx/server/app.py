@@ -21,6 +21,8 @@ from afm_mlx.errors import AFMError
 from afm_mlx.server import (
     adapters,
     anthropic_api,
+    ollama_api,
+    ollama_models,
     openai_chat,
     openai_completions,
     responses_api,
@@ -86,6 +88,8 @@ def make_app(
         Route("/v1/chat/completions", openai_chat.chat_completions, methods=["POST"]),
         *responses_api.ROUTES,
         *anthropic_api.ROUTES,
+        *ollama_api.ROUTES,
+        *ollama_models.ROUTES,
     ]
     app = Starlette(
         routes=routes,

@@ -35,7 +35,7 @@ class AnswerClock:
     first: float | None = None  # when the first token was sampled
     last: float | None = None
     sampled: int = 0  # tokens
-    has_left: bool = False
+    left: float | None = None
 
     @property
     def until_first(self) -> float | None:
@@ -144,7 +144,7 @@ class Metrics:
 
     def scheduled(self, clock: AnswerClock) -> None:
         """Count an answer whose prefill has begun; repeated calls for one answer do nothing."""
-        if clock.scheduled is None and not clock.has_left:
+        if clock.scheduled is None and clock.left is None:
             clock.scheduled = time.monotonic()
             self._waiting.dec()
             self._running.inc()
@@ -167,12 +167,12 @@ class Metrics:
 
         `reason` is "stop", "length", "tool_calls", "abort" or "error".
         """
-        clock.has_left = True
+        clock.left = time.monotonic()
         gauge = self._waiting if clock.scheduled is None else self._running
         gauge.dec()
         self._success.labels(self._model, reason).inc()
         self._generated.inc(tokens)
-        self._e2e.observe(time.monotonic() - clock.arrived)
+        self._e2e.observe(clock.left - clock.arrived)
         if tokens:
             self._answer_sizes.observe(tokens)
         if clock.first is not None and clock.last is not None and clock.sampled > 1:

@@ -25,6 +25,7 @@ from collections import Counter as Counts
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from prometheus_client import Counter
@@ -39,6 +40,8 @@ from afm_mlx.server.server_resources import ServerResources
 
 PATIENCE = 32
 """Number of requests for loaded models that may overtake one which waits until such a model is evicted."""
+LATEST = ":latest"
+"""The tag of a model without another, in Ollama's API."""
 
 Result = TypeVar("Result")
 _LOG = logging.getLogger("afm_mlx.server")
@@ -88,6 +91,12 @@ class HostedModel:
         """Number of tokens that prompt and answer may have together."""
         known = self.served or self.source
         return known.context_size if known else 0
+
+    @property
+    def folder(self) -> Path | None:
+        """The model's folder, or None if unknown."""
+        known = self.source or self.served
+        return known.folder if known else None
 
     @property
     def nbytes(self) -> int:
@@ -201,14 +210,17 @@ class ModelRegistry:
     def find(self, model_id: str | None) -> tuple[HostedModel, str | None]:
         """Return the model and the adapter that an id names; None names the default model.
 
+        An id may have the tag `:latest` at its end, which Ollama's clients add.
+
         Raises:
             ApiError: 404 for an id that is not in `ids`.
         """
         if model_id is None:
             return self.default, self.default.default_adapter
-        for model in self.models:
-            if model_id in model.ids:
-                return model, model_id[len(model.name) + 1 :] or model.default_adapter
+        for known in (model_id, model_id.removesuffix(LATEST)):
+            for model in self.models:
+                if known in model.ids:
+                    return model, known[len(model.name) + 1 :] or model.default_adapter
         ids = self.ids
         listed = ", ".join(ids[:20]) + (", ..." if len(ids) > 20 else "")
         raise ApiError(

@@ -135,26 +135,31 @@ def _encoded(
     encoded, echoes = [], []
     for index, prompt in enumerate(prompts):
         place = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
-        text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, str):
-            served.check_length([prompt], place)
-            try:
-                prompt = list(served.tokenizer.encode(prompt, add_special_tokens=True))
-            except TokenizerError as error:
-                raise bad_request(str(error), place) from error
-        else:
-            served.check_tokens(prompt, place)
-        unknown = [token for token in prompt if not 0 <= token < served.vocab_size]
-        if unknown or not prompt:
-            got = f"the token {unknown[0]}" if unknown else "no token"
-            raise bad_request(
-                f"{place} has {got}; needed are ids from 0 to {served.vocab_size - 1}, at least one.",
-                place,
-            )
-        encoded.append(prompt)
+        encoded.append(encoded_prompt(prompt, served, place))
         if echo:
-            echoes.append(served.tokenizer.decode(prompt) if text is None else text)
+            text = prompt if isinstance(prompt, str) else None
+            echoes.append(served.tokenizer.decode(encoded[-1]) if text is None else text)
     return encoded, echoes if echo else [""] * len(encoded)
+
+
+def encoded_prompt(prompt: str | list[int], served: ServedModel, place: str) -> list[int]:
+    """Return the checked token ids of a prompt, a text or token ids; raise a 400 about `place`."""
+    if isinstance(prompt, str):
+        served.check_length([prompt], place)
+        try:
+            prompt = list(served.tokenizer.encode(prompt, add_special_tokens=True))
+        except TokenizerError as error:
+            raise bad_request(str(error), place) from error
+    else:
+        served.check_tokens(prompt, place)
+    unknown = [token for token in prompt if not 0 <= token < served.vocab_size]
+    if unknown or not prompt:
+        got = f"the token {unknown[0]}" if unknown else "no token"
+        raise bad_request(
+            f"{place} has {got}; needed are ids from 0 to {served.vocab_size - 1}, at least one.",
+            place,
+        )
+    return prompt
 
 
 # -- answers

@@ -303,8 +303,8 @@ def usage(counts: TokenCounts) -> JsonObject:
 
 def timings(counts: TokenCounts) -> dict[str, float | None]:
     """Return the first choice's times, which leave out forced tokens; None values if nothing was sampled."""
-    first = counts.until_first
+    first, rate = counts.clock.until_first, counts.clock.rate
     return {
         "first_token_ms": None if first is None else round(1000 * first, 3),
-        "tokens_per_second": None if counts.rate is None else round(counts.rate, 3),
+        "tokens_per_second": None if rate is None else round(rate, 3),
     }

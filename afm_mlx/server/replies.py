@@ -78,7 +78,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An error response in OpenAI's or Anthropic's form.
+    """An error response in OpenAI's, Anthropic's or Ollama's form.
 
     Args:
         status: HTTP status.
@@ -126,13 +126,21 @@ class ApiError(Exception):
         return {"error": {**fields, "code": self.code}}
 
     def anthropic(self) -> dict[str, object]:
-        """Return the body in Anthropic's form; the field has no key there, so the message begins with it."""
+        """Return the body in Anthropic's form."""
         default = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(self.status, default)
-        field = self.param or ""
-        message = self.message if field in self.message else f"{field}: {self.message}"
-        error = {"type": kind, "message": message}
+        error = {"type": kind, "message": self._message_with_field}
         return {"type": "error", "error": error, "request_id": REQUEST_ID.get() or None}
+
+    def ollama(self) -> dict[str, object]:
+        """Return the body in Ollama's form."""
+        return {"error": self._message_with_field}
+
+    @property
+    def _message_with_field(self) -> str:
+        """The message, which begins with the field, for forms that have no key for it."""
+        field = self.param or ""
+        return self.message if field in self.message else f"{field}: {self.message}"
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -178,6 +186,8 @@ def error_response(error: ApiError, path: str) -> Response:
     """Make the response for an error, in the form of the API that a path belongs to."""
     is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
     body = error.anthropic() if is_anthropic else error.openai()
+    if path.startswith("/api/"):
+        body = error.ollama()
     return json_response(body, error.status, error.headers)
 
 
@@ -191,6 +201,11 @@ def event(data: object, name: str | None = None) -> bytes:
 def named_event(data: JsonObject) -> bytes:
     """Encode a server-sent event that has its own type as its name, too."""
     return event(data, data["type"])
+
+
+def json_line(data: object) -> bytes:
+    """Encode one line of a stream of JSON objects."""
+    return msgspec.json.encode(data) + b"\n"
 
 
 async def drain(events: AsyncGenerator[bytes, None]) -> None:
@@ -227,25 +242,27 @@ async def while_connected(request: Request, answer: Coroutine[None, None, Result
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
+EVENTS, JSON_LINES = b"text/event-stream; charset=utf-8", b"application/x-ndjson"
+"""Media types of streams."""
 _STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise proxies such as nginx hold events back
 ]
 
 
 class EventStream(Response):
-    """A response of server-sent events.
+    """A response of server-sent events, or of JSON lines.
 
     The status is sent with the first event, so an exception before that becomes an ordinary error response. An
     exception after that becomes the last event. After `ping_interval` seconds without an event a ping is sent,
     because clients and proxies close idle connections.
 
     Args:
-        events: the events, as `event` encodes them.
+        events: the encoded events.
         request: a request whose body was read.
         error_event: encodes the event of an error.
         ping: what is sent as a ping; clients skip it.
+        media_type: the value of the header content-type.
     """
 
     def __init__(
@@ -254,9 +271,11 @@ class EventStream(Response):
         request: Request,
         error_event: Callable[[ApiError], bytes] = lambda error: event(error.openai()),
         ping: bytes = b": ping\n\n",
+        media_type: bytes = EVENTS,
     ):
         super().__init__()
         self._events, self._request = events, request
+        self._stream_headers = [(b"content-type", media_type), *_STREAM_HEADERS]
         self._error_event, self._ping = error_event, ping
         self._sent_at: float | None = None  # time of the last event or ping
 
@@ -300,7 +319,8 @@ class EventStream(Response):
         """Send an event, before the first one the status; raise `ClientLeft` if it isn't read in time."""
         if self._sent_at is None:
             self._sent_at = time.monotonic()
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            start = {"type": "http.response.start", "status": 200}
+            await send({**start, "headers": self._stream_headers})
         self._sent_at = time.monotonic()
         try:
             async with asyncio.timeout(self._request.app.state.options.send_timeout):

@@ -1,4 +1,4 @@
-"""Every field of every request of the four APIs: its type and its rule (`field_rules.py`).
+"""Every field of every request of the five APIs: its type and its rule (`field_rules.py`).
 
 The tables of docs/server.md are generated from it. A field is `Honoured`, `Refused` if it would change the
 answer and can't be honoured, or `Ignored` if it is a hint or for another program. Fields that a struct doesn't
@@ -10,6 +10,7 @@ have are accepted; at the top of a request they are named, or refused if `known_
 | `CompletionRequest` | `/v1/completions` |
 | `ResponseRequest`, `InputRequest` | `/v1/responses`, and `/v1/responses/input_tokens` |
 | `MessageRequest`, `PromptRequest` | `/v1/messages`, and `/v1/messages/count_tokens` |
+| `OllamaChatRequest`, `OllamaGenerateRequest` | `/api/chat`, and `/api/generate` |
 """
 
 # ruff: noqa: RUF012  (the rules of a class are never changed)
@@ -906,6 +907,129 @@ class MessageRequest(PromptRequest, kw_only=True):
     }
 
 
+# -- Ollama's API
+
+
+class OllamaFunction(Fields):
+    name: str
+    arguments: dict[str, Any]
+    rules = {"index": ECHO}
+
+
+class OllamaCall(Fields):
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(Fields):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[OllamaCall], PARTS] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    rules = {"thinking": THOUGHT, "images": Refused(PART.text)}
+
+
+LOADED = Ignored("the model was loaded with the server's settings")
+NO_LONGER = Ignored("not one of Ollama's own options any more")
+
+
+class OllamaOptions(Fields):
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Whole | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    num_predict: Annotated[int, Meta(ge=-2, le=2**31 - 1)] | None = None
+    stop: Annotated[list[StopSequence], Meta(max_length=MAX_STOPS)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    repeat_last_n: Limit | None = None
+    rules = {
+        "temperature top_p min_p": SAMPLING,
+        "top_k": TOP_K,
+        "seed": SEED,
+        "num_predict": "maximum number of new tokens, by default the server's (`--max-tokens`); -1, -2 and 0 "
+        "mean as many as the context holds",
+        "stop": "up to 16 strings that end the answer and are not part of it",
+        "frequency_penalty presence_penalty": PENALTY,
+        "repeat_penalty": Honoured(
+            "above 0 to 10, for the last tokens of prompt and answer", off=(1, 1.0)
+        ),
+        "repeat_last_n": "number of last tokens for `repeat_penalty`: 64 by default, -1 for all, 0 for none",
+        "typical_p": Refused("there is no typical sampling", (1, 1.0, *EMPTY)),
+        "num_ctx num_batch num_gpu main_gpu num_thread use_mmap draft_num_predict": LOADED,
+        "num_keep": NEVER_SHORTENED,
+        "numa low_vram f16_kv logits_all vocab_only use_mlock embedding_only penalize_newline": NO_LONGER,
+        "mirostat mirostat_tau mirostat_eta tfs_z": NO_LONGER,
+    }
+
+
+class OllamaRequest(Fields):
+    """The fields that Ollama's chats and prompts share."""
+
+    model: str
+    stream: bool | None = None
+    format: Literal["json"] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    options: OllamaOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    keep_alive: float | str | None = None
+    rules = {
+        "model": "a name of `/api/tags`, with or without `:latest`; any other is a 404",
+        "stream": Honoured(STREAM.text + ", one JSON object a line; true by default"),
+        "format": Honoured('`"json"`, or a schema, which answers always follow', off=("",)),
+        "think": Ignored(
+            "`true` and `false` switch thinking on and off; `low`, `medium`, `high` and `max` switch it on "
+            "and are shown to the model if its template has a place for them" + _NO_THOUGHTS,
+            unless_thinking=True,
+        ),
+        "options": Honoured(off=({},)),
+        "logprobs top_logprobs": Honoured(
+            "log-probabilities, in streams too; up to 20 most likely tokens", off=(0, False)
+        ),
+        "keep_alive": Honoured(
+            "0 without a prompt loads no model; otherwise `--keep-alive` decides how long a model stays loaded",
+            shapes_answers=False,
+        ),
+        "truncate shift": NEVER_SHORTENED,
+        "_debug_render_only": Refused("prompts are not shown; see /tokenize"),
+    }
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    messages: Annotated[list[OllamaMessage], MESSAGES] | None = None
+    tools: Annotated[list[ChatTool], TOOLS] | None = None
+    rules = {
+        "messages": "roles `system`, `user`, `assistant`, `tool`. A result is of the call that `tool_call_id` "
+        "or `tool_name` says, or of the first call without one. Instructions after other messages become a "
+        "part of the user's turn there; an answer at the end is continued. Without messages, nothing is "
+        "generated",
+        "tools": "functions; arguments always follow their schema",
+    }
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    rules = {
+        "prompt": "one message of the user; without it, nothing is generated",
+        "system": Honoured("instructions; not with `raw`", off=("",)),
+        "raw": Honoured(
+            "the prompt is continued without the chat template, as it is if the model has none",
+            off=(False,),
+        ),
+        "template": Refused("the model's own chat template is used; see `raw`"),
+        "context": Refused("Ollama has deprecated it; send the conversation to /api/chat"),
+        "suffix": Refused("this model continues texts, and does not fill gaps"),
+        "images width height steps": Refused(TEXT_ONLY),
+    }
+
+
 # -- fields that no struct has
 
 REQUESTS: tuple[type[Fields], ...] = (
@@ -913,8 +1037,10 @@ REQUESTS: tuple[type[Fields], ...] = (
     CompletionRequest,
     ResponseRequest,
     MessageRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
 )
-"""The bodies of the four APIs."""
+"""The bodies of the five APIs."""
 
 OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "adapters": EMPTY,
@@ -922,16 +1048,14 @@ OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("allowed_token_ids", "bad_words", "chat_template"), EMPTY),
     **dict.fromkeys(("continue_final_message", "documents"), EMPTY),
     "dry_multiplier": (0, 0.0),
-    **dict.fromkeys(
-        ("format", "frequency_context_size", "grammar", "ignore_eos", "json_schema"), EMPTY
-    ),
+    **dict.fromkeys(("frequency_context_size", "grammar", "ignore_eos", "json_schema"), EMPTY),
     "length_penalty": (1, 1.0),
     "max_new_tokens": (-1,),
     "min_tokens": (0,),
     "mirostat": (0,),
     "n_predict": (-1,),
     "no_repeat_ngram_size": (0,),
-    **dict.fromkeys(("options", "presence_context_size"), EMPTY),
+    "presence_context_size": EMPTY,
     "repeat_penalty": (1, 1.0),
     **dict.fromkeys(("stop_token_ids", "structural_tag", "template"), EMPTY),
     "truncate_prompt_tokens": (-1,),

@@ -248,6 +248,7 @@ class ModelSource:
                 pool,
                 name=self.name,
                 default_adapter=self.default_adapter,
+                folder=self.folder,
                 options=options,
                 resources=resources,
                 **engine_options,
@@ -304,6 +305,7 @@ class ServedModel:
         pool: the model's adapters; pass None for a model that can't have any.
         name: the model's id in the APIs; its adapters have the ids `name:adapter`.
         default_adapter: the adapter of requests for the model's own id; pass None for none.
+        folder: the model's folder, for descriptions; pass None if unknown.
         options: the server's settings.
         resources: what the server's models share; made if None.
         engine_options: further options of `Engine`.
@@ -324,6 +326,7 @@ class ServedModel:
         *,
         name: str = EMBEDDED_MODEL,
         default_adapter: str | None = None,
+        folder: Path | None = None,
         options: ServerOptions | None = None,
         resources: ServerResources | None = None,
         **engine_options: Any,
@@ -334,7 +337,7 @@ class ServedModel:
         self._is_closed = False
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
         self.name = name
-        self.default_adapter = default_adapter
+        self.default_adapter, self.folder = default_adapter, folder
         self.created = int(time.time())
         self.prefix_cache: PrefixCache | None = None
         if self.resources.prefixes is not None:

@@ -13,6 +13,8 @@ from afm_mlx.server.request_fields import (
     CompletionRequest,
     Fields,
     MessageRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
     ResponseRequest,
     all_fields,
 )
@@ -22,6 +24,7 @@ TABLES: dict[str, dict[str, type[Fields]]] = {
     "chats and completions": {"chat": ChatRequest, "completions": CompletionRequest},
     "responses": {"": ResponseRequest},
     "messages": {"": MessageRequest},
+    "ollama": {"chat": OllamaChatRequest, "generate": OllamaGenerateRequest},
 }
 OTHERS = "other servers"
 

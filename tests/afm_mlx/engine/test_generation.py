@@ -97,7 +97,7 @@ def test_progress_of_the_prompt_is_reported(model, tokenizer):
     calls = []
     options = {"prompt_progress_callback": lambda *done: calls.append(done), "max_tokens": 1}
     generate(model, tokenizer, [1] * 10, prefill_step_size=4, **options)
-    assert calls == [(4, 10), (8, 10), (9, 10), (10, 10)]
+    assert calls == [(0, 10), (4, 10), (8, 10), (9, 10), (10, 10)]
 
 
 def test_progress_of_prompts_in_company_reaches_each_ones_end(rng, model, tokenizer):

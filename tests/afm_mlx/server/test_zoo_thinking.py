@@ -4,6 +4,7 @@ import json
 from collections import Counter
 
 import anthropic
+import ollama
 import openai
 import pytest
 
@@ -160,6 +161,53 @@ def test_thoughts_are_blocks_of_messages(server, follow):
         **fields, extra_body={"thinking": {"type": "adaptive", "display": "omitted"}}
     )
     assert [block.type for block in hidden.content] == ["text"]
+
+
+def test_thoughts_are_apart_in_ollamas_api(server, follow):
+    follow(server, f"{server.begin}Hm.\n\nIt is.{server.end}Fine.")
+    client = ollama.Client(server.url)
+    capabilities = client.show("model").capabilities
+    assert capabilities == ["completion", "tools", "thinking"]
+    options = {"num_predict": 200}
+    chat = client.chat("model", [QUESTION], options=options)
+    assert (chat.message.thinking, chat.message.content) == ("Hm.\n\nIt is.", "Fine.")
+    made = client.generate("model", QUESTION["content"], options=options, think=True)
+    assert (made.thinking, made.response, made.done_reason) == ("Hm.\n\nIt is.", "Fine.", "stop")
+    parts = list(client.chat("model", [QUESTION], stream=True, options=options, think="low"))
+    order = ["thought" if part.message.thinking else "text" for part in parts]
+    assert order == sorted(order, reverse=True)
+    for name, whole in (("thinking", chat.message.thinking), ("content", chat.message.content)):
+        assert "".join(getattr(part.message, name) or "" for part in parts) == whole
+    again = client.chat("model", [QUESTION, chat.message, QUESTION], options=options)
+    assert again.message.content == "Fine."
+    held = client.chat("model", [QUESTION], options=options, format={"const": 1})
+    assert (held.message.thinking, held.message.content) == ("Hm.\n\nIt is.", "1")
+    raw = client.generate("model", "Hm", raw=True, options={"num_predict": 5})
+    assert raw.thinking is None
+    off = client.chat("model", [QUESTION], think=False, options=options, format={"const": 1})
+    assert (off.message.thinking, off.message.content) == (None, "1")
+
+
+def test_calls_come_after_thoughts_in_ollamas_api(server, follow):
+    if server.family != "qwen3":
+        return
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Faro"}}\n</tool_call>'
+    follow(server, f"{server.begin}Hm.{server.end}{call}")
+    client = ollama.Client(server.url)
+    for streams in (False, True):
+        made = client.chat("model", [QUESTION], tools=[TOOL], stream=streams)
+        parts = list(made) if streams else [made]
+        calls = [call for part in parts for call in part.message.tool_calls or ()]
+        assert [call.function.model_dump() for call in calls] == [
+            {"name": "weather", "arguments": {"city": "Faro"}}
+        ]
+        assert "".join(part.message.thinking or "" for part in parts) == "Hm."
+        assert parts[-1].done_reason == "stop"
+    said = {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": calls}
+    result = {"role": "tool", "tool_name": "weather", "content": "rain"}
+    follow(server, f"{server.begin}Oh.{server.end}It rains.")
+    answer = client.chat("model", [QUESTION, said, result], tools=[TOOL])
+    assert (answer.message.thinking, answer.message.content) == ("Oh.", "It rains.")
 
 
 @each(

@@ -32,6 +32,15 @@ QUESTIONS = ("Compare Rome and Oslo.", "And Lima?")
 
 def with_litellm(url: str) -> str:
     """The loop of litellm's page on function calling, whole and as a stream."""
+    return _litellm(f"openai/{MODEL}", f"{url}/v1")
+
+
+def with_litellm_ollama(url: str) -> str:
+    """The same over Ollama's API."""
+    return _litellm(f"ollama_chat/{MODEL}", url)
+
+
+def _litellm(model: str, address: str) -> str:
     import litellm
 
     messages = []
@@ -39,8 +48,8 @@ def with_litellm(url: str) -> str:
         messages.append({"role": "user", "content": question})
         while True:
             response = litellm.completion(
-                model=f"openai/{MODEL}",
-                api_base=f"{url}/v1",
+                model=model,
+                api_base=address,
                 api_key="dummy",
                 messages=messages,
                 tools=[TOOL],
@@ -66,6 +75,33 @@ def with_litellm(url: str) -> str:
             ]
             messages += reversed(results)  # not in the order of the calls
     return message.content
+
+
+def with_ollama(url: str) -> str:
+    """The loop of Ollama's page on tool calling, with a function as the tool, whole and as a stream."""
+    import ollama
+
+    client = ollama.Client(url)
+    (name,) = (model.model for model in client.list().models)
+    assert "tools" in client.show(name).capabilities
+    messages = []
+    for question, streams in zip(QUESTIONS, (False, True), strict=True):
+        messages.append({"role": "user", "content": question})
+        while True:
+            answer = client.chat(name, messages, tools=[weather], stream=streams, think=True)
+            parts = list(answer) if streams else [answer]
+            calls = [call for part in parts for call in part.message.tool_calls or ()]
+            text = "".join(part.message.content for part in parts)
+            thought = "".join(part.message.thinking or "" for part in parts)
+            said = {"role": "assistant", "content": text, "thinking": thought}
+            messages.append({**said, "tool_calls": calls})
+            if not calls:
+                break
+            for call in calls:
+                result = weather(**call.function.arguments)
+                name_of_tool = call.function.name
+                messages.append({"role": "tool", "tool_name": name_of_tool, "content": result})
+    return text
 
 
 def with_autogen(url: str) -> str:
@@ -106,12 +142,21 @@ def with_langchain_responses(url: str) -> str:
     return _langchain(url, use_responses_api=True, reasoning={"effort": "low", "summary": "auto"})
 
 
-def _langchain(url: str, **options) -> str:
+def with_langchain_ollama(url: str) -> str:
+    """The same over Ollama's API."""
+    return _langchain(url, over_ollama=True)
+
+
+def _langchain(url: str, over_ollama: bool = False, **options) -> str:
     from langchain_core.messages import HumanMessage, SystemMessage
     from langchain_core.tools import tool
+    from langchain_ollama import ChatOllama
     from langchain_openai import ChatOpenAI
 
-    chat = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="dummy", **options)
+    if over_ollama:
+        chat = ChatOllama(model=MODEL, base_url=url, validate_model_on_init=True, num_ctx=4096)
+    else:
+        chat = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="dummy", **options)
     chat = chat.bind_tools([tool(weather)])
     messages = [SystemMessage("You know the weather.")]
     for question in QUESTIONS:
@@ -214,6 +259,16 @@ def with_smolagents(url: str) -> str:
 
 def with_llm(url: str) -> str:
     """The command `llm`, with a function, and once more in the same conversation."""
+    return _llm(url, MODEL)
+
+
+def with_llm_ollama(url: str) -> str:
+    """The same over Ollama's API, with its plugin, which finds the model by itself."""
+    os.environ["OLLAMA_HOST"] = url
+    return _llm(url, f"ollama/{MODEL}")
+
+
+def _llm(url: str, model: str) -> str:
     folder = Path(os.environ["HOME"])
     settings = {
         "model_id": MODEL,
@@ -237,7 +292,7 @@ def weather(city: str) -> str:
         "llm",
         "prompt",
         "-m",
-        MODEL,
+        model,
         "--key",
         "dummy",
         "--functions",

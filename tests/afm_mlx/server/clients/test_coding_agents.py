@@ -1,7 +1,8 @@
 """Coding agents from npm with their defaults: an empty home and environment, and a dummy key.
 
 Each runs two commands in its shell, answers, and continues the conversation in a second process. The model is
-AFM's, or shaped as Qwen3 and thinks before each answer.
+AFM's, or shaped as Qwen3 and thinks before each answer. Ollama's client from npm holds the same conversation
+as the programs of `test_python_clients.py`.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -136,3 +138,26 @@ def test_an_agent_works_with_its_defaults(name, family, tmp_path, caplog):
     if family is not None:  # a model that thinks takes them
         ignored = ignored - {"thinking", "output_config.effort"}
     assert ignored <= named, named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [None, "qwen3"], ids=["afm", "qwen3"])
+def test_ollamas_client_from_npm(family, tmp_path):
+    npm = shutil.which("npm")
+    root = subprocess.run([npm, "root", "-g"], capture_output=True, text=True) if npm else None
+    modules = Path(os.environ.get("NODE_PATH") or (root.stdout.strip() if root else ""))
+    if not (modules / "ollama").is_dir():
+        pytest.skip("there is no client: npm install -g ollama")
+    steps = ([("weather", {"city": city}) for city in ("Rome", "Oslo")], "Rome is warmer.")
+    steps += ([("weather", {"city": "Lima"})], "Lima is warm.")
+    with scripted_server(*steps, family=family) as (server, script):
+        done = subprocess.run(
+            ["node", Path(__file__).parent / "ollama_program.cjs", server.url],
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NODE_PATH": str(modules)},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == {"said": "Lima is warm.", "asked": ["Rome", "Oslo", "Lima"]}
+    assert "Rome is warm" in script.prompts[-1]
