@@ -49,8 +49,8 @@ def score_continuations(
         batch_size: maximum number of rows that run at the same time.
         top: number of most likely tokens that are reported at each position.
         adapter: name of an adapter in the pool `adapters` (an engine option), or weights of several.
-        kv: storage of keys and values, "float" or "int8" (`Model.make_cache`). With "int8", attention is rounded
-            more, and log-likelihoods of whole sentences move by some hundredths.
+        kv: storage of keys and values, "float" or "int8" (`Model.make_cache`). With "int8", attention is
+            rounded more, and log-likelihoods of whole sentences move by some hundredths.
         prefix_memory: maximum bytes of the keys and values of contexts; 0 computes every pair from its first
             token.
         engine_options: further options of `Engine`.
