@@ -219,7 +219,8 @@ def _part(blob: Path) -> Path:
 def _fetch(url: str, blob: Path, size: int, report: Callable[[int], Any]) -> None:
     """Fetch a file of `size` bytes, whose SHA-256 is its name; continue a part that is there.
 
-    A connection that breaks off is replaced, unless `_TRIES` in succession bring nothing.
+    An answer that ends early is followed by another request, unless `_TRIES` in succession bring no byte more
+    than there was.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -227,6 +228,7 @@ def _fetch(url: str, blob: Path, size: int, report: Callable[[int], Any]) -> Non
 
     failures = 0
     with _part(blob).open("ab") as part:
+        most = part.tell()
         while (done := part.tell()) < size:
             headers = build_hf_headers() | {
                 "Range": f"bytes={done}-",
@@ -243,12 +245,14 @@ def _fetch(url: str, blob: Path, size: int, report: Callable[[int], Any]) -> Non
                     for chunk in response.iter_bytes():
                         part.write(chunk)
                         report(len(chunk))
-                        failures = 0
+                if part.tell() < size:
+                    raise HTTPError("the answer ended early")
             except HTTPError as error:
                 permanent = isinstance(error, HfHubHTTPError) and (
                     error.response.status_code < 500 and error.response.status_code != 429
                 )
-                failures += 1
+                failures = 1 if part.tell() > most else failures + 1
+                most = max(most, part.tell())
                 if permanent or failures == _TRIES:
                     raise
                 time.sleep(_WAIT * 2 ** (failures - 1))
