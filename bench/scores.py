@@ -55,7 +55,7 @@ def four_choices(
 ) -> Figures:
     """Measure the seconds that questions take, with a shared context and with separate prompts."""
     seconds = {"shared": 0.0, "separate": 0.0}
-    for pairs in [*questions(model.args.vocab_size, count, context)]:
+    for pairs in questions(model.args.vocab_size, count, context):
         for way in seconds:
             memory = {} if way == "shared" else {"prefix_memory": 0}
             start = time.perf_counter()

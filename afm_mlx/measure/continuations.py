@@ -68,10 +68,9 @@ def score_continuations(
     if prefix_memory:
         engine_options["prefix_cache"] = PrefixCache(prefix_memory)
     engine = Engine(model, tokenizer, max_batch=batch_size, kv=kv, **engine_options)
-    rows: dict[int, int] = {}  # indices of pairs, by row
-    forks: dict[
-        int, list[int]
-    ] = {}  # indices of the pairs that continue a context, by the context's row
+    # By row: the index of its pair, or of a context, the indices of the pairs that continue it.
+    rows: dict[int, int] = {}
+    forks: dict[int, list[int]] = {}
 
     def submit(index: int, prompt: list[int], asked: PromptLogprobs | None = None) -> int:
         try:
