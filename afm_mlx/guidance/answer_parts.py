@@ -374,21 +374,21 @@ class ThoughtSplitter:
 
     @property
     def drops_line_breaks(self) -> bool:
-        """As of `AnswerSplitter`."""
+        """See `AnswerSplitter`."""
         return self._in_text and self._trims
 
     @property
     def in_calls(self) -> bool:
-        """As of `AnswerSplitter`."""
+        """See `AnswerSplitter`."""
         return self._inner is not None and self._inner.in_calls
 
     @property
     def is_open(self) -> bool:
-        """As of `AnswerSplitter`."""
+        """See `AnswerSplitter`."""
         return self._inner is not None and self._inner.is_open
 
     def closes(self, token: int) -> bool:
-        """As of `AnswerSplitter`."""
+        """See `AnswerSplitter`."""
         return self._inner is not None and self._inner.closes(token)
 
     def is_hidden(self, token: int) -> bool:

@@ -132,7 +132,7 @@ _HTTP_LIMIT = 50_000_000_000
 """Bytes from which on the hub serves a file through Xet only, which huggingface_hub speaks."""
 
 _TRIES = 5
-"""Tries to get a byte more of a file."""
+"""Requests in succession that bring nothing more of a file before it is given up."""
 
 _WAIT = 1.0
 """Seconds to wait before the second try; every further wait is twice as long."""

@@ -63,7 +63,7 @@ def forced(tokens):
 
 
 class Following:
-    """Prefers the tokens of a text, where a constraint allows them, and then the end: a logits processor.
+    """A logits processor that prefers the tokens of a text, where a constraint allows them, and then the end.
 
     Names of control tokens in the text are these. If `end`, a token of the text, comes early because a budget
     closes a thought, the text goes on behind it.
