@@ -164,7 +164,11 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         _fetch_large_files(name, info)
         return Path(snapshot_download(name, revision=revision, tqdm_class=_no_bar(), **_WANTED))
-    except (HTTPError, OSError) as error:
+    except (
+        HTTPError,
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: a file's name leads out of the folder
         raise AFMError(_why(name, revision, error)) from None
 
 
@@ -332,6 +336,8 @@ def _why(name: str, revision: str | None, error: Exception) -> str:
             )
         case errors.HFValidationError():
             return f"There is no folder {shown(name)}, and it is no hub id: {reason}."
+        case ValueError():
+            return f"{name} can't be stored: {reason}."
         case errors.OfflineModeIsEnabled():
             return (
                 f"{name} is not on this machine, or not all of it, and HF_HUB_OFFLINE=1 forbids fetching it. "

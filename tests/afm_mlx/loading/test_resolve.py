@@ -168,6 +168,14 @@ def test_what_is_damaged_is_removed(serve, tmp_path):
     assert hub.got[-2:] == [("model.safetensors", "bytes=0-"), ("tokenizer.json", "bytes=0-")]
 
 
+@each("content", [b"{}", WEIGHTS])
+def test_names_that_lead_out_of_the_folder_are_refused(content, serve, tmp_path):
+    serve(MODEL | {"../../evil.json": content})
+    with pytest.raises(AFMError, match=r"owner/name can't be stored: Invalid filename .*evil"):
+        resolve.resolve_model("owner/name")
+    assert not list(tmp_path.rglob("*evil*"))
+
+
 def test_what_another_process_fetches_is_waited_for(serve, tmp_path):
     hub = serve()
     blob = (
