@@ -88,8 +88,12 @@ def score_continuations(
     groups = deque(list(group) for _, group in groupby(order, key=lambda i: ids[i][0]))
     with wired_memory(model):
         while groups or engine.busy:
-            while groups and engine.rows_waiting + engine.rows_running < batch_size:
-                group = groups.popleft()
+            # As many contexts as have room for all of their continuations, which then share chunks.
+            while groups:
+                group, begun = groups[0], len(rows) + sum(map(len, forks.values()))
+                if begun and begun + len(group) > batch_size:
+                    break
+                groups.popleft()
                 context = ids[group[0]][0]
                 if prefix_memory and len(group) > 1 and len(context) > 1:
                     forks[submit(group[0], context)] = group
