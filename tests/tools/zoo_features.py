@@ -231,7 +231,7 @@ def _tool_calls(guest: Guest) -> None:
         message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "rain at 7"},
     ]
-    with guest.following((_FINAL if guest.family == "harmony" else "") + "It rains."):
+    with guest.following(_BEHIND_RESULTS.get(guest.family or "", "") + "It rains."):
         said = guest.ask(*history, tools=TOOLS).choices[0].message
     assert (said.content.strip(), said.tool_calls) == ("It rains.", None)
     with guest.server.http() as http:

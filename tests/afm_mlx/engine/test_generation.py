@@ -45,7 +45,7 @@ def test_signatures_are_mlx_lms():
         {field.name for field in fields(kind)}
         for kind in (generation.GenerationResponse, GenerationResponse)
     )
-    assert ours == theirs | {"draft_counts", "prompt_logprobs"}
+    assert ours == theirs | {"completion", "draft_counts", "prompt_logprobs"}
 
 
 def test_stream_generate_yields_mlx_lms_responses(rng, model, tokenizer, capsys):
