@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from afm_mlx.engine.generation import kv_storage
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import PromptScores
 from afm_mlx.engine.speculation.drafting import Speculation
-from afm_mlx.errors import RequestError, TokenizerError
+from afm_mlx.errors import AFMError, RequestError, TokenizerError
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
 from afm_mlx.loading.load import import_packages, load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
@@ -48,6 +49,7 @@ from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
+_LOG = logging.getLogger("afm_mlx.server")
 _LONG = 1 << 16
 """Number of characters, or token ids, that are always looked at."""
 LEAST_LOGPROB = -9999.0
@@ -242,20 +244,23 @@ class ModelSource:
                 engine_options["speculation"] = Speculation(
                     draft, options.prompt_lookup, own, options.num_draft_tokens
                 )
-            served = ServedModel(
+            for each, path in self.loaded_adapters.items():
+                try:
+                    pool.register(each, path)
+                except AFMError as error:  # the model is there without it
+                    _LOG.error("The adapter %s of %s is left out: %s", each, self.name, error)
+            return ServedModel(
                 model,
                 tokenizer,
                 pool,
                 name=self.name,
                 default_adapter=self.default_adapter,
+                own_adapters=self.adapters,
                 folder=self.folder,
                 options=options,
                 resources=resources,
                 **engine_options,
             )
-            for each, path in self.loaded_adapters.items():
-                pool.register(each, path)
-            return served
 
         import_packages(self.folder)
         return threads.submit(make).result()
@@ -305,6 +310,7 @@ class ServedModel:
         pool: the model's adapters; pass None for a model that can't have any.
         name: the model's id in the APIs; its adapters have the ids `name:adapter`.
         default_adapter: the adapter of requests for the model's own id; pass None for none.
+        own_adapters: names of adapters that requests can't remove; pass None for all of the pool.
         folder: the model's folder, for descriptions; pass None if unknown.
         options: the server's settings.
         resources: what the server's models share; made if None.
@@ -326,6 +332,7 @@ class ServedModel:
         *,
         name: str = EMBEDDED_MODEL,
         default_adapter: str | None = None,
+        own_adapters: Collection[str] | None = None,
         folder: Path | None = None,
         options: ServerOptions | None = None,
         resources: ServerResources | None = None,
@@ -371,7 +378,9 @@ class ServedModel:
             if isinstance(each, nn.Module)
             for _, array in tree_flatten(each.parameters())
         )
-        self.own_adapters = frozenset(() if pool is None else pool.registered)
+        if own_adapters is None:
+            own_adapters = () if pool is None else pool.registered
+        self.own_adapters = frozenset(own_adapters)
         self.admission, self.workers = self.resources.admission, self.resources.workers
         self.metrics = self.resources.metrics.of(name, self.gauges)
         self.token_texts = TokenTexts(tokenizer)

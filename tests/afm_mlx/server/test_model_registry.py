@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import socket
 import threading
 import time
@@ -434,6 +435,24 @@ def test_adapters_of_a_model_survive_its_eviction(folders):
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "adapter_not_found")
         listed = http.get("/v1/adapters").json()
         assert {each["id"].split(":")[0] for each in listed["data"]} <= {"a", "afm-nano"}
+
+
+def test_a_model_loads_without_an_adapter_whose_files_are_gone(folders, tmp_path, caplog):
+    a, _ = folders
+    shutil.copytree(ADAPTERS / "todo", tmp_path / "tidy")
+    limits = {"adapter_folders": (tmp_path,), **room_for(a, "afm-nano")}
+    with several_models(a, "afm-nano", **limits) as server, server.http() as http:
+        load = {"name": "tidy", "path": "tidy", "model": "afm-nano"}
+        assert http.post("/v1/adapters", json=load).status_code == 201
+        ask(server, "a")
+        assert server.states() == {"a": "loaded", "afm-nano": "unloaded"}
+        shutil.rmtree(tmp_path / "tidy")
+        assert ask(server, "afm-nano")
+        assert "The adapter tidy of afm-nano is left out" in caplog.text
+        with pytest.raises(openai.NotFoundError):
+            ask(server, "afm-nano:tidy")
+        own = http.delete("/v1/adapters/afm-nano:todo")
+        assert (own.status_code, own.json()["error"]["code"]) == (409, "adapter_stays")
 
 
 def test_places_and_prefixes_are_shared(folders):
