@@ -30,7 +30,7 @@ from afm_mlx.server import (
 )
 from afm_mlx.server.guards import Guards, check_admin
 from afm_mlx.server.metrics import CONTENT_TYPE
-from afm_mlx.server.model_registry import ModelRegistry
+from afm_mlx.server.model_registry import LATEST, ModelRegistry
 from afm_mlx.server.replies import (
     ID_HEADERS,
     IGNORED_HEADER,
@@ -183,7 +183,7 @@ async def retrieve_model(request: Request) -> Response:
 
 def _described(models: ModelRegistry, model_id: str) -> JsonObject:
     model, _ = models.find(model_id)  # raises for an unknown id
-    is_adapter = model_id != model.name
+    is_adapter = model_id not in (model.name, model.name + LATEST)
     return {
         "id": model_id,
         "object": "model",

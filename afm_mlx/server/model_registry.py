@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import sys
 import time
 from collections import Counter as Counts
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -75,8 +76,8 @@ class HostedModel:
     @property
     def ids(self) -> list[str]:
         """The model's id and its adapters' ids."""
-        if self.served is not None:
-            return self.served.model_ids
+        if (served := self.served) is not None:  # once, because other threads ask, too
+            return served.model_ids
         names = self.source.adapter_names if self.source else []
         return [self.name, *(f"{self.name}:{adapter}" for adapter in names)]
 
@@ -88,9 +89,11 @@ class HostedModel:
 
     @property
     def context_size(self) -> int:
-        """Number of tokens that prompt and answer may have together."""
+        """Number of tokens that prompt and answer may have together; very large if unknown."""
         known = self.served or self.source
-        return known.context_size if known else 0
+        with contextlib.suppress(AFMError):  # loading says what is wrong
+            return known.context_size if known else 0
+        return sys.maxsize
 
     @property
     def folder(self) -> Path | None:
@@ -101,8 +104,8 @@ class HostedModel:
     @property
     def nbytes(self) -> int:
         """Bytes of its weights in memory; an estimate before it is loaded."""
-        if self.served is not None:
-            return self.served.nbytes
+        if (served := self.served) is not None:
+            return served.nbytes
         with contextlib.suppress(AFMError, OSError):  # loading says what is wrong
             return self.source.memory_bytes if self.source else 0
         return 0
@@ -236,7 +239,8 @@ class ModelRegistry:
         model = self.default
         with contextlib.suppress(ApiError):
             model, _ = self.find(model_id if isinstance(model_id, str) else None)
-        return model.served is None or model.served.thoughts is not None
+        served = model.served
+        return served is None or served.thoughts is not None
 
     # -- leases
 

@@ -31,7 +31,7 @@ from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 VERSION = "0.32.15"
 """The version of Ollama whose API this is; programs know from it which fields they can send."""
-_NEVER = "9999-12-31T23:59:59Z"
+_NEVER, _LATEST_TIME = "9999-12-31T23:59:59Z", 253402300799  # the same, in seconds since 1970
 
 
 def timestamp(seconds: float) -> str:
@@ -59,7 +59,8 @@ async def running(request: Request) -> Response:
         if keep_alive is None:
             return _NEVER
         idle = 0 if model.users else time.monotonic() - model.used
-        return timestamp(time.time() + keep_alive - idle)
+        expires = time.time() + keep_alive - idle
+        return timestamp(expires) if expires < _LATEST_TIME else _NEVER
 
     def described() -> list[JsonObject]:
         found = []
@@ -183,8 +184,8 @@ def _shortened(count: int) -> str:
 
 def _abilities(model: HostedModel) -> tuple[str, list[str]]:
     """Return a model's chat template, "" if it is not a text, and Ollama's words for what the model can do."""
-    if model.served is not None:
-        return _abilities_of(model.served.tokenizer)
+    if (served := model.served) is not None:
+        return _abilities_of(served.tokenizer)
     assert model.folder is not None
     return _folder_abilities(model.folder)
 

@@ -278,7 +278,8 @@ class ModelSource:
     @cached_property
     def disk_bytes(self) -> int:
         """Bytes of the folder's weights."""
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        files = (path for path in self.folder.glob("*.safetensors") if path.is_file())
+        return sum(path.stat().st_size for path in files)
 
     @cached_property
     def memory_bytes(self) -> int:

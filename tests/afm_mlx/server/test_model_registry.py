@@ -455,6 +455,28 @@ def test_a_model_loads_without_an_adapter_whose_files_are_gone(folders, tmp_path
         assert (own.status_code, own.json()["error"]["code"]) == (409, "adapter_stays")
 
 
+def test_a_model_whose_files_are_damaged_does_not_hide_the_others(folders, tmp_path):
+    broken = write_family_folder(tmp_path / "broken", "qwen3", seed=3)
+    (broken / "config.json").write_text("{")
+    weights = broken / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("nowhere")
+    with several_models(folders[0], broken) as server, server.http() as http:
+        for path, key in (("/v1/models", "data"), ("/api/tags", "models")):
+            reply = http.get(path)
+            assert (reply.status_code, len(reply.json()[key])) == (200, 2)
+        tagged, plain = (http.get(f"/v1/models/a{tag}").json() for tag in (":latest", ""))
+        assert (tagged["parent"], tagged["disk_bytes"]) == (None, plain["disk_bytes"])
+
+
+def test_adapters_of_a_single_model_that_is_not_loaded(folders):
+    with several_models(folders[0], keep_alive=1e12) as server, server.http() as http:
+        assert http.get("/v1/adapters").json() == {"object": "list", "data": []}
+        assert ask(server, "a")
+        (loaded,) = http.get("/api/ps").json()["models"]
+        assert loaded["expires_at"].startswith("9999-")
+
+
 def test_places_and_prefixes_are_shared(folders):
     limits = {"max_batch": 2, "prompt_cache_bytes": 60_000}
     with several_models(*folders, **limits) as server:
