@@ -169,7 +169,7 @@ class ModelRegistry:
         why = "Times that the model was evicted."
         self._evictions = family(Counter, "model_evictions", why, "reason")
         for model in self.models:
-            self.resources.metrics.of(model.name, model.gauges)
+            self.resources.metrics.of(model.name).gauges = model.gauges
         names = [model.name for model in self.models]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise RequestError(
@@ -401,7 +401,6 @@ class ModelRegistry:
             await asyncio.wrap_future(self._thread.submit(served.close))
         except Exception as error:  # what is left of it is garbage
             _LOG.error("The model %s could not be closed.", model.name, exc_info=error)
-        self.resources.metrics.of(model.name, model.gauges)
         self._evictions.labels(model.name, reason).inc()
         model.state = "unloaded"
 
@@ -413,6 +412,7 @@ class ModelRegistry:
         try:
             served = await asyncio.wrap_future(self._loading)
         except Exception as error:
+            self._loading = None
             model.state = "unloaded"
             self._failures.labels(model.name).inc()
             _LOG.error(
@@ -434,7 +434,6 @@ class ModelRegistry:
     def _take(self, model: HostedModel, served: ServedModel) -> None:
         model.served, model.state, model.used = served, "loaded", time.monotonic()
         self._loads.labels(model.name).inc()
-        self.resources.metrics.of(model.name, model.gauges)
 
     def _refuse(self, model: HostedModel, message: str) -> None:
         """End the requests that wait for a model with an error."""

@@ -383,7 +383,7 @@ class ServedModel:
             own_adapters = () if pool is None else pool.registered
         self.own_adapters = frozenset(own_adapters)
         self.admission, self.workers = self.resources.admission, self.resources.workers
-        self.metrics = self.resources.metrics.of(name, self.gauges)
+        self.metrics = self.resources.metrics.of(name)
         self.token_texts = TokenTexts(tokenizer)
 
     @classmethod
