@@ -504,7 +504,7 @@ class ModelLease:
     """A request's hold on a model: an async context, which begins once the model is loaded.
 
     Contexts of one lease may be nested. The model may be evicted once the outermost context has ended, or all
-    answers of `answering` are generated.
+    answers of `answering` are generated; no further one begins then.
 
     Attributes:
         adapter: the adapter that the request's model id names, or None.
@@ -539,31 +539,15 @@ class ModelLease:
 
     @contextlib.asynccontextmanager
     async def answering(self) -> AsyncIterator[Callable[[object], None]]:
-        """Enter the lease for an answer; yield a callback for its end, after which it needs no model."""
+        """Enter the lease for an answer; yield a callback for its end, to call once, or never if it fails."""
         async with self:
-            with self._answering() as generated:
-                yield generated
+            self._answers += 1
+            yield self._generated
 
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[Callable[[object], None]]:
-        if not self._is_held:  # another answer of this request has ended early
-            self._models.hold(self._model)
-            self._is_held = True
-        self._answers += 1
-        is_running = True
-
-        def generated(_: object = None) -> None:
-            nonlocal is_running
-            if is_running:
-                is_running = False
-                self._answers -= 1
-                if not self._answers:
-                    self._release()
-
-        try:
-            yield generated
-        finally:
-            generated()
+    def _generated(self, _: object) -> None:
+        self._answers -= 1
+        if not self._answers:
+            self._release()
 
     def _release(self) -> None:
         if self._is_held:
