@@ -302,7 +302,7 @@ class ModelRegistry:
                 self._advance()
 
     def _admits(self, model: HostedModel, waiter: _Waiter | None) -> bool:
-        """True if a request for a model, new or a `waiter`, can begin now; it may overtake an earlier one."""
+        """True if a request for a model, new or a `waiter`, can begin now; counts the one that it overtakes."""
         if model.state != "loaded":
             return False
         earlier = itertools.takewhile(lambda each: each is not waiter, self._waiting)
@@ -351,7 +351,11 @@ class ModelRegistry:
         )
 
     def _victims(self, model: HostedModel | None) -> list[HostedModel]:
-        """Return the models to evict so that the memory holds `model`, too, least recently used first."""
+        """Return the models to evict so that the memory holds `model`, too.
+
+        Models without users come first, the least recently used one before others. Models in use follow in an
+        order that their requests don't change: else each would go on because another has to go.
+        """
         most = self.options.memory
         if most is None:
             return []
@@ -362,7 +366,7 @@ class ModelRegistry:
         missing += self.options.prompt_cache_bytes
         missing += max(keys_and_values, self.options.kv_memory or 0)
         victims: list[HostedModel] = []
-        for each in sorted(kept, key=lambda each: (each.users > 0, each.used)):
+        for each in sorted(kept, key=lambda each: (each.users > 0, 0 if each.users else each.used)):
             if missing > 0 and each.state == "loaded" and each.source is not None:
                 victims.append(each)
                 missing -= each.nbytes

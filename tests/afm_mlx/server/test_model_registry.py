@@ -1,5 +1,6 @@
 """Several models of one server: loaded on demand, evicted for room and when idle, and no request lost."""
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -8,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -408,6 +410,43 @@ def test_a_busy_model_cant_starve_another(folders, monkeypatch):
             for each in running:
                 each.result(60)
         assert sum(after) <= 4 + 2 + 2
+
+
+def test_two_busy_models_cant_starve_a_third(monkeypatch):
+    """Both have a request at any time; one of them has to go, and always the same one until it does."""
+    monkeypatch.setattr(model_registry, "PATIENCE", 2)
+
+    def loaded(name):
+        return SimpleNamespace(
+            name=name, nbytes=1, created=0, pool=None, model_ids=[name], close=lambda: None,
+            engine=SimpleNamespace(engine=None),
+        )  # fmt: skip
+
+    def hosted(name, served):
+        source = SimpleNamespace(name=name, memory_bytes=1, load=lambda *_: loaded(name))
+        return HostedModel(source, served)
+
+    async def answered():
+        a, b, c = (hosted(name, loaded(name) if name != "c" else None) for name in "abc")
+        models = ModelRegistry([a, b, c], ServerOptions(memory=2, prompt_cache_bytes=0, timeout=5))
+
+        async def busy(model, delay):
+            await asyncio.sleep(delay)
+            while not c.users:
+                await models.acquire(model, "")
+                await asyncio.sleep(0.004)
+                models.release(model)
+
+        running = [asyncio.create_task(busy(m, d)) for m in (a, b) for d in (0, 0.001, 0.002)]
+        await asyncio.sleep(0.01)
+        assert await models.acquire(c, "") is c.served
+        models.release(c)
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        models.close()
+
+    asyncio.run(answered())
 
 
 def test_adapters_of_a_model_survive_its_eviction(folders):
