@@ -224,7 +224,9 @@ def _models(args: argparse.Namespace) -> list[HostedModel]:
 
     given: list[str | Path] = list(args.model)
     if args.models_dir is not None:
-        given += [each for each in model_folders(args.models_dir) if each not in given]
+        named = {os.path.abspath(resolve_model(each)) for each in given}
+        folders = model_folders(args.models_dir)
+        given += [each for each in folders if os.path.abspath(each) not in named]
     given = given or [EMBEDDED_MODEL]
     if len(args.served_model_name) > len(given):
         raise UsageError(
