@@ -192,7 +192,7 @@ def _described(models: ModelRegistry, model_id: str) -> JsonObject:
         "type": "model",
         "display_name": model_id,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
-        "max_model_len": model.context_size,
+        "max_model_len": models.context_size(model),
         "parent": model.name if is_adapter else None,
         **({"state": model.state} if is_adapter else model.describe()),
     }

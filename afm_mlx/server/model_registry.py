@@ -23,10 +23,9 @@ import logging
 import sys
 import time
 from collections import Counter as Counts
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from prometheus_client import Counter
@@ -34,8 +33,9 @@ from starlette.requests import Request
 
 from afm_mlx.errors import AFMError, RequestError, did_you_mean, shown
 from afm_mlx.server.admission import in_thread
-from afm_mlx.server.replies import ApiError, JsonObject, api_error
-from afm_mlx.server.served_model import ModelSource, ServedModel, without_folders
+from afm_mlx.server.hosted_model import HostedModel
+from afm_mlx.server.replies import ApiError, api_error
+from afm_mlx.server.served_model import ServedModel, without_folders
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.server.server_resources import ServerResources
 
@@ -46,85 +46,6 @@ LATEST = ":latest"
 
 Result = TypeVar("Result")
 _LOG = logging.getLogger("afm_mlx.server")
-
-
-class HostedModel:
-    """A model that a server has, loaded or not.
-
-    Args:
-        source: how to load it; pass None for a model that stays loaded.
-        served: the loaded model; pass None to load it when a request needs it.
-
-    Attributes:
-        name: its id in the APIs.
-        state: "unloaded", "loading", "loaded" or "unloading".
-        created: time at which it was listed or loaded first, in seconds since 1970.
-        users: number of leases that hold it.
-        used: time at which the last lease began or ended, by `time.monotonic`.
-    """
-
-    def __init__(self, source: ModelSource | None, served: ServedModel | None = None):
-        known = served or source
-        assert known is not None
-        self.name = known.name
-        self.source, self.served = source, served
-        self.state = "loaded" if served else "unloaded"
-        self.created = served.created if served else int(time.time())
-        self.users = 0
-        self.used = time.monotonic()
-
-    @property
-    def ids(self) -> list[str]:
-        """The model's id and its adapters' ids."""
-        if (served := self.served) is not None:  # once, because other threads ask, too
-            return served.model_ids
-        names = self.source.adapter_names if self.source else []
-        return [self.name, *(f"{self.name}:{adapter}" for adapter in names)]
-
-    @property
-    def default_adapter(self) -> str | None:
-        """The adapter of requests for the model's own id."""
-        known = self.served or self.source
-        return known.default_adapter if known else None
-
-    @property
-    def context_size(self) -> int:
-        """Number of tokens that prompt and answer may have together; very large if unknown."""
-        known = self.served or self.source
-        with contextlib.suppress(AFMError):  # loading says what is wrong
-            return known.context_size if known else 0
-        return sys.maxsize
-
-    @property
-    def folder(self) -> Path | None:
-        """The model's folder, or None if unknown."""
-        known = self.source or self.served
-        return known.folder if known else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights in memory; an estimate before it is loaded."""
-        if (served := self.served) is not None:
-            return served.nbytes
-        with contextlib.suppress(AFMError, OSError):  # loading says what is wrong
-            return self.source.memory_bytes if self.source else 0
-        return 0
-
-    def describe(self) -> JsonObject:
-        """Return its state and sizes as JSON values, for listings."""
-        return {
-            "state": self.state,
-            "disk_bytes": self.source.disk_bytes if self.source else None,
-            "memory_bytes": self.nbytes if self.state == "loaded" else 0,
-        }
-
-    def gauges(self) -> Iterator[tuple[str, str, float]]:
-        """Yield name, help and value of the gauges that are read when metrics are requested."""
-        served = self.served
-        if served is not None:
-            yield from served.gauges()
-        yield "model_loaded", "1 if the model is in memory.", served is not None
-        yield "model_memory_bytes", "Memory of the weights.", served.nbytes if served else 0
 
 
 @dataclass(eq=False)
@@ -233,6 +154,13 @@ class ModelRegistry:
             code="model_not_found",
             type="invalid_request_error",
         )
+
+    def context_size(self, model: HostedModel) -> int:
+        """Return how many tokens prompt and answer may have together; a very large number if unknown."""
+        known, size = model.served or model.source, sys.maxsize
+        with contextlib.suppress(AFMError):  # loading says what is wrong
+            size = known.context_size if known else size
+        return min(size, self.options.max_kv_size or size)
 
     def may_think(self, model_id: object) -> bool:
         """True if a model thinks, or is not loaded, so that it is unknown; of an unknown id, the default's."""

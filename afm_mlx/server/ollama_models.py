@@ -24,7 +24,8 @@ from afm_mlx.measure.describe import Facts, describe_stored_weights
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.field_rules import Fields
-from afm_mlx.server.model_registry import LATEST, HostedModel, ModelRegistry
+from afm_mlx.server.hosted_model import HostedModel
+from afm_mlx.server.model_registry import LATEST, ModelRegistry
 from afm_mlx.server.replies import ApiError, JsonObject, bad_request, json_response
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
@@ -67,7 +68,7 @@ async def running(request: Request) -> Response:
         for model in models.models:
             if model.state == "loaded":
                 sizes = {"size": model.nbytes, "size_vram": model.nbytes if on_gpu else 0}
-                more = {"expires_at": expiry(model), "context_length": model.context_size}
+                more = {"expires_at": expiry(model), "context_length": models.context_size(model)}
                 found.append({**_entry(model, model.name), **sizes, **more})
         return found
 
@@ -101,8 +102,8 @@ async def show(request: Request) -> Response:
         info = {"general.architecture": facts["family"]}
         if "parameters" in facts:
             info["general.parameter_count"] = facts["parameters"]
-        if model.context_size < sys.maxsize:
-            info[f"{facts['family']}.context_length"] = model.context_size
+        if (size := models.context_size(model)) < sys.maxsize:
+            info[f"{facts['family']}.context_length"] = size
         return {
             "modelfile": f"FROM {name}\n",
             "parameters": "\n".join(f"{each:30} {value}" for each, value in defaults.items()),

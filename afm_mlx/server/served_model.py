@@ -323,6 +323,8 @@ class ServedModel:
         drafts: True if draft tokens are proposed for the model to verify.
         nbytes: bytes of the weights in memory, including draft models.
         own_adapters: names of the adapters that the server was started with, which requests can't remove.
+        context_size: number of tokens that prompt and answer may have together; very large if the model has no
+            limit.
     """
 
     def __init__(
@@ -382,6 +384,11 @@ class ServedModel:
         if own_adapters is None:
             own_adapters = () if pool is None else pool.registered
         self.own_adapters = frozenset(own_adapters)
+        name_of_size = "context_length" if is_afm(model) else "max_position_embeddings"
+        size = getattr(model.args, name_of_size, None)
+        self.context_size = size if isinstance(size, int) else sys.maxsize
+        if options.max_kv_size is not None:
+            self.context_size = min(self.context_size, options.max_kv_size)
         self.admission, self.workers = self.resources.admission, self.resources.workers
         self.metrics = self.resources.metrics.of(name)
         self.token_texts = TokenTexts(tokenizer)
@@ -413,15 +420,6 @@ class ServedModel:
         return [self.name, *(f"{self.name}:{adapter}" for adapter in adapters)]
 
     # -- tokens
-
-    @property
-    def context_size(self) -> int:
-        """Number of tokens that prompt and answer may have together; very large if the model has no limit."""
-        args = self.model.args
-        name = "context_length" if is_afm(self.model) else "max_position_embeddings"
-        known = getattr(args, name, None)
-        size = known if isinstance(known, int) else sys.maxsize
-        return size if self.options.max_kv_size is None else min(size, self.options.max_kv_size)
 
     @property
     def vocab_size(self) -> int:

@@ -17,7 +17,8 @@ import pytest
 from afm_mlx.errors import RequestError
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server import model_registry
-from afm_mlx.server.model_registry import HostedModel, ModelRegistry
+from afm_mlx.server.hosted_model import HostedModel
+from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.served_model import ModelSource
 from afm_mlx.server.server_options import ServerOptions
 from tests.tools.server import several_models, until
@@ -506,6 +507,13 @@ def test_a_model_whose_files_are_damaged_does_not_hide_the_others(folders, tmp_p
             assert (reply.status_code, len(reply.json()[key])) == (200, 2)
         tagged, plain = (http.get(f"/v1/models/a{tag}").json() for tag in (":latest", ""))
         assert (tagged["parent"], tagged["disk_bytes"]) == (None, plain["disk_bytes"])
+
+
+def test_the_context_is_as_long_before_a_load_as_after(folders):
+    with several_models(*folders, max_kv_size=512) as server, server.http() as http:
+        assert ask(server, "a")
+        listed = http.get("/v1/models").json()["data"]
+        assert [each["max_model_len"] for each in listed] == [512, 512]
 
 
 def test_adapters_of_a_single_model_that_is_not_loaded(folders):
