@@ -145,7 +145,7 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the server runs; of several models, tell how many are in which state."""
+    """Answer 200 while the server runs, with the number of models in each state if there are several."""
     models: ModelRegistry = request.app.state.models
     several = {} if len(models.models) == 1 else {"models": models.states()}
     return json_response({"status": "ok", **several})

@@ -42,7 +42,7 @@ from afm_mlx.server.server_resources import ServerResources
 PATIENCE = 32
 """Number of requests for loaded models that may overtake one which waits until such a model is evicted."""
 LATEST = ":latest"
-"""The tag of a model without another, in Ollama's API."""
+"""The tag that Ollama's clients add to the name of a model that has none."""
 
 Result = TypeVar("Result")
 _LOG = logging.getLogger("afm_mlx.server")
@@ -91,8 +91,8 @@ class ModelRegistry:
         self._evictions = family(Counter, "model_evictions", why, "reason")
         for model in self.models:
             self.resources.metrics.of(model.name).gauges = model.gauges
-        names = [model.name for model in self.models]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
+        repeated = [each for each, count in Counts(self.ids).items() if count > 1]
+        if repeated:
             raise RequestError(
                 f"Several models would have the id {repeated[0]}. Rename a folder, or give them other ids with "
                 "--served-model-name."

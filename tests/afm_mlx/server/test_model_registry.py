@@ -293,6 +293,9 @@ def test_a_model_that_never_fits_is_refused_and_others_are_not(folders):
         ModelRegistry([HostedModel(ModelSource.of(a))], options)
     with pytest.raises(RequestError, match="Several models would have the id a"):
         ModelRegistry([HostedModel(ModelSource.of(a))] * 2, ServerOptions())
+    sources = ModelSource.of("afm-nano"), ModelSource.of(a, name="afm-nano:todo")
+    with pytest.raises(RequestError, match="Several models would have the id afm-nano:todo"):
+        ModelRegistry([HostedModel(each) for each in sources], ServerOptions())
 
 
 @pytest.mark.parametrize("finishes", [True, False], ids=["before the end", "after the end"])
