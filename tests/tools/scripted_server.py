@@ -102,7 +102,10 @@ _PROCESSORS = answer_events._logits_processors
 
 
 def _calls(form: CallForm, step: Calls) -> str:
-    texts = [form.head_of(name) + json.dumps(arguments) + form.tail for name, arguments in step]
+    texts = [
+        form.head_of(name) + json.dumps(arguments, ensure_ascii=False) + form.tail
+        for name, arguments in step
+    ]
     return form.opening + (form.between or "").join(texts) + form.closing
 
 
