@@ -427,7 +427,8 @@ def test_two_busy_models_cant_starve_a_third(monkeypatch):
         )  # fmt: skip
 
     def hosted(name, served):
-        source = SimpleNamespace(name=name, memory_bytes=1, load=lambda *_: loaded(name))
+        load = {"memory_bytes": 1, "load": lambda *_: loaded(name)}
+        source = SimpleNamespace(name=name, adapter_names=[], **load)
         return HostedModel(source, served)
 
     async def answered():
