@@ -1,7 +1,7 @@
 """What scores cost: four answers to a question and four separate prompts, and memory over a prompt's length.
 
-The model has the embedded model's shape and the 3B's, with random weights. Ways that are compared take turns,
-question by question.
+The embedded model, and one of the 3B's shape with random weights. Ways that are compared take turns, a few
+questions at a time.
 
     python -m bench.scores
     python -m bench.scores --layers 4          a quick look
@@ -32,6 +32,7 @@ from afm_mlx.measure.random_model import random_packed_model
 from bench.targets import Target, markdown, target_rows
 
 CONTEXT, ANSWER, ANSWERS = 200, 6, 4  # tokens, tokens, answers to a question
+TOGETHER = 8  # questions that are scored in one call
 SHARED = 2.5  # times the speed of separate prompts
 GROWTH = 1.1  # of the memory of 512 positions
 
@@ -55,7 +56,9 @@ def four_choices(
 ) -> Figures:
     """Measure the seconds that questions take, with a shared context and with separate prompts."""
     seconds = {"shared": 0.0, "separate": 0.0}
-    for pairs in [*questions(model.args.vocab_size, count, context)]:
+    made = questions(model.args.vocab_size, count, context)
+    for first in range(0, count, TOGETHER):
+        pairs = [pair for each in made[first : first + TOGETHER] for pair in each]
         for way in seconds:
             memory = {} if way == "shared" else {"prefix_memory": 0}
             start = time.perf_counter()

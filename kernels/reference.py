@@ -328,7 +328,7 @@ def packed_gather(
     Args:
         x: (M, K), float.
         weight: matrices of all experts, one after the other: (experts * N, K), balanced or affine.
-        indices: (P,) integers below `experts`, P a multiple of M.
+        indices: (P,) integers from 0 to `experts` - 1, P a multiple of M.
         experts: number of experts.
         ascending: True if `indices` ascend, of which some variants make use.
         activation_bits: 16, or 8 where a backend may round activations to int8; ignored here.

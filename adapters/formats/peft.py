@@ -63,9 +63,8 @@ _NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _SPLIT = re.compile(r"(?P<attention>model\.layers\.\d+\.self_attn)\.(?P<which>[qkv])_proj")
 _PARTS = {"q": 0, "k": 1, "v": 2}
 _MAX_FILL = 64
-_FOLDED = (
-    "falcon_h1",
-)  # architectures whose weights mlx-lm multiplies by constants of config.json
+# Architectures whose linear layers mlx-lm multiplies by constants of config.json when it reads them.
+_FOLDED = ("falcon_h1",)
 
 
 def read(path: Path, model_config: Architecture | None) -> tuple[Tensors, AdapterConfig]:
@@ -110,7 +109,7 @@ def read(path: Path, model_config: Architecture | None) -> tuple[Tensors, Adapte
 
 
 def _zoo_of(config: Architecture | None, path: Path) -> ZooBase | None:
-    """Return the base if it is one of mlx-lm's zoo; raise if its weights are not the ones that PEFT adapts."""
+    """Return the base if it is one of mlx-lm's zoo; raise if mlx-lm changes the weights that PEFT adapts."""
     if not isinstance(config, ZooBase):
         return None
     if config.model_type in _FOLDED:

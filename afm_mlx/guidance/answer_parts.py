@@ -265,14 +265,17 @@ class _BlockSplitter(AnswerSplitter):
         assert form.parser is not None
         body = block.strip().removeprefix(form.opening).removesuffix(form.closing)
         try:
-            calls = form.parser(body, self._tools)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            yield Text(block)  # what can't be read is text
+            calls = [
+                (call["name"], json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False))
+                for call in form.parser(body, self._tools)
+            ]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            yield Text(block)  # what can't be read, or is no JSON, is text
             return
-        for call in calls:
+        for name, arguments in calls:
             self.calls += 1
-            yield CallBegins(call["name"])
-            yield CallArguments(json.dumps(call["arguments"], ensure_ascii=False))
+            yield CallBegins(name)
+            yield CallArguments(arguments)
 
 
 _RECIPIENT = "to=functions."
@@ -371,21 +374,21 @@ class ThoughtSplitter:
 
     @property
     def drops_line_breaks(self) -> bool:
-        """As of `AnswerSplitter`."""
+        """See `AnswerSplitter`."""
         return self._in_text and self._trims
 
     @property
     def in_calls(self) -> bool:
-        """As of `AnswerSplitter`."""
+        """See `AnswerSplitter`."""
         return self._inner is not None and self._inner.in_calls
 
     @property
     def is_open(self) -> bool:
-        """As of `AnswerSplitter`."""
+        """See `AnswerSplitter`."""
         return self._inner is not None and self._inner.is_open
 
     def closes(self, token: int) -> bool:
-        """As of `AnswerSplitter`."""
+        """See `AnswerSplitter`."""
         return self._inner is not None and self._inner.closes(token)
 
     def is_hidden(self, token: int) -> bool:
@@ -475,9 +478,9 @@ def splitter_of(form: CallForm, tools: Tools = ()) -> AnswerSplitter:
 
 
 def split(splitter: AnySplitter, text: str, tokens: Iterable[int], is_last: bool) -> Iterator[Part]:
-    """Yield the parts of an answer's next text, of whose tokens some may have no text yet.
+    """Yield the parts that an answer's next text and tokens complete; a token's text may come later.
 
-    `is_last` adds what was held back.
+    `is_last` yields what the splitter has held back, too.
     """
     for token in tokens:
         yield from splitter.feed("", token)

@@ -127,9 +127,9 @@ def load(
 
 
 def import_packages(folder: str | Path) -> None:
-    """Import what takes seconds and runs no MLX, so that `load` occupies MLX's thread for less time.
+    """Import the packages that `load` needs, so that it occupies MLX's thread for less time.
 
-    Any thread can call it. Whatever fails is left to `load`.
+    They take seconds and run no MLX, so any thread can import them. `load` reports what fails.
     """
     with suppress(AFMError, ImportError):
         if not is_afm_config(read_config_json(Path(folder) / "config.json")):

@@ -132,7 +132,7 @@ _HTTP_LIMIT = 50_000_000_000
 """Bytes from which on the hub serves a file through Xet only, which huggingface_hub speaks."""
 
 _TRIES = 5
-"""Tries to get a byte more of a file."""
+"""Requests in succession that bring nothing more of a file before it is given up."""
 
 _WAIT = 1.0
 """Seconds to wait before the second try; every further wait is twice as long."""
@@ -164,7 +164,11 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         _fetch_large_files(name, info)
         return Path(snapshot_download(name, revision=revision, tqdm_class=_no_bar(), **_WANTED))
-    except (HTTPError, OSError) as error:
+    except (
+        HTTPError,
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: a file's name leads out of the folder
         raise AFMError(_why(name, revision, error)) from None
 
 
@@ -219,7 +223,8 @@ def _part(blob: Path) -> Path:
 def _fetch(url: str, blob: Path, size: int, report: Callable[[int], Any]) -> None:
     """Fetch a file of `size` bytes, whose SHA-256 is its name; continue a part that is there.
 
-    A connection that breaks off is replaced, unless `_TRIES` in succession bring nothing.
+    An answer that ends early is followed by another request, unless `_TRIES` in succession bring no byte more
+    than there was.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -227,6 +232,7 @@ def _fetch(url: str, blob: Path, size: int, report: Callable[[int], Any]) -> Non
 
     failures = 0
     with _part(blob).open("ab") as part:
+        most = part.tell()
         while (done := part.tell()) < size:
             headers = build_hf_headers() | {
                 "Range": f"bytes={done}-",
@@ -243,12 +249,14 @@ def _fetch(url: str, blob: Path, size: int, report: Callable[[int], Any]) -> Non
                     for chunk in response.iter_bytes():
                         part.write(chunk)
                         report(len(chunk))
-                        failures = 0
+                if part.tell() < size:
+                    raise HTTPError("the answer ended early")
             except HTTPError as error:
                 permanent = isinstance(error, HfHubHTTPError) and (
                     error.response.status_code < 500 and error.response.status_code != 429
                 )
-                failures += 1
+                failures = 1 if part.tell() > most else failures + 1
+                most = max(most, part.tell())
                 if permanent or failures == _TRIES:
                     raise
                 time.sleep(_WAIT * 2 ** (failures - 1))
@@ -328,6 +336,8 @@ def _why(name: str, revision: str | None, error: Exception) -> str:
             )
         case errors.HFValidationError():
             return f"There is no folder {shown(name)}, and it is no hub id: {reason}."
+        case ValueError():
+            return f"{name} can't be stored: {reason}."
         case errors.OfflineModeIsEnabled():
             return (
                 f"{name} is not on this machine, or not all of it, and HF_HUB_OFFLINE=1 forbids fetching it. "

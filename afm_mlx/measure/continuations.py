@@ -68,10 +68,9 @@ def score_continuations(
     if prefix_memory:
         engine_options["prefix_cache"] = PrefixCache(prefix_memory)
     engine = Engine(model, tokenizer, max_batch=batch_size, kv=kv, **engine_options)
-    rows: dict[int, int] = {}  # indices of pairs, by row
-    forks: dict[
-        int, list[int]
-    ] = {}  # indices of the pairs that continue a context, by the context's row
+    # By row: the index of its pair, or of a context, the indices of the pairs that continue it.
+    rows: dict[int, int] = {}
+    forks: dict[int, list[int]] = {}
 
     def submit(index: int, prompt: list[int], asked: PromptLogprobs | None = None) -> int:
         try:
@@ -89,8 +88,12 @@ def score_continuations(
     groups = deque(list(group) for _, group in groupby(order, key=lambda i: ids[i][0]))
     with wired_memory(model):
         while groups or engine.busy:
-            while groups and engine.rows_waiting + engine.rows_running < batch_size:
-                group = groups.popleft()
+            # As many contexts as have room for all of their continuations, which then share chunks.
+            while groups:
+                group, begun = groups[0], len(rows) + sum(map(len, forks.values()))
+                if begun and begun + len(group) > batch_size:
+                    break
+                groups.popleft()
                 context = ids[group[0]][0]
                 if prefix_memory and len(group) > 1 and len(context) > 1:
                     forks[submit(group[0], context)] = group

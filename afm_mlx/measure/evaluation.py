@@ -195,8 +195,8 @@ def evaluate(
 ) -> Evaluation:
     """Let a model answer every example.
 
-    Answers are cut at about twice the length of the expected one, since longer ones are wrong. So models that
-    think before they answer are kept from that.
+    Answers are cut at about twice the length of the expected one, since longer ones are wrong. Therefore
+    thoughts are switched off.
 
     Args:
         model, tokenizer: the results of `load`.

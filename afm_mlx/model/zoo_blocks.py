@@ -24,7 +24,7 @@ from afm_mlx.model.fused_layers import Normed, project, project_each, swiglu
 from afm_mlx.model.kv_cache import ZooKVCache
 
 _PERIODS = "_rope_periods"
-"""Key of an attention's periods of RoPE; no parameter, for the underscore."""
+"""Key of RoPE's periods in an attention layer; the underscore keeps them out of its parameters."""
 
 
 class _ZooBlock:

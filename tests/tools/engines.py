@@ -62,26 +62,6 @@ def forced(tokens):
     return lambda logprobs: mx.array([left.pop(0)])
 
 
-class Following:
-    """Prefers the tokens of a text, where a constraint allows them, and then the end: a logits processor.
-
-    Names of control tokens in the text are these. If `end`, a token of the text, comes early because a budget
-    closes a thought, the text goes on behind it.
-    """
-
-    def __init__(self, tokenizer, text, prompt, end=None):
-        self.ids = tokenizer.encode(text, add_special_tokens=False)
-        self.start, self.end, self.eos = len(prompt), end, tokenizer.eos_token_id
-
-    def __call__(self, tokens, logits):
-        answer = tokens[self.start :].tolist()
-        at = len(answer)
-        if self.end in answer and self.end in self.ids:
-            at += self.ids.index(self.end) - answer.index(self.end)
-        token = self.ids[at] if at < len(self.ids) else self.eos
-        return mx.where(mx.arange(logits.shape[-1]) == token, logits + 1000.0, logits)
-
-
 def run(engine):
     found = {}
     for response in engine.run():

@@ -16,10 +16,11 @@ class FollowsText:
         tokenizer: of transformers, or a wrapper of one.
         text: the answer, in which names of control tokens are these.
         prompt_size: number of the prompt's tokens.
+        end: a token of the text that a budget may cause to come early; the text goes on behind it.
     """
 
-    def __init__(self, tokenizer: Any, text: str, prompt_size: int) -> None:
-        self._tokenizer, self._text, self._start = tokenizer, text, prompt_size
+    def __init__(self, tokenizer: Any, text: str, prompt_size: int, end: int | None = None) -> None:
+        self._tokenizer, self._text, self._start, self._end = tokenizer, text, prompt_size, end
         self._ids = self._encoded(text)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -28,9 +29,13 @@ class FollowsText:
 
     def _next(self, answer: list[int]) -> int:
         rest = self._ids[len(answer) :]
-        if answer != self._ids[: len(answer)]:  # a constraint has forced other tokens of the text
+        if self._end in answer and self._end in self._ids:
+            behind = len(answer) - answer.index(self._end)
+            rest = self._ids[self._ids.index(self._end) + behind :]
+        elif answer != self._ids[: len(answer)]:  # a constraint has forced other tokens
             said = self._tokenizer.decode(answer)
-            rest = self._encoded(self._text[len(said) :]) if self._text.startswith(said) else []
+            if self._text.startswith(said):
+                rest = self._encoded(self._text[len(said) :])
         return int(rest[0] if rest else self._tokenizer.eos_token_id)
 
     def _encoded(self, text: str) -> list[int]:

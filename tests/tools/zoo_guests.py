@@ -27,7 +27,8 @@ from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server import answer_events
-from tests.tools.engines import Following, run
+from tests.tools.engines import run
+from tests.tools.model_scripts import FollowsText
 from tests.tools.models import random_config, random_model
 from tests.tools.server import RunningServer, running_server
 from tests.tools.zoo_chats import write_family_folder
@@ -181,7 +182,7 @@ class Guest:
         original = answer_events._logits_processors
 
         def processors(served: Any, request: Any, prompt: Sequence[int]) -> list[Any]:
-            script = Following(served.tokenizer, text, prompt)
+            script = FollowsText(served.tokenizer, text, len(prompt))
             return [script, *original(served, request, prompt)]
 
         with mock.patch.object(answer_events, "_logits_processors", processors):

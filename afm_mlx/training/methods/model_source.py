@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.stored_layers import quantization_of
 from afm_mlx.config import PRESETS, ModelConfig, is_afm_config, read_config_json
-from afm_mlx.errors import AFMError, CheckpointError, ConfigError
+from afm_mlx.errors import AFMError, ConfigError
 from afm_mlx.loading.load import load_model
-from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
+from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder, load_mlx_lm_tokenizer
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import activation_dtype
@@ -57,17 +57,7 @@ class ModelSource:
     def tokenizer(self) -> Tokenizer:
         if self.is_afm:
             return load_tokenizer(self.folder)
-        from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
-
-        from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
-
-        try:
-            ends = self.values.get("eos_token_id")
-            return ZooTokenizer.of(load_with_mlx_lm(self.folder, eos_token_ids=ends))
-        except (ValueError, OSError) as error:
-            raise CheckpointError(
-                f"mlx-lm can't load the tokenizer of {self.folder}: {' '.join(str(error).split())}."
-            ) from None
+        return load_mlx_lm_tokenizer(self.folder, self.values)
 
     def refuse_quantized(self, purpose: str) -> None:
         """Raise `ConfigError` if the weights are packed: they have no gradient."""

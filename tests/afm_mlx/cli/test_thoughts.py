@@ -7,7 +7,7 @@ import pytest
 from afm_mlx.cli.thoughts import Thoughts
 from afm_mlx.loading.load import load
 from tests.tools.cases import each
-from tests.tools.engines import Following
+from tests.tools.model_scripts import FollowsText
 from tests.tools.zoo_chats import write_family_folder
 
 MARKS = {
@@ -37,7 +37,7 @@ def follow(monkeypatch):
         def followed(self, prompt, constraint=None, seen=None):
             prompts.append(self.tokenizer.decode(prompt))
             made = options(self, prompt, constraint, seen)
-            script = Following(self.tokenizer, text, prompt[-(seen or 0) :], end)
+            script = FollowsText(self.tokenizer, text, len(prompt[-(seen or 0) :]), end)
             return made | {"logits_processors": [script, *made.get("logits_processors", ())]}
 
         monkeypatch.setattr(Thoughts, "options", followed)

@@ -17,7 +17,7 @@ from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.loading.load import load
 from tests.afm_mlx.fm.conftest import entries, roles, texts
 from tests.tools.cases import each
-from tests.tools.engines import Following
+from tests.tools.model_scripts import FollowsText
 from tests.tools.zoo_chats import write_family_folder
 
 PROMPT = "Where is my order V6036?"
@@ -456,7 +456,7 @@ async def test_thoughts_are_no_part_of_answers(tmp_path, monkeypatch, family):
     answer = {"text": f"{begin}Hm. So.{end}It is fine."}
 
     def request(prompt, **fields):
-        script = Following(loaded[1], answer["text"], prompt)
+        script = FollowsText(loaded[1], answer["text"], len(prompt))
         return Request(prompt, logits_processors=[script], **fields)
 
     monkeypatch.setattr(turn, "Request", request)

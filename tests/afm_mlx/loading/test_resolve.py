@@ -122,6 +122,28 @@ def test_a_hub_that_ignores_ranges_is_asked_for_all_again(serve):
     assert hub.got[:2] == [("model.safetensors", f"bytes={n}-") for n in (0, 40_000)]
 
 
+@each(
+    "options",
+    [
+        {"drops": [40_000] * resolve._TRIES, "ranges": False},  # each time from the beginning
+        {"drops": [40_000, *[0] * resolve._TRIES], "is_short": True},
+    ],
+)
+def test_answers_that_bring_nothing_more_end(options, serve):
+    serve(**options)
+    with pytest.raises(AFMError, match=r"the same command continues it\.$"):
+        resolve.resolve_model("owner/name")
+
+
+def test_a_token_is_shown_to_the_hub_alone(serve, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    cdn = serve()
+    hub = serve(cdn=cdn)
+    assert stored(resolve.resolve_model("owner/name")) == MODEL
+    assert hub.tokens == ["Bearer hf_secret"] * 2
+    assert cdn.tokens == [None] * 2
+
+
 def test_a_later_run_continues(serve, tmp_path):
     hub = serve(drops=[40_000, *[0] * resolve._TRIES])
     with pytest.raises(AFMError, match=r"can't be reached: .*the same command continues it\.$"):
@@ -144,6 +166,14 @@ def test_what_is_damaged_is_removed(serve, tmp_path):
     assert not parts(tmp_path)
     assert stored(resolve.resolve_model("owner/name")) == MODEL
     assert hub.got[-2:] == [("model.safetensors", "bytes=0-"), ("tokenizer.json", "bytes=0-")]
+
+
+@each("content", [b"{}", WEIGHTS])
+def test_names_that_lead_out_of_the_folder_are_refused(content, serve, tmp_path):
+    serve(MODEL | {"../../evil.json": content})
+    with pytest.raises(AFMError, match=r"owner/name can't be stored: Invalid filename .*evil"):
+        resolve.resolve_model("owner/name")
+    assert not list(tmp_path.rglob("*evil*"))
 
 
 def test_what_another_process_fetches_is_waited_for(serve, tmp_path):

@@ -22,7 +22,7 @@ from afm_mlx.measure.evaluation import (
 )
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.cases import each
-from tests.tools.engines import Following
+from tests.tools.model_scripts import FollowsText
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo_chats import write_family_folder
 
@@ -218,7 +218,7 @@ def test_models_that_think_answer_at_once(tmp_path, monkeypatch, family):
 
     def request(prompt, *rest, logits_processors=(), **fields):
         prompts.append(tokenizer.decode(prompt))
-        script = [Following(tokenizer, said, prompt), *logits_processors]
+        script = [FollowsText(tokenizer, said, len(prompt)), *logits_processors]
         return Request(prompt, *rest, logits_processors=script, **fields)
 
     monkeypatch.setattr(evaluation, "Request", request)

@@ -15,7 +15,7 @@ from afm_mlx.server import answer_events
 from afm_mlx.server.app import PAGE_TYPES, page_files
 from tests.tools.browser import browser
 from tests.tools.cases import each
-from tests.tools.engines import Following
+from tests.tools.model_scripts import FollowsText
 from tests.tools.server import running_server
 from tests.tools.zoo_chats import write_family_folder
 
@@ -542,7 +542,7 @@ def thinking_server(tmp_path, monkeypatch):
         original = answer_events._logits_processors
 
         def processors(served, request, prompt):
-            script = Following(served.tokenizer, thought + said, prompt)
+            script = FollowsText(served.tokenizer, thought + said, len(prompt))
             first = len(served.tokenizer.encode(thought, add_special_tokens=False))
 
             def gated(tokens, logits):

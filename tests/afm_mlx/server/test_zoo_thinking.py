@@ -10,7 +10,7 @@ import pytest
 
 from afm_mlx.server import answer_events
 from tests.tools.cases import each
-from tests.tools.engines import Following
+from tests.tools.model_scripts import FollowsText
 from tests.tools.server import running_server
 from tests.tools.zoo_chats import write_family_folder
 
@@ -62,7 +62,7 @@ def follow(monkeypatch):
         end = tokenizer.convert_tokens_to_ids(END[server.family])
 
         def processors(served, request, prompt):
-            script = Following(tokenizer, text, prompt, end)
+            script = FollowsText(tokenizer, text, len(prompt), end)
             return [script, *original(served, request, prompt)]
 
         monkeypatch.setattr(answer_events, "_logits_processors", processors)
