@@ -36,7 +36,7 @@ from afm_mlx.loading.resolve import (
 )
 
 if TYPE_CHECKING:
-    from afm_mlx.server.model_registry import HostedModel
+    from afm_mlx.server.hosted_model import HostedModel
     from afm_mlx.server.server_options import ServerOptions
 
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY"
@@ -219,12 +219,14 @@ def run(args: argparse.Namespace) -> None:
 
 def _models(args: argparse.Namespace) -> list[HostedModel]:
     """Find the models that the arguments name; raise `AFMError` for what does not exist."""
-    from afm_mlx.server.model_registry import HostedModel
+    from afm_mlx.server.hosted_model import HostedModel
     from afm_mlx.server.served_model import ModelSource
 
     given: list[str | Path] = list(args.model)
     if args.models_dir is not None:
-        given += [each for each in model_folders(args.models_dir) if each not in given]
+        named = {os.path.abspath(resolve_model(each)) for each in given}
+        folders = model_folders(args.models_dir)
+        given += [each for each in folders if os.path.abspath(each) not in named]
     given = given or [EMBEDDED_MODEL]
     if len(args.served_model_name) > len(given):
         raise UsageError(

@@ -127,6 +127,8 @@ class AsyncEngine:
     # -- in MLX's thread
 
     def _close(self) -> None:
+        if self._closed:
+            return
         self._closed = True
         for stream in self._streams.values():
             stream.fail(RequestError("The engine was closed."))

@@ -120,10 +120,7 @@ class Prefill:
         return prefill
 
     def _scored_columns(self, i: int) -> tuple[range, int]:
-        """Return the columns behind which row i wants log-probabilities, and what follows column 0.
-
-        That is an index in the row's prompt.
-        """
+        """Return the columns whose logits row i needs, and the index in its prompt of what follows column 0."""
         row = self.batch.rows[i]
         base = row.position - row.start - self.lengths[i] + 1
         if row.scored_from is None or row.id in self.cancelled:

@@ -106,7 +106,7 @@ class Row:
 
     @property
     def scored_from(self) -> int | None:
-        """Index in the prompt of the first token whose log-probability is wanted; None if none is, or fed."""
+        """Index in the prompt of the first token to score; None without any, and once the prompt is fed."""
         asked = self.request.prompt_logprobs
         return None if asked is None or self.is_prompt_fed else int(asked.start)
 

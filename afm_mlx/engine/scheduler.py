@@ -273,7 +273,9 @@ class Scheduler:
             elif (error := self._adapters.refusal(row)) is not None:
                 row.release()
                 self.early.append((row, TokenResponse(row.id, -1, "", None, "error", error)))
-            elif not self._memory.fits(row, running, elsewhere) or _has_turn(others, waited, row):
+            elif not self._memory.fits(row, running, elsewhere) or _others_come_first(
+                others, waited, row
+            ):
                 left.append(row)
                 waits_for_memory = True
                 is_known = waited is not None and waited[0] == row.id
@@ -394,7 +396,9 @@ def _can_start(row: Row, running: Iterable[Row]) -> bool:
     return len(others | {id(lease.resident)}) <= MAX_ADAPTERS
 
 
-def _has_turn(others: Iterable[Scheduler], waited: tuple[int, int] | None, row: Row) -> bool:
+def _others_come_first(
+    others: Iterable[Scheduler], waited: tuple[int, int] | None, row: Row
+) -> bool:
     """True if a row of another engine has waited for memory longer than `row`; `waited` is of this engine."""
     since = [each.waits_for_memory for each in others]
     mine = waited[1] if waited is not None and waited[0] == row.id else None

@@ -57,7 +57,7 @@ async def list_adapters(request: Request) -> Response:
         figures = {}
         listed = [{name: entry[name] for name in _PUBLIC_FIELDS} for entry in listed]
     elif len(models.models) == 1:
-        figures = figures[models.default.name]
+        figures = figures.get(models.default.name, {})
     return json_response({"object": "list", **figures, "data": listed})
 
 

@@ -294,8 +294,6 @@ async def answer_events(
                     sum(choice.accepted for choice in choices),
                     choices[0].clock,
                 )
-            except ApiError:
-                raise
             except AFMError as error:
                 raise api_error(error, request.prompt_field) from error
             finally:

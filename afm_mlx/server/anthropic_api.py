@@ -156,8 +156,7 @@ def _prompt(
     messages = _messages(body, folds)
     format = FREE_TEXT
     if given is not None:
-        name, described = given.schema.get("title", "answer"), given.schema.get("description")
-        format = schema_format(given.schema, name, described, f"{place}.schema")
+        format = schema_format(given.schema, f"{place}.schema")
     check_format_fits(format, messages, place)
     return messages, _tools(body), format
 

@@ -30,7 +30,7 @@ from afm_mlx.server import (
 )
 from afm_mlx.server.guards import Guards, check_admin
 from afm_mlx.server.metrics import CONTENT_TYPE
-from afm_mlx.server.model_registry import ModelRegistry
+from afm_mlx.server.model_registry import LATEST, ModelRegistry
 from afm_mlx.server.replies import (
     ID_HEADERS,
     IGNORED_HEADER,
@@ -145,7 +145,7 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the server runs; of several models, tell how many are in which state."""
+    """Answer 200 while the server runs, with the number of models in each state if there are several."""
     models: ModelRegistry = request.app.state.models
     several = {} if len(models.models) == 1 else {"models": models.states()}
     return json_response({"status": "ok", **several})
@@ -183,7 +183,7 @@ async def retrieve_model(request: Request) -> Response:
 
 def _described(models: ModelRegistry, model_id: str) -> JsonObject:
     model, _ = models.find(model_id)  # raises for an unknown id
-    is_adapter = model_id != model.name
+    is_adapter = model_id not in (model.name, model.name + LATEST)
     return {
         "id": model_id,
         "object": "model",
@@ -192,7 +192,7 @@ def _described(models: ModelRegistry, model_id: str) -> JsonObject:
         "type": "model",
         "display_name": model_id,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
-        "max_model_len": model.context_size,
+        "max_model_len": models.context_size(model),
         "parent": model.name if is_adapter else None,
         **({"state": model.state} if is_adapter else model.describe()),
     }

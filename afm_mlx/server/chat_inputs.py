@@ -301,12 +301,19 @@ class AnswerFormat:
 FREE_TEXT = AnswerFormat()
 
 
-def schema_format(schema: Message, name: str, description: str | None, place: str) -> AnswerFormat:
-    """Make the format of JSON under a schema; raise a 400 about `place` if it can't be enforced."""
+def schema_format(
+    schema: Message, place: str, name: str | None = None, description: str | None = None
+) -> AnswerFormat:
+    """Make the format of JSON under a schema; raise a 400 about `place` if it can't be enforced.
+
+    The model is shown the name and the description; without a name, the schema's own title and description.
+    """
     try:
         constraint = Constraint.json_schema(schema)
     except ConstraintError as error:
         raise bad_request(str(error), place, "invalid_schema") from None
+    if name is None:
+        name, description = schema.get("title", "answer"), schema.get("description")
     described = {} if description is None else {"description": description}
     shown_schema = {"name": name, **described, "schema": schema}
     return AnswerFormat(constraint, {"type": "json_schema", "json_schema": shown_schema})

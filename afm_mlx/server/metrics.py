@@ -27,7 +27,6 @@ class AnswerClock:
     """Times of one answer's steps, in seconds of `time.monotonic`.
 
     Forced tokens don't count: they are known without the model, even while the answer waits.
-
     """
 
     arrived: float = field(default_factory=time.monotonic)
@@ -63,14 +62,13 @@ class ServerMetrics:
         self._families: dict[str, Any] = {}
         self._gauges_are_registered = False
 
-    def of(self, model: str, gauges: Callable[[], GaugeValues]) -> Metrics:
-        """Return the metrics of a model; `gauges` replace the ones of an earlier call for this model."""
+    def of(self, model: str) -> Metrics:
+        """Return the metrics of a model, which are made at the first call."""
         if model not in self.models:
             self.models[model] = Metrics(model, self)
         if not self._gauges_are_registered:  # behind all others
             self.registry.register(_Gauges(self.models))
             self._gauges_are_registered = True
-        self.models[model].gauges = gauges
         return self.models[model]
 
     def family(self, kind: type[Family], name: str, help: str, *labels: str, **more: Any) -> Family:

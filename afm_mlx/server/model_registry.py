@@ -20,12 +20,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import sys
 import time
 from collections import Counter as Counts
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from prometheus_client import Counter
@@ -33,95 +33,19 @@ from starlette.requests import Request
 
 from afm_mlx.errors import AFMError, RequestError, did_you_mean, shown
 from afm_mlx.server.admission import in_thread
-from afm_mlx.server.replies import ApiError, JsonObject, api_error
-from afm_mlx.server.served_model import ModelSource, ServedModel, without_folders
+from afm_mlx.server.hosted_model import HostedModel
+from afm_mlx.server.replies import ApiError, api_error
+from afm_mlx.server.served_model import ServedModel, without_folders
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.server.server_resources import ServerResources
 
 PATIENCE = 32
 """Number of requests for loaded models that may overtake one which waits until such a model is evicted."""
 LATEST = ":latest"
-"""The tag of a model without another, in Ollama's API."""
+"""The tag that Ollama's clients add to the name of a model that has none."""
 
 Result = TypeVar("Result")
 _LOG = logging.getLogger("afm_mlx.server")
-
-
-class HostedModel:
-    """A model that a server has, loaded or not.
-
-    Args:
-        source: how to load it; pass None for a model that stays loaded.
-        served: the loaded model; pass None to load it when a request needs it.
-
-    Attributes:
-        name: its id in the APIs.
-        state: "unloaded", "loading", "loaded" or "unloading".
-        created: time at which it was listed or loaded first, in seconds since 1970.
-        users: number of leases that hold it.
-        used: time at which the last lease began or ended, by `time.monotonic`.
-    """
-
-    def __init__(self, source: ModelSource | None, served: ServedModel | None = None):
-        known = served or source
-        assert known is not None
-        self.name = known.name
-        self.source, self.served = source, served
-        self.state = "loaded" if served else "unloaded"
-        self.created = served.created if served else int(time.time())
-        self.users = 0
-        self.used = time.monotonic()
-
-    @property
-    def ids(self) -> list[str]:
-        """The model's id and its adapters' ids."""
-        if self.served is not None:
-            return self.served.model_ids
-        names = self.source.adapter_names if self.source else []
-        return [self.name, *(f"{self.name}:{adapter}" for adapter in names)]
-
-    @property
-    def default_adapter(self) -> str | None:
-        """The adapter of requests for the model's own id."""
-        known = self.served or self.source
-        return known.default_adapter if known else None
-
-    @property
-    def context_size(self) -> int:
-        """Number of tokens that prompt and answer may have together."""
-        known = self.served or self.source
-        return known.context_size if known else 0
-
-    @property
-    def folder(self) -> Path | None:
-        """The model's folder, or None if unknown."""
-        known = self.source or self.served
-        return known.folder if known else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights in memory; an estimate before it is loaded."""
-        if self.served is not None:
-            return self.served.nbytes
-        with contextlib.suppress(AFMError, OSError):  # loading says what is wrong
-            return self.source.memory_bytes if self.source else 0
-        return 0
-
-    def describe(self) -> JsonObject:
-        """Return its state and sizes as JSON values, for listings."""
-        return {
-            "state": self.state,
-            "disk_bytes": self.source.disk_bytes if self.source else None,
-            "memory_bytes": self.nbytes if self.state == "loaded" else 0,
-        }
-
-    def gauges(self) -> Iterator[tuple[str, str, float]]:
-        """Yield name, help and value of the gauges that are read when metrics are requested."""
-        served = self.served
-        if served is not None:
-            yield from served.gauges()
-        yield "model_loaded", "1 if the model is in memory.", served is not None
-        yield "model_memory_bytes", "Memory of the weights.", served.nbytes if served else 0
 
 
 @dataclass(eq=False)
@@ -166,9 +90,9 @@ class ModelRegistry:
         why = "Times that the model was evicted."
         self._evictions = family(Counter, "model_evictions", why, "reason")
         for model in self.models:
-            self.resources.metrics.of(model.name, model.gauges)
-        names = [model.name for model in self.models]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            self.resources.metrics.of(model.name).gauges = model.gauges
+        repeated = [each for each, count in Counts(self.ids).items() if count > 1]
+        if repeated:
             raise RequestError(
                 f"Several models would have the id {repeated[0]}. Rename a folder, or give them other ids with "
                 "--served-model-name."
@@ -231,12 +155,20 @@ class ModelRegistry:
             type="invalid_request_error",
         )
 
+    def context_size(self, model: HostedModel) -> int:
+        """Return how many tokens prompt and answer may have together; a very large number if unknown."""
+        known, size = model.served or model.source, sys.maxsize
+        with contextlib.suppress(AFMError):  # loading says what is wrong
+            size = known.context_size if known else size
+        return min(size, self.options.max_kv_size or size)
+
     def may_think(self, model_id: object) -> bool:
         """True if a model thinks, or is not loaded, so that it is unknown; of an unknown id, the default's."""
         model = self.default
         with contextlib.suppress(ApiError):
             model, _ = self.find(model_id if isinstance(model_id, str) else None)
-        return model.served is None or model.served.thoughts is not None
+        served = model.served
+        return served is None or served.thoughts is not None
 
     # -- leases
 
@@ -298,7 +230,7 @@ class ModelRegistry:
                 self._advance()
 
     def _admits(self, model: HostedModel, waiter: _Waiter | None) -> bool:
-        """True if a request for a model, new or a `waiter`, can begin now; it may overtake an earlier one."""
+        """True if a request for a model, new or a `waiter`, can begin now; counts the one that it overtakes."""
         if model.state != "loaded":
             return False
         earlier = itertools.takewhile(lambda each: each is not waiter, self._waiting)
@@ -347,7 +279,11 @@ class ModelRegistry:
         )
 
     def _victims(self, model: HostedModel | None) -> list[HostedModel]:
-        """Return the models to evict so that the memory holds `model`, too, least recently used first."""
+        """Return the models to evict so that the memory holds `model`, too.
+
+        Models without users come first, the least recently used one before others. Models in use follow in an
+        order that their requests don't change: else each would go on because another has to go.
+        """
         most = self.options.memory
         if most is None:
             return []
@@ -358,7 +294,7 @@ class ModelRegistry:
         missing += self.options.prompt_cache_bytes
         missing += max(keys_and_values, self.options.kv_memory or 0)
         victims: list[HostedModel] = []
-        for each in sorted(kept, key=lambda each: (each.users > 0, each.used)):
+        for each in sorted(kept, key=lambda each: (each.users > 0, 0 if each.users else each.used)):
             if missing > 0 and each.state == "loaded" and each.source is not None:
                 victims.append(each)
                 missing -= each.nbytes
@@ -397,7 +333,6 @@ class ModelRegistry:
             await asyncio.wrap_future(self._thread.submit(served.close))
         except Exception as error:  # what is left of it is garbage
             _LOG.error("The model %s could not be closed.", model.name, exc_info=error)
-        self.resources.metrics.of(model.name, model.gauges)
         self._evictions.labels(model.name, reason).inc()
         model.state = "unloaded"
 
@@ -409,6 +344,7 @@ class ModelRegistry:
         try:
             served = await asyncio.wrap_future(self._loading)
         except Exception as error:
+            self._loading = None
             model.state = "unloaded"
             self._failures.labels(model.name).inc()
             _LOG.error(
@@ -430,7 +366,6 @@ class ModelRegistry:
     def _take(self, model: HostedModel, served: ServedModel) -> None:
         model.served, model.state, model.used = served, "loaded", time.monotonic()
         self._loads.labels(model.name).inc()
-        self.resources.metrics.of(model.name, model.gauges)
 
     def _refuse(self, model: HostedModel, message: str) -> None:
         """End the requests that wait for a model with an error."""
@@ -501,7 +436,7 @@ class ModelLease:
     """A request's hold on a model: an async context, which begins once the model is loaded.
 
     Contexts of one lease may be nested. The model may be evicted once the outermost context has ended, or all
-    answers of `answering` are generated.
+    answers of `answering` are generated; no further one begins then.
 
     Attributes:
         adapter: the adapter that the request's model id names, or None.
@@ -536,31 +471,15 @@ class ModelLease:
 
     @contextlib.asynccontextmanager
     async def answering(self) -> AsyncIterator[Callable[[object], None]]:
-        """Enter the lease for an answer; yield a callback for its end, after which it needs no model."""
+        """Enter the lease for an answer; yield a callback for its end, to call once, or never if it fails."""
         async with self:
-            with self._answering() as generated:
-                yield generated
+            self._answers += 1
+            yield self._generated
 
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[Callable[[object], None]]:
-        if not self._is_held:  # another answer of this request has ended early
-            self._models.hold(self._model)
-            self._is_held = True
-        self._answers += 1
-        is_running = True
-
-        def generated(_: object = None) -> None:
-            nonlocal is_running
-            if is_running:
-                is_running = False
-                self._answers -= 1
-                if not self._answers:
-                    self._release()
-
-        try:
-            yield generated
-        finally:
-            generated()
+    def _generated(self, _: object) -> None:
+        self._answers -= 1
+        if not self._answers:
+            self._release()
 
     def _release(self) -> None:
         if self._is_held:

@@ -118,8 +118,7 @@ def _generation_request(body: fields.OllamaRequest, lease: ModelLease) -> Genera
     options = body.options or fields.OllamaOptions()
     format = FREE_TEXT
     if isinstance(body.format, dict):
-        name, described = body.format.get("title", "answer"), body.format.get("description")
-        format = schema_format(body.format, name, described, "format")
+        format = schema_format(body.format, "format")
     elif body.format is not None:
         format = json_object_format()
     if isinstance(body, fields.OllamaChatRequest):
@@ -182,9 +181,8 @@ def _messages(messages: Sequence[fields.OllamaMessage], folds: bool) -> list[Mes
     Calls without an id are given one that is the same in each request, so that prompts with it can be cached.
     """
     conversation = ConversationBuilder(folds=folds)
-    calls: dict[
-        str, str
-    ] = {}  # the tools of the last answer's calls that have no result yet, by id
+    # The tools of the last answer's calls that have no result yet, by id.
+    calls: dict[str, str] = {}
     have_ids = False
     for index, message in enumerate(messages):
         place, text = f"messages[{index}]", message.content or ""

@@ -24,14 +24,15 @@ from afm_mlx.measure.describe import Facts, describe_stored_weights
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.field_rules import Fields
-from afm_mlx.server.model_registry import LATEST, HostedModel, ModelRegistry
+from afm_mlx.server.hosted_model import HostedModel
+from afm_mlx.server.model_registry import LATEST, ModelRegistry
 from afm_mlx.server.replies import ApiError, JsonObject, bad_request, json_response
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 VERSION = "0.32.15"
 """The version of Ollama whose API this is; programs know from it which fields they can send."""
-_NEVER = "9999-12-31T23:59:59Z"
+_NEVER, _LATEST_TIME = "9999-12-31T23:59:59Z", 253402300799  # the same, in seconds since 1970
 
 
 def timestamp(seconds: float) -> str:
@@ -59,14 +60,15 @@ async def running(request: Request) -> Response:
         if keep_alive is None:
             return _NEVER
         idle = 0 if model.users else time.monotonic() - model.used
-        return timestamp(time.time() + keep_alive - idle)
+        expires = time.time() + keep_alive - idle
+        return timestamp(expires) if expires < _LATEST_TIME else _NEVER
 
     def described() -> list[JsonObject]:
         found = []
         for model in models.models:
             if model.state == "loaded":
                 sizes = {"size": model.nbytes, "size_vram": model.nbytes if on_gpu else 0}
-                more = {"expires_at": expiry(model), "context_length": model.context_size}
+                more = {"expires_at": expiry(model), "context_length": models.context_size(model)}
                 found.append({**_entry(model, model.name), **sizes, **more})
         return found
 
@@ -100,8 +102,8 @@ async def show(request: Request) -> Response:
         info = {"general.architecture": facts["family"]}
         if "parameters" in facts:
             info["general.parameter_count"] = facts["parameters"]
-        if model.context_size < sys.maxsize:
-            info[f"{facts['family']}.context_length"] = model.context_size
+        if (size := models.context_size(model)) < sys.maxsize:
+            info[f"{facts['family']}.context_length"] = size
         return {
             "modelfile": f"FROM {name}\n",
             "parameters": "\n".join(f"{each:30} {value}" for each, value in defaults.items()),
@@ -183,8 +185,8 @@ def _shortened(count: int) -> str:
 
 def _abilities(model: HostedModel) -> tuple[str, list[str]]:
     """Return a model's chat template, "" if it is not a text, and Ollama's words for what the model can do."""
-    if model.served is not None:
-        return _abilities_of(model.served.tokenizer)
+    if (served := model.served) is not None:
+        return _abilities_of(served.tokenizer)
     assert model.folder is not None
     return _folder_abilities(model.folder)
 

@@ -141,7 +141,7 @@ async def format_of(
         param = "response_format.json_schema.schema"
         given = response_format.json_schema
         schema = given.schema if given.schema is not None else {"type": "object"}
-        make = lambda: schema_format(schema, given.name, given.description, param)  # noqa: E731
+        make = lambda: schema_format(schema, param, given.name, given.description)  # noqa: E731
     structured, place = _structured_outputs(body)
     if structured is not None:
         if make is not None:

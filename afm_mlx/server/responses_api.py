@@ -326,7 +326,7 @@ def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) 
     if isinstance(given, fields.JsonObjectFormat):
         format = json_object_format()
     elif isinstance(given, fields.ResponseSchemaFormat):
-        format = schema_format(given.schema, given.name, given.description, "text.format.schema")
+        format = schema_format(given.schema, "text.format.schema", given.name, given.description)
     check_format_fits(format, messages, "input")
     return _Prompt(messages, kept, _tools(body), format)
 

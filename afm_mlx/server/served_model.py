@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from afm_mlx.engine.generation import kv_storage
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import PromptScores
 from afm_mlx.engine.speculation.drafting import Speculation
-from afm_mlx.errors import RequestError, TokenizerError
+from afm_mlx.errors import AFMError, RequestError, TokenizerError
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
 from afm_mlx.loading.load import import_packages, load, load_drafts
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
@@ -48,6 +49,7 @@ from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
+_LOG = logging.getLogger("afm_mlx.server")
 _LONG = 1 << 16
 """Number of characters, or token ids, that are always looked at."""
 LEAST_LOGPROB = -9999.0
@@ -242,20 +244,23 @@ class ModelSource:
                 engine_options["speculation"] = Speculation(
                     draft, options.prompt_lookup, own, options.num_draft_tokens
                 )
-            served = ServedModel(
+            for each, path in self.loaded_adapters.items():
+                try:
+                    pool.register(each, path)
+                except AFMError as error:  # the model is there without it
+                    _LOG.error("The adapter %s of %s is left out: %s", each, self.name, error)
+            return ServedModel(
                 model,
                 tokenizer,
                 pool,
                 name=self.name,
                 default_adapter=self.default_adapter,
+                own_adapters=self.adapters,
                 folder=self.folder,
                 options=options,
                 resources=resources,
                 **engine_options,
             )
-            for each, path in self.loaded_adapters.items():
-                pool.register(each, path)
-            return served
 
         import_packages(self.folder)
         return threads.submit(make).result()
@@ -273,7 +278,8 @@ class ModelSource:
     @cached_property
     def disk_bytes(self) -> int:
         """Bytes of the folder's weights."""
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        files = (path for path in self.folder.glob("*.safetensors") if path.is_file())
+        return sum(path.stat().st_size for path in files)
 
     @cached_property
     def memory_bytes(self) -> int:
@@ -305,6 +311,7 @@ class ServedModel:
         pool: the model's adapters; pass None for a model that can't have any.
         name: the model's id in the APIs; its adapters have the ids `name:adapter`.
         default_adapter: the adapter of requests for the model's own id; pass None for none.
+        own_adapters: names of adapters that requests can't remove; pass None for all of the pool.
         folder: the model's folder, for descriptions; pass None if unknown.
         options: the server's settings.
         resources: what the server's models share; made if None.
@@ -316,6 +323,8 @@ class ServedModel:
         drafts: True if draft tokens are proposed for the model to verify.
         nbytes: bytes of the weights in memory, including draft models.
         own_adapters: names of the adapters that the server was started with, which requests can't remove.
+        context_size: number of tokens that prompt and answer may have together; very large if the model has no
+            limit.
     """
 
     def __init__(
@@ -326,6 +335,7 @@ class ServedModel:
         *,
         name: str = EMBEDDED_MODEL,
         default_adapter: str | None = None,
+        own_adapters: Collection[str] | None = None,
         folder: Path | None = None,
         options: ServerOptions | None = None,
         resources: ServerResources | None = None,
@@ -371,9 +381,16 @@ class ServedModel:
             if isinstance(each, nn.Module)
             for _, array in tree_flatten(each.parameters())
         )
-        self.own_adapters = frozenset(() if pool is None else pool.registered)
+        if own_adapters is None:
+            own_adapters = () if pool is None else pool.registered
+        self.own_adapters = frozenset(own_adapters)
+        name_of_size = "context_length" if is_afm(model) else "max_position_embeddings"
+        size = getattr(model.args, name_of_size, None)
+        self.context_size = size if isinstance(size, int) else sys.maxsize
+        if options.max_kv_size is not None:
+            self.context_size = min(self.context_size, options.max_kv_size)
         self.admission, self.workers = self.resources.admission, self.resources.workers
-        self.metrics = self.resources.metrics.of(name, self.gauges)
+        self.metrics = self.resources.metrics.of(name)
         self.token_texts = TokenTexts(tokenizer)
 
     @classmethod
@@ -403,15 +420,6 @@ class ServedModel:
         return [self.name, *(f"{self.name}:{adapter}" for adapter in adapters)]
 
     # -- tokens
-
-    @property
-    def context_size(self) -> int:
-        """Number of tokens that prompt and answer may have together; very large if the model has no limit."""
-        args = self.model.args
-        name = "context_length" if is_afm(self.model) else "max_position_embeddings"
-        known = getattr(args, name, None)
-        size = known if isinstance(known, int) else sys.maxsize
-        return size if self.options.max_kv_size is None else min(size, self.options.max_kv_size)
 
     @property
     def vocab_size(self) -> int:

@@ -14,7 +14,6 @@ from afm_mlx.server.chat_inputs import OfferedTools
 from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.openai_chat import chat_messages, chat_tools
 from afm_mlx.server.replies import (
-    ApiError,
     JsonObject,
     api_error,
     bad_request,
@@ -92,7 +91,5 @@ async def detokenize(request: Request) -> Response:
 
     try:
         return await while_connected(request, lease.run(detokenized))
-    except ApiError:
-        raise
     except AFMError as error:
         raise bad_request(str(error), "tokens") from error

@@ -15,7 +15,8 @@ import openai
 from starlette.applications import Starlette
 
 from afm_mlx.server.app import make_app
-from afm_mlx.server.model_registry import HostedModel, ModelRegistry
+from afm_mlx.server.hosted_model import HostedModel
+from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.run import address_of, bind, run
 from afm_mlx.server.served_model import ModelSource, ServedModel
 from afm_mlx.server.server_options import ServerOptions

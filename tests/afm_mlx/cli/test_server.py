@@ -87,15 +87,18 @@ def test_several_models_have_ids_adapters_and_defaults(tmp_path):
     redact = nano / "adapters" / "redact"
 
     def models(*argv):
-        return {
-            each.name: each.source for each in server._models(parse("server", server, list(argv)))
-        }
+        found = server._models(parse("server", server, list(argv)))
+        named = {each.name: each.source for each in found}
+        assert len(named) == len(found)
+        return named
 
     assert list(models()) == ["afm-nano"]
     found = models("--models-dir", str(owner.parent), "--adapter", f"b:tidy={redact}")
     assert list(found) == ["a", "b"]
     assert "tidy" in found["b"].adapters
     assert "tidy" not in found["a"].adapters
+    both = ["--models-dir", str(owner.parent), "--model", f"{owner}/b/"]
+    assert list(models(*both)) == ["b", "a"]
     argv = ["--model", "afm-nano", "--model", str(owner / "b"), "--served-model-name", "first"]
     found = models(*argv, "--adapter", f"tidy={redact}", "--adapter-path", "todo")
     assert list(found) == ["first", "b"]

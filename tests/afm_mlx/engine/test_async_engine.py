@@ -376,6 +376,31 @@ def test_a_dropped_engine_is_freed_without_the_garbage_collector(rng, model, tok
         gc.enable()
 
 
+def test_a_closed_engine_fails_its_rows_and_gives_their_places_to_its_group(rng, model, tokenizer):
+    group = EngineGroup()
+    closed, other = (AsyncEngine(model, tokenizer, max_batch=1, group=group) for _ in range(2))
+
+    async def main():
+        running = [asyncio.create_task(answer(closed, some_prompt(rng, 3), 10**6))]
+        while closed.engine is None or not closed.engine.rows_running:
+            await asyncio.sleep(0)
+        running.append(asyncio.create_task(answer(closed, some_prompt(rng, 5), 10**6)))
+        waits = asyncio.create_task(answer(other, some_prompt(rng, 4)))
+        while closed.rows < 2 or not other.rows:
+            await asyncio.sleep(0)
+        assert not other.engine.rows_running
+        for _ in range(2):
+            await asyncio.to_thread(closed.close)
+        for each in running:
+            with pytest.raises(RequestError, match="was closed"):
+                await each
+        assert await waits
+        with pytest.raises(RequestError, match="is closed"):
+            await answer(closed, some_prompt(rng, 3))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 # -- compiling kernels in advance
 
 

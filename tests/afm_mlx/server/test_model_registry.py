@@ -1,12 +1,15 @@
 """Several models of one server: loaded on demand, evicted for room and when idle, and no request lost."""
 
+import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -14,7 +17,8 @@ import pytest
 from afm_mlx.errors import RequestError
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server import model_registry
-from afm_mlx.server.model_registry import HostedModel, ModelRegistry
+from afm_mlx.server.hosted_model import HostedModel
+from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.served_model import ModelSource
 from afm_mlx.server.server_options import ServerOptions
 from tests.tools.server import several_models, until
@@ -289,6 +293,9 @@ def test_a_model_that_never_fits_is_refused_and_others_are_not(folders):
         ModelRegistry([HostedModel(ModelSource.of(a))], options)
     with pytest.raises(RequestError, match="Several models would have the id a"):
         ModelRegistry([HostedModel(ModelSource.of(a))] * 2, ServerOptions())
+    sources = ModelSource.of("afm-nano"), ModelSource.of(a, name="afm-nano:todo")
+    with pytest.raises(RequestError, match="Several models would have the id afm-nano:todo"):
+        ModelRegistry([HostedModel(each) for each in sources], ServerOptions())
 
 
 @pytest.mark.parametrize("finishes", [True, False], ids=["before the end", "after the end"])
@@ -409,6 +416,44 @@ def test_a_busy_model_cant_starve_another(folders, monkeypatch):
         assert sum(after) <= 4 + 2 + 2
 
 
+def test_two_busy_models_cant_starve_a_third(monkeypatch):
+    """Both have a request at any time; one of them has to go, and always the same one until it does."""
+    monkeypatch.setattr(model_registry, "PATIENCE", 2)
+
+    def loaded(name):
+        return SimpleNamespace(
+            name=name, nbytes=1, created=0, pool=None, model_ids=[name], close=lambda: None,
+            engine=SimpleNamespace(engine=None),
+        )  # fmt: skip
+
+    def hosted(name, served):
+        load = {"memory_bytes": 1, "load": lambda *_: loaded(name)}
+        source = SimpleNamespace(name=name, adapter_names=[], **load)
+        return HostedModel(source, served)
+
+    async def answered():
+        a, b, c = (hosted(name, loaded(name) if name != "c" else None) for name in "abc")
+        models = ModelRegistry([a, b, c], ServerOptions(memory=2, prompt_cache_bytes=0, timeout=5))
+
+        async def busy(model, delay):
+            await asyncio.sleep(delay)
+            while not c.users:
+                await models.acquire(model, "")
+                await asyncio.sleep(0.004)
+                models.release(model)
+
+        running = [asyncio.create_task(busy(m, d)) for m in (a, b) for d in (0, 0.001, 0.002)]
+        await asyncio.sleep(0.01)
+        assert await models.acquire(c, "") is c.served
+        models.release(c)
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        models.close()
+
+    asyncio.run(answered())
+
+
 def test_adapters_of_a_model_survive_its_eviction(folders):
     a, _ = folders
     folder = ADAPTERS.resolve()
@@ -434,6 +479,53 @@ def test_adapters_of_a_model_survive_its_eviction(folders):
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "adapter_not_found")
         listed = http.get("/v1/adapters").json()
         assert {each["id"].split(":")[0] for each in listed["data"]} <= {"a", "afm-nano"}
+
+
+def test_a_model_loads_without_an_adapter_whose_files_are_gone(folders, tmp_path, caplog):
+    a, _ = folders
+    shutil.copytree(ADAPTERS / "todo", tmp_path / "tidy")
+    limits = {"adapter_folders": (tmp_path,), **room_for(a, "afm-nano")}
+    with several_models(a, "afm-nano", **limits) as server, server.http() as http:
+        load = {"name": "tidy", "path": "tidy", "model": "afm-nano"}
+        assert http.post("/v1/adapters", json=load).status_code == 201
+        ask(server, "a")
+        assert server.states() == {"a": "loaded", "afm-nano": "unloaded"}
+        shutil.rmtree(tmp_path / "tidy")
+        assert ask(server, "afm-nano")
+        assert "The adapter tidy of afm-nano is left out" in caplog.text
+        with pytest.raises(openai.NotFoundError):
+            ask(server, "afm-nano:tidy")
+        own = http.delete("/v1/adapters/afm-nano:todo")
+        assert (own.status_code, own.json()["error"]["code"]) == (409, "adapter_stays")
+
+
+def test_a_model_whose_files_are_damaged_does_not_hide_the_others(folders, tmp_path):
+    broken = write_family_folder(tmp_path / "broken", "qwen3", seed=3)
+    (broken / "config.json").write_text("{")
+    weights = broken / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("nowhere")
+    with several_models(folders[0], broken) as server, server.http() as http:
+        for path, key in (("/v1/models", "data"), ("/api/tags", "models")):
+            reply = http.get(path)
+            assert (reply.status_code, len(reply.json()[key])) == (200, 2)
+        tagged, plain = (http.get(f"/v1/models/a{tag}").json() for tag in (":latest", ""))
+        assert (tagged["parent"], tagged["disk_bytes"]) == (None, plain["disk_bytes"])
+
+
+def test_the_context_is_as_long_before_a_load_as_after(folders):
+    with several_models(*folders, max_kv_size=512) as server, server.http() as http:
+        assert ask(server, "a")
+        listed = http.get("/v1/models").json()["data"]
+        assert [each["max_model_len"] for each in listed] == [512, 512]
+
+
+def test_adapters_of_a_single_model_that_is_not_loaded(folders):
+    with several_models(folders[0], keep_alive=1e12) as server, server.http() as http:
+        assert http.get("/v1/adapters").json() == {"object": "list", "data": []}
+        assert ask(server, "a")
+        (loaded,) = http.get("/api/ps").json()["models"]
+        assert loaded["expires_at"].startswith("9999-")
 
 
 def test_places_and_prefixes_are_shared(folders):
