@@ -24,8 +24,8 @@ from afm_mlx.cli.arguments import (
     Argument,
     UsageError,
     boolean,
+    count_or_all,
     flag_of,
-    integer,
     json_object,
     unavailable,
 )
@@ -80,7 +80,7 @@ ARGUMENTS = {
                  "continue the prompt as plain text, in which names such as <turn_end> are control tokens"),
         Argument("--chat-template-config", json_object, "variables for the chat template", metavar="JSON"),
         THINK,
-        Argument("--max-tokens -m", integer(-1), "maximum new tokens; -1 for no limit", 100),
+        Argument("--max-tokens -m", count_or_all, "maximum new tokens; -1 for no limit", 100),
         Argument("--stop", None, "stop strings, which end the answer and are not part of it", [],
                  nargs="+", metavar="TEXT"),
         Argument("--extra-eos-token", None, "additional tokens that end the answer", [],

@@ -158,7 +158,7 @@ def _thought(form: CallForm) -> str:
     if not form.thinking:
         return ""
     begin, end = (_lark(form, name) for name in form.thinking)
-    return f"({begin}? TEXT {end})?"
+    return f"(({begin})? TEXT {end})?"
 
 
 def _lark(form: CallForm, text: str) -> str:

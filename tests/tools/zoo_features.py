@@ -73,6 +73,8 @@ _AFM_CALL = (
     "<executable_end>"
 )
 _FINAL = "<|channel|>final<|message|>"
+_BEHIND_RESULTS = {"harmony": _FINAL, "gemma4": "<channel|>"}
+"""Ends what a template begins behind results of tools."""
 THOUGHTS = {
     "qwen3": ("<think>\n", "\n</think>\n\n"),
     "gemma4": ("<|channel>thought\n", "<channel|>"),

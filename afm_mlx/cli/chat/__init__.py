@@ -10,7 +10,7 @@ import os
 import sys
 
 from afm_mlx.cli import model_options
-from afm_mlx.cli.arguments import Argument, UsageError, integer, unavailable
+from afm_mlx.cli.arguments import Argument, UsageError, count_or_all, unavailable
 from afm_mlx.cli.thoughts import THINK, Thoughts
 
 ARGUMENTS = {
@@ -19,7 +19,9 @@ ARGUMENTS = {
         *model_options.ADAPTERS,
         Argument("--system-prompt", None, "instructions that come before the conversation"),
         THINK,
-        Argument("--max-tokens -m", integer(-1), "maximum tokens per answer; -1 for no limit", 256),
+        Argument(
+            "--max-tokens -m", count_or_all, "maximum tokens per answer; -1 for no limit", 256
+        ),
         unavailable("--pipeline", "running on several machines is not available", nargs=0),
     ],
     "draft tokens, which make answers faster and do not change them": model_options.SPECULATION,

@@ -144,7 +144,7 @@ def test_a_full_context_ends_with_the_text_so_far(folder, generate, fails):
 def test_what_a_model_refuses_is_one_line(folder, fails, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for argv, says in {
-        "-m 0": "error: --max-tokens is 0",
+        "-m 0": "--max-tokens/-m: 0 is out of range",
         "--kv-bits 4": "error: --kv-bits is 4",
         "--kv-bits 8": "--kv-bits is 8",  # a model without scales
         "--adapter-path x": "it is no path, and the model's own adapters are none",

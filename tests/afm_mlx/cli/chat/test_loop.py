@@ -41,7 +41,7 @@ def test_lines_between_quotes_are_one_message(chat, folder, say, fails):
     ("said", "flags", "says"),
     [
         (b"\xff\n", (), "line 1 of standard input is not UTF-8"),
-        (b"x\n", ("-m", 0), "--max-tokens is 0"),
+        (b"x\n", ("-m", 0), "--max-tokens/-m: 0 is out of range"),
     ],
 )
 def test_what_no_turn_can_honour_ends_a_chat(folder, fails, say, said, flags, says):
