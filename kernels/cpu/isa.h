@@ -47,12 +47,16 @@ struct VectorJob {
   const int8_t* x;  // digits in the layout of `vector_bytes`
   int digits;
   int bits;
-  // (rows, scale_stride), one per `group_bytes` of codes, zeros from the last one on to the next multiple of
-  // 16; null where a row has one scale, which is then left to the caller.
+  // (rows, scale_stride), one per `group_bytes` of codes, zeros from the last one on to the next multiple of 16, and 16
+  // numbers that can be read behind the last row; null where a row has one scale, which is then left to the caller.
   const float* scales;
   int64_t scale_stride;
   int64_t group_bytes;
-  float* out;  // (rows,): sums of scale * code * digit value
+  float* out;  // (rows,): sums of code * digit value; with scales, unit * scale * code * digit value + offset * group_sum
+  // Unread without scales.
+  const float* offsets;     // as `scales`
+  const float* group_sums;  // (scale_stride,), zeros from the last group on
+  float unit;
 };
 
 constexpr int64_t kScratchRows = 4;

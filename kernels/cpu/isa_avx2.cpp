@@ -50,28 +50,40 @@ struct Isa {
       if constexpr (BITS == 8) {
         const __m256i low = field<4>(codes, 0), high = field<4>(codes, 1);
         for (int d = 0; d < DIGITS; ++d, x += kBytes) {
-          add_pairs(d, products(low, x), 1);
-          add_pairs(d, products(high, x), 16);
+          add_pairs(d, products_of(low, x), 1);
+          add_pairs(d, products_of(high, x), 16);
         }
       } else {
-        __m256i fields[kFields];
-#pragma GCC unroll 4
-        for (int p = 0; p < kFields; ++p) fields[p] = field<BITS>(codes, p);
 #pragma GCC unroll 2
-        for (int d = 0; d < DIGITS; ++d, x += kBytes * kFields) {
-          __m256i pairs = products(fields[0], x);
-#pragma GCC unroll 4
-          for (int p = 1; p < kFields; ++p) {
-            pairs = _mm256_add_epi16(pairs, products(fields[p], x + p * kBytes));
-          }
-          add_pairs(d, pairs, 1);
-        }
+        for (int d = 0; d < DIGITS; ++d, x += kBytes * kFields) add_pairs(d, pairs(codes, x), 1);
       }
     }
     Lanes total() const { return Isa::total<DIGITS>(sums[0], sums[DIGITS - 1]); }
+    // Both digits in one int32: 8 * 255 * 32639 at most.
+    static Lanes products(Bytes codes, const int8_t* x) {
+      if constexpr (BITS == 8) {
+        Sums sums;
+        sums.clear();
+        sums.add(codes, x);
+        return sums.total();
+      } else {
+        const __m256i low = _mm256_madd_epi16(pairs(codes, x + (DIGITS - 1) * kFields * kBytes), _mm256_set1_epi16(1));
+        if constexpr (DIGITS == 1) return _mm256_cvtepi32_ps(low);
+        const __m256i high = _mm256_madd_epi16(pairs(codes, x), _mm256_set1_epi16(256));
+        return _mm256_cvtepi32_ps(_mm256_add_epi32(high, low));
+      }
+    }
 
    private:
-    static __m256i products(__m256i codes, const int8_t* x) {
+    static __m256i pairs(Bytes codes, const int8_t* x) {
+      __m256i pairs = products_of(field<BITS>(codes, 0), x);
+#pragma GCC unroll 4
+      for (int p = 1; p < kFields; ++p) {
+        pairs = _mm256_add_epi16(pairs, products_of(field<BITS>(codes, p), x + p * kBytes));
+      }
+      return pairs;
+    }
+    static __m256i products_of(__m256i codes, const int8_t* x) {
       return _mm256_maddubs_epi16(codes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
     }
     void add_pairs(int d, __m256i pairs, short factor) {
@@ -81,6 +93,10 @@ struct Isa {
 
   template <int BITS, int DIGITS>
   static constexpr int rows() {
+    return 2;
+  }
+  template <int BITS, int DIGITS>
+  static constexpr int group_rows() {
     return 2;
   }
 

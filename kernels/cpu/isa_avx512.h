@@ -90,6 +90,19 @@ struct Isa {
       }
       return total;
     }
+    // Both digits in one int32: 8 * 4 * 255 * 32639 at most.
+    static Lanes products(Bytes codes, const int8_t* x) {
+      __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 2
+      for (int d = 0; d < DIGITS; ++d) {
+        if (d > 0) sum = _mm512_slli_epi32(sum, 8);
+#pragma GCC unroll 4
+        for (int p = 0; p < kFields; ++p, x += kBytes) {
+          multiply_add_registers(sum, field<BITS>(codes, p), _mm512_loadu_si512(x));
+        }
+      }
+      return _mm512_cvtepi32_ps(sum);
+    }
 
    private:
     __m512i digit_total(int d) const {
@@ -107,6 +120,10 @@ struct Isa {
   template <int BITS, int DIGITS>
   static constexpr int rows() {
     return BITS * 2 / DIGITS > 4 ? 4 : BITS * 2 / DIGITS;
+  }
+  template <int BITS, int DIGITS>
+  static constexpr int group_rows() {
+    return 4;
   }
 
   // Pending sums hide the latency of vpdpbusd (5 cycles, two a cycle): 16 or 12 of them, and two rows of codes.

@@ -6,11 +6,12 @@
 //   load, load_part    codes from memory; the first `count` bytes, zeros behind
 //   prefetch           asks for a line that will be read soon
 //   Sums<BITS, DIGITS> clear(), add(Bytes codes, const int8_t* block), total(): per lane, the sum of
-//                      code * digit value over the 4 bytes of that lane in all blocks added
+//                      code * digit value over the 4 bytes of that lane in all blocks added;
+//                      products(codes, block): the same of one block
 //   from_floats, from_bfloats, from_halves     kLanes numbers as floats
 //   multiply_add, add, set1, zero, store, spread, reduce
 //                      see the portable one, which defines them in plain C++
-//   rows<BITS, DIGITS>()   matrix rows whose sums fit into the registers at once
+//   rows<BITS, DIGITS>()   matrix rows whose sums fit into the registers at once; group_rows, of rows with several scales
 //   kShrinkVectors, kExpandVectors   vectors for which four sums each, or 16 numbers each, fit into them
 #include <cstring>
 
@@ -371,36 +372,81 @@ inline void multiply_rows(const VectorJob& job, int64_t row, Isa::Lanes* lanes) 
   for (int r = 0; r < ROWS; ++r) lanes[r] = sums[r].total();
 }
 
-// The same where scales change along a row: a group is a whole number of registers, or a register is a
-// whole number of groups, each of them a whole number of lanes.
-template <int BITS, int DIGITS>
-inline Isa::Lanes multiply_groups(const VectorJob& job, int64_t row) {
+// The same with scales that change along a row: a group is a whole number of registers (exactly one, if ONE), or a
+// register is a whole number of groups, each of them a whole number of lanes. A group's lanes become floats unreduced.
+template <int BITS, int DIGITS, int ROWS, bool ONE>
+inline void multiply_groups(const VectorJob& job, int64_t row, Isa::Lanes* out) {
+  using Sums = typename Isa::template Sums<BITS, DIGITS>;
   constexpr int64_t kBlock = int64_t{Isa::kBytes} * (8 / BITS) * DIGITS;
-  typename Isa::template Sums<BITS, DIGITS> sums;
   const uint8_t* codes = job.codes + row * job.row_bytes;
   const float* scales = job.scales + row * job.scale_stride;
   const int8_t* x = job.x;
-  Isa::Lanes lanes = Isa::zero();
+  // Rows side by side are asked for one after the other: processors follow that themselves, too.
+  const uint8_t* ahead = codes + (ROWS - 1) * job.row_bytes + kPrefetch;
+  const auto prefetch = [&ahead] {
+    for (int i = 0; i < ROWS * Isa::kBytes; i += 64) Isa::prefetch(ahead + i);
+    ahead += ROWS * Isa::kBytes;
+  };
+  Isa::Lanes lanes[ROWS];
+  for (int r = 0; r < ROWS; ++r) lanes[r] = Isa::zero();
   int64_t left = job.row_bytes;
-  if (job.group_bytes >= Isa::kBytes) {
-    for (; left > 0; left -= job.group_bytes, ++scales) {
-      sums.clear();
-      for (int64_t b = 0; b < job.group_bytes; b += Isa::kBytes, codes += Isa::kBytes, x += kBlock) {
-        Isa::prefetch(codes + kPrefetch);
-        sums.add(Isa::load(codes), x);
+  if (ONE) {
+    for (; left > 0; left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock, ++scales) {
+      prefetch();
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        const Isa::Lanes products = Sums::products(Isa::load(codes + r * job.row_bytes), x);
+        lanes[r] = Isa::multiply_add(products, Isa::set1(scales[r * job.scale_stride]), lanes[r]);
       }
-      lanes = Isa::multiply_add(sums.total(), Isa::set1(*scales), lanes);
     }
-    return lanes;
+  } else if (job.group_bytes >= Isa::kBytes) {
+    for (; left > 0; left -= job.group_bytes, ++scales) {
+      Sums sums[ROWS];
+      for (int r = 0; r < ROWS; ++r) sums[r].clear();
+      for (int64_t b = 0; b < job.group_bytes; b += Isa::kBytes, codes += Isa::kBytes, x += kBlock) {
+        prefetch();
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            sums[r].add(Isa::load(codes + r * job.row_bytes), x);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        lanes[r] = Isa::multiply_add(sums[r].total(), Isa::set1(scales[r * job.scale_stride]), lanes[r]);
+      }
+    }
+  } else {
+    const int count = static_cast<int>(Isa::kBytes / job.group_bytes);
+    for (; left >= Isa::kBytes; left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock, scales += count) {
+      prefetch();
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        const Isa::Lanes products = Sums::products(Isa::load(codes + r * job.row_bytes), x);
+        lanes[r] = Isa::multiply_add(products, Isa::spread(scales + r * job.scale_stride, count), lanes[r]);
+      }
+    }
+    for (int r = 0; left > 0 && r < ROWS; ++r) {
+      const Isa::Lanes products = Sums::products(Isa::load_part(codes + r * job.row_bytes, left), x);
+      lanes[r] = Isa::multiply_add(products, Isa::spread(scales + r * job.scale_stride, count), lanes[r]);
+    }
   }
-  const int count = static_cast<int>(Isa::kBytes / job.group_bytes);
-  for (; left > 0; left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock, scales += count) {
-    sums.clear();
-    Isa::prefetch(codes + kPrefetch);
-    sums.add(left >= Isa::kBytes ? Isa::load(codes) : Isa::load_part(codes, left), x);
-    lanes = Isa::multiply_add(sums.total(), Isa::spread(scales, count), lanes);
+  const float* offsets = job.offsets + row * job.scale_stride;
+  const int64_t groups = job.row_bytes / job.group_bytes;
+  for (int r = 0; r < ROWS; ++r, offsets += job.scale_stride) {
+    Isa::Lanes sums = Isa::zero();
+    for (int64_t g = 0; g < groups; g += Isa::kLanes) {
+      sums = Isa::multiply_add(Isa::from_floats(offsets + g), Isa::from_floats(job.group_sums + g), sums);
+    }
+    out[r] = Isa::multiply_add(lanes[r], Isa::set1(job.unit), sums);
   }
-  return lanes;
+}
+
+template <int BITS, int DIGITS, bool ONE>
+inline void multiply_grouped_rows(const VectorJob& job, int64_t row, int count, Isa::Lanes* lanes) {
+  constexpr int kRows = Isa::group_rows<BITS, DIGITS>();
+  int r = 0;
+  for (; r + kRows <= count; r += kRows) multiply_groups<BITS, DIGITS, kRows, ONE>(job, row + r, lanes + r);
+  for (; r < count; ++r) multiply_groups<BITS, DIGITS, 1, ONE>(job, row + r, lanes + r);
 }
 
 template <int BITS, int DIGITS>
@@ -415,10 +461,12 @@ void multiply_vector(const VectorJob& job) {
     if (job.scales == nullptr) {
       for (; r + kRows <= count; r += kRows) multiply_rows<BITS, DIGITS, kRows>(job, row + r, lanes + r);
       for (; r < count; ++r) multiply_rows<BITS, DIGITS, 1>(job, row + r, lanes + r);
+    } else if (job.group_bytes == Isa::kBytes) {
+      multiply_grouped_rows<BITS, DIGITS, true>(job, row, count, lanes);
     } else {
-      for (; r < count; ++r) lanes[r] = multiply_groups<BITS, DIGITS>(job, row + r);
+      multiply_grouped_rows<BITS, DIGITS, false>(job, row, count, lanes);
     }
-    for (; r < Isa::kLanes; ++r) lanes[r] = Isa::zero();
+    for (r = count; r < Isa::kLanes; ++r) lanes[r] = Isa::zero();
     Isa::reduce(lanes, out);
     std::memcpy(job.out + row, out, count * sizeof(float));
   }

@@ -56,6 +56,12 @@ struct Isa {
       }
       return total;
     }
+    static Lanes products(Bytes codes, const int8_t* x) {
+      Sums sums;
+      sums.clear();
+      sums.add(codes, x);
+      return sums.total();
+    }
 
    private:
     static int8x16_t field(Bytes codes, int p) {
@@ -74,6 +80,10 @@ struct Isa {
   template <int BITS, int DIGITS>
   static constexpr int rows() {
     return 4;
+  }
+  template <int BITS, int DIGITS>
+  static constexpr int group_rows() {
+    return 2;
   }
 
   static constexpr int kShrinkVectors = 4, kExpandVectors = 4;

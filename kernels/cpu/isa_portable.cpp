@@ -47,10 +47,20 @@ struct Isa {
       }
       return lanes;
     }
+    static Lanes products(const Bytes& codes, const int8_t* x) {
+      Sums sums;
+      sums.clear();
+      sums.add(codes, x);
+      return sums.total();
+    }
   };
 
   template <int BITS, int DIGITS>
   static constexpr int rows() {
+    return 1;
+  }
+  template <int BITS, int DIGITS>
+  static constexpr int group_rows() {
     return 1;
   }
 

@@ -36,6 +36,8 @@ void load_per_row(const PackedMatrix& w, Floats from, int64_t begin, int64_t end
     std::fill(out, out + (end - begin), value);
   } else if (!is_grouped(w)) {
     k.load(from, begin, end - begin, out);
+  } else if (w.groups == stride) {
+    k.load(from, begin * stride, (end - begin) * stride, out);
   } else {
     for (int64_t n = begin; n < end; ++n, out += stride) {
       k.load(from, n * w.groups, w.groups, out);
@@ -99,8 +101,8 @@ struct Grid {
 
 Grid grid_of_groups(const PackedMatrix& w, int64_t begin, int64_t end, RowScratch& scratch) {
   Grid grid;
-  grid.stride = round_up(w.groups, 16) + 16;  // kernels load 16 scales at a time
-  const int64_t count = (end - begin) * grid.stride;
+  grid.stride = round_up(w.groups, 16);
+  const int64_t count = (end - begin) * grid.stride + 16;  // kernels load 16 scales at a time
   float* slopes = scratch.scales.get<float>(count);
   load_per_row(w, w.scales, begin, end, grid.stride, slopes);
   grid.slopes = grid.offsets = slopes;
@@ -154,14 +156,12 @@ void multiply_grouped(const Prepared& x, const Pass& pass, const PackedMatrix& w
                        out, rows, bytes, ahead}, grid.slopes, grid.stride, group_bytes});
     return add_offsets(pass, w.groups, grid, rows, out, scratch);
   }
+  float* sums = scratch.blocks.get<float>(grid.stride);
+  std::fill(sums + w.groups, sums + grid.stride, 0.0f);
   for (int64_t i = 0; i < pass.count; ++i, out += rows) {
+    for (int64_t g = 0; g < w.groups; ++g) sums[g] = grid.factor * pass.sums[i * w.groups + g];
     k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, grid.slopes, grid.stride,
-              group_bytes, out});
-    const float* sums = pass.sums + i * x.sum_groups;
-    for (int64_t n = 0; n < rows; ++n) {
-      const float offset = k.dot(grid.offsets + n * grid.stride, sums, w.groups);
-      out[n] = pass.scales[i] * out[n] + grid.factor * offset;
-    }
+              group_bytes, out, grid.offsets, sums, pass.scales[i]});
   }
 }
 
@@ -181,7 +181,7 @@ void multiply_rows(const Prepared& x, const Pass& pass, const PackedMatrix& w, c
       prefetcher.next_share();
       for (int64_t i = 0; i < pass.count; ++i) {
         k.vector({codes_of(w, begin + row), std::min(step, rows - row), row_bytes(w), pass.vector(i), pass.digits,
-                  w.bits, nullptr, 0, 0, out + i * rows + row});
+                  w.bits, nullptr, 0, 0, out + i * rows + row, nullptr, nullptr, 1});
       }
     }
   }

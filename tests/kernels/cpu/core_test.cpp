@@ -80,7 +80,7 @@ void test_columns(const Kernels& k, const uint8_t* codes, int64_t rows, int64_t 
 // `largest_codes`, all codes are, and digits: of two, the low one is -128 in all columns but the first.
 void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t cols, int64_t group, bool largest_codes) {
   const int64_t row_bytes = cols * bits / 8, groups = group > 0 ? cols / group : 1;
-  const int64_t stride = groups / 16 * 16 + 32;
+  const int64_t stride = (groups + 15) / 16 * 16;
   uint8_t* codes = array<uint8_t>(rows * row_bytes);
   for (int64_t i = 0; i < rows * row_bytes; ++i) codes[i] = static_cast<uint8_t>(largest_codes ? 255 : draw());
   float* x = array<float>(cols);
@@ -88,13 +88,16 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
   const float low = digits == 2 ? -128.0f / 32639 : -1;
   for (int64_t i = 0; i < cols; ++i) x[i] = largest_codes ? (i == 0 ? 1 : low) : draw_float();
   for (int64_t i = 0; i < cols; ++i) largest = fmaxf(largest, fabsf(x[i]));
-  float* scales = array<float>(rows * stride);
+  float *scales = array<float>(rows * stride), *offsets = array<float>(rows * stride);
   for (int64_t n = 0; n < rows; ++n) {
-    for (int64_t g = 0; g < groups; ++g) scales[n * stride + g] = draw_float();
+    for (int64_t g = 0; g < groups; ++g) {
+      scales[n * stride + g] = draw_float();
+      offsets[n * stride + g] = draw_float();
+    }
   }
   const Layout layout = {bits, k.vector_bytes, digits};
   int8_t* planes = array<int8_t>(digit_bytes(layout, cols));
-  float* sums = array<float>(groups);
+  float* sums = array<float>(stride);
   float unit;
   float* rest = array<float>(cols);
   memcpy(rest, x, cols * sizeof(float));
@@ -114,11 +117,16 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
   }
   float* out = array<float>(rows);
   const float* per_group = group > 0 ? scales : nullptr;
-  k.vector({codes, rows, row_bytes, planes, digits, bits, per_group, stride, row_bytes / groups, out});
+  k.vector({codes, rows, row_bytes, planes, digits, bits, per_group, stride, row_bytes / groups, out, offsets, sums, unit});
   for (int64_t n = 0; n < rows; ++n) {
-    double wanted = 0, gross = 1;
+    double wanted = 0, gross = group > 0 ? unit : 1;
+    for (int64_t g = 0; group > 0 && g < groups; ++g) {
+      const double term = static_cast<double>(offsets[n * stride + g]) * sums[g];
+      wanted += term;
+      gross += fabs(term);
+    }
     for (int64_t i = 0; i < cols; ++i) {
-      const double scale = group > 0 ? scales[n * stride + i / group] : 1;
+      const double scale = group > 0 ? static_cast<double>(unit) * scales[n * stride + i / group] : 1;
       const double term = scale * code_at(codes + n * row_bytes, bits, i) * value_at(planes, layout, i);
       wanted += term;
       gross += fabs(term);
@@ -126,7 +134,7 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
     expect(out[n], wanted, 1e-6 * gross, "product");
   }
   test_columns(k, codes, rows, cols, bits, group, scales, stride, x);
-  free(codes), free(x), free(rest), free(scales), free(planes), free(sums), free(out);
+  free(codes), free(x), free(rest), free(scales), free(offsets), free(planes), free(sums), free(out);
 }
 
 // Codes times some vectors: as they are, with scales of groups unless these are 0, or of palettes whose first table has
@@ -290,8 +298,8 @@ void test_all(const Kernels& k) {
         for (const int64_t words : {1, 3, 16, 37, 160}) {
           test_vector(k, bits, digits, rows, words * 32 / bits, 0, draw() % 3 == 0);
         }
-        // Groups of one word, of two, of a register and of four.
-        for (const int64_t words : {1, 2, 4, 16}) {
+        // Groups of one word, of two, of a register of each size and of four.
+        for (const int64_t words : {1, 2, 4, 8, 16}) {
           test_vector(k, bits, digits, rows, 48 * 32 / bits, words * 32 / bits, draw() % 3 == 0);
         }
       }
