@@ -153,7 +153,7 @@ def rules_of(kind: type[Struct]) -> Mapping[str, FieldRule]:
         named |= dict.fromkeys(names.split(), rule)
     hints = get_type_hints(kind, include_extras=True)
     for each in msgspec.structs.fields(kind):
-        if each.name not in found:
+        if each.name not in found or each.name in named:
             rule = named.pop(each.name, Honoured())
             found[each.name] = FieldRule(rule, _shape(hints[each.name]), each.required)
     return found | {name: FieldRule(rule, ValueShape(object)) for name, rule in named.items()}

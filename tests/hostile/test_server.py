@@ -118,6 +118,7 @@ def test_known_ways_to_break_a_server(http):
         b'{"model": "afm-nano", "logit_bias": ' + b'{"a":' * 10**5 + b"1" + b"}" * 10**5 + b"}",
         b'{"model": "afm-nano", "messages": [{"role": "user", "content": "\xc3("}]}',
         b'{"model": "afm-nano", "n": ' + b"9" * 10**5 + b"}",
+        b'{"model": "afm-nano", "prompt": "a", "max_tokens": {}}',
         json.dumps({**CHAT, "response_format": nested(200)}).encode(),
         json.dumps({**CHAT, "guided_json": nested(200)}).encode(),
         json.dumps({**CHAT, "guided_regex": "((a*)*)*" * 50}).encode(),
