@@ -85,7 +85,7 @@ def test_pings_are_pieces_without_text(client, server):
         parts = list(client.chat(MODEL, ASKED, stream=True))
     finally:
         state.options = options
-    assert len(parts) > len({part.message.content for part in parts}) + 5
+    assert sum(not part.message.content for part in parts) > 1  # the last one, and a ping
     assert "".join(part.message.content for part in parts) == stories.FORMAL_ANSWER
     assert [part.done for part in parts].index(True) == len(parts) - 1
 
