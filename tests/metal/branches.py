@@ -12,10 +12,8 @@ Left out are those in constant expressions, and loops that are unrolled, whose l
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
-import mmap
 import os
 import re
 import sys
@@ -27,7 +25,7 @@ import numpy as np
 
 from afm_mlx.kernels.metal.runtime import FOLDER, _read
 
-from . import toolchain
+from . import machine
 from .lint import without_comments
 from .translation import closing
 
@@ -199,23 +197,21 @@ def _digest() -> str:
 
 
 @functools.cache
-def start() -> mmap.mmap | None:
-    """Where this process records what launches do, when the switch is on; made once."""
+def start() -> bool:
+    """Have what launches of this process do recorded, when the switch is on; done once."""
     folder = os.environ.get(SWITCH)
     if not folder:
-        return None
+        return False
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with (Path(folder) / f"{_digest()}-{os.getpid()}.taken").open("w+b") as file:
-        file.truncate(WIDTH * len(sites()))
-        table = mmap.mmap(file.fileno(), 0)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(table))
-    toolchain.runtime().emulator_record_to(ctypes.c_void_p(address), ctypes.c_uint(WIDTH))
-    return table
+    table = Path(folder) / f"{_digest()}-{os.getpid()}.taken"
+    table.write_bytes(bytes(WIDTH * len(sites())))
+    machine.record_to(table, WIDTH)
+    return True
 
 
 def source(name: str, text: str) -> str:
     """A file's text as the emulator compiles it: with records when the switch is on."""
-    return text if start() is None else instrumented(name, text)
+    return instrumented(name, text) if start() else text
 
 
 def untaken(folder: Path) -> list[str]:

@@ -189,7 +189,7 @@ def project_kernel(kernel: metal_runtime.Kernel, template: metal_runtime.Templat
     With `AFM_METAL_LINES=1`, names and lines are the files' own, for whoever looks for a fault.
     """
     header, body, buffers = metal_runtime.form(kernel, template)
-    if os.environ.get(LINES) or branches.start() is not None:
+    if os.environ.get(LINES) or branches.start():
         read = metal_runtime._read
         with mock.patch.object(metal_runtime, "_read", lambda n: branches.source(n, read(n))):
             decided = functools.partial(kernel.decided, template)

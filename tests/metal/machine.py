@@ -1,4 +1,8 @@
-"""Launches on buffers of bytes: compiled programs, the processes that they run in, and what these report."""
+"""Launches on buffers of bytes: compiled programs, the processes that they run in, and what these report.
+
+`python -m tests.metal.machine` is the process that launches are forked from. It is small, and so is each fork:
+a copy of a test run's own process, with its gigabytes, takes longer than most kernels.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ import functools
 import math
 import mmap
 import os
+import pickle
 import random
 import re
 import shutil
 import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,9 +33,13 @@ THREADGROUP_BYTES = 32 * 1024
 MAX_THREADS = 1024
 MAX_BUFFERS = 31
 SECONDS = 120
+ROOT = Path(__file__).parents[2]
 
 Buffers = Sequence[tuple[str, bytes | int]]
 """Names of a launch's buffers, in order, each with an input's bytes or an output's size."""
+
+Runs = list[list[tuple[np.ndarray, np.ndarray]]]
+"""For each run and output: its bytes, and which of them were written."""
 
 
 class EmulatorError(RuntimeError):
@@ -67,12 +78,7 @@ class Program:
             self.library = toolchain.compile_library(unit.whole, include=unit.include, **options)
         except CompileError as error:
             raise CompileError(f"kernel `{name}` doesn't compile:\n{error}") from None
-        toolchain.runtime()
-        self._loaded = loaded = ctypes.CDLL(str(self.library))
-        span = (ctypes.c_ulong * 2)()
-        loaded.emulator_range(span)
-        self.code = tuple(span)
-        self.entry = ctypes.cast(loaded.emulator_entry, ctypes.c_void_p).value
+        toolchain.runtime()  # compiled here, where an error is seen
 
 
 class _Buffer(ctypes.Structure):
@@ -134,9 +140,12 @@ def run(
         fail(f"{threads} threads in a threadgroup, at most {MAX_THREADS} run")
     if len(buffers) > MAX_BUFFERS:
         fail(f"{len(buffers)} buffers, Metal binds at most {MAX_BUFFERS}")
-    error, runs = _run_twice(program, buffers, grid, threadgroup, seed, lets_equals_race)
+    launch = _Asked(
+        str(program.library), program.name, buffers, grid, threadgroup, seed, lets_equals_race
+    )
+    error, runs = _launcher.run(launch)
     if error:
-        fail(_with_line(program, error))
+        fail(error)
     outputs = [name for name, data in buffers if isinstance(data, int)]
     # Two schedules must write the same bytes with the same values.
     for name, (a, in_a), (b, in_b) in zip(outputs, *runs, strict=True):
@@ -166,15 +175,91 @@ def _alike(a: np.ndarray, b: np.ndarray, kind: str | None) -> np.ndarray:
     return np.repeat((tiny[0] & tiny[1]) | near, a.size // max(1, numbers[0].size))
 
 
-def _run_twice(
-    program: Program,
-    buffers: Buffers,
-    grid: Sequence[int],
-    threadgroup: Sequence[int],
-    seed: int,
-    lets_equals_race: bool,
-) -> tuple[str, list[list[tuple[np.ndarray, np.ndarray]]]]:
+class _Asked(NamedTuple):
+    """What the process that launches are forked from is asked for."""
+
+    library: str
+    name: str
+    buffers: Buffers
+    grid: Sequence[int]
+    threadgroup: Sequence[int]
+    seed: int
+    lets_equals_race: bool
+    record: tuple[str, int] | None = None
+
+
+class _Launcher:
+    """The process that launches are forked from, started at the first launch."""
+
+    def __init__(self) -> None:
+        self.record: tuple[str, int] | None = None
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, launch: _Asked) -> tuple[str, Runs]:
+        with self._lock:
+            if self._process is None:
+                command = [sys.executable, "-m", "tests.metal.machine"]
+                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                self._process = subprocess.Popen(command, cwd=ROOT, **pipes)
+            process = self._process
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                pickle.dump(launch._replace(record=self.record), process.stdin, -1)
+                process.stdin.flush()
+                return pickle.load(process.stdout)
+            except BaseException:  # half a message may be left in the pipes
+                process.kill()
+                process.communicate()
+                self._process = None
+                raise
+
+
+_launcher = _Launcher()
+
+
+def record_to(file: Path | None, width: int = 0) -> None:
+    """Have launches record the ways that they take in a file: `width` bytes for each branch."""
+    _launcher.record = file and (str(file), width)
+
+
+def _serve() -> None:
+    """Run the launches that the parent process asks for, until it closes its pipe or ends."""
+    replies, sys.stdout = sys.stdout.buffer, sys.stderr
+    recorded = None
+    while True:
+        try:
+            launch: _Asked = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        if launch.record != recorded:
+            recorded, address, width = launch.record, None, 0
+            if recorded is not None:
+                name, width = recorded
+                with open(name, "r+b") as file:
+                    table = mmap.mmap(file.fileno(), 0)
+                address = ctypes.addressof(ctypes.c_char.from_buffer(table))
+            record_to = toolchain.runtime().emulator_record_to
+            record_to(ctypes.c_void_p(address), ctypes.c_uint(width))
+        pickle.dump(_run_twice(launch), replies, -1)
+        replies.flush()
+
+
+@functools.cache
+def _load(library: str) -> tuple[ctypes.CDLL, int, tuple[int, int]]:
+    """A compiled program: the address of its function, and where its code begins and ends."""
+    toolchain.runtime()
+    loaded = ctypes.CDLL(library)
+    span = (ctypes.c_ulong * 2)()
+    loaded.emulator_range(span)
+    return loaded, ctypes.cast(loaded.emulator_entry, ctypes.c_void_p).value or 0, tuple(span)
+
+
+def _run_twice(launch: _Asked) -> tuple[str, Runs]:
     """Both runs in a forked process: the error, or each run's outputs, bytes and which of them were written."""
+    buffers = launch.buffers
+    _, entry, code = _load(launch.library)
     size = sum(2 * data for _, data in buffers if isinstance(data, int))
     # Shared with the forked process, which writes its report and the outputs there.
     shared = mmap.mmap(-1, _ERROR_BYTES + 2 * size)
@@ -193,34 +278,41 @@ def _run_twice(
             else:
                 slot.size, slot.data = len(data), ctypes.cast(data, ctypes.c_void_p)
         launches[schedule] = _Launch(
-            *(program.name.encode(), program.entry, table, len(buffers)),
-            *(tuple(grid), tuple(threadgroup), seed, schedule, SECONDS, THREADGROUP_BYTES),
-            *(*program.code, lets_equals_race),
+            *(launch.name.encode(), entry, table, len(buffers)),
+            *(tuple(launch.grid), tuple(launch.threadgroup), launch.seed, schedule),
+            *(SECONDS, THREADGROUP_BYTES, *code, launch.lets_equals_race),
         )
         runs.append(results)
     failed = toolchain.runtime().emulator_run(
         launches, len(launches), ctypes.c_void_p(memory.ctypes.data), ctypes.c_ulong(_ERROR_BYTES)
     )
     if failed:
-        return memory[:_ERROR_BYTES].tobytes().split(b"\0", 1)[0].decode(errors="replace"), []
+        error = memory[:_ERROR_BYTES].tobytes().split(b"\0", 1)[0].decode(errors="replace")
+        return _with_line(launch, error), []
     return "", runs
 
 
 @functools.lru_cache(256)
-def _line_of(library: Path, offset: int) -> str:
+def _line_of(library: str, offset: int) -> str:
     tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
     if tool is None:
         return ""
-    done = subprocess.run([tool, "-e", str(library), hex(offset)], capture_output=True, text=True)
+    done = subprocess.run([tool, "-e", library, hex(offset)], capture_output=True, text=True)
     place = done.stdout.strip().split(" ")[0]
     return "" if place.startswith("?") or not place else f"({Path(place).name})"
 
 
-def _with_line(program: Program, message: str) -> str:
+def _with_line(launch: _Asked, message: str) -> str:
     """Replace the address of an access by its line, where a tool that knows lines is installed."""
     found = re.search(r" ?@(0x[0-9a-f]+)", message)
     if not found:
         return message
-    address, (begin, end) = int(found[1], 16), program.code
-    place = _line_of(program.library, address - begin - 1) if begin <= address < end else ""
+    address, (begin, end) = int(found[1], 16), _load(launch.library)[2]
+    place = _line_of(launch.library, address - begin - 1) if begin <= address < end else ""
     return message.replace(found.group(), f" {place}" if place else "")
+
+
+if __name__ == "__main__":
+    from tests.metal import machine
+
+    machine._serve()

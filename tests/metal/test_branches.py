@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.kernels.metal import runtime as metal_runtime
-from tests.metal import branches, emulator, toolchain
+from tests.metal import branches, emulator, machine, toolchain
 from tests.metal.emulator import emulated
 
 _reason = toolchain.why_unavailable()
@@ -64,7 +64,7 @@ def probe(tmp_path, monkeypatch):
         branches.untaken(tmp_path / "records")
     yield launch
     forget()
-    toolchain.runtime().emulator_record_to(None, 0)
+    machine.record_to(None)
 
 
 def test_what_was_never_taken_is_listed_until_it_is(probe):

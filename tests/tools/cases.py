@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import os
 import reprlib
 import time
@@ -20,22 +19,25 @@ import numpy as np
 
 def all_pairs(*axes: Sequence[Any]) -> list[tuple]:
     """Rows with one value of each axis, in which any two values of any two axes meet at least once."""
-    rng = np.random.default_rng([int(os.environ.get("AFM_TEST_SEED") or 0), *map(len, axes)])
-    meeting = set().union(*map(_pairs, itertools.product(*(range(len(axis)) for axis in axes))))
+    sizes = [len(axis) for axis in axes]
+    rng = np.random.default_rng([int(os.environ.get("AFM_TEST_SEED") or 0), *sizes])
+    values = [(i, k) for i, size in enumerate(sizes) for k in range(size)]
+    first = np.cumsum([0, *sizes[:-1]])  # where an axis begins among the values
+    axis_of = np.array([i for i, _ in values])
+    missing = axis_of[:, None] < axis_of  # pairs of values that have not met
+    one, other = np.triu_indices(len(axes), 1)
     rows = []
-    while meeting:
+    while (places := np.flatnonzero(missing)).size:
         # Of some rows that hold a pair still missing, the one that holds most of those.
-        candidates = rng.integers(0, [len(axis) for axis in axes], (20, len(axes)))
-        for i, value in sorted(meeting)[int(rng.integers(len(meeting)))]:
+        candidates = rng.integers(0, sizes, (20, len(axes)))
+        for which in divmod(places[int(rng.integers(places.size))], len(values)):
+            i, value = values[which]
             candidates[:, i] = value
-        row = max(candidates.tolist(), key=lambda row: len(_pairs(row) & meeting))
-        meeting -= _pairs(row)
-        rows.append(tuple(axis[k] for axis, k in zip(axes, row, strict=True)))
+        met = candidates + first
+        best = missing[met[:, one], met[:, other]].sum(1).argmax()
+        missing[met[best, one], met[best, other]] = False
+        rows.append(tuple(axis[k] for axis, k in zip(axes, candidates[best], strict=True)))
     return rows
-
-
-def _pairs(row: list[int]) -> set[tuple]:
-    return set(itertools.combinations(enumerate(row), 2))
 
 
 def draw(rng: np.random.Generator, shape: Any, dtype: mx.Dtype = mx.float32) -> mx.array:
