@@ -12,6 +12,8 @@ from afm_mlx.config import PRESETS
 from afm_mlx.measure.random_model import random_packed_model
 from bench import adapters
 
+pytestmark = pytest.mark.xdist_group("bench.adapters")  # it is measured once
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):

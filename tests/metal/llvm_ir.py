@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -55,6 +56,7 @@ def split_arguments(text: str) -> list[str]:
     return [part.strip() for part in split(text)] if text.strip() else []
 
 
+@functools.cache
 def size_of(type_: str) -> int:
     if array := re.fullmatch(r"[<\[](\d+) x (.*)[>\]]", type_):
         return int(array[1]) * size_of(array[2])

@@ -45,8 +45,9 @@ def registers(blocks: Mapping[str, Block]) -> float:
     code = [code for block in blocks.values() for code in block.code]
     types = {code.name: code.type for code in code if code.name not in uniform}
     types |= {name: type_ for block in blocks.values() for name, type_ in block.types.items()}
+    sizes = {name: _registers_of(type_) for name, type_ in types.items()}
     loops = {label for label in blocks if _reaches(blocks, label)} or set(blocks)
-    return max(_widest(blocks[label], live_out[label], types) for label in loops)
+    return max(_widest(blocks[label], live_out[label], sizes) for label in loops)
 
 
 def _with_offsets_in_accesses(blocks: Mapping[str, Block]) -> dict[str, Block]:
@@ -114,9 +115,9 @@ def _reaches(blocks: Mapping[str, Block], label: str) -> bool:
     return False
 
 
-def _widest(block: Block, live: set[str], types: Mapping[str, str]) -> float:
+def _widest(block: Block, live: set[str], sizes: Mapping[str, float]) -> float:
     """Most registers in a block: in the order of the IR or, where that takes fewer, values as they are used."""
-    return min(_widest_in(order, live, types) for order in (block.code, _as_needed(block, live)))
+    return min(_widest_in(order, live, sizes) for order in (block.code, _as_needed(block, live)))
 
 
 def _as_needed(block: Block, live: set[str]) -> list[Instruction]:
@@ -143,21 +144,16 @@ def _as_needed(block: Block, live: set[str]) -> list[Instruction]:
     return order
 
 
-def _widest_in(order: Sequence[Instruction], live: set[str], types: Mapping[str, str]) -> float:
-    def size(name: str) -> float:
-        return (
-            _registers_of(types[name]) if name in types else 0
-        )  # what isn't computed is a parameter
-
+def _widest_in(order: Sequence[Instruction], live: set[str], sizes: Mapping[str, float]) -> float:
     live = set(live)
-    widest = now = sum(map(size, live))
+    widest = now = sum(sizes.get(name, 0) for name in live)  # what isn't computed is a parameter
     for code in reversed(order):
         if code.name in live:
             live.remove(code.name)
-            now -= size(code.name)
+            now -= sizes.get(code.name, 0)
         for name in code.operands:
-            if name.startswith("%") and name not in live:
+            if name not in live and name.startswith("%"):
                 live.add(name)
-                now += size(name)
+                now += sizes.get(name, 0)
         widest = max(widest, now)
     return widest

@@ -6,6 +6,7 @@ are known. Everything else is unknown, and so is what is computed from it.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections import Counter
@@ -43,8 +44,20 @@ _COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": opera
 MOST_STEPS = 2_000_000  # instructions of a walk
 
 
+@functools.cache
 def _bits(type_: str) -> int:
     return int(type_[1:]) if re.fullmatch(r"i\d+", type_) else 64
+
+
+@functools.cache
+def _constant(text: str, type_: str) -> Any:
+    if text in ("true", "false"):
+        return int(text == "true")
+    if re.fullmatch(r"-?\d+", text):
+        return int(text) % (1 << _bits(type_))
+    if text == "null":
+        return Pointer("", 0)
+    return 0 if text == "zeroinitializer" else None
 
 
 def _signed(value: int, bits: int) -> int:
@@ -107,17 +120,7 @@ class Walk:
         return second if self._blocks[second].successors == (first,) else first
 
     def _value(self, text: str, type_: str) -> Any:
-        if text.startswith("%"):
-            return self._values.get(text)
-        if text in ("true", "false"):
-            return int(text == "true")
-        if re.fullmatch(r"-?\d+", text):
-            return int(text) % (1 << _bits(type_))
-        if text == "null":
-            return Pointer("", 0)
-        if text == "zeroinitializer":
-            return 0
-        return None
+        return self._values.get(text) if text[0] == "%" else _constant(text, type_)
 
     def _result(self, label: str, place: int, code: Instruction) -> Any:
         op = code.op
