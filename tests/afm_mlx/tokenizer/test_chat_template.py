@@ -1,6 +1,7 @@
 """Rendered conversations have the same ids as tamm's preprocessor; a faulty template is named."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -17,15 +18,20 @@ def tamm_ids(reference):
     """A function (messages, tools, add_generation_prompt) -> ids by tamm's preprocessor."""
     from tamm.preprocessors.instruct_lm.afm import AFMChatTemplateV6Preprocessor
 
-    def ids(messages, tools, add_generation_prompt):
-        preprocessor = AFMChatTemplateV6Preprocessor(
-            reference, prepend_system_message=all(m["role"] != "system" for m in messages)
+    @functools.cache
+    def preprocessor(prepend_system_message):
+        made = AFMChatTemplateV6Preprocessor(
+            reference, prepend_system_message=prepend_system_message
         )
         # It raises for training without an answer, which is nothing a renderer has to refuse.
-        preprocessor._validate_messages_contain_target_role = lambda messages: None
+        made._validate_messages_contain_target_role = lambda messages: None
+        return made
+
+    def ids(messages, tools, add_generation_prompt):
+        render = preprocessor(all(m["role"] != "system" for m in messages))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return preprocessor(
+            return render(
                 copy.deepcopy(messages), generate_prefix=add_generation_prompt, tools=tools
             ).input_ids
 
