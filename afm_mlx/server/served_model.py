@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import sys
@@ -558,17 +559,21 @@ class ServedModel:
         yield "adapters_registered", "Adapters by name.", len(known["adapters"])
 
     def close(self) -> None:
-        """End the threads, write pending pages of the prefix cache to its folder, and free the weights."""
-        if self._owns_resources:
-            self.resources.close()
-        if self.pool is not None:
-            self.pool.close()
-        if self.prefix_cache is not None:
-            threads.submit(self.prefix_cache.close).result()
-            self.prefix_cache = None
-        if not self._is_closed:
-            self._is_closed = True
-            threads.submit(self._release).result()
+        """End the threads, write pending pages of the prefix cache to its folder, and free the weights.
+
+        A step that fails stops none of the others.
+        """
+        with contextlib.ExitStack() as last_first:
+            if not self._is_closed:
+                self._is_closed = True
+                last_first.callback(lambda: threads.submit(self._release).result())
+            if self.prefix_cache is not None:
+                prefixes, self.prefix_cache = self.prefix_cache, None
+                last_first.callback(lambda: threads.submit(prefixes.close).result())
+            if self.pool is not None:
+                last_first.callback(self.pool.close)
+            if self._owns_resources:
+                last_first.callback(self.resources.close)
 
     def _release(self) -> None:
         self.engine.close()

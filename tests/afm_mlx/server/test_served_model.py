@@ -130,3 +130,11 @@ def test_the_models_own_id_can_have_an_adapter():
         assert found == ["todo", "private"]
     finally:
         served.close()
+
+
+def test_weights_are_freed_also_where_adapters_fail_to_close(monkeypatch):
+    served = ServedModel.load(name="mine", adapters={"private": ADAPTERS / "redact"})
+    monkeypatch.setattr(served.pool, "close", lambda: {}["pool"])
+    with pytest.raises(KeyError, match="pool"):
+        served.close()
+    assert not hasattr(served, "model")
