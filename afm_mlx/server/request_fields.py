@@ -514,6 +514,15 @@ class EmbeddingRequest(Fields):
             shapes_answers=False,
         ),
         "user": WHO,
+        "output_dtype embedding_type embedding_types": Refused(
+            "vectors are of float32", ("float", ["float"], *EMPTY)
+        ),
+        "output_dimension": Refused("it is called dimensions here"),
+        "normalized": Refused("all vectors have a norm of 1", (True, *EMPTY[:-1])),
+        "truncate truncation": Refused("texts are never shortened", ("NONE", *EMPTY)),
+        "task late_chunking": Refused(
+            "there are no such tasks; adapters are models, see /v1/models"
+        ),
     }
 
 
@@ -531,7 +540,7 @@ class RerankRequest(Fields):
     rules = {
         "model": MODEL,
         "query": Honoured("a text", shapes_answers=False),
-        "documents": Honoured("up to 2,048 texts, or objects with a `text`", shapes_answers=False),
+        "documents": "up to 2,048 texts, or objects with a `text`; they are never shortened",
         "top_n": Honoured("number of results; all by default", shapes_answers=False),
         "return_documents": Honoured("results have their documents", shapes_answers=False),
         "instruction": Honoured(
@@ -1110,6 +1119,9 @@ TRUNCATES = Honoured(
 )
 
 
+LASTING = Ignored("`--keep-alive` decides how long a model stays loaded")
+
+
 class OllamaEmbedRequest(Fields):
     model: str
     input: str | Annotated[list[str], Meta(max_length=MAX_TOKENS)] | None = None
@@ -1120,7 +1132,8 @@ class OllamaEmbedRequest(Fields):
         "input": "a text, or a list of up to 2,048; without it, the model is loaded",
         "truncate": TRUNCATES,
         "dimensions": DIMENSIONS,
-        "options keep_alive": LOADED,
+        "options": LOADED,
+        "keep_alive": LASTING,
     }
 
 
@@ -1130,7 +1143,8 @@ class OllamaEmbeddingRequest(Fields):
     rules = {
         "model": OllamaRequest.rules["model"],
         "prompt": "a text; without it, the model is loaded",
-        "options keep_alive": LOADED,
+        "options": LOADED,
+        "keep_alive": LASTING,
     }
 
 
@@ -1154,7 +1168,7 @@ OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "adapters": EMPTY,
     "add_generation_prompt": (True,),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "chat_template"), EMPTY),
-    **dict.fromkeys(("continue_final_message", "documents"), EMPTY),
+    "continue_final_message": EMPTY,
     "dry_multiplier": (0, 0.0),
     **dict.fromkeys(("frequency_context_size", "grammar", "ignore_eos", "json_schema"), EMPTY),
     "length_penalty": (1, 1.0),
