@@ -159,6 +159,18 @@ def test_the_prefix_cache_serves_the_last_token_and_no_mean(rng, tokenizer, kind
         assert (prefixes.nbytes > kept) == grows
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_rows_of_a_sliding_window_run_one_by_one(rng, model, tokenizer, pooling):
+    prompts, asked = [some_prompt(rng, n) for n in (20, 9, 14)], Embedding(pooling)
+    engine = Engine(model, tokenizer, max_kv_size=32, sliding_window=True)
+    for prompt in [*prompts, some_prompt(rng, 90)]:
+        engine.submit(Request(prompt, 0, embedding=asked))
+    found = run(engine)
+    for row, prompt in enumerate(prompts):
+        assert_right(found[row][0].embedding, model, prompt, asked)
+    assert np.isfinite(found[3][0].embedding).all()  # of what the window kept
+
+
 def test_adapters_change_their_own_rows(rng, model, tokenizer, tmp_path):
     prompt = some_prompt(rng, 30)
     with AdapterPool(model) as pool:

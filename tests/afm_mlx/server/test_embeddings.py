@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import socket
 import struct
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from afm_mlx.adapters.adapter_folder import EmbeddingUse, load_adapter, save_ada
 from afm_mlx.engine.engine import Engine
 from afm_mlx.model.model import Model
 from afm_mlx.server.prompt_rows import MAX_INPUTS
-from tests.tools.cases import each
+from tests.tools.cases import each, until
 from tests.tools.server import running_server, several_models
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
@@ -196,6 +197,17 @@ def test_many_inputs_run_a_few_at_a_time(server, ask, http, monkeypatch):
     assert 1 < most[0] <= server.served.options.max_batch
     assert metric(http, "request_success_total", 'finished_reason="stop"') == before + 1
     assert metric(http, "num_requests_running") == metric(http, "num_requests_waiting") == 0
+
+
+def test_a_client_that_leaves_frees_its_rows(server, http):
+    with socket.create_connection(("127.0.0.1", server.port)) as leaving:
+        body = json.dumps({"model": "afm-nano", "input": ["word " * 300] * 500}).encode()
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        leaving.sendall(head.encode() + body)
+        until(lambda: server.served.engine.rows)
+    until(lambda: not server.served.engine.rows)
+    until(lambda: metric(http, "num_requests_running") == 0)
+    assert server.served.admission.active == 0
 
 
 def metric(http, name, labels=""):
