@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_write
 from afm_mlx.json_values import MAX_RANK, is_number, is_rank, is_text
+from afm_mlx.model.pooling import POOLINGS
 
 TENSORS_NAME = "adapters.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -29,6 +30,28 @@ LoRATensor: TypeAlias = mx.array | StoredTensor
 """A matrix in memory, or in a safetensors file of which only the header was read."""
 
 _TENSOR_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[ab])(?P<part>\.\d+)?")
+
+
+@dataclass(frozen=True)
+class EmbeddingUse:
+    """How an adapter that was trained for embeddings is used."""
+
+    pooling: str = "last"  # or "mean"
+    instruction: str | None = None  # before queries, unless the caller says another one
+
+    @classmethod
+    def from_value(cls, value: object, source: str | Path) -> EmbeddingUse | None:
+        """Parse the config's `embedding`; raise `ConfigError` if it can't be used."""
+        if value is None:
+            return None
+        found = value if isinstance(value, dict) else {}
+        pooling, instruction = found.get("pooling"), found.get("instruction")
+        if pooling not in POOLINGS or not (instruction is None or is_text(instruction)):
+            raise ConfigError(
+                f"{source}: embedding is {shown(value)}, and must have a pooling, {' or '.join(POOLINGS)}, and "
+                "may have an instruction, a text."
+            )
+        return cls(pooling, instruction)
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,7 @@ class AdapterConfig:
     keys: tuple[str, ...] = ()  # adapted layers within a block, such as `mlp.up_proj`
     dropout: float = 0.0  # of the inputs of A in training
     base_model_fingerprint: str | None = None  # None when unknown, as in folders of mlx-lm
+    embedding: EmbeddingUse | None = None  # of an adapter that was trained for embeddings
 
     def to_dict(self) -> dict[str, object]:
         """Return the content of `adapter_config.json`."""
@@ -56,6 +80,8 @@ class AdapterConfig:
         }
         if self.base_model_fingerprint is not None:
             values["base_model_fingerprint"] = self.base_model_fingerprint
+        if self.embedding is not None:
+            values["embedding"] = asdict(self.embedding)
         return values
 
     @classmethod
@@ -95,7 +121,21 @@ class AdapterConfig:
         ):
             if not holds:
                 raise ConfigError(f"{source}: {name} is {shown(value)}, and must be {allowed}.")
-        return cls(rank, float(scale), num_layers, tuple(keys), float(dropout), fingerprint)
+        embedding = EmbeddingUse.from_value(values.get("embedding"), source)
+        return cls(
+            rank, float(scale), num_layers, tuple(keys), float(dropout), fingerprint, embedding
+        )
+
+
+def embedding_use(path: str | Path) -> EmbeddingUse | None:
+    """Return how an adapter is used for embeddings; None if its folder doesn't say, as other formats don't.
+
+    Raises `ConfigError` when the config can't be used.
+    """
+    config = Path(path) / CONFIG_NAME
+    if not config.is_file():
+        return None
+    return EmbeddingUse.from_value(read_config_json(config).get("embedding"), config)
 
 
 def save_adapter(

@@ -13,6 +13,7 @@ import numpy as np
 
 from afm_mlx.engine.draft_length import DraftCounts
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.pooling import POOLINGS
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.registry import AdapterChoice
@@ -34,10 +35,26 @@ class PromptLogprobs:
     Args:
         start: index of the first token in the prompt, 1 or more: no token comes before the first.
         top: number of most likely tokens at each position, besides the prompt's own.
+        others: ids of tokens that are scored at each position, too, however likely they are.
     """
 
     start: int = 1
     top: int = 0
+    others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Which vector of a prompt a request asks for.
+
+    Args:
+        pooling: "last" for the hidden state of the last token, "mean" for the average of all tokens.
+        dimensions: how many of its first numbers are kept, before it is scaled to an L2 norm of 1; pass None
+            for all.
+    """
+
+    pooling: str = "last"
+    dimensions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,7 @@ class PromptScores:
         ranks: (n,) int32, 1 for the most likely token; of equally likely ones, the smaller id comes first.
         top_tokens: (n, top) int32, the most likely tokens of each position, the likeliest first.
         top_logprobs: (n, top) float32.
+        other_logprobs: (n, others) float32, of the tokens `PromptLogprobs.others`.
     """
 
     start: int
@@ -57,12 +75,14 @@ class PromptScores:
     ranks: np.ndarray
     top_tokens: np.ndarray
     top_logprobs: np.ndarray
+    other_logprobs: np.ndarray
 
     @classmethod
-    def none(cls, top: int) -> PromptScores:
+    def none(cls, asked: PromptLogprobs) -> PromptScores:
         """Return the scores of no tokens."""
-        ids, values = np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
-        return cls(0, np.zeros(0, np.float32), np.zeros(0, np.int32), ids, values)
+        ids, values = np.zeros((0, asked.top), np.int32), np.zeros((0, asked.top), np.float32)
+        others = np.zeros((0, len(asked.others)), np.float32)
+        return cls(0, np.zeros(0, np.float32), np.zeros(0, np.int32), ids, values, others)
 
     @classmethod
     def joined(cls, start: int, parts: Sequence[PromptScores]) -> PromptScores:
@@ -73,13 +93,18 @@ class PromptScores:
             np.concatenate([part.ranks for part in parts]),
             np.concatenate([part.top_tokens for part in parts]),
             np.concatenate([part.top_logprobs for part in parts]),
+            np.concatenate([part.other_logprobs for part in parts]),
         )
 
     def part(self, start: int, stop: int, top: int) -> PromptScores:
         """Return the scores of tokens `start` to `stop` of these n, with at most `top` likeliest tokens."""
-        tops = self.top_tokens[start:stop, :top], self.top_logprobs[start:stop, :top]
         return PromptScores(
-            self.start + start, self.logprobs[start:stop], self.ranks[start:stop], *tops
+            self.start + start,
+            self.logprobs[start:stop],
+            self.ranks[start:stop],
+            self.top_tokens[start:stop, :top],
+            self.top_logprobs[start:stop, :top],
+            self.other_logprobs[start:stop],
         )
 
     @property
@@ -117,6 +142,9 @@ class Request:
         prompt_logprobs: which log-probabilities of the prompt's tokens are computed; pass None for none. The
             first response after the prompt has them (`TokenResponse.prompt_logprobs`). Keys and values of
             earlier prompts then serve only what comes before `start`.
+        embedding: which vector of the prompt is computed; pass None for none. The only response has it
+            (`TokenResponse.embedding`). `max_tokens` has to be 0, and `cache`, `prompt_logprobs`, `constraint`
+            and `heal` must not be given.
         adapter: name of an adapter in the engine's pool, or weights of several by their names, which are added
             up; pass None for the model alone, or with the adapter that is attached to it.
         constraint: what the answer must look like; pass None for any text.
@@ -125,6 +153,7 @@ class Request:
             that meets the constraint, however many tokens that has.
         heal: True if the prompt may end within a word: its last token is then generated again, together with
             what follows (`heal_prompt`).
+        keeps_prefix: False if the prompt is not left in the prefix cache, because no other will begin like it.
         draft: True if draft tokens may be proposed for the row where the engine has `Speculation`. Sampler and
             logits processors are then called for tokens that may be rejected, and must depend on nothing
             except their arguments.
@@ -141,10 +170,12 @@ class Request:
     on_prefill: Callable[[int, int], None] | None = None
     logprobs: bool = True
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: Embedding | None = None
     adapter: AdapterChoice | None = None
     constraint: Constraint | None = None
     at_limit: str = "error"
     heal: bool = False
+    keeps_prefix: bool = True
     draft: bool = True
     client: str = ""
 
@@ -176,11 +207,13 @@ class Request:
         for name, function in (("sampler", self.sampler), ("on_prefill", self.on_prefill)):
             if function is not None and not callable(function):
                 raise RequestError(f"{name} is {shown(function)}; a function or None is needed.")
-        for name in ("logprobs", "heal", "draft"):
+        for name in ("logprobs", "heal", "draft", "keeps_prefix"):
             if not isinstance(flag := getattr(self, name), bool | np.bool_ | int):
                 raise RequestError(f"{name} is {shown(flag)}; True or False is needed.")
         if self.prompt_logprobs is not None:
-            self._check_prompt_logprobs(len(prompt))
+            self._check_prompt_logprobs(len(prompt), end)
+        if self.embedding is not None:
+            self._check_embedding()
         if self.constraint is not None:
             from afm_mlx.guidance.constraint import Constraint
 
@@ -204,7 +237,7 @@ class Request:
             logits_processors=processors,
         )
 
-    def _check_prompt_logprobs(self, length: int) -> None:
+    def _check_prompt_logprobs(self, length: int, end: int) -> None:
         asked = self.prompt_logprobs
         if not isinstance(asked, PromptLogprobs):
             raise RequestError(
@@ -219,10 +252,44 @@ class Request:
             raise RequestError(
                 f"prompt_logprobs has top {shown(asked.top)}; 0 to {MOST_TOP} are allowed."
             )
+        wrong = [token for token in asked.others if not (_is_whole(token) and 0 <= token < end)]
+        if wrong:
+            raise RequestError(
+                f"prompt_logprobs has {shown(wrong[0])} among the other tokens; this model's go from 0 to "
+                f"{end - 1}."
+            )
         if self.heal:
             raise RequestError(
                 "prompt_logprobs and heal are both given; heal removes the prompt's last token. Leave out one."
             )
+
+    def _check_embedding(self) -> None:
+        asked = self.embedding
+        if not isinstance(asked, Embedding):
+            raise RequestError(
+                f"embedding is {shown(asked)}; Embedding(pooling, dimensions) or None is needed."
+            )
+        if asked.pooling not in POOLINGS:
+            raise RequestError(
+                f"The embedding's pooling is {shown(asked.pooling)}; allowed are {', '.join(POOLINGS)}."
+            )
+        if asked.dimensions is not None and not (
+            _is_whole(asked.dimensions) and asked.dimensions > 0
+        ):
+            raise RequestError(
+                f"The embedding's dimensions are {shown(asked.dimensions)}; 1 or more are allowed, or None."
+            )
+        if self.max_tokens != 0:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens}, and an embedding has no answer; give max_tokens=0."
+            )
+        for name, value in (
+            ("cache", self.cache),
+            ("prompt_logprobs", self.prompt_logprobs),
+            ("heal", self.heal or None),
+        ):
+            if value is not None:
+                raise RequestError(f"embedding and {name} are both given; leave out one.")
 
 
 def token_ids(prompt: object) -> list[int]:
@@ -287,6 +354,7 @@ class TokenResponse:
             prompt is computed.
         prompt_logprobs: log-probabilities of the prompt's tokens, in the first response after the prompt is
             computed; None in others, and if the request asks for none.
+        embedding: the prompt's vector (dimensions,), float32 with an L2 norm of 1, if the request asks for one.
         completion: tokens that complete the answer behind `token`, see `Request.at_limit`; their text is in
             `text`.
     """
@@ -302,4 +370,5 @@ class TokenResponse:
     cached_tokens: int = 0
     is_forced: bool = False
     prompt_logprobs: PromptScores | None = None
+    embedding: np.ndarray | None = None
     completion: Sequence[int] = ()

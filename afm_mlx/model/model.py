@@ -30,7 +30,7 @@ import mlx.nn as nn
 
 from afm_mlx import threads
 from afm_mlx.config import MODEL_TYPE, ModelConfig
-from afm_mlx.kernels import HeadOptions, KeyValues, QueryRope, reads_tails
+from afm_mlx.kernels import HeadOptions, KeyValues, QueryRope, reads_tails, rms_norm
 from afm_mlx.model.attention import Positions, attend, attend_and_write, row_positions
 from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.fused_layers import Normed, head_argmax, head_logits, is_fusable, project, swiglu
@@ -201,10 +201,10 @@ class Model(nn.Module):
         """
         return self._next(inputs, cache, Model.head)
 
-    def hidden(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+    def hidden(self, inputs: mx.array, cache: ModelCache | None = None) -> mx.array:
         """Return the hidden states (B, L, hidden_dim) of the next L tokens of every row, for `head`.
 
-        The cache grows by L tokens.
+        A cache grows by L tokens; without one, tokens begin at position 0.
         """
         return self._next(inputs, cache, Model._no_head)
 
@@ -281,6 +281,12 @@ class Model(nn.Module):
         threads.check_process()
         h = self._uncached(inputs, segments)
         return h.reshape(-1, h.shape[-1])[positions]
+
+    def final_norm(self, h: mx.array) -> mx.array:
+        """Return hidden states (..., hidden_dim) after the final norm, which `head` applies itself."""
+        norm = self.model.output_norm
+        # The kernel has no gradient; of numbers whose squares overflow it makes NaN, where MLX makes zeros.
+        return norm(h) if self.training else rms_norm(h, norm.weight, norm.eps)
 
     def head(self, h: mx.array) -> mx.array:
         """Return logits (..., vocab_size) of hidden states (..., hidden_dim): final norm and tied embedding."""

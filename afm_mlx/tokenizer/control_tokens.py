@@ -178,6 +178,15 @@ class ControlTokens:
             )
         return tokens
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Encode a caller's text, in which names of control tokens and `<n>` are plain text."""
+        if not _any_in(self._found, [text]):
+            tokens = self._vocabulary.encode(text.replace("\n", self._newline_text))
+            if self.match(text, tokens):
+                return tokens
+        mark = free_mark([text])
+        return self.encode(mark.join(text), mark)
+
     def encode(self, text: str, mark: str) -> list[int]:
         """Encode a rendered chat in which the caller's characters are marked.
 

@@ -172,6 +172,14 @@ class AFMTokenizer:
             return tokens
         return self._behind_separator(tokens, text)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Encode a text of other people: names of control tokens, and `<n>`, are plain text.
+
+        Raises `TokenizerError` if the text has surrogates.
+        """
+        refuse_surrogates(text)
+        return self._controls.encode_plain(text)
+
     def _behind_separator(self, tokens: list[int], text: str) -> list[int]:
         """Return `tokens` of `text` after the separator, without the dummy prefix before a marker."""
         if (

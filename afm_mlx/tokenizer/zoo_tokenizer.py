@@ -147,6 +147,16 @@ class ZooTokenizer(TokenizerWrapper):
         """Return the bytes that a token adds to a text; empty for ids that no token has."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Encode a text of other people, in which names of control tokens are plain text.
+
+        Raises `TokenizerError` if the text has surrogates, or a name that this tokenizer can't keep apart.
+        """
+        if self._backend is None:
+            return self._refusing(self._encode(text), [text])
+        refuse_surrogates(text)
+        return self._controls(self.template_source).encode_plain(text)
+
     # -- chats
 
     def _source(self, given: str | None, tools: object) -> str | None:
@@ -179,8 +189,8 @@ class ZooTokenizer(TokenizerWrapper):
         found = next((name for name in names if any(name in text for text in texts)), None)
         if found is not None:
             raise TokenizerError(
-                f"The messages have {shown(found)}, the name of a control token, and the code that writes "
-                f"chats of {self.name_or_path} can't keep it apart. Remove it."
+                f"The text has {shown(found)}, the name of a control token, and the tokenizer of "
+                f"{self.name_or_path} can't keep it apart. Remove it."
             )
         return tokens
 

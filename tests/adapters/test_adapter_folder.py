@@ -1,11 +1,17 @@
 """Adapter folders: written whole, read back, and refused with the reason when they can't be used."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
-from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter, save_adapter
+from afm_mlx.adapters.adapter_folder import (
+    AdapterConfig,
+    EmbeddingUse,
+    load_adapter,
+    save_adapter,
+)
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from tests.tools.cases import draw, each
 from tests.tools.compare import assert_same_tensors
@@ -35,6 +41,26 @@ def test_round_trip(adapter, folder):
     assert_same_tensors(found, adapter[0])
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["adapter_config.json", "adapters.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "use", [EmbeddingUse(), EmbeddingUse("mean"), EmbeddingUse("last", "Find the answer")]
+)
+def test_an_embedding_adapter_says_how_it_is_used(adapter, tmp_path, use):
+    tensors, config = adapter
+    save_adapter(tmp_path / "a", tensors, replace(config, embedding=use))
+    assert load_adapter(tmp_path / "a")[1].embedding == use
+
+
+@each(
+    "value",
+    [3, {}, {"pooling": "max"}, {"pooling": ["last"]}, {"pooling": "last", "instruction": 3}],
+)
+def test_other_uses_of_an_embedding_adapter_are_refused(folder, value):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"embedding": value}))
+    with pytest.raises(ConfigError, match=r"embedding is .*must have a pooling, last or mean"):
+        load_adapter(folder)
 
 
 def test_folders_of_mlx_lm_are_read(folder):
