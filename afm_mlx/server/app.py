@@ -49,6 +49,8 @@ from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.server_options import ServerOptions
 
 _LOG = logging.getLogger("afm_mlx.server")
+VERSIONS = ("/v1", "")
+"""Beginnings of routes that mlx-lm's and llama.cpp's servers have without a version, too."""
 
 
 def make_app(
@@ -78,7 +80,7 @@ def make_app(
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
-        Route("/v1/models", list_models),
+        *(Route(f"{version}/models", list_models) for version in VERSIONS),
         Route("/v1/models/{model_id:path}", retrieve_model),
         Route("/v1/adapters", adapters.list_adapters),
         Route("/v1/adapters", adapters.load_adapter, methods=["POST"]),
@@ -87,8 +89,14 @@ def make_app(
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),
         Route("/detokenize", tokenization.detokenize, methods=["POST"]),
         Route("/v1/completions", openai_completions.completions, methods=["POST"]),
-        Route("/v1/chat/completions", openai_chat.chat_completions, methods=["POST"]),
-        Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+        *(
+            Route(f"{version}{path}", answer, methods=["POST"])
+            for version in VERSIONS
+            for path, answer in (
+                ("/chat/completions", openai_chat.chat_completions),
+                ("/embeddings", embeddings.embeddings),
+            )
+        ),
         *(
             Route(f"{version}/rerank", reranking.rerank, methods=["POST"])
             for version in ("", "/v1", "/v2")  # vLLM's, Jina's and Cohere's

@@ -348,3 +348,15 @@ def test_unknown_models_and_non_finite_numbers(ask, http):
     with pytest.raises(openai.BadRequestError) as refused:
         ask("word " * 2000)
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_routes_without_a_version(server, client):
+    """Programs that are set up for mlx-lm's or llama.cpp's server have no /v1 in their addresses."""
+    with server.openai() as plain:
+        plain.base_url = server.url
+        assert plain.models.list().data == client.models.list().data
+        chat = {"model": "afm-nano", "messages": [{"role": "user", "content": FORMAL}]}
+        (said,) = plain.chat.completions.create(**chat, temperature=0).choices
+        assert said.message.content == ANSWER
+        texts = {"model": "afm-nano", "input": "a film"}
+        assert plain.embeddings.create(**texts).data == client.embeddings.create(**texts).data
