@@ -272,7 +272,7 @@ REFUSED_BY = {
         "--objective contrastive --dimensions 64 64": "dimensions are [64, 64]",
         "--objective contrastive --preset toolkit": "--preset toolkit is of no use",
         "--objective contrastive --no-mask-prompt": "--no-mask-prompt is of no use",
-        "--objective contrastive --teacher x": "There is no folder x",
+        "--objective contrastive --teacher x": "teacher would do nothing",
         "--objective contrastive --packing": "packing would do nothing",
         "--objective contrastive --text-feature body": "features would do nothing",
         "--objective contrastive --chunk-rows 4 --dropout 0.1": "computes texts twice",
