@@ -127,6 +127,17 @@ class AdapterConfig:
         )
 
 
+def embedding_use(path: str | Path) -> EmbeddingUse | None:
+    """Return how an adapter is used for embeddings; None if its folder doesn't say, as other formats don't.
+
+    Raises `ConfigError` when the config can't be used.
+    """
+    config = Path(path) / CONFIG_NAME
+    if not config.is_file():
+        return None
+    return EmbeddingUse.from_value(read_config_json(config).get("embedding"), config)
+
+
 def save_adapter(
     folder: str | Path, tensors: Mapping[str, mx.array], config: AdapterConfig
 ) -> None:

@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.engine.embedding import embed
     from afm_mlx.engine.generation import (
         batch_generate,
         generate,
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "answer_type",
     "batch_generate",
+    "embed",
     "generate",
     "generate_as",
     "load",
@@ -55,6 +57,7 @@ _HOME = {
     "Constraint": "guidance.constraint",
     "answer_type": "guidance.types",
     "batch_generate": "engine.generation",
+    "embed": "engine.embedding",
     "generate": "engine.generation",
     "generate_as": "engine.generation",
     "load": "loading.load",

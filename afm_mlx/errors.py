@@ -109,6 +109,10 @@ class LogitsError(AFMError):
     """Logits from which no token can be chosen: NaN, infinite, or all masked."""
 
 
+class EmbeddingError(AFMError):
+    """Hidden states of which no vector can be made: NaN, infinite, or all zeros."""
+
+
 class DataError(AFMError):
     """Training data that can't be used: a bad line, a missing or empty split, or bad options for reading it."""
 

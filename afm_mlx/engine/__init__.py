@@ -22,6 +22,20 @@
 
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.request import PromptLogprobs, PromptScores, Request, TokenResponse
+from afm_mlx.engine.request import (
+    Embedding,
+    PromptLogprobs,
+    PromptScores,
+    Request,
+    TokenResponse,
+)
 
-__all__ = ["AsyncEngine", "Engine", "PromptLogprobs", "PromptScores", "Request", "TokenResponse"]
+__all__ = [
+    "AsyncEngine",
+    "Embedding",
+    "Engine",
+    "PromptLogprobs",
+    "PromptScores",
+    "Request",
+    "TokenResponse",
+]

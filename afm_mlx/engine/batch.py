@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.engine.prompt_scores import Target
@@ -24,6 +25,7 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import dispatch
 from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import Model, is_afm
+from afm_mlx.model.pooling import normalize
 
 Entry = Any
 """An entry of a batch's cache: ours, or one of mlx-lm's."""
@@ -97,6 +99,14 @@ class Prefill:
     cancelled: set[int] = field(default_factory=set)  # ids of rows
     # First column behind which a row wants the log-probability of a token of its prompt; None if there is none.
     scored_from: int | None = None
+    generates: bool = True  # False if all rows end with their prompts, as all or none do
+    pooling: str | None = (
+        None  # of rows whose vectors are wanted, all in one way; None if they aren't
+    )
+    has_vectors: bool = False  # True once these rows have them
+    _states: mx.array | None = (
+        None  # (B, hidden_dim) float32, the sum of the hidden states of all columns
+    )
 
     @classmethod
     def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
@@ -114,7 +124,9 @@ class Prefill:
             row.position += length
             row.pending = []
         batch = RowBatch(by_block, list(rows), cache, last, batch_adapters(rows))
-        prefill = cls(batch, tokens, lengths)
+        prefill = cls(batch, tokens, lengths, generates=rows[0].generates)
+        if (asked := rows[0].embedding) is not None:
+            prefill.pooling = asked.pooling
         starts = [span.start for i in range(len(rows)) if (span := prefill._scored_columns(i)[0])]
         prefill.scored_from = min(starts, default=None)
         return prefill
@@ -140,6 +152,32 @@ class Prefill:
     @property
     def left(self) -> int:
         return self.tokens.shape[1] - self.done
+
+    @property
+    def is_whole(self) -> bool:
+        """True once nothing of the prompts remains to be computed, except a last token that decodes."""
+        return not self.left and (self.pooling is None or self.has_vectors)
+
+    def add_states(self, hidden: mx.array) -> None:
+        """Add the hidden states (B, L, hidden_dim) of the next columns to the rows' sums."""
+        columns = self.done + mx.arange(hidden.shape[1])
+        is_token = columns < mx.array(self.lengths)[:, None]
+        added = mx.where(is_token[..., None], hidden.astype(mx.float32), 0).sum(axis=1)
+        self._states = added if self._states is None else self._states + added
+        mx.eval(self._states)
+
+    def take_vectors(self, last: mx.array) -> None:
+        """Have the rows take their vectors, with the hidden states (B, hidden_dim) of their last tokens."""
+        pooled = last.astype(mx.float32)
+        if self.pooling == "mean":
+            counts = mx.array([len(row.request.prompt) for row in self.batch.rows])
+            pooled = (pooled if self._states is None else pooled + self._states) / counts[:, None]
+        asked = [row.embedding for row in self.batch.rows]
+        vectors = [normalize(pooled[i], each and each.dimensions) for i, each in enumerate(asked)]
+        mx.eval(vectors)
+        for row, vector in zip(self.batch.rows, vectors, strict=True):
+            row.take_vector(np.array(vector))
+        self.has_vectors = True
 
     def report(self) -> None:
         """Call the rows' `on_prefill` with how much of their prompts is done."""

@@ -15,6 +15,7 @@ runs in the thread of `afm_mlx.threads`, and every thread may use it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Collection, Iterator
@@ -38,6 +39,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.memory import release_freed_memory
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.model.kv_cache import Cache
+from afm_mlx.model.pooling import hidden_dim_of
 from afm_mlx.threads import Home
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.protocol import Tokenizer
@@ -174,6 +176,11 @@ class Engine:
 
     # -- requests
 
+    @functools.cached_property
+    def embedding_dim(self) -> int:
+        """Number of dimensions of the model's embeddings; `RequestError` if it can't have any."""
+        return self._home.call(hidden_dim_of, self.model)
+
     def make_cache(self) -> Cache:
         """Make an empty cache for one row, one entry per block."""
         return self._caches.make()
@@ -203,6 +210,13 @@ class Engine:
                 f"The request is {shown(request)}; a Request is needed, such as Request(token_ids)."
             )
         request = request.checked(vocab_size_of(self.model))
+        if request.embedding is not None and (asked := request.embedding.dimensions or 0) > (
+            most := self.embedding_dim
+        ):
+            raise RequestError(
+                f"The embedding's dimensions are {asked}; this model's vectors have {most}. Ask for 1 to "
+                f"{most}, or None for all."
+            )
         request, repeated = heal_prompt(request, self.tokenizer)
         if request.constraint is None:
             return Prepared(request, None, len(repeated))

@@ -605,6 +605,9 @@ class RowPrefixes:
             _fill(row.cache, found)
             row.position += found.tokens
             row.pending = row.pending[found.tokens :]
+        if row.embedding is not None:
+            # Of an index of texts no two begin alike, and they would displace what chats go on with.
+            row.prefix_key, row.branch = None, 0
 
     def keep(
         self, row: Row, cache: Cache, index: int, fed: int | None = None, is_last: bool = False

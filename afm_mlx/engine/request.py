@@ -13,6 +13,7 @@ import numpy as np
 
 from afm_mlx.engine.draft_length import DraftCounts
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.pooling import POOLINGS
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.registry import AdapterChoice
@@ -38,6 +39,20 @@ class PromptLogprobs:
 
     start: int = 1
     top: int = 0
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Which vector of a prompt a request asks for.
+
+    Args:
+        pooling: "last" for the hidden state of the last token, "mean" for the average of all tokens.
+        dimensions: how many of its first numbers are kept, before it is scaled to an L2 norm of 1; pass None
+            for all.
+    """
+
+    pooling: str = "last"
+    dimensions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +132,9 @@ class Request:
         prompt_logprobs: which log-probabilities of the prompt's tokens are computed; pass None for none. The
             first response after the prompt has them (`TokenResponse.prompt_logprobs`). Keys and values of
             earlier prompts then serve only what comes before `start`.
+        embedding: which vector of the prompt is computed; pass None for none. The only response has it
+            (`TokenResponse.embedding`). `max_tokens` has to be 0, and of the other fields only `adapter`,
+            `client` and `on_prefill` may be given.
         adapter: name of an adapter in the engine's pool, or weights of several by their names, which are added
             up; pass None for the model alone, or with the adapter that is attached to it.
         constraint: what the answer must look like; pass None for any text.
@@ -141,6 +159,7 @@ class Request:
     on_prefill: Callable[[int, int], None] | None = None
     logprobs: bool = True
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: Embedding | None = None
     adapter: AdapterChoice | None = None
     constraint: Constraint | None = None
     at_limit: str = "error"
@@ -181,6 +200,8 @@ class Request:
                 raise RequestError(f"{name} is {shown(flag)}; True or False is needed.")
         if self.prompt_logprobs is not None:
             self._check_prompt_logprobs(len(prompt))
+        if self.embedding is not None:
+            self._check_embedding()
         if self.constraint is not None:
             from afm_mlx.guidance.constraint import Constraint
 
@@ -223,6 +244,34 @@ class Request:
             raise RequestError(
                 "prompt_logprobs and heal are both given; heal removes the prompt's last token. Leave out one."
             )
+
+    def _check_embedding(self) -> None:
+        asked = self.embedding
+        if not isinstance(asked, Embedding):
+            raise RequestError(
+                f"embedding is {shown(asked)}; Embedding(pooling, dimensions) or None is needed."
+            )
+        if asked.pooling not in POOLINGS:
+            raise RequestError(
+                f"The embedding's pooling is {shown(asked.pooling)}; allowed are {', '.join(POOLINGS)}."
+            )
+        if asked.dimensions is not None and not (
+            _is_whole(asked.dimensions) and asked.dimensions > 0
+        ):
+            raise RequestError(
+                f"The embedding's dimensions are {shown(asked.dimensions)}; 1 or more are allowed, or None."
+            )
+        if self.max_tokens != 0:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens}, and an embedding has no answer; give max_tokens=0."
+            )
+        for name, value in (
+            ("cache", self.cache),
+            ("prompt_logprobs", self.prompt_logprobs),
+            ("heal", self.heal or None),
+        ):
+            if value is not None:
+                raise RequestError(f"embedding and {name} are both given; leave out one.")
 
 
 def token_ids(prompt: object) -> list[int]:
@@ -287,6 +336,7 @@ class TokenResponse:
             prompt is computed.
         prompt_logprobs: log-probabilities of the prompt's tokens, in the first response after the prompt is
             computed; None in others, and if the request asks for none.
+        embedding: the prompt's vector (dimensions,), float32 with an L2 norm of 1, if the request asks for one.
         completion: tokens that complete the answer behind `token`, see `Request.at_limit`; their text is in
             `text`.
     """
@@ -302,4 +352,5 @@ class TokenResponse:
     cached_tokens: int = 0
     is_forced: bool = False
     prompt_logprobs: PromptScores | None = None
+    embedding: np.ndarray | None = None
     completion: Sequence[int] = ()

@@ -24,10 +24,11 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice, Lease
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.engine.draft_length import DraftCounts
-from afm_mlx.engine.request import MASK64, PromptScores, Request, TokenResponse
+from afm_mlx.engine.request import MASK64, Embedding, PromptScores, Request, TokenResponse
 from afm_mlx.errors import (
     ConstraintError,
     ContextLengthError,
+    EmbeddingError,
     IncompleteError,
     LogitsError,
     RequestError,
@@ -113,8 +114,31 @@ class Row:
     @property
     def reusable(self) -> list[int]:
         """The prompt's tokens that a prefix cache may serve: their logits aren't needed."""
+        if self.embedding is not None and self.embedding.pooling == "mean":
+            return []  # hidden states of all tokens are needed, and these aren't kept
         last = self.scored_from
         return self.pending[: len(self.pending) - 1 if last is None else last - 1]
+
+    @property
+    def generates(self) -> bool:
+        """False if the row ends with its prompt: somebody waits for the whole answer, but not for a token."""
+        return self.request.max_tokens != 0
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The vector that the request asks for."""
+        return self.request.embedding
+
+    def take_vector(self, vector: np.ndarray) -> None:
+        """Take the prompt's vector for the response; NaN and infinity are the row's error."""
+        assert self.closing is not None
+        if not np.isfinite(vector).all():
+            self.error = self.error or EmbeddingError(
+                "The model's hidden states hold NaN, infinity or only zeros: they make no vector. Weights, "
+                "adapters or scales that hold NaN or overflow lead to that; load them in another type "
+                "(bfloat16, float32), or take other ones."
+            )
+        self.closing.embedding = vector
 
     def take_scores(self, scores: PromptScores, normalizers: np.ndarray) -> None:
         """Append the log-probabilities of the prompt's next tokens; non-finite logits are the row's error."""

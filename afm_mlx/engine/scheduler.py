@@ -6,11 +6,16 @@ A row is admitted when the batch has a place for it, its adapter is loaded, the 
 stored pages are in memory, and it is its client's turn. A step computes one chunk of one prefill, so that rows
 which decode never wait for more. Short prompts share a chunk; a long one takes many, and others have their
 turns in between.
+
+Rows that end with their prompts (scores and embeddings) are work in the background: they take no place in the
+decode batch, and while other rows generate, no more than a share of the time (`BACKGROUND_SHARE`). So an index
+of many texts delays nobody's first token for long.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
@@ -35,16 +40,19 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.pooling import hidden_states
 
+BACKGROUND_SHARE = 0.25  # of the time, for rows that generate nothing, while others generate
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
 
 
 class EngineGroup:
     """Engines of one thread that share a batch's places and a memory budget.
 
-    The rows of all members together are at most `max_batch`, and their KV caches within `kv_memory`, which
-    should be equal in all. Members take steps in turn, so each has its chance at a place that gets free. If a
-    row of one waits for memory, no other begins a row that has waited for less time.
+    The rows of all members that generate are at most `max_batch` together, and so are the others; their KV
+    caches are within `kv_memory`. Both should be equal in all. Members take steps in turn, so each has its
+    chance at a place that gets free. If a row of one waits for memory, no other begins a row that has waited
+    for less time.
     """
 
     def __init__(self) -> None:
@@ -99,6 +107,8 @@ class Scheduler:
         self.waiting: list[Row] = []  # in the order in which they came
         self.prefills: list[Prefill] = []  # in the order in which they began
         self._is_oldests_turn = False
+        # By `time.perf_counter`, when rows that generate nothing have their next turn if others generate.
+        self._background_from = 0.0
         self._decoding = decoding  # returns the rows that decode
         self._group = group or EngineGroup()
         self._group.join(self)
@@ -148,15 +158,18 @@ class Scheduler:
         for prefill in self._begin(self._admitted(decoding.rows)):
             prefill.report()
             self._end_failed(prefill)
-        unfinished = [prefill for prefill in self.prefills if prefill.left]
-        if unfinished:
+        if unfinished := self._in_this_turn(bool(decoding.rows)):
             shortest = min(unfinished, key=lambda prefill: prefill.left)
             prefill = unfinished[0] if self._is_oldests_turn else shortest
             self._is_oldests_turn = not self._is_oldests_turn
             chunk = self._chunk_while_decoding if decoding.rows else self._chunk
+            begun = time.perf_counter()
             self._compute(prefill, max(1, chunk // len(prefill.batch.rows)))
-        whole = [prefill for prefill in self.prefills if not prefill.left]
-        self.prefills = [prefill for prefill in self.prefills if prefill.left]
+            if not prefill.generates:
+                ended = time.perf_counter()
+                self._background_from = ended + (ended - begun) * (1 / BACKGROUND_SHARE - 1)
+        whole = [prefill for prefill in self.prefills if prefill.is_whole]
+        self.prefills = [prefill for prefill in self.prefills if not prefill.is_whole]
         for prefill in whole:
             for entry in prefill.batch.cache:
                 entry.finalize()
@@ -169,7 +182,27 @@ class Scheduler:
             prefill.batch.keep([i for i, r in enumerate(rows) if r.id not in prefill.cancelled])
             decoding.join(prefill.batch)
 
+    def _in_this_turn(self, others_decode: bool) -> list[Prefill]:
+        """Return the unfinished prefills of which one may compute a chunk now, the oldest first."""
+        unfinished = [prefill for prefill in self.prefills if not prefill.is_whole]
+        background = [prefill for prefill in unfinished if not prefill.generates]
+        generating = [prefill for prefill in unfinished if prefill.generates]
+        if not background:
+            return generating
+        elsewhere = (row for other in self._group.others(self) for row in other.running)
+        if generating or others_decode or any(row.generates for row in elsewhere):
+            is_due = time.perf_counter() >= self._background_from
+            return background if is_due else generating
+        return background
+
     def _compute(self, prefill: Prefill, columns: int) -> None:
+        """Compute a chunk of a prefill, and the vectors of rows that are then whole."""
+        if prefill.left:
+            self._compute_chunk(prefill, columns)
+        if prefill.pooling is not None and not prefill.left and prefill.batch.rows:
+            self._embed(prefill)
+
+    def _compute_chunk(self, prefill: Prefill, columns: int) -> None:
         batch = prefill.batch
         if len(batch.rows) == 1:
             row = batch.rows[0]
@@ -194,6 +227,8 @@ class Scheduler:
         with self._adapters.using(batch.adapters):
             if is_scored:
                 self._score(prefill, tokens)
+            elif prefill.pooling == "mean":
+                prefill.add_states(hidden_states(self._model, tokens, batch.cache))
             else:
                 prefill_tokens(self._model, tokens, batch.cache)
         prefill.done += tokens.shape[1]
@@ -205,6 +240,18 @@ class Scheduler:
         mx.clear_cache()
         prefill.report()
         self._end_failed(prefill)
+
+    def _embed(self, prefill: Prefill) -> None:
+        """Feed rows their last tokens through all blocks, and have them take their vectors."""
+        batch = prefill.batch
+        for entry in batch.cache:
+            entry.finalize()
+        if self._caches.by_block:
+            reserve_columns(batch.cache, None, 1)
+        with self._adapters.using(batch.adapters):
+            hidden = hidden_states(self._model, batch.inputs[:, None], batch.cache)
+        prefill.take_vectors(hidden[:, 0])
+        mx.clear_cache()
 
     def _score(self, prefill: Prefill, tokens: mx.array) -> None:
         """Feed a chunk, and have its rows take the log-probabilities of their prompts' tokens."""
@@ -254,8 +301,10 @@ class Scheduler:
         """
         running = [*decoding, *self.rows]
         others = self._group.others(self)
-        places = self._max_batch - len(running) - sum(len(other.running) for other in others)
-        if not self.waiting or places <= 0:
+        everywhere = [*running, *(row for other in others for row in other.running)]
+        taken = Counter(row.generates for row in everywhere)
+        places = {kind: self._max_batch - taken[kind] for kind in (True, False)}
+        if not any(places[row.generates] > 0 for row in self.waiting):
             return []
         admitted: list[Row] = []
         left: list[Row] = []
@@ -265,7 +314,7 @@ class Scheduler:
         self._waits_for_memory = None
         waits_for_memory = False
         for row in self._in_turn(running):
-            if len(admitted) == places or waits_for_memory:
+            if places[row.generates] <= 0 or waits_for_memory:
                 left.append(row)
             elif not _can_start(row, running) or _must_not_overtake(row, overtaken):
                 left.append(row)
@@ -284,6 +333,7 @@ class Scheduler:
                 left.append(row)
             else:
                 admitted.append(row)
+                places[row.generates] -= 1
                 self._since[row.request.client] = next(self._clock)
                 running.append(row)
                 for other in overtaken:
@@ -312,12 +362,12 @@ class Scheduler:
         """Begin the prefills of admitted rows and return them: short prompts share one."""
         groups: list[list[Row]] = []
         # Rows are padded to the longest, and rows of about one length have little padding.
-        for row in sorted(admitted, key=lambda row: (_is_scored(row), len(row.pending))):
+        for row in sorted(admitted, key=lambda row: (_kind(row), len(row.pending))):
             fits = groups and (len(groups[-1]) + 1) * (len(row.pending) - 1) <= self._chunk
             has_branch = row.branch or (
                 groups and groups[-1][-1].branch
             )  # its prefill pauses there
-            is_alike = groups and _is_scored(groups[-1][-1]) == _is_scored(row)
+            is_alike = groups and _kind(groups[-1][-1]) == _kind(row)
             if fits and is_alike and not has_branch and self._caches.takes_padding:
                 groups[-1].append(row)
             else:
@@ -378,8 +428,10 @@ class Scheduler:
         return rows
 
 
-def _is_scored(row: Row) -> bool:
-    return row.scored_from is not None
+def _kind(row: Row) -> tuple[bool, bool, str]:
+    """Return what the rows of a prefill have in common: who waits for it, and what it computes."""
+    asked = row.embedding
+    return row.generates, row.scored_from is not None, "" if asked is None else asked.pooling
 
 
 def _can_start(row: Row, running: Iterable[Row]) -> bool:

@@ -50,6 +50,8 @@ def check_states(model: nn.Module) -> None:
 
 def hidden_dim_of(model: nn.Module) -> int:
     """Return the width of a model's hidden states: the most dimensions that its embeddings can have."""
+    if is_afm(model):
+        return model.args.hidden_dim
     return int(hidden_states(model, mx.zeros((1, 1), mx.int32)).shape[-1])  # never computed
 
 

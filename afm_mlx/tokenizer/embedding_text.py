@@ -23,7 +23,8 @@ def embedding_tokens(tokenizer: Tokenizer, text: str, pooling: str = "last") -> 
     """Return the token ids whose hidden states are pooled to a text's vector.
 
     They begin with what the tokenizer puts before every sequence. With the pooling "last", they end with the
-    token that ends a text: the one that the tokenizer puts behind every sequence, else `eos_token_id`.
+    token that ends a text: the one that the tokenizer puts behind every sequence, else AFM's separator or
+    `eos_token_id`, as texts end in training (`afm_mlx.jsonl.encode_text`).
 
     Raises:
         TokenizerError: if the text is empty, is no text, or has surrogates.
@@ -34,5 +35,5 @@ def embedding_tokens(tokenizer: Tokenizer, text: str, pooling: str = "last") -> 
     first = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
     before, behind = framed[:first], framed[first + len(bare) :]
     if pooling == "last" and not behind:
-        behind = [tokenizer.eos_token_id]
+        behind = [getattr(tokenizer, "separator_id", tokenizer.eos_token_id)]
     return [*before, *tokenizer.encode_plain(text), *behind]

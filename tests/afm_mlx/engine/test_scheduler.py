@@ -1,14 +1,16 @@
 """Which rows wait, which ones prefill, and what they may take of a memory budget."""
 
 import gc
+import time
 
 import mlx.core as mx
 import pytest
 
+from afm_mlx.engine.decoding import DecodeBatch
 from afm_mlx.engine.engine import CPU_STEP, CPU_STEP_WHILE_DECODING, Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
-from afm_mlx.engine.request import Request
-from afm_mlx.engine.scheduler import EngineGroup
+from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
+from afm_mlx.engine.scheduler import BACKGROUND_SHARE, EngineGroup, Scheduler
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import dispatch
@@ -108,6 +110,84 @@ def test_a_row_that_is_cancelled_in_its_prompt_is_gone_at_once(rng, model, token
     answers = [response.token for response in engine.run()]
     assert answers == naive_greedy(model, prompts[2], 3)
     assert sum(rows * columns for rows, columns in chunks) <= 8
+
+
+# -- rows that generate nothing
+
+
+BACKGROUND = {
+    "vector": {"embedding": Embedding()},
+    "mean": {"embedding": Embedding("mean")},
+    "scores": {"prompt_logprobs": PromptLogprobs(1)},
+    "prefix": {},
+}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds of a clock that goes on by 1 with each chunk of a prompt, and each step of decoding rows."""
+    now, compute, decode = [0.0], Scheduler._compute, DecodeBatch.step
+    spent = {True: 0, False: 0}  # by prefills that generate, and others
+
+    def counted(self, prefill, columns):
+        now[0] += 1
+        spent[prefill.generates] += 1
+        compute(self, prefill, columns)
+
+    def counted_step(self):
+        now[0] += bool(self.batch.rows)
+        return decode(self)
+
+    monkeypatch.setattr(Scheduler, "_compute", counted)
+    monkeypatch.setattr(DecodeBatch, "step", counted_step)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now, spent
+
+
+@pytest.mark.parametrize("kind", BACKGROUND)
+def test_rows_that_generate_nothing_take_a_quarter_of_the_time(rng, model, tokenizer, clock, kind):
+    now, spent = clock
+    engine = Engine(model, tokenizer, prefill_step_size=4, max_batch=3)
+    work = lambda: Request(some_prompt(rng, 90), 0, **BACKGROUND[kind])  # noqa: E731
+    for _ in range(12):
+        engine.submit(work())
+    for _ in range(8):
+        engine.step()
+    assert spent[False] == now[0] == 8  # nobody else is there
+    answers = [engine.submit(Request(some_prompt(rng, 9), 40)) for _ in range(3)]
+    begun = now[0]
+    while not any(r.row in answers for r in engine.step()):
+        pass
+    assert now[0] - begun <= 3 * 2 * 4 / 3 + 2  # two chunks for each answer
+    assert engine.rows_running == 6  # they take no places from one another
+    for _ in range(30):
+        engine.step()
+    share = (spent[False] - 8) / (now[0] - begun)
+    assert BACKGROUND_SHARE / 2 < share <= BACKGROUND_SHARE + 1 / 40
+    found = run(engine)
+    assert all(rows[-1].error is None for rows in found.values())
+    assert not engine.busy
+
+
+def test_other_engines_of_a_group_are_not_held_up_either(rng, model, tokenizer, clock):
+    _, spent = clock
+    group = EngineGroup()
+    answering, indexing = (
+        Engine(model, tokenizer, prefill_step_size=4, group=group) for _ in range(2)
+    )
+    answering.submit(Request(some_prompt(rng, 3), 40))
+    for _ in range(5):
+        indexing.submit(Request(some_prompt(rng, 90), 0, embedding=Embedding()))
+    for _ in range(40):
+        answering.step()
+        indexing.step()
+    assert 8 <= spent[False] <= 16
+    while answering.busy:
+        answering.step()
+    before = spent[False]
+    for _ in range(5):
+        indexing.step()
+    assert spent[False] == before + 5
 
 
 # -- turns of clients

@@ -3,6 +3,7 @@
 import pytest
 
 from afm_mlx.errors import TokenizerError
+from afm_mlx.jsonl import encode_text
 from afm_mlx.tokenizer.embedding_text import embedding_tokens, query_text
 from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
 from tests.tools.cases import each
@@ -10,12 +11,13 @@ from tests.tools.constraints import nano_tokenizer
 from tests.tools.zoo_chats import FAMILIES, write_tokenizer
 
 
-def test_afm_puts_the_separator_first_and_the_end_last():
+def test_afm_puts_separators_around_a_text():
     tokenizer = nano_tokenizer()
     inner = tokenizer.encode("a cat\nsat")
-    ends = tokenizer.separator_id, tokenizer.eos_token_id
-    assert embedding_tokens(tokenizer, "a cat\nsat") == [ends[0], *inner, ends[1]]
-    assert embedding_tokens(tokenizer, "a cat\nsat", "mean") == [ends[0], *inner]
+    separator = tokenizer.separator_id
+    assert embedding_tokens(tokenizer, "a cat\nsat") == [separator, *inner, separator]
+    assert embedding_tokens(tokenizer, "a cat\nsat") == encode_text("a cat\nsat", tokenizer)
+    assert embedding_tokens(tokenizer, "a cat\nsat", "mean") == [separator, *inner]
 
 
 def test_names_of_control_tokens_are_text():

@@ -1,0 +1,135 @@
+"""`embed`: vectors of texts, many at a time, on the engine's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from afm_mlx.adapters.adapter_folder import EmbeddingUse, embedding_use
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.registry import AdapterChoice
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.request import Embedding, Request
+from afm_mlx.errors import AFMError, DataError, EmbeddingError, RequestError, shown
+from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.progress import Progress
+from afm_mlx.tokenizer.embedding_text import embedding_tokens, query_text
+from afm_mlx.tokenizer.protocol import Tokenizer
+
+
+def embed(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    pooling: str | None = None,
+    dimensions: int | None = None,
+    queries: bool = False,
+    instruction: str | None = None,
+    adapter: AdapterChoice | None = None,
+    adapters: AdapterPool | None = None,
+    batch_size: int = 32,
+    center: bool = False,
+    progress: Progress | None = None,
+    kv: str = "float",
+    **engine_options: Any,
+) -> np.ndarray:
+    """Compute a vector for each text; the dot product of two of them is their cosine similarity.
+
+        vectors = embed(model, tokenizer, ["a cat", "a kitten", "tax law"])
+        print(vectors @ vectors[0])
+
+    A model that was not trained for embeddings gives poor vectors; see docs/embeddings.md.
+
+    Args:
+        model, tokenizer: what `load` returns.
+        texts: n texts, none of them empty; names of control tokens in them are plain text.
+        pooling: "last" or "mean" (`afm_mlx.model.pooling`); pass None for what the adapter was trained with, or
+            else "last".
+        dimensions: numbers of each vector, from the first on; pass None for all.
+        queries: True if the texts are queries, before which the adapter's instruction is put, if it has one.
+        instruction: text to put before queries in place of the adapter's; makes the texts queries.
+        adapter: name of an adapter in the pool `adapters`, or weights of several.
+        batch_size: maximum number of texts that are computed at the same time.
+        center: subtract the mean of all n vectors, which vectors of untrained models have in common.
+        progress: called with (texts done, n).
+        kv: storage of keys and values, "float" or "int8" (`Model.make_cache`).
+        engine_options: further options of `Engine`.
+
+    Returns:
+        (n, dimensions) float32, each row with an L2 norm of 1.
+
+    Raises:
+        DataError: names the text that has no vector: it is empty or no text, or has more tokens than the
+            context holds.
+        EmbeddingError: if hidden states are NaN, infinite or zeros.
+        AFMError: for what can't be honoured.
+    """
+    if isinstance(texts, str):
+        raise RequestError("texts is one text; a list of texts is needed.")
+    if center and len(texts) < 2:
+        raise RequestError(f"center needs the mean of several texts, and there are {len(texts)}.")
+    use = EmbeddingUse()
+    if isinstance(adapter, str) and adapters is not None and adapter in adapters.paths:
+        use = embedding_use(adapters.paths[adapter]) or use
+    pooling = use.pooling if pooling is None else pooling
+    instruction = instruction if instruction or not queries else use.instruction
+    engine = Engine(
+        model, tokenizer, max_batch=batch_size, adapters=adapters, kv=kv, **engine_options
+    )
+    asked = Embedding(pooling, None if center else dimensions)
+    engine.prepare(Request([0], 0, embedding=Embedding(pooling, dimensions)))  # raises at once
+    prompts = [_tokens(tokenizer, text, i, pooling, instruction) for i, text in enumerate(texts)]
+    vectors = np.zeros((len(prompts), engine.embedding_dim), np.float32)
+    if not center:
+        vectors = vectors[:, :dimensions]
+    rows: dict[int, int] = {}
+    # Texts of about one length, which share chunks, have little padding; the longest come first.
+    left = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    with wired_memory(model):
+        while left or rows:
+            while left and engine.rows_waiting < batch_size:
+                index = left.pop()
+                try:
+                    request = Request(prompts[index], 0, embedding=asked, adapter=adapter)
+                    rows[engine.submit(request)] = index
+                except AFMError as error:
+                    raise DataError(f"Text {index}: {error}") from None
+            for response in engine.step():
+                if response.error is not None:
+                    raise response.error
+                assert response.embedding is not None
+                vectors[rows.pop(response.row)] = response.embedding
+                if progress is not None:
+                    progress(len(prompts) - len(left) - len(rows), len(prompts))
+    return centered(vectors, dimensions) if center else vectors
+
+
+def centered(vectors: np.ndarray, dimensions: int | None = None) -> np.ndarray:
+    """Subtract the mean of vectors (n, D), keep the first `dimensions`, and scale them to an L2 norm of 1.
+
+    Raises:
+        EmbeddingError: if a vector equals the mean, and nothing is left of it.
+    """
+    found = (vectors - vectors.mean(axis=0))[:, :dimensions]
+    norms = np.linalg.norm(found, axis=-1, keepdims=True)
+    if not (norms > 0).all():
+        raise EmbeddingError(
+            f"Text {int(norms.argmin())} has the mean of all vectors, and nothing is left when that is "
+            "subtracted. Leave out center, or give more texts."
+        )
+    return found / norms
+
+
+def _tokens(
+    tokenizer: Tokenizer, text: object, index: int, pooling: str, instruction: str | None
+) -> list[int]:
+    if not isinstance(text, str) or not text:
+        raise DataError(f"Text {index} is {shown(text)}; a text that is not empty is needed.")
+    try:
+        return embedding_tokens(tokenizer, query_text(text, instruction), pooling)
+    except AFMError as error:
+        raise DataError(f"Text {index}: {error}") from None
