@@ -8,16 +8,18 @@ the subject and the relation, and the sentence that answers it has the value in 
 The right sentence among many is the one with the same subject and the same relation. Values come from the
 generator of the embedded model (`examples/nano/values.py`): subjects of the test split never occur in training.
 
-    python questions.py            # print five pairs
-    python questions.py --count 64 # print training pairs, a line of JSON each
+    python questions.py 64    # print training pairs, a line of JSON each
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +132,9 @@ _KINDS = ("name", "name", "event", "item", "code")  # of subjects: two of five a
 def pairs(seed: int, split: str = "train") -> Iterator[dict[str, Any]]:
     """Yield lines of `afm-mlx lora --objective contrastive` without end; equal arguments give equal streams.
 
-    Facts of one subject follow each other, two of each: the sentence of the one is the negative of the other.
-    The splits "train" and "valid" have values of training, and "test" the others.
+    Each subject has three facts, which follow each other, and the sentence of each is another one's negative.
+    The splits "train" and "valid" have values of training, and "test" the others; no subject comes twice in a
+    split.
     """
     rng = random.Random(f"{split}-questions-{seed}")
     values = Values(rng, "test" if split == "test" else "train")
@@ -149,3 +152,18 @@ def pairs(seed: int, split: str = "train") -> Iterator[dict[str, Any]]:
             facts.append((rng.choice(relation.questions).format(**slots), sentence))
         for (question, sentence), (_, other) in zip(facts, facts[1:] + facts[:1], strict=True):
             yield {"query": question, "positive": sentence, "negative": [other]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print pairs of a split, a line of JSON each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("count", nargs="?", type=int, default=5, help="pairs (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws (default: 0)")
+    parser.add_argument("--split", choices=["train", "valid", "test"], default="train")
+    args = parser.parse_args(argv)
+    for pair in islice(pairs(args.seed, args.split), args.count):
+        print(json.dumps(pair))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ first m numbers.
 
 `cached` saves memory (Gao et al. 2021, arXiv 2101.06983, "GradCache"): a group of texts keeps nothing but its
 vectors; the gradient of the vectors is computed from the whole batch, and then each group runs again for the
-gradients of the weights, one group after the other. The gradients are those of the plain batch.
+gradients of the weights, one group after the other. The gradients equal the plain batch's.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class ContrastiveLoss:
     def recall_at_1(self, model: nn.Module, batches: PairBatches, count: int = -1) -> float:
         """Return the share of queries for which a positive is the most similar of all texts.
 
-        Queries and texts are those of the first `count` batches, or all for -1; vectors are whole. The model is
-        in eval mode afterwards.
+        Queries and texts are taken from the first `count` batches, or all for -1; vectors are whole. The model
+        is in eval mode afterwards.
         """
         model.eval()
         queries: list[int] = []
