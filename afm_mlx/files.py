@@ -164,7 +164,7 @@ def refuse_existing(path: str | Path) -> None:
     """Raise `AFMError` if `path` exists."""
     if os.path.lexists(path):
         raise AFMError(
-            f"The output folder {path} exists already and would be overwritten. "
+            f"The output {path} exists already and would be overwritten. "
             "Choose another path, or remove it first."
         )
 

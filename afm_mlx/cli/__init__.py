@@ -44,6 +44,7 @@ COMMANDS = {
     "bench": "measure tokens per second, memory, and the share of the memory bandwidth",
     "info": "show a model's sizes and format, and which kernels would run it here",
     "doctor": "test every kernel on this machine, and write a report",
+    "embed": "compute vectors of texts",
     "perplexity": "measure how well a model predicts a text",
     "evaluate": "measure how many tasks of a test set a model solves",
     "completion": "print a completion script for bash, zsh or fish",

@@ -104,6 +104,10 @@ class AsyncEngine:
             with contextlib.suppress(RequestError):
                 threads.submit(self._cancel, stream)
 
+    async def embedding_dim(self) -> int:
+        """Return the number of dimensions of the model's embeddings; `RequestError` if it can't have any."""
+        return await asyncio.wrap_future(threads.submit(lambda: self._made().embedding_dim))
+
     def warm_up(self) -> None:
         """Have the model's Metal kernels compiled while no rows run, see `afm_mlx.engine.warm_up`.
 

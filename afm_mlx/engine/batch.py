@@ -173,7 +173,10 @@ class Prefill:
             counts = mx.array([len(row.request.prompt) for row in self.batch.rows])
             pooled = (pooled if self._states is None else pooled + self._states) / counts[:, None]
         asked = [row.embedding for row in self.batch.rows]
-        vectors = [normalize(pooled[i], each and each.dimensions) for i, each in enumerate(asked)]
+        vectors = [
+            normalize(pooled[i], None if each is None else each.dimensions)
+            for i, each in enumerate(asked)
+        ]
         mx.eval(vectors)
         for row, vector in zip(self.batch.rows, vectors, strict=True):
             row.take_vector(np.array(vector))

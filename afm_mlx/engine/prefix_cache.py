@@ -605,8 +605,8 @@ class RowPrefixes:
             _fill(row.cache, found)
             row.position += found.tokens
             row.pending = row.pending[found.tokens :]
-        if row.embedding is not None:
-            # Of an index of texts no two begin alike, and they would displace what chats go on with.
+        if row.embedding is not None or not row.request.keeps_prefix:
+            # Of many texts no two begin alike, and they would displace what chats go on with.
             row.prefix_key, row.branch = None, 0
 
     def keep(

@@ -43,9 +43,16 @@ def columns_at_once(model: nn.Module, rows: int, vocab_size: int | None) -> int:
 
 
 def score_chunk(
-    model: nn.Module, inputs: mx.array, cache: Cache, targets: Sequence[Target], top: int
+    model: nn.Module,
+    inputs: mx.array,
+    cache: Cache,
+    targets: Sequence[Target],
+    top: int,
+    others: Sequence[int] = (),
 ) -> tuple[PromptScores, np.ndarray]:
     """Feed a chunk (B, L) of prompts to a batch's cache, and score the targets, in their order.
+
+    `top` and `others` are as in `PromptLogprobs`, the same for all targets.
 
     Returns:
         Scores, with `start` 0; and the logarithm of each position's softmax denominator, (n,) float32: NaN or
@@ -55,14 +62,13 @@ def score_chunk(
     start = 0
     for logits in _logits(model, inputs, cache, targets):
         tokens = [target.token for target in targets[start : start + logits.shape[0]]]
-        scored = _scores(logits.astype(mx.float32), mx.array(tokens), min(top, logits.shape[1]))
+        logits = logits.astype(mx.float32)
+        scored = _scores(logits, mx.array(tokens), min(top, logits.shape[1]), others)
         mx.eval(scored)  # one slice after the other
         parts.append([np.array(array) for array in scored])
         start += len(tokens)
-    logprobs, ranks, top_tokens, top_logprobs, normalizers = map(
-        np.concatenate, zip(*parts, strict=True)
-    )
-    return PromptScores(0, logprobs, ranks, top_tokens, top_logprobs), normalizers
+    *arrays, normalizers = map(np.concatenate, zip(*parts, strict=True))
+    return PromptScores(0, *arrays), normalizers
 
 
 def _logits(
@@ -82,7 +88,9 @@ def _logits(
         yield model.head(hidden[start : start + step])
 
 
-def _scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, ...]:
+def _scores(
+    logits: mx.array, tokens: mx.array, top: int, others: Sequence[int] = ()
+) -> tuple[mx.array, ...]:
     """Return the arrays of `score_chunk` for logits (n, vocab_size) float32 and tokens (n,)."""
     normalizers = mx.logsumexp(logits, axis=-1, keepdims=True)
     own = mx.take_along_axis(logits, tokens[:, None], axis=-1)
@@ -96,5 +104,7 @@ def _scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, ...
     order = mx.argsort(-values, axis=-1)
     likeliest = mx.take_along_axis(likeliest, order, axis=-1).astype(mx.int32)
     values = mx.take_along_axis(values, order, axis=-1) - normalizers
-    ranks = 1 + mx.sum(ahead, axis=-1)
-    return (own - normalizers)[:, 0], ranks.astype(mx.int32), likeliest, values, normalizers[:, 0]
+    ranks = (1 + mx.sum(ahead, axis=-1)).astype(mx.int32)
+    of_others = logits[:, mx.array(others, mx.int32)] - normalizers
+    own, normalizers = (own - normalizers)[:, 0], normalizers[:, 0]
+    return own, ranks, likeliest, values, of_others, normalizers

@@ -35,10 +35,12 @@ class PromptLogprobs:
     Args:
         start: index of the first token in the prompt, 1 or more: no token comes before the first.
         top: number of most likely tokens at each position, besides the prompt's own.
+        others: ids of tokens that are scored at each position, too, however likely they are.
     """
 
     start: int = 1
     top: int = 0
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class PromptScores:
         ranks: (n,) int32, 1 for the most likely token; of equally likely ones, the smaller id comes first.
         top_tokens: (n, top) int32, the most likely tokens of each position, the likeliest first.
         top_logprobs: (n, top) float32.
+        other_logprobs: (n, others) float32, of the tokens `PromptLogprobs.others`.
     """
 
     start: int
@@ -72,12 +75,14 @@ class PromptScores:
     ranks: np.ndarray
     top_tokens: np.ndarray
     top_logprobs: np.ndarray
+    other_logprobs: np.ndarray
 
     @classmethod
-    def none(cls, top: int) -> PromptScores:
+    def none(cls, asked: PromptLogprobs) -> PromptScores:
         """Return the scores of no tokens."""
-        ids, values = np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
-        return cls(0, np.zeros(0, np.float32), np.zeros(0, np.int32), ids, values)
+        ids, values = np.zeros((0, asked.top), np.int32), np.zeros((0, asked.top), np.float32)
+        others = np.zeros((0, len(asked.others)), np.float32)
+        return cls(0, np.zeros(0, np.float32), np.zeros(0, np.int32), ids, values, others)
 
     @classmethod
     def joined(cls, start: int, parts: Sequence[PromptScores]) -> PromptScores:
@@ -88,13 +93,18 @@ class PromptScores:
             np.concatenate([part.ranks for part in parts]),
             np.concatenate([part.top_tokens for part in parts]),
             np.concatenate([part.top_logprobs for part in parts]),
+            np.concatenate([part.other_logprobs for part in parts]),
         )
 
     def part(self, start: int, stop: int, top: int) -> PromptScores:
         """Return the scores of tokens `start` to `stop` of these n, with at most `top` likeliest tokens."""
-        tops = self.top_tokens[start:stop, :top], self.top_logprobs[start:stop, :top]
         return PromptScores(
-            self.start + start, self.logprobs[start:stop], self.ranks[start:stop], *tops
+            self.start + start,
+            self.logprobs[start:stop],
+            self.ranks[start:stop],
+            self.top_tokens[start:stop, :top],
+            self.top_logprobs[start:stop, :top],
+            self.other_logprobs[start:stop],
         )
 
     @property
@@ -143,6 +153,7 @@ class Request:
             that meets the constraint, however many tokens that has.
         heal: True if the prompt may end within a word: its last token is then generated again, together with
             what follows (`heal_prompt`).
+        keeps_prefix: False if the prompt is not left in the prefix cache, because no other will begin like it.
         draft: True if draft tokens may be proposed for the row where the engine has `Speculation`. Sampler and
             logits processors are then called for tokens that may be rejected, and must depend on nothing
             except their arguments.
@@ -164,6 +175,7 @@ class Request:
     constraint: Constraint | None = None
     at_limit: str = "error"
     heal: bool = False
+    keeps_prefix: bool = True
     draft: bool = True
     client: str = ""
 
@@ -195,11 +207,11 @@ class Request:
         for name, function in (("sampler", self.sampler), ("on_prefill", self.on_prefill)):
             if function is not None and not callable(function):
                 raise RequestError(f"{name} is {shown(function)}; a function or None is needed.")
-        for name in ("logprobs", "heal", "draft"):
+        for name in ("logprobs", "heal", "draft", "keeps_prefix"):
             if not isinstance(flag := getattr(self, name), bool | np.bool_ | int):
                 raise RequestError(f"{name} is {shown(flag)}; True or False is needed.")
         if self.prompt_logprobs is not None:
-            self._check_prompt_logprobs(len(prompt))
+            self._check_prompt_logprobs(len(prompt), end)
         if self.embedding is not None:
             self._check_embedding()
         if self.constraint is not None:
@@ -225,7 +237,7 @@ class Request:
             logits_processors=processors,
         )
 
-    def _check_prompt_logprobs(self, length: int) -> None:
+    def _check_prompt_logprobs(self, length: int, end: int) -> None:
         asked = self.prompt_logprobs
         if not isinstance(asked, PromptLogprobs):
             raise RequestError(
@@ -239,6 +251,12 @@ class Request:
         if not _is_whole(asked.top) or not 0 <= asked.top <= MOST_TOP:
             raise RequestError(
                 f"prompt_logprobs has top {shown(asked.top)}; 0 to {MOST_TOP} are allowed."
+            )
+        wrong = [token for token in asked.others if not (_is_whole(token) and 0 <= token < end)]
+        if wrong:
+            raise RequestError(
+                f"prompt_logprobs has {shown(wrong[0])} among the other tokens; this model's go from 0 to "
+                f"{end - 1}."
             )
         if self.heal:
             raise RequestError(

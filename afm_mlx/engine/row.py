@@ -154,7 +154,7 @@ class Row:
         if asked is None or not self.is_prompt_fed or parts is None:
             return None
         self._scores = None
-        return PromptScores.joined(asked.start, parts or [PromptScores.none(asked.top)])
+        return PromptScores.joined(asked.start, parts or [PromptScores.none(asked)])
 
     def close(self) -> TokenResponse:
         """Return the only response of a row that ends with its prompt."""

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
+from typing import Any
 from weakref import WeakSet
 
 import mlx.core as mx
@@ -42,7 +43,7 @@ from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.pooling import hidden_states
 
-BACKGROUND_SHARE = 0.25  # of the time, for rows that generate nothing, while others generate
+BACKGROUND_SHARE = 0.2  # of the time, for rows that generate nothing, while others generate
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
 
 
@@ -261,7 +262,9 @@ class Scheduler:
             prefill_tokens(self._model, tokens, prefill.batch.cache)
             return
         cache = prefill.batch.cache
-        scores, normalizers = score_chunk(self._model, tokens, cache, targets, max(tops))
+        asked = rows[targets[0].row].request.prompt_logprobs  # with the same others as all rows'
+        others = () if asked is None else asked.others
+        scores, normalizers = score_chunk(self._model, tokens, cache, targets, max(tops), others)
         ends = Counter(target.row for target in targets)
         start = 0
         for index, count in sorted(ends.items()):
@@ -428,10 +431,11 @@ class Scheduler:
         return rows
 
 
-def _kind(row: Row) -> tuple[bool, bool, str]:
+def _kind(row: Row) -> tuple[Any, ...]:
     """Return what the rows of a prefill have in common: who waits for it, and what it computes."""
-    asked = row.embedding
-    return row.generates, row.scored_from is not None, "" if asked is None else asked.pooling
+    pooling = "" if row.embedding is None else row.embedding.pooling
+    scored = row.request.prompt_logprobs if row.scored_from is not None else None
+    return row.generates, scored is not None, scored.others if scored else (), pooling
 
 
 def _can_start(row: Row, running: Iterable[Row]) -> bool:

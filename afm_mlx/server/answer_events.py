@@ -509,6 +509,25 @@ def _form(served: ServedModel, request: GenerationRequest) -> CallForm | None:
 # -- from the engine's responses to events
 
 
+def row_error(
+    served: ServedModel, adapter: AdapterChoice | None, error: AFMError, field: str
+) -> ApiError:
+    """Convert the error of a row that runs with an adapter; `field` is the field of its prompt."""
+    pool = served.pool
+    if isinstance(error, CheckpointError):
+        _LOG.error("The request %s: %s", REQUEST_ID.get(), error)
+        return ApiError(
+            500,
+            f"The adapter {adapter} can't be read: its files are damaged or gone. The server's log says "
+            "more.",
+            param="model",
+            code="adapter_failed",
+        )
+    if isinstance(adapter, str) and pool is not None and adapter not in pool.registered:
+        return ApiError(404, str(error), param="model", code="model_not_found")
+    return api_error(error, "model" if "adapter" in str(error) else field)
+
+
 class _ChoiceTask:
     """Generates choice number `index`, and puts its events, or the error that ends it, into a queue.
 
@@ -564,34 +583,19 @@ class _ChoiceTask:
 
     async def run(self) -> None:
         """Generate the choice; the last event put into the queue is `Ended` or an `ApiError`."""
-        reason = "abort"
+        reason, request = "abort", self._request
         self._served.metrics.waits()
         try:
             reason = await self._generate()
         except AFMError as error:
             reason = "error"
-            self._put(self._row_error(error))
+            self._put(row_error(self._served, request.adapter, error, request.prompt_field))
         except Exception as error:
             reason = "error"
             _LOG.error("An answer to the request %s has failed.", REQUEST_ID.get(), exc_info=error)
             self._put(api_error(error))
         finally:
             self._served.metrics.leaves(self.clock, reason, self.tokens)
-
-    def _row_error(self, error: AFMError) -> ApiError:
-        adapter, pool = self._request.adapter, self._served.pool
-        if isinstance(error, CheckpointError):
-            _LOG.error("The request %s: %s", REQUEST_ID.get(), error)
-            return ApiError(
-                500,
-                f"The adapter {adapter} can't be read: its files are damaged or gone. The server's log says "
-                "more.",
-                param="model",
-                code="adapter_failed",
-            )
-        if isinstance(adapter, str) and pool is not None and adapter not in pool.registered:
-            return ApiError(404, str(error), param="model", code="model_not_found")
-        return api_error(error, "model" if "adapter" in str(error) else self._request.prompt_field)
 
     async def _generate(self) -> str:
         reason = "stop"

@@ -21,10 +21,12 @@ from afm_mlx.errors import AFMError
 from afm_mlx.server import (
     adapters,
     anthropic_api,
+    embeddings,
     ollama_api,
     ollama_models,
     openai_chat,
     openai_completions,
+    reranking,
     responses_api,
     tokenization,
 )
@@ -86,6 +88,11 @@ def make_app(
         Route("/detokenize", tokenization.detokenize, methods=["POST"]),
         Route("/v1/completions", openai_completions.completions, methods=["POST"]),
         Route("/v1/chat/completions", openai_chat.chat_completions, methods=["POST"]),
+        Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+        *(
+            Route(f"{version}/rerank", reranking.rerank, methods=["POST"])
+            for version in ("", "/v1", "/v2")  # vLLM's, Jina's and Cohere's
+        ),
         *responses_api.ROUTES,
         *anthropic_api.ROUTES,
         *ollama_api.ROUTES,

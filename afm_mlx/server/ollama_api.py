@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`: Ollama's API, for programs that speak no other."""
+"""`/api/chat`, `/api/generate` and `/api/embed`: Ollama's API, for programs that speak no other."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
     schema_format,
 )
+from afm_mlx.server.embeddings import TextInputs, embedded, written_vectors
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.ollama_models import timestamp
 from afm_mlx.server.openai_chat import chat_tools
@@ -74,9 +75,54 @@ async def generate(request: Request) -> Response:
     return await _answered(request, body, ReplyBuilder(body.model, begun, "prompt"))
 
 
+async def embed(request: Request) -> Response:
+    """Return the vectors of texts; without texts, load the model."""
+    begun = time.monotonic()
+    body = await read_body(request, fields.OllamaEmbedRequest)
+    inputs = [body.input] if isinstance(body.input, str) else body.input or []
+    truncates = body.truncate is not False
+    found = await _vectors(request, body.model, inputs, "input", truncates, body.dimensions)
+    taken = _nanoseconds(time.monotonic() - begun)
+    durations = {"total_duration": taken, "load_duration": 0}
+    counts = {"prompt_eval_count": found[1]}
+    return json_response({"model": body.model, "embeddings": found[0], **durations, **counts})
+
+
+async def embedding(request: Request) -> Response:
+    """Return the vector of a prompt, as Ollama's older route does; without one, load the model."""
+    body = await read_body(request, fields.OllamaEmbeddingRequest)
+    inputs = [body.prompt] if body.prompt else []
+    vectors, _ = await _vectors(request, body.model, inputs, "prompt", truncates=True)
+    return json_response({"embedding": vectors[0] if vectors else []})
+
+
+async def _vectors(
+    request: Request,
+    model: str,
+    inputs: Sequence[str],
+    field: str,
+    truncates: bool,
+    dimensions: int | None = None,
+) -> tuple[list[object], int]:
+    """Return vectors for JSON, and the number of tokens of all inputs."""
+    models: ModelRegistry = request.app.state.models
+    lease = models.lease(request, model)
+    texts = TextInputs(inputs, field, dimensions, truncates=truncates)
+
+    async def found() -> tuple[list[object], int]:
+        async with lease:
+            vectors, tokens = await embedded(lease, texts) if inputs else ([], 0)
+            written = await in_thread(lambda: written_vectors(vectors), is_admitted=True)
+            return written, tokens
+
+    return await while_connected(request, found())
+
+
 ROUTES = [
     Route("/api/chat", chat, methods=["POST"]),
     Route("/api/generate", generate, methods=["POST"]),
+    Route("/api/embed", embed, methods=["POST"]),
+    Route("/api/embeddings", embedding, methods=["POST"]),
 ]
 
 

@@ -225,8 +225,6 @@ _NOT_OFFERED = {
     "create": f"{_STARTED_WITH}. Make a folder with afm-mlx convert, and start the server with --model FOLDER.",
     "copy": f"{_STARTED_WITH}. Start it with --served-model-name NAME for another name.",
     "delete": f"{_STARTED_WITH}. Delete a model's folder yourself.",
-    "embed": "The models here write text, and give no embeddings. Use a server with an embedding model.",
-    "embeddings": "The models here write text, and give no embeddings. Use a server with an embedding model.",
 }
 """Routes of Ollama's API that this server doesn't have, and what to do instead."""
 

@@ -96,7 +96,7 @@ async def _completion_requests(body: CompletionRequest, lease: ModelLease) -> _C
         raise bad_request(
             "max_tokens is 0, and the answer is to have a format; leave out one.", "max_tokens"
         )
-    given = await in_thread(lambda: _prompts(body.prompt))
+    given = await in_thread(lambda: prompts_of(body.prompt, "prompt"))
     n = check_count(body.n, served.options, "n", len(given))
     best_of = check_count(body.best_of or n, served.options, "best_of", len(given))
     prompts, echoes = await in_thread(lambda: _encoded(given, served, bool(body.echo)))
@@ -116,16 +116,16 @@ async def _completion_requests(body: CompletionRequest, lease: ModelLease) -> _C
     return _CompletionRequests(requests, echoes, n)
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts of a body, each a text or token ids; raise a 400 for an empty or mixed list."""
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(item) for item in prompt}
+def prompts_of(given: str | list[Any], field: str) -> list[str | list[int]]:
+    """Return the prompts of a body's `field`, each a text or ids; raise a 400 for an empty or mixed list."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
     if kinds == {int}:
-        return [prompt]
+        return [given]
     if kinds not in ({str}, {list}):
-        raise bad_request(f"prompt is {shown(prompt)}. {PROMPTS.hint}", "prompt")
-    return prompt
+        raise bad_request(f"{field} is {shown(given)}. {PROMPTS.hint}", field)
+    return given
 
 
 def _encoded(

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from afm_mlx.errors import MESSAGE, AFMError, ContextLengthError, LogitsError
+from afm_mlx.errors import MESSAGE, AFMError, ContextLengthError, EmbeddingError, LogitsError
 
 _LOG = logging.getLogger("afm_mlx.server")
 Result = TypeVar("Result")
@@ -163,6 +163,8 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
     if isinstance(error, LogitsError):
         # A request's own biases are checked before, so this is the model's fault.
         return ApiError(500, str(error), code="no_token")
+    if isinstance(error, EmbeddingError):
+        return ApiError(500, str(error), code="no_embedding")
     if isinstance(error, AFMError):
         return ApiError(400, str(error), param=param)
     return ApiError(

@@ -8,9 +8,11 @@ have are accepted; at the top of a request they are named, or refused if `known_
 | --- | --- |
 | `ChatRequest` | `/v1/chat/completions` |
 | `CompletionRequest` | `/v1/completions` |
+| `EmbeddingRequest`, `RerankRequest` | `/v1/embeddings`, and `/v1/rerank` |
 | `ResponseRequest`, `InputRequest` | `/v1/responses`, and `/v1/responses/input_tokens` |
 | `MessageRequest`, `PromptRequest` | `/v1/messages`, and `/v1/messages/count_tokens` |
 | `OllamaChatRequest`, `OllamaGenerateRequest` | `/api/chat`, and `/api/generate` |
+| `OllamaEmbedRequest`, `OllamaEmbeddingRequest` | `/api/embed`, and `/api/embeddings` |
 """
 
 # ruff: noqa: RUF012  (the rules of a class are never changed)
@@ -469,6 +471,88 @@ class CompletionRequest(SampledRequest, kw_only=True):
         ),
         "prompt_logprobs": PROMPT_LOGPROBS,
         "suffix": Refused("this model continues texts, and does not fill gaps"),
+    }
+
+
+# -- embeddings, as OpenAI has them, and rankings, as Jina and Cohere have them
+
+Dimensions = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+DIMENSIONS = Honoured(
+    "numbers of each vector, from the first on; all by default", shapes_answers=False
+)
+
+
+class EmbeddingRequest(Fields):
+    model: str
+    input: str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Dimensions | None = None
+    pooling: Literal["last", "mean"] | None = None
+    input_type: (
+        Literal["query", "document", "search_query", "search_document", "passage"] | None
+    ) = None
+    instruction: str | None = None
+    rules = {
+        "model": MODEL,
+        "input": Honoured(PROMPTS.text + ", up to 2,048; none of them empty", PROMPTS.hint),
+        "encoding_format": Honoured(
+            "`float`, or `base64` of little-endian float32", shapes_answers=False
+        ),
+        "dimensions": DIMENSIONS,
+        "pooling": Honoured(
+            "`last` or `mean`, by default what the adapter was trained with, or else `last`",
+            shapes_answers=False,
+        ),
+        "input_type": Honoured(
+            "`query` or `search_query` puts the adapter's instruction before texts; others are documents",
+            off=("",),
+            shapes_answers=False,
+        ),
+        "instruction": Honoured(
+            "a text to put before queries in place of the adapter's; inputs are queries then",
+            off=("",),
+            shapes_answers=False,
+        ),
+        "user": WHO,
+        "output_dtype embedding_type embedding_types": Refused(
+            "vectors are of float32", ("float", ["float"], *EMPTY)
+        ),
+        "output_dimension": Refused("it is called dimensions here"),
+        "normalized": Refused("all vectors have a norm of 1", (True, *EMPTY[:-1])),
+        "truncate truncation": Refused("texts are never shortened", ("NONE", *EMPTY)),
+        "task late_chunking": Refused(
+            "there are no such tasks; adapters are models, see /v1/models"
+        ),
+    }
+
+
+class DocumentText(Fields):
+    text: str
+
+
+class RerankRequest(Fields):
+    model: str
+    query: str
+    documents: Annotated[list[str | DocumentText], Meta(max_length=MAX_TOKENS)]
+    top_n: Count | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+    rules = {
+        "model": MODEL,
+        "query": Honoured("a text", shapes_answers=False),
+        "documents": "up to 2,048 texts, or objects with a `text`; they are never shortened",
+        "top_n": Honoured("number of results; all by default", shapes_answers=False),
+        "return_documents": Honoured("results have their documents", shapes_answers=False),
+        "instruction": Honoured(
+            "what makes a document relevant; by default that it answers a web search query",
+            off=("",),
+            shapes_answers=False,
+        ),
+        "max_tokens_per_doc max_chunks_per_doc": Refused("documents are never shortened"),
+        "rank_fields": Refused("a document is one text", (["text"], *EMPTY)),
+        "truncation": Ignored("documents are never shortened"),
+        "user": WHO,
+        "priority": ALIKE,
     }
 
 
@@ -1030,6 +1114,40 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     }
 
 
+TRUNCATES = Honoured(
+    "texts that the context can't hold are shortened, unless this is false", shapes_answers=False
+)
+
+
+LASTING = Ignored("`--keep-alive` decides how long a model stays loaded")
+
+
+class OllamaEmbedRequest(Fields):
+    model: str
+    input: str | Annotated[list[str], Meta(max_length=MAX_TOKENS)] | None = None
+    truncate: bool | None = None
+    dimensions: Dimensions | None = None
+    rules = {
+        "model": OllamaRequest.rules["model"],
+        "input": "a text, or a list of up to 2,048; without it, the model is loaded",
+        "truncate": TRUNCATES,
+        "dimensions": DIMENSIONS,
+        "options": LOADED,
+        "keep_alive": LASTING,
+    }
+
+
+class OllamaEmbeddingRequest(Fields):
+    model: str
+    prompt: str | None = None
+    rules = {
+        "model": OllamaRequest.rules["model"],
+        "prompt": "a text; without it, the model is loaded",
+        "options": LOADED,
+        "keep_alive": LASTING,
+    }
+
+
 # -- fields that no struct has
 
 REQUESTS: tuple[type[Fields], ...] = (
@@ -1039,14 +1157,18 @@ REQUESTS: tuple[type[Fields], ...] = (
     MessageRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    OllamaEmbedRequest,
+    OllamaEmbeddingRequest,
 )
-"""The bodies of the five APIs."""
+"""The bodies of all APIs."""
 
 OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "adapters": EMPTY,
     "add_generation_prompt": (True,),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "chat_template"), EMPTY),
-    **dict.fromkeys(("continue_final_message", "documents"), EMPTY),
+    "continue_final_message": EMPTY,
     "dry_multiplier": (0, 0.0),
     **dict.fromkeys(("frequency_context_size", "grammar", "ignore_eos", "json_schema"), EMPTY),
     "length_penalty": (1, 1.0),

@@ -11,10 +11,14 @@ from afm_mlx.server.request_fields import (
     OTHER_SERVERS,
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     Fields,
     MessageRequest,
     OllamaChatRequest,
+    OllamaEmbeddingRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
+    RerankRequest,
     ResponseRequest,
     all_fields,
 )
@@ -22,9 +26,11 @@ from afm_mlx.server.request_fields import (
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 TABLES: dict[str, dict[str, type[Fields]]] = {
     "chats and completions": {"chat": ChatRequest, "completions": CompletionRequest},
+    "embeddings": {"embeddings": EmbeddingRequest, "rerank": RerankRequest},
     "responses": {"": ResponseRequest},
     "messages": {"": MessageRequest},
     "ollama": {"chat": OllamaChatRequest, "generate": OllamaGenerateRequest},
+    "ollama's embeddings": {"embed": OllamaEmbedRequest, "embeddings": OllamaEmbeddingRequest},
 }
 OTHERS = "other servers"
 

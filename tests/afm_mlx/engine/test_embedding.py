@@ -153,6 +153,10 @@ def test_the_prefix_cache_serves_the_last_token_and_no_mean(rng, tokenizer, kind
         assert_right(response.embedding, model, prompt, asked, kind)
         assert response.cached_tokens == cached
         assert prefixes.nbytes == kept  # an index of texts displaces nothing
+    for keeps_prefix, grows in ((False, False), (True, True)):
+        engine.submit(Request(some_prompt(rng, 90), 0, keeps_prefix=keeps_prefix))
+        run(engine)
+        assert (prefixes.nbytes > kept) == grows
 
 
 def test_adapters_change_their_own_rows(rng, model, tokenizer, tmp_path):

@@ -58,6 +58,8 @@ def assert_right(scores: PromptScores, model, prompt, asked: PromptLogprobs, ato
     assert ((least <= scores.ranks) & (scores.ranks <= most)).all()
     assert scores.is_greedy == bool((scores.ranks == 1).all())
     assert scores.top_tokens.shape == scores.top_logprobs.shape == (len(tokens), asked.top)
+    others = wanted[:, np.array(asked.others, int)]
+    np.testing.assert_allclose(scores.other_logprobs, others, atol=atol, rtol=0)
     likeliest = -np.sort(-wanted, axis=-1)[:, : asked.top]
     np.testing.assert_allclose(scores.top_logprobs, likeliest, atol=atol, rtol=0)
     found = np.take_along_axis(wanted, scores.top_tokens, axis=-1)
@@ -72,7 +74,7 @@ def test_each_position_is_that_of_a_full_forward(
     rng, tokenizer, kind, chunk, start, top, max_tokens
 ):
     model, prompt = made(rng, kind), some_prompt(rng, 60)
-    asked = PromptLogprobs(start, top)
+    asked = PromptLogprobs(start, top, (5, 3, 5)[:top])
     request = Request(prompt, max_tokens, prompt_logprobs=asked, logprobs=False)
     first, *others = run_one(model, tokenizer, request, prefill_step_size=chunk)
     assert_right(first.prompt_logprobs, model, prompt, asked, ATOL.get(kind, 1e-4))
@@ -91,7 +93,9 @@ def test_rows_of_a_batch_are_scored_as_if_alone(rng, tokenizer, kind, speculatio
     lengths = rng.integers(1, 40, 9).tolist()
     prompts = [some_prompt(rng, length) for length in lengths]
     asks = [
-        None if i % 3 == 2 else PromptLogprobs(int(rng.integers(1, n + 1)), int(rng.integers(4)))
+        None
+        if i % 3 == 2
+        else PromptLogprobs(int(rng.integers(1, n + 1)), int(rng.integers(4)), (1, 2)[: i % 2])
         for i, n in enumerate(lengths)
     ]
     alone = [tokens_of(run_outcome(model, tokenizer, [Request(prompt, 4)])) for prompt in prompts]

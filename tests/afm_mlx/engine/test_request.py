@@ -24,6 +24,11 @@ from tests.tools.cases import each
         ({"prompt_logprobs": PromptLogprobs(1.0)}, "starts at 1.0"),
         ({"prompt_logprobs": PromptLogprobs(1, -1)}, "has top -1"),
         ({"prompt_logprobs": PromptLogprobs(1, 1001)}, "has top 1001"),
+        (
+            {"prompt_logprobs": PromptLogprobs(1, 0, (3, 64))},
+            "has 64 among the other tokens; .* 0 to 63",
+        ),
+        ({"prompt_logprobs": PromptLogprobs(1, 0, ("a",))}, "has 'a' among the other tokens"),
         ({"prompt_logprobs": PromptLogprobs(), "heal": True}, "heal removes"),
         ({"max_tokens": float("nan")}, "max_tokens is nan"),
         ({"max_tokens": True}, "max_tokens is True"),

@@ -363,7 +363,7 @@ def test_a_client_that_leaves_frees_its_row(server, http):
 
 @each("route, word", [
     ("pull", "--model"), ("create", "convert"), ("copy", "--served-model-name"), ("push", "hub"),
-    ("embed", "embeddings"), ("embeddings", "embeddings"), ("delete", "folder"),
+    ("delete", "folder"),
 ])  # fmt: skip
 def test_what_is_not_offered_says_what_to_do(http, route, word):
     method = "DELETE" if route == "delete" else "POST"

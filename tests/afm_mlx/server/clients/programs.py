@@ -1,7 +1,8 @@
 """Small programs with other projects' clients, as in their documentation: python programs.py NAME URL
 
 Each holds a conversation of several turns with the tool `weather` against the server of
-`test_python_clients.py`, whose answers follow `STEPS`, and prints the last answer.
+`test_python_clients.py`, whose answers follow `STEPS`, and prints the last answer; or asks for the vectors of
+some texts, and prints them.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 MODEL = "tiny"
+EMBEDDER = "afm-nano"
 ASKED: list[str] = []
 """Cities that the tool was called with."""
 
@@ -307,7 +309,40 @@ def weather(city: str) -> str:
     return reported.stdout.strip()
 
 
+# -- embeddings
+
+DOCUMENTS = ["a cat", "Tax law of 1998", "a kitten " * 20]
+
+
+def with_langchain_embeddings(url: str) -> list[list[float]]:
+    """Documents and a query; without the check, which would send ids of OpenAI's own tokens."""
+    from langchain_openai import OpenAIEmbeddings
+
+    options = {"base_url": f"{url}/v1", "api_key": "dummy", "check_embedding_ctx_length": False}
+    client = OpenAIEmbeddings(model=EMBEDDER, dimensions=32, **options)
+    return [*client.embed_documents(DOCUMENTS), client.embed_query(DOCUMENTS[0])]
+
+
+def with_llama_index_embeddings(url: str) -> list[list[float]]:
+    from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+
+    options = {"api_base": f"{url}/v1", "api_key": "dummy", "dimensions": 32}
+    client = OpenAILikeEmbedding(model_name=EMBEDDER, **options)
+    return [
+        *client.get_text_embedding_batch(DOCUMENTS),
+        client.get_query_embedding(DOCUMENTS[0]),
+    ]
+
+
+def with_langchain_ollama_embeddings(url: str) -> list[list[float]]:
+    from langchain_ollama import OllamaEmbeddings
+
+    client = OllamaEmbeddings(model=EMBEDDER, base_url=url, dimensions=32)
+    return [*client.embed_documents(DOCUMENTS), client.embed_query(DOCUMENTS[0])]
+
+
 if __name__ == "__main__":
     name, url = sys.argv[1:]
-    said = globals()[f"with_{name}"](url)
-    print(json.dumps({"said": said.strip(), "asked": ASKED}))
+    found = globals()[f"with_{name}"](url)
+    said = found.strip() if isinstance(found, str) else found
+    print(json.dumps({"said": said, "asked": ASKED}))

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.afm_mlx.server.clients.programs import DOCUMENTS
 from tests.tools.scripted_server import scripted_server
+from tests.tools.server import running_server
 
 FOLDER = Path(__file__).parent
 PYTHON = Path(
@@ -83,3 +86,25 @@ def test_a_client_talks_over_several_turns(name, family, tmp_path, caplog):
     ):  # these show results to the model as texts of the user
         results = r"(?:<turn_start> tool|<tool_response>)\s(\w+)"
         assert re.findall(results, script.prompts[-1]) == asked
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason=f"there are no clients at {PYTHON}: make test-slow")
+@pytest.mark.parametrize("name", ["langchain", "llama_index", "langchain_ollama"])
+def test_a_client_asks_for_vectors(name, tmp_path):
+    with running_server(kv="float") as server:
+        done = subprocess.run(
+            [PYTHON, FOLDER / "programs.py", f"{name}_embeddings", server.url],
+            env={"PATH": os.defpath, "HOME": str(tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found = np.array(json.loads(done.stdout.splitlines()[-1])["said"])
+        made = server.openai().embeddings.create(model="afm-nano", input=DOCUMENTS, dimensions=32)
+    wanted = np.array([item.embedding for item in made.data])
+    wanted = np.concatenate([wanted, wanted[:1]])
+    assert found.shape == wanted.shape
+    assert ((found * wanted).sum(1) > 0.99).all()  # of a packed model, in other batches

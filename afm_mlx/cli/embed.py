@@ -1,0 +1,116 @@
+"""Compute a vector for each text of a file; the dot product of two is their cosine similarity.
+
+Vectors of a model that was not trained for embeddings are poor: see docs/embeddings.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from afm_mlx.cli import model_options
+from afm_mlx.cli.arguments import FLAG, MAX_ROWS, Argument, UsageError, integer
+from afm_mlx.cli.output import input_bytes, progress_bar
+from afm_mlx.errors import DataError, shown
+from afm_mlx.files import atomic_write, refuse_existing
+from afm_mlx.jsonl import is_data_file, read_jsonl, read_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# fmt: off
+ARGUMENTS = {
+    "options": [
+        Argument("file", None,
+                 "texts: a line of a file each, or the text of each record of a .jsonl, .json or .csv file; - "
+                 "reads lines from standard input",
+                 metavar="FILE|-"),
+        *model_options.LOADING,
+        Argument("--pool", ["last", "mean"],
+                 "state of the last token, or mean of all; by default what the adapter was trained with, or "
+                 "else last"),
+        Argument("--dimensions", integer(1), "numbers of each vector, from the first on; all by default"),
+        Argument("--query", FLAG, "the texts are queries: put the adapter's instruction before them"),
+        Argument("--instruction", None, "text to put before queries in place of the adapter's"),
+        Argument("--center", FLAG, "subtract the mean of all vectors, which untrained models' have in common"),
+        Argument("--batch-size", integer(1, MAX_ROWS), "texts that are computed at the same time", 32),
+        Argument("--output -o", None,
+                 "file to write, with a JSON object in each line or, as .npy, the matrix of all vectors; by "
+                 "default standard output",
+                 metavar="FILE.jsonl|FILE.npy"),
+    ],
+}
+# fmt: on
+
+
+def run(args: argparse.Namespace) -> None:
+    from afm_mlx.adapters.adapter_folder import EmbeddingUse, embedding_use
+    from afm_mlx.engine.embedding import embed
+    from afm_mlx.loading.resolve import resolve_adapter, resolve_model
+
+    output = None if args.output is None else Path(args.output)
+    if output is not None and output.suffix not in (".jsonl", ".npy"):
+        raise UsageError(f"--output is {shown(args.output)}; a name in .jsonl or .npy is needed.")
+    if output is not None:
+        refuse_existing(output)
+    texts = list(_texts(args.file))
+    use = EmbeddingUse()
+    if args.adapter_path is not None:
+        path = resolve_adapter(args.adapter_path, resolve_model(args.model))
+        use = embedding_use(path) or use
+    model, tokenizer = model_options.load_model(args)
+    with progress_bar("embed", "text") as progress:
+        vectors = embed(
+            model,
+            tokenizer,
+            texts,
+            pooling=args.pool or use.pooling,
+            dimensions=args.dimensions,
+            queries=args.query,
+            instruction=args.instruction or (use.instruction if args.query else None),
+            batch_size=args.batch_size,
+            center=args.center,
+            progress=progress,
+        )
+    if output is None:
+        for line in _lines(vectors):
+            print(line)
+        return
+    with atomic_write(output) as temporary:
+        if output.suffix == ".npy":
+            import numpy as np
+
+            np.save(temporary, vectors)
+        else:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in _lines(vectors))
+
+
+def _lines(vectors: np.ndarray) -> Iterator[str]:
+    for index, vector in enumerate(vectors):
+        yield json.dumps({"index": index, "embedding": vector.tolist()})
+
+
+def _texts(name: str) -> Iterator[str]:
+    """Yield the texts of a file, or of standard input."""
+    path = Path(name)
+    if name == "-":
+        try:
+            lines = input_bytes().read().decode("utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            raise DataError("Standard input is not UTF-8 text.") from None
+        yield from (line for line in lines if line.strip())
+    elif is_data_file(path):
+        for where, record in read_jsonl(path):
+            text = record.get("text") if isinstance(record, dict) else record
+            if not isinstance(text, str) or not text:
+                raise DataError(
+                    f'{where}: {shown(record)} has no text; {{"text": ...}} or a JSON string is needed, '
+                    "not empty."
+                )
+            yield text
+    else:
+        yield from (line for line in read_text(path).splitlines() if line.strip())
