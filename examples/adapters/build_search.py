@@ -28,13 +28,14 @@ from afm_mlx.files import atomic_folder, atomic_write
 
 SIZES = {"train": 2000, "valid": 100, "test": 200}
 DIMENSIONS = (256, 128, 64)
-STEPS = 200
+STEPS = 120
 
 _TEMPLATE = Path(__file__).with_name("search_card_template.md")
 _TRAINING = (
     "lora --model afm-nano --objective contrastive --data {data} --adapter-path {run} --seed {seed} "
-    "--keys self_attn.qkv_proj self_attn.q_proj self_attn.out_proj --rank 8 --alpha 8 "
-    "--iters {iters} --learning-rate 2e-3 --batch-size 32 --steps-per-eval 50 --save-every 50 --val-batches -1"
+    "--pool mean --keys self_attn.qkv_proj self_attn.q_proj self_attn.out_proj mlp.down_proj "
+    "--rank 8 --alpha 8 --iters {iters} --learning-rate 1e-3 --batch-size 32 --steps-per-eval 20 "
+    "--save-every 20 --val-batches -1"
 )
 
 

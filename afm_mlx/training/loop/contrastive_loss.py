@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.model.pooling import POOLINGS, hidden_states, normalize, pool
+from afm_mlx.model.pooling import POOLINGS, normalize, pooled_states
 from afm_mlx.training.data.pairs import AnyBatches, PairBatch, PairBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed
 
@@ -117,7 +117,7 @@ class ContrastiveLoss:
             model.update(parameters)
             try:
                 tokens = mx.stop_gradient(mx.depends([tokens], [after])[0])
-                found = pool(hidden_states(model, tokens), lengths, self.pooling)
+                found = pooled_states(model, tokens, lengths, self.pooling)
                 return found, mx.depends([after], [found])[0]
             finally:
                 # The model must not keep traced arrays.
@@ -127,7 +127,7 @@ class ContrastiveLoss:
             if self.cached:
                 found, after = recomputed(embed)(parameters, tokens, lengths, after)
             else:
-                found = pool(hidden_states(model, tokens), lengths, self.pooling)
+                found = pooled_states(model, tokens, lengths, self.pooling)
             parts.append(found)
         return mx.concatenate(parts)[batch.rows], after
 
