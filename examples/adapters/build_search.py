@@ -114,6 +114,7 @@ def package(
         "QUERY": pair["query"],
         "POSITIVE": pair["positive"],
         "OTHER": other["positive"],
+        "POOLING": config.embedding.pooling if config.embedding else "last",
         "HEAD": " | ".join(f"{n} numbers" for n in DIMENSIONS),
         "RULE": " | ".join("---:" for _ in DIMENSIONS),
         "TABLE": "\n".join(table),
