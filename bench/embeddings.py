@@ -1,10 +1,13 @@
 """What embeddings cost: 1,000 short texts together and one at a time, and chats next to other requests.
 
 The texts: the embedded model, and one of the 3B's shape with random weights. Both ways take turns, a part of
-the texts at a time. The chats: a server of the embedded model, a process of its own, with 32 clients that
-chat, and then with 16 more that ask for embeddings and 16 for scores. Both loads take turns, too.
+the texts at a time. With `--llama-python`, llama.cpp computes vectors of a model of mlx-lm's zoo, by turns with
+this package: both have random weights, in 4 bits, and prompts of the same lengths.
 
-    python -m bench.embeddings
+The chats: a server of the embedded model, a process of its own, with 32 clients that chat, and then with 16
+more that ask for embeddings and 16 for scores. Both loads take turns, too.
+
+    python -m bench.embeddings --llama-python /path/to/python
     python -m bench.embeddings --layers 4 --seconds 10 --rounds 1          a quick look
 """
 
@@ -36,7 +39,11 @@ from afm_mlx.config import PRESETS
 from afm_mlx.engine.embedding import embed
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import resolve_model
+from afm_mlx.measure.machine import threads_in_use
 from afm_mlx.measure.random_model import random_packed_model
+from bench.peer_models import EXACT, LLAMA, commands
+from bench.peer_zoo import CONFIGS, zoo_model
+from bench.peers import started
 from bench.server_client import Address, Exchange
 from bench.server_load import Turn, drive
 from bench.server_process import ServerProcess
@@ -70,6 +77,24 @@ def together(model: nn.Module, tokenizer: Any, count: int) -> Figures:
             seconds[way] += time.perf_counter() - start
     rates = {f"{way}, texts per second": count / taken for way, taken in seconds.items()}
     return {**rates, "ratio": seconds["one at a time"] / seconds["together"]}
+
+
+def next_to_llama(python: str, name: str, layers: int | None, count: int, rounds: int) -> Figures:
+    """Measure texts per second of this package and llama.cpp, together and one at a time."""
+    threads = threads_in_use()
+    lengths = np.random.default_rng(0).integers(5, 16, count).tolist()
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = zoo_model(name, layers)
+        made = commands(model, Path(folder), threads, 1024, python)
+        made = {peer: made[peer] for peer in made if peer == EXACT or peer.startswith(LLAMA)}
+        with started(made, threads) as peers:
+            for _ in range(rounds):
+                for peer, together in itertools.product(peers, (True, False)):
+                    answer = peers[peer].measure("embed", lengths=lengths, together=together)
+                    way = "together" if together else "one at a time"
+                    found.setdefault(f"{peer}, {way}", []).append(answer["texts_per_second"])
+    return {what: statistics.median(values) for what, values in found.items()}
 
 
 # -- chats next to other requests
@@ -177,6 +202,10 @@ def main() -> None:
     parser.add_argument("--texts-3b", type=integer(PARTS), default=60, help="of the 3B's shape")
     parser.add_argument("--seconds", type=integer(1), default=30, help="of a turn of the load")
     parser.add_argument("--rounds", type=integer(1), default=3, help="turns of each load")
+    parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
+    parser.add_argument(
+        "--zoo", default="qwen3-0.6b", choices=list(CONFIGS), help="llama.cpp's model"
+    )
     parser.add_argument("--skip", nargs="*", default=[], choices=["texts", "load"])
     args = parser.parse_args()
     figures: Figures = {}
@@ -201,6 +230,9 @@ def main() -> None:
             figures[name] = together(model, tokenizer, count)
             what = f"{count} texts together, times one at a time, {name}"
             targets.append(Target(what, figures[name]["ratio"], TOGETHER))
+    if args.llama_python is not None:
+        options = args.zoo, args.layers, args.texts_3b, args.rounds
+        figures[f"{args.zoo}, texts per second"] = next_to_llama(args.llama_python, *options)
     print(markdown(target_rows(targets)))
     print(json.dumps(figures))
 

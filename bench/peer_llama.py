@@ -75,6 +75,28 @@ class Llama:
         llama_cpp.llama_synchronize(self.context)
         llama_cpp.llama_get_logits(self.context)[0]
 
+    def embed(self, lengths: list[int]) -> None:
+        """Compute the vector of each text's last token, `ROWS` texts of at most 512 tokens together."""
+        llama_cpp.llama_set_embeddings(self.context, True)
+        for start in range(0, len(lengths), ROWS):
+            part = lengths[start : start + ROWS]
+            self.clear()
+            self.batch.n_tokens = 0
+            for row, length in enumerate(part):
+                for position in range(length):
+                    i = self.batch.n_tokens
+                    self.batch.token[i] = random.randrange(self.vocab_size)
+                    self.batch.pos[i] = position
+                    self.batch.n_seq_id[i] = 1
+                    self.batch.seq_id[i][0] = row
+                    self.batch.logits[i] = position == length - 1
+                    self.batch.n_tokens += 1
+            status = llama_cpp.llama_decode(self.context, self.batch)
+            if status:
+                raise RuntimeError(f"llama_decode gave {status}")
+            llama_cpp.llama_get_embeddings_ith(self.context, -1)[0]
+        llama_cpp.llama_set_embeddings(self.context, False)
+
     def clear(self) -> None:
         llama_cpp.llama_memory_clear(self.memory, True)
         self.depth = (0, 0)
@@ -122,6 +144,12 @@ def main() -> None:
             llama.feed([(row, depth + i, row == rows - 1) for row in range(rows)])
         return {"tokens_per_second": rows * tokens / (time.perf_counter() - start)}
 
+    def embed(lengths: list[int], together: bool) -> Answer:
+        start = time.perf_counter()
+        for part in [lengths] if together else [[length] for length in lengths]:
+            llama.embed(part)
+        return {"texts_per_second": len(lengths) / (time.perf_counter() - start)}
+
     def memory() -> Answer:
         return {"peak_resident_bytes": peak_resident()}
 
@@ -132,6 +160,7 @@ def main() -> None:
         "weight_bytes": llama_cpp.llama_model_size(llama.model),
     }
     measurements = {"warm_up": warm_up, "prefill": prefill, "decode": decode, "memory": memory}
+    measurements["embed"] = embed
     serve(hello, measurements)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,11 +14,18 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.config import is_afm_config, read_config_json
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.request import Embedding, Request
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.benchmark import Bench, BenchmarkCase, BenchmarkResult, run_case, step_cost
 from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import set_activation_bits
 from bench.peer_protocol import Answer, peak_resident, serve
+
+_NO_TOKENIZER: Any = SimpleNamespace(
+    eos_token_ids=set(), detokenizer=SimpleNamespace(add_token=lambda token: None)
+)
+"""What an engine needs of a tokenizer if no row generates."""
 
 
 def load(folder: Path) -> tuple[nn.Module, float]:
@@ -72,6 +80,20 @@ class Ours:
             "operations_per_step": cost.operations,
         }
 
+    def embed(self, lengths: list[int], together: bool) -> Answer:
+        """Compute the vector of each text's last token, all together or one at a time."""
+        engine = Engine(self.model, _NO_TOKENIZER, max_batch=32 if together else 1)
+        size = int(self.model.args.vocab_size)
+        rng = np.random.default_rng(0)
+        start = time.perf_counter()
+        for length in lengths:
+            prompt = rng.integers(8, size, length).tolist()
+            engine.submit(Request(prompt, 0, embedding=Embedding()))
+        for response in engine.run():
+            if response.error is not None:
+                raise response.error
+        return {"texts_per_second": len(lengths) / (time.perf_counter() - start)}
+
     def memory(self, prompt: int, tokens: int) -> Answer:
         result: BenchmarkResult = run_case(self.model, BenchmarkCase(prompt, tokens), 1)
         answer = {
@@ -98,7 +120,7 @@ def main() -> None:
         "device": str(mx.default_device()),
         "weight_bytes": weight_bytes(ours.model),
     }
-    names = ("warm_up", "prefill", "decode", "memory")
+    names = ("warm_up", "prefill", "decode", "memory", "embed")
     serve(hello, {name: getattr(ours, name) for name in names})
 
 

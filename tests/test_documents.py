@@ -61,6 +61,7 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "server.md": {"pip install": "installs the package", "afm-mlx server": SERVES},
     "operations.md": {"afm-mlx server": SERVES},
+    "embeddings.md": {},
     "scores.md": {},
     "sessions.md": {
         "git clone": "fetches Apple's tests",

@@ -10,6 +10,7 @@
 | `decoding.py` | a decode step: inputs, submit, read back, draw, verify draft tokens |
 | `engine.py` | the loop: requests in, responses out |
 | `generation.py` | `generate`, `stream_generate`, `batch_generate`, and the typed and async variants |
+| `embedding.py` | `embed`, vectors of many texts |
 | `async_engine.py` | one engine for all tasks of asyncio |
 | `warm_up.py` | compiling Metal's kernels before requests need them |
 | `sampling.py`, `samplers.py` | from logits to the next token; the samplers and logits processors |

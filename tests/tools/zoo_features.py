@@ -28,13 +28,14 @@ from afm_mlx import fm
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.cli import main
 from afm_mlx.converters.convert import convert
-from afm_mlx.engine.request import Request
+from afm_mlx.engine.request import Embedding, Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import AFMError
 from afm_mlx.kernels import dispatch
 from afm_mlx.loading.load import load
 from afm_mlx.measure.evaluation import Example, evaluate
 from afm_mlx.measure.perplexity import measure_perplexity
+from afm_mlx.model.pooling import hidden_states
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.recipe import Recipe
@@ -395,6 +396,18 @@ def _evaluation(guest: Guest) -> None:
     ids = guest.chat_ids(enable_thinking=False)
     wanted = guest.text(ids, 2 * len(guest.loaded[1].encode("Faro")) + 8)
     assert found.answers[1].answer.strip() == wanted
+
+
+@feature("embeddings")
+def _embeddings(guest: Guest) -> None:
+    prompts = [guest.prompt(n) for n in (3, 40, 17)]
+    for pooling in ("last", "mean"):
+        asked = Embedding(pooling)
+        rows = guest.responses(*(Request(prompt, 0, embedding=asked) for prompt in prompts))
+        for prompt, (response,) in zip(prompts, rows, strict=True):
+            states = hidden_states(guest.stock[0], mx.array([prompt])).astype(mx.float32)
+            wanted = np.array(states[0, -1] if pooling == "last" else states[0].mean(axis=0))
+            assert response.embedding @ wanted > 0.99 * np.linalg.norm(wanted)
 
 
 # -- the table
