@@ -95,7 +95,8 @@ class ContrastiveLoss:
             asked.append(vectors[: len(numbers)])
             texts |= dict(zip(candidates, vectors[len(numbers) :], strict=True))
         scores = mx.concatenate(asked) @ mx.stack(list(texts.values())).T
-        found = [list(texts)[i] for i in mx.argmax(scores, axis=-1).tolist()]
+        numbers = list(texts)
+        found = [numbers[i] for i in mx.argmax(scores, axis=-1).tolist()]
         hits = [
             text in batches.positives[query] for query, text in zip(queries, found, strict=True)
         ]
