@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from afm_mlx.adapters.adapter_folder import embedding_use
 from afm_mlx.adapters.lora import lora_layers, lora_tensors
 from afm_mlx.adapters.resident import Base, ResidentAdapter, build_resident, open_adapter
 from afm_mlx.adapters.target_modules import (
@@ -212,6 +213,7 @@ def attach_adapter(
     if active_adapters(model) is None:
         unwrap_layers(model)  # removes LoRA layers
     bind(model).set(BatchAdapters.everywhere(resident))
+    model.embedding_use = embedding_use(path)
     return model
 
 
@@ -219,6 +221,7 @@ def detach_adapter(model: nn.Module) -> nn.Module:
     """Remove the adapter and all layer wrappers from a model, and return the model."""
     unbind(model)
     unwrap_layers(model)
+    model.embedding_use = None
     return model
 
 

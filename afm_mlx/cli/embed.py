@@ -47,9 +47,7 @@ ARGUMENTS = {
 
 
 def run(args: argparse.Namespace) -> None:
-    from afm_mlx.adapters.adapter_folder import EmbeddingUse, embedding_use
     from afm_mlx.engine.embedding import embed
-    from afm_mlx.loading.resolve import resolve_adapter, resolve_model
 
     output = None if args.output is None else Path(args.output)
     if output is not None and output.suffix not in (".jsonl", ".npy"):
@@ -57,20 +55,16 @@ def run(args: argparse.Namespace) -> None:
     if output is not None:
         refuse_existing(output)
     texts = list(_texts(args.file))
-    use = EmbeddingUse()
-    if args.adapter_path is not None:
-        path = resolve_adapter(args.adapter_path, resolve_model(args.model))
-        use = embedding_use(path) or use
     model, tokenizer = model_options.load_model(args)
     with progress_bar("embed", "text") as progress:
         vectors = embed(
             model,
             tokenizer,
             texts,
-            pooling=args.pool or use.pooling,
+            pooling=args.pool,
             dimensions=args.dimensions,
             queries=args.query,
-            instruction=args.instruction or (use.instruction if args.query else None),
+            instruction=args.instruction,
             batch_size=args.batch_size,
             center=args.center,
             progress=progress,

@@ -47,8 +47,8 @@ def embed(
     Args:
         model, tokenizer: what `load` returns.
         texts: n texts, none of them empty; names of control tokens in them are plain text.
-        pooling: "last" or "mean" (`afm_mlx.model.pooling`); pass None for what the adapter was trained with, or
-            else "last".
+        pooling: "last" or "mean" (`afm_mlx.model.pooling`); pass None for what the adapter was trained with, in
+            the pool or attached to the model, or else "last".
         dimensions: numbers of each vector, from the first on; pass None for all.
         queries: True if the texts are queries, before which the adapter's instruction is put, if it has one.
         instruction: text to put before queries in place of the adapter's; makes the texts queries.
@@ -72,7 +72,7 @@ def embed(
         raise RequestError("texts is one text; a list of texts is needed.")
     if center and len(texts) < 2:
         raise RequestError(f"center needs the mean of several texts, and there are {len(texts)}.")
-    use = EmbeddingUse()
+    use: EmbeddingUse = getattr(model, "embedding_use", None) or EmbeddingUse()
     if isinstance(adapter, str) and adapters is not None and adapter in adapters.paths:
         use = embedding_use(adapters.paths[adapter]) or use
     pooling = use.pooling if pooling is None else pooling

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.active import attach_adapter
-from afm_mlx.adapters.adapter_folder import TENSORS_NAME, check_floating
+from afm_mlx.adapters.adapter_folder import TENSORS_NAME, check_floating, embedding_use
 from afm_mlx.checkpoint.finite import check_finite, read_parameters
 from afm_mlx.checkpoint.safetensors_file import load_stored, read_header
 from afm_mlx.checkpoint.stored_layers import (
@@ -102,6 +102,7 @@ def open_mlx_lm_model(
         is_theirs = is_theirs and not any(isinstance(module, kinds) for module in model.modules())
         if is_theirs:
             model = utils.load_adapters(model, str(adapter))
+            model.embedding_use = None if adapter is None else embedding_use(adapter)
         else:
             repack_mlx_layers(model)
     settle_scales(model)

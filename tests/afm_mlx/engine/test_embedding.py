@@ -323,7 +323,12 @@ def test_an_adapter_says_how_it_was_trained(wide, rng, tmp_path):
             found = embed(model, tokenizer, ["a cat"], adapter="trained", adapters=pool, **given)
             wanted = embed(model, tokenizer, ["a cat"], adapter="a", adapters=pool, **meant)
             np.testing.assert_array_equal(found, wanted)
+        wanted = embed(model, tokenizer, ["a cat"], adapter="trained", adapters=pool, queries=True)
     detach_adapter(model)
+    attach_adapter(model, tmp_path / "trained")
+    np.testing.assert_allclose(embed(model, tokenizer, ["a cat"], queries=True), wanted, atol=1e-6)
+    detach_adapter(model)
+    assert model.embedding_use is None
 
 
 def test_what_all_vectors_have_in_common_is_subtracted(wide):
