@@ -28,12 +28,12 @@ from afm_mlx.files import atomic_folder, atomic_write
 
 SIZES = {"train": 2000, "valid": 100, "test": 200}
 DIMENSIONS = (256, 128, 64)
-STEPS = 120
+STEPS = 160
 
 _TEMPLATE = Path(__file__).with_name("search_card_template.md")
 _TRAINING = (
     "lora --model afm-nano --objective contrastive --data {data} --adapter-path {run} --seed {seed} "
-    "--pool mean --keys self_attn.qkv_proj self_attn.q_proj self_attn.out_proj mlp.down_proj "
+    "--keys self_attn.qkv_proj self_attn.q_proj self_attn.out_proj mlp.down_proj "
     "--rank 8 --alpha 8 --iters {iters} --learning-rate 3e-3 --batch-size 32 --steps-per-eval 20 "
     "--save-every 20 --val-batches -1"
 )

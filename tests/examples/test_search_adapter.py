@@ -108,7 +108,7 @@ def test_the_shipped_adapter_fits_the_embedded_model():
     model, _ = afm_mlx.load("afm-nano")
     tensors, config = load_adapter(FOLDER)
     assert config.base_model_fingerprint == base_model_fingerprint(model)
-    assert config.embedding == EmbeddingUse("mean")
+    assert config.embedding == EmbeddingUse("last")
     assert {str(tensor.dtype) for tensor in tensors.values()} == {"mlx.core.float16"}
     assert (FOLDER / TENSORS_NAME).stat().st_size < 1_000_000
 
@@ -132,7 +132,7 @@ def test_one_command_makes_an_adapter_and_measures_it(build, monkeypatch, tmp_pa
     assert card in capsys.readouterr().out
     assert len(re.findall(r"^\| with.*%", card, re.MULTILINE)) == 3
     _, config = load_adapter(folder)
-    assert config.embedding == EmbeddingUse("mean")
+    assert config.embedding == EmbeddingUse("last")
     before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("run/**/*.safetensors")}
     assert before
     assert build_small(*argv) == folder
