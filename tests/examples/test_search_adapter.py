@@ -94,7 +94,7 @@ def test_the_shipped_adapter_finds_the_sentence_that_answers():
         asked = afm_mlx.embed(model, tokenizer, texts[0], queries=True, **options)
         there = afm_mlx.embed(model, tokenizer, texts[1], **options)
         for n in (None, 64):
-            # Lengths do not matter to the best text, but those of the texts differ.
+            # A query's own length changes no order; the lengths of the texts do.
             cut = there[:, :n] / np.linalg.norm(there[:, :n], axis=1, keepdims=True)
             yield np.mean((asked[:, :n] @ cut.T).argmax(1) == np.arange(200))
 

@@ -36,7 +36,7 @@ class ContrastiveTraining(LoRATraining):
             adapter's, or none.
         temperature, dimensions, both_directions: see `ContrastiveLoss`.
         chunk_rows: texts whose activations are in memory at a time; pass None for all texts of a batch, which
-            takes a third less time.
+            takes two thirds of the time or less.
     """
 
     pooling: str | None = None
