@@ -153,7 +153,27 @@ async def keep_asking(
             done[f"{path} {status}"] += 1
 
 
-async def load_test(seconds: float, rounds: int) -> Figures:
+async def by_requests(address: Address, count: int) -> Figures:
+    """Measure the seconds that texts take in requests of many, and in one request each, one after the other."""
+    texts = short_texts(count)
+    seconds = {"together": 0.0, "one at a time": 0.0}
+    part = -(-count // PARTS)
+    for first in range(0, count, part):
+        some = texts[first : first + part]
+        for way, inputs in zip(seconds, ([some], [[text] for text in some]), strict=True):
+            start = time.perf_counter()
+            for each in inputs:
+                async with Exchange(address) as exchange:
+                    body = {"model": "afm-nano", "input": each, "encoding_format": "base64"}
+                    if await exchange.send("POST", "/v1/embeddings", body) != 200:
+                        raise RuntimeError((await exchange.body()).decode())
+                    await exchange.body()
+            seconds[way] += time.perf_counter() - start
+    rates = {f"{way}, texts per second": count / taken for way, taken in seconds.items()}
+    return {**rates, "ratio": seconds["one at a time"] / seconds["together"]}
+
+
+async def load_test(seconds: float, rounds: int, count: int) -> Figures:
     """Measure chats' times to the first text with and without the other clients, by turns."""
     program = chat_program()
     chats = Jobs(resolve_model("afm-nano"), (8, 60), (16, 64))
@@ -164,6 +184,7 @@ async def load_test(seconds: float, rounds: int) -> Figures:
         log = Path(folder) / "server.log"
         async with ServerProcess(program.command, program.ready_path, log) as server:
             await drive(program, server.address, chats.stream(0), CHATS, 3)  # warms up
+            requests = await by_requests(server.address, count)
             for turn in range(rounds):
                 for way, made in turns.items():
                     others = [
@@ -173,7 +194,8 @@ async def load_test(seconds: float, rounds: int) -> Figures:
                         for i, make in enumerate((embedding_body, score_body))
                         for j in range(OTHERS if way == "mixed" else 0)
                     ]
-                    jobs = chats.stream(1, turn)
+                    # Not the same chats: the prefix cache would have them from the turn before.
+                    jobs = chats.stream(1, turn, way == "mixed")
                     made.append(await drive(program, server.address, jobs, CHATS, seconds))
                     for task in others:
                         task.cancel()
@@ -181,7 +203,7 @@ async def load_test(seconds: float, rounds: int) -> Figures:
                         with suppress(asyncio.CancelledError):
                             if isinstance(result, BaseException):
                                 raise result
-    found: Figures = {"other responses": dict(done)}
+    found: Figures = {"other responses": dict(done), "requests": requests}
     for way, made in turns.items():
         answers = [answer for each in made for answer in each.answers]
         firsts = [answer.first for answer in answers if answer.first is not None]
@@ -211,7 +233,9 @@ def main() -> None:
     figures: Figures = {}
     targets = []
     if "load" not in args.skip:
-        figures["load"] = asyncio.run(load_test(args.seconds, args.rounds))
+        figures["load"] = asyncio.run(load_test(args.seconds, args.rounds, args.texts))
+        what = f"{args.texts} texts in requests of {-(-args.texts // PARTS)}, times requests of one"
+        targets.append(Target(what, figures["load"]["requests"]["ratio"], TOGETHER))
         what = "p99 to the first text of chats next to 32 other clients, times alone"
         targets.append(Target(what, figures["load"]["ratio"], SLOWER, True))
     if "texts" not in args.skip:

@@ -143,8 +143,8 @@ class Request:
             first response after the prompt has them (`TokenResponse.prompt_logprobs`). Keys and values of
             earlier prompts then serve only what comes before `start`.
         embedding: which vector of the prompt is computed; pass None for none. The only response has it
-            (`TokenResponse.embedding`). `max_tokens` has to be 0, and of the other fields only `adapter`,
-            `client` and `on_prefill` may be given.
+            (`TokenResponse.embedding`). `max_tokens` has to be 0, and `cache`, `prompt_logprobs`, `constraint`
+            and `heal` must not be given.
         adapter: name of an adapter in the engine's pool, or weights of several by their names, which are added
             up; pass None for the model alone, or with the adapter that is attached to it.
         constraint: what the answer must look like; pass None for any text.
