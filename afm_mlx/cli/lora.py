@@ -89,7 +89,8 @@ _KIND = [
              "lora"),
     Argument("--objective", ["next-token", "contrastive"],
              "contrastive trains an adapter for embeddings: lines are {\"query\", \"positive\", "
-             "\"negative\": [...]}, and vectors of a query and its positive become alike",
+             "\"negative\": [...]}, and vectors of a query and its positive become alike; a batch is "
+             f"{PAIRS} pairs by default",
              "next-token"),
     Argument("--preset", list(PRESETS),
              "toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
