@@ -37,9 +37,10 @@ def write_pairs(folder, rng, words):
         texts = {"query": f"find {word}", "positive": f"here {word} is"}
         return texts | ({"negative": [f"here {other} is"]} if index % 2 else {})
 
-    for split, count in (("train", 24), ("valid", 8), ("test", 8)):
-        drawn = map(str, rng.choice(words, count, replace=False))
-        lines(folder / f"{split}.jsonl", *map(record, drawn, range(count)))
+    # Random weights know no words, so that only what was trained on is sure to be learned.
+    records = list(map(record, map(str, rng.choice(words, 24, replace=False)), range(24)))
+    for split, chosen in (("train", records), ("valid", records[:8]), ("test", records[8:16])):
+        lines(folder / f"{split}.jsonl", *chosen)
     return folder
 
 
