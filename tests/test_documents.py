@@ -87,6 +87,7 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "../examples/adapters/README.md": {
         "build.py": HOURS,
+        "build_search.py": MINUTES,
         "afm-mlx lora": MINUTES,
         "afm-mlx evaluate": "the data of a reader, and the adapter that the line before would train",
     },

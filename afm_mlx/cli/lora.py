@@ -13,6 +13,8 @@ from afm_mlx import config
 from afm_mlx.cli import training_runs
 from afm_mlx.cli.arguments import (
     FLAG,
+    MAX_ROWS,
+    SWITCH,
     Argument,
     Parser,
     UsageError,
@@ -23,6 +25,7 @@ from afm_mlx.cli.arguments import (
     integer,
     json_object,
     number,
+    positive,
 )
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.training_runs import (
@@ -39,11 +42,13 @@ from afm_mlx.cli.training_runs import (
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batches
+    from afm_mlx.training.data.pairs import AnyBatches
     from afm_mlx.training.methods.recipe import Recipe
 
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}
 ADAPTER_FOLDER = "adapters"  # mlx-lm's default
+PAIRS = 32
+"""Default batch size of contrastive training."""
 
 DRAFT_PRESETS = [name for name in config.PRESETS if name.endswith("-draft")]
 
@@ -82,6 +87,11 @@ _KIND = [
              "lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
              "for speculative decoding",
              "lora"),
+    Argument("--objective", ["next-token", "contrastive"],
+             "contrastive trains an adapter for embeddings: lines are {\"query\", \"positive\", "
+             "\"negative\": [...]}, and vectors of a query and its positive become alike; a batch is "
+             f"{PAIRS} pairs by default",
+             "next-token"),
     Argument("--preset", list(PRESETS),
              "toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
              "first of them warm-up to a rate of 1e-3, then a cosine to 0, batches of 4 samples, gradients "
@@ -118,9 +128,25 @@ _LORA = [
     Argument("--save-dtype", ["float16", "float32"],
              "type of the saved adapter's numbers; float16 by default. Training is in float32 either way"),
 ]
+_CONTRASTIVE = [
+    Argument("--pool", ["last", "mean"],
+             "vector of a text: the state of its last token, by default, or the mean of all"),
+    Argument("--instruction", None,
+             "what queries look for, written before each; the adapter keeps it", metavar="TEXT"),
+    Argument("--temperature", positive(100),
+             "what similarities are divided by: lower, near misses count more; 0.05 by default"),
+    Argument("--dimensions", integer(1),
+             "lengths of the vectors' beginnings that are trained to be of use alone (Matryoshka); the "
+             "model's width and its halves down to 64 by default",
+             nargs="+", metavar="N"),
+    Argument("--both-directions", SWITCH, "also find the query of each positive; off by default"),
+    Argument("--chunk-rows", integer(1, MAX_ROWS),
+             "texts whose activations are in memory at a time, so that large batches fit; by default all, "
+             "which takes less time"),
+]
 # fmt: on
 _RATES = "1e-3 for lora and draft, as in Apple's toolkit, and 1e-5 for full"
-ARGUMENTS = {**training_tables(_RATES, *_KIND), "LoRA": _LORA}
+ARGUMENTS = {**training_tables(_RATES, *_KIND), "LoRA": _LORA, "contrastive": _CONTRASTIVE}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -135,6 +161,7 @@ def run(args: argparse.Namespace) -> None:
         values = checked_arguments(parameters, parser, known)
         drop_alternatives(values, args, _LORA_ALTERNATIVES)
         fill(args, values)
+    _check_objective(args)
     if args.test and not (args.train or args.resume):
         _test_adapter(args)
         return
@@ -180,6 +207,7 @@ def _fill_from_preset(args: argparse.Namespace) -> None:
 
 
 def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
+    from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
     from afm_mlx.training.methods.lora_training import RANK, LoRATraining
 
     if args.save_path is not None:
@@ -192,8 +220,36 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
         if args.rank is None and initial is not None:
             raise UsageError("--alpha needs --rank, too; with --initial-adapter leave it out.")
         own["scale"] = args.alpha / (args.rank or RANK)
-    method = LoRATraining(**fields_given(args, LoRATraining) | own)
+    kind = LoRATraining
+    if args.objective == "contrastive":
+        kind, own = ContrastiveTraining, own | _contrastive(args)
+    method = kind(**fields_given(args, kind) | own)
     run_training(args, method, recipe, Path(args.adapter_path or ADAPTER_FOLDER))
+
+
+def _check_objective(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for arguments that the objective can't use; fill in a contrastive batch's size."""
+    if args.objective == "next-token":
+        given = [row.name for row in _CONTRASTIVE if getattr(args, row.name) is not None]
+        if given:
+            flags = ", ".join(map(flag_of, given))
+            raise UsageError(
+                f"{flags} would do nothing without --objective contrastive. Add it, or leave these out."
+            )
+        return
+    for flag, is_given in (
+        (f"--fine-tune-type {args.fine_tune_type}", args.fine_tune_type != "lora"),
+        (f"--preset {args.preset}", args.preset is not None),
+        ("--no-mask-prompt", not args.mask_prompt),
+    ):
+        if is_given:
+            raise UsageError(f"{flag} is of no use with --objective contrastive; leave it out.")
+    fill(args, {"batch_size": PAIRS})
+
+
+def _contrastive(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `ContrastiveTraining` whose arguments have another name or type."""
+    return {"pooling": args.pool, "dimensions": args.dimensions and tuple(args.dimensions)}
 
 
 def _check_model_arguments(args: argparse.Namespace) -> None:
@@ -229,14 +285,22 @@ def _test_adapter(args: argparse.Namespace) -> None:
     from afm_mlx.training.methods.train import measure_adapter
 
     path = ADAPTER_FOLDER if args.adapter_path is None else args.adapter_path
+    method = None
+    if args.objective == "contrastive":
+        from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 
-    def on_data(data: Batches) -> None:
+        # A missing adapter is an error of `measure_adapter`.
+        of_adapter = {"initial_adapter": path} if path and Path(path).exists() else {}
+        given = fields_given(args, ContrastiveTraining) | _contrastive(args)
+        method = ContrastiveTraining(**given | of_adapter)
+
+    def on_data(data: AnyBatches) -> None:
         if not args.json:
             print(f"Testing {path or 'the model'}; nothing is trained without --train")
             print(data_line("Test", data))
 
     with progress_bar("testing", "batch") as bar:
-        scores = measure_adapter(recipe, path or None, on_data=on_data, progress=bar)
+        scores = measure_adapter(recipe, path or None, method, on_data=on_data, progress=bar)
     if args.json:
         facts = {"model": str(args.model), "data": str(args.data), "adapter_path": path or None}
         print_json(facts | {"test": scores_dict(scores)})

@@ -39,7 +39,7 @@ from afm_mlx.errors import named, shown
 from afm_mlx.installation import install_command
 
 if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batches
+    from afm_mlx.training.data.pairs import AnyBatches
     from afm_mlx.training.loop.trainer import Event
     from afm_mlx.training.loop.training_options import TrainingOptions
     from afm_mlx.training.methods.method import Method
@@ -314,7 +314,8 @@ class Reporter:
     def __init__(self, args: argparse.Namespace, bar: Callable[[int, int], None] | None):
         self._stream = sys.stderr if args.json else sys.stdout
         self._bar = bar
-        self._has_teacher = args.teacher is not None
+        self._has_perplexity = args.teacher is None
+        self._unit = "tokens"
         self._steps = 0  # of the whole run
         self._last: tuple[int, int] | None = (0, 0)  # step and tokens of the last report
         self.trainable = 0
@@ -322,6 +323,7 @@ class Reporter:
     def on_plan(self, plan: Plan) -> None:
         self._steps = plan.options.iters
         self.trainable = plan.trainable
+        self._unit = plan.data.train.unit
         for line in _plan_lines(plan):
             self._print(line)
 
@@ -338,7 +340,7 @@ class Reporter:
             case Testing():
                 self._print(f"Testing {event.what or 'what was trained'}")
             case Report():
-                speed = ""
+                speed, unit = "", self._unit.capitalize()
                 if self._last is not None:
                     step, tokens = self._last
                     seconds = (event.tokens - tokens) / event.tokens_per_second
@@ -346,13 +348,15 @@ class Reporter:
                 self._last = event.step, event.tokens
                 self._print(
                     f"Iter {event.step}: Train loss {event.loss:.3f}, Learning Rate {event.learning_rate:.3e}, "
-                    f"{speed}Tokens/sec {event.tokens_per_second:.3f}, Trained Tokens {event.tokens}, "
+                    f"{speed}{unit}/sec {event.tokens_per_second:.3f}, Trained {unit} {event.tokens}, "
                     f"Peak mem {event.peak_memory / 1e9:.3f} GB"
                 )
             case Validation():
                 # The exponential of a distance from a teacher means nothing.
-                perplexity = f", Val ppl {event.valid_perplexity:.3f}" * (not self._has_teacher)
-                self._print(f"Iter {event.step}: Val loss {event.valid_loss:.3f}{perplexity}")
+                more = f", Val ppl {event.valid_perplexity:.3f}" * self._has_perplexity
+                if event.recall_at_1 is not None:
+                    more = f", Val recall@1 {event.recall_at_1:.1%}"
+                self._print(f"Iter {event.step}: Val loss {event.valid_loss:.3f}{more}")
 
     def _print(self, line: str) -> None:
         if self._bar is None:
@@ -372,9 +376,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
             yield data_line(name, split)
     if data.valid is None:
         yield "No valid.jsonl: nothing is evaluated, and the last weights are the ones that are kept"
-    kind = "packed rows" if data.train.packed else "rows of one sample"
-    rows = f"{data.train.batch_size} {kind} of up to {data.train.length:,} tokens"
-    yield f"Batches: {rows}, {data.train.fill:.1%} full"
+    yield f"Batches: {data.train.layout}"
     epochs = f"{options.iters / plan.steps_per_epoch:.2f} epochs of {plan.steps_per_epoch:,.1f}"
     yield f"Steps: {options.iters:,}, {epochs}"
     cosine = f"a cosine down to {options.final_learning_rate:g}"
@@ -385,12 +387,9 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         yield f"Memory: up to about {plan.memory / 1e9:.2f} GB"
 
 
-def data_line(name: str, split: Batches) -> str:
+def data_line(name: str, split: AnyBatches) -> str:
     """Return a line with the number of samples and tokens of a split."""
-    return (
-        f"{name} data: {len(split):,} samples, {split.n_tokens:,} tokens, "
-        f"{split.n_targets:,} of them predicted"
-    )
+    return f"{name} data: {split.summary}"
 
 
 def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path: Path) -> None:
@@ -444,6 +443,14 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
 def print_scores(scores: Scores) -> None:
     """Print the loss on test.jsonl with and without the training; the first line is mlx-lm's."""
     before, after = scores.untrained, scores.trained or scores.untrained
+    if before.recall_at_1 is not None and after.recall_at_1 is not None:
+        print(
+            f"Test loss {after.loss:.3f}, Test recall@1 {after.recall_at_1:.1%}, over {after.tokens:,} pairs"
+        )
+        if scores.trained is not None:
+            label = scores.label[:1].upper() + scores.label[1:]
+            print(f"{label}: loss {before.loss:.3f}, recall@1 {before.recall_at_1:.1%}")
+        return
     print(f"Test loss {after.loss:.3f}, Test ppl {after.perplexity:.3f}.")
     tokens = f"{after.tokens:,} tokens"
     if scores.trained is None:

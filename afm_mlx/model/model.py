@@ -282,6 +282,22 @@ class Model(nn.Module):
         h = self._uncached(inputs, segments)
         return h.reshape(-1, h.shape[-1])[positions]
 
+    def hidden_last(self, inputs: mx.array, lengths: mx.array) -> mx.array:
+        """Return the hidden states (B, hidden_dim) of each row's last token, without a cache, for `final_norm`.
+
+        The reuse blocks, which write nothing that another token needs, run for these tokens alone. Rows of
+        `inputs` (B, L) are padded on the right, and `lengths` (B,) are integers of 1 or more.
+        """
+        threads.check_process()
+        h, kv = self.model.write(inputs, row_positions(inputs), [None] * len(self.model.layers))
+        last = lengths - 1
+        h = mx.take_along_axis(h, last[:, None, None], axis=1)
+        sees = mx.arange(inputs.shape[1]) < lengths[:, None]
+        positions = Positions(last, sees[:, None, None])
+        for layer in self.model.kv_reuse_layers:
+            h = layer(h, positions, kv)
+        return h[:, 0]
+
     def final_norm(self, h: mx.array) -> mx.array:
         """Return hidden states (..., hidden_dim) after the final norm, which `head` applies itself."""
         norm = self.model.output_norm

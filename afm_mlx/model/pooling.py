@@ -69,6 +69,16 @@ def _trunk(model: nn.Module) -> Any:
     return trunk
 
 
+def pooled_states(model: nn.Module, inputs: mx.array, lengths: mx.array, pooling: str) -> mx.array:
+    """Return one vector for each row of tokens, (B, D) float32: `pool` of `hidden_states`, without a cache.
+
+    Of an AFM model's reuse blocks, "last" runs one token of each row. For the other arguments, see `pool`.
+    """
+    if pooling == "last" and is_afm(model):
+        return model.final_norm(model.hidden_last(inputs, lengths)).astype(mx.float32)
+    return pool(hidden_states(model, inputs), lengths, pooling)
+
+
 def pool(hidden: mx.array, lengths: mx.array, pooling: str) -> mx.array:
     """Return one vector for each row of hidden states, (B, D) float32.
 

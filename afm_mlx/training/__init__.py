@@ -6,6 +6,7 @@ from afm_mlx.training.loop.losses import CrossEntropy, Distillation
 from afm_mlx.training.loop.run_folder import RunFolder, plot_metrics
 from afm_mlx.training.loop.trainer import RunOutcome, train
 from afm_mlx.training.loop.training_options import TrainingOptions
+from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.model_source import FreshSource
@@ -14,6 +15,7 @@ from afm_mlx.training.methods.train import (
     Scores,
     SplitScore,
     measure_adapter,
+    train_contrastive,
     train_draft,
     train_full,
     train_lora,
@@ -25,6 +27,7 @@ from afm_mlx.training.qat.qat_layers import pack_qat, prepare_qat
 __all__ = [
     "Batch",
     "Batches",
+    "ContrastiveTraining",
     "CrossEntropy",
     "Distillation",
     "DraftTraining",
@@ -48,6 +51,7 @@ __all__ = [
     "plot_metrics",
     "prepare_qat",
     "train",
+    "train_contrastive",
     "train_draft",
     "train_full",
     "train_lora",

@@ -106,9 +106,32 @@ class Batches:
         self.per_epoch = len(self._plan.batches)
         self.fill = int(self._inputs.sum()) / (batch_size * sum(self._plan.widths))
 
+    unit = "tokens"
+    """What is predicted."""
+
     def __len__(self) -> int:
         """Number of samples."""
         return len(self._starts)
+
+    @property
+    def summary(self) -> str:
+        """The numbers of samples and tokens, for people."""
+        return (
+            f"{len(self):,} samples, {self.n_tokens:,} tokens, {self.n_targets:,} of them predicted"
+        )
+
+    @property
+    def layout(self) -> str:
+        """The rows of a batch, for people."""
+        kind = "packed rows" if self.packed else "rows of one sample"
+        return f"{self.batch_size} {kind} of up to {self.length:,} tokens, {self.fill:.1%} full"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, tokens of a row and targets of the first batch: B, L and T."""
+        batch = self(0)
+        rows, length = batch.inputs.shape
+        return rows, length, batch.labels.size
 
     def __call__(self, step: int) -> Batch:
         """Return micro-batch number `step`, counted from 0 over all epochs."""

@@ -109,31 +109,51 @@ def load_split(
     Raises:
         DataError: names the first lines that can't be used, with reasons, and the number of others.
     """
-    if split not in SPLITS:
-        raise DataError(f"There is no split {split!r}; allowed are {', '.join(SPLITS)}.")
     if max_seq_length < 2:
         raise DataError(f"max_seq_length is {max_seq_length}; a sample needs 2 tokens at least.")
     if not (math.isfinite(prompt_weight) and prompt_weight >= 0):
         raise DataError(f"prompt_weight is {prompt_weight}; it must be finite, and 0 or more.")
+
+    def samples_of(record: object, where: str) -> list[Sample]:
+        document = _document(record, features or {})
+        if isinstance(document, TextRecord):
+            sequences = _pieces(document.text, tokenizer, max_seq_length)
+        else:
+            chat = document.messages, document.tools
+            tokens, weights = encode_chat(*chat, tokenizer, prompt_weight)
+            if len(tokens) > max_seq_length:
+                raise DataError(
+                    f"a chat of {len(tokens)} tokens, and max_seq_length is {max_seq_length}. Chats are "
+                    "not cut: shorten it, or raise max_seq_length."
+                )
+            sequences = [(tokens, weights)]
+        return [Sample(tokens, weights, where) for tokens, weights in sequences]
+
+    return read_records(path, split, samples_of, KINDS, progress)
+
+
+def read_records(
+    path: str | Path,
+    split: str,
+    parse: Callable[[object, str], list[_T]],
+    kinds: str,
+    progress: Progress | None = None,
+) -> list[_T]:
+    """Read a split of a data set, as `load_split` does, by a function of a record and its "file:line".
+
+    `kinds` describes records for errors; `progress` is called after each line.
+
+    Raises `DataError`, which names the first lines that can't be used, with reasons, and the number of others.
+    """
+    if split not in SPLITS:
+        raise DataError(f"There is no split {split!r}; allowed are {', '.join(SPLITS)}.")
     file = _file_of(Path(path), split)
-    samples: list[Sample] = []
+    found: list[_T] = []
     faults: list[str] = []
     lines = list(read_lines(file))
     for done, (where, line) in enumerate(lines, start=1):
         try:
-            document = _document(parse_line(line), features or {})
-            if isinstance(document, TextRecord):
-                sequences = _pieces(document.text, tokenizer, max_seq_length)
-            else:
-                chat = document.messages, document.tools
-                tokens, weights = encode_chat(*chat, tokenizer, prompt_weight)
-                if len(tokens) > max_seq_length:
-                    raise DataError(
-                        f"a chat of {len(tokens)} tokens, and max_seq_length is {max_seq_length}. Chats are "
-                        "not cut: shorten it, or raise max_seq_length."
-                    )
-                sequences = [(tokens, weights)]
-            samples += [Sample(tokens, weights, where) for tokens, weights in sequences]
+            found += parse(parse_line(line), where)
         except AFMError as error:
             faults.append(f"{where}: {error}")
         if progress is not None:
@@ -142,9 +162,9 @@ def load_split(
         more = len(faults) - _FAULTS_SHOWN
         rest = [f"... and {more} more."] if more > 0 else []
         raise DataError("\n".join(faults[:_FAULTS_SHOWN] + rest))
-    if not samples:
-        raise DataError(f"{file} holds no samples; each line must be one of {KINDS}.")
-    return samples
+    if not found:
+        raise DataError(f"{file} holds no samples; each line must be one of {kinds}.")
+    return found
 
 
 def _file_of(path: Path, split: str) -> Path:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.errors import TrainingError
-from afm_mlx.training.data.batches import Batch, Batches
+from afm_mlx.training.data.pairs import AnyBatch, AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree
 from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.step import random_key
@@ -22,7 +22,7 @@ _GREAT = 1e18  # squares of such numbers overflow float32
 def mean_loss(
     model: nn.Module,
     loss: Loss,
-    batches: Batches,
+    batches: AnyBatches,
     count: int = -1,
     progress: Callable[[int, int], None] | None = None,
 ) -> float:
@@ -56,8 +56,8 @@ def perplexity(loss: float) -> float:
 def find_non_finite(
     model: nn.Module,
     loss: Loss,
-    batches: Sequence[Batch],
-    gradients: Callable[[Batch, mx.array], tuple[mx.array, Tree]] | None = None,
+    batches: Sequence[AnyBatch],
+    gradients: Callable[[AnyBatch, mx.array], tuple[mx.array, Tree]] | None = None,
 ) -> str:
     """Return the origin of the first number that is NaN or infinite, as a clause for an error.
 

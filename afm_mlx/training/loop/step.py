@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +24,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from afm_mlx.kernels.replay import keep_compiler_out
-from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.data.pairs import AnyBatch
 from afm_mlx.training.loop.gradient_checkpointing import Tree
 from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.training_options import BETAS, EPS, Schedule
@@ -121,11 +121,12 @@ class TrainingStep:
         self._micro = mx.compile(self._micro_step, [model.state, *generator], generator)
         self._update = mx.compile(self._apply, state, state)
 
-    def __call__(self, batches: Sequence[Batch]) -> StepResult:
+    def __call__(self, batches: Sequence[AnyBatch]) -> StepResult:
         """Take one step on its micro-batches; with a single one, the result is not evaluated yet."""
         before, key = self.model.parameters(), random_key()
         weight = sum((batch.weights.sum() for batch in batches[1:]), batches[0].weights.sum())
         targets = sum((batch.weights != 0).sum() for batch in batches)
+        self._kind = type(batches[0])
         # Compiled functions take no None.
         arrays = [{k: v for k, v in batch._asdict().items() if v is not None} for batch in batches]
         try:
@@ -151,7 +152,7 @@ class TrainingStep:
         """Evaluate a step's result and all that it changed: graphs must not grow over steps."""
         mx.eval(result, self.model.state, self.optimizer.state, self.average, mx.random.state)
 
-    def gradients(self, batch: Batch, weight: mx.array) -> tuple[mx.array, Tree]:
+    def gradients(self, batch: AnyBatch, weight: mx.array) -> tuple[mx.array, Tree]:
         """Return the batch's loss divided by `weight`, and the gradients of the trainable parameters."""
         parameters = self.model.trainable_parameters()
 
@@ -163,16 +164,14 @@ class TrainingStep:
         self.model.update(parameters)  # the model holds traced arrays
         return loss, gradients
 
-    def _whole_step(
-        self, arrays: dict[str, mx.array], weight: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        loss, gradients = self.gradients(_batch(arrays), weight)
+    def _whole_step(self, arrays: dict[str, Any], weight: mx.array) -> tuple[mx.array, mx.array]:
+        loss, gradients = self.gradients(self._batch(arrays), weight)
         return loss, self._apply(loss, gradients)
 
     def _micro_step(
-        self, arrays: dict[str, mx.array], weight: mx.array, accumulated: Tree
+        self, arrays: dict[str, Any], weight: mx.array, accumulated: Tree
     ) -> tuple[mx.array, Tree]:
-        loss, gradients = self.gradients(_batch(arrays), weight)
+        loss, gradients = self.gradients(self._batch(arrays), weight)
         return loss, tree_map(lambda a, g: a + g.astype(mx.float32), accumulated, gradients)
 
     def _apply(self, loss: mx.array, gradients: Tree) -> mx.array:
@@ -196,10 +195,10 @@ class TrainingStep:
         optimizer.state.update(chosen(optimizer.state, state_before))
         return norm
 
-
-def _batch(arrays: dict[str, mx.array]) -> Batch:
-    """Make a batch from its arrays by name; `segments` may be missing."""
-    return Batch(**({"segments": None} | arrays))
+    def _batch(self, arrays: dict[str, Any]) -> AnyBatch:
+        """Make a batch from its arrays by name; those that are None are missing."""
+        missing: dict[str, Any] = dict.fromkeys(self._kind._fields)
+        return self._kind(**(missing | arrays))
 
 
 def random_key() -> int:

@@ -27,7 +27,8 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
-from afm_mlx.training.data.batches import Batches
+from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.loop.contrastive_loss import recall_of
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
 from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.mean_loss import find_non_finite, mean_loss, perplexity, random_key
@@ -75,6 +76,7 @@ class Validation:
     step: int
     valid_loss: float
     valid_perplexity: float
+    recall_at_1: float | None = None  # of a contrastive loss
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,10 @@ class _Progress:
 def train(
     model: nn.Module,
     loss: Loss,
-    batches: Batches,
+    batches: AnyBatches,
     options: TrainingOptions,
     run: RunFolder,
-    valid: Batches | None = None,
+    valid: AnyBatches | None = None,
     on_event: OnEvent | None = None,
     stopping: Stopping | None = None,
 ) -> RunOutcome:
@@ -193,10 +195,10 @@ def train(
 class _Trainer:
     model: nn.Module
     loss: Loss
-    batches: Batches
+    batches: AnyBatches
     options: TrainingOptions
     run: RunFolder
-    valid: Batches | None
+    valid: AnyBatches | None
     on_event: OnEvent
 
     def __post_init__(self) -> None:
@@ -294,14 +296,16 @@ class _Trainer:
         self._publish(report)
 
     def _publish(self, line: Report | Validation) -> None:
-        self.run.log(dataclasses.asdict(line))
+        values = dataclasses.asdict(line)
+        self.run.log({name: value for name, value in values.items() if value is not None})
         self.on_event(line)
 
-    def _evaluate(self, valid: Batches) -> None:
+    def _evaluate(self, valid: AnyBatches) -> None:
         progress = self.progress
         with self._averaged_weights():
             try:
                 loss = mean_loss(self.model, self.loss, valid, self.options.val_batches)
+                recall = recall_of(self.model, self.loss, valid, self.options.val_batches)
             except TrainingError as error:
                 raise TrainingError(
                     f"Validation after step {progress.step}: {error} {self.run.what_remains()} Try a lower "
@@ -313,7 +317,7 @@ class _Trainer:
                 self._save_best()
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
-        self._publish(Validation(progress.step, loss, perplexity(loss)))
+        self._publish(Validation(progress.step, loss, perplexity(loss), recall))
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from afm_mlx.checkpoint.safetensors_file import read_header
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.json_values import FLOAT16_MAX, FLOAT32_MAX, MAX_RANK, is_rank
-from afm_mlx.training.data.batches import Batches
+from afm_mlx.training.data.pairs import AnyBatches
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.methods.method import WITHOUT_ADAPTER, Method
 from afm_mlx.training.methods.model_source import ModelSource
@@ -109,7 +109,9 @@ class LoRATraining(Method):
                     "Leave it out, or give the same."
                 )
 
-    def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
+    def prepare(
+        self, model: nn.Module, source: ModelSource, batches: AnyBatches, seed: int
+    ) -> None:
         rank, scale, keys, blocks = self.rank, self.scale, self.keys, self.num_layers
         if self.initial_adapter is not None:
             tensors, config = read_initial(self.initial_adapter, self.scale)
@@ -171,7 +173,11 @@ class LoRATraining(Method):
     ) -> None:
         dtype = SAVE_DTYPES[self.save_dtype]
         tensors = {name: array.astype(dtype) for name, array in lora_tensors(model).items()}
-        save_adapter(path, tensors, lora_config(model, source.folder))
+        save_adapter(path, tensors, self.config(model, source))
+
+    def config(self, model: nn.Module, source: ModelSource) -> AdapterConfig:
+        """Return the config of the adapter's folder."""
+        return lora_config(model, source.folder)
 
 
 def read_initial(

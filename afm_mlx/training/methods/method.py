@@ -6,6 +6,7 @@
 | `DraftTraining` | float weights of a draft model | a model folder |
 | `QATTraining` | float weights that are rounded to a grid in the forward pass | a packed model folder |
 | `LoRATraining` (`lora_training.py`) | LoRA pairs on a frozen model | an adapter folder |
+| `ContrastiveTraining` (`contrastive_training.py`) | LoRA pairs for embeddings | an adapter folder |
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.data.batches import Batches
+from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.recipe import Recipe, read_split
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
 
@@ -76,7 +79,28 @@ class Method:
         """Return the loop's options, with the method's defaults for those that are not set."""
         return options
 
-    def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
+    def read_split(self, recipe: Recipe, source: ModelSource, split: str) -> AnyBatches:
+        """Read and tokenize the split "train", "valid" or "test"; raises as `recipe.read_data` does."""
+        return read_split(recipe, source, split)
+
+    def make_loss(self, recipe: Recipe, teacher: nn.Module | None) -> Loss:
+        """Return the loss to train and to validate by; `teacher` is None if the recipe has none."""
+        if teacher is None:
+            return CrossEntropy()
+        return Distillation(
+            teacher,
+            recipe.distillation_weight,
+            recipe.distillation_temperature,
+            recipe.divergence,
+        )
+
+    def test_loss(self) -> Loss:
+        """Return the loss to test by."""
+        return CrossEntropy()
+
+    def prepare(
+        self, model: nn.Module, source: ModelSource, batches: AnyBatches, seed: int
+    ) -> None:
         """Change a model in place so that exactly the parameters to train are trainable.
 
         `model` is what `source.load` returned; `batches` are the training data, for calibration; `seed` draws
@@ -156,7 +180,9 @@ class FullTraining(Method):
     def check(self, recipe: Recipe, source: ModelSource) -> None:
         source.refuse_quantized("training of all weights")
 
-    def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
+    def prepare(
+        self, model: nn.Module, source: ModelSource, batches: AnyBatches, seed: int
+    ) -> None:
         blocks = model.layers
         if self.num_layers == -1:
             model.unfreeze()
@@ -264,9 +290,12 @@ class QATTraining(Method):
         decay = min(0.999, 1 - 10 / options.iters)
         return dataclasses.replace(options, ema_decay=decay) if decay > 0 else options
 
-    def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
+    def prepare(
+        self, model: nn.Module, source: ModelSource, batches: AnyBatches, seed: int
+    ) -> None:
         model.unfreeze()
         if self.calibrate_kv:
+            assert isinstance(batches, Batches)
             calibrate_kv_scales(model, (batches(i) for i in range(self.calibrate_kv)))
         prepare_qat(
             model,

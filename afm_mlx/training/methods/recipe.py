@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +20,7 @@ from afm_mlx.kernels import BITS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.training.data.batches import ROW_MULTIPLE, Batches
+from afm_mlx.training.data.pairs import AnyBatches
 from afm_mlx.training.data.samples import has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -119,13 +121,17 @@ _SAMPLES_OF_A_ROW = 4  # samples of the mean length in a row, where the recipe g
 class DataSplits:
     """A data set; a split is None if it has no file or is not needed."""
 
-    train: Batches
-    valid: Batches | None
-    test: Batches | None
+    train: AnyBatches
+    valid: AnyBatches | None
+    test: AnyBatches | None
 
 
-def read_data(recipe: Recipe, source: ModelSource) -> DataSplits:
-    """Read and tokenize all splits that a recipe needs.
+ReadSplit: TypeAlias = Callable[[Recipe, ModelSource, str], AnyBatches]
+"""Reads and tokenizes a split, as `read_split` does."""
+
+
+def read_data(recipe: Recipe, source: ModelSource, read: ReadSplit | None = None) -> DataSplits:
+    """Read and tokenize all splits that a recipe needs, each by `read`, which is `read_split` by default.
 
     Raises `DataError`, which names the lines that can't be used, or says that one file has no test; and
     `ConfigError` for packed rows and a model that can't keep samples apart.
@@ -135,11 +141,22 @@ def read_data(recipe: Recipe, source: ModelSource) -> DataSplits:
             f"{recipe.data} is one file, all of which is trained on; there is nothing to test. Put it into a "
             "folder as train.jsonl, with a test.jsonl, or leave the test out."
         )
+    read = read or read_split
     return DataSplits(
-        read_split(recipe, source, "train"),
-        read_split(recipe, source, "valid") if has_split(recipe.data, "valid") else None,
-        read_split(recipe, source, "test") if recipe.test else None,
+        read(recipe, source, "train"),
+        read(recipe, source, "valid") if has_split(recipe.data, "valid") else None,
+        read(recipe, source, "test") if recipe.test else None,
     )
+
+
+def max_sample_length(recipe: Recipe, source: ModelSource) -> int:
+    """Return the most tokens of a sample: the recipe's, or mlx-lm's default, within the model's context."""
+    # Positions restart with each sample of a row, so the model's context limits samples, not rows.
+    contexts = [source.values.get("context_length")]
+    if recipe.max_seq_length is None:  # mlx-lm's models have another key
+        contexts.append(source.values.get("max_position_embeddings"))
+    limit = MAX_SEQ_LENGTH if recipe.max_seq_length is None else recipe.max_seq_length
+    return min([limit, *(n for n in contexts if type(n) is int and n > 1)])
 
 
 def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
@@ -150,12 +167,7 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
             "Several samples in a row need a mask that models of mlx-lm don't take. Leave packing out "
             "(--no-packing)."
         )
-    # Positions restart with each sample of a row, so the model's context limits samples, not rows.
-    contexts = [source.values.get("context_length")]
-    if recipe.max_seq_length is None:  # mlx-lm's models have another key
-        contexts.append(source.values.get("max_position_embeddings"))
-    limit = MAX_SEQ_LENGTH if recipe.max_seq_length is None else recipe.max_seq_length
-    limit = min([limit, *(n for n in contexts if type(n) is int and n > 1)])
+    limit = max_sample_length(recipe, source)
     samples = load_split(
         recipe.data,
         split,
@@ -216,13 +228,12 @@ def make_plan(
             parameters -= sum(module[part].size for part in PARTS if part in module)
     memory = None
     if source.is_afm:
-        batch = data.train(0)
-        rows, length = batch.inputs.shape
+        rows, length, targets = data.train.shape
         ranks = [layer.rank for layer in lora_layers(model).values()]
         bits = quantization_of(source.values, source.folder).get("bits")
         memory = estimate_memory(
             model.args,
-            "full" if kind == "draft" else kind,
+            {"draft": "full", "contrastive": "lora"}.get(kind, kind),
             batch_size=rows,
             length=length,
             rank=ranks[0] if ranks else 1,
@@ -231,7 +242,7 @@ def make_plan(
             grad_checkpoint=options.grad_checkpoint,
             ema=options.ema_decay is not None,
             accumulates=options.grad_accumulation_steps > 1,
-            targets=batch.labels.size,
+            targets=targets,
         ).total
         # A frozen model keeps nothing for a backward pass.
         frozen = {} if teacher is None else teacher.parameters()

@@ -26,12 +26,14 @@ from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.loading.missing_kernels import warn_if_slow
-from afm_mlx.training.data.batches import Batches
-from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Distillation, Loss
+from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.loop.contrastive_loss import recall_of
+from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Loss
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping, Testing, train
 from afm_mlx.training.loop.training_options import TrainingOptions
+from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import (
     WITHOUT_ADAPTER,
@@ -47,7 +49,6 @@ from afm_mlx.training.methods.recipe import (
     Recipe,
     make_plan,
     read_data,
-    read_split,
 )
 from afm_mlx.training.methods.training_memory import check_fits
 
@@ -102,6 +103,16 @@ def train_lora(
 ) -> TrainingResult:
     """Train LoRA pairs on a frozen model, and save an adapter folder. Other arguments: see `train_by`."""
     return train_by(method or LoRATraining(), recipe, adapter_path, **options)
+
+
+def train_contrastive(
+    recipe: Recipe,
+    adapter_path: str | Path,
+    method: ContrastiveTraining | None = None,
+    **options: Unpack[RunArguments],
+) -> TrainingResult:
+    """Train LoRA pairs for embeddings, and save an adapter folder. Other arguments: see `train_by`."""
+    return train_by(method or ContrastiveTraining(), recipe, adapter_path, **options)
 
 
 def train_qat(
@@ -159,7 +170,7 @@ def train_by(
     source = ModelSource.open(recipe.model)
     method.check(recipe, source)
     teacher_source = open_teacher(recipe, source, method.may_imitate_itself)
-    data = read_data(recipe, source)
+    data = read_data(recipe, source, method.read_split)
     options = method.with_defaults(recipe.loop_options(data.train.per_epoch))
 
     model = source.load()
@@ -170,14 +181,7 @@ def train_by(
         "model_weights": source.fingerprint(model),
     }
     teacher = None if teacher_source is None else load_teacher(recipe, teacher_source, source)
-    loss: Loss = CrossEntropy()
-    if teacher is not None:
-        loss = Distillation(
-            teacher.model,
-            recipe.distillation_weight,
-            recipe.distillation_temperature,
-            recipe.divergence,
-        )
+    loss = method.make_loss(recipe, teacher and teacher.model)
     method.prepare(model, source, data.train, options.seed)
     plan = make_plan(model, source, method.kind, teacher and teacher.model, data, options)
     check_fits(plan.memory)
@@ -189,7 +193,7 @@ def train_by(
             return None
         on_event(Testing(label))
         target = teacher.model if teacher and method.measures_acceptance else None
-        return measure_split(model, data.test, recipe.test_batches, target)
+        return measure_split(model, data.test, recipe.test_batches, target, loss=method.test_loss())
 
     with (RunFolder.open if resume else RunFolder.create)(run_path, manifest) as run:
         if on_plan is not None:
@@ -322,14 +326,16 @@ class SplitScore:
 
     Args:
         loss: weighted mean cross-entropy of the scored tokens, in nats.
-        tokens: number of scored tokens.
+        tokens: number of scored tokens, or pairs.
         acceptance: share of a draft model's tokens that its target accepts, see `losses.AcceptanceRate`; None
             for other models.
+        recall_at_1: see `ContrastiveLoss.recall_at_1`; None for other losses.
     """
 
     loss: float
     tokens: int
     acceptance: float | None = None
+    recall_at_1: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -337,7 +343,9 @@ class SplitScore:
         return perplexity(self.loss)
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON values; leaves out the acceptance if it was not measured."""
+        """Return JSON values; leaves out what was not measured."""
+        if self.recall_at_1 is not None:
+            return {"loss": self.loss, "recall_at_1": self.recall_at_1, "pairs": self.tokens}
         values: dict[str, object] = {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -363,30 +371,34 @@ class Scores:
 
 def measure_split(
     model: nn.Module,
-    batches: Batches,
+    batches: AnyBatches,
     count: int = -1,
     teacher: nn.Module | None = None,
     progress: Callable[[int, int], None] | None = None,
+    loss: Loss | None = None,
 ) -> SplitScore:
     """Measure how well a model predicts the first `count` batches, or all for -1.
 
     The model is in eval mode afterwards. `teacher` is a draft model's target, to measure the acceptance.
-    `progress` is called with the numbers of finished and of all batches.
+    `progress` is called with the numbers of finished and of all batches. `loss` is the cross-entropy by
+    default.
 
     Raises `TrainingError` when the loss is not finite; the error names the batch and the layer.
     """
-    loss = mean_loss(model, CrossEntropy(), batches, count, progress)
+    loss = loss or CrossEntropy()
+    mean = mean_loss(model, loss, batches, count, progress)
     n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)
     tokens = sum(int(mx.sum(batches(i).weights > 0).item()) for i in range(n))
     kept = None if teacher is None else mean_loss(model, AcceptanceRate(teacher), batches, count)
-    return SplitScore(loss, tokens, kept)
+    return SplitScore(mean, tokens, kept, recall_of(model, loss, batches, count))
 
 
 def measure_adapter(
     recipe: Recipe,
     adapter_path: str | Path | None,
+    method: Method | None = None,
     *,
-    on_data: Callable[[Batches], None] | None = None,
+    on_data: Callable[[AnyBatches], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
     """Measure test.jsonl without and with an adapter, without training.
@@ -394,6 +406,7 @@ def measure_adapter(
     Args:
         recipe: model, data, and the batches' sizes.
         adapter_path: see `load_adapter`; pass None to measure only the base.
+        method: reads the data and says what to measure; `LoRATraining` by default.
         on_data: called with the batches of the test split before measuring starts.
         progress: called after each batch of a measurement with the number of finished and of all batches.
 
@@ -407,13 +420,20 @@ def measure_adapter(
                 "(--train)."
             )
         load_adapter(adapter_path)  # raises before a model is loaded
-    source = ModelSource.open(recipe.model)
-    batches = read_split(recipe, source, "test")
+    source, method = ModelSource.open(recipe.model), method or LoRATraining()
+    batches = method.read_split(recipe, source, "test")
     if on_data is not None:
         on_data(batches)
     model = source.load()
     warn_if_slow(model)
-    measure = partial(measure_split, model, batches, recipe.test_batches, progress=progress)
+    measure = partial(
+        measure_split,
+        model,
+        batches,
+        recipe.test_batches,
+        progress=progress,
+        loss=method.test_loss(),
+    )
     untrained, trained = measure(), None
     if adapter_path is not None:
         attach_adapter(model, adapter_path, base_folder=source.folder, force=recipe.force)

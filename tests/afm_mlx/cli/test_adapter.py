@@ -243,7 +243,7 @@ def test_adapters_that_come_with_the_model_are_known_by_name(done, fails, tmp_pa
     assert load_adapter(tmp_path / "both")[1].rank == 2 * facts["rank"]
     assert "(did you mean todo?)" in fails("adapter", "info", "tood")
     others = fails("adapter", "compose", "x=1", "--output", "y")
-    assert "adapters are redact, todo, triage" in others
+    assert "adapters are redact, search, todo, triage" in others
 
 
 @pytest.mark.parametrize("key", ["model", "base_model_name_or_path", "base_model_fingerprint"])

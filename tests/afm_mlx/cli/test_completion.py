@@ -100,7 +100,10 @@ def test_other_shells_complete_adapters_by_name(scripts, tmp_path, shell):
     script = tmp_path / "script"
     script.write_text(scripts[shell])
     (tmp_path / "my-model" / "adapters" / "poet").mkdir(parents=True)
-    for model, names in (("", {"redact", "todo", "triage"}), (" --model my-model", {"poet"})):
+    for model, names in (
+        ("", {"redact", "search", "todo", "triage"}),
+        (" --model my-model", {"poet"}),
+    ):
         call = COMPLETIONS[shell].format(script=script, model=model)
         done = subprocess.run([program, "-c", call], capture_output=True, text=True, cwd=tmp_path)
         found = {line.split("\t")[0].strip("/") for line in done.stdout.splitlines()}

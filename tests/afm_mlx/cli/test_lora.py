@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from afm_mlx.adapters.adapter_folder import load_adapter
+from afm_mlx.adapters.adapter_folder import EmbeddingUse, load_adapter
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.load import load
-from tests.tools.cli import CONFIG
+from tests.tools.cli import CONFIG, lines
+from tests.tools.tokenizers import docstrings
 from tests.tools.training_runs import random_adapter
 
 SHORT = ("--iters", 3, "--batch-size", 2, "--max-seq-length", 96)
@@ -63,6 +64,36 @@ def test_an_adapter_is_tested_without_training(base, data, run, done, fails, tmp
     assert f"Test loss {before:.3f}, " in done(*base[:-1], "", "--test")
     (data / "test.jsonl").unlink()
     assert "has no test.jsonl" in fails(*base, "--test")
+
+
+def test_an_adapter_for_embeddings(trainable_folder, run, done, tmp_path):
+    words = [word for word in docstrings().split() if word.isalpha()][:40]
+    for split, chosen in (("train", words), ("valid", words[:6]), ("test", words[:9])):
+        records = [{"query": f"find {word}", "positive": f"here {word} is"} for word in chosen]
+        lines(tmp_path / f"{split}.jsonl", *records)
+    base = ("lora", "--model", trainable_folder, "--data", tmp_path, "--objective", "contrastive")
+    base += ("--adapter-path", tmp_path / "out", "--iters", 3, "--batch-size", 8)
+    own = ("--pool", "mean", "--instruction", "Find it", "--chunk-rows", 5)
+    text = done(*base, *own, "--train", "--test", "--learning-rate", 0.01)
+    for line in (
+        "Train data: 40 pairs, ",
+        "Batches: 8 pairs, texts of up to ",
+        ", Val recall@1 ",
+        "Trained Pairs 24, ",
+        ", over 9 pairs\nWithout the adapter: loss ",
+        f"Saved to {tmp_path / 'out'}\n",
+    ):
+        assert line in text
+    assert "ppl" not in text
+    assert load_adapter(tmp_path / "out")[1].embedding == EmbeddingUse("mean", "Find it")
+    # The pooling and the instruction are the adapter's.
+    status, text, _ = run(*base, "--test", "--json")
+    assert status == 0
+    tested = json.loads(text)["test"]
+    assert tested["trained"].keys() == {"loss", "recall_at_1", "pairs"}
+    said = done(*base, "--test")
+    assert f"Test loss {tested['trained']['loss']:.3f}, Test recall@1 " in said
+    assert f"Without the adapter: loss {tested['untrained']['loss']:.3f}, recall@1 " in said
 
 
 def test_a_draft_model_from_random_weights(base, done, tmp_path, rng, monkeypatch):

@@ -8,17 +8,26 @@ import pytest
 from afm_mlx.cli import main
 from afm_mlx.cli.arguments import Unavailable
 from afm_mlx.training.loop.training_options import TrainingOptions
+from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.recipe import Recipe
 from tests.tools.arguments import actions_of, commands
 from tests.tools.cli import lines
 
-KINDS = (Recipe, TrainingOptions, LoRATraining, FullTraining, DraftTraining, QATTraining)
+KINDS = (
+    Recipe,
+    TrainingOptions,
+    LoRATraining,
+    ContrastiveTraining,
+    FullTraining,
+    DraftTraining,
+    QATTraining,
+)
 # Code of the commands asks for these by name.
 NO_FIELDS = {
     "lora": "train fine_tune_type preset adapter_path save_path draft_preset alpha lora_parameters "
-    "resume_adapter_file",
+    "resume_adapter_file objective pool",
     "qat": "save_path run_path bits q_mode q_granularity q_group_size embedding_bits "
     "q_embedding_granularity quant_predicate",
 }
@@ -155,6 +164,19 @@ def test_data_under_other_names(planned):
     assert found == {"prompt": "question", "completion": "answer", "messages": "turns"}
 
 
+def test_contrastive_training(planned):
+    found = planned("lora", "--objective", "contrastive")
+    wanted = {"batch_size": 32, "pooling": None, "instruction": None, "temperature": 0.05}
+    wanted |= {"dimensions": None, "both_directions": False, "chunk_rows": None, "rank": None}
+    assert found.items() >= wanted.items()
+    own = "--pool mean --temperature 0.02 --dimensions 64 128 --both-directions --chunk-rows 16"
+    more = "--instruction Find --batch-size 256 --rank 4"
+    found = planned("lora", "--objective", "contrastive", *own.split(), *more.split())
+    wanted = {"pooling": "mean", "temperature": 0.02, "dimensions": (64, 128), "chunk_rows": 16}
+    wanted |= {"both_directions": True, "instruction": "Find", "batch_size": 256, "rank": 4}
+    assert found.items() >= wanted.items()
+
+
 def test_full_and_draft_training(planned, tmp_path):
     for slash in ("", "/"):
         save = ("--save-path", f"{tmp_path}/out{slash}")
@@ -242,6 +264,20 @@ REFUSED_BY = {
         '--lora-parameters {"rank":"x"}': "--lora-parameters: rank",
         '--lora-parameters {"dropout":1}': "to 0.999",
         '--lora-parameters {"keys":[1]}': "--lora-parameters: keys",
+        "--objective pairs": "choose from",
+        "--pool mean --temperature 0.1": "--pool, --temperature would do nothing without --objective",
+        "--no-both-directions": "--both-directions would do nothing without --objective",
+        "--objective contrastive": "a pair is",
+        "--objective contrastive --temperature 0": "0 is out of range; allowed is more than 0",
+        "--objective contrastive --dimensions 64 64": "dimensions are [64, 64]",
+        "--objective contrastive --preset toolkit": "--preset toolkit is of no use",
+        "--objective contrastive --no-mask-prompt": "--no-mask-prompt is of no use",
+        "--objective contrastive --teacher x": "teacher would do nothing",
+        "--objective contrastive --packing": "packing would do nothing",
+        "--objective contrastive --text-feature body": "features would do nothing",
+        "--objective contrastive --chunk-rows 4 --dropout 0.1": "computes texts twice",
+        "--objective contrastive --fine-tune-type full --save-path x": "full is of no use",
+        "--objective contrastive --test": "There is no adapter adapters to test",
         "--test": "There is no adapter adapters to test",
         "--test --fine-tune-type full": "--test alone measures an adapter",
         '--test --lora-parameters {"r":4}': "unknown key r",

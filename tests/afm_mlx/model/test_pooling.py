@@ -4,16 +4,30 @@ import ast
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.models
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.lora import add_lora
 from afm_mlx.errors import RequestError
-from afm_mlx.model.pooling import check_states, hidden_dim_of, hidden_states, normalize, pool
+from afm_mlx.model.pooling import (
+    check_states,
+    hidden_dim_of,
+    hidden_states,
+    normalize,
+    pool,
+    pooled_states,
+)
+from afm_mlx.quantization.quantize_model import quantize_model
+from tests.tools.compare import assert_close
 from tests.tools.engines import SIZES, some_prompt, tiny
+from tests.tools.models import random_config, random_model
 from tests.tools.zoo import zoo_config, zoo_model
 
 VOCAB = SIZES["vocab_size"]
+WIDTHS = {"hidden_dim": 32, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 3.0}
 
 
 def test_pooling_takes_the_last_or_the_mean_of_each_rows_tokens(rng):
@@ -27,6 +41,40 @@ def test_pooling_takes_the_last_or_the_mean_of_each_rows_tokens(rng):
             np.testing.assert_allclose(np.array(found), wanted, atol=atol, rtol=atol)
     with pytest.raises(ValueError, match="pooling is 'max'; allowed are last and mean"):
         pool(mx.array(hidden), mx.array(lengths), "max")
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("kind", ["float", "packed", "llama"])
+def test_the_last_tokens_alone_give_the_states_that_all_give(rng, kind, pooling):
+    """And the same gradients, in training."""
+    if kind == "llama":
+        model = zoo_model("llama", VOCAB, int(rng.integers(2**31)))
+    else:
+        config = random_config(
+            rng, vocab_size=VOCAB, num_layers=4, num_kv_reuse_layers=2, kv_bits=8, **WIDTHS
+        )
+        model = random_model(config, rng)
+        if kind == "packed":
+            model = quantize_model(model, config.to_dict())[0]
+    tokens, lengths = mx.array(rng.integers(0, VOCAB, (3, 9))), mx.array([9, 1, 4])
+
+    def whole():
+        return pool(hidden_states(model, tokens), lengths, pooling)
+
+    def short():
+        return pooled_states(model, tokens, lengths, pooling)
+
+    assert short().dtype == mx.float32
+    assert_close(short(), whole(), 1e-5)
+    add_lora(model.train(), 2, 1.0)
+    assert_close(short(), whole(), 1e-5)
+    towards = mx.array(rng.normal(size=whole().shape).astype(np.float32))
+    wanted, found = (
+        dict(tree_flatten(nn.value_and_grad(model, lambda f=f: (f() * towards).sum())()[1]))
+        for f in (whole, short)
+    )
+    for name, gradient in wanted.items():
+        assert_close(found[name], gradient, 1e-4, name, least=0.1)
 
 
 @pytest.mark.parametrize("dimensions", [None, 1, 3, 8])

@@ -38,7 +38,8 @@ def test_an_adapter_is_loaded_pinned_and_deleted(http, client, folder):
     assert "- [ ] Lock the account" in answer.choices[0].message.content
     assert "afm-nano:mine" in [model.id for model in client.models.list()]
     listed = http.get("/v1/adapters").json()
-    assert {each["name"] for each in listed["data"]} == {"mine", "redact", "todo", "triage"}
+    names = {each["name"] for each in listed["data"]}
+    assert names == {"mine", "redact", "search", "todo", "triage"}
     assert listed["bytes"] > 0
     assert f'adapter_resident_bytes{{model_name="afm-nano"}} {float(listed["bytes"])}' in (
         http.get("/metrics").text

@@ -377,9 +377,10 @@ def test_what_is_not_offered_says_what_to_do(http, route, word):
 
 def test_models_are_listed_and_described(client, http, server):
     listed = client.list().models
-    names = [f"{MODEL}:latest", *(f"{MODEL}:{name}" for name in ("redact", "todo", "triage"))]
+    names = ("latest", "redact", "search", "todo", "triage")
+    names = [f"{MODEL}:{name}" for name in names]
     assert [model.model for model in listed] == names
-    assert len({model.digest for model in listed}) == 4
+    assert len({model.digest for model in listed}) == 5
     assert {len(model.digest) for model in listed} == {64}
     base, *adapters = (model.details for model in listed)
     assert {details.parent_model for details in adapters} == {f"{MODEL}:latest"}
@@ -394,7 +395,7 @@ def test_models_are_listed_and_described(client, http, server):
     assert shown.details == base
     assert "num_predict                    512" in shown.parameters
     assert http.post("/api/show", json={"name": f"{MODEL}:todo"}).json()["details"] == (
-        adapters[1].model_dump()
+        adapters[2].model_dump()
     )
     (loaded,) = client.ps().models
     assert (loaded.model, loaded.size, loaded.context_length) == (names[0], listed[0].size, 1024)

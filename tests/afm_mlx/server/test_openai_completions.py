@@ -220,7 +220,8 @@ def test_refused_fields_are_named(http, fields, param):
 
 def test_models_and_their_tokens(client, http, complete):
     ids = [model.id for model in client.models.list()]
-    assert ids == ["afm-nano", "afm-nano:redact", "afm-nano:todo", "afm-nano:triage"]
+    names = ("redact", "search", "todo", "triage")
+    assert ids == ["afm-nano", *(f"afm-nano:{name}" for name in names)]
     assert client.models.retrieve("afm-nano:todo").id == "afm-nano:todo"
     for model in ("afm-nano:no", "gpt-4"):
         with pytest.raises(openai.NotFoundError) as refused:

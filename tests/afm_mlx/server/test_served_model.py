@@ -123,7 +123,10 @@ def test_the_models_own_id_can_have_an_adapter():
         name="mine", adapter_path=ADAPTERS / "todo", adapters={"private": ADAPTERS / "redact"}
     )
     try:
-        ids = ["mine", "mine:redact", "mine:todo", "mine:triage", "mine:private"]
+        ids = [
+            "mine",
+            *(f"mine:{name}" for name in ("redact", "search", "todo", "triage", "private")),
+        ]
         assert sorted(served.model_ids) == sorted(ids)
         models = ModelRegistry.of(served)
         found = [models.find(each)[1] for each in ("mine", "mine:private")]
