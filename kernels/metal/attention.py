@@ -57,12 +57,13 @@ _WRITE = Kernel(
 
 @functools.cache
 def _constants(head_dim: int, theta: float, eps: float) -> mx.array:
-    """Return RoPE's frequency of each pair of a head and then eps: (head_dim / 2 + 1,) float32.
+    """Return RoPE's frequency of each pair of a head, eps, and the scores' factor: (head_dim / 2 + 2,) float32.
 
-    Powers that a kernel computes are off by up to 4 ulps, and the position multiplies that error.
+    Powers that a kernel computes are off by up to 4 ulps, and the position multiplies that error. The factor,
+    `log2(e) / sqrt(head_dim)`, makes weights powers of two.
     """
     frequencies = (theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    return mx.array([*frequencies, eps], dtype=mx.float32)
+    return mx.array([*frequencies, eps, math.log2(math.e) * head_dim**-0.5], dtype=mx.float32)
 
 
 def _obstacle(case: Case) -> str | None:

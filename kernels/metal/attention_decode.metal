@@ -11,7 +11,7 @@
 // lengths        (B,): columns that the first token sees; each token after it sees one more
 // key_scale      0-d, and value_scale
 // norm_weight    (head_dim,) with `rope`
-// constants      (head_dim / 2 + 1,): frequency of each pair, then eps
+// constants      (head_dim / 2 + 2,): frequency of each pair, eps, and what a score is multiplied by
 // out            (B, L, n_heads, head_dim) O in the memory of floats; of several splits,
 //                (B, L, n_heads, splits, head_dim + 2): weighted sum of codes, largest score, sum of weights
 const uint lane = thread_index_in_simdgroup;
@@ -39,8 +39,7 @@ for (int q = simdgroup; q < own * heads; q += SIMDGROUPS) {
   if (rope) {
     x.rope_norm(norm_weight, constants, float(length - 1 + token), lane);
   }
-  // log2(e), so that weights are powers of two.
-  const float factor = float(key_scale) * metal::precise::rsqrt(float(head_dim)) * 1.44269504089f;
+  const float factor = float(key_scale) * constants[head_dim / 2 + 1];
   x.template store<float>((threadgroup float*)shared_queries, q * head_dim, factor, lane);
 }
 threadgroup_barrier(metal::mem_flags::mem_threadgroup);

@@ -29,7 +29,7 @@ struct Head {
     EACH_PAIR x[i] = float2(float(numbers[at + 2 * pair]), float(numbers[at + 2 * pair + 1]));
   }
 
-  // Rotary embedding, then RMSNorm; all lanes call it. `constants` are a frequency for each pair, then the eps.
+  // Rotary embedding, then RMSNorm; all lanes call it. `constants` begin with a frequency for each pair, then the eps.
   template <typename Weight, typename Constants>
   void rope_norm(Weight weight, Constants constants, float position, uint lane) {
     float squares = 0.0f;

@@ -4,7 +4,7 @@
 // offset         (B,), or (1,) for all rows: position of the first of the L tokens
 // q_weight       (head_dim,), and k_weight
 // key_scale      0-d, and value_scale
-// constants      (head_dim / 2 + 1,): frequency of each pair, then eps
+// constants      (head_dim / 2 + 2,): frequency of each pair, eps, and a factor for scores
 // queries        (B, n_heads, L, head_dim) T
 // codes          (B, 2 n_kv_heads, L, head_dim) int8: keys, then values
 constexpr uint HEADS = n_heads + 2 * n_kv_heads;

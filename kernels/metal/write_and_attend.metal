@@ -13,7 +13,7 @@
 // lengths        (B,): columns in use, the first new one included
 // q_weight       (head_dim,), and k_weight
 // key_scale      0-d, and value_scale
-// constants      (head_dim / 2 + 1,): frequency of each pair, then eps
+// constants      (head_dim / 2 + 2,): frequency of each pair, eps, and what a score is multiplied by
 // out            (B, L, n_heads, head_dim) O in the memory of floats; of several splits,
 //                (B, L, n_heads, splits, head_dim + 2): weighted sum of codes, largest score, sum of weights
 // new_tail       `tail` with the new columns
@@ -48,8 +48,7 @@ for (int i = simdgroup; i < own * heads + 2 * (first_token + own); i += SIMDGROU
   x.load(qkv, (size_t(row * count + token) * (n_heads + 2 * n_kv_heads) + head) * head_dim, lane);
   if (is_query) {
     x.rope_norm(q_weight, constants, position, lane);
-    // log2(e), so that weights are powers of two.
-    const float factor = float(key_scale) * metal::precise::rsqrt(float(head_dim)) * 1.44269504089f;
+    const float factor = float(key_scale) * constants[head_dim / 2 + 1];
     x.template store<float>((threadgroup float*)shared_queries, i * head_dim, factor, lane);
   } else {
     if (is_key) x.rope_norm(k_weight, constants, position, lane);
