@@ -72,11 +72,12 @@ float expand(Numbers b, uint rank, uint row, Hidden hidden, uint first, uint str
   return sum;
 }
 
+#if SHRINK
 /// Products of the vectors with COUNT rows of A from `row` on, in every lane; rows past the last of `n_rows` repeat
 /// it. Vectors that aren't `mine` are left alone.
 ///
 /// A row of inputs that can be packed, and so one of A, has a multiple of four.
-template <int ROWS, int COUNT, typename V, typename Numbers>
+template <int COUNT, typename V, typename Numbers>
 void shrink(
     V vectors,
     const thread bool (&mine)[ROWS],
@@ -86,9 +87,10 @@ void shrink(
     uint in_dims,
     uint lane,
     thread float (&sums)[ROWS][COUNT]) {
-  float squares[ROWS];
+#if NORM
+  float squares[ROWS] = {};
+#endif
   UNROLL for (uint m = 0; m < ROWS; m++) {
-    squares[m] = 0.0f;
     UNROLL for (uint r = 0; r < COUNT; r++) sums[m][r] = 0.0f;
   }
   for (uint start = lane * 4; start < in_dims; start += LANES * 4) {
@@ -102,21 +104,27 @@ void shrink(
         if (!mine[m]) continue;
         const float x = float(vectors.x[m * in_dims + k]);
         const float value = x * factor;
+#if NORM
         squares[m] += x * x;
+#endif
         UNROLL for (uint r = 0; r < COUNT; r++) sums[m][r] += value * numbers[r];
       }
     }
   }
   UNROLL for (uint m = 0; m < ROWS; m++) {
     if (!mine[m]) continue;
-    const float norm = V::NORM ? vectors.inverse_rms(simd_sum(squares[m]), in_dims) : 1.0f;
+#if NORM
+    const float norm = vectors.inverse_rms(simd_sum(squares[m]), in_dims);
+#else
+    constexpr float norm = 1.0f;
+#endif
     UNROLL for (uint r = 0; r < COUNT; r++) sums[m][r] = simd_sum(sums[m][r]) * norm;
   }
 }
 
 /// `scale` times `shrink`, for rows `row` to `row + n_rows` of A by all simdgroups of a threadgroup; products of
 /// vector m go to `hidden` from `places[m]` on.
-template <int ROWS, typename V, typename Numbers>
+template <typename V, typename Numbers>
 void shrink_together(
     V vectors,
     const thread bool (&mine)[ROWS],
@@ -132,7 +140,7 @@ void shrink_together(
     threadgroup float* hidden) {
   for (uint j = simdgroup * 4; j < n_rows; j += n_simdgroups * 4) {
     float sums[ROWS][4];
-    shrink<ROWS, 4>(vectors, mine, a, row + j, n_rows - j, in_dims, lane, sums);
+    shrink<4>(vectors, mine, a, row + j, n_rows - j, in_dims, lane, sums);
     UNROLL for (uint m = 0; m < ROWS; m++) {
       UNROLL for (uint r = 0; r < 4; r++) {
         if (mine[m] && lane == r && j + r < n_rows) hidden[places[m] + j + r] = scale * sums[m][r];
@@ -140,3 +148,4 @@ void shrink_together(
     }
   }
 }
+#endif

@@ -10,7 +10,7 @@ const uint j = threadgroup_position_in_grid.y;
 const uint m = thread_position_in_grid.z;
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
-auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+auto vectors = make_vectors(x, norm, eps[0]);
 auto table = make_parts(parts);
 
 const uint slot = slots[m * slots_shape[0] / rows];
@@ -33,17 +33,18 @@ if (row < (matrix ? table.rank(slot, 1) : first_width)) {
     }
   }
   sum = simd_sum(sum);
-  if (NORM) square = simd_sum(square);
-  if (lane == 0) {
-    sums[simdgroup] = sum;
-    squares[simdgroup] = square;
-  }
+  if (lane == 0) sums[simdgroup] = sum;
+#if NORM
+  square = simd_sum(square);
+  if (lane == 0) squares[simdgroup] = square;
+#endif
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL for (uint s = 0; s < SIMDGROUPS; s++) total += sums[s];
+  total *= adapter_scales[slot];
+#if NORM
   square = 0.0f;
-  UNROLL for (uint s = 0; s < SIMDGROUPS; s++) {
-    total += sums[s];
-    square += squares[s];
-  }
-  total *= adapter_scales[slot] * vectors.inverse_rms(square, in_dims);
+  UNROLL for (uint s = 0; s < SIMDGROUPS; s++) square += squares[s];
+  total *= vectors.inverse_rms(square, in_dims);
+#endif
 }
 if (lane == 0 && simdgroup == 0) hidden[m * table.width() + j] = total;

@@ -38,7 +38,7 @@ _ARGMAX = Kernel(
     "packed_argmax",
     ("x", *products.MATRIX_INPUTS, *products.VECTOR_INPUTS),
     ("values", "indices"),
-    (*products.HEADERS, "packed_order"),
+    (*products.HEADERS, "packed_products", "packed_order"),
 )
 # Vectors up to which MLX's product with codes takes less time than unpacking the matrix, by the generation of
 # the GPU (15 is M3, 16 is M4). By the counts of both kernels, unpacking is faster from 75 (M1 Max) or 146 (M1)

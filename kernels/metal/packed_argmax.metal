@@ -4,8 +4,6 @@
 //
 // A simdgroup takes TILES times CODE_ROWS neighbouring rows, so that few winners are left to compare.
 
-using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
-
 #if ROWS > 1
 const uint passes = threadgroups_per_grid.x;
 const uint all_rows = x_shape[0];
@@ -24,8 +22,13 @@ const uint lane = thread_index_in_simdgroup;
 const uint winner = thread_position_in_grid.y;
 const uint winners = threads_per_grid.y;
 
-auto matrix = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
-auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+#if MODE == PALETTE
+const uint table_rows = out_dims / scales_shape[0];
+#else
+constexpr uint table_rows = 0;
+#endif
+auto matrix = make_matrix(codes, scales, biases, codes_shape[1], table_rows);
+auto vectors = make_vectors(x, norm, eps[0]);
 #if ROWS > 1
 vectors.x += first_row * matrix.in_dims();
 #endif
@@ -43,16 +46,18 @@ for (uint tile = 0; tile < TILES; tile++) {
   if (start >= out_dims) break;
   uint rows[CODE_ROWS];
   UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r, out_dims - 1);
-  Products<F, ROWS, CODE_ROWS> products;
+  Products products;
 #if ROWS > 1
-  multiply_some<F, false>(vectors, count, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+  multiply_some(vectors, count, matrix, matrix, rows, steps_of(lane, 0, 1), products);
 #else
-  multiply<1, F, false>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+  multiply<1>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
 #endif
   const uint row = min(start + lane / SHARERS, out_dims - 1);
   EACH_ROW(m) {
-    float y = products.scaled(matrix, row, m, sum_of_lane<CODE_ROWS>(products.sums[m], lane));
-    if (NORM) y *= vectors.inverse_rms(simd_sum(products.squares[m]), matrix.in_dims());
+    float y = products.scaled(matrix, row, m, sum_of_lane(products.sums[m], lane));
+#if NORM
+    y *= vectors.inverse_rms(simd_sum(products.squares[m]), matrix.in_dims());
+#endif
     if (is_better(ranked(y), row, best[m], places[m])) {
       best[m] = ranked(y);
       places[m] = row;

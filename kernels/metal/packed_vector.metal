@@ -17,7 +17,6 @@ constexpr uint OUTPUTS = PAIR ? CODE_ROWS / 2 : CODE_ROWS;
 constexpr uint GROUP_OUTPUTS = OUTPUTS * (SPLIT ? 1 : SIMDGROUPS);
 constexpr uint SHARERS = LANES / CODE_ROWS;  // lanes that finish a row together
 constexpr uint JOINED = ROWS * (CODE_ROWS + 1);
-using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
 
 threadgroup float inner[SHRINK ? 1024 : 1];
 threadgroup float joined[SPLIT ? SIMDGROUPS * JOINED : 1];
@@ -41,8 +40,17 @@ const uint simdgroup = simdgroup_index_in_threadgroup;
 const uint group_start = threadgroup_position_in_grid.y * GROUP_OUTPUTS;
 const uint start = group_start + (SPLIT ? 0 : simdgroup * OUTPUTS);
 
-auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
-auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
+#if MODE == PALETTE
+const uint table_rows = out_dims / scales_shape[0];
+#else
+constexpr uint table_rows = 0;
+#endif
+auto first = make_matrix(codes, scales, biases, codes_shape[1], table_rows);
+#if PAIR
+auto second = make_matrix(codes2, scales2, biases2, codes_shape[1], table_rows);
+#else
+auto second = first;
+#endif
 #ifdef PARTIALS
 // Attention's output of up to two vectors, merged once for the whole threadgroup: x (rows, heads, parts, HEAD_DIM + 2). The number of parts
 // is none of the text's, since it grows with the context.
@@ -77,9 +85,9 @@ for (uint i = first_thread; i < count * K; i += 32 * SIMDGROUPS) {
   merged[i] = static_cast<T>(sum);
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-auto vectors = make_vectors<NORM>((const threadgroup T*)merged, norm, eps[0]);
+auto vectors = make_vectors((const threadgroup T*)merged, norm, eps[0]);
 #else
-auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+auto vectors = make_vectors(x, norm, eps[0]);
 #if ROWS > 1
 vectors.x += first_row * first.in_dims();
 #endif
@@ -89,12 +97,12 @@ vectors.x += first_row * first.in_dims();
 uint rows[CODE_ROWS];
 UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r % OUTPUTS, out_dims - 1);
 
-Products<F, ROWS, CODE_ROWS> products;
+Products products;
 const Steps steps = steps_of(lane, SPLIT ? simdgroup : 0, SPLIT ? SIMDGROUPS : 1);
 #if ROWS > 1
-multiply_some<F, PAIR>(vectors, count, first, second, rows, steps, products);
+multiply_some(vectors, count, first, second, rows, steps, products);
 #else
-multiply<1, F, PAIR>(vectors, first, second, rows, steps, products);
+multiply<1>(vectors, first, second, rows, steps, products);
 #endif
 
 // From here on a lane has one row of codes.
@@ -104,29 +112,36 @@ const uint output = start + own % OUTPUTS;
 const uint row = min(output, out_dims - 1);
 float sums[ROWS];
 EACH_ROW(m) {
-  const float sum = sum_of_lane<CODE_ROWS>(products.sums[m], lane);
+  const float sum = sum_of_lane(products.sums[m], lane);
   sums[m] = products.scaled(is_second ? second : first, row, m, sum);
-  if (NORM) products.squares[m] = simd_sum(products.squares[m]);
+#if NORM
+  products.squares[m] = simd_sum(products.squares[m]);
+#endif
 }
 #if SPLIT
 EACH_ROW(m) {
   threadgroup float* part = joined + simdgroup * JOINED + m * (CODE_ROWS + 1);
   if (lane % SHARERS == 0) part[own] = sums[m];
-  if (NORM && lane == 0) part[CODE_ROWS] = products.squares[m];
-  sums[m] = products.squares[m] = 0.0f;
+  sums[m] = 0.0f;
+#if NORM
+  if (lane == 0) part[CODE_ROWS] = products.squares[m];
+  products.squares[m] = 0.0f;
+#endif
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (simdgroup > 0) return;
 for (uint part = 0; part < SIMDGROUPS; part++) {
   EACH_ROW(m) {
     sums[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + own];
-    if (NORM) products.squares[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + CODE_ROWS];
+#if NORM
+    products.squares[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + CODE_ROWS];
+#endif
   }
 }
 #endif
-EACH_ROW(m) {
-  if (NORM) sums[m] *= vectors.inverse_rms(products.squares[m], first.in_dims());
-}
+#if NORM
+EACH_ROW(m) sums[m] *= vectors.inverse_rms(products.squares[m], first.in_dims());
+#endif
 
 #ifdef LOW_RANK
 {
@@ -147,8 +162,9 @@ EACH_ROW(m) {
     places[m] = SHRINK ? place : ROW(m) * table.width();
     place += (end - begin) * table.rank(of[m], 0) + (PAIR ? table.rank(of[m], 1) : 0);
   }
+#if SHRINK
   // An adapter is read once for all vectors that use it.
-  for (uint slot = 0; slot < (SHRINK ? table.adapters() : 0); slot++) {
+  for (uint slot = 0; slot < table.adapters(); slot++) {
     bool mine[ROWS] = {}, used = false;
     EACH_ROW(m) used |= mine[m] = of[m] == slot;
     if (!used) continue;
@@ -166,7 +182,8 @@ EACH_ROW(m) {
       EACH_ROW(m) start_of[m] += n_rows;
     }
   }
-  if (SHRINK) threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
   EACH_ROW(m) {
     auto numbers = adapter_of(
         of[m], adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);

@@ -51,7 +51,7 @@ FEW_SIMDGROUPS = 256  # below, each simdgroup gets fewer rows, though each one p
 _MODES = {"balanced": 0, "affine": 1, "palette": 2}
 _GRANULARITIES = {"tensor": 0, "row": 1, "group": 2, "table": 0}
 
-HEADERS = ("common", "packed_codes")
+HEADERS = ("common", "vectors", "packed_codes")
 MATRIX_INPUTS = ("codes", "scales", "biases")
 VECTOR_INPUTS = ("norm", "eps")
 _INPUTS = ("x", *MATRIX_INPUTS, *(f"{n}2" for n in MATRIX_INPUTS), *VECTOR_INPUTS, "residual")
@@ -60,11 +60,10 @@ ADAPTER_INPUTS = (*(f"adapter{i}" for i in range(MAX_ADAPTERS)), "parts", "adapt
 _OPTIONAL = {"PARTIALS": ("value_scale",), "LOW_RANK": ("hidden", *ADAPTER_INPUTS)}
 
 _UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "start"), ("out",), HEADERS)
-_MERGE = Kernel(
-    "attention_merge", ("partial", "value_scale"), ("out",), ("common", "rope", "attention")
-)
+_MERGE = Kernel("attention_merge", ("partial", "value_scale"), ("out",))
+_SHRINK_HEADERS = ("common", "vectors", "low_rank")
 _SHRINK = Kernel(
-    "low_rank_shrink", ("x", *VECTOR_INPUTS, *ADAPTER_INPUTS), ("hidden",), (*HEADERS, "low_rank")
+    "low_rank_shrink", ("x", *VECTOR_INPUTS, *ADAPTER_INPUTS), ("hidden",), _SHRINK_HEADERS
 )
 
 
@@ -72,8 +71,8 @@ _SHRINK = Kernel(
 def _kernel(name: str, *macros: str) -> Kernel:
     """Return the kernel `name` with these macros defined, and with the further inputs that they need."""
     inputs = [*_INPUTS, *itertools.chain.from_iterable(_OPTIONAL[macro] for macro in macros)]
-    headers = [*HEADERS, *(("low_rank",) if "LOW_RANK" in macros else ())]
-    headers += ["packed_tiles"] if name == "packed_matrix" else []
+    headers = [*HEADERS, "packed_tiles" if name == "packed_matrix" else "packed_products"]
+    headers += ["low_rank"] if "LOW_RANK" in macros else []
     return Kernel(
         name, tuple(inputs), ("out",), tuple(headers), tuple((macro, "1") for macro in macros)
     )
@@ -368,7 +367,7 @@ def merge_partials(partials: AttentionPartials) -> mx.array:
     (out,) = runtime.launch(
         _MERGE,
         [partials.numbers, partials.value_scale],
-        template=(("O", partials.dtype), ("head_dim", width - 2)),
+        template=(("O", partials.dtype), ("HEAD_DIM", width - 2)),
         grid=(threads, n_heads, batch),
         threadgroup=(threads, 1, 1),
         output_shapes=[partials.shape],

@@ -59,14 +59,12 @@ class Kernel:
         known = {name: int(value) for name, value in _CONSTANT.findall(headers)}
         known |= {name: int(value) for name, value in template if not isinstance(value, mx.Dtype)}
         known |= {name: 1 for name, meaning in self.macros if meaning == "1"}
-        found = text.resolved(_read(file), known)
-        if file != self.name:
-            return found
-        words = dict(self.macros)
-        for name, meaning in self.macros:
+        words = dict(self.macros) if file == self.name else {}
+        for name, meaning in words.items():
             while meaning in words:
                 words[name] = meaning = words[meaning]
-        return text.with_words(found, words | {name: _literal(value) for name, value in template})
+        words |= {name: _literal(value) for name, value in template}
+        return text.with_words(text.resolved(_read(file), known), words)
 
 
 def _literal(value: int | bool | mx.Dtype) -> str:
