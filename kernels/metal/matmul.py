@@ -16,6 +16,7 @@ for prompts at 4 bits, and 3.62 times in bfloat16 (machinelearning.apple.com/res
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,7 @@ from afm_mlx.kernels import dispatch, mlx
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.metal import products, prompts, runtime
 from afm_mlx.kernels.metal.products import MAX_ROWS, VALUES, Product
-from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
+from afm_mlx.kernels.metal.runtime import Kernel, floats
 from afm_mlx.kernels.mlx import GROUPS
 from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOptions
 
@@ -120,6 +121,12 @@ def argmax_of_products(
     return _largest(y, None, shape)
 
 
+@functools.cache
+def _positions() -> mx.array:
+    """Return what stands for the positions in a row: as fewer numbers, it would be in another address space."""
+    return mx.array([0] * 8, dtype=mx.uint32)
+
+
 def _largest(
     values: mx.array, indices: mx.array | None, shape: tuple[int, ...]
 ) -> tuple[mx.array, mx.array]:
@@ -133,8 +140,7 @@ def _largest(
         chunks = -(-length // CHUNK)
         values, indices = runtime.launch(
             _SELECT,
-            [values, ints(0) if indices is None else indices],
-            template=(("NAMED", indices is not None),),
+            [values, _positions() if indices is None else indices],
             grid=(256 * chunks, rows, 1),
             threadgroup=(256, 1, 1),
             output_shapes=[(rows, chunks)] * 2,

@@ -1,6 +1,7 @@
 """Libraries that MLX compiles for a model on Metal: how many there are, and that a warm-up has them all."""
 
 import dataclasses
+import re
 from collections import Counter
 
 import mlx.core as mx
@@ -42,7 +43,7 @@ def step(model, run, rows, tokens, columns) -> set[str]:
 
 
 def by_kernel(names) -> dict[str, int]:
-    return Counter(name.split("__")[0].removeprefix("afm_") for name in names)
+    return Counter(re.split("__| ", name)[0].removeprefix("afm_") for name in names)
 
 
 def test_no_library_depends_on_the_length_of_the_context(model):
@@ -69,7 +70,7 @@ def test_what_a_batch_can_meet_is_compiled_before(model):
         "packed_vector": 10,
         "packed_matrix": 5,
         "packed_argmax": 2,
-        "packed_select": 2,
+        "packed_select": 1,
         "rms_norm": 2,
     }
     for rows in (1, 2, 33):
