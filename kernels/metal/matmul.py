@@ -80,9 +80,11 @@ def _format(weight: PackedWeight) -> list[object]:
 
 
 def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`. Two dispatches: largest of neighbouring rows, and the largest of these."""
-    rows = math.prod(x.shape[:-1])
-    most, code_rows = products.rows_of_pass(rows), products.most_code_rows(rows, weight)
+    """See `reference.packed_argmax`; x is one vector.
+
+    Two dispatches: largest of neighbouring rows, and the largest of these.
+    """
+    code_rows = products.CODE_ROWS
     # So many that the first dispatch's results fit one chunk.
     tiles = -(-weight.out_dims // (code_rows * CHUNK))
     groups = -(-weight.out_dims // (code_rows * tiles * products.SIMDGROUPS))
@@ -93,13 +95,13 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
         template=(
             *products.format_template(weight),
             ("NORM", options.norm is not None),
-            ("ROWS", most),
+            ("ROWS", 1),
             ("CODE_ROWS", code_rows),
             ("TILES", tiles),
         ),
-        grid=(32 * -(-rows // most), groups * products.SIMDGROUPS, 1),
+        grid=(32, groups * products.SIMDGROUPS, 1),
         threadgroup=(32, products.SIMDGROUPS, 1),
-        output_shapes=[(rows, groups * products.SIMDGROUPS)] * 2,
+        output_shapes=[(1, groups * products.SIMDGROUPS)] * 2,
         output_dtypes=[mx.float32, mx.uint32],
     )
     return _largest(values, indices, x.shape[:-1])
@@ -108,7 +110,7 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
 def argmax_of_products(
     x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`; the products are written to memory, where matrices are faster."""
+    """See `reference.packed_argmax`; the products are written to memory, 4 bytes each."""
     shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
     x = x.reshape(rows, -1)
     if rows > MAX_ROWS or not products.has_whole_groups(weight):
@@ -160,6 +162,10 @@ def _some(case: Case) -> str | None:
     if not products.has_whole_groups(case):
         return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
     return other_than_floats(case)
+
+
+def _one(case: Case) -> str | None:
+    return f"takes one row, not {case.rows}" if case.rows > 1 else _some(case)
 
 
 def _few(case: Case) -> str | None:
@@ -220,6 +226,6 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("packed_swiglu", "metal/swiglu_mlx_quantized", _mlx_swiglu, _mlx_obstacle),
     Variant("packed_swiglu", "metal/swiglu_unpacked", _unpacked_swiglu, other_than_floats),
     Variant("packed_gather", "metal/mlx_gather", _gather, mlx.obstacle),
-    Variant("packed_argmax", "metal/argmax", argmax, _few),
+    Variant("packed_argmax", "metal/argmax", argmax, _one),
     Variant("packed_argmax", "metal/argmax_of_products", argmax_of_products, other_than_floats),
 )

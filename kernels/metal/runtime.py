@@ -47,8 +47,7 @@ class Kernel:
 
     def function(self, template: Template = ()) -> str:
         """Return the form's name in MLX."""
-        kind = f"__{zlib.crc32(repr((self.macros, template)).encode()):08x}"
-        return f"afm_{self.name}{kind if self.macros or template else ''}"
+        return f"afm_{self.name}__{zlib.crc32(repr((self.macros, template)).encode()):08x}"
 
     def decided(self, template: Template, file: str) -> str:
         """Return a file's text, the kernel's own or a header's, without what this form leaves out.

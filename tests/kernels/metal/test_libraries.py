@@ -1,7 +1,6 @@
 """Libraries that MLX compiles for a model on Metal: how many there are, and that a warm-up has them all."""
 
 import dataclasses
-import re
 from collections import Counter
 
 import mlx.core as mx
@@ -43,7 +42,7 @@ def step(model, run, rows, tokens, columns) -> set[str]:
 
 
 def by_kernel(names) -> dict[str, int]:
-    return Counter(re.split("__| ", name)[0].removeprefix("afm_") for name in names)
+    return Counter(name.split("__")[0].removeprefix("afm_") for name in names)
 
 
 def test_no_library_depends_on_the_length_of_the_context(model):
@@ -67,9 +66,9 @@ def test_what_a_batch_can_meet_is_compiled_before(model):
         "embedding": 2,  # up to 7 tokens, or more, as MLX passes them
         "write_and_attend": 2,  # the same of rows
         "attention_decode": 2,
-        "packed_vector": 10,
+        "packed_vector": 11,
         "packed_matrix": 5,
-        "packed_argmax": 2,
+        "packed_argmax": 1,
         "packed_select": 1,
         "rms_norm": 2,
     }
