@@ -420,7 +420,8 @@ def _shrink(product: Product) -> mx.array:
     columns = max(_widths(adapters, len(adapters[0].sections)))
     own: dict[str, mx.array | str] = {"norm": "x" if norm is None else norm}
     own["eps"] = floats(product.options.eps)
-    kernel, sizes = _SHRINK, ()
+    kernel = _SHRINK
+    sizes: Template = ()
     if isinstance(x, AttentionPartials):
         kernel, sizes = _SHRINK_PARTIALS, _sizes(x)
         own |= {"x": x.numbers, "value_scale": x.value_scale}
