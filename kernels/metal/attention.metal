@@ -13,10 +13,9 @@ inline float total(float4 x) {
   return (x.x + x.y) + (x.z + x.w);
 }
 
-// Sum over each run of `lanes` lanes, a power of two; every lane of a run gets it.
-template <int lanes>
+// Sum over each run of RUN lanes, a power of two; every lane of a run gets it.
 inline float run_sum(float x) {
-  UNROLL for (ushort distance = 1; distance < lanes; distance *= 2) {
+  UNROLL for (ushort distance = 1; distance < RUN; distance *= 2) {
     x += simd_shuffle_xor(x, distance);
   }
   return x;
@@ -45,7 +44,6 @@ inline Columns make_columns(
 }
 
 // A lane's share of a key and its value: UNITS times four dimensions.
-template <int UNITS>
 struct Codes {
   char4 key[UNITS];
   char4 value[UNITS];
@@ -69,7 +67,6 @@ struct Codes {
 
 // A lane's share of a query, with everything that multiplies a key's codes folded in, so that a sum of
 // products is a score in base 2.
-template <int UNITS>
 struct Query {
   float4 units[UNITS];
 
@@ -79,13 +76,12 @@ struct Query {
     }
   }
 
-  template <int lanes>
   float score(thread const char4* key) const {
     float4 products = units[0] * widened(key[0]);
     UNROLL for (int u = 1; u < UNITS; u++) {
       products += units[u] * widened(key[u]);
     }
-    return run_sum<lanes>(total(products));
+    return run_sum(total(products));
   }
 };
 
@@ -93,7 +89,6 @@ struct Query {
 // the sum of the values weighted by it, UNITS times four dimensions per lane.
 //
 // Fast exponentials: one per key, and what is wrong with a weight is wrong in both sums.
-template <int UNITS>
 struct OnlineSoftmax {
   float maximum;
   float sum;
@@ -144,33 +139,36 @@ struct OnlineSoftmax {
 //
 // In a simdgroup, each run of RUN lanes takes a column of its own, every lane UNITS * 4 dimensions of it; the
 // simdgroups take turns over the columns, and their sums are merged at the end.
-template <int DIM, int HEADS, int TOKENS, int RUN, int UNITS>
-struct DecodeAttention {
-  static constant constexpr const int QUERIES = HEADS * TOKENS;
-  static constant constexpr const int KEYS = 32 / RUN;  // per simdgroup and step
-  static constant constexpr const int STEP = SIMDGROUPS * KEYS;
+static constant constexpr const int QUERIES = HEADS * TOKENS;
+static constant constexpr const int KEYS = 32 / RUN;  // per simdgroup and step
+static constant constexpr const int STEP = SIMDGROUPS * KEYS;
 
-  Query<UNITS> query[QUERIES];
-  OnlineSoftmax<UNITS> seen[QUERIES];
+struct DecodeAttention {
+  Query query[QUERIES];
+  OnlineSoftmax seen[QUERIES];
   int used;  // queries of tokens that exist
   int lane;
   int simdgroup;
   int first;   // of the lane's units
   int inside;  // units from there to the end of a head
 
-  bool exists(int q) const { return TOKENS == 1 || q < used; }
+#if TOKENS == 1
+#define EACH_QUERY UNROLL for (int q = 0; q < QUERIES; q++)
+#else
+#define EACH_QUERY \
+  UNROLL for (int q = 0; q < QUERIES; q++) \
+    if (q < used)
+#endif
 
   void begin(threadgroup const float4* queries, int tokens, uint lane_, uint simdgroup_) {
     used = HEADS * tokens;
     lane = int(lane_);
     simdgroup = int(simdgroup_);
     first = lane % RUN * UNITS;
-    inside = DIM / 4 - first;
-    UNROLL for (int q = 0; q < QUERIES; q++) {
-      if (exists(q)) {
-        query[q].load(queries + q * (DIM / 4) + first, inside);
-        seen[q].clear();
-      }
+    inside = HEAD_DIM / 4 - first;
+    EACH_QUERY {
+      query[q].load(queries + q * (HEAD_DIM / 4) + first, inside);
+      seen[q].clear();
     }
   }
 
@@ -178,18 +176,18 @@ struct DecodeAttention {
   // last one, since shuffles need all of them. Codes are fetched a step ahead.
   void add(Columns columns, int begin, int end, int shown) {
     int column = begin + simdgroup * KEYS + lane / RUN;
-    Codes<UNITS> next;
+    Codes next;
     next.load(columns, metal::clamp(column, 0, metal::max(end - 1, 0)), first, inside);
     for (int base = begin + simdgroup * KEYS; base < end; base += STEP) {
-      const Codes<UNITS> codes = next;
+      const Codes codes = next;
       next.load(columns, metal::min(column + STEP, end - 1), first, inside);
-      UNROLL for (int q = 0; q < QUERIES; q++) {
-        if (exists(q)) {
-          const float score = query[q].template score<RUN>(codes.key);
-          if (column < (TOKENS == 1 ? end : metal::min(end, shown + q / HEADS))) {
-            seen[q].add(score, codes.value);
-          }
-        }
+      EACH_QUERY {
+        const float score = query[q].score(codes.key);
+#if TOKENS == 1
+        if (column < end) seen[q].add(score, codes.value);
+#else
+        if (column < metal::min(end, shown + q / HEADS)) seen[q].add(score, codes.value);
+#endif
       }
       column += STEP;
     }
@@ -198,16 +196,15 @@ struct DecodeAttention {
   // Columns of new tokens, in the threadgroup's memory, of which token t sees `shown + t`, and the last token all.
   void add_new(threadgroup const char4* fresh, int shown) {
     for (int column = simdgroup; column < shown + used / HEADS - 1; column += SIMDGROUPS) {
-      Codes<UNITS> codes;
-      threadgroup const char4* key = fresh + column * (DIM / 2) + first;
-      codes.take(key, key + DIM / 4, inside);
-      UNROLL for (int q = 0; q < QUERIES; q++) {
-        if (exists(q) && (TOKENS == 1 || column < shown + q / HEADS)) {
-          const float score = query[q].template score<RUN>(codes.key);
-          if (lane < RUN) {
-            seen[q].add(score, codes.value);
-          }
-        }
+      Codes codes;
+      threadgroup const char4* key = fresh + column * (HEAD_DIM / 2) + first;
+      codes.take(key, key + HEAD_DIM / 4, inside);
+      EACH_QUERY {
+#if TOKENS > 1
+        if (column >= shown + q / HEADS) continue;
+#endif
+        const float score = query[q].score(codes.key);
+        if (lane < RUN) seen[q].add(score, codes.value);
       }
     }
   }
@@ -215,48 +212,45 @@ struct DecodeAttention {
   // Merge all lanes and simdgroups, and write for each query, of which `n_heads` are a token's, the `range` that was
   // attended to: the weighted sum of codes, the largest score, and the sum of weights; or, of a single range,
   // attention's result as O.
-  template <typename O>
   void finish(
       device float* out, size_t first_query, int n_heads, int range, int ranges, float value_scale,
       threadgroup float4* sums, threadgroup float* maxima, threadgroup float* weights) {
     const int dim = 32 * simdgroup + lane;
-    UNROLL for (int q = 0; q < QUERIES; q++) {
-      if (exists(q)) {
-        UNROLL for (ushort distance = RUN; distance < 32; distance *= 2) {
-          seen[q].merge(distance);
+    EACH_QUERY {
+      UNROLL for (ushort distance = RUN; distance < 32; distance *= 2) {
+        seen[q].merge(distance);
+      }
+      threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+      UNROLL for (int u = 0; u < UNITS; u++) {
+        if (lane < RUN && u < inside) sums[simdgroup * (HEAD_DIM / 4) + first + u] = seen[q].values[u];
+      }
+      if (lane == 0) {
+        maxima[simdgroup] = seen[q].maximum;
+        weights[simdgroup] = seen[q].sum;
+      }
+      threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+      if (dim < HEAD_DIM) {
+        float top = LOWEST;
+        UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
+          top = metal::max(top, maxima[s]);
         }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-        UNROLL for (int u = 0; u < UNITS; u++) {
-          if (lane < RUN && u < inside) sums[simdgroup * (DIM / 4) + first + u] = seen[q].values[u];
+        float sum = 0.0f;
+        float weight = 0.0f;
+        UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
+          const float share = metal::fast::exp2(maxima[s] - top);
+          sum += share * ((threadgroup float*)sums)[s * HEAD_DIM + dim];
+          weight += share * weights[s];
         }
-        if (lane == 0) {
-          maxima[simdgroup] = seen[q].maximum;
-          weights[simdgroup] = seen[q].sum;
-        }
-        threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-        if (dim < DIM) {
-          float top = LOWEST;
-          UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
-            top = metal::max(top, maxima[s]);
+        const size_t at = first_query + q / HEADS * n_heads + q % HEADS;
+        if (ranges > 1) {
+          device float* target = out + (at * ranges + range) * (HEAD_DIM + 2);
+          target[dim] = sum;
+          if (dim == 0) {
+            target[HEAD_DIM] = top;
+            target[HEAD_DIM + 1] = weight;
           }
-          float sum = 0.0f;
-          float weight = 0.0f;
-          UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
-            const float share = metal::fast::exp2(maxima[s] - top);
-            sum += share * ((threadgroup float*)sums)[s * DIM + dim];
-            weight += share * weights[s];
-          }
-          const size_t at = first_query + q / HEADS * n_heads + q % HEADS;
-          if (ranges > 1) {
-            device float* target = out + (at * ranges + range) * (DIM + 2);
-            target[dim] = sum;
-            if (dim == 0) {
-              target[DIM] = top;
-              target[DIM + 1] = weight;
-            }
-          } else {
-            ((device O*)out)[at * DIM + dim] = static_cast<O>(sum / weight * value_scale);
-          }
+        } else {
+          ((device O*)out)[at * HEAD_DIM + dim] = static_cast<O>(sum / weight * value_scale);
         }
       }
     }

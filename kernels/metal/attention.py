@@ -57,12 +57,13 @@ _WRITE = Kernel(
 
 @functools.cache
 def _constants(head_dim: int, theta: float, eps: float) -> mx.array:
-    """Return RoPE's frequency of each pair of a head and then eps: (head_dim / 2 + 1,) float32.
+    """Return RoPE's frequency of each pair of a head, eps, and the scores' factor: (head_dim / 2 + 2,) float32.
 
-    Powers that a kernel computes are off by up to 4 ulps, and the position multiplies that error.
+    Powers that a kernel computes are off by up to 4 ulps, and the position multiplies that error. The factor,
+    `log2(e) / sqrt(head_dim)`, makes weights powers of two.
     """
     frequencies = (theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    return mx.array([*frequencies, eps], dtype=mx.float32)
+    return mx.array([*frequencies, eps, math.log2(math.e) * head_dim**-0.5], dtype=mx.float32)
 
 
 def _obstacle(case: Case) -> str | None:
@@ -119,9 +120,9 @@ def rope_norm_quantize(
         [qkv, offsets, *_head_arrays(options)],
         template=(
             ("T", qkv.dtype),
-            ("head_dim", head_dim),
-            ("n_heads", n_heads),
-            ("n_kv_heads", n_kv_heads),
+            ("HEAD_DIM", head_dim),
+            ("N_HEADS", n_heads),
+            ("N_KV_HEADS", n_kv_heads),
         ),
         grid=(32, heads, batch * length),
         threadgroup=(32, math.gcd(heads, 8), 1),
@@ -234,7 +235,7 @@ def decode_attention(
     inputs = [ordered, *_columns(kv, lengths), kv.key_scale, kv.value_scale]
     inputs += [of_rope.weight, constants]
     shape = (batch, count, n_heads, head_dim)
-    out, _ = _attend(_DECODE, inputs, kv, shape, merge, ("rope", rope is not None))
+    out, _ = _attend(_DECODE, inputs, kv, shape, merge, ("ROPE", rope is not None))
     return out
 
 
@@ -291,12 +292,12 @@ def _attend(
         inputs,
         template=(
             ("O", dtype),
-            ("head_dim", head_dim),
-            ("heads", work.heads),
-            ("several", count > 1),
-            ("tokens", work.tokens),
-            ("lanes", work.lanes),
-            ("units", work.units),
+            ("HEAD_DIM", head_dim),
+            ("HEADS", work.heads),
+            ("SEVERAL", count > 1),
+            ("TOKENS", work.tokens),
+            ("RUN", work.lanes),
+            ("UNITS", work.units),
             *flags,
         ),
         grid=(256 * n_heads // work.heads, batch * -(-count // work.tokens), work.splits),

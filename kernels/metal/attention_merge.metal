@@ -7,23 +7,23 @@
 const uint dim = thread_position_in_threadgroup.x;
 const uint head = threadgroup_position_in_grid.z * threadgroups_per_grid.y + threadgroup_position_in_grid.y;
 const uint splits = partial_shape[2];
-const uint stride = head_dim + 2;
+const uint stride = HEAD_DIM + 2;
 const device float* ranges = partial + size_t(head) * splits * stride;
 
-float top = LOWEST;
+float top = -INFINITY;
 for (uint s = thread_index_in_simdgroup; s < splits; s += 32) {
-  top = metal::max(top, ranges[s * stride + head_dim]);
+  top = metal::max(top, ranges[s * stride + HEAD_DIM]);
 }
 top = simd_max(top);
 
-if (dim < head_dim) {
+if (dim < HEAD_DIM) {
   float sum = 0.0f;
   float weight = 0.0f;
   for (uint s = 0; s < splits; s++) {
     const device float* range = ranges + s * stride;
-    const float share = metal::fast::exp2(range[head_dim] - top);
+    const float share = metal::fast::exp2(range[HEAD_DIM] - top);
     sum += share * range[dim];
-    weight += share * range[head_dim + 1];
+    weight += share * range[HEAD_DIM + 1];
   }
-  out[head * head_dim + dim] = static_cast<O>(sum / weight * float(value_scale));
+  out[head * HEAD_DIM + dim] = static_cast<O>(sum / weight * float(value_scale));
 }

@@ -1,9 +1,4 @@
-// What every kernel needs.
-
-#include <metal_stdlib>
-#include <metal_simdgroup>
-
-using namespace metal;
+// What every kernel needs. MLX puts `metal_stdlib` and `using namespace metal` before each text.
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 

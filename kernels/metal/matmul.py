@@ -16,6 +16,7 @@ for prompts at 4 bits, and 3.62 times in bfloat16 (machinelearning.apple.com/res
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,7 @@ from afm_mlx.kernels import dispatch, mlx
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.metal import products, prompts, runtime
 from afm_mlx.kernels.metal.products import MAX_ROWS, VALUES, Product
-from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
+from afm_mlx.kernels.metal.runtime import Kernel, floats
 from afm_mlx.kernels.mlx import GROUPS
 from afm_mlx.kernels.operands import AttentionPartials, PackedWeight, ProductOptions
 
@@ -38,7 +39,7 @@ _ARGMAX = Kernel(
     "packed_argmax",
     ("x", *products.MATRIX_INPUTS, *products.VECTOR_INPUTS),
     ("values", "indices"),
-    (*products.HEADERS, "packed_order"),
+    (*products.HEADERS, "packed_products", "packed_order"),
 )
 # Vectors up to which MLX's product with codes takes less time than unpacking the matrix, by the generation of
 # the GPU (15 is M3, 16 is M4). By the counts of both kernels, unpacking is faster from 75 (M1 Max) or 146 (M1)
@@ -79,9 +80,11 @@ def _format(weight: PackedWeight) -> list[object]:
 
 
 def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`. Two dispatches: largest of neighbouring rows, and the largest of these."""
-    rows = math.prod(x.shape[:-1])
-    most, code_rows = products.rows_of_pass(rows), products.most_code_rows(rows, weight)
+    """See `reference.packed_argmax`; x is one vector.
+
+    Two dispatches: largest of neighbouring rows, and the largest of these.
+    """
+    code_rows = products.CODE_ROWS
     # So many that the first dispatch's results fit one chunk.
     tiles = -(-weight.out_dims // (code_rows * CHUNK))
     groups = -(-weight.out_dims // (code_rows * tiles * products.SIMDGROUPS))
@@ -92,13 +95,13 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
         template=(
             *products.format_template(weight),
             ("NORM", options.norm is not None),
-            ("ROWS", most),
+            ("ROWS", 1),
             ("CODE_ROWS", code_rows),
             ("TILES", tiles),
         ),
-        grid=(32 * -(-rows // most), groups * products.SIMDGROUPS, 1),
+        grid=(32, groups * products.SIMDGROUPS, 1),
         threadgroup=(32, products.SIMDGROUPS, 1),
-        output_shapes=[(rows, groups * products.SIMDGROUPS)] * 2,
+        output_shapes=[(1, groups * products.SIMDGROUPS)] * 2,
         output_dtypes=[mx.float32, mx.uint32],
     )
     return _largest(values, indices, x.shape[:-1])
@@ -107,7 +110,7 @@ def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[
 def argmax_of_products(
     x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`; the products are written to memory, where matrices are faster."""
+    """See `reference.packed_argmax`; the products are written to memory, 4 bytes each."""
     shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
     x = x.reshape(rows, -1)
     if rows > MAX_ROWS or not products.has_whole_groups(weight):
@@ -118,6 +121,12 @@ def argmax_of_products(
         multiply = products.vector if products.takes_vectors(rows) else products.matrix
         y = multiply(Product(x, (weight,), options), mx.float32)
     return _largest(y, None, shape)
+
+
+@functools.cache
+def _positions() -> mx.array:
+    """Return what stands for the positions in a row: as fewer numbers, it would be in another address space."""
+    return mx.array([0] * 8, dtype=mx.uint32)
 
 
 def _largest(
@@ -133,8 +142,7 @@ def _largest(
         chunks = -(-length // CHUNK)
         values, indices = runtime.launch(
             _SELECT,
-            [values, ints(0) if indices is None else indices],
-            template=(("NAMED", indices is not None),),
+            [values, _positions() if indices is None else indices],
             grid=(256 * chunks, rows, 1),
             threadgroup=(256, 1, 1),
             output_shapes=[(rows, chunks)] * 2,
@@ -154,6 +162,10 @@ def _some(case: Case) -> str | None:
     if not products.has_whole_groups(case):
         return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
     return other_than_floats(case)
+
+
+def _one(case: Case) -> str | None:
+    return f"takes one row, not {case.rows}" if case.rows > 1 else _some(case)
 
 
 def _few(case: Case) -> str | None:
@@ -214,6 +226,6 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("packed_swiglu", "metal/swiglu_mlx_quantized", _mlx_swiglu, _mlx_obstacle),
     Variant("packed_swiglu", "metal/swiglu_unpacked", _unpacked_swiglu, other_than_floats),
     Variant("packed_gather", "metal/mlx_gather", _gather, mlx.obstacle),
-    Variant("packed_argmax", "metal/argmax", argmax, _few),
+    Variant("packed_argmax", "metal/argmax", argmax, _one),
     Variant("packed_argmax", "metal/argmax_of_products", argmax_of_products, other_than_floats),
 )

@@ -1,75 +1,50 @@
-// The largest product of each simdgroup's rows of codes with up to ROWS vectors, and its row: the lowest on a tie.
+// The largest product of each simdgroup's rows of codes with a vector, and its row: the lowest on a tie.
 //
-// Vectors are shared among threadgroups as in packed_vector.
-//
-// A simdgroup takes TILES times CODE_ROWS neighbouring rows, so that few winners are left to compare.
+// A simdgroup takes TILES times CODE_ROWS neighbouring rows, so that few winners are left to compare. Several vectors
+// and their best rows would not fit into a lane's registers.
 
-using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
-
-#if ROWS > 1
-const uint passes = threadgroups_per_grid.x;
-const uint all_rows = x_shape[0];
-const uint first_row = (threadgroup_position_in_grid.x * all_rows + passes - 1) / passes;
-const uint count = ((threadgroup_position_in_grid.x + 1) * all_rows + passes - 1) / passes - first_row;
-#define EACH_ROW(m) \
-  UNROLL for (uint m = 0; m < ROWS; m++) \
-    if (m < count)
-#define ROW(m) (first_row + m)
-#else
-#define EACH_ROW(m) UNROLL for (uint m = 0; m < ROWS; m++)
-#define ROW(m) m
-#endif
 const uint out_dims = codes_shape[0];
 const uint lane = thread_index_in_simdgroup;
 const uint winner = thread_position_in_grid.y;
-const uint winners = threads_per_grid.y;
 
-auto matrix = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
-auto vectors = make_vectors<NORM>(x, norm, eps[0]);
-#if ROWS > 1
-vectors.x += first_row * matrix.in_dims();
+#if MODE == PALETTE
+const uint table_rows = out_dims / scales_shape[0];
+#else
+constexpr uint table_rows = 0;
 #endif
+auto matrix = make_matrix(codes, scales, biases, codes_shape[1], table_rows);
+auto vectors = make_vectors(x, norm, eps[0]);
 
 // A lane keeps the best of its own row of every tile.
 constexpr uint SHARERS = LANES / CODE_ROWS;
-float best[ROWS];
-uint places[ROWS];
-UNROLL for (uint m = 0; m < ROWS; m++) {
-  best[m] = -INFINITY;
-  places[m] = NOWHERE;
-}
+float best = -INFINITY;
+uint place = NOWHERE;
 for (uint tile = 0; tile < TILES; tile++) {
   const uint start = (winner * TILES + tile) * CODE_ROWS;
   if (start >= out_dims) break;
   uint rows[CODE_ROWS];
   UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r, out_dims - 1);
-  Products<F, ROWS, CODE_ROWS> products;
-#if ROWS > 1
-  multiply_some<F, false>(vectors, count, matrix, matrix, rows, steps_of(lane, 0, 1), products);
-#else
-  multiply<1, F, false>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
-#endif
+  Products products;
+  multiply<1>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
   const uint row = min(start + lane / SHARERS, out_dims - 1);
-  EACH_ROW(m) {
-    float y = products.scaled(matrix, row, m, sum_of_lane<CODE_ROWS>(products.sums[m], lane));
-    if (NORM) y *= vectors.inverse_rms(simd_sum(products.squares[m]), matrix.in_dims());
-    if (is_better(ranked(y), row, best[m], places[m])) {
-      best[m] = ranked(y);
-      places[m] = row;
-    }
+  float y = products.scaled(matrix, row, 0, sum_of_lane(products.sums[0], lane));
+#if NORM
+  y *= vectors.inverse_rms(simd_sum(products.squares[0]), matrix.in_dims());
+#endif
+  if (is_better(ranked(y), row, best, place)) {
+    best = ranked(y);
+    place = row;
   }
 }
-EACH_ROW(m) {
-  UNROLL for (uint n = LANES / 2; n >= SHARERS; n /= 2) {
-    const float y = simd_shuffle_xor(best[m], n);
-    const uint place = simd_shuffle_xor(places[m], n);
-    if (is_better(y, place, best[m], places[m])) {
-      best[m] = y;
-      places[m] = place;
-    }
+UNROLL for (uint n = LANES / 2; n >= SHARERS; n /= 2) {
+  const float y = simd_shuffle_xor(best, n);
+  const uint other = simd_shuffle_xor(place, n);
+  if (is_better(y, other, best, place)) {
+    best = y;
+    place = other;
   }
-  if (lane == 0) {
-    values[ROW(m) * winners + winner] = best[m];
-    indices[ROW(m) * winners + winner] = places[m];
-  }
+}
+if (lane == 0) {
+  values[winner] = best;
+  indices[winner] = place;
 }

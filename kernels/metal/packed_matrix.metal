@@ -4,10 +4,7 @@
 // A simdgroup has CODE_ROWS rows of codes, of a pair half as many of each matrix. With SPLIT, all simdgroups of a
 // threadgroup have the same ones, and each multiplies a part of the inputs.
 
-constexpr uint BLOCKS = 2;
-constexpr uint TILES = CODE_ROWS / 8;
 constexpr uint OUT_TILES = PAIR ? TILES / 2 : TILES;  // of the results
-using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
 constexpr uint JOINED = BLOCKS * TILES * 2;  // numbers of a lane
 
 threadgroup float joined[SPLIT ? SIMDGROUPS * JOINED * LANES : 1];
@@ -25,10 +22,19 @@ const uint start = (threadgroup_position_in_grid.y * (SPLIT ? 1 : SIMDGROUPS) + 
 const uint row = row_in_tile(lane);
 const uint column = column_in_tile(lane);
 
-auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
-auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
+#if MODE == PALETTE
+const uint table_rows = out_dims / scales_shape[0];
+#else
+constexpr uint table_rows = 0;
+#endif
+auto first = make_matrix(codes, scales, biases, codes_shape[1], table_rows);
+#if PAIR
+auto second = make_matrix(codes2, scales2, biases2, codes_shape[1], table_rows);
+#else
+auto second = first;
+#endif
 const uint in_dims = first.in_dims();
-auto vectors = make_vectors<NORM>(x + first_row * in_dims, norm, eps[0]);
+auto vectors = make_vectors(x + first_row * in_dims, norm, eps[0]);
 #ifdef LOW_RANK
 auto table = make_parts(parts);
 #endif
@@ -38,23 +44,23 @@ uint rows[TILES][2];
 UNROLL for (uint t = 0; t < TILES; t++) {
   UNROLL for (uint e = 0; e < 2; e++) rows[t][e] = min(start + t % OUT_TILES * 8 + column + e, out_dims - 1);
 }
-Tiles<F, BLOCKS, TILES, WHOLE> tiles;
+Tiles tiles;
 tiles.clear();
 const uint part = SPLIT ? simdgroup : 0, n_parts = SPLIT ? SIMDGROUPS : 1;
 if (count <= 8) {
-  multiply_tiles<1, PAIR>(vectors, count, first, second, rows, lane, part, n_parts, tiles);
+  multiply_tiles<1>(vectors, count, first, second, rows, lane, part, n_parts, tiles);
 } else {
-  multiply_tiles<2, PAIR>(vectors, count, first, second, rows, lane, part, n_parts, tiles);
+  multiply_tiles<2>(vectors, count, first, second, rows, lane, part, n_parts, tiles);
 }
 
-if (NORM) {
-  UNROLL for (uint b = 0; b < BLOCKS; b++) {
-    // The other columns of a row.
-    tiles.squares[b] += simd_shuffle_xor(tiles.squares[b], 1);
-    tiles.squares[b] += simd_shuffle_xor(tiles.squares[b], 8);
-    if (SPLIT && column == 0) all_squares[(simdgroup * BLOCKS + b) * 8 + row] = tiles.squares[b];
-  }
+#if NORM
+UNROLL for (uint b = 0; b < BLOCKS; b++) {
+  // The other columns of a row.
+  tiles.squares[b] += simd_shuffle_xor(tiles.squares[b], 1);
+  tiles.squares[b] += simd_shuffle_xor(tiles.squares[b], 8);
+  if (SPLIT && column == 0) all_squares[(simdgroup * BLOCKS + b) * 8 + row] = tiles.squares[b];
 }
+#endif
 if (SPLIT) {
   threadgroup float* own = joined + simdgroup * JOINED * LANES + lane;
   UNROLL for (uint i = 0; i < JOINED; i++) {
@@ -69,11 +75,13 @@ UNROLL for (uint tile = 0; tile < BLOCKS * OUT_TILES; tile++) {
   const uint b = tile / OUT_TILES, t = tile % OUT_TILES;
   const uint m = 8 * b + row;
   if (m >= count) continue;
-  float squares = NORM && !SPLIT ? tiles.squares[b] : 0.0f;
-  if (NORM && SPLIT) {
+#if NORM
+  float squares = SPLIT ? 0.0f : tiles.squares[b];
+  if (SPLIT) {
     for (uint s = 0; s < SIMDGROUPS; s++) squares += all_squares[(s * BLOCKS + b) * 8 + row];
   }
-  const float scale = NORM ? vectors.inverse_rms(squares, in_dims) : 1.0f;
+  const float scale = vectors.inverse_rms(squares, in_dims);
+#endif
   UNROLL for (uint e = 0; e < 2; e++) {
     const uint n = start + 8 * t + column + e;
     if (n >= out_dims) continue;
@@ -84,8 +92,10 @@ UNROLL for (uint tile = 0; tile < BLOCKS * OUT_TILES; tile++) {
       if (SPLIT) {
         for (uint s = 0; s < SIMDGROUPS; s++) y[r] += joined[(s * JOINED + place * 2 + e) * LANES + lane];
       }
+#if NORM
       y[r] *= scale;
-      if (Tiles<F, BLOCKS, TILES, WHOLE>::SCALED_LATE) y[r] *= (r ? second : first).scale(n, 0);
+#endif
+      if (SCALED_LATE) y[r] *= (r ? second : first).scale(n, 0);
 #ifdef LOW_RANK
       {
         const uint slot = slots[(first_row + m) * slots_shape[0] / all_rows];

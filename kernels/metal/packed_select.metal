@@ -1,5 +1,5 @@
 // The largest of each 4096 neighbours in a row, the first on a tie, and its index. 256 threads look at 16 numbers
-// each.
+// each. An index is `indices`' number at the place; of `indices` with one axis, the place.
 
 constexpr uint PER_THREAD = 16;
 constexpr uint THREADS = 256;
@@ -39,5 +39,5 @@ if (thread_id == 0) {
   }
   const uint i = row * threadgroups_per_grid.x + chunk;
   top_values[i] = best;
-  top_indices[i] = NAMED ? indices[row * length + best_place] : best_place;
+  top_indices[i] = indices_ndim > 1 ? indices[row * length + best_place] : best_place;
 }

@@ -5,21 +5,17 @@
 // the later ones find the codes in a cache. ROWS is 1, or as many as there are registers for: the number in use is
 // a value, so that two texts are all that is compiled.
 //
-// A and B belong to the adapter of m; hidden[m] = scale * A x'[m] is an input or, with SHRINK, found by
-// every threadgroup for itself.
+// A and B belong to the adapter of m; hidden[m] = scale * A x'[m] is an input.
 //
 // A simdgroup has CODE_ROWS rows of codes, of a pair half as many of each matrix. With SPLIT, all simdgroups
 // of a threadgroup have the same ones, and each multiplies a part of the inputs: so a small matrix keeps a whole
 // chip busy, and yet inputs are prepared for many rows. To prepare them costs as much as two or three rows.
-// SHRINK needs all simdgroups to the end, and so goes without SPLIT.
 
 constexpr uint OUTPUTS = PAIR ? CODE_ROWS / 2 : CODE_ROWS;
 constexpr uint GROUP_OUTPUTS = OUTPUTS * (SPLIT ? 1 : SIMDGROUPS);
 constexpr uint SHARERS = LANES / CODE_ROWS;  // lanes that finish a row together
 constexpr uint JOINED = ROWS * (CODE_ROWS + 1);
-using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
 
-threadgroup float inner[SHRINK ? 1024 : 1];
 threadgroup float joined[SPLIT ? SIMDGROUPS * JOINED : 1];
 
 #if ROWS > 1
@@ -41,45 +37,35 @@ const uint simdgroup = simdgroup_index_in_threadgroup;
 const uint group_start = threadgroup_position_in_grid.y * GROUP_OUTPUTS;
 const uint start = group_start + (SPLIT ? 0 : simdgroup * OUTPUTS);
 
-auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
-auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
+#if MODE == PALETTE
+const uint table_rows = out_dims / scales_shape[0];
+#else
+constexpr uint table_rows = 0;
+#endif
+auto first = make_matrix(codes, scales, biases, codes_shape[1], table_rows);
+#if PAIR
+auto second = make_matrix(codes2, scales2, biases2, codes_shape[1], table_rows);
+#else
+auto second = first;
+#endif
 #ifdef PARTIALS
-// Attention's output of up to two vectors, merged once for the whole threadgroup: x (rows, heads, parts, HEAD_DIM + 2). The number of parts
-// is none of the text's, since it grows with the context.
-#define EACH_PART(first) UNROLL for (uint p = first; p < MAX_PARTIALS; p++) if (p < n_parts)
-constexpr uint PARTIAL = HEAD_DIM + 2;
+// Of up to two vectors, merged once for the whole threadgroup.
 #if ROWS > 1
 constexpr uint MERGED = 2;
 #else
 constexpr uint MERGED = 1, count = 1;
 #endif
-const uint n_parts = x_shape[2];
 threadgroup float shares[MERGED * K / HEAD_DIM * MAX_PARTIALS];
 threadgroup T merged[MERGED * K];
+const Partials partials = {x, count * K / HEAD_DIM, uint(x_shape[2])};
 const uint first_thread = 32 * simdgroup + lane;
-for (uint head = first_thread; head < count * K / HEAD_DIM; head += 32 * SIMDGROUPS) {
-  const uint at = head * n_parts * PARTIAL + HEAD_DIM;
-  float top = x[at], weight = 0.0f;
-  EACH_PART(1) top = max(top, x[at + p * PARTIAL]);
-  EACH_PART(0) {
-    weight += metal::fast::exp2(x[at + p * PARTIAL] - top) * x[at + p * PARTIAL + 1];
-  }
-  const float scale = float(value_scale) / weight;
-  EACH_PART(0) {
-    shares[head * n_parts + p] = metal::fast::exp2(x[at + p * PARTIAL] - top) * scale;
-  }
-}
+partials.weigh(float(value_scale), first_thread, 32 * SIMDGROUPS, shares);
 threadgroup_barrier(mem_flags::mem_threadgroup);
-for (uint i = first_thread; i < count * K; i += 32 * SIMDGROUPS) {
-  const uint part = i / HEAD_DIM * n_parts;
-  float sum = 0.0f;
-  EACH_PART(0) sum += shares[part + p] * x[(part + p) * PARTIAL + i % HEAD_DIM];
-  merged[i] = static_cast<T>(sum);
-}
+for (uint i = first_thread; i < count * K; i += 32 * SIMDGROUPS) merged[i] = static_cast<T>(partials.merged(i, shares));
 threadgroup_barrier(mem_flags::mem_threadgroup);
-auto vectors = make_vectors<NORM>((const threadgroup T*)merged, norm, eps[0]);
+auto vectors = make_vectors((const threadgroup T*)merged, norm, eps[0]);
 #else
-auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+auto vectors = make_vectors(x, norm, eps[0]);
 #if ROWS > 1
 vectors.x += first_row * first.in_dims();
 #endif
@@ -89,12 +75,12 @@ vectors.x += first_row * first.in_dims();
 uint rows[CODE_ROWS];
 UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r % OUTPUTS, out_dims - 1);
 
-Products<F, ROWS, CODE_ROWS> products;
+Products products;
 const Steps steps = steps_of(lane, SPLIT ? simdgroup : 0, SPLIT ? SIMDGROUPS : 1);
 #if ROWS > 1
-multiply_some<F, PAIR>(vectors, count, first, second, rows, steps, products);
+multiply_some(vectors, count, first, second, rows, steps, products);
 #else
-multiply<1, F, PAIR>(vectors, first, second, rows, steps, products);
+multiply<1>(vectors, first, second, rows, steps, products);
 #endif
 
 // From here on a lane has one row of codes.
@@ -104,82 +90,56 @@ const uint output = start + own % OUTPUTS;
 const uint row = min(output, out_dims - 1);
 float sums[ROWS];
 EACH_ROW(m) {
-  const float sum = sum_of_lane<CODE_ROWS>(products.sums[m], lane);
+  const float sum = sum_of_lane(products.sums[m], lane);
   sums[m] = products.scaled(is_second ? second : first, row, m, sum);
-  if (NORM) products.squares[m] = simd_sum(products.squares[m]);
+#if NORM
+  products.squares[m] = simd_sum(products.squares[m]);
+#endif
 }
 #if SPLIT
 EACH_ROW(m) {
   threadgroup float* part = joined + simdgroup * JOINED + m * (CODE_ROWS + 1);
   if (lane % SHARERS == 0) part[own] = sums[m];
-  if (NORM && lane == 0) part[CODE_ROWS] = products.squares[m];
-  sums[m] = products.squares[m] = 0.0f;
+  sums[m] = 0.0f;
+#if NORM
+  if (lane == 0) part[CODE_ROWS] = products.squares[m];
+  products.squares[m] = 0.0f;
+#endif
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (simdgroup > 0) return;
 for (uint part = 0; part < SIMDGROUPS; part++) {
   EACH_ROW(m) {
     sums[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + own];
-    if (NORM) products.squares[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + CODE_ROWS];
+#if NORM
+    products.squares[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + CODE_ROWS];
+#endif
   }
 }
 #endif
-EACH_ROW(m) {
-  if (NORM) sums[m] *= vectors.inverse_rms(products.squares[m], first.in_dims());
-}
+#if NORM
+EACH_ROW(m) sums[m] *= vectors.inverse_rms(products.squares[m], first.in_dims());
+#endif
 
 #ifdef LOW_RANK
 {
   auto table = make_parts(parts);
-  // A threadgroup needs the products with A of its own rows' sections.
-  const uint group_end = min(group_start + GROUP_OUTPUTS, out_dims);
-  const uint begin = SHRINK ? table.section(group_start) : 0;
-  const uint end = SHRINK ? table.section(group_end - 1) + 1 : table.sections();
-  // Which adapter a vector uses, and where its products with A begin.
-  uint of[ROWS], places[ROWS];
-  uint place = 0;
   EACH_ROW(m) {
 #if ROWS > 1
-    of[m] = slots[ROW(m) * slots_shape[0] / all_rows];
+    const uint slot = slots[ROW(m) * slots_shape[0] / all_rows];
 #else
-    of[m] = slots[0];
+    const uint slot = slots[0];
 #endif
-    places[m] = SHRINK ? place : ROW(m) * table.width();
-    place += (end - begin) * table.rank(of[m], 0) + (PAIR ? table.rank(of[m], 1) : 0);
-  }
-  // An adapter is read once for all vectors that use it.
-  for (uint slot = 0; slot < (SHRINK ? table.adapters() : 0); slot++) {
-    bool mine[ROWS] = {}, used = false;
-    EACH_ROW(m) used |= mine[m] = of[m] == slot;
-    if (!used) continue;
-    auto numbers = adapter_of(
-        slot, adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
-    uint start_of[ROWS];
-    EACH_ROW(m) start_of[m] = places[m];
-    for (uint matrix = 0; matrix < (PAIR ? 2u : 1u); matrix++) {
-      const uint rank = table.rank(slot, matrix);
-      if (rank == 0) continue;
-      const uint n_rows = matrix ? rank : (end - begin) * rank;
-      shrink_together(
-          vectors, mine, numbers + table.a(slot, matrix), matrix ? 0 : begin * rank, n_rows,
-          first.in_dims(), adapter_scales[slot], lane, simdgroup, SIMDGROUPS, start_of, inner);
-      EACH_ROW(m) start_of[m] += n_rows;
-    }
-  }
-  if (SHRINK) threadgroup_barrier(mem_flags::mem_threadgroup);
-  EACH_ROW(m) {
-    auto numbers = adapter_of(
-        of[m], adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
-    const uint first_rank = table.rank(of[m], 0);
-    const uint rank = is_second ? table.rank(of[m], 1) : first_rank;
+    const uint rank = table.rank(slot, is_second);
     float sum = 0.0f;
     if (rank > 0) {
-      const uint sections = is_second ? end - begin : table.section(row) - begin;
-      const uint place = places[m] + sections * first_rank;
-      auto b = numbers + table.b(of[m], is_second ? 1 : 0);
-      const uint sharer = lane % SHARERS;
-      sum = SHRINK ? expand(b, rank, row, inner + place, sharer, SHARERS)
-                   : expand(b, rank, row, hidden + place, sharer, SHARERS);
+      auto numbers = adapter_of(
+          slot, adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
+      // Sections come before a second matrix, of which there are none in a pair.
+      const uint before = is_second ? table.rank(slot, 0) : table.section(row) * rank;
+      sum = expand(
+          numbers + table.b(slot, is_second), rank, row, hidden + ROW(m) * table.width() + before, lane % SHARERS,
+          SHARERS);
     }
     UNROLL for (uint n = SHARERS / 2; n > 0; n /= 2) sum += simd_shuffle_xor(sum, n);
     sums[m] += sum;

@@ -3,7 +3,7 @@
 A product of up to 32 vectors streams over the codes, for up to 6 vectors at a time (`vector`), or uses 8x8
 matrices, and unpacks each code once for up to 16 vectors (`matrix`): `takes_vectors` says which. Both compute
 an RMSNorm, a residual, low-rank adapters and the SwiGLU of a pair of matrices in the same dispatch. The product
-with the adapters' A needs another dispatch, unless A is so small that every threadgroup can read it.
+with the adapters' A is a dispatch before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -36,14 +37,11 @@ CODE_ROWS = 8  # rows of codes of a simdgroup, which share the work of preparing
 TILE_ROWS = 32  # the same in the matrix kernel
 SIMDGROUPS = 2  # simdgroups of a threadgroup
 MAX_SPLIT = 8  # simdgroups of a threadgroup that share the inputs of the same rows
-# Simdgroups of a threadgroup that also multiplies with A, or merges its inputs: fewer threadgroups repeat that.
-SHRINK_SIMDGROUPS = 8
+MERGE_SIMDGROUPS = (
+    8  # simdgroups of a threadgroup that merges its inputs: fewer threadgroups repeat that
+)
 MAX_MERGED = 16 << 10  # bytes of a threadgroup's memory for inputs that it merges
 MAX_PARTIALS = 8  # that a product merges: each of its threadgroups reads all of them
-MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
-# Bytes of A, for each vector and core, that all threadgroups together multiply with in the time of a dispatch,
-# as counted.
-MAX_SHRINK_BYTES = 64 << 10
 MANY_SIMDGROUPS = 1024  # keep the largest chips busy, and hide how long memory takes to answer
 BUSY_SIMDGROUPS = 12  # of a core, that start an operation in every cycle
 FEW_SIMDGROUPS = 256  # below, each simdgroup gets fewer rows, though each one prepares its inputs
@@ -51,7 +49,7 @@ FEW_SIMDGROUPS = 256  # below, each simdgroup gets fewer rows, though each one p
 _MODES = {"balanced": 0, "affine": 1, "palette": 2}
 _GRANULARITIES = {"tensor": 0, "row": 1, "group": 2, "table": 0}
 
-HEADERS = ("common", "packed_codes")
+HEADERS = ("common", "vectors", "packed_codes")
 MATRIX_INPUTS = ("codes", "scales", "biases")
 VECTOR_INPUTS = ("norm", "eps")
 _INPUTS = ("x", *MATRIX_INPUTS, *(f"{n}2" for n in MATRIX_INPUTS), *VECTOR_INPUTS, "residual")
@@ -60,20 +58,23 @@ ADAPTER_INPUTS = (*(f"adapter{i}" for i in range(MAX_ADAPTERS)), "parts", "adapt
 _OPTIONAL = {"PARTIALS": ("value_scale",), "LOW_RANK": ("hidden", *ADAPTER_INPUTS)}
 
 _UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "start"), ("out",), HEADERS)
-_MERGE = Kernel(
-    "attention_merge", ("partial", "value_scale"), ("out",), ("common", "rope", "attention")
-)
+_MERGE = Kernel("attention_merge", ("partial", "value_scale"), ("out",))
 _SHRINK = Kernel(
-    "low_rank_shrink", ("x", *VECTOR_INPUTS, *ADAPTER_INPUTS), ("hidden",), (*HEADERS, "low_rank")
+    "low_rank_shrink",
+    ("x", "value_scale", *VECTOR_INPUTS, *ADAPTER_INPUTS),
+    ("hidden",),
+    ("common", "vectors", "low_rank"),
 )
+_SHRINK_PARTIALS = replace(_SHRINK, headers=(*_SHRINK.headers, "partials"))
 
 
 @functools.cache
 def _kernel(name: str, *macros: str) -> Kernel:
     """Return the kernel `name` with these macros defined, and with the further inputs that they need."""
     inputs = [*_INPUTS, *itertools.chain.from_iterable(_OPTIONAL[macro] for macro in macros)]
-    headers = [*HEADERS, *(("low_rank",) if "LOW_RANK" in macros else ())]
-    headers += ["packed_tiles"] if name == "packed_matrix" else []
+    headers = [*HEADERS, "packed_tiles" if name == "packed_matrix" else "packed_products"]
+    headers += ["low_rank"] if "LOW_RANK" in macros else []
+    headers += ["partials"] if "PARTIALS" in macros else []
     return Kernel(
         name, tuple(inputs), ("out",), tuple(headers), tuple((macro, "1") for macro in macros)
     )
@@ -111,28 +112,18 @@ class Product(NamedTuple):
 
 def vector(product: Product, dtype: mx.Dtype) -> mx.array:
     """Compute a product of 1 to `MAX_ROWS` vectors, `PASS_ROWS` at a time: (..., N) of `dtype`."""
-    shrinks = _shrinks_inside(product)
-    if isinstance(product.x, AttentionPartials) and product.adapters and not shrinks:
-        # Another kernel multiplies it with A.
-        product = product._replace(x=merge_partials(product.x))
-    if shrinks:
-        shape = Threadgroups(
-            SHRINK_SIMDGROUPS, most_code_rows(product.rows, product.matrices[0]), False
-        )
-    elif isinstance(product.x, AttentionPartials):
-        shape = Threadgroups(SHRINK_SIMDGROUPS, 4, False)
+    if isinstance(product.x, AttentionPartials):
+        shape = Threadgroups(MERGE_SIMDGROUPS, 4, False)
     else:
         sizes = (product.rows, product.code_rows, product.x.shape[-1])
         shape = vector_threadgroups(*sizes, most_code_rows(product.rows, product.matrices[0]))
     template = (
         ("ROWS", rows_of_pass(product.rows)),
-        ("SHRINK", shrinks),
         ("CODE_ROWS", shape.code_rows),
         ("SPLIT", shape.split),
     )
-    hidden = None if shrinks else _shrink(product)
     passes = -(-product.rows // rows_of_pass(product.rows))
-    return _launch("packed_vector", product, hidden, dtype, template, shape, passes)
+    return _launch("packed_vector", product, dtype, template, shape, passes)
 
 
 def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
@@ -147,7 +138,7 @@ def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
         ("WHOLE", in_dims % TILE_STEP == 0),
     )
     _, passes = _blocks(product.rows)
-    return _launch("packed_matrix", product, _shrink(product), dtype, template, shape, passes)
+    return _launch("packed_matrix", product, dtype, template, shape, passes)
 
 
 def _blocks(rows: int) -> tuple[int, int]:
@@ -234,40 +225,17 @@ def _split(simdgroups: int, steps: int, many: int) -> int:
     return split
 
 
-def _shrinks_inside(product: Product) -> bool:
-    """True if each threadgroup of a product multiplies with A itself, without a dispatch before."""
-    if not product.adapters:
-        return False
-    code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows, product.matrices[0])
-    outputs = code_rows // len(product.matrices)
-    first = product.adapters[0]
-    # Maximum number of sections that one threadgroup touches.
-    touched = 1 + sum(end % outputs > 0 for end in first.sections[:-1])
-    numbers = product.rows * max(_widths(product.adapters, touched))
-    nbytes = numbers * product.x.shape[-1] * first.numbers[0].dtype.size
-    groups = -(-product.code_rows // code_rows)
-    # Partials would take another dispatch, which merges them.
-    spared = 2 if isinstance(product.x, AttentionPartials) else 1
-    return (
-        product.rows <= PASS_ROWS
-        and numbers <= MAX_INNER
-        and groups * nbytes <= spared * MAX_SHRINK_BYTES * runtime.gpu_cores()
-    )
-
-
 def _launch(
     name: str,
     product: Product,
-    hidden: mx.array | None,
     dtype: mx.Dtype,
     template: Template,
     shape: Threadgroups,
     passes: int = 1,
 ) -> mx.array:
-    """Run the kernel of this name that computes a product.
+    """Run the kernel of this name that computes a product, and before it the one that multiplies with A.
 
-    `hidden` are the vectors' products with the adapters' A; None if the kernel computes them or has no
-    adapters. `template` has the arguments that only this kernel takes.
+    `template` has the arguments that only this kernel takes.
     """
     x, matrices, options = product
     adapters, macros = product.adapters, []
@@ -276,9 +244,7 @@ def _launch(
     if isinstance(x, AttentionPartials):
         macros.append("PARTIALS")
         inputs |= {"x": x.numbers, "value_scale": x.value_scale}
-        width = x.numbers.shape[-1]
-        sizes = (("MAX_PARTIALS", MAX_PARTIALS), ("HEAD_DIM", width - 2), ("K", x.shape[2]))
-        template = (*template, *sizes)
+        template = (*template, *_sizes(x))
     else:
         inputs["x"] = x.reshape(product.rows, -1)
     for number, weight in zip(("", "2"), matrices, strict=False):
@@ -292,7 +258,7 @@ def _launch(
     inputs["residual"] = "x" if options.residual is None else options.residual
     if adapters:
         macros.append("LOW_RANK")
-        inputs["hidden"] = "x" if hidden is None else hidden
+        inputs["hidden"] = _shrink(product)
         inputs |= adapter_inputs(adapters)
     kernel, arrays = runtime.reduced(_kernel(name, *macros), inputs)
     groups = -(-product.code_rows // (shape.code_rows * (1 if shape.split else shape.simdgroups)))
@@ -368,7 +334,7 @@ def merge_partials(partials: AttentionPartials) -> mx.array:
     (out,) = runtime.launch(
         _MERGE,
         [partials.numbers, partials.value_scale],
-        template=(("O", partials.dtype), ("head_dim", width - 2)),
+        template=(("O", partials.dtype), ("HEAD_DIM", width - 2)),
         grid=(threads, n_heads, batch),
         threadgroup=(threads, 1, 1),
         output_shapes=[partials.shape],
@@ -437,21 +403,31 @@ def _table(
     return mx.array(table, dtype=mx.int32)
 
 
-def _shrink(product: Product) -> mx.array | None:
+def _sizes(x: AttentionPartials) -> Template:
+    """Return the template arguments of partials.metal."""
+    width = x.numbers.shape[-1]
+    return ("MAX_PARTIALS", MAX_PARTIALS), ("HEAD_DIM", width - 2), ("K", x.shape[2])
+
+
+def _shrink(product: Product) -> mx.array:
     """Compute `scale * A (rms_norm(x) * norm)`, each vector with the A of its own adapter.
 
     Returns:
         (rows, the largest adapter's size of `A x`) float32, zeros where an adapter has a lower rank, and in
-        rows without an adapter. None if the product has no adapters.
+        rows without an adapter.
     """
-    adapters, norm = product.adapters, product.options.norm
-    if not adapters:
-        return None
-    assert isinstance(product.x, mx.array)
-    x = product.x.reshape(product.rows, -1)
+    x, adapters, norm = product.x, product.adapters, product.options.norm
     columns = max(_widths(adapters, len(adapters[0].sections)))
-    own = {"x": x, "norm": "x" if norm is None else norm, "eps": floats(product.options.eps)}
-    kernel, arrays = runtime.reduced(_SHRINK, {**own, **adapter_inputs(adapters)})
+    own: dict[str, mx.array | str] = {"norm": "x" if norm is None else norm}
+    own["eps"] = floats(product.options.eps)
+    kernel = _SHRINK
+    sizes: Template = ()
+    if isinstance(x, AttentionPartials):
+        kernel, sizes = _SHRINK_PARTIALS, _sizes(x)
+        own |= {"x": x.numbers, "value_scale": x.value_scale}
+    else:
+        own |= {"x": x.reshape(product.rows, -1), "value_scale": "x"}
+    kernel, arrays = runtime.reduced(kernel, {**own, **adapter_inputs(adapters)})
     # Simdgroups that share a number's inputs; several vectors keep the chip busy with fewer.
     simdgroups = 8 if product.rows == 1 else 2
     (hidden,) = runtime.launch(
@@ -461,6 +437,8 @@ def _shrink(product: Product) -> mx.array | None:
             ("PAIR", len(adapters) == 2),
             ("NORM", norm is not None),
             ("SIMDGROUPS", simdgroups),
+            ("PARTIALS", bool(sizes)),
+            *sizes,
         ),
         grid=(32, simdgroups * columns, product.rows),
         threadgroup=(32, simdgroups, 1),

@@ -20,7 +20,7 @@ from afm_mlx.kernels.operands import KeyValues, PackedWeight, ProductOptions
 
 BLOCK = 1 << 25  # numbers that are unpacked at a time: 64 MB at 16 bits
 
-_NORM = Kernel("rms_norm", ("x", *products.VECTOR_INPUTS), ("out",), products.HEADERS)
+_NORM = Kernel("rms_norm", ("x", *products.VECTOR_INPUTS), ("out",), ("common", "vectors"))
 
 
 def normed(x: mx.array, weight: PackedWeight, options: ProductOptions) -> mx.array:
@@ -38,7 +38,7 @@ def normed(x: mx.array, weight: PackedWeight, options: ProductOptions) -> mx.arr
     (out,) = runtime.launch(
         _NORM,
         [x.reshape(rows, -1), options.norm, floats(options.eps)],
-        template=(("T", dtype),),
+        template=(("T", dtype), ("NORM", True)),
         grid=(32, rows, 1),
         threadgroup=(32, math.gcd(rows, 8), 1),
         output_shapes=[x.shape],

@@ -3,7 +3,7 @@
 const uint in_dims = x_shape[1];
 const uint m = thread_position_in_grid.y;
 const uint lane = thread_index_in_simdgroup;
-auto vectors = make_vectors<true>(x, norm, eps[0]);
+auto vectors = make_vectors(x, norm, eps[0]);
 
 const size_t first = size_t(m) * in_dims;
 float squares = 0.0f;

@@ -14,12 +14,11 @@ inline int8_t int8_code(float x, float scale) {
   return static_cast<int8_t>(metal::clamp(metal::rint(x / scale), -128.0f, 127.0f));
 }
 
-// A head of DIM numbers over the 32 lanes of a simdgroup: lane l has the pairs l, l + 32, ...
-template <int DIM>
-struct Head {
-  static constant constexpr const uint PAIRS = DIM / 2;
-  static constant constexpr const uint STEPS = (PAIRS + 31) / 32;
+// A head of HEAD_DIM numbers over the 32 lanes of a simdgroup: lane l has the pairs l, l + 32, ...
+static constant constexpr const uint PAIRS = HEAD_DIM / 2;
+static constant constexpr const uint STEPS = (PAIRS + 31) / 32;
 
+struct Head {
   float2 x[STEPS];
 
 #define EACH_PAIR UNROLL for (uint i = 0, pair = lane; i < STEPS; i++, pair += 32) if (pair < PAIRS)
@@ -29,7 +28,7 @@ struct Head {
     EACH_PAIR x[i] = float2(float(numbers[at + 2 * pair]), float(numbers[at + 2 * pair + 1]));
   }
 
-  // Rotary embedding, then RMSNorm; all lanes call it. `constants` are a frequency for each pair, then the eps.
+  // Rotary embedding, then RMSNorm; all lanes call it. `constants` begin with a frequency for each pair, then the eps.
   template <typename Weight, typename Constants>
   void rope_norm(Weight weight, Constants constants, float position, uint lane) {
     float squares = 0.0f;
@@ -40,19 +39,19 @@ struct Head {
     squares = simd_sum(squares);
     // Where the squares overflow, 1 / rms would make zeros of all numbers; NaN is seen in the logits.
     const float scale =
-        squares == INFINITY ? NAN : metal::precise::rsqrt(squares / float(DIM) + constants[PAIRS]);
+        squares == INFINITY ? NAN : metal::precise::rsqrt(squares / float(HEAD_DIM) + constants[PAIRS]);
     EACH_PAIR {
       x[i].x *= scale * float(weight[2 * pair]);
       x[i].y *= scale * float(weight[2 * pair + 1]);
     }
   }
 
-  // Every number times a factor, as T.
-  template <typename T, typename Out>
+  // Every number times a factor.
+  template <typename Number, typename Out>
   void store(Out out, size_t at, float factor, uint lane) const {
     EACH_PAIR {
-      out[at + 2 * pair] = static_cast<T>(x[i].x * factor);
-      out[at + 2 * pair + 1] = static_cast<T>(x[i].y * factor);
+      out[at + 2 * pair] = static_cast<Number>(x[i].x * factor);
+      out[at + 2 * pair + 1] = static_cast<Number>(x[i].y * factor);
     }
   }
 

@@ -4,10 +4,10 @@
 // offset         (B,), or (1,) for all rows: position of the first of the L tokens
 // q_weight       (head_dim,), and k_weight
 // key_scale      0-d, and value_scale
-// constants      (head_dim / 2 + 1,): frequency of each pair, then eps
+// constants      (head_dim / 2 + 2,): frequency of each pair, eps, and a factor for scores
 // queries        (B, n_heads, L, head_dim) T
 // codes          (B, 2 n_kv_heads, L, head_dim) int8: keys, then values
-constexpr uint HEADS = n_heads + 2 * n_kv_heads;
+constexpr uint ALL_HEADS = N_HEADS + 2 * N_KV_HEADS;
 
 const uint lane = thread_index_in_simdgroup;
 const uint head = thread_position_in_grid.y;
@@ -15,18 +15,18 @@ const uint token = thread_position_in_grid.z;
 const uint length = qkv_shape[1];
 const uint row = token / length;
 const uint step = token % length;
-const bool is_query = head < n_heads;
-const bool is_value = head >= n_heads + n_kv_heads;
+const bool is_query = head < N_HEADS;
+const bool is_value = head >= N_HEADS + N_KV_HEADS;
 
-Head<head_dim> x;
-x.load(qkv, (size_t(token) * HEADS + head) * head_dim, lane);
+Head x;
+x.load(qkv, (size_t(token) * ALL_HEADS + head) * HEAD_DIM, lane);
 const float position = float(int(offset[offset_shape[0] > 1 ? row : 0]) + int(step));
 if (is_query) {
   x.rope_norm(q_weight, constants, position, lane);
-  x.template store<T>(queries, ((size_t(row) * n_heads + head) * length + step) * head_dim, 1.0f, lane);
+  x.store<T>(queries, ((size_t(row) * N_HEADS + head) * length + step) * HEAD_DIM, 1.0f, lane);
 } else {
   if (!is_value) x.rope_norm(k_weight, constants, position, lane);
-  const size_t kv_head = size_t(row) * 2 * n_kv_heads + head - n_heads;
+  const size_t kv_head = size_t(row) * 2 * N_KV_HEADS + head - N_HEADS;
   const float scale = is_value ? float(value_scale) : float(key_scale);
-  x.store_codes(codes, (kv_head * length + step) * head_dim, scale, lane);
+  x.store_codes(codes, (kv_head * length + step) * HEAD_DIM, scale, lane);
 }

@@ -47,8 +47,7 @@ class Kernel:
 
     def function(self, template: Template = ()) -> str:
         """Return the form's name in MLX."""
-        kind = f"__{zlib.crc32(repr((self.macros, template)).encode()):08x}"
-        return f"afm_{self.name}{kind if self.macros or template else ''}"
+        return f"afm_{self.name}__{zlib.crc32(repr((self.macros, template)).encode()):08x}"
 
     def decided(self, template: Template, file: str) -> str:
         """Return a file's text, the kernel's own or a header's, without what this form leaves out.
@@ -59,14 +58,12 @@ class Kernel:
         known = {name: int(value) for name, value in _CONSTANT.findall(headers)}
         known |= {name: int(value) for name, value in template if not isinstance(value, mx.Dtype)}
         known |= {name: 1 for name, meaning in self.macros if meaning == "1"}
-        found = text.resolved(_read(file), known)
-        if file != self.name:
-            return found
-        words = dict(self.macros)
-        for name, meaning in self.macros:
+        words = dict(self.macros) if file == self.name else {}
+        for name, meaning in words.items():
             while meaning in words:
                 words[name] = meaning = words[meaning]
-        return text.with_words(found, words | {name: _literal(value) for name, value in template})
+        words |= {name: _literal(value) for name, value in template}
+        return text.with_words(text.resolved(_read(file), known), words)
 
 
 def _literal(value: int | bool | mx.Dtype) -> str:

@@ -42,23 +42,14 @@ _SKIPPED, _ONCE, _SEVERAL = OUTCOMES["loop"]
 # What no launch can do: reasons, and the texts, some of them of one file, with what they never do.
 _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
     "template arguments of 1 or more": {
-        "int h = 0; h < heads; h++": (_SKIPPED,),
-        "int u = 0; u < UNITS; u++": (_SKIPPED,),
-        "int u = 0; u < units; u++": (_SKIPPED,),
-        "uint i = 0; i < STEPS; i++": (_SKIPPED,),
-        "uint matrix = 0; matrix < (PAIR ? 2u : 1u); matrix++": (_SKIPPED,),
         "uint tile = 0; tile < TILES; tile++": (_SKIPPED,),
     },
     "constants above 1": {
-        "int c = 0; c < 4; c++": (_SKIPPED, _ONCE),
-        "int s = 0; s < SIMDGROUPS; s++": (_SKIPPED, _ONCE),
         "uint part = 0; part < SIMDGROUPS; part++": (_SKIPPED, _ONCE),
         "uint i = 0; i < CODES; i++": (_SKIPPED, _ONCE),
         "uint i = 0; i < THREADS / LANES; i++": (_SKIPPED, _ONCE),
     },
-    "matrices have inputs": {"uint step = 0; step < in_dims; step += STEP": (_SKIPPED,)},
     "a single range isn't merged": {"uint s = 0; s < splits; s++": (_SKIPPED, _ONCE)},
-    "its callers ask for the norm first": {"packed_codes.metal: NORM": ("false",)},
 }
 IMPOSSIBLE = {
     (text, outcome)
@@ -158,7 +149,10 @@ def sites() -> tuple[Site, ...]:
     found = []
     for path in sorted(FOLDER.glob("*.metal")):
         text = _read(path.stem)
-        code = without_comments(text)
+        # Conditions of the preprocessor are decided before, for each form.
+        code = re.sub(
+            r"^#if.*", lambda line: " " * len(line[0]), without_comments(text), flags=re.MULTILINE
+        )
         for kind, begin, end, start in sorted(set(_found(code))):
             if not _is_constant(code, start):
                 line = code.count("\n", 0, start) + 1

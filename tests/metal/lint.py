@@ -59,6 +59,8 @@ _TOKENS = {
     "a function that is neither fast nor precise": (
         rf"(?<![\w.])(?<!fast::)(?<!precise::)(?:{'|'.join(TRANSCENDENTAL)})\s*\("
     ),
+    # What a weight of attention is off by is off in numerator and denominator alike; nothing else may be.
+    "a fast function other than exp2": r"\bfast::(?!exp2\b)\w+",
     "fast or precise by a using-directive": r"\busing\b[^;]*\bmetal::(?:fast|precise)\b",
     "a GCC extension": r"\b(?:__attribute__|__restrict|typeof|__typeof__)\b",
     "a literal of type double": r"(?<![\w.])(?:\d+\.\d*|\.\d+|\d+(?=[eE][+-]?\d))(?:[eE][+-]?\d+)?(?![\w.])",

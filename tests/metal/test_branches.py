@@ -23,6 +23,8 @@ UNROLL for (int k = 0; k < FOUR; k++) sum += float(k);
 if (i > 1000 || (i >= 32 && sum != sum)) sum = -1.0f;
 y[i] = N == 2 ? sum
               : max(sum, -1e30f);
+#if N > 1 && N < 9
+#endif
 """
 
 

@@ -1,17 +1,15 @@
 """The emulator on kernels that this project didn't write: MLX's own, unmodified, must give MLX's results."""
 
 import functools
-import importlib
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from afm_mlx.kernels import KeyValues, PackedWeight
-from afm_mlx.kernels.metal.runtime import FOLDER, Kernel
 from afm_mlx.kernels.mlx import _grid, grid_unit
 from afm_mlx.kernels.selftest import oracle
-from tests.metal import mlx_wheel, toolchain
+from tests.metal import mlx_wheel, texts, toolchain
 from tests.metal.emulator import raw_bytes
 from tests.metal.machine import EmulatorError, run
 from tests.metal.toolchain import CompileError
@@ -187,12 +185,12 @@ def test_a_kernel_of_mlx_without_its_barriers_is_caught(rng):
 
 def test_headers_of_the_project_go_behind_those_of_mlx():
     """No name of theirs is taken: MLX compiles its own utilities in front of every `metal_kernel`."""
-    modules = (
-        importlib.import_module(f"afm_mlx.kernels.metal.{p.stem}") for p in FOLDER.glob("*.py")
-    )
-    kernels = (v for module in modules for v in vars(module).values() if isinstance(v, Kernel))
-    for names in sorted({kernel.headers for kernel in kernels}):
-        header = "\n".join((FOLDER / f"{name}.metal").read_text(encoding="utf-8") for name in names)
+    forms = {}
+    for kernel, _, options in texts.calls():
+        forms[kernel.headers, dict(options["template"]).get("MODE")] = kernel, options["template"]
+    assert {name for headers, _ in forms for name in headers} > {"partials", "low_rank", "rope"}
+    for kernel, template in forms.values():
+        header = "\n".join(kernel.decided(template, name) for name in kernel.headers)
         text = f'#include "{mlx_wheel.KERNELS}/utils.h"\n{translate(header)}'
         toolchain.check(text, include=(mlx_wheel.headers(),))
 

@@ -61,6 +61,7 @@ BODIES = {
     "a cast to a vector": "float4 y = (float4)x;",
     "a keyword of Metal as a name": "float fragment = 0.0f;",
     "a function that is neither fast nor precise": "float x = metal::exp(y);",
+    "a fast function other than exp2": "float x = metal::fast::rsqrt(y);",
     "fast or precise by a using-directive": "using namespace metal::fast;",
     "a character that isn't ASCII": "// 2 \u03c0",
     "a 64-bit or bool operand of a simdgroup function": "ulong x = 1; x = simd_sum(x);",

@@ -31,10 +31,12 @@ def test_every_kernel_has_a_text_that_is_whole(found):
 
 def test_conditions_name_what_a_call_decides():
     """What nobody knows counts as 0, a misspelt name as well."""
-    names = {name for call in texts.calls() for name, _ in call.options["template"]}
-    for file in runtime.FOLDER.glob("*.metal"):
+    known = {name for call in texts.calls() for name, _ in call.options["template"]}
+    files = sorted(runtime.FOLDER.glob("*.metal"))
+    for file in files:
+        known |= {name for name, _ in runtime._CONSTANT.findall(runtime._read(file.stem))}
+    for file in files:
         text = runtime._read(file.stem)
-        known = names | {name for name, _ in runtime._CONSTANT.findall(text)}
         for condition in re.findall(r"^#if (.*)", text, re.MULTILINE):
             assert set(re.findall(r"[A-Za-z_]\w*", condition)) <= known, (file.name, condition)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import BITS, AttentionPartials, HeadOptions, dispatch
+from afm_mlx.kernels import BITS, AttentionPartials, HeadOptions, KeyValues, dispatch
 from afm_mlx.kernels.metal import attention, products, runtime
 from afm_mlx.kernels.reference import merge_partials
 from afm_mlx.kernels.selftest import problems
@@ -15,7 +15,7 @@ from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
 from tests.metal import machine
 from tests.tools.cases import all_pairs, draw, each
-from tests.tools.compare import UNIT_ROUNDOFF, assert_close, assert_same
+from tests.tools.compare import UNIT_ROUNDOFF, assert_close, assert_same, assert_within
 from tests.tools.problems import assert_solved, draw_heads, with_args
 
 LONG = attention.SINGLE_PASS + 1  # columns that take two passes
@@ -127,6 +127,50 @@ def test_decode_attention(metal, rng, dtype, batch, shape, capacity):
     assert_solved(problem, kernels.write_and_attend)
 
 
+def test_scores_are_as_exact_as_float32_has_them(metal, rng):
+    """A key whose weight is 2^-64 or so, which shows if a score's factor is off by more than a rounding.
+
+    The exponential may be off by 2 ulps for each unit of its argument, and by 3 wherever it is 1.
+    """
+    heads, head_dim, code = 64, 64, 64
+    queries = np.zeros((heads, head_dim), np.float32)
+    queries[:, -2] = rng.uniform(5.5, 5.6, heads)
+    new, old = np.zeros((2, 2, 1, head_dim), np.int8)
+    old[0, 0, -2], old[1] = -code, code
+    buffer, one = mx.array(np.concatenate([old, new], axis=1)[None]), mx.array(1.0)
+    columns = KeyValues(buffer, one, one)
+    got = kernels.decode_attention(mx.array(queries[None, :, None]), columns, mx.array([2]))
+    assert_weights(got, code * queries[:, -2], code, head_dim, roundings=2)
+    # The same from a projection. A norm makes a head of one number as long as the root of its size; the
+    # last pair's frequency is next to 0, so that nothing turns.
+    weight = mx.full((head_dim,), 0.69)
+    options = HeadOptions(weight, mx.ones((head_dim,)), one, one, 1, 1e30, 0.0)
+    qkv = np.zeros((1, heads + 2, head_dim), np.float32)
+    qkv[0, :heads, -2] = rng.uniform(1, 2, heads)
+    qkv[0, heads, 0] = 1.0  # a key whose score is 0
+    tail = mx.zeros((1, 2, 4, head_dim), mx.int8)
+    columns = KeyValues(buffer[:, :, :1], one, one, tail, mx.array([1]))
+    got, _ = kernels.write_and_attend(
+        mx.array(qkv.reshape(1, 1, -1)), columns, mx.array([2]), options
+    )
+    length = np.full(heads, np.float32(0.69) * head_dim**0.5)
+    assert_weights(got, code * length, code, head_dim, roundings=6)
+
+
+def assert_weights(got, products, code, head_dim, roundings):
+    """Raise unless `got` is `code` times the weight of a key whose products with queries are `-products`.
+
+    The other key's products are 0, and so are its values.
+    """
+    powers = np.float64(products) * np.log2(np.e) * head_dim**-0.5
+    wanted = code / (1 + 2**powers)
+    ulps = 3 + np.floor(2 * powers) + 4 * 3
+    relative = np.log(2) * powers * roundings * UNIT_ROUNDOFF[mx.float32]
+    allowed = ulps * np.spacing(wanted.astype(np.float32)) + wanted * relative
+    shape = len(wanted), head_dim
+    assert_within(got.reshape(shape), np.broadcast_to(wanted[:, None], shape), allowed[:, None])
+
+
 # A threadgroup has registers for 2 tokens in 2 heads, or 4 in one; 8 tokens are written by one dispatch.
 @pytest.mark.parametrize(
     ("dtype", "tokens", "batch", "shape", "capacity"),
@@ -162,13 +206,12 @@ def halves(y, dtype):
     return AttentionPartials(mx.concatenate(numbers, axis=2), mx.array(1.0), dtype)
 
 
-def test_a_product_merges_the_partials_of_attention(metal, rng, monkeypatch):
-    """With adapters that it multiplies with A itself, and with those that another kernel does."""
+def test_a_product_merges_the_partials_of_attention(metal, rng):
+    """Of adapters, the kernel that multiplies with A does so, too."""
     split = attention.SPLIT
     # A threadgroup of 256 threads merges fewer heads and numbers than it has threads, or more.
     sizes = ((split + 1, 4, 16), (4 * split, 4, 128), (9 * split, 4, 16), (split + 1, 136, 4))
-    for rows, dtype, of, rank, few in all_pairs((1, 2), DTYPES, sizes, (0, 4), (0, 8)):
-        monkeypatch.setattr(products, "MAX_SHRINK_BYTES", few << 20)
+    for rows, dtype, of, rank in all_pairs((1, 2), DTYPES, sizes, (0, 4)):
         capacity, heads, head_dim = of
         shape = (heads, 2, head_dim)
         problem = drawn(rng, "write_and_attend", dtype, rows, 1, *shape, capacity=capacity, tail=5)

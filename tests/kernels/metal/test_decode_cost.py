@@ -105,7 +105,7 @@ def test_a_token_of_the_3b(run):
     assert short.bytes_read <= 0.90e9
     assert short.dispatches <= 320
     assert short.inputs <= 8 * short.dispatches
-    assert short.source_bytes <= 5_950 * short.dispatches
+    assert short.source_bytes <= 5_300 * short.dispatches
     # What a long context splits, the products merge.
     long = step_cost(model, capacity=4096, run=run)
     assert long.kernels == short.kernels
@@ -127,27 +127,17 @@ def with_adapters(model: Model, rows: list[int]) -> Model:
     return model
 
 
-# Dispatches that multiply with A in each block of a Max: where all threadgroups together would take longer to.
 @pytest.mark.parametrize(
-    ("preset", "ranks", "shrinks"),
-    [
-        ("afm-3b", [0, 0], 0),
-        ("afm-3b", [8], 2),
-        ("afm-3b", [16], 2),
-        ("afm-3b", [32], 3),
-        ("afm-3b", [8, 8], 2),
-        ("afm-3b", [32] * 5, 4),
-        ("afm-3b", [8, 12, 16, 20, 24, 28, 31, 32], 4),
-        ("afm-nano", [32], 0),
-        ("afm-nano", [32] * 4, 1),
-    ],
-    ids=str,
+    "capacity", [512, 4096]
+)  # attention in one part, or in several on most GPUs
+@pytest.mark.parametrize(
+    "ranks", [[0, 0], [8], [16], [8, 32], [8, 12, 16, 20, 24, 28, 31, 32]], ids=str
 )
-def test_a_token_with_adapters(preset, ranks, shrinks):
-    model = packed(preset)
-    plain = step_cost(model, len(ranks))
-    adapted = step_cost(with_adapters(model, ranks), len(ranks))
-    wanted = shrinks * model.args.num_layers
+def test_a_token_with_adapters_takes_a_dispatch_more_for_each_product(ranks, capacity):
+    model = packed("afm-3b")
+    plain = step_cost(model, len(ranks), capacity)
+    adapted = step_cost(with_adapters(model, ranks), len(ranks), capacity)
+    wanted = 4 * model.args.num_layers * any(ranks)
     assert adapted.kernels["afm_low_rank_shrink"] == wanted
     assert adapted.dispatches == plain.dispatches + wanted
 
@@ -159,7 +149,6 @@ def test_several_tokens_of_a_row_cost_no_more_dispatches_than_one(run, rank):
     model = with_adapters(packed("afm-3b"), [rank])
     for tokens in (2, 3, 4, 5, 8):
         cost = step_cost(model, run=run, tokens=tokens)
-        # Products with A stand alone, since every threadgroup would take longer to multiply with A itself.
         shrinks = cost.kernels["afm_low_rank_shrink"]
         assert shrinks == bool(rank) * 4 * model.args.num_layers
         assert cost.dispatches - shrinks <= 330, tokens
@@ -172,7 +161,7 @@ def test_a_batch_costs_no_more_dispatches_than_a_row():
 
 
 def test_few_texts_of_products_serve_every_number_of_rows():
-    """One vector, 2 to 6 of them a pass, and matrices: for queries and keys, output, gate and up, and down."""
+    """One vector, 2 to 6 of them a pass, and matrices: for each product of a block, and the head."""
     config = dataclasses.replace(PRESETS["afm-3b"], num_layers=2, num_kv_reuse_layers=1)
     model, names = shapes_only(config, AFM_RULE, AFM_EMBEDDING_RULE), set()
     for rows, capacity in itertools.product(range(1, 33), (256, 4096)):
@@ -183,11 +172,11 @@ def test_few_texts_of_products_serve_every_number_of_rows():
             sent = options["template"], options["output_dtypes"]
             names.add(runtime.library(kernel, inputs, *sent))
     kernels = Counter(name.split("__")[0] for name in names)
-    assert kernels["afm_packed_vector"] == 2 * 4
+    assert kernels["afm_packed_vector"] == 2 * 4 + 1
     assert (
         kernels["afm_packed_matrix"] == 4
     )  # queries and keys, output and down, gate and up, the head
-    assert kernels["afm_packed_argmax"] == 2
+    assert kernels["afm_packed_argmax"] == 1
 
 
 @pytest.mark.parametrize("name", zoo_steps.NAMES)

@@ -63,9 +63,7 @@ def test_products(metal, rng, monkeypatch, op, variant):
     axes = (formats, BITS, SHAPES, ROWS[variant], DTYPES)
     cases = all_pairs(*axes, (False, True), (False, True), (0, 4, 40), (0, 1), (0, 1))
     for (mode, granularity), bits, shape, rows, dtype, norm, residual, rank, few, split in cases:
-        # Some multiply with A beforehand, some have eight rows of codes for a simdgroup, and of some simdgroups
-        # share the inputs.
-        monkeypatch.setattr(products, "MAX_SHRINK_BYTES", few << 20)
+        # Some have eight rows of codes for a simdgroup, and of some simdgroups share the inputs.
         monkeypatch.setattr(products, "FEW_SIMDGROUPS", few << 20)
         monkeypatch.setattr(products, "MANY_SIMDGROUPS", split << 20)
         monkeypatch.setattr(products, "BUSY_SIMDGROUPS", split << 20)
@@ -142,17 +140,10 @@ def test_the_choice_of_a_kernel_follows_the_gpu(metal, monkeypatch, generations,
             )
         }
         assert chosen == {"packed_matmul": vectors, "packed_swiglu": vectors}
-        heads = {
-            n
-            for n in range(1, 33)
-            if dispatch.select("packed_argmax", BALANCED._replace(rows=n)).name == "metal/argmax"
-        }
-        assert heads == vectors
 
 
-def test_products_whose_inputs_simdgroups_share(metal, rng, monkeypatch):
+def test_products_whose_inputs_simdgroups_share(metal, rng):
     """Two to eight of them; some have no inputs left in the last step, or fewer than a lane takes."""
-    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 0)  # adapters don't change the shape
     few = ((1, 1028, 8, 2), (3, 1032, 4, 2), (1, 2064, 2, 4), (6, 2048 + 64, 2, 4))
     for rows, in_dims, bits, split in (*few, (4, 4112, 2, 8), (1, 8192, 2, 8)):
         assert products.vector_threadgroups(rows, 19, in_dims) == (split, 4, True)
@@ -444,11 +435,7 @@ def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
     weight = PackedWeight(kernels.pack_codes(mx.array(codes), 4), 4, "balanced", mx.array(2.0))
     logits = np.array(x).astype(np.float64) @ (2 * codes - 15).T
     chosen = dispatch.select("packed_argmax", case_of("packed_argmax", x, weight)).name
-    assert chosen == (
-        "metal/argmax"
-        if rows <= 32 and products.takes_vectors(rows)
-        else "metal/argmax_of_products"
-    )
+    assert chosen == ("metal/argmax" if rows == 1 else "metal/argmax_of_products")
     index, value = kernels.packed_argmax(x, weight)
     assert index.dtype == mx.uint32
     assert index.tolist() == logits.argmax(-1).tolist()
@@ -457,27 +444,20 @@ def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
 
 def test_the_largest_in_any_tile_is_found(metal, rng):
     """A simdgroup of the 3B's head has 5 tiles. Here, the last simdgroup's last one has a single row."""
-    out_dims = 40_001
-    shape = PackedWeight(mx.zeros((out_dims, 2), mx.uint32), 4, "balanced", mx.array(2.0))
-    for rows in (1, 2, 3):
-        code_rows = products.most_code_rows(rows, shape)
-        tiles = -(-out_dims // (code_rows * matmul.CHUNK))
-        assert tiles >= 2
-        assert out_dims % (tiles * code_rows) % code_rows == 1
-        # One place in each tile of a simdgroup, one of which is the last row of all.
-        first = int(rng.integers(out_dims // (tiles * code_rows))) * tiles * code_rows
-        places = [first + tile * code_rows + int(rng.integers(code_rows)) for tile in range(tiles)]
-        places[out_dims % (tiles * code_rows) // code_rows] = out_dims - 1
-        for some in (places[i : i + rows] for i in range(0, tiles, rows)):
-            signs = np.where(np.arange(16) >> np.arange(rows)[:, None] & 1, 1, -1)
-            codes = rng.integers(6, 10, (out_dims, 16))
-            codes[some] = np.where(signs[: len(some)] > 0, 15, 0)
-            weight = PackedWeight(
-                kernels.pack_codes(mx.array(codes), 4), 4, "balanced", mx.array(2.0)
-            )
-            index, value = kernels.packed_argmax(mx.array(signs.astype(np.float32)), weight)
-            assert index.tolist()[: len(some)] == some
-            assert value.tolist()[: len(some)] == [16 * 15] * len(some)
+    out_dims, code_rows = 40_001, products.CODE_ROWS
+    tiles = -(-out_dims // (code_rows * matmul.CHUNK))
+    assert tiles >= 2
+    assert out_dims % (tiles * code_rows) % code_rows == 1
+    # One place in each tile of a simdgroup, one of which is the last row of all.
+    first = int(rng.integers(out_dims // (tiles * code_rows))) * tiles * code_rows
+    places = [first + tile * code_rows + int(rng.integers(code_rows)) for tile in range(tiles)]
+    places[out_dims % (tiles * code_rows) // code_rows] = out_dims - 1
+    for place in places:
+        codes = rng.integers(6, 10, (out_dims, 16))
+        codes[place] = 15
+        weight = PackedWeight(kernels.pack_codes(mx.array(codes), 4), 4, "balanced", mx.array(2.0))
+        index, value = kernels.packed_argmax(mx.ones((1, 16)), weight)
+        assert (index.item(), value.item()) == (place, 16 * 15)
 
 
 def test_every_format(metal, rng, monkeypatch):
@@ -515,7 +495,6 @@ def test_the_largest_is_found_past_16_bits(metal, variant):
 
 
 EXTREMES = [-(2**31), -2, 2**31 - 1]
-INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["shrink", "inside"])
 # Rows of the batch, and tokens of each.
 BATCHES = [
     *((1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix"), (3, 5, "matrix")),
@@ -537,14 +516,11 @@ def assert_adapted(problem, variant, *adapters):
     assert_solved(problem, getattr(kernels, problem.spec.op))
 
 
-@INSIDE
-def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
+def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch):
     small_passes(monkeypatch)
-    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
     cases = all_pairs(BATCHES, (1, 2, 8), (1, 2, 3), (False, True), DTYPES, DTYPES)
     for (batch, tokens, variant), count, projections, norm, dtype, of_adapters in cases:
         n = int(rng.integers(33, 200))
-        # Products with A that fit into a threadgroup's memory.
         ranks = rng.choice([0, 1, 5, 8, 16, 33, 64], count).tolist()
         ranks[int(rng.integers(count))] = 12
         slots, sections = draw_slots(rng, batch, count), (n // 3, n // 3 + 7, n)[-projections:]
@@ -552,14 +528,6 @@ def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
         spec = Spec("packed_matmul", dtype, batch, tokens, 144, n, **BODY)
         problem = make(spec._replace(norm=norm, residual=(projections > 1) != norm), rng)
         assert_adapted(problem, variant, adapters)
-
-
-@pytest.mark.parametrize("rows", [2, 3, 4])
-def test_a_threadgroup_that_touches_three_sections_has_memory_for_their_adapters(metal, rng, rows):
-    """Products with A of rank 128 and three sections fit for two rows, and don't for more rows."""
-    adapters = draw_low_rank(rng, range(rows), 64, (8, 16, 40), [128] * rows)
-    spec = Spec("packed_matmul", mx.float32, rows, 1, 64, 40, **BODY)
-    assert_adapted(make(spec, rng), "vector", adapters)
 
 
 PAIRS = {
@@ -570,11 +538,9 @@ PAIRS = {
 }
 
 
-@INSIDE
 @pytest.mark.parametrize("name", PAIRS)
-def test_adapters_of_a_pair(metal, rng, monkeypatch, name, inside):
+def test_adapters_of_a_pair(metal, rng, monkeypatch, name):
     small_passes(monkeypatch)
-    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
     for (batch, tokens, variant), shared in all_pairs(BATCHES[1:4], (False, True)):
         n = int(rng.integers(9, 41))
         spec = Spec("packed_swiglu", mx.float32, batch, tokens, 80, n, **BODY, norm=True)

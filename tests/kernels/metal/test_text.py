@@ -123,10 +123,10 @@ def test_what_is_said_often_becomes_a_macro():
     assert header.count("static constant constexpr const") == 1
 
 
-def test_arguments_and_missing_inputs_are_written_into_a_body(monkeypatch):
+def test_arguments_are_written_into_texts_and_missing_inputs_into_a_body(monkeypatch):
     files = {
         "probe": "#if ROWS > 1\nx[0] = ROWS;\n#else\nx[0] = T(b[0]) + HAS;\n#endif",
-        "head": "int ROWS;\nstatic constant constexpr const int MOST = 2;\n"
+        "head": "int b[ROWS];\nstatic constant constexpr const int MOST = 2;\n"
         "#if ROWS == MOST\nint two;\n#endif",
     }
     monkeypatch.setattr(runtime, "_read", files.__getitem__)
@@ -134,9 +134,9 @@ def test_arguments_and_missing_inputs_are_written_into_a_body(monkeypatch):
     one = (("T", runtime.mx.float16), ("ROWS", 1), ("HAS", True))
     assert kernel.decided(one, "probe") == "\n\n\nx[0] = float16_t(a[0]) + true;\n"
     constant = "static constant constexpr const int MOST = 2;"
-    assert kernel.decided(one, "head") == f"int ROWS;\n{constant}\n\n\n"  # a function's own name
+    assert kernel.decided(one, "head") == f"int b[1];\n{constant}\n\n\n"  # macros are the body's
     two = (("T", runtime.mx.float16), ("ROWS", 2), ("HAS", True))
     assert kernel.decided(two, "probe") == "\nx[0] = 2;\n\n\n"
-    assert kernel.decided(two, "head") == f"int ROWS;\n{constant}\n\nint two;\n"
+    assert kernel.decided(two, "head") == f"int b[2];\n{constant}\n\nint two;\n"
     names = {kernel.function(one), kernel.function(two), Kernel("probe", ("a",), ("x",)).function()}
     assert len(names) == 3
