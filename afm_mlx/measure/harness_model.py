@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -313,7 +314,7 @@ class HarnessModel(TemplateLM):
             kept,
             most,
             sampler=sampler,
-            seed=(self.seed + int(key[:8], 16)) % 2**32,
+            seed=(self.seed + zlib.crc32(key.encode())) % 2**32,
             stop=until if self._thoughts is None else (),
             logprobs=False,
         )
