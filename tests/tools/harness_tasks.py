@@ -83,3 +83,153 @@ metric_list:
 """
     write_task(folder, name, records, yaml)
     return name
+
+
+def write_texts(folder: Path, count: int, name: str = "nano_texts") -> str:
+    """Write a task of texts whose perplexity counts, and return its name."""
+    records = [{"text": each["question"]} for each in embedded_questions(count)]
+    yaml = """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
+"""
+    write_task(folder, name, records, yaml)
+    return name
+
+
+INSTRUCTIONS = [
+    ("keywords:existence", {"keywords": ["fox", "dog"]}, "The fox and the dog.", "The cat."),
+    (
+        "keywords:frequency",
+        {"keyword": "fox", "frequency": 2, "relation": "at least"},
+        "A fox, a fox.",
+        "A fox.",
+    ),
+    ("keywords:forbidden_words", {"forbidden_words": ["fox"]}, "A dog.", "A fox."),
+    (
+        "keywords:letter_frequency",
+        {"letter": "z", "let_frequency": 2, "let_relation": "at least"},
+        "Pizza.",
+        "Bread.",
+    ),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist ein ganz einfacher deutscher Satz über das Wetter.",
+        "This is a very simple English sentence about the weather.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 3, "relation": "at least"},
+        "One. Two. Three.",
+        "One. Two.",
+    ),
+    (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 2},
+        "One.\n\n***\n\nTwo.",
+        "One.\n\nTwo.",
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "less than"},
+        "Two words.",
+        "These are four words.",
+    ),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "fox"},
+        "One.\n\nFox it is.",
+        "One.\n\nDog it is.",
+    ),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        "Dear [name], [date].",
+        "Dear [name].",
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        "Well.\n\nP.S. Bye.",
+        "Well. Bye.",
+    ),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* one\n* two", "* one"),
+    ("detectable_format:constrained_response", {}, "My answer is yes.", "Surely."),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        "*one* and *two*",
+        "*one* and two",
+    ),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "Section", "num_sections": 2},
+        "Section 1\nOne.\nSection 2\nTwo.",
+        "One. Two.",
+    ),
+    ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "a is 1"),
+    ("detectable_format:title", {}, "<<The fox>>\nIt runs.", "The fox\nIt runs."),
+    ("combination:two_responses", {}, "Yes.\n******\nNo.", "Yes. No."),
+    (
+        "combination:repeat_prompt",
+        {"prompt_to_repeat": "Write on foxes."},
+        "Write on foxes. They run.",
+        "They run.",
+    ),
+    ("startend:end_checker", {"end_phrase": "The end."}, "It runs. The end.", "It runs."),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "A BIG RED fox.",
+        "The big fox.",
+    ),
+    (
+        "change_case:english_capital",
+        {},
+        "THIS IS A SIMPLE ENGLISH SENTENCE ABOUT THE WEATHER.",
+        "This is a simple English sentence about the weather.",
+    ),
+    (
+        "change_case:english_lowercase",
+        {},
+        "this is a simple english sentence about the weather.",
+        "This is a simple English sentence about the weather.",
+    ),
+    ("punctuation:no_comma", {}, "A fox and a dog.", "A fox, a dog."),
+    ("startend:quotation", {}, '"It runs."', "It runs."),
+]
+"""IFEval's instructions, with arguments, an answer that follows them, and one that doesn't."""
+
+
+def write_ifeval(folder: Path, name: str = "canned_ifeval") -> dict[str, str]:
+    """Write IFEval with other prompts, two for each instruction; return the answers to them.
+
+    The first of two answers follows the instruction. NLTK's sentence splitter, which lm-eval would download,
+    is put into `folder/nltk_data` without abbreviations.
+    """
+    import lm_eval.tasks
+
+    splitter = folder / "nltk_data" / "tokenizers" / "punkt_tab" / "english"
+    splitter.mkdir(parents=True)
+    for part in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
+        (splitter / part).touch()
+    records, answers = [], {}
+    for instruction, arguments, right, wrong in INSTRUCTIONS:
+        for i, answer in enumerate((right, wrong)):
+            prompt = f"{len(records)}. Write on foxes."
+            answers[prompt] = answer
+            records.append(
+                {
+                    "key": len(records),
+                    "prompt": prompt,
+                    "instruction_id_list": [instruction],
+                    "kwargs": [arguments],
+                    "is_right": i == 0,
+                }
+            )
+    original = Path(lm_eval.tasks.__file__).parent / "ifeval" / "ifeval.yaml"
+    write_task(folder, name, records, f"include: {original}\ndataset_name: null\n")
+    return answers
