@@ -14,8 +14,8 @@ from typing import Any
 # lm-eval's bootstrap would fork, which a process that runs MLX must not do.
 os.environ.setdefault("LMEVAL_DISABLE_MULTIPROC", "1")
 
-import lm_eval
 import numpy as np
+from lm_eval import evaluator
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
@@ -80,9 +80,9 @@ def run_tasks(
     """
     names = [each for name in names for each in tasks.match_tasks([name])]
     tracker = EvaluationTracker(output_path=str(folder))
-    with _bars_in_terminals_only():
+    with _quiet():
         try:
-            results = lm_eval.simple_evaluate(
+            results = evaluator.simple_evaluate(
                 model,
                 {"pretrained": name},
                 names,
@@ -120,14 +120,15 @@ def run_tasks(
 
 
 @contextmanager
-def _bars_in_terminals_only() -> Iterator[None]:
-    """Hide the progress bars of lm-eval and `datasets` unless stderr is a terminal."""
-    init = tqdm.__init__
+def _quiet() -> Iterator[None]:
+    """Hide progress bars unless stderr is a terminal, and what git says where there is no repository."""
+    init, git_hash = tqdm.__init__, evaluator.get_git_commit_hash
     tqdm.__init__ = partialmethod(init, disable=None)
+    evaluator.get_git_commit_hash = lambda: None
     try:
         yield
     finally:
-        tqdm.__init__ = init
+        tqdm.__init__, evaluator.get_git_commit_hash = init, git_hash
 
 
 # -- scores by question
