@@ -63,7 +63,7 @@ _TASKS = [
     Argument("--fewshot-as-multiturn", FLAG, "write each example in a prompt as a turn of the chat"),
     Argument("--confirm-run-unsafe-code", FLAG, "allow tasks that run code which the model writes"),
     Argument("--log-samples", FLAG, "write each question and answer to the results, too"),
-    Argument("--seed", integer(0, model_options.MAX_SEED), "seed of the choice of examples in prompts", 123),
+    Argument("--seed", integer(0, 2**32 - 1), "seed of the choice of examples, and of sampled answers", 123),
 ]
 ARGUMENTS = {
     "options": [

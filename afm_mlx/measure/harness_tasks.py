@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partialmethod
 from numbers import Real
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 # lm-eval's bootstrap would fork, which a process that runs MLX must not do.
@@ -20,7 +21,8 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from afm_mlx.errors import DataError, did_you_mean, reason_of, shown
+from afm_mlx.errors import AFMError, DataError, did_you_mean, reason_of, shown
+from afm_mlx.measure import harness_model
 from afm_mlx.measure.comparison import Score
 from afm_mlx.measure.harness_model import HarnessModel
 
@@ -75,8 +77,8 @@ def run_tasks(
         options: other arguments of `lm_eval.simple_evaluate`.
 
     Raises:
-        DataError: if a task's data can't be read, or a task runs code of the model's and
-            `confirm_run_unsafe_code` is False.
+        DataError: if lm-eval can't run a task, such as one whose data can't be read, or one that runs the
+            model's code while `confirm_run_unsafe_code` is False; and if the results can't be written.
     """
     names = [each for name in names for each in tasks.match_tasks([name])]
     tracker = EvaluationTracker(output_path=str(folder))
@@ -95,16 +97,18 @@ def run_tasks(
                 fewshot_random_seed=seed,
                 **options,
             )
-        except OSError as error:  # of `datasets`: no such file, no such data set, no connection
-            reason = " ".join(reason_of(error).split())
-            raise DataError(f"The data of {', '.join(names)} can't be read: {reason}") from error
-        except ValueError as error:
-            if "marked as unsafe" not in str(error):
+        except Exception as error:
+            frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+            if isinstance(error, AFMError | ImportError) or harness_model.__file__ in frames:
                 raise
-            raise DataError(
-                f"A task of {', '.join(names)} runs code that the model writes. If you trust the model, or "
-                "this machine holds nothing of value, add --confirm-run-unsafe-code."
-            ) from None
+            if "marked as unsafe" in str(error):
+                raise DataError(
+                    f"A task of {', '.join(names)} runs code that the model writes. If you trust the model, or "
+                    "this machine holds nothing of value, add --confirm-run-unsafe-code."
+                ) from None
+            # Of their YAML files, or of `datasets`: no such file, no such data set, no connection.
+            reason = f"{type(error).__name__}: {' '.join(reason_of(error).split())}"
+            raise DataError(f"lm-eval can't run {', '.join(names)}: {reason}") from error
     samples = results["samples"]
     tracker.save_results_aggregated({k: v for k, v in results.items() if k != "samples"}, samples)
     config = tracker.general_config_tracker

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
 
-from afm_mlx.errors import DataError
+from afm_mlx.errors import DataError, RequestError
 from afm_mlx.measure import harness_tasks
 from afm_mlx.measure.comparison import Score
 from afm_mlx.measure.harness_model import HarnessModel
@@ -90,14 +90,22 @@ def test_tasks_that_cannot_run(model, tasks, tmp_path):
     code = "output_type: generate_until\nunsafe_code: true\ndoc_to_text: question\ndoc_to_target: gold\n"
     write_task(tasks, "code", [{"question": "a", "gold": "b"}], code)
     write_choices(tasks, 4, "fine")
+    yaml = "output_type: generate_until\ndoc_to_text: '{{no_such_field}}'\ndoc_to_target: gold\n"
+    write_task(tasks, "wrong", [{"question": "a", "gold": "b"}], yaml)
     (tmp_path / "file").touch()
     for name, out, says in [
-        ("gone", "out", "The data of gone can't be read: .*gone.jsonl"),
+        ("gone", "out", "lm-eval can't run gone: FileNotFoundError: .*gone.jsonl"),
+        ("wrong", "out", "lm-eval can't run wrong: UndefinedError: 'no_such_field' is undefined"),
         ("code", "out", "runs code that the model writes.*--confirm-run-unsafe-code"),
         ("fine", "file", "The results can't be written to .*file"),
     ]:
         with pytest.raises(DataError, match=says):
             run_tasks(model, "model", find_tasks([name], tasks), [name], tmp_path / out)
+    other = write_answers(tasks, 4)
+    model.batch_size = "many"  # a defect of ours stays one
+    with pytest.raises(RequestError, match="max_batch"):
+        run_tasks(model, "model", find_tasks([other], tasks), [other], tmp_path / "out")
+    model.batch_size = 2
     options = {"confirm_run_unsafe_code": True}
     run_tasks(model, "model", find_tasks(["code"], tasks), ["code"], tmp_path / "out", **options)
 
