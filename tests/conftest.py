@@ -24,6 +24,7 @@ SEED = int(os.environ.get("AFM_TEST_SEED") or 0)
 # Tests of the self-test switch it on for themselves; elsewhere it would write to the user's cache folder.
 os.environ.setdefault("AFM_MLX_SELFTEST", "0")
 os.environ.setdefault("AFM_MLX_CACHE", str(Path(__file__).parent.parent / "build" / "cache"))
+os.environ.setdefault("HF_DATASETS_CACHE", f"{os.environ['AFM_MLX_CACHE']}/datasets")  # of lm-eval
 # `nohup` and scripts' background jobs are started with these ignored, which the command line would honour.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

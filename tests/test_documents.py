@@ -62,7 +62,12 @@ PAGES: dict[str, dict[str, str]] = {
     "server.md": {"pip install": "installs the package", "afm-mlx server": SERVES},
     "operations.md": {"afm-mlx server": SERVES},
     "embeddings.md": {},
-    "scores.md": {},
+    "scores.md": {
+        "--tasks arc_easy": "fetches data sets",
+        "--tasks mmlu": "fetches data sets",
+        "afm-mlx server": SERVES,
+        "lm_eval --model": "fetches data sets; a test runs lm-eval's clients with local ones",
+    },
     "sessions.md": {
         "git clone": "fetches Apple's tests",
         "pip install pytest": "installs packages",
@@ -135,7 +140,9 @@ def test_the_blocks_of(page, folder, capsys):
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
-def test_the_blocks_of_the_server_pages(folder, capsys):
+def test_the_blocks_of_the_server_pages(folder, capsys, monkeypatch):
+    # lm-eval records the machine's packages, which takes seconds.
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
     tidy = folder / "my-adapters" / "tidy"
     shutil.copytree(resolve_model("afm-nano") / "adapters" / "redact", tidy)
     with (

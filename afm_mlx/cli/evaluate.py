@@ -1,76 +1,336 @@
-"""Measure how many tasks of a test set a model solves, with and without constraints, and its perplexity on
-held-out text.
+"""Measure how well models do: in tasks of lm-evaluation-harness (`--tasks`), or in how many examples of a test
+set they solve, with and without constraints. `--compare` puts several models side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from afm_mlx.cli import model_options
-from afm_mlx.cli.arguments import MAX_ROWS, Argument, UsageError, integer, unavailable
-from afm_mlx.cli.output import print_json, print_table, progress_bar
+from afm_mlx.cli.arguments import (
+    FLAG,
+    MAX_ROWS,
+    SWITCH,
+    Argument,
+    UsageError,
+    flag_of,
+    integer,
+    json_object,
+)
+from afm_mlx.cli.output import note, print_json, print_table, progress_bar
 from afm_mlx.cli.perplexity import HELD_OUT
+from afm_mlx.cli.signals import Terminated
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
+    from afm_mlx.measure.comparison import Score, Scores
     from afm_mlx.measure.evaluation import Evaluation, TaskScore
     from afm_mlx.measure.perplexity import Perplexity
 
 TEST_SET = "evaluation.jsonl"
 _CONSTRAINED = {"never": [False], "always": [True], "both": [False, True]}
 
-_HARNESS = (
-    "tasks of lm-evaluation-harness are not available in this version; mlx_lm.evaluate runs them"
-)
-
 # fmt: off
+_EXAMPLES = [
+    Argument("--data", None,
+             'lines of {"task", "messages", "tools"?, "answer", "compare"?}; by default the model '
+             f"folder's {TEST_SET}, which the embedded model has",
+             metavar="FILE.jsonl"),
+    Argument("--constrained", ["never", "always", "both"],
+             "constrain answers to the schema of the example's response format, or calls to calls of its "
+             "tools; both measures with and without", "never"),
+    Argument("--show-errors", integer(0), "print N wrong answers", 0, metavar="N"),
+]
+_TASKS = [
+    Argument("--include-path", None, "folder of further tasks: YAML files as lm-eval has them",
+             metavar="FOLDER"),
+    Argument("--output-dir", None,
+             "folder of results as lm-eval writes them, and of the answers so far, from which the same "
+             "command continues after an interrupt", ".", metavar="FOLDER"),
+    Argument("--num-shots", integer(0), "examples in each prompt; by default the task's own number",
+             metavar="N"),
+    Argument("--max-tokens", integer(1),
+             "maximum tokens of an answer; by default the task's own number, or 256"),
+    Argument("--apply-chat-template", SWITCH,
+             "write prompts as chats; the default if the model has a chat template"),
+    Argument("--chat-template-args", json_object,
+             "variables for the chat template, such as '{\"enable_thinking\": false}'", {}, metavar="JSON"),
+    Argument("--fewshot-as-multiturn", FLAG, "write each example in a prompt as a turn of the chat"),
+    Argument("--confirm-run-unsafe-code", FLAG, "allow tasks that run code which the model writes"),
+    Argument("--log-samples", FLAG, "write each question and answer to the results, too"),
+    Argument("--seed", integer(0, 2**32 - 1), "seed of the choice of examples, and of sampled answers", 123),
+]
 ARGUMENTS = {
     "options": [
-        *model_options.LOADING,
-        Argument("--data", None,
-                 'lines of {"task", "messages", "tools"?, "answer", "compare"?}; by default the model '
-                 f"folder's {TEST_SET}, which the embedded model has",
-                 metavar="FILE.jsonl"),
+        Argument("--model", None, f"model folder or hub id; {EMBEDDED_MODEL} by default"),
+        *(row for row in model_options.LOADING if row is not model_options.MODEL),
+        Argument("--compare", None,
+                 "models to compare with the first of them: folders or hub ids, or MODEL:ADAPTER for a model "
+                 "with an adapter",
+                 nargs="+", metavar="MODEL"),
         Argument("--limit", integer(1), "examples per task; all by default"),
-        Argument("--batch-size", integer(1, MAX_ROWS), "examples in a batch", 16),
-        Argument("--constrained", ["never", "always", "both"],
-                 "constrain answers to the schema of the example's response format, or calls to calls of its "
-                 "tools; both measures with and without", "never"),
-        Argument("--show-errors", integer(0), "print N wrong answers", 0, metavar="N"),
+        Argument("--batch-size", integer(1, MAX_ROWS), "rows that run at the same time", 16),
         model_options.JSON,
-        unavailable("--tasks", _HARNESS, nargs="+"),
-        *(unavailable(flag, _HARNESS) for flag in ("--output-dir", "--num-shots", "--chat-template-args")),
-        *(unavailable(flag, _HARNESS, nargs=0)
-          for flag in ("--fewshot-as-multiturn", "--apply-chat-template", "--confirm-run-unsafe-code")),
+    ],
+    "examples of a file": _EXAMPLES,
+    "tasks of lm-evaluation-harness": [
+        Argument("--tasks", None, "tasks, groups or tags, such as arc_easy,hellaswag,mmlu,gsm8k,ifeval",
+                 nargs="+"),
+        *_TASKS,
     ],
 }
 # fmt: on
+ALTERNATIVES = (("model", "compare", "which models run"), ("tasks", "data", "what they answer"))
+
+
+class _Choice(NamedTuple):
+    """A model that the arguments name, and its adapter."""
+
+    name: str
+    model: str
+    adapter: str | None
 
 
 def run(args: argparse.Namespace) -> None:
-    from afm_mlx.loading.resolve import resolve_model
-    from afm_mlx.measure.evaluation import evaluate, load_examples
-    from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
+    choices = _choices(args)
+    unused = _EXAMPLES if args.tasks else _TASKS
+    for row in unused:
+        if getattr(args, row.name) != row.options["default"]:
+            need = "is for the examples of a file" if args.tasks else "needs --tasks"
+            raise UsageError(f"{flag_of(row.name)} {need}; leave it out.")
+    if args.tasks:
+        _run_tasks(args, choices)
+    elif args.compare:
+        _compare_examples(args, choices)
+    else:
+        _run_examples(args, choices[0])
 
-    folder = resolve_model(args.model)
-    data = Path(args.data) if args.data is not None else folder / TEST_SET
+
+def _choices(args: argparse.Namespace) -> list[_Choice]:
+    """Return the models that the arguments name, with their adapters."""
+    if not args.compare:
+        model = args.model or EMBEDDED_MODEL
+        name = model if args.adapter_path is None else f"{model}:{args.adapter_path}"
+        return [_Choice(name, model, args.adapter_path)]
+    if args.adapter_path is not None:
+        raise UsageError("--adapter-path is for one model; write MODEL:ADAPTER after --compare.")
+    if len(args.compare) < 2:
+        raise UsageError(f"--compare has one model, {args.compare[0]}; two or more are needed.")
+    found = []
+    for text in args.compare:
+        model, _, adapter = (
+            (text, "", "") if Path(text).expanduser().is_dir() else text.partition(":")
+        )
+        found.append(_Choice(text, model, adapter or None))
+    return found
+
+
+def _loading(args: argparse.Namespace, choice: _Choice) -> dict[str, Any]:
+    """Return the options of `load` for a model."""
+    return {
+        "adapter_path": choice.adapter,
+        "trust_remote_code": args.trust_remote_code,
+        "activation_bits": args.activation_bits,
+        "force_adapter": args.force,
+    }
+
+
+# -- tasks of lm-evaluation-harness
+
+
+def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
+    from lm_eval.utils import make_table
+
+    from afm_mlx.measure.harness_model import HarnessModel
+    from afm_mlx.measure.harness_tasks import find_tasks, question_scores, run_tasks
+
+    names = [name for text in args.tasks for name in text.split(",") if name]
+    include = None if args.include_path is None else Path(args.include_path).expanduser()
+    folder = Path(args.output_dir).expanduser()
+    tasks = find_tasks(names, include)
+    found: dict[str, Any] = {}
+    scores, kept = [], []
+    for choice in choices:
+        model = HarnessModel(
+            choice.model,
+            args.batch_size,
+            args.max_tokens,
+            args.chat_template_args,
+            args.seed,
+            progress_bar,
+            **_loading(args, choice),
+        )
+        is_chat = args.apply_chat_template
+        kept.append(model.keep_answers(folder))
+        _report_answers(choice.name, kept, model.answer_count)
+        try:
+            results, file = run_tasks(
+                model,
+                choice.name,
+                tasks,
+                names,
+                folder,
+                log_samples=args.log_samples,
+                seed=args.seed,
+                num_fewshot=args.num_shots,
+                limit=args.limit,
+                apply_chat_template=model.tokenizer.has_chat_template
+                if is_chat is None
+                else is_chat,
+                fewshot_as_multiturn=args.fewshot_as_multiturn,
+                confirm_run_unsafe_code=args.confirm_run_unsafe_code,
+            )
+        except (KeyboardInterrupt, Terminated) as stopped:
+            stopped.add_note(f"The answers so far are in {folder}: the same command continues.")
+            raise
+        scores.append(question_scores(results))
+        found[choice.name] = {"results": results["results"], "file": str(file)}
+        if not args.json:
+            print(f"Model: {choice.name}\nResults: {file}")
+            for column in ("results", "groups"):
+                if column in results:
+                    print(make_table(results, column))
+        del model, results
+        gc.collect()  # before the next model comes
+    if args.json:
+        print_json(
+            {
+                "models": found,
+                **({"differences": _differences(choices, scores)} if args.compare else {}),
+            }
+        )
+    elif args.compare:
+        _print_comparison(choices, scores)
+    for path in kept:
+        path.unlink(missing_ok=True)
+
+
+def _report_answers(name: str, kept: Sequence[Path], count: int) -> None:
+    """Report answers of earlier runs: `count` are in the last file of `kept`, others in files next to it."""
+    if count:
+        note(f"{name}: {kept[-1]} has {count} answers of a run that was interrupted; it continues.")
+    elif others := sorted({*kept[-1].parent.glob("answers-*.jsonl")} - {*kept}):
+        names = ", ".join(map(str, others))
+        note(
+            f"{name}: starts from the first request; {names} is of another model or other options."
+        )
+
+
+# -- comparison
+
+
+def _differences(choices: Sequence[_Choice], scores: Sequence[Scores]) -> list[dict[str, Any]]:
+    from afm_mlx.measure.comparison import difference
+
+    return [
+        {"task": task, "metric": metric, "model": choice.name, "of": choices[0].name}
+        | dataclasses.asdict(difference(first, other[task, metric]))
+        for (task, metric), first in scores[0].items()
+        for choice, other in zip(choices[1:], scores[1:], strict=True)
+    ]
+
+
+def _print_comparison(choices: Sequence[_Choice], scores: Sequence[Scores]) -> None:
+    """Print a row for each task and metric: each model's score, and its difference from the first one's."""
+    from afm_mlx.measure.comparison import difference
+
+    letters = [f"{chr(ord('A') + i)}" if i < 26 else str(i + 1) for i in range(len(choices))]
+    for letter, choice in zip(letters, choices, strict=True):
+        print(f"{letter}: {choice.name}")
+    titles = ["task", "metric", "questions", letters[0]]
+    titles += [title for letter in letters[1:] for title in (letter, f"{letter} - {letters[0]}")]
+    rows: list[Sequence[Any]] = [titles]
+    for (task, metric), first in scores[0].items():
+        cells = [task, metric, _count(first), f"{first.value:.4f}"]
+        for other in scores[1:]:
+            score = other[task, metric]
+            found = difference(first, score)
+            margin = "" if found.margin is None else f" ± {found.margin:.4f}"
+            cells += [f"{score.value:.4f}", f"{found.value:+.4f}{margin}"]
+        rows.append(cells)
+    print_table(rows)
+    print("± is half of the 95 % interval of the difference, paired by question.")
+
+
+def _count(score: Score) -> Any:
+    return "-" if score.questions is None else len(score.questions)
+
+
+# -- examples of a file
+
+
+def _test_set(args: argparse.Namespace, choice: _Choice) -> Path:
+    from afm_mlx.loading.resolve import resolve_model
+
+    data = Path(args.data) if args.data is not None else resolve_model(choice.model) / TEST_SET
     if args.data is None and not data.is_file():
-        raise UsageError(f"--data is missing, and {args.model} has no {TEST_SET}.")
-    examples = load_examples(data, args.limit)
-    model, tokenizer = model_options.load_model(args)
-    evaluations = {}
+        raise UsageError(f"--data is missing, and {choice.model} has no {TEST_SET}.")
+    return data
+
+
+def _evaluated(
+    args: argparse.Namespace, model: Any, tokenizer: Any, examples: Any
+) -> dict[bool, Evaluation]:
+    from afm_mlx.measure.evaluation import evaluate
+
+    found = {}
     for constrained in _CONSTRAINED[args.constrained]:
         with progress_bar("answering", "example") as progress:
             options = {"batch_size": args.batch_size, "constrained": constrained}
-            found = evaluate(model, tokenizer, examples, progress=progress, **options)
-            evaluations[constrained] = found
+            found[constrained] = evaluate(model, tokenizer, examples, progress=progress, **options)
+    return found
+
+
+def _compare_examples(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
+    from afm_mlx.loading.load import load
+    from afm_mlx.measure.evaluation import load_examples, question_scores
+
+    if args.show_errors:
+        raise UsageError("--show-errors is for one model; leave out --compare, or it.")
+    examples = load_examples(_test_set(args, choices[0]), args.limit)
+    scores = []
+    for choice in choices:
+        model, tokenizer = load(choice.model, **_loading(args, choice))
+        evaluations = _evaluated(args, model, tokenizer, examples)
+        scores.append(
+            {
+                (task, "constrained" if constrained else "accuracy"): score
+                for constrained, evaluation in evaluations.items()
+                for task, score in question_scores(evaluation).items()
+            }
+        )
+        del model, tokenizer
+        gc.collect()
+    if args.json:
+        values = [{f"{t},{m}": score.value for (t, m), score in found.items()} for found in scores]
+        names = [choice.name for choice in choices]
+        differences = _differences(choices, scores)
+        print_json({"models": dict(zip(names, values, strict=True)), "differences": differences})
+    else:
+        _print_comparison(choices, scores)
+
+
+def _run_examples(args: argparse.Namespace, choice: _Choice) -> None:
+    from afm_mlx.loading.load import load
+    from afm_mlx.loading.resolve import resolve_model
+    from afm_mlx.measure.evaluation import load_examples
+    from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
+
+    folder, data = resolve_model(choice.model), _test_set(args, choice)
+    examples = load_examples(data, args.limit)
+    model, tokenizer = load(choice.model, **_loading(args, choice))
+    evaluations = _evaluated(args, model, tokenizer, examples)
     perplexity = None
     if (folder / HELD_OUT).is_file():
         pieces = cut(load_documents(folder / HELD_OUT, tokenizer))
         with progress_bar("perplexity", "sample") as progress:
             perplexity = measure_perplexity(model, tokenizer, pieces, args.batch_size, progress)
+    args.model = choice.model
     if args.json:
         print_json(_as_json(args, data, evaluations, perplexity))
     else:

@@ -96,15 +96,18 @@ def _scores(
     own = mx.take_along_axis(logits, tokens[:, None], axis=-1)
     comes_first = mx.arange(logits.shape[-1]) < tokens[:, None]
     ahead = (logits > own) | ((logits == own) & comes_first)
-    if top < 2:
-        likeliest = mx.argmax(logits, axis=-1, keepdims=True)[:, :top]
-    else:
-        likeliest = mx.argpartition(-logits, top - 1, axis=-1)[:, :top]
-    values = mx.take_along_axis(logits, likeliest, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    likeliest = mx.take_along_axis(likeliest, order, axis=-1).astype(mx.int32)
-    values = mx.take_along_axis(values, order, axis=-1) - normalizers
     ranks = (1 + mx.sum(ahead, axis=-1)).astype(mx.int32)
+    likeliest = mx.zeros((logits.shape[0], 0), mx.int32)
+    values = mx.zeros((logits.shape[0], 0), mx.float32)
+    if top:
+        if top == 1:
+            likeliest = mx.argmax(logits, axis=-1, keepdims=True)
+        else:
+            likeliest = mx.argpartition(-logits, top - 1, axis=-1)[:, :top]
+        values = mx.take_along_axis(logits, likeliest, axis=-1)
+        order = mx.argsort(-values, axis=-1)
+        likeliest = mx.take_along_axis(likeliest, order, axis=-1).astype(mx.int32)
+        values = mx.take_along_axis(values, order, axis=-1) - normalizers
     of_others = logits[:, mx.array(others, mx.int32)] - normalizers
     own, normalizers = (own - normalizers)[:, 0], normalizers[:, 0]
     return own, ranks, likeliest, values, of_others, normalizers

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from afm_mlx.guidance.thoughts import (
 )
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.jsonl import read_jsonl
+from afm_mlx.measure.comparison import Score
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.chat_messages import parse_tool_calls
@@ -229,7 +230,7 @@ def evaluate(
     with wired_memory(model):
         for response in engine.run():
             index = rows[response.row]
-            answers[index] += _text(splitters[index], response)
+            answers[index] += answer_text(splitters[index], response)
             # An answer that is too long, or fills the context, is wrong.
             if response.error is not None and not isinstance(response.error, _CUT_OFF):
                 raise response.error
@@ -287,13 +288,28 @@ def _submit(engine: Engine, request: Request, example: Example) -> int:
         raise DataError(f"{example.where}: {error}") from None
 
 
-def _text(splitter: AnySplitter | None, response: TokenResponse) -> str:
-    """Return the next text of an answer; without a splitter, calls and their marks are part of it."""
+def answer_text(splitter: AnySplitter | None, response: TokenResponse) -> str:
+    """Return the next text of an answer, without thoughts.
+
+    Without a splitter, calls and their marks are part of it.
+    """
     if splitter is None:
         return response.text
     ended = response.finish_reason is not None
     parts = split(splitter, response.text, [response.token], is_last=ended)
     return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def question_scores(evaluation: Evaluation) -> dict[str, Score]:
+    """Return the accuracy of each task, and of all examples, with each example's: 1 if it is right, else 0."""
+    questions = defaultdict[str, list[float]](list)
+    for answer in evaluation.answers:
+        questions[answer.example.task].append(answer.is_right)
+    every = [value for values in questions.values() for value in values]
+    return {
+        task: Score(sum(values) / len(values), values)
+        for task, values in {**questions, "all": every}.items()
+    }
 
 
 # -- comparing answers

@@ -2,7 +2,11 @@
 
 import json
 
-from tests.tools.cli import example, lines
+import pytest
+
+from afm_mlx.measure.harness_model import HarnessModel
+from tests.tools.cli import example, lines, process
+from tests.tools.harness_tasks import write_answers, write_choices
 
 
 def test_tasks_are_scored_and_held_out_text_is_too(folder, done, fails):
@@ -75,4 +79,183 @@ def test_bad_examples_are_one_line(folder, fails, tmp_path):
     plain["messages"][0]["response_format"] = form
     assert "e.jsonl:1: The JSON schema" in fails(*argv, lines(tmp_path / "e.jsonl", plain))
     assert "can't be read" in fails(*argv, tmp_path / "no.jsonl")
-    assert "mlx_lm.evaluate" in fails("evaluate", "--tasks", "hellaswag")
+
+
+# -- tasks of lm-evaluation-harness
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """A folder of tasks: 4 questions with answers to choose from, and 4 with free answers.
+
+    lm-eval records the machine's packages, which takes seconds, and so does listing its own tasks.
+    """
+    from lm_eval.tasks import TaskManager
+
+    from afm_mlx.measure import harness_tasks
+
+    def manager(**options):
+        return TaskManager(**options | {"include_defaults": False})
+
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
+    monkeypatch.setattr(harness_tasks, "TaskManager", manager)
+    write_choices(tmp_path / "tasks", 4, "choices")
+    write_answers(tmp_path / "tasks", 4, "answers")
+    return tmp_path / "tasks"
+
+
+@pytest.fixture
+def argv(folder, tasks, tmp_path):
+    paths = ("--include-path", tasks, "--output-dir", tmp_path / "out")
+    return ("evaluate", "--model", folder, "--tasks", "choices,answers", *paths)
+
+
+def test_tasks_of_lm_eval(argv, done, tmp_path, folder):
+    out = done(*argv, "--limit", 3, "--no-apply-chat-template", "--log-samples")
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()[2:]]
+    assert [(row[0], row[4]) for row in table if len(row) > 6][2:] == [
+        ("answers", "exact_match"),
+        ("choices", "acc"),
+        ("", "acc_norm"),
+    ]
+    assert out.startswith(f"Model: {folder}\nResults: ")
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    assert f"Results: {results}\n" in out
+    assert json.loads(results.read_text())["n-samples"]["choices"]["effective"] == 3
+    assert len([*results.parent.glob("samples_*.jsonl")]) == 2
+    assert [*(tmp_path / "out").glob("answers-*")] == []
+    facts = json.loads(done(*argv, "--json", "--num-shots", 0, "--max-tokens", 2))
+    (found,) = facts["models"].values()
+    assert found["results"]["choices"]["sample_len"] == 4
+    assert "differences" not in facts
+
+
+def test_chats_and_plain_prompts(argv, run, monkeypatch):
+    seen = []
+    encode = HarnessModel.tok_encode
+
+    def seeing(self, string, *args, **kwargs):
+        seen.append(string)
+        return encode(self, string, *args, **kwargs)
+
+    monkeypatch.setattr(HarnessModel, "tok_encode", seeing)
+    for flags, is_chat, turns in [
+        ((), True, 2),
+        (("--no-apply-chat-template", "--num-shots", 1), False, 0),
+        (("--num-shots", 1), True, 2),
+        (("--num-shots", 1, "--fewshot-as-multiturn"), True, 4),
+    ]:
+        seen.clear()
+        assert run(*argv, "--limit", 2, *flags)[0] == 0
+        assert {text.startswith("<turn_start> system") for text in seen} == {is_chat}
+        assert {text.count("<turn_end>") for text in seen if "assistant<n>" in text[-20:]} <= {
+            turns
+        }
+
+
+def test_an_interrupted_evaluation_continues(argv, run, done, monkeypatch, tmp_path):
+    keep, count = HarnessModel._keep, []
+
+    def keeping(self, key, answer):
+        keep(self, key, answer)
+        count.append(key)
+        if len(count) == 18:
+            raise KeyboardInterrupt
+
+    whole = json.loads(done(*argv, "--json"))
+    monkeypatch.setattr(HarnessModel, "_keep", keeping)
+    status, out, err = run(*argv, "--json")
+    assert (status, out) == (130, "")
+    assert f"interrupted. The answers so far are in {tmp_path / 'out'}: the same command" in err
+    (file,) = (tmp_path / "out").glob("answers-*")
+    status, out, err = run(*argv, "--json", "--max-tokens", 5)
+    assert status == 0
+    assert f"starts from the first request; {file} is of another model or other options" in err
+    assert file.exists()
+    count.clear()
+    status, out, err = run(*argv, "--json")
+    assert status == 0
+    assert f"{file} has 18 answers of a run that was interrupted; it continues" in err
+    assert len(count) == 2
+    assert not file.exists()
+    first, second = (
+        next(iter(each["models"].values()))["results"] for each in (whole, json.loads(out))
+    )
+    assert first == second
+
+
+def test_models_are_compared(argv, done, folder, make_adapter, tmp_path):
+    argv = (argv[0], *argv[3:])
+    adapter = make_adapter("adapter")
+    models = ("--compare", folder, f"{folder}:{adapter}")
+    out = done(*argv, *models)
+    lines = out.splitlines()
+    at = lines.index(f"A: {folder}")
+    assert lines[at + 1] == f"B: {folder}:{adapter}"
+    rows = [line.split() for line in lines[at + 2 :]]
+    assert rows[0] == ["task", "metric", "questions", "A", "B", "B", "-", "A"]
+    assert [row[:3] for row in rows[1:4]] == [
+        ["choices", "acc", "4"],
+        ["choices", "acc_norm", "4"],
+        ["answers", "exact_match,first-word", "4"],
+    ]
+    for row in rows[1:4]:
+        first, second, difference, _, margin = row[3:]
+        assert abs(float(second) - float(first) - float(difference)) < 2e-4
+        assert 0 <= float(margin) < 2
+    assert lines[-1].startswith("± is half of the 95 % interval")
+    facts = json.loads(done(*argv, *models, "--json"))
+    assert len(facts["models"]) == 2
+    assert {d["metric"] for d in facts["differences"]} == {
+        "acc", "acc_norm", "exact_match,first-word",
+    }  # fmt: skip
+    assert all(d["of"] == str(folder) for d in facts["differences"])
+
+
+def test_models_are_compared_in_examples(folder, done, fails, make_adapter, tmp_path):
+    file = lines(tmp_path / "e.jsonl", *(example("ab"[i % 2], f"Who? {i}", "x") for i in range(5)))
+    models = ("--compare", folder, f"{folder}:{make_adapter('adapter')}", "--data", file)
+    rows = [row.split() for row in done("evaluate", *models).splitlines()[2:]]
+    assert [row[:4] for row in rows[1:4]] == [
+        ["a", "accuracy", "3", "0.0000"],
+        ["b", "accuracy", "2", "0.0000"],
+        ["all", "accuracy", "5", "0.0000"],
+    ]
+    assert rows[3][4:] == ["0.0000", "+0.0000", "±", "0.0000"]
+    facts = json.loads(done("evaluate", *models, "--json", "--constrained", "both"))
+    assert facts["models"][str(folder)]["a,constrained"] == 0
+    assert len(facts["differences"]) == 6
+    assert "--show-errors is for one model" in fails("evaluate", *models, "--show-errors", 1)
+
+
+def test_arguments_that_do_not_go_together(folder, fails, tasks):
+    for argv, says in [
+        (("--num-shots", 2), "--num-shots needs --tasks; leave it out"),
+        (("--apply-chat-template",), "--apply-chat-template needs --tasks"),
+        (("--tasks", "choices", "--show-errors", 1), "--show-errors is for the examples of a file"),
+        (("--tasks", "choices", "--data", "x.jsonl"), "both say what they answer"),
+        (("--compare", "a", "b", "--model", "c"), "both say which models run"),
+        (("--compare", folder), "--compare has one model"),
+        (("--compare", "a", "b", "--adapter-path", "c"), "write MODEL:ADAPTER"),
+        (
+            ("--tasks", "choice", "--include-path", tasks),
+            "no task 'choice' (did you mean choices?)",
+        ),
+        (("--tasks", "choices", "--include-path", tasks / "no"), "There is no folder"),
+    ]:
+        assert says in fails("evaluate", *argv)
+
+
+def test_without_lm_eval_the_error_says_how_to_install_it():
+    code = """
+import sys
+sys.modules["lm_eval"] = None
+from afm_mlx.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    ended = process("evaluate", "--tasks", "arc_easy", code=code)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(
+        "afm-mlx: error: The package lm-eval is not installed. Install it: "
+    )
+    assert "[evaluate]" in ended.stderr
