@@ -619,6 +619,9 @@ class RowPrefixes:
         """
         if row.prefix_key is None:
             return
+        start = row.scored_from
+        if start is not None and row.request.max_tokens == 0 and 1 < start == row.cached_tokens + 1:
+            return  # one of several continuations of a context: others begin where it begins
         tokens, count = [*row.request.prompt, *row.tokens], fed
         needs_snapshots = _needs_snapshots(cache)
         if count is None:

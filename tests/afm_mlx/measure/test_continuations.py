@@ -6,6 +6,7 @@ import pytest
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.row import Row
 from afm_mlx.errors import DataError
 from afm_mlx.measure.continuations import score_continuations
@@ -82,6 +83,23 @@ def test_a_context_is_computed_once(rng, kind, fed):
     fed.clear()
     list(score_continuations(model, WORDS, pairs, prefix_memory=0))
     assert fed == [102] * 4
+
+
+def test_continuations_of_a_shared_context_are_not_kept(rng, monkeypatch):
+    kept, keep = [], PrefixCache.keep
+
+    def counted(self, key, tokens, *more):
+        kept.append(len(tokens))
+        keep(self, key, tokens, *more)
+
+    monkeypatch.setattr(PrefixCache, "keep", counted)
+    model, context = tiny(rng), some_prompt(rng, 100)
+    list(score_continuations(model, WORDS, [(context, some_prompt(rng, 9)) for _ in range(4)]))
+    assert kept
+    assert set(kept) <= {99, 100}
+    kept.clear()
+    list(score_continuations(model, WORDS, [(context, some_prompt(rng, 9))]))
+    assert max(kept) >= 108  # another context may go on from there
 
 
 def test_contexts_that_begin_alike_share_their_beginning(rng, fed):
