@@ -343,8 +343,9 @@ class HarnessModel(TemplateLM):
         name = arrays_fingerprint(options, dict(tree_flatten(self.model.parameters())))
         self._file = folder / f"answers-{name[:16]}.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        with self._file.open("ab+") as file:
-            file.seek(0)
+        if not self._file.exists():
+            return self._file
+        with self._file.open("rb+") as file:
             content = file.read()
             whole = content.rfind(b"\n") + 1  # a process that was killed leaves part of a line
             file.truncate(whole)

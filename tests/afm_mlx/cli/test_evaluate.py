@@ -228,6 +228,12 @@ def test_models_are_compared_in_examples(folder, done, fails, make_adapter, tmp_
     assert "--show-errors is for one model" in fails("evaluate", *models, "--show-errors", 1)
 
 
+def test_a_task_that_fails_leaves_no_file(argv, fails, tasks, tmp_path):
+    (tasks / "choices.jsonl").unlink()
+    assert "lm-eval can't run choices, answers: FileNotFoundError" in fails(*argv)
+    assert [*(tmp_path / "out").iterdir()] == []
+
+
 def test_arguments_that_do_not_go_together(folder, fails, tasks):
     for argv, says in [
         (("--num-shots", 2), "--num-shots needs --tasks; leave it out"),
