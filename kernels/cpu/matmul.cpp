@@ -252,11 +252,32 @@ void add_outliers(const Prepared& x, const PackedMatrix& w, const Grid& grid, in
   }
 }
 
+// Rows whose scales and biases as float32 stay in the first-level cache until one vector meets them.
+constexpr int64_t kGridRows = 32;
+
+// Prefetches scales and biases of kGridRows rows from `begin` on, up to `end`.
+void prefetch_grid(const PackedMatrix& w, int64_t begin, int64_t end) {
+  for (const Floats& of : {w.scales, w.biases}) {
+    const int64_t row = w.groups * size_of(of.type);
+    const char* const data = static_cast<const char*>(of.data);
+    for (int64_t at = begin * row; of && at < std::min(begin + kGridRows, end) * row; at += 64) {
+      __builtin_prefetch(data + at);
+    }
+  }
+}
+
 // out (count, end - begin) = products of all vectors with rows [begin, end); prefetches `ahead` meanwhile
 void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const PrefetchRows& ahead,
               float* out, RowScratch& scratch) {
   if (x.path == Path::floats) return multiply_floats(x, w, begin, end, out, scratch);
   if (w.mode == Mode::palette) return multiply_palette(x, w, begin, end, ahead, out, scratch);
+  if (x.path == Path::vector && x.count == 1 && is_grouped(w) && end - begin > kGridRows) {
+    for (; begin < end; begin += kGridRows, out += kGridRows) {
+      prefetch_grid(w, begin + kGridRows, end);
+      multiply(x, w, begin, std::min(begin + kGridRows, end), ahead, out, scratch);
+    }
+    return;
+  }
   const Grid grid = is_grouped(w) ? grid_of_groups(w, begin, end, scratch) : grid_of_rows(w, begin, end, scratch);
   for (const Pass& pass : *x.passes) {
     const bool first = pass.vectors == nullptr;
@@ -299,6 +320,13 @@ void for_vectors(const Activations& x, const PackedMatrix& w, Work work) {
   for (int64_t start = 0; start < x.rows; start += step) work(start, std::min(step, x.rows - start));
 }
 
+// The place of piece `index` of `count`, which threads take in turn: pieces that follow each other in memory mostly go to
+// one thread, so that what it prefetches at the end of a piece is its own next one.
+int64_t place_of(int64_t index, int64_t count) {
+  const int64_t threads = ThreadPool::shared().threads(), run = index % threads;
+  return run * (count / threads) + std::min(run, count % threads) + index / threads;
+}
+
 // Calls body(begin, end) for stretches of the matrix's rows on all threads, after the adapters' pieces.
 template <class Body>
 void for_rows(const PackedMatrix& w, int64_t vectors, LowRankProduct& first, LowRankProduct* second, Body body) {
@@ -307,7 +335,7 @@ void for_rows(const PackedMatrix& w, int64_t vectors, LowRankProduct& first, Low
   auto take = [&](int64_t piece, int64_t) {
     if (piece < of_first) return first.shrink(piece);
     if (piece < pieces) return second->shrink(piece - of_first);
-    const int64_t begin = (piece - pieces) * step;
+    const int64_t begin = place_of(piece - pieces, stretches) * step;
     body(begin, std::min(begin + step, w.rows));
   };
   ThreadPool::shared().parallel_for(pieces + stretches, 1, take,
