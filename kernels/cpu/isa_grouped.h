@@ -101,7 +101,7 @@ inline void arrange_codes(const MatrixJob& job, int64_t row, int64_t rows, const
 #pragma GCC unroll 16
     for (int r = 0; r < kPanel; ++r) {
       const uint8_t* p = codes + smaller(r, rows - 1) * job.row_bytes;
-      __builtin_prefetch(p + 2 * kPanel * job.row_bytes, 0, 2);
+      if (at % 64 == 0) __builtin_prefetch(p + 2 * kPanel * job.row_bytes, 0, 2);
       in[r] = end - at >= Isa::kBytes ? Isa::load(p) : Isa::load_part(p, end - at);
     }
     transpose(in, turned);

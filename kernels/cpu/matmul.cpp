@@ -255,14 +255,12 @@ void add_outliers(const Prepared& x, const PackedMatrix& w, const Grid& grid, in
 // Rows whose scales and biases as float32 stay in the first-level cache until one vector meets them.
 constexpr int64_t kGridRows = 32;
 
-// Prefetches scales and biases of kGridRows rows from `begin` on, up to `end`.
-void prefetch_grid(const PackedMatrix& w, int64_t begin, int64_t end) {
+// Prefetches scales and biases of up to `rows` rows from `begin` on.
+void prefetch_grid(const PackedMatrix& w, int64_t begin, int64_t rows) {
   for (const Floats& of : {w.scales, w.biases}) {
-    const int64_t row = w.groups * size_of(of.type);
+    const int64_t row = w.groups * size_of(of.type), end = std::min(begin + rows, w.rows) * row;
     const char* const data = static_cast<const char*>(of.data);
-    for (int64_t at = begin * row; of && at < std::min(begin + kGridRows, end) * row; at += 64) {
-      __builtin_prefetch(data + at);
-    }
+    for (int64_t at = begin * row; of && at < end; at += 64) __builtin_prefetch(data + at);
   }
 }
 
@@ -273,11 +271,11 @@ void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t e
   if (w.mode == Mode::palette) return multiply_palette(x, w, begin, end, ahead, out, scratch);
   if (x.path == Path::vector && x.count == 1 && is_grouped(w) && end - begin > kGridRows) {
     for (; begin < end; begin += kGridRows, out += kGridRows) {
-      prefetch_grid(w, begin + kGridRows, end);
       multiply(x, w, begin, std::min(begin + kGridRows, end), ahead, out, scratch);
     }
     return;
   }
+  if (is_grouped(w)) prefetch_grid(w, end, end - begin);
   const Grid grid = is_grouped(w) ? grid_of_groups(w, begin, end, scratch) : grid_of_rows(w, begin, end, scratch);
   for (const Pass& pass : *x.passes) {
     const bool first = pass.vectors == nullptr;
@@ -307,7 +305,7 @@ int64_t vectors_at_once(const Activations& x, const PackedMatrix& w) {
 int64_t rows_at_once(const PackedMatrix& w, int64_t vectors) {
   constexpr int64_t kBytes = 256 << 10, kStep = 32, kFew = 16;
   if (vectors > 1 && path_of(w, vectors) != Path::matrix) return kStep;
-  if (vectors > kFew) return 2 * kStep;
+  if (vectors > kFew || (vectors > 1 && is_grouped(w))) return 2 * kStep;
   const int64_t by_size = kBytes / std::max<int64_t>(row_bytes(w), 1) / kStep * kStep;
   const int64_t by_share = w.rows / (8 * ThreadPool::shared().threads()) / kStep * kStep;
   return std::clamp<int64_t>(std::min(by_size, by_share), kStep, 2048);
