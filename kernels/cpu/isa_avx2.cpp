@@ -366,12 +366,13 @@ inline void add_words_rows(const MatrixJob& job, const FewStrip& strip, const ui
 #pragma GCC unroll 2
     for (int r = 0; r < ROWS; ++r) sums[v][r] = strip.first ? _mm256_setzero_si256() : all.integers[v][0][row + r];
   }
+  FewPrefetcher<ROWS> prefetcher(job, strip, codes, ahead);
   for (int64_t left = strip.bytes; left > 0; left -= Isa::kBytes, codes += Isa::kBytes, x += 32 * kFields) {
+    prefetcher.next();
     __m256i bytes[ROWS];
 #pragma GCC unroll 2
     for (int r = 0; r < ROWS; ++r) {
       const uint8_t* from = codes + r * job.row_bytes;
-      Isa::prefetch(from + ahead);
       bytes[r] = left >= Isa::kBytes ? Isa::load(from) : Isa::load_part(from, left);
     }
 #pragma GCC unroll 8
@@ -413,6 +414,7 @@ inline void add_few_rows(const MatrixJob& job, const FewStrip& strip, const uint
       for (int r = 0; r < ROWS; ++r) sums[v][d][r] = strip.first ? _mm256_setzero_si256() : all.integers[v][d][row + r];
     }
   }
+  FewPrefetcher<ROWS> prefetcher(job, strip, codes, ahead);
   for (int64_t left = strip.bytes; left > 0;) {
     __m256i pairs[VECTORS][DIGITS][ROWS];
 #pragma GCC unroll 4
@@ -425,11 +427,11 @@ inline void add_few_rows(const MatrixJob& job, const FewStrip& strip, const uint
     }
     for (const int64_t end = left > kSteps ? left - kSteps : 0; left > end;
          left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock) {
+      prefetcher.next();
       __m256i bytes[ROWS];
 #pragma GCC unroll 2
       for (int r = 0; r < ROWS; ++r) {
         const uint8_t* from = codes + r * job.row_bytes;
-        Isa::prefetch(from + ahead);
         bytes[r] = left >= Isa::kBytes ? Isa::load(from) : Isa::load_part(from, left);
       }
 #pragma GCC unroll 4

@@ -166,12 +166,13 @@ inline void add_few_rows(const MatrixJob& job, const FewStrip& strip, const uint
       }
     }
   }
+  FewPrefetcher<ROWS> prefetcher(job, strip, codes, ahead);
   for (int64_t left = strip.bytes; left > 0; left -= 64, codes += 64, x += 64 * kFields * DIGITS) {
+    prefetcher.next();
     __m512i bytes[ROWS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       const uint8_t* from = codes + r * job.row_bytes;
-      Isa::prefetch(from + ahead);
       bytes[r] = left >= 64 ? Isa::load(from) : Isa::load_part(from, left);
     }
 #pragma GCC unroll 4

@@ -89,7 +89,8 @@ inline void plan(const GroupedJob& job, int64_t block, int64_t blocks, Strip& st
   }
 }
 
-// Codes of a strip of up to kPanel rows, a byte each: four codes of every row, then the next four, `stride` bytes apart.
+// Codes of a strip of up to kPanel rows, a byte each: four codes of every row, then the next four, `stride` bytes
+// apart.
 template <int BITS>
 inline void arrange_codes(const MatrixJob& job, int64_t row, int64_t rows, const Strip& strip, int64_t stride,
                           uint8_t* out) {
