@@ -53,8 +53,12 @@ class Traceable(Protocol):
 class _TracedCache:
     """A block's cache while a step is traced; its arrays are arguments of the trace."""
 
-    def __init__(self, opened: OpenTail, lengths: mx.array):
+    def __init__(self, opened: OpenTail):
         self._opened, self.tail = opened, opened.tail
+
+    @classmethod
+    def of_blocks(cls, opened: Sequence[OpenTail], lengths: mx.array) -> list[Any]:
+        return [cls(each) for each in opened]
 
     def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail:
         return self._opened
@@ -66,19 +70,25 @@ class _TracedCache:
 class _TracedZooCache(ZooKVCache):
     """The same for a block of a zoo model, which sees one new token of every row."""
 
-    def __init__(self, opened: OpenTail, lengths: mx.array):
-        self._opened, self.tail, self._new_lengths = opened, opened.tail, lengths
+    def __init__(self, opened: OpenTail, lengths: mx.array, offset: mx.array, ends: mx.array):
+        self._opened, self.tail = opened, opened.tail
+        self._seen, self._offset, self._ends = lengths, offset, ends
+
+    @classmethod
+    def of_blocks(cls, opened: Sequence[OpenTail], lengths: mx.array) -> list[Any]:
+        offset, ends = lengths - 1, lengths - opened[0].starts  # computed once for all blocks
+        return [cls(each, lengths, offset, ends) for each in opened]
 
     @property
     def offset(self) -> mx.array:
-        return self._new_lengths - 1
+        return self._offset
 
     def make_mask(self, *args: object, **options: object) -> None:
         return None
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, mask: object) -> mx.array:
         kv = mx.concatenate([keys, values], axis=1)
-        y, self.tail = self._opened.attend(queries, kv, self._new_lengths)
+        y, self.tail = self._opened.attend(queries, kv, self._seen, self._ends)
         return y
 
 
@@ -148,7 +158,7 @@ class DecodeStep(threading.local):
         cache: Sequence[KVCache],
         opened: tuple[list[mx.array], list[mx.array], mx.array],
         head: object,
-        traced_cache: Callable[[OpenTail, mx.array], Any],
+        caches: type[_TracedCache | _TracedZooCache],
         compute: Callable[[mx.array, mx.array, list[Any]], T],
     ) -> T:
         """Replay `compute(inputs, lengths, traced caches)`, after tracing it if no trace fits."""
@@ -171,7 +181,7 @@ class DecodeStep(threading.local):
                 *choices: object,
             ) -> tuple[T, list[mx.array]]:
                 pairs = zip(buffers, tails, strict=True)
-                traced = [traced_cache(OpenTail(*pair, starts), lengths) for pair in pairs]
+                traced = caches.of_blocks([OpenTail(*pair, starts) for pair in pairs], lengths)
                 return compute(inputs, lengths, traced), [entry.tail for entry in traced]
 
             self.replays[head] = replay.Replay(step, model.state)

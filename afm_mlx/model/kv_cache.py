@@ -50,7 +50,7 @@ class OpenTail(NamedTuple):
     starts: mx.array  # (B,) int32, columns of each row in the buffer
 
     def attend(
-        self, queries: mx.array, kv: mx.array, lengths: mx.array
+        self, queries: mx.array, kv: mx.array, lengths: mx.array, ends: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Return the attention of one new token of every row, and the tail with its keys and values.
 
@@ -58,8 +58,9 @@ class OpenTail(NamedTuple):
             queries: (B, n_heads, 1, head_dim), the shape of the attention.
             kv: (B, 2 * n_kv_heads, 1, head_dim), the tokens' keys and then their values.
             lengths: (B,) int32, columns that each row's token sees, its own included.
+            ends: (B,) int32, how many of them are in the tail, `lengths - starts`.
         """
-        tail = write_tokens(self.tail, kv.astype(self.tail.dtype), lengths - self.starts)
+        tail = write_tokens(self.tail, kv.astype(self.tail.dtype), ends)
         stored = KeyValues(self.buffer, tail=tail, starts=self.starts)
         y = decode_attention(queries, stored, lengths)
         assert isinstance(y, mx.array)
@@ -530,7 +531,8 @@ class ZooKVCache(KVCache):
         if kv.shape[2] == 1 and not self.empty() and reads_tails(kv.dtype, kv.shape[3]):
             lengths = self.decode_lengths()
             assert lengths is not None
-            y, tail = self.open_tail(kv.shape[1], kv.shape[3]).attend(queries, kv, lengths)
+            opened = self.open_tail(kv.shape[1], kv.shape[3])
+            y, tail = opened.attend(queries, kv, lengths, lengths - opened.starts)
             self.take_tail(tail)
             return y
         self.update(kv)
