@@ -36,6 +36,7 @@ from afm_mlx.engine.sampling import Draw, draw, sample
 from afm_mlx.engine.scheduler import Scheduler
 from afm_mlx.engine.speculation.draft_tokens import Draft
 from afm_mlx.engine.speculation.drafting import Drafting
+from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import is_afm
 
@@ -83,6 +84,7 @@ class DecodeBatch:
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
         self._scheduler, self._drafting = scheduler, drafting
         self.batch = RowBatch(caches.by_block)
+        self._zoo_step = DecodeStep()
         self.submitted: SubmittedStep | None = None
         # (B, vocab_size) logits of the batch's rows, whose tokens wait for the step before to be read back.
         self._logits: mx.array | None = None
@@ -135,7 +137,10 @@ class DecodeBatch:
                     row.sampled += 1
                 self._submit(SubmittedStep(rows, tokens.astype(mx.int32), max_logits, None))
                 return
-            logits = self._model(batch.inputs[:, None], cache=batch.cache)[:, -1]
+            if self._is_afm:
+                logits = self._model(batch.inputs[:, None], cache=batch.cache)[:, -1]
+            else:
+                logits = self._zoo_step.zoo_logits(self._model, batch.inputs[:, None], batch.cache)
         if has_constraints:
             mx.async_eval(logits)
             self._logits = logits

@@ -14,10 +14,18 @@ from typing import Any, Protocol, TypeVar
 import mlx.core as mx
 
 from afm_mlx.config import ModelConfig
-from afm_mlx.kernels import dispatch, replay
+from afm_mlx.kernels import dispatch, reads_tails, replay
 from afm_mlx.model.attention import Positions
 from afm_mlx.model.fused_layers import adapters_layout
-from afm_mlx.model.kv_cache import KVCache, OpenTail, TailWriter, open_tails, take_tails
+from afm_mlx.model.kv_cache import (
+    Cache,
+    KVCache,
+    OpenTail,
+    TailWriter,
+    ZooKVCache,
+    open_tails,
+    take_tails,
+)
 
 MAX_TRACES = 64
 """Traces that are kept; one takes some 0.4 MB for the embedded model, and 0.9 MB for the 3B.
@@ -45,9 +53,12 @@ class Traceable(Protocol):
 class _TracedCache:
     """A block's cache while a step is traced; its arrays are arguments of the trace."""
 
-    def __init__(self, *opened: mx.array):
-        self._opened = OpenTail(*opened)
-        self.tail = self._opened.tail
+    def __init__(self, opened: OpenTail):
+        self._opened, self.tail = opened, opened.tail
+
+    @classmethod
+    def of_blocks(cls, opened: Sequence[OpenTail], lengths: mx.array) -> list[Any]:
+        return [cls(each) for each in opened]
 
     def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail:
         return self._opened
@@ -56,8 +67,33 @@ class _TracedCache:
         self.tail = tail
 
 
+class _TracedZooCache(ZooKVCache):
+    """The same for a block of a zoo model, which sees one new token of every row."""
+
+    def __init__(self, opened: OpenTail, lengths: mx.array, offset: mx.array, ends: mx.array):
+        self._opened, self.tail = opened, opened.tail
+        self._seen, self._offset, self._ends = lengths, offset, ends
+
+    @classmethod
+    def of_blocks(cls, opened: Sequence[OpenTail], lengths: mx.array) -> list[Any]:
+        offset, ends = lengths - 1, lengths - opened[0].starts  # computed once for all blocks
+        return [cls(each, lengths, offset, ends) for each in opened]
+
+    @property
+    def offset(self) -> mx.array:
+        return self._offset
+
+    def make_mask(self, *args: object, **options: object) -> None:
+        return None
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, mask: object) -> mx.array:
+        kv = mx.concatenate([keys, values], axis=1)
+        y, self.tail = self._opened.attend(queries, kv, self._seen, self._ends)
+        return y
+
+
 class DecodeStep(threading.local):
-    """A replayed graph of `forward` and a head, for the next tokens of every row over caches with a tail.
+    """Replayed graphs of a model's step, for the next tokens of every row over caches with a tail.
 
     Each thread has its own traces: `replays`, one for each head, with the graphs of all `keys`.
     """
@@ -88,8 +124,45 @@ class DecodeStep(threading.local):
         caches of the writing blocks. `head` maps the model and its hidden states to a tree of arrays. Traces
         are kept by function object, so every call has to pass the same one.
         """
-        heads, head_dim, count = 2 * model.args.num_kv_heads, model.args.head_dim, inputs.shape[1]
-        buffers, tails, starts = open_tails(cache, heads, head_dim, count)
+
+        def compute(tokens: mx.array, ends: mx.array, traced: Sequence[TailWriter]) -> T:
+            return head(model, model.forward(tokens, Positions(ends - 1, None, ends), traced))
+
+        sizes = 2 * model.args.num_kv_heads, model.args.head_dim
+        opened = open_tails(cache, *sizes, inputs.shape[1])
+        return self._run(model, inputs, lengths, cache, opened, head, _TracedCache, compute)
+
+    def zoo_logits(self, model: Any, inputs: mx.array, cache: Cache) -> mx.array:
+        """Return the logits (B, vocab_size) of a zoo model behind the last tokens (B, 1) of every row.
+
+        The step is replayed over the caches of `ZooKVCache` that hold tokens, and run as it is over others.
+        The caches grow by a token.
+        """
+        if not _takes_zoo_step(model, cache):
+            logits: mx.array = model(inputs, cache=cache)[:, -1]
+            return logits
+
+        def compute(tokens: mx.array, ends: mx.array, traced: Sequence[ZooKVCache]) -> mx.array:
+            logits: mx.array = model(tokens, cache=traced)[:, -1]
+            return logits
+
+        lengths, (_, heads, _, head_dim) = cache[0].decode_lengths(), cache[0].buffer.shape
+        opened = open_tails(cache, heads, head_dim, 1)
+        return self._run(model, inputs, lengths, cache, opened, None, _TracedZooCache, compute)
+
+    def _run(
+        self,
+        model: Any,
+        inputs: mx.array,
+        lengths: mx.array,
+        cache: Sequence[KVCache],
+        opened: tuple[list[mx.array], list[mx.array], mx.array],
+        head: object,
+        caches: type[_TracedCache | _TracedZooCache],
+        compute: Callable[[mx.array, mx.array, list[Any]], T],
+    ) -> T:
+        """Replay `compute(inputs, lengths, traced caches)`, after tracing it if no trace fits."""
+        buffers, tails, starts = opened
         # Another choice of kernels needs another trace, and so do adapters with another layout.
         choices = (dispatch.device(), dispatch.generation(), adapters_layout(model))
         key = (head, *inputs.shape, *buffers[0].shape, buffers[0].dtype, *choices)
@@ -98,25 +171,31 @@ class DecodeStep(threading.local):
             self.keys.clear()
         self.keys.add(key)
         if head not in self.replays:
-            self.replays[head] = _replay(model, head)
+
+            def step(
+                inputs: mx.array,
+                lengths: mx.array,
+                starts: mx.array,
+                buffers: list[mx.array],
+                tails: list[mx.array],
+                *choices: object,
+            ) -> tuple[T, list[mx.array]]:
+                pairs = zip(buffers, tails, strict=True)
+                traced = caches.of_blocks([OpenTail(*pair, starts) for pair in pairs], lengths)
+                return compute(inputs, lengths, traced), [entry.tail for entry in traced]
+
+            self.replays[head] = replay.Replay(step, model.state)
         arrays = (inputs, lengths, starts, buffers, tails)
         result, tails = self.replays[head](*arrays, constants=choices)
-        take_tails(cache, tails, count)
+        take_tails(cache, tails, inputs.shape[1])
         return result
 
 
-def _replay(model: M, head: Callable[[M, mx.array], T]) -> replay.Replay:
-    def step(
-        inputs: mx.array,
-        lengths: mx.array,
-        starts: mx.array,
-        buffers: list[mx.array],
-        tails: list[mx.array],
-        *choices: object,
-    ) -> tuple[T, list[mx.array]]:
-        pairs = zip(buffers, tails, strict=True)
-        cache = [_TracedCache(buffer, tail, starts) for buffer, tail in pairs]
-        h = model.forward(inputs, Positions(lengths - 1, None, lengths), cache)
-        return head(model, h), [entry.tail for entry in cache]
-
-    return replay.Replay(step, model.state)
+def _takes_zoo_step(model: Any, cache: Cache) -> bool:
+    """True if a zoo model's next step can be replayed: in eval mode, over equal caches that hold tokens."""
+    if model.training or not all(isinstance(entry, ZooKVCache) for entry in cache):
+        return False
+    if any(entry.empty() for entry in cache) or not replay.is_available():
+        return False
+    forms = {(*entry.buffer.shape, entry.buffer.dtype) for entry in cache}
+    return len(forms) == 1 and reads_tails(cache[0].buffer.dtype, cache[0].buffer.shape[3])

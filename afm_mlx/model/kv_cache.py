@@ -49,6 +49,23 @@ class OpenTail(NamedTuple):
     tail: mx.array  # (B, 2 * n_kv_heads, TAIL, head_dim), the newest tokens' columns
     starts: mx.array  # (B,) int32, columns of each row in the buffer
 
+    def attend(
+        self, queries: mx.array, kv: mx.array, lengths: mx.array, ends: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Return the attention of one new token of every row, and the tail with its keys and values.
+
+        Args:
+            queries: (B, n_heads, 1, head_dim), the shape of the attention.
+            kv: (B, 2 * n_kv_heads, 1, head_dim), the tokens' keys and then their values.
+            lengths: (B,) int32, columns that each row's token sees, its own included.
+            ends: (B,) int32, how many of them are in the tail, `lengths - starts`.
+        """
+        tail = write_tokens(self.tail, kv.astype(self.tail.dtype), ends)
+        stored = KeyValues(self.buffer, tail=tail, starts=self.starts)
+        y = decode_attention(queries, stored, lengths)
+        assert isinstance(y, mx.array)
+        return y, tail
+
 
 class TailWriter(Protocol):
     """A cache whose tail a decode step writes: a `KVCache`, or its stand-in while a step is traced.
@@ -514,11 +531,9 @@ class ZooKVCache(KVCache):
         if kv.shape[2] == 1 and not self.empty() and reads_tails(kv.dtype, kv.shape[3]):
             lengths = self.decode_lengths()
             assert lengths is not None
-            buffer, tail, starts = self.open_tail(kv.shape[1], kv.shape[3])
-            tail = write_tokens(tail, kv.astype(tail.dtype), lengths - starts)
+            opened = self.open_tail(kv.shape[1], kv.shape[3])
+            y, tail = opened.attend(queries, kv, lengths, lengths - opened.starts)
             self.take_tail(tail)
-            y = decode_attention(queries, KeyValues(buffer, tail=tail, starts=starts), lengths)
-            assert isinstance(y, mx.array)
             return y
         self.update(kv)
         stored = KeyValues(self.in_use())

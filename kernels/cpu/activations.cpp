@@ -18,7 +18,8 @@ class Preparation {
     const bool as_vector = out.path == Path::vector || (own_matrix && w.bits <= kernels().matrix_as_vector);
     layout_.bits = w.bits;
     layout_.bytes = as_vector ? kernels().vector_bytes : 8 * w.bits;
-    may_be_words_ = out.path == Path::matrix && kernels().words;
+    may_be_words_ = out.path == Path::matrix && kernels().words &&
+                    (w.mode == Mode::palette || !is_grouped(w) || w.bits > kernels().grouped_as_digits);
     always_words_ = !as_vector;
     scratch.passes.clear();
     if (x.norm) {

@@ -164,8 +164,10 @@ struct Kernels {
   void (*matrix)(const MatrixJob& job);
   int matrix_as_vector;
 
-  // True if the kernels of several vectors want `Layout::words`; of one digit not in blocks of `vector_bytes`.
+  // True if the kernels of several vectors want `Layout::words`; of one digit not in blocks of `vector_bytes`, and
+  // `grouped_matrix` not for codes of at most `grouped_as_digits` bits.
   bool words;
+  int grouped_as_digits;
 
   // For two vectors and more where rows have several scales; null where `vector` is called for each.
   void (*grouped_matrix)(const GroupedJob& job);

@@ -285,6 +285,72 @@ using GroupTile = Words<BITS>;
 namespace afm {
 namespace {
 
+// ---- What isa_grouped.h asks for
+
+inline void transpose(const __m256i (&rows)[8], __m256i (&out)[8]) {
+  __m256i quads[4][2];  // [c][i]: columns c and 4 + c of rows 4 i to 4 i + 3
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m256i a = _mm256_unpacklo_epi32(rows[4 * i], rows[4 * i + 1]);
+    const __m256i b = _mm256_unpackhi_epi32(rows[4 * i], rows[4 * i + 1]);
+    const __m256i c = _mm256_unpacklo_epi32(rows[4 * i + 2], rows[4 * i + 3]);
+    const __m256i d = _mm256_unpackhi_epi32(rows[4 * i + 2], rows[4 * i + 3]);
+    quads[0][i] = _mm256_unpacklo_epi64(a, c);
+    quads[1][i] = _mm256_unpackhi_epi64(a, c);
+    quads[2][i] = _mm256_unpacklo_epi64(b, d);
+    quads[3][i] = _mm256_unpackhi_epi64(b, d);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    out[c] = _mm256_permute2x128_si256(quads[c][0], quads[c][1], 0x20);
+    out[4 + c] = _mm256_permute2x128_si256(quads[c][0], quads[c][1], 0x31);
+  }
+}
+template <int BITS>
+inline __m256i field(__m256i bytes, int p) {
+  return Isa::field<BITS>(bytes, p);
+}
+inline __m256i spread_four(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, sizeof four);
+  __m256i v = _mm256_set1_epi32(four);
+  asm("" : "+x"(v));  // loaded once for all panels
+  return v;
+}
+inline void add_fours(__m256i& sum, __m256i codes, __m256i digits) {
+  add_words16(sum, _mm256_maddubs_epi16(codes, digits));
+}
+inline __m256i add_integers(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+inline __m256 to_floats(__m256i v) { return _mm256_cvtepi32_ps(v); }
+
+// Each adds up to 2 * (2^BITS - 1) * 128 to an int16.
+template <int BITS>
+constexpr int kPendingFours = BITS == 2 ? 42 : 8;
+
+template <int DIGITS>
+inline __m256i total(__m256i high, __m256i low) {
+  const __m256i sum = _mm256_madd_epi16(low, _mm256_set1_epi16(1));
+  return DIGITS == 1 ? sum : _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), sum);
+}
+
+template <int DIGITS>
+constexpr int kGroupedVectors = 6 / DIGITS;  // 12 pending sums, and registers for two panels' codes and four digits
+
+}  // namespace
+}  // namespace afm
+
+#include "isa_grouped.h"
+
+namespace afm {
+namespace {
+
+void grouped_matrix_avx2(const GroupedJob& job) {
+  const bool two = job.job.digits == 2;
+  if (job.job.bits == 2) return two ? multiply_panels<2, 2>(job) : multiply_panels<2, 1>(job);
+  if (job.job.bits == 4) return two ? multiply_panels<4, 2>(job) : multiply_panels<4, 1>(job);
+  grouped_matrix(job);
+}
+
 // ---- Codes of 2 or 4 bits with one scale per row
 
 // Codes as int16 times integers of 16 bits, see Layout::words. A step adds 2 * 15 * 32639 to a sum at most, which holds
@@ -300,12 +366,13 @@ inline void add_words_rows(const MatrixJob& job, const FewStrip& strip, const ui
 #pragma GCC unroll 2
     for (int r = 0; r < ROWS; ++r) sums[v][r] = strip.first ? _mm256_setzero_si256() : all.integers[v][0][row + r];
   }
+  FewPrefetcher<ROWS> prefetcher(job, strip, codes, ahead);
   for (int64_t left = strip.bytes; left > 0; left -= Isa::kBytes, codes += Isa::kBytes, x += 32 * kFields) {
+    prefetcher.next();
     __m256i bytes[ROWS];
 #pragma GCC unroll 2
     for (int r = 0; r < ROWS; ++r) {
       const uint8_t* from = codes + r * job.row_bytes;
-      Isa::prefetch(from + ahead);
       bytes[r] = left >= Isa::kBytes ? Isa::load(from) : Isa::load_part(from, left);
     }
 #pragma GCC unroll 8
@@ -347,6 +414,7 @@ inline void add_few_rows(const MatrixJob& job, const FewStrip& strip, const uint
       for (int r = 0; r < ROWS; ++r) sums[v][d][r] = strip.first ? _mm256_setzero_si256() : all.integers[v][d][row + r];
     }
   }
+  FewPrefetcher<ROWS> prefetcher(job, strip, codes, ahead);
   for (int64_t left = strip.bytes; left > 0;) {
     __m256i pairs[VECTORS][DIGITS][ROWS];
 #pragma GCC unroll 4
@@ -359,11 +427,11 @@ inline void add_few_rows(const MatrixJob& job, const FewStrip& strip, const uint
     }
     for (const int64_t end = left > kSteps ? left - kSteps : 0; left > end;
          left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock) {
+      prefetcher.next();
       __m256i bytes[ROWS];
 #pragma GCC unroll 2
       for (int r = 0; r < ROWS; ++r) {
         const uint8_t* from = codes + r * job.row_bytes;
-        Isa::prefetch(from + ahead);
         bytes[r] = left >= Isa::kBytes ? Isa::load(from) : Isa::load_part(from, left);
       }
 #pragma GCC unroll 4
@@ -432,7 +500,8 @@ const Kernels* avx2_kernels() {
     k.vector = vector_avx2;
     k.matrix = matrix_avx2;
     k.matrix_as_vector = 4;
-    k.grouped_matrix = grouped_matrix;
+    k.grouped_matrix = grouped_matrix_avx2;
+    k.grouped_as_digits = 4;
     k.palette_bits = 4;
     k.palette_vector = palette_vector;
     k.palette_matrix = palette_matrix;

@@ -7,12 +7,76 @@
 #include "isa_common.h"
 
 #include "isa_few.h"
-#include "isa_avx512_grouped.h"
 #include "isa_avx512_quantize.h"
 #include "palette_vbmi.h"
 
 namespace afm {
 namespace {
+
+// ---- What isa_grouped.h asks for
+
+// out[i] = number i of every row: a transposition of 16 x 16.
+inline void transpose(const __m512i (&rows)[16], __m512i (&out)[16]) {
+  __m512i quads[4][4];  // [c][i]: columns c, 4 + c, 8 + c, 12 + c of rows 4 i to 4 i + 3
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i a = _mm512_unpacklo_epi32(rows[4 * i], rows[4 * i + 1]);
+    const __m512i b = _mm512_unpackhi_epi32(rows[4 * i], rows[4 * i + 1]);
+    const __m512i c = _mm512_unpacklo_epi32(rows[4 * i + 2], rows[4 * i + 3]);
+    const __m512i d = _mm512_unpackhi_epi32(rows[4 * i + 2], rows[4 * i + 3]);
+    quads[0][i] = _mm512_unpacklo_epi64(a, c);
+    quads[1][i] = _mm512_unpackhi_epi64(a, c);
+    quads[2][i] = _mm512_unpacklo_epi64(b, d);
+    quads[3][i] = _mm512_unpackhi_epi64(b, d);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i a = _mm512_shuffle_i32x4(quads[c][0], quads[c][1], 0x44);
+    const __m512i b = _mm512_shuffle_i32x4(quads[c][2], quads[c][3], 0x44);
+    const __m512i d = _mm512_shuffle_i32x4(quads[c][0], quads[c][1], 0xee);
+    const __m512i e = _mm512_shuffle_i32x4(quads[c][2], quads[c][3], 0xee);
+    out[c] = _mm512_shuffle_i32x4(a, b, 0x88);
+    out[4 + c] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    out[8 + c] = _mm512_shuffle_i32x4(d, e, 0x88);
+    out[12 + c] = _mm512_shuffle_i32x4(d, e, 0xdd);
+  }
+}
+
+inline __m512i spread_four(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, sizeof four);
+  return _mm512_set1_epi32(four);
+}
+inline void add_fours(__m512i& sum, __m512i codes, __m512i digits) { multiply_add_registers(sum, codes, digits); }
+inline __m512i add_integers(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
+inline __m512 to_floats(__m512i v) { return _mm512_cvtepi32_ps(v); }
+
+template <int BITS>
+constexpr int kPendingFours = 64;
+
+template <int DIGITS>
+inline __m512i total(__m512i high, __m512i low) {
+  return DIGITS == 1 ? low : _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+}
+
+// 16 or 12 pending sums hide the latency of vpdpbusd, and leave registers for as many totals.
+template <int DIGITS>
+constexpr int kGroupedVectors = DIGITS == 2 ? 4 : 6;
+
+}  // namespace
+}  // namespace afm
+
+#include "isa_grouped.h"
+
+namespace afm {
+namespace {
+
+void grouped_matrix(const GroupedJob& job) {
+  const bool two = job.job.digits == 2;
+  if (job.job.bits == 2) return two ? multiply_panels<2, 2>(job) : multiply_panels<2, 1>(job);
+  if (job.job.bits == 4) return two ? multiply_panels<4, 2>(job) : multiply_panels<4, 1>(job);
+  return two ? multiply_panels<8, 2>(job) : multiply_panels<8, 1>(job);
+}
 
 constexpr int64_t kFewVectors = 16;
 constexpr int kRows = 4;  // times four digits of vectors: 16 pending sums, and loads at half their limit
@@ -102,12 +166,13 @@ inline void add_few_rows(const MatrixJob& job, const FewStrip& strip, const uint
       }
     }
   }
+  FewPrefetcher<ROWS> prefetcher(job, strip, codes, ahead);
   for (int64_t left = strip.bytes; left > 0; left -= 64, codes += 64, x += 64 * kFields * DIGITS) {
+    prefetcher.next();
     __m512i bytes[ROWS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       const uint8_t* from = codes + r * job.row_bytes;
-      Isa::prefetch(from + ahead);
       bytes[r] = left >= 64 ? Isa::load(from) : Isa::load_part(from, left);
     }
 #pragma GCC unroll 4

@@ -28,6 +28,31 @@ struct FewStrip {
   bool first, last;
 };
 
+// Prefetches while codes of ROWS rows are multiplied: where a strip is a whole row, as RowsPrefetcher does, else the same
+// strip of the rows that are `ahead` bytes behind.
+template <int ROWS>
+class FewPrefetcher {
+ public:
+  FewPrefetcher(const MatrixJob& job, const FewStrip& strip, const uint8_t* codes, int64_t ahead)
+      : in_order_(strip.first && strip.last),
+        row_bytes_(job.row_bytes),
+        rows_(codes, job.row_bytes),
+        at_(codes + ahead) {}
+
+  // For the next Isa::kBytes of every row.
+  void next() {
+    if (in_order_) return rows_.next();
+    for (int r = 0; r < ROWS; ++r) Isa::prefetch(at_ + r * row_bytes_);
+    at_ += Isa::kBytes;
+  }
+
+ private:
+  const bool in_order_;
+  const int64_t row_bytes_;
+  RowsPrefetcher<ROWS> rows_;
+  const uint8_t* at_;
+};
+
 // What strips of a panel add up for a tile: integers, and their floats after the last strip.
 template <int DIGITS, int VECTORS>
 struct FewSums {

@@ -252,11 +252,30 @@ void add_outliers(const Prepared& x, const PackedMatrix& w, const Grid& grid, in
   }
 }
 
+// Rows whose scales and biases as float32 stay in the first-level cache until one vector meets them.
+constexpr int64_t kGridRows = 32;
+
+// Prefetches scales and biases of up to `rows` rows from `begin` on.
+void prefetch_grid(const PackedMatrix& w, int64_t begin, int64_t rows) {
+  for (const Floats& of : {w.scales, w.biases}) {
+    const int64_t row = w.groups * size_of(of.type), end = std::min(begin + rows, w.rows) * row;
+    const char* const data = static_cast<const char*>(of.data);
+    for (int64_t at = begin * row; of && at < end; at += 64) __builtin_prefetch(data + at);
+  }
+}
+
 // out (count, end - begin) = products of all vectors with rows [begin, end); prefetches `ahead` meanwhile
 void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const PrefetchRows& ahead,
               float* out, RowScratch& scratch) {
   if (x.path == Path::floats) return multiply_floats(x, w, begin, end, out, scratch);
   if (w.mode == Mode::palette) return multiply_palette(x, w, begin, end, ahead, out, scratch);
+  if (x.path == Path::vector && x.count == 1 && is_grouped(w) && end - begin > kGridRows) {
+    for (; begin < end; begin += kGridRows, out += kGridRows) {
+      multiply(x, w, begin, std::min(begin + kGridRows, end), ahead, out, scratch);
+    }
+    return;
+  }
+  if (is_grouped(w)) prefetch_grid(w, end, end - begin);
   const Grid grid = is_grouped(w) ? grid_of_groups(w, begin, end, scratch) : grid_of_rows(w, begin, end, scratch);
   for (const Pass& pass : *x.passes) {
     const bool first = pass.vectors == nullptr;
@@ -286,7 +305,7 @@ int64_t vectors_at_once(const Activations& x, const PackedMatrix& w) {
 int64_t rows_at_once(const PackedMatrix& w, int64_t vectors) {
   constexpr int64_t kBytes = 256 << 10, kStep = 32, kFew = 16;
   if (vectors > 1 && path_of(w, vectors) != Path::matrix) return kStep;
-  if (vectors > kFew) return 2 * kStep;
+  if (vectors > kFew || (vectors > 1 && is_grouped(w))) return 2 * kStep;
   const int64_t by_size = kBytes / std::max<int64_t>(row_bytes(w), 1) / kStep * kStep;
   const int64_t by_share = w.rows / (8 * ThreadPool::shared().threads()) / kStep * kStep;
   return std::clamp<int64_t>(std::min(by_size, by_share), kStep, 2048);
@@ -299,6 +318,13 @@ void for_vectors(const Activations& x, const PackedMatrix& w, Work work) {
   for (int64_t start = 0; start < x.rows; start += step) work(start, std::min(step, x.rows - start));
 }
 
+// The place of piece `index` of `count`, which threads take in turn: pieces that follow each other in memory mostly go to
+// one thread, so that what it prefetches at the end of a piece is its own next one.
+int64_t place_of(int64_t index, int64_t count) {
+  const int64_t threads = ThreadPool::shared().threads(), run = index % threads;
+  return run * (count / threads) + std::min(run, count % threads) + index / threads;
+}
+
 // Calls body(begin, end) for stretches of the matrix's rows on all threads, after the adapters' pieces.
 template <class Body>
 void for_rows(const PackedMatrix& w, int64_t vectors, LowRankProduct& first, LowRankProduct* second, Body body) {
@@ -307,7 +333,7 @@ void for_rows(const PackedMatrix& w, int64_t vectors, LowRankProduct& first, Low
   auto take = [&](int64_t piece, int64_t) {
     if (piece < of_first) return first.shrink(piece);
     if (piece < pieces) return second->shrink(piece - of_first);
-    const int64_t begin = (piece - pieces) * step;
+    const int64_t begin = place_of(piece - pieces, stretches) * step;
     body(begin, std::min(begin + step, w.rows));
   };
   ThreadPool::shared().parallel_for(pieces + stretches, 1, take,

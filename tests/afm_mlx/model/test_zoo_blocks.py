@@ -9,6 +9,8 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.kernels import dispatch
+from afm_mlx.kernels.cpu import extension
+from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.kv_cache import STEP, TAIL, ZooKVCache
 from afm_mlx.model.zoo_blocks import LlamaBlock, Qwen3Block, replace_blocks
 from afm_mlx.quantization.quantize_model import quantize_model
@@ -107,6 +109,39 @@ def test_rows_of_different_lengths_get_the_tokens_of_mlx_lms_blocks(rng):
     more = Request([3, 5], max_tokens=4, cache=kept)
     engine.submit(more)
     assert [r.token for r in engine.run()] == naive_greedy(theirs, [*fed, 3, 5], 4)
+
+
+@pytest.mark.skipif(extension.module() is None, reason=extension.unavailable())
+@pytest.mark.parametrize("lengths", [[5], [STEP - 3, 4]])
+def test_a_replayed_step_has_the_bits_of_the_step_run_as_it_is(rng, lengths):
+    """The newest columns move to the buffer meanwhile, and the buffer grows."""
+    _, ours = both(str(rng.choice(["llama", "qwen3"])), rng, "affine")
+
+    def filled():
+        rows = [make_prompt_cache(ours) for _ in lengths]
+        for cache, length in zip(rows, lengths, strict=True):
+            ours(mx.arange(length)[None] % VOCAB, cache=cache)
+        return [ZooKVCache.of_rows(entries) for entries in zip(*rows, strict=True)]
+
+    step, cache, twin = DecodeStep(), filled(), filled()
+    for i in range(TAIL + 2):
+        tokens = mx.full((len(lengths), 1), 3 + i % 50, dtype=mx.int32)
+        got = step.zoo_logits(ours, tokens, cache)
+        assert mx.array_equal(got, ours(tokens, cache=twin)[:, -1]), i
+    assert step.replays
+    assert cache[0].lengths == twin[0].lengths
+    assert mx.array_equal(cache[0].in_use(), twin[0].in_use())
+
+
+def test_no_step_is_replayed_without_tokens_or_while_training(rng):
+    _, ours = both("llama", rng)
+    step, tokens = DecodeStep(), mx.array([[3]])
+    for cache in ([ZooKVCache() for _ in ours.layers], make_prompt_cache(ours)):
+        assert_close(step.zoo_logits(ours, tokens, cache), ours(tokens)[:, -1], 1e-6)
+        ours.train()
+        step.zoo_logits(ours, tokens, cache)
+        ours.eval()
+    assert not step.replays
 
 
 def test_on_a_gpu_rows_keep_mlx_lms_caches(rng, monkeypatch):

@@ -150,7 +150,8 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
   }
   const bool several = vectors > 1, plain = !of_palette && group == 0;
   const bool as_vector = !several || (plain && bits <= k.matrix_as_vector);
-  const bool words = several && k.words && (digits == 2 || !as_vector);
+  const bool digits_only = group > 0 && bits <= k.grouped_as_digits;
+  const bool words = several && k.words && !digits_only && (digits == 2 || !as_vector);
   const Layout layout = {bits, as_vector ? k.vector_bytes : 8 * bits, digits, words};
   const int64_t x_row_bytes = digit_bytes(layout, cols);
   float *x = array<float>(cols), *out = array<float>(vectors * rows);
