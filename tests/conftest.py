@@ -19,7 +19,6 @@ import pytest
 
 from afm_mlx.kernels.replay import keep_compiler_out
 
-TESTS = Path(__file__).parent
 SEED = int(os.environ.get("AFM_TEST_SEED") or 0)
 # Tests of the self-test switch it on for themselves; elsewhere it would write to the user's cache folder.
 os.environ.setdefault("AFM_MLX_SELFTEST", "0")
@@ -34,11 +33,6 @@ os.environ["AFM_TEST_SEED"] = str(SEED)
 
 def pytest_report_header(config):
     return f"seed of random inputs: AFM_TEST_SEED={SEED}"
-
-
-def pytest_collection_modifyitems(items):
-    """Kernels first: a launch in the emulator forks, which takes the longer the more memory the process has."""
-    items.sort(key=lambda item: not {"kernels", "metal"} & {*item.path.relative_to(TESTS).parts})
 
 
 def pytest_collection_finish():

@@ -71,7 +71,7 @@ def test_files_that_are_damaged(rng, tmp_path):
     def generate(rng):
         name, module, actions = modules[int(rng.integers(len(modules)))]
         data = damaged(draw_yaml(actions, rng), rng)
-        needed = [a.choices[0] for a in actions if not a.option_strings and a.choices]
+        needed = [(a.choices or ["x"])[0] for a in actions if not a.option_strings and a.required]
 
         def run():
             file.write_bytes(data)

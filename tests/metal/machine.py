@@ -141,7 +141,8 @@ def run(
     if len(buffers) > MAX_BUFFERS:
         fail(f"{len(buffers)} buffers, Metal binds at most {MAX_BUFFERS}")
     launch = _Asked(
-        str(program.library), program.name, buffers, grid, threadgroup, seed, lets_equals_race
+        *(str(program.library), program.name, buffers, grid, threadgroup),
+        *(seed, lets_equals_race, SECONDS),
     )
     error, runs = _launcher.run(launch)
     if error:
@@ -185,6 +186,7 @@ class _Asked(NamedTuple):
     threadgroup: Sequence[int]
     seed: int
     lets_equals_race: bool
+    seconds: int  # of each of the two runs, at most
     record: tuple[str, int] | None = None
 
 
@@ -280,7 +282,7 @@ def _run_twice(launch: _Asked) -> tuple[str, Runs]:
         launches[schedule] = _Launch(
             *(launch.name.encode(), entry, table, len(buffers)),
             *(tuple(launch.grid), tuple(launch.threadgroup), launch.seed, schedule),
-            *(SECONDS, THREADGROUP_BYTES, *code, launch.lets_equals_race),
+            *(launch.seconds, THREADGROUP_BYTES, *code, launch.lets_equals_race),
         )
         runs.append(results)
     failed = toolchain.runtime().emulator_run(
