@@ -89,15 +89,9 @@ def _lines(vectors: np.ndarray) -> Iterator[str]:
 
 
 def _texts(name: str) -> Iterator[str]:
-    """Yield the texts of a file, or of standard input."""
+    """Yield the texts of a file, or of standard input; an empty one would shift the indices of all others."""
     path = Path(name)
-    if name == "-":
-        try:
-            lines = input_bytes().read().decode("utf-8-sig").splitlines()
-        except UnicodeDecodeError:
-            raise DataError("Standard input is not UTF-8 text.") from None
-        yield from (line for line in lines if line.strip())
-    elif is_data_file(path):
+    if is_data_file(path):
         for where, record in read_jsonl(path):
             text = record.get("text") if isinstance(record, dict) else record
             if not isinstance(text, str) or not text:
@@ -106,5 +100,17 @@ def _texts(name: str) -> Iterator[str]:
                     "not empty."
                 )
             yield text
-    else:
-        yield from (line for line in read_text(path).splitlines() if line.strip())
+        return
+    try:
+        whole = input_bytes().read().decode("utf-8-sig") if name == "-" else read_text(path)
+    except UnicodeDecodeError:
+        raise DataError("Standard input is not UTF-8 text.") from None
+    # Not `splitlines`, which ends lines at characters that texts hold.
+    whole = whole.rstrip("\r\n")
+    for number, line in enumerate(whole.split("\n") if whole else [], start=1):
+        if not line.strip():
+            where = "Standard input" if name == "-" else name
+            raise DataError(
+                f"{where}:{number}: the line is empty, and an empty text has no vector."
+            )
+        yield line.removesuffix("\r")

@@ -10,13 +10,13 @@ from afm_mlx import embed, load
 from tests.tools.cases import each
 from tests.tools.cli import lines
 
-TEXTS = ["a cat", "tax law of <turn_end>", "the sea"]
+TEXTS = ["a cat", "tax law of <turn_end>", "the\u2028sea"]
 
 
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "texts.txt"
-    path.write_text("a cat\n\ntax law of <turn_end>\r\n  \nthe sea")
+    path.write_text("a cat\ntax law of <turn_end>\r\nthe\u2028sea\n\n", encoding="utf-8")
     return path
 
 
@@ -34,7 +34,7 @@ def test_texts_come_from_lines_records_and_standard_input(
     np.testing.assert_array_equal(vectors_of(done(*argv, file)), wanted)
     records = lines(tmp_path / "records.jsonl", {"text": TEXTS[0], "id": 1}, *TEXTS[1:])
     np.testing.assert_array_equal(vectors_of(done(*argv, records)), wanted)
-    monkeypatch.setattr("sys.stdin", io.StringIO(file.read_text()))
+    monkeypatch.setattr("sys.stdin", io.StringIO(file.read_text(encoding="utf-8")))
     np.testing.assert_array_equal(vectors_of(done(*argv, "-")), wanted)
 
 
@@ -94,6 +94,14 @@ def test_files_are_written_whole(folder, file, done, fails, tmp_path):
 def test_records_without_a_text_are_named(folder, fails, tmp_path, record, words):
     path = lines(tmp_path / "records.jsonl", {"text": "a"}, record)
     assert words in fails("embed", "--model", folder, path)
+
+
+def test_an_empty_line_is_named(folder, fails, tmp_path, monkeypatch):
+    """If it were left out, the texts behind it would have other indices than lines."""
+    (file := tmp_path / "texts.txt").write_text("a\n \nb\n")
+    assert f"{file}:2: the line is empty" in fails("embed", "--model", folder, file)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\na"))
+    assert "Standard input:1: the line is empty" in fails("embed", "--model", folder, "-")
 
 
 def test_a_missing_file_is_one_line(fails, tmp_path):
