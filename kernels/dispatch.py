@@ -73,6 +73,7 @@ class Variant(NamedTuple):
         name: "backend/variant", unique.
         obstacle: the rule that says why it can't run a case.
         merges_partials: True if it accepts `AttentionPartials` for its vectors.
+        run_each: computes `ops.packed_matmul_each` in one operation; None where it can't.
     """
 
     op: str
@@ -80,6 +81,7 @@ class Variant(NamedTuple):
     run: Callable[..., Any]
     obstacle: Obstacle
     merges_partials: bool = False
+    run_each: Callable[..., Any] | None = None
 
     @property
     def backend(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +29,20 @@ def packed_matmul(
     if isinstance(x, AttentionPartials) and not variant.merges_partials:
         x = merge_partials(x)
     return variant.run(x, weight, options)
+
+
+def packed_matmul_each(
+    x: mx.array, weights: Sequence[PackedWeight], options: ProductOptions = PLAIN
+) -> list[mx.array]:
+    """Return `packed_matmul` for each of several matrices, whose adapters are `options.adapters`.
+
+    The matrices have the same inputs, bits, format and number of groups, and any numbers of outputs.
+    """
+    _refuse("packed_matmul_each", residual=options.residual)
+    variant = select("packed_matmul", _product_case(x, weights[0]))
+    if variant.run_each is not None:
+        return variant.run_each(x, weights, options)
+    return [variant.run(x, weight, options.of_matrix(i)) for i, weight in enumerate(weights)]
 
 
 def packed_swiglu(

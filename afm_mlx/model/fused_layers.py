@@ -17,10 +17,12 @@ import mlx.nn as nn
 from afm_mlx.kernels import (
     AttentionPartials,
     LowRank,
+    PackedWeight,
     Part,
     ProductOptions,
     packed_argmax,
     packed_matmul,
+    packed_matmul_each,
     packed_swiglu,
     rms_norm,
 )
@@ -51,7 +53,7 @@ def project(
     if is_fusable(layer):
         x, norm = x if isinstance(x, Normed) else (x, None)
         packed, adapters, bits = layer.operands(x.shape[0])
-        return packed_matmul(x, packed, _options(norm, bits, residual, adapters))
+        return packed_matmul(x, packed, _options(norm, bits, residual, (packed, adapters)))
     assert not isinstance(x, AttentionPartials)
     y = layer(x.computed() if isinstance(x, Normed) else x)
     return y if residual is None else residual + y
@@ -60,6 +62,11 @@ def project(
 def project_each(layers: Sequence[nn.Module], x: Normed) -> list[mx.array]:
     """Return `layer(norm(x))` for several layers; the norm is computed once unless all of them compute it."""
     if all(map(is_fusable, layers)):
+        operands = [layer.operands(x.x.shape[0]) for layer in layers]
+        matrices, bits = [each[:2] for each in operands], operands[0][2]
+        if len({(*packed.format, packed.bits, bits) for packed, _, bits in operands}) == 1:
+            packed = [packed for packed, _ in matrices]
+            return packed_matmul_each(x.x, packed, _options(x.norm, bits, None, *matrices))
         return [project(layer, x) for layer in layers]
     normed = x.computed()
     return [project(layer, normed) for layer in layers]
@@ -71,7 +78,7 @@ def swiglu(gate: nn.Module, up: nn.Module, x: Normed) -> mx.array:
         a, a_adapters, a_bits = gate.operands(x.x.shape[0])
         b, b_adapters, b_bits = up.operands(x.x.shape[0])
         if a_bits == b_bits and a.layout == b.layout:
-            options = _options(x.norm, a_bits, None, a_adapters, b_adapters)
+            options = _options(x.norm, a_bits, None, (a, a_adapters), (b, b_adapters))
             return packed_swiglu(x.x, a, b, options)
     normed = x.computed()
     return nn.silu(gate(normed)) * up(normed)
@@ -109,14 +116,16 @@ def _options(
     norm: nn.RMSNorm | None,
     activation_bits: int,
     residual: mx.array | None = None,
-    *of_matrices: LowRank | None,
+    *matrices: tuple[PackedWeight, LowRank | None],
 ) -> ProductOptions:
-    """Return the options of a product; `of_matrices` are the adapters of each of its matrices."""
+    """Return the options of a product with `matrices`, each with its adapters if it has any."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     adapters: tuple[LowRank, ...] = ()
-    if some := next((each for each in of_matrices if each is not None), None):
+    if some := next((each for _, each in matrices if each is not None), None):
         none = some._replace(parts=(Part(0, 0, 0),) * len(some.parts))
-        adapters = tuple(each or none for each in of_matrices)
+        adapters = tuple(
+            each or none._replace(sections=(packed.out_dims,)) for packed, each in matrices
+        )
     return ProductOptions(weight, eps, residual, adapters, activation_bits)
 
 

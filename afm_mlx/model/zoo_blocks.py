@@ -64,8 +64,9 @@ def _attention(layer: Any, x: Normed, mask: Any, cache: Any) -> mx.array:
         if cache is not None:
             k, v = cache.update_and_fetch(k, v)
         y = scaled_dot_product_attention(q, k, v, cache=cache, scale=layer.scale, mask=mask)
-    y = y.swapaxes(1, 2)
-    return y.reshape(*y.shape[:2], -1)
+    if y.shape[2] > 1:  # else the order in memory is the same, and one operation is enough
+        y = y.swapaxes(1, 2)
+    return y.reshape(*x.x.shape[:2], -1)
 
 
 def _norm_rope(layer: Any, x: mx.array, offset: Any, norm: Any) -> mx.array:
@@ -89,6 +90,8 @@ def _periods(rope: Any) -> mx.array | None:
 
 def _heads(x: mx.array, count: int) -> mx.array:
     """Reshape (B, L, count * head_dim) to (B, count, L, head_dim)."""
+    if x.shape[1] == 1:  # the order in memory is the same, and one operation is enough
+        return x.reshape(x.shape[0], count, 1, -1)
     return x.reshape(*x.shape[:2], count, -1).swapaxes(1, 2)
 
 

@@ -98,7 +98,9 @@ def _variant(op: str, obstacle: Obstacle, run: Callable[..., Any] | None = None)
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _variant("packed_matmul", _obstacle),
+    _variant("packed_matmul", _obstacle)._replace(
+        run_each=getattr(_extension, "packed_matmul_each", None)
+    ),
     _variant("packed_swiglu", _obstacle),
     _variant("packed_embedding", _obstacle, _packed_embedding),
     _variant("packed_gather", _obstacle, _packed_gather),

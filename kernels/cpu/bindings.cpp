@@ -57,9 +57,16 @@ afm::HeadOptions head_options(const nb::tuple& t) {
 void define_products(nb::module_& m) {
   m.def("packed_matmul",
         [](const afm::mx::array& x, const nb::tuple& weight, const nb::tuple& options) {
-          return afm::packed_matmul(x, packed(weight), product_options(options));
+          return afm::packed_matmul(x, {packed(weight)}, product_options(options))[0];
         },
         "x"_a, "weight"_a, "options"_a);
+  m.def("packed_matmul_each",
+        [](const afm::mx::array& x, const nb::sequence& weights, const nb::tuple& options) {
+          std::vector<afm::Packed> matrices;
+          for (nb::handle weight : weights) matrices.push_back(packed(nb::cast<nb::tuple>(weight)));
+          return afm::packed_matmul(x, matrices, product_options(options));
+        },
+        "x"_a, "weights"_a, "options"_a);
   m.def("packed_swiglu",
         [](const afm::mx::array& x, const nb::tuple& gate, const nb::tuple& up, const nb::tuple& options) {
           return afm::packed_swiglu(x, packed(gate), packed(up), product_options(options));

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <limits>
 #include <numeric>
 
@@ -325,19 +326,30 @@ int64_t place_of(int64_t index, int64_t count) {
   return run * (count / threads) + std::min(run, count % threads) + index / threads;
 }
 
-// Calls body(begin, end) for stretches of the matrix's rows on all threads, after the adapters' pieces.
+// Calls body(matrix, begin, end) for stretches of the rows of matrices that are alike, on all threads, after the
+// adapters' pieces. `cols`: what a row of one of them has to multiply.
 template <class Body>
-void for_rows(const PackedMatrix& w, int64_t vectors, LowRankProduct& first, LowRankProduct* second, Body body) {
-  const int64_t step = rows_at_once(w, vectors), stretches = (w.rows + step - 1) / step;
-  const int64_t of_first = first.pieces(), pieces = of_first + (second != nullptr ? second->pieces() : 0);
+void for_rows(const std::vector<const PackedMatrix*>& matrices, int64_t vectors, std::deque<LowRankProduct>& adapters,
+              int64_t cols, Body body) {
+  PackedMatrix all = *matrices[0];
+  for (size_t i = 1; i < matrices.size(); ++i) all.rows += matrices[i]->rows;
+  const int64_t step = rows_at_once(all, vectors);
+  const auto stretches_of = [&](const PackedMatrix& w) { return (w.rows + step - 1) / step; };
+  int64_t stretches = 0, pieces = 0;
+  for (const PackedMatrix* w : matrices) stretches += stretches_of(*w);
+  for (const LowRankProduct& adapter : adapters) pieces += adapter.pieces();
   auto take = [&](int64_t piece, int64_t) {
-    if (piece < of_first) return first.shrink(piece);
-    if (piece < pieces) return second->shrink(piece - of_first);
-    const int64_t begin = place_of(piece - pieces, stretches) * step;
-    body(begin, std::min(begin + step, w.rows));
+    if (piece < pieces) {
+      auto adapter = adapters.begin();
+      for (; piece >= adapter->pieces(); ++adapter) piece -= adapter->pieces();
+      return adapter->shrink(piece);
+    }
+    int64_t place = place_of(piece - pieces, stretches);
+    size_t matrix = 0;
+    for (; place >= stretches_of(*matrices[matrix]); ++matrix) place -= stretches_of(*matrices[matrix]);
+    body(matrix, place * step, std::min((place + 1) * step, matrices[matrix]->rows));
   };
-  ThreadPool::shared().parallel_for(pieces + stretches, 1, take,
-                                     step * w.cols * vectors * (second != nullptr ? 2 : 1));
+  ThreadPool::shared().parallel_for(pieces + stretches, 1, take, step * cols * vectors);
 }
 
 // Rows [begin, end) of `count` vectors from `start` on into y (M, N).
@@ -351,17 +363,30 @@ void write(const float* product, int64_t start, int64_t count, int64_t begin, in
 
 }  // namespace
 
-void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const Adapters& adapters, void* y,
-            Number type) {
+void matmul(const Activations& x, const std::vector<Product>& products, Floats residual, Number type) {
   static thread_local PrepareScratch scratch;
-  static thread_local LowRankScratch low_rank_scratch;
-  for_vectors(x, w, [&](int64_t start, int64_t count) {
-    LowRankProduct low_rank(adapters, w, start, count, x.rows, low_rank_scratch);
-    const TakeFloats take = [&](const float* v, int64_t first, int64_t n) { low_rank.shrink(v, first, n); };
-    const Prepared prepared = prepare(x, w, !low_rank.empty(), start, count, scratch, take);
-    if (count <= kTogether) low_rank.read(prepared.floats);
-    for_rows(w, count, low_rank, nullptr, [&](int64_t begin, int64_t end) {
+  static thread_local std::deque<LowRankScratch> low_rank_scratch;
+  while (low_rank_scratch.size() < products.size()) low_rank_scratch.emplace_back();
+  std::vector<const PackedMatrix*> matrices;
+  for (const Product& product : products) matrices.push_back(&product.weight);
+  for_vectors(x, *matrices[0], [&](int64_t start, int64_t count) {
+    std::deque<LowRankProduct> low_ranks;
+    bool adapted = false;
+    for (size_t i = 0; i < products.size(); ++i) {
+      low_ranks.emplace_back(products[i].adapters, *matrices[i], start, count, x.rows, low_rank_scratch[i]);
+      adapted = adapted || !low_ranks.back().empty();
+    }
+    const TakeFloats take = [&](const float* v, int64_t first, int64_t n) {
+      for (const LowRankProduct& low_rank : low_ranks) low_rank.shrink(v, first, n);
+    };
+    const Prepared prepared = prepare(x, *matrices[0], adapted, start, count, scratch, take);
+    for (LowRankProduct& low_rank : low_ranks) {
+      if (count <= kTogether) low_rank.read(prepared.floats);
+    }
+    for_rows(matrices, count, low_ranks, matrices[0]->cols, [&](size_t matrix, int64_t begin, int64_t end) {
       static thread_local RowScratch own;
+      const PackedMatrix& w = *matrices[matrix];
+      const LowRankProduct& low_rank = low_ranks[matrix];
       const int64_t rows = end - begin;
       float* product = own.product.get<float>(count * rows);
       multiply(prepared, w, begin, end, low_rank.ahead(begin), product, own);
@@ -373,7 +398,7 @@ void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const 
           for (int64_t n = 0; n < rows; ++n) product[m * rows + n] += added[n];
         }
       }
-      write(product, start, count, begin, end, w.rows, y, type);
+      write(product, start, count, begin, end, w.rows, products[matrix].y, type);
     });
   });
 }
@@ -387,8 +412,9 @@ void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& 
                      path_of(gate, x.rows) == path_of(up, x.rows) &&
                      (gate.mode == Mode::palette) == (up.mode == Mode::palette);
   for_vectors(x, gate, [&](int64_t start, int64_t count) {
-    LowRankProduct gate_low_rank(of_gate, gate, start, count, x.rows, gate_scratch);
-    LowRankProduct up_low_rank(of_up, up, start, count, x.rows, up_scratch);
+    std::deque<LowRankProduct> low_ranks;
+    LowRankProduct& gate_low_rank = low_ranks.emplace_back(of_gate, gate, start, count, x.rows, gate_scratch);
+    LowRankProduct& up_low_rank = low_ranks.emplace_back(of_up, up, start, count, x.rows, up_scratch);
     const TakeFloats take = [&](const float* v, int64_t first, int64_t n) {
       gate_low_rank.shrink(v, first, n);
       up_low_rank.shrink(v, first, n);
@@ -400,7 +426,7 @@ void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& 
       gate_low_rank.read(of_g.floats);
       up_low_rank.read(of_g.floats);
     }
-    for_rows(gate, count, gate_low_rank, &up_low_rank, [&](int64_t begin, int64_t end) {
+    for_rows({&gate}, count, low_ranks, 2 * gate.cols, [&](size_t, int64_t begin, int64_t end) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
       float* g = own.product.get<float>(count * rows);

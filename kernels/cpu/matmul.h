@@ -79,9 +79,16 @@ struct Activations {
   const int64_t* order = nullptr;  // (M,) place of every vector in x; null where they stand in order
 };
 
-// y (M, N) of `type` = residual + x' W^T + scale B A x'. `residual` is (M, N) or absent.
-void matmul(const Activations& x, const PackedMatrix& weight, Floats residual, const Adapters& adapters,
-            void* y, Number type);
+// One of the products of the same vectors, (M, N).
+struct Product {
+  PackedMatrix weight;
+  Adapters adapters;
+  void* y;
+};
+
+// For each product, y of `type` = residual + x' W^T + scale B A x'. `residual` is that of a single product, or absent.
+// Matrices are alike in all but their rows and their numbers.
+void matmul(const Activations& x, const std::vector<Product>& products, Floats residual, Number type);
 
 // y (M, N) of `type` = silu(x' G^T) * (x' U^T), each with its adapters. G and U have one shape.
 void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& up,

@@ -86,7 +86,9 @@ struct ProductOptions {
   int activation_bits;
 };
 
-mx::array packed_matmul(const mx::array& x, const Packed& weight, const ProductOptions& options);
+// The product with each of the matrices, which are alike in all but their rows; a residual with a single one only.
+std::vector<mx::array> packed_matmul(const mx::array& x, const std::vector<Packed>& weights,
+                                     const ProductOptions& options);
 
 mx::array packed_swiglu(const mx::array& x, const Packed& gate, const Packed& up, const ProductOptions& options);
 

@@ -259,38 +259,55 @@ class MatmulPrimitive : public CpuPrimitive {
   }
 };
 
+struct ProductPlace {
+  MatrixPlace weight;
+  AdaptersPlace adapters;
+};
+
 class Matmul : public MatmulPrimitive {
  public:
-  Matmul(mx::Stream stream, ActivationsPlace x, MatrixPlace weight, int residual, AdaptersPlace adapters)
-      : MatmulPrimitive(stream), x_(x), weight_(weight), residual_(residual), adapters_(std::move(adapters)) {}
+  Matmul(mx::Stream stream, ActivationsPlace x, std::vector<ProductPlace> products, int residual)
+      : MatmulPrimitive(stream),
+        x_(x),
+        products_(std::make_shared<const std::vector<ProductPlace>>(std::move(products))),
+        residual_(residual) {}
 
   const char* name() const override { return "AfmPackedMatmul"; }
 
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& op = static_cast<const Matmul&>(other);
-    return x_.same(op.x_) && weight_.same(op.weight_) && residual_ == op.residual_ && adapters_.same(op.adapters_);
+    auto same = [](const ProductPlace& p, const ProductPlace& q) {
+      return p.weight.same(q.weight) && p.adapters.same(q.adapters);
+    };
+    return x_.same(op.x_) && residual_ == op.residual_ &&
+           std::equal(products_->begin(), products_->end(), op.products_->begin(), op.products_->end(), same);
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
-    mx::Shape shape = inputs[x_.x].shape();
-    shape.back() = inputs[weight_.codes].shape(0);
-    return {shape};
+    std::vector<mx::Shape> shapes;
+    for (const ProductPlace& product : *products_) {
+      shapes.push_back(inputs[x_.x].shape());
+      shapes.back().back() = inputs[product.weight.codes].shape(0);
+    }
+    return shapes;
   }
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    dispatch(inputs, outputs,
-             [x = x_, weight = weight_, residual = residual_, adapters = adapters_](Data& data, auto& out) {
-               Activations input = x.activations(data);
-               matmul(input, weight.matrix(data), data.floats(residual), adapters.adapters(data), out[0],
-                      input.x.type);
-             });
+    dispatch(inputs, outputs, [x = x_, places = products_, residual = residual_](Data& data, auto& out) {
+      Activations input = x.activations(data);
+      std::vector<Product> products;
+      for (size_t i = 0; i < places->size(); ++i) {
+        const auto& [weight, adapters] = (*places)[i];
+        products.push_back({weight.matrix(data), adapters.adapters(data), out[i]});
+      }
+      matmul(input, products, data.floats(residual), input.x.type);
+    });
   }
 
  private:
   ActivationsPlace x_;
-  MatrixPlace weight_;
+  std::shared_ptr<const std::vector<ProductPlace>> products_;
   int residual_;
-  AdaptersPlace adapters_;
 };
 
 class Swiglu : public MatmulPrimitive {
@@ -435,17 +452,33 @@ class Embedding : public MatmulPrimitive {
 
 }  // namespace
 
-mx::array packed_matmul(const mx::array& x, const Packed& weight, const ProductOptions& options) {
+std::vector<mx::array> packed_matmul(const mx::array& x, const std::vector<Packed>& weights,
+                                     const ProductOptions& options) {
+  require(!weights.empty(), "there is no matrix");
+  require(!options.residual || weights.size() == 1, "products with ", weights.size(), " matrices take no residual");
   Inputs inputs;
-  MatrixPlace matrix = place(weight, inputs);
-  ActivationsPlace activations = place(x, options, 1, matrix.shape, inputs);
+  std::vector<ProductPlace> products;
+  for (const Packed& weight : weights) products.push_back({place(weight, inputs), {}});
+  const PackedMatrix& first = products[0].weight.shape;
+  for (const ProductPlace& product : products) {
+    const PackedMatrix& shape = product.weight.shape;
+    require(shape.cols == first.cols && shape.bits == first.bits && shape.mode == first.mode &&
+                shape.groups == first.groups,
+            "matrices must have the same inputs, bits, mode and groups");
+  }
+  ActivationsPlace activations = place(x, options, weights.size(), first, inputs);
   mx::Shape shape = x.shape();
-  shape.back() = weight.codes.shape(0);
+  shape.back() = weights[0].codes.shape(0);
   require(!options.residual || options.residual->shape() == shape, "the residual must have the result's shape");
   int residual = inputs.add_numbers(options.residual, "the residual");
-  AdaptersPlace adapters = place(options, 0, x, matrix.shape, inputs);
-  auto op = std::make_shared<Matmul>(cpu_stream(), activations, matrix, residual, std::move(adapters));
-  return mx::array(std::move(shape), x.dtype(), std::move(op), std::move(inputs.arrays));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    products[i].adapters = place(options, i, x, products[i].weight.shape, inputs);
+  }
+  auto op = std::make_shared<Matmul>(cpu_stream(), activations, std::move(products), residual);
+  auto shapes = op->output_shapes(inputs.arrays);
+  if (shapes.size() == 1) return {mx::array(std::move(shapes[0]), x.dtype(), std::move(op), std::move(inputs.arrays))};
+  const std::vector<mx::Dtype> types(weights.size(), x.dtype());
+  return mx::array::make_arrays(std::move(shapes), types, op, inputs.arrays);
 }
 
 mx::array packed_swiglu(const mx::array& x, const Packed& gate, const Packed& up, const ProductOptions& options) {

@@ -4,15 +4,24 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from afm_mlx.model.fused_layers import Normed, head_argmax, head_logits, project, swiglu
+from afm_mlx.kernels import BLOCK, LowRank, Part
+from afm_mlx.kernels.reference import low_rank_product
+from afm_mlx.model.fused_layers import (
+    Normed,
+    head_argmax,
+    head_logits,
+    project,
+    project_each,
+    swiglu,
+)
 from afm_mlx.quantization.quantize_model import pack_layer
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import draw
 from tests.tools.compare import assert_close
 
 
-def linear(bits, bias=False):
-    layer = nn.Linear(32, 48, bias=bias)
+def linear(bits, bias=False, outputs=48):
+    layer = nn.Linear(32, outputs, bias=bias)
     return (layer if bits is None else pack_layer(layer, QuantizationRule(bits), "layer")).eval()
 
 
@@ -43,6 +52,25 @@ def test_swiglu_of_layers_that_are_alike_and_not(rng, norm, bits, activation_bit
     x = draw(rng, (2, 3, 32))
     wanted = nn.silu(gate(norm(x))) * up(norm(x))
     assert_close(swiglu(gate, up, Normed(x, norm)), wanted)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("bits", [(4, 4, 4), (2, 4, 4), (None, 2, 2)])
+def test_several_layers_of_one_norm(rng, norm, bits, adapted):
+    """Layers that are alike and not; the first packed one, and no other, has an adapter for a row of two."""
+    layers = [linear(b, outputs=n) for b, n in zip(bits, (64, 16, 20), strict=True)]
+    x = draw(rng, (2, 3, 32))
+    wanted = [layer(norm(x)) for layer in layers]
+    if adapted:
+        first = bits.index(next(filter(None, bits)))
+        outputs = layers[first].packed.out_dims
+        numbers = draw(rng, (2 * 32 + 2 * -(-outputs // BLOCK) * BLOCK,))
+        slots = mx.array([-1, 0], mx.int32)
+        low_rank = LowRank((numbers,), (Part(0, 64, 2),), mx.ones(1), slots, (outputs,))
+        layers[first].adapters = lambda batch: low_rank
+        wanted[first] = wanted[first] + low_rank_product(norm(x), low_rank)
+    for got, right in zip(project_each(layers, Normed(x, norm)), wanted, strict=True):
+        assert_close(got, right)
 
 
 @pytest.mark.parametrize(

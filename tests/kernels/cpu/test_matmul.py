@@ -4,7 +4,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels import BITS, MAX_ADAPTERS, LowRank, PackedWeight, ProductOptions, pack_codes
+from afm_mlx import kernels
+from afm_mlx.kernels import (
+    BITS,
+    MAX_ADAPTERS,
+    LowRank,
+    PackedWeight,
+    Part,
+    ProductOptions,
+    pack_codes,
+)
 from afm_mlx.kernels.operands import PLAIN
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
@@ -18,6 +27,7 @@ LARGEST = {16: 32639, 8: 127}
 ROWS = ((1, 1), (2, 1), (3, 1), (1, 5), (8, 1), (1, 17), (4, 16))
 # Whole registers, ragged ends, less than a register.
 SHAPES = ((33, 512), (5, 1120), (1, 64), (70, 2080))
+ROW = {"mode": "balanced", "granularity": "row"}
 GRANULARITIES = (("tensor", 0), ("row", 0), *(("group", size) for size in (16, 32, 64, 80)))
 FORMATS = [
     ("palette", "table", 0),
@@ -83,6 +93,39 @@ def test_swiglu(ops, rng, isa):
         spec = Spec("packed_swiglu", dtype, *rows, *matrix(FORMATS[2], 2, 70, 128), rank=rank)
         spec = spec._replace(activation_bits=activation_bits, norm=bool(rng.integers(2)))
         assert_solved(make(spec, rng), ops.packed_swiglu)
+
+
+def test_several_matrices_in_one_operation_have_the_bits_of_each_alone(ops, rng, isas):
+    """From one piece to many for a thread, matrices without adapters between others with them."""
+    cases = all_pairs(FORMATS, BITS, (64, 480), ROWS, DTYPES, (16, 8), (0, 8))
+    for _ in isas():
+        for format_, bits, k, rows, dtype, activation_bits, rank in cases:
+            sizes = rng.permutation([70, 33, 5, 900])[:3].tolist()
+            specs = [
+                Spec("packed_matmul", dtype, *rows, *matrix(format_, bits, n, k), rank=rank)
+                for n in sizes
+            ]
+            problems = [make(spec._replace(norm=True), rng).args for spec in specs]
+            x, _, options = problems[0]
+            options = options._replace(activation_bits=activation_bits)
+            weights = [weight for _, weight, _ in problems]
+            adapters = [each for *_, of_one in problems for each in of_one.adapters]
+            if adapters:
+                adapters[1] = adapters[1]._replace(parts=(Part(0, 0, 0),) * len(adapters[1].parts))
+            options = options._replace(adapters=tuple(adapters))
+            got = kernels.packed_matmul_each(x, weights, options)
+            for i, weight in enumerate(weights):
+                wanted = ops.packed_matmul(x, weight, options.of_matrix(i))
+                assert mx.array_equal(got[i], wanted), (specs[i], i)
+
+
+def test_several_matrices_must_be_alike(ops, rng):
+    weights = [packed_weight(Spec("", out_dims=8, in_dims=64, bits=b, **ROW), rng) for b in (2, 4)]
+    x = mx.zeros((1, 64))
+    with pytest.raises(ValueError, match="the same inputs, bits, mode and groups"):
+        kernels.packed_matmul_each(x, weights)
+    with pytest.raises(ValueError, match="packed_matmul_each takes no residual"):
+        kernels.packed_matmul_each(x, weights[:1], ProductOptions(residual=mx.zeros((1, 8))))
 
 
 def test_largest_products(ops, rng, isas):
