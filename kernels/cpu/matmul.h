@@ -86,7 +86,7 @@ struct Product {
   void* y;
 };
 
-// For each product, y of `type` = residual + x' W^T + scale B A x'. `residual` is that of a single product, or absent.
+// For each product, y of `type` = residual + x' W^T + scale B A x'. A single product may have a `residual` (M, N).
 // Matrices are alike in all but their rows and their numbers.
 void matmul(const Activations& x, const std::vector<Product>& products, Floats residual, Number type);
 
