@@ -100,13 +100,11 @@ class Prefill:
     # First column behind which a row wants the log-probability of a token of its prompt; None if there is none.
     scored_from: int | None = None
     generates: bool = True  # False if all rows end with their prompts, as all or none do
-    pooling: str | None = (
-        None  # of rows whose vectors are wanted, all in one way; None if they aren't
-    )
+    # How the rows' hidden states become vectors, in one way for all; None if no vectors are wanted.
+    pooling: str | None = None
     has_vectors: bool = False  # True once these rows have them
-    _states: mx.array | None = (
-        None  # (B, hidden_dim) float32, the sum of the hidden states of all columns
-    )
+    # (B, hidden_dim) float32: the sum of the hidden states of the columns so far.
+    _states: mx.array | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
