@@ -11,6 +11,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING
 
+from afm_mlx.model.zoo_blocks import replace_blocks
+from tests.tools.engines import SIZES, tiny
+
 _SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -205,3 +208,16 @@ def zoo_tokenizer(byte_level: bool) -> Any:
     return TokenizerWrapper(
         PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unk>")
     )
+
+
+def small_model(rng, kind):
+    """A model of a kind: "float", "int8" (keys and values) and "2-bit" are AFM's, others mlx-lm's.
+
+    " blocks" behind an architecture's name replaces its blocks by ours.
+    """
+    if kind in ("float", "int8", "2-bit"):
+        return tiny(rng, kind.replace("int8", "float"), 8 if kind == "int8" else None)
+    model = zoo_model(kind.removesuffix(" blocks"), SIZES["vocab_size"], int(rng.integers(2**31)))
+    if kind.endswith("blocks"):
+        replace_blocks(model)
+    return model

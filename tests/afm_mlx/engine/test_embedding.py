@@ -18,27 +18,17 @@ from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import DataError, EmbeddingError, RequestError
 from afm_mlx.model.model import Transformer
 from afm_mlx.model.pooling import hidden_states
-from afm_mlx.model.zoo_blocks import replace_blocks
 from afm_mlx.tokenizer.embedding_text import embedding_tokens
 from tests.tools.cases import all_pairs, each
 from tests.tools.constraints import nano_tokenizer, wide_model
 from tests.tools.engines import SIZES, Adapters, run, run_one, some_prompt, tiny
-from tests.tools.zoo import zoo_model
+from tests.tools.zoo import small_model, zoo_model
 
 VOCAB = SIZES["vocab_size"]
 ZOO = ("llama", "llama blocks", "qwen3", "gemma3_text", "gpt_oss", "lfm2", "falcon_h1", "mamba2")
 KINDS = ("float", "int8", "2-bit", *ZOO)
 # Products with packed weights, and codes of int8, round otherwise for other numbers of tokens.
 COSINE = {"2-bit": 1e-2, "int8": 1e-2}
-
-
-def made(rng, kind):
-    if kind in ("float", "int8", "2-bit"):
-        return tiny(rng, kind.replace("int8", "float"), 8 if kind == "int8" else None)
-    model = zoo_model(kind.removesuffix(" blocks"), VOCAB, int(rng.integers(2**31)))
-    if kind.endswith("blocks"):
-        replace_blocks(model)
-    return model
 
 
 def full_forward(model, prompt, asked):
@@ -66,7 +56,7 @@ def assert_right(found, model, prompt, asked, kind="float"):
 def test_a_vector_is_that_of_a_full_forward(
     rng, tokenizer, kind, chunk, pooling, length, dimensions
 ):
-    model, prompt = made(rng, kind), some_prompt(rng, length)
+    model, prompt = small_model(rng, kind), some_prompt(rng, length)
     asked = Embedding(pooling, dimensions)
     request = Request(prompt, 0, embedding=asked)
     (response,) = run_one(model, tokenizer, request, prefill_step_size=chunk)
@@ -78,7 +68,7 @@ def test_a_vector_is_that_of_a_full_forward(
 @pytest.mark.parametrize("speculation", [None, Speculation(prompt_lookup=True)])
 def test_rows_of_all_kinds_leave_each_other_alone(rng, tokenizer, kind, speculation):
     """Vectors of both kinds, scores and answers, ragged, in one engine."""
-    model = made(rng, kind)
+    model = small_model(rng, kind)
     lengths = rng.integers(1, 50, 12).tolist()
     prompts = [some_prompt(rng, length) for length in lengths]
     asks = [None if i % 4 == 3 else Embedding(("last", "mean", "last")[i % 4]) for i in range(12)]
@@ -140,7 +130,7 @@ def test_reuse_blocks_run_for_one_token_of_each_row(rng, model, tokenizer, monke
 
 @pytest.mark.parametrize("kind", ["float", "2-bit", "llama", "lfm2"])
 def test_the_prefix_cache_serves_the_last_token_and_no_mean(rng, tokenizer, kind):
-    model, prompt = made(rng, kind), some_prompt(rng, 100)
+    model, prompt = small_model(rng, kind), some_prompt(rng, 100)
     prefixes = PrefixCache(1 << 30)
     engine = Engine(model, tokenizer, prefix_cache=prefixes)
     engine.submit(Request(prompt[:81], 0))  # its last token is not fed

@@ -16,25 +16,15 @@ from afm_mlx.engine.request import PromptLogprobs, PromptScores, Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import LogitsError
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.model.zoo_blocks import replace_blocks
 from tests.tools.cases import all_pairs
 from tests.tools.constraints import nano_tokenizer, wide_model
 from tests.tools.engines import SIZES, Adapters, run, run_one, some_prompt, tiny, tokens_of
-from tests.tools.zoo import zoo_model
+from tests.tools.zoo import small_model
 
 VOCAB = SIZES["vocab_size"]
 KINDS = ("float", "int8", "2-bit", "llama", "llama blocks", "gemma3_text", "lfm2")
 # Packed weights: products round otherwise for other numbers of tokens, and then a code of int8 may be another.
 ATOL = {"2-bit": 5e-3, "int8": 2e-2}
-
-
-def made(rng, kind):
-    if kind in ("float", "int8", "2-bit"):
-        return tiny(rng, kind.replace("int8", "float"), 8 if kind == "int8" else None)
-    model = zoo_model(kind.removesuffix(" blocks"), VOCAB, int(rng.integers(2**31)))
-    if kind.endswith("blocks"):
-        replace_blocks(model)
-    return model
 
 
 def full_forward(model, prompt):
@@ -73,7 +63,7 @@ def assert_right(scores: PromptScores, model, prompt, asked: PromptLogprobs, ato
 def test_each_position_is_that_of_a_full_forward(
     rng, tokenizer, kind, chunk, start, top, max_tokens
 ):
-    model, prompt = made(rng, kind), some_prompt(rng, 60)
+    model, prompt = small_model(rng, kind), some_prompt(rng, 60)
     asked = PromptLogprobs(start, top, (5, 3, 5)[:top])
     request = Request(prompt, max_tokens, prompt_logprobs=asked, logprobs=False)
     first, *others = run_one(model, tokenizer, request, prefill_step_size=chunk)
@@ -89,7 +79,7 @@ def test_each_position_is_that_of_a_full_forward(
 @pytest.mark.parametrize("kind", ["float", "2-bit", "llama", "lfm2"])
 @pytest.mark.parametrize("speculation", [None, Speculation(prompt_lookup=True)])
 def test_rows_of_a_batch_are_scored_as_if_alone(rng, tokenizer, kind, speculation):
-    model = made(rng, kind)
+    model = small_model(rng, kind)
     lengths = rng.integers(1, 40, 9).tolist()
     prompts = [some_prompt(rng, length) for length in lengths]
     asks = [
@@ -139,7 +129,7 @@ def test_only_what_is_asked_runs_through_all_blocks(rng, model, tokenizer, monke
 
 @pytest.mark.parametrize("kind", ["float", "2-bit", "llama"])
 def test_few_logits_are_in_memory_at_a_time(rng, tokenizer, kind, monkeypatch):
-    model, prompt = made(rng, kind), some_prompt(rng, 60)
+    model, prompt = small_model(rng, kind), some_prompt(rng, 60)
     monkeypatch.setattr(prompt_scores, "MOST_LOGITS", 5 * VOCAB)
     seen, scores_of = [], prompt_scores._scores
 
@@ -158,7 +148,7 @@ def test_few_logits_are_in_memory_at_a_time(rng, tokenizer, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["float", "llama", "lfm2"])
 def test_the_prefix_cache_serves_what_is_before_the_first_asked_token(rng, tokenizer, kind):
-    model, prompt = made(rng, kind), some_prompt(rng, 100)
+    model, prompt = small_model(rng, kind), some_prompt(rng, 100)
     engine = Engine(model, tokenizer, prefix_cache=PrefixCache(1 << 30))
 
     def ask(prompt, start):
@@ -201,7 +191,7 @@ def test_adapters_change_their_own_rows(rng, model, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("kind", ["float", "llama", "lfm2"])
 def test_a_prompt_without_an_answer_fills_the_callers_cache(rng, tokenizer, kind):
-    model, prompt, rest = made(rng, kind), some_prompt(rng, 20), some_prompt(rng, 7)
+    model, prompt, rest = small_model(rng, kind), some_prompt(rng, 20), some_prompt(rng, 7)
     engine = Engine(model, tokenizer)
     cache = engine.make_cache()
     progress = []
