@@ -13,6 +13,7 @@ are inputs of a traced decode step, which is traced again only for adapters of a
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -223,6 +224,28 @@ def detach_adapter(model: nn.Module) -> nn.Module:
     unwrap_layers(model)
     model.embedding_use = None
     return model
+
+
+def serving_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with LoRA layers for the engine; `hand_over` gives it the adapter's numbers.
+
+    The copy shares all arrays of the base, so it takes no memory for them.
+    """
+    served = copy.deepcopy(model)  # copies of MLX's arrays share their memory
+    unwrap_layers(served)
+    bind(served)
+    return served.eval()
+
+
+def hand_over(model: nn.Module, served: nn.Module) -> None:
+    """Run `served`, the `serving_copy` of a model, with the numbers that the model's LoRA layers have now.
+
+    Raises `CheckpointError` if a number is not finite, or too large for float16, in which adapters run.
+    """
+    scale = next(iter(lora_layers(model).values())).scale
+    tensors, shapes = lora_tensors(model), target_shapes(served)
+    resident = build_resident(tensors, scale, shapes, "The adapter in training")
+    bind(served).set(BatchAdapters.everywhere(resident))
 
 
 def attach_random_adapters(

@@ -60,7 +60,9 @@ class Positions(NamedTuple):
         return isinstance(self.offset, mx.array) and self.offset.ndim == 2
 
 
-def row_positions(inputs: mx.array, segments: mx.array | None = None) -> Positions:
+def row_positions(
+    inputs: mx.array, segments: mx.array | None = None, shared: mx.array | None = None
+) -> Positions:
     """Return the positions and mask of whole rows of tokens (B, L), which begin at position 0.
 
     `segments` (B, L) are equal for the tokens of one sample, which are consecutive; by default each row is one
@@ -75,7 +77,12 @@ def row_positions(inputs: mx.array, segments: mx.array | None = None) -> Positio
     )
     starts = mx.cummax(mx.where(fresh, column, 0), axis=1)
     same = segments[:, None, :, None] == segments[:, None, None, :]
-    return Positions(column - starts, same & (column[:, None] >= column))
+    offsets, sees = column - starts, same & (column[:, None] >= column)
+    if shared is not None:
+        follows = column >= shared[:, None]
+        offsets = offsets + mx.where(follows, shared[:, None], 0)
+        sees = sees | (follows[:, None, :, None] & ~follows[:, None, None, :])
+    return Positions(offsets, sees)
 
 
 def attend_and_write(

@@ -264,22 +264,31 @@ class Model(nn.Module):
         """
         return self.model(inputs, positions, cache)
 
-    def _uncached(self, inputs: mx.array, segments: mx.array | None = None) -> mx.array:
-        positions = row_positions(inputs, segments)
+    def _uncached(
+        self,
+        inputs: mx.array,
+        segments: mx.array | None = None,
+        shared: mx.array | None = None,
+    ) -> mx.array:
+        positions = row_positions(inputs, segments, shared)
         return self.forward(inputs, positions, [None] * len(self.model.layers))
 
     def hidden_at(
-        self, inputs: mx.array, positions: mx.array, segments: mx.array | None = None
+        self,
+        inputs: mx.array,
+        positions: mx.array,
+        segments: mx.array | None = None,
+        shared: mx.array | None = None,
     ) -> mx.array:
         """Return the hidden states (T, hidden_dim) of chosen tokens, without a cache, for `head`.
 
         Args:
             inputs: (B, L) integers.
             positions: (T,) integers, indices into the B * L tokens.
-            segments: see `row_positions`; pass None if each row is one sample.
+            segments, shared: see `row_positions`; pass None if each row is one sample.
         """
         threads.check_process()
-        h = self._uncached(inputs, segments)
+        h = self._uncached(inputs, segments, shared)
         return h.reshape(-1, h.shape[-1])[positions]
 
     def hidden_last(self, inputs: mx.array, lengths: mx.array) -> mx.array:
