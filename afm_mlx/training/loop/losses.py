@@ -44,7 +44,7 @@ TargetLoss: TypeAlias = Callable[[mx.array, mx.array | None, mx.array], mx.array
 Metrics: TypeAlias = dict[str, mx.array]
 """Sums of figures over a batch, () float32, by their names; divided by the sum of weights, they are means."""
 
-LOWER_IS_BETTER = ("loss", "kl", "length")
+LOWER_IS_BETTER = ("loss", "kl", "length", "cut_off")
 """Metrics of which the lowest value is the best; of others it is the highest."""
 
 
@@ -175,12 +175,17 @@ class Targets(Protocol):
     def labels(self) -> mx.array: ...
 
 
-def log_probabilities(model: nn.Module, batch: Targets) -> mx.array:
+def log_probabilities(model: nn.Module, batch: Targets, temperature: float = 1.0) -> mx.array:
     """Return the log-probability of each label of a batch, (T,) float32, in nats; differentiable.
 
-    Padding has numbers, too, of no meaning. Logits are in memory for `CHUNK` targets at a time.
+    Logits are divided by the temperature, as where answers are sampled. Padding has numbers, too, of no
+    meaning. Logits are in memory for `CHUNK` targets at a time.
     """
-    return -_of_targets(model, None, batch, _cross_entropy)
+
+    def surprise(logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
+        return _cross_entropy(logits / temperature, taught, labels)
+
+    return -_of_targets(model, None, batch, surprise)
 
 
 def _of_targets(
@@ -243,7 +248,8 @@ def _of_targets(
 def _states(model: nn.Module, batch: Targets) -> mx.array:
     """Return the head's inputs for all targets, (T, D); for mlx-lm's models, which include it, the logits."""
     if is_afm(model):
-        return model.hidden_at(batch.inputs, batch.positions, batch.segments)
+        shared = getattr(batch, "shared", None)
+        return model.hidden_at(batch.inputs, batch.positions, batch.segments, shared)
     if batch.segments is not None:
         raise ConfigError(
             "Rows that hold several samples need a mask that models of mlx-lm don't take. Give each sample a "

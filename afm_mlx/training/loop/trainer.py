@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
@@ -271,7 +271,12 @@ class _Trainer:
     def _take_step(self) -> None:
         progress, key = self.progress, random_key()
         start, n = time.perf_counter(), self.options.grad_accumulation_steps
-        batches = [self.batches(progress.step * n + i) for i in range(n)]
+        try:
+            batches = [self.batches(progress.step * n + i) for i in range(n)]
+        except AFMError:  # of a reward, for example; the steps before are not to be lost
+            if progress.step not in (0, *self.run.steps()):
+                self._save()
+            raise
         self.model.train()
         result = self.step(batches)
         self.step.evaluate(result)

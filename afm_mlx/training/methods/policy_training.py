@@ -1,0 +1,198 @@
+"""Training of a LoRA adapter by rewards of answers that the model samples: GRPO, RLOO and MDLOO."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.errors import ConfigError, shown
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.measure.rewards import Rewards
+from afm_mlx.training.data.rollouts import (
+    PROMPT_FORM,
+    Answerer,
+    RolloutBatch,
+    Rollouts,
+    load_prompts,
+)
+from afm_mlx.training.loop.policy_losses import (
+    NORMALIZATIONS,
+    OBJECTIVES,
+    PolicyLoss,
+    answer_logprobs,
+)
+from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.methods.lora_training import LoRATraining
+from afm_mlx.training.methods.model_source import ModelSource
+from afm_mlx.training.methods.recipe import DataSplits, Recipe, max_sample_length
+
+UPDATES = 4
+"""Default updates of a rollout for mdloo, which with one would be rloo."""
+
+
+@dataclass(frozen=True)
+class PolicyTraining(LoRATraining):
+    """Train LoRA pairs by the rewards of sampled answers, see `loop.policy_losses`.
+
+    The recipe's `batch_size` is the number of prompts in a batch. The reference is the model without the
+    adapter. Validation and test measure the rewards of the most likely answers; the loss there is the negative
+    reward. The recipe has no teacher and none of the arguments about the parts of a chat.
+
+    Args:
+        objective: "grpo", "rloo" or "mdloo".
+        rewards: of an answer; see `measure.rewards.make_rewards`.
+        group_size: answers to a prompt.
+        max_completion_tokens: most tokens of an answer.
+        temperature: of the answers' sampling.
+        constraint: what answers must look like; pass None for any text. Tokens that it forces are not trained
+            on.
+        beta, gamma, clip, clip_high, normalization: see `PolicyLoss`; pass None as `clip_high` for `clip`.
+        updates_per_rollout: updates that a batch of answers serves; pass None for 1, or 4 for mdloo.
+        mask_cut_off: leave answers that were cut off out of the loss.
+    """
+
+    objective: str = "grpo"
+    rewards: Rewards | None = None
+    group_size: int = 8
+    max_completion_tokens: int = 256
+    temperature: float = 1.0
+    constraint: Constraint | None = None
+    beta: float = 0.04
+    gamma: float = 0.1
+    clip: float = 0.2
+    clip_high: float | None = None
+    normalization: str = "grpo"
+    updates_per_rollout: int | None = None
+    mask_cut_off: bool = False
+    kind = "policy"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        high, updates = self.clip_high, self.updates_per_rollout
+        for name, holds, allowed in (
+            ("objective", self.objective in OBJECTIVES, ", ".join(OBJECTIVES)),
+            ("rewards", isinstance(self.rewards, Rewards), "what make_rewards returns"),
+            ("group_size", self.group_size >= 2, "2 and more: rewards are compared within a group"),
+            ("max_completion_tokens", self.max_completion_tokens >= 1, "1 and more"),
+            ("temperature", 0 < self.temperature <= 100, "numbers over 0, up to 100"),
+            ("beta", 0 <= self.beta < math.inf, "0 and more"),
+            ("gamma", 0 <= self.gamma < math.inf, "0 and more"),
+            ("clip", 0 < self.clip < 1, "numbers between 0 and 1"),
+            ("clip_high", high is None or 0 < high < math.inf, "numbers over 0, and None"),
+            ("normalization", self.normalization in NORMALIZATIONS, ", ".join(NORMALIZATIONS)),
+            ("updates_per_rollout", updates is None or updates >= 1, "1 and more, and None"),
+        ):
+            if not holds:
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; allowed are {allowed}.")
+        if self.objective == "rloo" and self._updates > 1:
+            raise ConfigError(
+                f"updates_per_rollout is {updates}, and rloo's gradient is right for the policy that sampled "
+                "the answers: for one update. Leave it out, or choose grpo or mdloo."
+            )
+        if self.dropout:
+            raise ConfigError(
+                f"dropout is {self.dropout}, with which the policy in training would be another one than "
+                "the one that answers. Leave it out."
+            )
+
+    @property
+    def _updates(self) -> int:
+        default = UPDATES if self.objective == "mdloo" else 1
+        return self.updates_per_rollout or default
+
+    def check(self, recipe: Recipe, source: ModelSource) -> None:
+        super().check(recipe, source)
+        for name, is_given, reason in (
+            ("teacher", recipe.teacher is not None, "rewards take its place"),
+            ("packing", recipe.packing is not None, "rows are laid out by prompts"),
+            ("prompt_weight", recipe.prompt_weight != 0, "only sampled answers are trained on"),
+            ("features", bool(recipe.features), f"a line is {PROMPT_FORM}"),
+        ):
+            if is_given:
+                raise ConfigError(f"{name} would do nothing: {reason}. Leave it out.")
+
+    def read_split(self, recipe: Recipe, source: ModelSource, split: str) -> Rollouts:
+        assert self.rewards is not None
+        most = max_sample_length(recipe, source) - self.max_completion_tokens
+        if most < 1:
+            raise ConfigError(
+                f"max_completion_tokens is {self.max_completion_tokens}, and a sample may have "
+                f"{most + self.max_completion_tokens} tokens, prompt and answer. Lower it, or raise "
+                "max_seq_length as far as the model's context allows."
+            )
+        is_train = split == "train"
+        return Rollouts(
+            load_prompts(recipe.data, split, source.tokenizer, most),
+            self.rewards,
+            batch_size=recipe.batch_size,
+            group_size=self.group_size if is_train else None,
+            longest_answer=self.max_completion_tokens,
+            micro_batches=recipe.options.grad_accumulation_steps if is_train else 1,
+            updates=self._updates if is_train else 1,
+            masks_cut_off=self.mask_cut_off,
+            one_row=source.is_afm,
+            seed=recipe.options.seed,
+        )
+
+    def make_loss(self, recipe: Recipe, teacher: nn.Module | None) -> PolicyLoss:
+        return self.test_loss()
+
+    def test_loss(self) -> PolicyLoss:
+        assert self.rewards is not None
+        return PolicyLoss(
+            self.objective,
+            self.rewards.names,
+            self.group_size,
+            self.beta,
+            self.gamma,
+            self.clip,
+            self.clip if self.clip_high is None else self.clip_high,
+            self.normalization,
+            self.max_completion_tokens,
+            self.temperature,
+        )
+
+    def complete_data(
+        self, model: nn.Module, source: ModelSource, data: DataSplits, run: RunFolder
+    ) -> DataSplits:
+        answerer = Answerer(
+            model,
+            source.tokenizer,
+            self.max_completion_tokens,
+            self.temperature,
+            self.constraint,
+        )
+
+        def policy(batch: RolloutBatch) -> mx.array:
+            model.train()  # the training graph, whose numbers differ from the kernels'
+            return answer_logprobs(model, batch, self.temperature)
+
+        def reference(batch: RolloutBatch) -> mx.array:
+            with self.as_untrained(model):
+                found = policy(batch)
+                mx.eval(found)
+            return found
+
+        def with_model(split: Rollouts | None) -> Rollouts | None:
+            if split is None:
+                return None
+            changes = {"answerer": answerer, "policy": policy, "folder": run.path / "rollouts"}
+            if self.beta:
+                changes["reference"] = reference
+            return dataclasses.replace(split, **changes)
+
+        return DataSplits(*map(with_model, (data.train, data.valid, data.test)))
+
+    def manifest(self, model: nn.Module) -> dict[str, object]:
+        own = {field.name for field in dataclasses.fields(PolicyTraining)}
+        own -= {field.name for field in dataclasses.fields(LoRATraining)}
+        values = {name: getattr(self, name) for name in sorted(own)}
+        assert self.rewards is not None
+        values["rewards"] = dict(zip(self.rewards.names, self.rewards.weights, strict=True))
+        values["constraint"] = None if self.constraint is None else self.constraint.grammar
+        return super().manifest(model) | values
