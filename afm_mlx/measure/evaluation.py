@@ -258,26 +258,39 @@ def _request(
     thoughts: ThoughtForm | None,
 ) -> Request:
     try:
-        off: dict[str, Any] = {}
-        if thoughts is not None:
-            off = {"enable_thinking": False, "thinking": False}
-        prompt = tokenizer.apply_chat_template(
-            example.messages, tools=example.tools, add_generation_prompt=True, **off
-        )
         most = 2 * len(tokenizer.encode(example.answer)) + 8
         constraint = example.constraint(form) if constrained else None
-        limits: list[LogitsProcessor] = []
-        if thoughts is not None:
-            if thoughts.is_begun(prompt):
-                prompt = [*prompt, *thoughts.end_ids]
-            calls = bool(example.all_tools)
-            limits += limits_of_thoughts(thoughts, prompt, 0, may_call=calls)
-            if constraint is not None and (response_format_of(example.messages) or not calls):
-                constraint = after_thoughts(constraint, thoughts, is_begun=False, may_think=False)
+        return chat_request(tokenizer, example.messages, example.tools, most, constraint, thoughts)
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None
+
+
+def chat_request(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    max_tokens: int,
+    constraint: Constraint | None,
+    thoughts: ThoughtForm | None,
+) -> Request:
+    """Make the request of a chat's next answer, without thoughts, which would fill `max_tokens`.
+
+    `thoughts` is how the model writes thoughts; pass None for a model that writes none.
+    """
+    off: dict[str, Any] = {}
+    if thoughts is not None:
+        off = {"enable_thinking": False, "thinking": False}
+    prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **off)
+    limits: list[LogitsProcessor] = []
+    if thoughts is not None:
+        if thoughts.is_begun(prompt):
+            prompt = [*prompt, *thoughts.end_ids]
+        calls = bool(tools or _dict(next(iter(messages), None)).get("tools"))
+        limits += limits_of_thoughts(thoughts, prompt, 0, may_call=calls)
+        if constraint is not None and (response_format_of(messages) or not calls):
+            constraint = after_thoughts(constraint, thoughts, is_begun=False, may_think=False)
     return Request(
-        prompt, most, logprobs=False, constraint=constraint, logits_processors=tuple(limits)
+        prompt, max_tokens, logprobs=False, constraint=constraint, logits_processors=tuple(limits)
     )
 
 
