@@ -107,26 +107,35 @@ def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[s
     """
     found = []
     for where, record in read_jsonl(path):
-        keys = [k for k in ("prompt", "messages") if isinstance(record, dict) and k in record]
-        value = record[keys[0]] if len(keys) == 1 else None
-        last = value[-1] if isinstance(value, list) and value else None
-        is_chat = isinstance(last, dict) and all(isinstance(m, dict) for m in value or ())
-        if not is_chat and not (isinstance(value, str) and value):
-            raise DataError(
-                f"{where}: {shown(record)} is no prompt; an object is needed with either 'prompt', a text or a "
-                "list of messages, or 'messages', and with any keys that rewards look at."
-            )
-        if isinstance(last, dict) and last.get("role") == "assistant":
-            raise DataError(
-                f"{where}: the messages end with the assistant's. A prompt ends before it: give the right "
-                "answer as 'answer', for rewards."
-            )
+        try:
+            checked_prompt(record)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
         found.append((where, record))
         if len(found) == limit:
             break
     if not found:
         raise DataError(f"{path} holds no prompts.")
     return found
+
+
+def checked_prompt(record: object) -> dict[str, Any]:
+    """Return the record of a prompt; raise `DataError`, which does not name the line, for any other value."""
+    keys = [k for k in ("prompt", "messages") if isinstance(record, dict) and k in record]
+    value = record[keys[0]] if isinstance(record, dict) and len(keys) == 1 else None
+    last = value[-1] if isinstance(value, list) and value else None
+    is_chat = isinstance(last, dict) and all(isinstance(m, dict) for m in value or ())
+    if not isinstance(record, dict) or not (is_chat or (isinstance(value, str) and value)):
+        raise DataError(
+            f"{shown(record)} is no prompt; an object is needed with either 'prompt', a text or a list of "
+            "messages, or 'messages', and with any keys that rewards look at."
+        )
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        raise DataError(
+            "the messages end with the assistant's. A prompt ends before it: give the right answer as "
+            "'answer', for rewards."
+        )
+    return record
 
 
 def messages_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ the prompt's tokens are computed once, and not K times. Models of mlx-lm have a 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,11 @@ from afm_mlx.engine.request import Request
 from afm_mlx.engine.samplers import COLDEST, make_sampler
 from afm_mlx.errors import CheckpointError, ContextLengthError, DataError, IncompleteError
 from afm_mlx.files import atomic_write
+from afm_mlx.guidance.answer_parts import AnySplitter, splitter_for
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.thoughts import thought_form
+from afm_mlx.measure.committee import checked_prompt, messages_of
+from afm_mlx.measure.evaluation import answer_text, chat_request
 from afm_mlx.measure.rewards import Answered, Rewards, prompt_text
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
@@ -47,44 +52,55 @@ PROMPT_FORM = '{"prompt": ...} or {"messages": [...]}, with any keys that reward
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens; its text and the sample for rewards; `where` is "file:line"."""
+    """A prompt as a request; its text and the sample, for rewards; `where` is "file:line"."""
 
-    tokens: tuple[int, ...]
+    request: Request
     text: str
     sample: dict[str, Any]
     where: str
 
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.request.prompt
 
-def load_prompts(path: str | Path, split: str, tokenizer: Tokenizer, most: int) -> list[Prompt]:
+
+def load_prompts(
+    path: str | Path,
+    split: str,
+    tokenizer: Tokenizer,
+    most: int,
+    max_completion_tokens: int = 256,
+    constraint: Constraint | None = None,
+) -> list[Prompt]:
     """Read a split of a data set of prompts, in the files that `samples.load_split` takes.
 
-    A text is the only message of a chat, or is encoded as it is if the model has no chat template.
+    A text is the only message of a chat, or is encoded as it is if the model has no chat template. Models that
+    write thoughts answer without.
 
-    Raises `DataError`, which names the first lines that can't be used (longer ones than `most` tokens, too),
-    with reasons.
+    Args:
+        path, split: as for `samples.load_split`.
+        tokenizer: the model's.
+        most: most tokens of a prompt.
+        max_completion_tokens: most tokens of an answer.
+        constraint: what answers must look like; pass None for any text.
+
+    Raises:
+        DataError: names the first lines that can't be used, with reasons.
     """
+    thoughts = thought_form(tokenizer)
 
     def parse(record: object, where: str) -> list[Prompt]:
-        found = [k for k in ("prompt", "messages") if isinstance(record, dict) and k in record]
-        if not isinstance(record, dict) or len(found) != 1:
-            raise DataError(f"a prompt is {PROMPT_FORM}; this line has {found or 'neither'}.")
-        value = record[found[0]]
-        if isinstance(value, str) and not tokenizer.has_chat_template:
-            tokens = tokenizer.encode(value)
+        sample = checked_prompt(record)
+        if tokenizer.has_chat_template:
+            chat = messages_of(sample), sample.get("tools")
+            request = chat_request(tokenizer, *chat, max_completion_tokens, constraint, thoughts)
+        elif isinstance(text := sample.get("prompt"), str):
+            request = Request(tokenizer.encode(text), max_completion_tokens, constraint=constraint)
         else:
-            messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-            last = messages[-1] if isinstance(messages, list) and messages else None
-            if isinstance(last, dict) and last.get("role") == "assistant":
-                raise DataError(
-                    "the messages end with the assistant's. A prompt ends before it: give the right answer as "
-                    "'answer', for rewards."
-                )
-            tokens = tokenizer.apply_chat_template(
-                messages, tools=record.get("tools"), add_generation_prompt=True
-            )
-        if not 0 < len(tokens) <= most:
-            raise DataError(f"a prompt of {len(tokens)} tokens; 1 to {most} are allowed.")
-        return [Prompt(tuple(tokens), prompt_text(record), record, where)]
+            raise DataError("the model has no chat template, and the prompt is no text.")
+        if not 0 < len(request.prompt) <= most:
+            raise DataError(f"a prompt of {len(request.prompt)} tokens; 1 to {most} are allowed.")
+        return [Prompt(request, prompt_text(sample), sample, where)]
 
     return read_records(path, split, parse, PROMPT_FORM)
 
@@ -94,6 +110,7 @@ class Answer:
     """A sampled answer of n tokens, the end token included.
 
     Args:
+        splitter: finds thoughts, which are no part of the text; None if there are none.
         tokens: their ids.
         text: the text, without an end token's.
         logprobs: of each token, when it was drawn; 0 without a sampler.
@@ -101,6 +118,7 @@ class Answer:
         is_whole: False if the answer was cut off.
     """
 
+    splitter: AnySplitter | None = None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
@@ -114,26 +132,17 @@ class Answerer:
     Args:
         model: a model with LoRA layers.
         tokenizer: the model's.
-        max_completion_tokens: most tokens of an answer.
-        temperature: over 0.
-        constraint: what answers must look like; pass None for any text.
+        temperature: of sampling, over 0.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        max_completion_tokens: int,
-        temperature: float = 1.0,
-        constraint: Constraint | None = None,
-    ):
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, temperature: float = 1.0):
         self._model, self._tokenizer = model, tokenizer
         self._served = serving_copy(model)
-        self._most, self._constraint = max_completion_tokens, constraint
         self._temperature = max(temperature, COLDEST)
+        self._thoughts = thought_form(tokenizer)
 
     def __call__(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]] | None = None
+        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]] | None = None
     ) -> list[Answer]:
         """Answer each prompt once for each of its seeds, or by the most likely tokens without seeds.
 
@@ -141,33 +150,28 @@ class Answerer:
         """
         hand_over(self._model, self._served)
         counts = [1] * len(prompts) if seeds is None else list(map(len, seeds))
-        total = sum(counts)
+        prefixes = PrefixCache(_PREFIXES) if max(counts) > 1 else None
         engine = Engine(
-            self._served,
-            self._tokenizer,
-            max_batch=total,
-            prefix_cache=PrefixCache(_PREFIXES) if max(counts) > 1 else None,
+            self._served, self._tokenizer, max_batch=sum(counts), prefix_cache=prefixes
         )
         sampler = None if seeds is None else make_sampler(self._temperature)
+        rows: dict[int, Answer] = {}
         with wired_memory(self._served):
-            if max(counts) > 1:  # each prompt once, for all its answers
-                for tokens in prompts:
-                    engine.submit(Request(tokens, 0, logprobs=False))
+            if prefixes is not None:  # each prompt once, for all its answers
+                for prompt in prompts:
+                    engine.submit(Request(prompt.tokens, 0, logprobs=False))
                 for response in engine.run():
                     if response.error is not None:
                         raise response.error
-            rows: dict[int, Answer] = {}
-            for i, tokens in enumerate(prompts):
+            for i, prompt in enumerate(prompts):
+                has_calls = prompt.sample.get("tools") is not None
                 for seed in [None] if seeds is None else seeds[i]:
-                    request = Request(
-                        tokens,
-                        self._most,
-                        sampler=sampler,
-                        seed=seed,
-                        logprobs=sampler is not None,
-                        constraint=self._constraint,
+                    request = dataclasses.replace(
+                        prompt.request, sampler=sampler, seed=seed, logprobs=sampler is not None
                     )
-                    rows[engine.submit(request)] = Answer()
+                    thoughts = None if has_calls else self._thoughts
+                    splitter = splitter_for(None, (), thoughts, prompt.tokens)
+                    rows[engine.submit(request)] = Answer(splitter)
             while engine.busy:
                 self._read(engine, rows)
         return list(rows.values())
@@ -184,7 +188,7 @@ class Answerer:
             logprobs |= zip((r.row for r in drawn), found.tolist(), strict=True)
         for response in responses:
             answer = rows[response.row]
-            answer.text += response.text
+            answer.text += answer_text(answer.splitter, response)
             if response.token >= 0:
                 answer.tokens.append(response.token)
                 answer.logprobs.append(0.0 if response.is_forced else logprobs[response.row])
@@ -328,7 +332,7 @@ class Rollouts:
     @cached_property
     def fingerprint(self) -> str:
         """Digest, in hex, that is equal for equal prompts and samples in an equal order."""
-        samples = [(prompt.tokens, prompt.sample) for prompt in self.prompts]
+        samples = [(list(prompt.tokens), prompt.sample) for prompt in self.prompts]
         values = (self.batch_size, self.group_size, self.micro_batches, self.seed, samples)
         return sha256(json.dumps(values).encode()).hexdigest()
 
@@ -381,7 +385,7 @@ class Rollouts:
         if count is not None:
             sources = [np.random.SeedSequence([self.seed, 4, number, i]) for i in numbers]
             seeds = [each.generate_state(count, np.uint64).tolist() for each in sources]
-        return chosen, self.answerer([prompt.tokens for prompt in chosen], seeds)
+        return chosen, self.answerer(chosen, seeds)
 
     def _scored(self, chosen: Sequence[Prompt], answers: Sequence[Answer]) -> list[mx.array]:
         """Return the arrays of `AnswerBatch` for the answers to prompts."""

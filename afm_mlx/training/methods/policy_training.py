@@ -127,7 +127,14 @@ class PolicyTraining(LoRATraining):
             )
         is_train = split == "train"
         return Rollouts(
-            load_prompts(recipe.data, split, source.tokenizer, most),
+            load_prompts(
+                recipe.data,
+                split,
+                source.tokenizer,
+                most,
+                self.max_completion_tokens,
+                self.constraint,
+            ),
             self.rewards,
             batch_size=recipe.batch_size,
             group_size=self.group_size if is_train else None,
@@ -160,13 +167,7 @@ class PolicyTraining(LoRATraining):
     def complete_data(
         self, model: nn.Module, source: ModelSource, data: DataSplits, run: RunFolder
     ) -> DataSplits:
-        answerer = Answerer(
-            model,
-            source.tokenizer,
-            self.max_completion_tokens,
-            self.temperature,
-            self.constraint,
-        )
+        answerer = Answerer(model, source.tokenizer, self.temperature)
 
         def policy(batch: RolloutBatch) -> mx.array:
             model.train()  # the training graph, whose numbers differ from the kernels'

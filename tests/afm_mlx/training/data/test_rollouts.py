@@ -48,12 +48,11 @@ def zoo(tmp_path, rng):
 @pytest.fixture
 def prompts(trained, tmp_path):
     records = [{"prompt": f"say {word}", "answer": word} for word in ("one", "two", "three")]
-    return load_prompts(lines(tmp_path / "train.jsonl", *records), "train", trained[1], 64)
+    return load_prompts(lines(tmp_path / "train.jsonl", *records), "train", trained[1], 64, 6)
 
 
 def rollouts(trained, prompts, count=3, **options):
-    model, tokenizer = trained
-    answerer = Answerer(model, tokenizer, 6, constraint=options.pop("constraint", None))
+    answerer = Answerer(*trained)
     values = {"batch_size": 2, "group_size": count, "longest_answer": 6, "answerer": answerer}
     return Rollouts(prompts, options.pop("rewards", LENGTH), **values | options)
 
@@ -76,7 +75,7 @@ def test_prompts_are_texts_or_messages(trained, tmp_path):
     file = lines(tmp_path / "a.jsonl", {"prompt": "say one"}, {"messages": chat, "extra": 3})
     first, second = load_prompts(file, "train", tokenizer, 64)
     wanted = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    assert first.tokens == second.tokens == tuple(wanted)
+    assert first.tokens == second.tokens == wanted
     assert first.text == second.text == "say one"
     assert second.sample == {"messages": chat, "extra": 3}
     assert second.where.endswith("a.jsonl:2")
@@ -85,8 +84,8 @@ def test_prompts_are_texts_or_messages(trained, tmp_path):
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-    ({"text": "a"}, "neither"),
-    ({"prompt": "a", "messages": []}, "prompt"),
+    ({"text": "a"}, "is no prompt"),
+    ({"prompt": "a", "messages": []}, "is no prompt"),
     ({"prompt": "word " * 80}, "1 to 64 are allowed"),
     ({"messages": [{"role": "assistant", "content": "b"}]}, "ends before it"),
     ],
@@ -107,7 +106,7 @@ def test_a_model_without_a_template_takes_texts(zoo, tmp_path):
 def test_the_serving_model_shares_the_base(trained):
     model, tokenizer = trained
     before = mx.get_active_memory()
-    answerer = Answerer(model, tokenizer, 4)
+    answerer = Answerer(model, tokenizer)
     served = dict(tree_flatten(answerer._served.parameters()))
     assert not any("lora" in name for name in served)
     base = sum(array.nbytes for array in served.values())
@@ -116,9 +115,9 @@ def test_the_serving_model_shares_the_base(trained):
 
 def test_answers_are_of_the_adapter_as_it_is_now(trained, prompts):
     model, tokenizer = trained
-    answerer = Answerer(model, tokenizer, 6)
+    answerer = Answerer(model, tokenizer)
     for _ in range(2):
-        (answer,) = answerer([prompts[0].tokens])
+        (answer,) = answerer(prompts[:1])
         tokens = list(prompts[0].tokens)
         for token in answer.tokens:  # greedily, by the training graph
             assert model.train()(mx.array([tokens]))[0, -1].argmax().item() == token
@@ -128,9 +127,9 @@ def test_answers_are_of_the_adapter_as_it_is_now(trained, prompts):
 
 
 def test_a_seed_gives_the_same_answer_in_any_company(trained, prompts):
-    answerer = Answerer(*trained, 6)
-    both = answerer([p.tokens for p in prompts[:2]], [[1, 2], [3, 4]])
-    (alone,) = answerer([prompts[1].tokens], [[4]])
+    answerer = Answerer(*trained)
+    both = answerer(prompts[:2], [[1, 2], [3, 4]])
+    (alone,) = answerer(prompts[1:2], [[4]])
     assert both[3].tokens == alone.tokens
     np.testing.assert_allclose(both[3].logprobs, alone.logprobs, atol=1e-4)
     assert len({tuple(answer.tokens) for answer in both}) == 4
@@ -139,7 +138,7 @@ def test_a_seed_gives_the_same_answer_in_any_company(trained, prompts):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_log_probabilities_of_the_sampler_are_the_graphs(trained, prompts, temperature):
     model, tokenizer = trained
-    made = rollouts(trained, prompts, answerer=Answerer(model, tokenizer, 6, temperature))
+    made = rollouts(trained, prompts, answerer=Answerer(model, tokenizer, temperature))
     batch = made(0)
     h = np.array(answer_logprobs(model.train(), batch, temperature) * batch.counted)
     assert_close(np.array(batch.sampled), h, 2e-2)  # int8 keys and values, and a float16 adapter
@@ -162,9 +161,9 @@ def test_cut_off_answers_and_end_tokens(trained, prompts):
 def test_a_constraints_forced_tokens_are_not_trained_on(trained, prompts):
     constraint = Constraint.regex("(yes|no)!!")
     exact = Rewards(("ends",), (lambda p, a, s: float(a in ("yes!!", "no!!")),), (1.0,))
-    made = rollouts(trained, prompts, 4, constraint=constraint, rewards=exact, longest_answer=40)
-    made.answerer = Answerer(*trained, 40, constraint=constraint)
-    batch = made(0)
+    file = prompts[0].where.rpartition(":")[0]
+    asked = load_prompts(file, "train", trained[1], 64, 40, constraint)
+    batch = rollouts(trained, asked, 4, rewards=exact, longest_answer=40)(0)
     assert batch.reward.tolist() == [1.0] * 8
     counted, n = np.array(batch.counted).sum(1), np.array(batch.lengths)
     assert (counted < n).all()
@@ -198,7 +197,7 @@ def test_answers_in_one_row_or_in_rows_of_their_own(trained, prompts):
 def test_models_of_the_zoo(zoo, tmp_path):
     model, tokenizer = zoo
     file = lines(tmp_path / "a.jsonl", *({"prompt": f"w{i} w4"} for i in (2, 3, 5)))
-    found = load_prompts(file, "train", tokenizer, 64)
+    found = load_prompts(file, "train", tokenizer, 64, 6)
     batch = rollouts(zoo, found, one_row=False)(0)
     assert batch.segments is None
     assert batch.shared is None
@@ -222,7 +221,7 @@ def test_most_likely_answers_of_every_prompt(trained, prompts):
     made = rollouts(trained, prompts, count=None)
     assert [made(i).reward.size for i in range(2)] == [2, 1]
     assert made.shape[2] == 12
-    answers = made.answerer([p.tokens for p in prompts])
+    answers = made.answerer(prompts)
     wanted = [LENGTH("", answer.text, {}) for answer in answers]
     assert [*made(0).reward.tolist(), *made(1).reward.tolist()] == pytest.approx(wanted)
 
