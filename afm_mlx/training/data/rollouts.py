@@ -39,7 +39,6 @@ from afm_mlx.guidance.thoughts import thought_form
 from afm_mlx.measure.committee import checked_prompt, messages_of
 from afm_mlx.measure.evaluation import answer_text, chat_request
 from afm_mlx.measure.rewards import Answered, Rewards, prompt_text
-from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.training.data.samples import read_records
@@ -151,9 +150,7 @@ class Answerer:
         hand_over(self._model, self._served)
         counts = [1] * len(prompts) if seeds is None else list(map(len, seeds))
         prefixes = PrefixCache(_PREFIXES) if max(counts) > 1 else None
-        engine = Engine(
-            self._served, self._tokenizer, max_batch=sum(counts), prefix_cache=prefixes
-        )
+        engine = Engine(self._served, self._tokenizer, max_batch=sum(counts), prefix_cache=prefixes)
         sampler = None if seeds is None else make_sampler(self._temperature)
         rows: dict[int, Answer] = {}
         with wired_memory(self._served):
@@ -270,6 +267,10 @@ class Rollouts:
         policy, reference: log-probabilities of the model as it is now, and of the reference; pass None where
             they are not needed.
         folder: folder that keeps the rollouts; pass None to keep none.
+
+    Attributes:
+        per_epoch: number of batches in an epoch; each counts as often as it is trained on.
+        n_tokens: number of tokens of all prompts.
     """
 
     prompts: Sequence[Prompt]
@@ -294,12 +295,8 @@ class Rollouts:
     def __post_init__(self) -> None:
         self.n_tokens = sum(len(prompt.tokens) for prompt in self.prompts)
         self._batches = -(-len(self.prompts) // self.batch_size)
+        self.per_epoch = self._batches * self.updates
         self._kept: dict[int, tuple[int, RolloutBatch]] = {}  # by the number in an update
-
-    @property
-    def per_epoch(self) -> int:
-        """Number of batches in an epoch; each counts as often as it is trained on."""
-        return self._batches * self.updates
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -391,7 +388,9 @@ class Rollouts:
         """Return the arrays of `AnswerBatch` for the answers to prompts."""
         count = len(answers) // len(chosen)
         answered = [
-            Answered(chosen[i // count].text, a.text, chosen[i // count].sample, chosen[i // count].where)
+            Answered(
+                chosen[i // count].text, a.text, chosen[i // count].sample, chosen[i // count].where
+            )
             for i, a in enumerate(answers)
         ]
         table = self.rewards.table(answered)
@@ -442,11 +441,15 @@ class Rollouts:
                 sampled[row, :n] = answer.logprobs
                 row, done, end = row + 1, done + n, end + n - 1
         shared = np.array([len(prompt.tokens) for prompt in chosen], np.int32)
-        arrays = (inputs, segments, shared, positions, labels, grid, counted, sampled)
-        made = [mx.array(array) for array in arrays]
-        if not self.one_row:
-            return RolloutBatch(made[0], None, None, *made[3:], None, None, *scored)
-        return RolloutBatch(*made, None, None, *scored)
+        rows = (inputs, segments, shared)
+        tokens = (positions, labels, grid, counted, sampled)
+        return RolloutBatch(
+            *(mx.array(each) if self.one_row or each is inputs else None for each in rows),
+            *map(mx.array, tokens),
+            None,
+            None,
+            *scored,
+        )
 
     # -- the folder
 

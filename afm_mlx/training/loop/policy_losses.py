@@ -9,11 +9,11 @@ tokens, and sg stops the gradient:
     rloo   -a sum_t h_t,   R' = R - beta * sum_t (h_k_t - ref_t),   a = R' - mean R' of the others of the group
     mdloo  -rho a + gamma * (rho log rho - rho + 1),   rho = exp(sum_t h_t - h_k_t),   a as in rloo
 
-GRPO is DeepSeekMath's (arXiv 2402.03300) as TRL computes it, with the group's std of K - 1 degrees of freedom;
-its sum over tokens is divided by n, by the mean n of the batch ("bnpo", arXiv 2503.14476), or by the most tokens
-that an answer may have ("dr_grpo", arXiv 2503.20783). RLOO is arXiv 2402.14740. MDLOO is of Apple's 2024 report
-(arXiv 2407.21075, section 4.2): mirror descent, whose term keeps the policy near the one that answered. The
-term's expectation over these answers is KL(pi || pi_k); h - h_k alone would have a gradient away from pi_k.
+GRPO is DeepSeekMath's (arXiv 2402.03300) as TRL computes it, with the group's std of K - 1 degrees of freedom.
+Its sum over tokens is divided by n; by the mean n of the batch ("bnpo", TRL's name); or by the most tokens that
+an answer may have ("dr_grpo", arXiv 2503.20783). RLOO is arXiv 2402.14740. MDLOO is mirror descent, as in
+Apple's report of 2024 (arXiv 2407.21075): its term keeps the policy near the one that answered. The term's
+expectation over these answers is KL(pi || pi_k); h - h_k alone would have a gradient away from pi_k.
 """
 
 from __future__ import annotations

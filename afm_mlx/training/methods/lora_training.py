@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from afm_mlx.adapters.adapter_folder import (
 )
 from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
 from afm_mlx.adapters.resident import Base, check_fingerprint
-from afm_mlx.adapters.target_modules import target_modules
+from afm_mlx.adapters.target_modules import replace_layers, target_modules, unwrap_layers
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.safetensors_file import read_header
@@ -128,17 +128,8 @@ class LoRATraining(Method):
                 force=self.force,
             )
 
-    @contextmanager
-    def as_untrained(self, model: nn.Module) -> Iterator[None]:
-        layers = lora_layers(model).values()
-        scales = [layer.scale for layer in layers]
-        try:
-            for layer in layers:
-                layer.scale = 0.0
-            yield
-        finally:
-            for layer, scale in zip(layers, scales, strict=True):
-                layer.scale = scale
+    def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
+        return without_adapter(model)
 
     def round_as_saved(self, model: nn.Module) -> None:
         if self.save_dtype == "float32":
@@ -207,6 +198,50 @@ def add_adapter(
     # The numbers that `seed` draws are replaced.
     add_lora(model, config.rank, config.scale, keys or config.keys or None, dropout, 0, num_layers)
     start_lora(model, tensors, config, path)
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Make a model compute without its LoRA layers in the context."""
+    layers = lora_layers(model).values()
+    scales = [layer.scale for layer in layers]
+    try:
+        for layer in layers:
+            layer.scale = 0.0
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scale = scale
+
+
+@contextmanager
+def as_reference(
+    model: nn.Module, source: ModelSource, adapter: str | Path | None, *, force: bool = False
+) -> Iterator[None]:
+    """Make a model with LoRA layers compute as a reference in the context: with another adapter, or without.
+
+    Raises `AFMError` when the adapter can't be read, or does not fit; with `force` only its shapes have to.
+    """
+    if adapter is None:
+        with without_adapter(model):
+            yield
+        return
+    layers = list(lora_layers(model).items())
+    unwrap_layers(model)
+    try:
+        add_adapter(model, source, adapter, force=force)
+        yield
+    finally:
+        unwrap_layers(model)
+        replace_layers(model, layers)
+
+
+def reference_fingerprint(adapter: str | Path | None) -> str | None:
+    """Return the fingerprint of a reference adapter's numbers; None without one."""
+    if adapter is None:
+        return None
+    tensors, config = read_initial(adapter)
+    return arrays_fingerprint(config.scale, tensors)
 
 
 def read_initial(

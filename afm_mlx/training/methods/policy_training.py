@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +28,12 @@ from afm_mlx.training.loop.policy_losses import (
     answer_logprobs,
 )
 from afm_mlx.training.loop.run_folder import RunFolder
-from afm_mlx.training.methods.lora_training import LoRATraining
+from afm_mlx.training.methods.lora_training import (
+    LoRATraining,
+    as_reference,
+    read_initial,
+    reference_fingerprint,
+)
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import DataSplits, Recipe, max_sample_length
 
@@ -39,9 +45,9 @@ UPDATES = 4
 class PolicyTraining(LoRATraining):
     """Train LoRA pairs by the rewards of sampled answers, see `loop.policy_losses`.
 
-    The recipe's `batch_size` is the number of prompts in a batch. The reference is the model without the
-    adapter. Validation and test measure the rewards of the most likely answers; the loss there is the negative
-    reward. The recipe has no teacher and none of the arguments about the parts of a chat.
+    The recipe's `batch_size` is the number of prompts in a batch. Validation and test measure the rewards of
+    the most likely answers; the loss there is the negative reward. The recipe has no teacher and none of the
+    arguments about the parts of a chat.
 
     Args:
         objective: "grpo", "rloo" or "mdloo".
@@ -51,6 +57,7 @@ class PolicyTraining(LoRATraining):
         temperature: of the answers' sampling.
         constraint: what answers must look like; pass None for any text. Tokens that it forces are not trained
             on.
+        reference_adapter: folder of the adapter that the reference runs with; pass None for the model alone.
         beta, gamma, clip, clip_high, normalization: see `PolicyLoss`; pass None as `clip_high` for `clip`.
         updates_per_rollout: updates that a batch of answers serves; pass None for 1, or 4 for mdloo.
         mask_cut_off: leave answers that were cut off out of the loss.
@@ -62,6 +69,7 @@ class PolicyTraining(LoRATraining):
     max_completion_tokens: int = 256
     temperature: float = 1.0
     constraint: Constraint | None = None
+    reference_adapter: str | Path | None = None
     beta: float = 0.04
     gamma: float = 0.1
     clip: float = 0.2
@@ -94,6 +102,11 @@ class PolicyTraining(LoRATraining):
                 f"updates_per_rollout is {updates}, and rloo's gradient is right for the policy that sampled "
                 "the answers: for one update. Leave it out, or choose grpo or mdloo."
             )
+        if self.reference_adapter is not None and not self.beta:
+            raise ConfigError(
+                "reference_adapter would do nothing with beta 0, the weight of the distance from the "
+                "reference. Leave one of them out."
+            )
         if self.dropout:
             raise ConfigError(
                 f"dropout is {self.dropout}, with which the policy in training would be another one than "
@@ -107,6 +120,8 @@ class PolicyTraining(LoRATraining):
 
     def check(self, recipe: Recipe, source: ModelSource) -> None:
         super().check(recipe, source)
+        if self.reference_adapter is not None:
+            read_initial(self.reference_adapter)
         for name, is_given, reason in (
             ("teacher", recipe.teacher is not None, "rewards take its place"),
             ("packing", recipe.packing is not None, "rows are laid out by prompts"),
@@ -174,7 +189,7 @@ class PolicyTraining(LoRATraining):
             return answer_logprobs(model, batch, self.temperature)
 
         def reference(batch: RolloutBatch) -> mx.array:
-            with self.as_untrained(model):
+            with as_reference(model, source, self.reference_adapter, force=self.force):
                 found = policy(batch)
                 mx.eval(found)
             return found
@@ -182,7 +197,11 @@ class PolicyTraining(LoRATraining):
         def with_model(split: Rollouts | None) -> Rollouts | None:
             if split is None:
                 return None
-            changes = {"answerer": answerer, "policy": policy, "folder": run.path / "rollouts"}
+            changes: dict[str, Any] = {
+                "answerer": answerer,
+                "policy": policy,
+                "folder": run.path / "rollouts",
+            }
             if self.beta:
                 changes["reference"] = reference
             return dataclasses.replace(split, **changes)
@@ -195,5 +214,6 @@ class PolicyTraining(LoRATraining):
         values = {name: getattr(self, name) for name in sorted(own)}
         assert self.rewards is not None
         values["rewards"] = dict(zip(self.rewards.names, self.rewards.weights, strict=True))
+        values["reference_adapter"] = reference_fingerprint(self.reference_adapter)
         values["constraint"] = None if self.constraint is None else self.constraint.grammar
         return super().manifest(model) | values

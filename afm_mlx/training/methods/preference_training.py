@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.adapters.lora import lora_layers
-from afm_mlx.adapters.target_modules import replace_layers, unwrap_layers
-from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.data.preferences import (
@@ -38,7 +33,12 @@ from afm_mlx.training.data.preferences import (
 from afm_mlx.training.loop.losses import log_probabilities
 from afm_mlx.training.loop.preference_losses import OBJECTIVES, PreferenceLoss
 from afm_mlx.training.loop.run_folder import RunFolder
-from afm_mlx.training.methods.lora_training import LoRATraining, add_adapter, read_initial
+from afm_mlx.training.methods.lora_training import (
+    LoRATraining,
+    as_reference,
+    read_initial,
+    reference_fingerprint,
+)
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import DataSplits, Recipe, is_packed, max_sample_length
 
@@ -150,7 +150,7 @@ class PreferenceTraining(LoRATraining):
         The batches are the ones of the first epoch: equal batches give equal numbers, to the last bit.
         """
         found = np.zeros(batches.n_scored + 1, np.float32)
-        with self._as_reference(model, source):
+        with as_reference(model, source, self.reference_adapter, force=self.force):
             model.train(training)
             for step in range(batches.per_epoch):
                 batch = batches(step)
@@ -159,26 +159,9 @@ class PreferenceTraining(LoRATraining):
                     found[np.array(rows.numbers)] = np.array(log_probabilities(model, rows))
         return found[:-1]
 
-    @contextmanager
-    def _as_reference(self, model: nn.Module, source: ModelSource) -> Iterator[None]:
-        """Make a model compute as the reference in the context."""
-        if self.reference_adapter is None:
-            with self.as_untrained(model):
-                yield
-            return
-        layers = list(lora_layers(model).items())
-        unwrap_layers(model)
-        try:
-            add_adapter(model, source, self.reference_adapter, force=self.force)
-            yield
-        finally:
-            unwrap_layers(model)
-            replace_layers(model, layers)
-
     def manifest(self, model: nn.Module) -> dict[str, object]:
-        adapter = None
-        if self.reference_adapter is not None:
-            tensors, config = read_initial(self.reference_adapter)
-            adapter = arrays_fingerprint(config.scale, tensors)
-        own = {"loss": dataclasses.asdict(self.loss), "reference_adapter": adapter}
+        own = {
+            "loss": dataclasses.asdict(self.loss),
+            "reference_adapter": reference_fingerprint(self.reference_adapter),
+        }
         return super().manifest(model) | own

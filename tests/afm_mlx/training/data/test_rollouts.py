@@ -84,10 +84,10 @@ def test_prompts_are_texts_or_messages(trained, tmp_path):
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-    ({"text": "a"}, "is no prompt"),
-    ({"prompt": "a", "messages": []}, "is no prompt"),
-    ({"prompt": "word " * 80}, "1 to 64 are allowed"),
-    ({"messages": [{"role": "assistant", "content": "b"}]}, "ends before it"),
+        ({"text": "a"}, "is no prompt"),
+        ({"prompt": "a", "messages": []}, "is no prompt"),
+        ({"prompt": "word " * 80}, "1 to 64 are allowed"),
+        ({"messages": [{"role": "assistant", "content": "b"}]}, "ends before it"),
     ],
 )
 def test_lines_that_are_no_prompts(trained, tmp_path, record, reason):

@@ -83,7 +83,9 @@ def test_values_and_gradients_are_torchs(drawn, objective, kind, beta):
 
 def test_advantages_within_groups():
     rewards = mx.array([1.0, 0, 0, 0, 2, 2, 2, 2])
-    assert leave_one_out(rewards, 4).tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3, *[0] * 4])
+    assert leave_one_out(rewards, 4).tolist() == pytest.approx(
+        [1, -1 / 3, -1 / 3, -1 / 3, *[0] * 4]
+    )
     found = standardized(rewards, 4).tolist()
     assert found == pytest.approx([0.75 / 0.5001, *[-0.25 / 0.5001] * 3, *[0] * 4], rel=1e-6)
 
@@ -102,7 +104,9 @@ def test_metrics(drawn):
     assert found["kl"] == pytest.approx(k3.mean(), rel=1e-5)
     rho, a = np.exp(drawn[0] - drawn[1]), np.array(standardized(reward, SIZE))[:, None]
     clipped = ((a > 0) & (rho > 1.2)) | ((a < 0) & (rho < 0.8))
-    assert found["clipped"] == pytest.approx(((clipped * drawn[4]).sum(1) / tokens).mean(), rel=1e-5)
+    assert found["clipped"] == pytest.approx(
+        ((clipped * drawn[4]).sum(1) / tokens).mean(), rel=1e-5
+    )
     assert 0 < found["clipped"] < 1
 
 

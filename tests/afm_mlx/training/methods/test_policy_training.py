@@ -74,7 +74,9 @@ def contents(folder):
 
 @pytest.mark.parametrize("objective", ["grpo", "rloo", "mdloo"])
 def test_rewards_rise(recipe, tmp_path, objective):
-    options = dataclasses.replace(OPTIONS, iters=30, steps_per_eval=30, save_every=30, best_by="reward")
+    options = dataclasses.replace(
+        OPTIONS, iters=30, steps_per_eval=30, save_every=30, best_by="reward"
+    )
     method = dataclasses.replace(METHOD, objective=objective, beta=0.01)
     watcher = Watcher()
     recipe = dataclasses.replace(recipe, options=options, test=True)
@@ -101,7 +103,9 @@ def test_a_run_resumes_at_any_step(recipe, tmp_path, rng, objective, updates, mi
     options = dataclasses.replace(OPTIONS, grad_accumulation_steps=micro_batches)
     recipe = dataclasses.replace(recipe, options=options, batch_size=3)
     train_lora(recipe, tmp_path / "whole", method)
-    for number, step in enumerate((2, 4, 5)):  # the third update of a rollout, its first and its second
+    for number, step in enumerate(
+        (2, 4, 5)
+    ):  # the third update of a rollout, its first and its second
         with pytest.raises(Break):
             train_lora(
                 recipe, tmp_path / "broken", method, resume=number > 0, on_event=break_at(step)
@@ -147,7 +151,9 @@ def test_a_kill_at_any_moment(recipe, tmp_path, rng):
         with pytest.raises(Break):
             train_lora(recipe, folder, method, resume=resume, on_event=break_at(done + 3))
     assert metrics(path / "run") == metrics(tmp_path / "whole" / "run")
-    found = [RunFolder(folder / "run").load(done + 2).tensors for folder in (path, tmp_path / "whole")]
+    found = [
+        RunFolder(folder / "run").load(done + 2).tensors for folder in (path, tmp_path / "whole")
+    ]
     for name, group in found[0].items():
         for key, array in group.items():
             assert (array == found[1][name][key]).all().item(), (name, key)
