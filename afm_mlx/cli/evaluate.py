@@ -1,5 +1,6 @@
 """Measure how well models do: in tasks of lm-evaluation-harness (`--tasks`), or in how many examples of a test
-set they solve, with and without constraints. `--compare` puts several models side by side.
+set they solve, with and without constraints. `--compare` puts several models side by side; `--pairwise` lets a
+judge compare two files of answers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from afm_mlx.cli.output import note, print_json, print_table, progress_bar
 from afm_mlx.cli.perplexity import HELD_OUT
 from afm_mlx.cli.signals import Terminated
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
+from afm_mlx.measure.judge_tools import TOOLS, find_tools
 
 if TYPE_CHECKING:
     from afm_mlx.measure.comparison import Score, Scores
@@ -65,6 +67,16 @@ _TASKS = [
     Argument("--log-samples", FLAG, "write each question and answer to the results, too"),
     Argument("--seed", integer(0, 2**32 - 1), "seed of the choice of examples, and of sampled answers", 123),
 ]
+_PAIRWISE = [
+    Argument("--judge", None, "model that says which answer is better: a folder or hub id", metavar="MODEL"),
+    Argument("--judge-adapter", None, "the judge's adapter", metavar="FOLDER"),
+    Argument("--tools", None,
+             f"checks whose reports the judge has: {', '.join(TOOLS)}. It says for each answer which of "
+             "them are useful; none by default",
+             nargs="+", metavar="TOOL"),
+    Argument("--reasons", integer(0),
+             "most characters of the reasons that the judge gives before each verdict", 0, metavar="N"),
+]
 ARGUMENTS = {
     "options": [
         Argument("--model", None, f"model folder or hub id; {EMBEDDED_MODEL} by default"),
@@ -83,9 +95,22 @@ ARGUMENTS = {
                  nargs="+"),
         *_TASKS,
     ],
+    "two files of answers": [
+        Argument("--pairwise", None,
+                 'compare A with B: lines of {"prompt" or "messages", "answer", "id"?, "schema"?}, matched by '
+                 "id, or else by prompt. A judge sees each pair in both orders; where they disagree, it is a tie",
+                 nargs=2, metavar=("A.jsonl", "B.jsonl")),
+        *_PAIRWISE,
+    ],
 }
 # fmt: on
 ALTERNATIVES = (("model", "compare", "which models run"), ("tasks", "data", "what they answer"))
+_SOURCES = (
+    ("is for the examples of a file", None, _EXAMPLES),
+    ("needs --tasks", "tasks", _TASKS),
+    ("needs --pairwise", "pairwise", _PAIRWISE),
+)
+"""What the arguments are for, the argument that chooses it, and the others that it has."""
 
 
 class _Choice(NamedTuple):
@@ -97,12 +122,15 @@ class _Choice(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> None:
+    source = next((name for name in ("pairwise", "tasks") if getattr(args, name)), None)
+    for need, name, rows in _SOURCES:
+        for row in rows if name != source else ():
+            if getattr(args, row.name) != row.options["default"]:
+                raise UsageError(f"{flag_of(row.name)} {need}; leave it out.")
+    if args.pairwise:
+        _run_pairwise(args)
+        return
     choices = _choices(args)
-    unused = _EXAMPLES if args.tasks else _TASKS
-    for row in unused:
-        if getattr(args, row.name) != row.options["default"]:
-            need = "is for the examples of a file" if args.tasks else "needs --tasks"
-            raise UsageError(f"{flag_of(row.name)} {need}; leave it out.")
     if args.tasks:
         _run_tasks(args, choices)
     elif args.compare:
@@ -259,6 +287,50 @@ def _print_comparison(choices: Sequence[_Choice], scores: Sequence[Scores]) -> N
 
 def _count(score: Score) -> Any:
     return "-" if score.questions is None else len(score.questions)
+
+
+# -- two files of answers
+
+
+def _run_pairwise(args: argparse.Namespace) -> None:
+    from afm_mlx.loading.load import load
+    from afm_mlx.measure.pairwise import ModelJudge, judge_pairs, load_answer_pairs
+
+    for name in ("model", "compare", "adapter_path", "tasks", "data"):
+        if getattr(args, name):
+            raise UsageError(f"{flag_of(name)} is of no use with --pairwise, which has --judge.")
+    if args.judge is None:
+        raise UsageError("--judge is missing: the model that compares the answers.")
+    tools = find_tools([name for text in args.tools or () for name in text.split(",") if name])
+    a, b = args.pairwise
+    pairs, unmatched = load_answer_pairs(a, b, args.limit)
+    choice = _Choice(args.judge, args.judge, args.judge_adapter)
+    judge = ModelJudge(*load(choice.model, **_loading(args, choice)), args.batch_size)
+    with progress_bar("judging", "question") as progress:
+        found = judge_pairs(
+            judge, pairs, tools, reasons=args.reasons, unmatched=unmatched, progress=progress
+        )
+    counts = {name: found.count(name) for name in ("a", "b", "tie")}
+    low, high = found.interval
+    if args.json:
+        verdicts = [
+            {"a": v.pair.a.where, "b": v.pair.b.where, "winner": v.winner}
+            | {"preferred": v.preferred, "reports": v.reports}
+            for v in found.verdicts
+        ]
+        names = {"a": a, "b": b, "judge": args.judge, "judge_adapter": args.judge_adapter}
+        facts = {"pairs": len(pairs), "wins": counts, "win_rate": found.win_rate}
+        facts |= {"interval": found.interval, "first_rate": found.first_rate}
+        print_json(names | facts | {"unmatched": unmatched, "verdicts": verdicts})
+        return
+    print(f"A: {a}\nB: {b}\nJudge: {args.judge}")
+    print_table([("pairs", "A wins", "B wins", "ties"), (len(pairs), *counts.values())])
+    print(
+        f"A's win rate, with half of the ties: {found.win_rate:.1%} (95 %: {low:.1%} to {high:.1%}). "
+        f"The answer that was shown first was preferred in {found.first_rate:.1%} of the verdicts."
+    )
+    if any(unmatched):
+        print(f"Answers without a counterpart: {unmatched[0]} of A, {unmatched[1]} of B.")
 
 
 # -- examples of a file

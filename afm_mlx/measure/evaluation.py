@@ -69,7 +69,7 @@ class Example:
 
         `form` is how the model writes calls.
         """
-        asked = _response_format(self.messages)
+        asked = response_format_of(self.messages)
         if asked is not None:
             return Constraint.json_schema(asked["json_schema"]["schema"])
         return tool_call_constraint(tools, "auto", form=form) if (tools := self.all_tools) else None
@@ -158,7 +158,7 @@ def _example(where: str, record: Any) -> Example:
                 f"{where}: {key!r} is {got}; an example has 'task' (a string), 'messages' (a list), "
                 "'answer' (a string) and, if need be, 'tools' (a list)."
             )
-    answer, has_format = record["answer"], _response_format(record["messages"]) is not None
+    answer, has_format = record["answer"], response_format_of(record["messages"]) is not None
     compare = record.get("compare", natural_comparison(answer, has_format))
     if compare not in COMPARISONS:
         raise DataError(
@@ -171,7 +171,7 @@ def _example(where: str, record: Any) -> Example:
     return Example(record["task"], record["messages"], record.get("tools"), answer, where, compare)
 
 
-def _response_format(messages: list[Any]) -> dict[str, Any] | None:
+def response_format_of(messages: list[Any]) -> dict[str, Any] | None:
     """Return the last response format of the messages; None without one."""
     for message in reversed(messages):
         asked = _dict(_dict(message).get("response_format"))
@@ -221,23 +221,9 @@ def evaluate(
         for e, request in zip(examples, requests, strict=True)
     ]
     engine = Engine(model, tokenizer, max_batch=batch_size)
-    rows = {
-        _submit(engine, request, e): i
-        for i, (request, e) in enumerate(zip(requests, examples, strict=True))
-    }
-    answers = [""] * len(examples)
-    done = 0
-    with wired_memory(model):
-        for response in engine.run():
-            index = rows[response.row]
-            answers[index] += answer_text(splitters[index], response)
-            # An answer that is too long, or fills the context, is wrong.
-            if response.error is not None and not isinstance(response.error, _CUT_OFF):
-                raise response.error
-            if response.finish_reason is not None:
-                done += 1
-                if progress is not None:
-                    progress(done, len(examples))
+    wheres = [example.where for example in examples]
+    # An answer that is too long, or fills the context, is wrong.
+    answers = run_requests(engine, requests, splitters, wheres, progress, ignored=_CUT_OFF)
     graded = [GradedAnswer(e, answer, form) for e, answer in zip(examples, answers, strict=True)]
     return Evaluation(graded, time.perf_counter() - start)
 
@@ -258,34 +244,112 @@ def _request(
     thoughts: ThoughtForm | None,
 ) -> Request:
     try:
-        off: dict[str, Any] = {}
-        if thoughts is not None:
-            off = {"enable_thinking": False, "thinking": False}
-        prompt = tokenizer.apply_chat_template(
-            example.messages, tools=example.tools, add_generation_prompt=True, **off
-        )
-        most = 2 * len(tokenizer.encode(example.answer)) + 8
         constraint = example.constraint(form) if constrained else None
-        limits: list[LogitsProcessor] = []
-        if thoughts is not None:
-            if thoughts.is_begun(prompt):
-                prompt = [*prompt, *thoughts.end_ids]
-            calls = bool(example.all_tools)
-            limits += limits_of_thoughts(thoughts, prompt, 0, may_call=calls)
-            if constraint is not None and (_response_format(example.messages) or not calls):
-                constraint = after_thoughts(constraint, thoughts, is_begun=False, may_think=False)
+        most = 2 * len(tokenizer.encode(example.answer)) + 8
+        return thoughtless_request(
+            tokenizer,
+            example.messages,
+            most,
+            constraint,
+            thoughts,
+            tools=example.tools,
+            may_call=bool(example.all_tools),
+            constrains_calls=response_format_of(example.messages) is None,
+        )
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None
+
+
+def thoughtless_request(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    max_tokens: int,
+    constraint: Constraint | None,
+    thoughts: ThoughtForm | None,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    may_call: bool = False,
+    constrains_calls: bool = False,
+    **fields: Any,
+) -> Request:
+    """Make the request of a chat's next turn, without thoughts.
+
+    Args:
+        tokenizer: the model's.
+        messages, tools: the chat.
+        max_tokens, constraint: as for `Request`; the constraint is of the answer without thoughts.
+        thoughts: how the model writes thoughts; pass None for a model that writes none.
+        may_call: True if the answer may call tools.
+        constrains_calls: True if the constraint of an answer that may call is of its calls, too.
+        fields: further fields of `Request`.
+
+    Raises:
+        AFMError: for messages that the template can't write.
+    """
+    off: dict[str, Any] = {}
+    if thoughts is not None:
+        off = {"enable_thinking": False, "thinking": False}
+    prompt = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, **off
+    )
+    limits: list[LogitsProcessor] = []
+    if thoughts is not None:
+        if thoughts.is_begun(prompt):
+            prompt = [*prompt, *thoughts.end_ids]
+        limits += limits_of_thoughts(thoughts, prompt, 0, may_call=may_call)
+        if constraint is not None and not (may_call and constrains_calls):
+            constraint = after_thoughts(constraint, thoughts, is_begun=False, may_think=False)
+    processors = tuple(limits)
     return Request(
-        prompt, most, logprobs=False, constraint=constraint, logits_processors=tuple(limits)
+        prompt,
+        max_tokens,
+        logprobs=False,
+        constraint=constraint,
+        logits_processors=processors,
+        **fields,
     )
 
 
-def _submit(engine: Engine, request: Request, example: Example) -> int:
-    try:
-        return engine.submit(request)
-    except AFMError as error:
-        raise DataError(f"{example.where}: {error}") from None
+def run_requests(
+    engine: Engine,
+    requests: Sequence[Request],
+    splitters: Sequence[AnySplitter | None],
+    wheres: Sequence[str],
+    progress: Progress | None = None,
+    ignored: tuple[type[AFMError], ...] = (),
+) -> list[str]:
+    """Return the texts of the answers to requests, in their order.
+
+    Args:
+        engine: an engine without rows.
+        requests: what is submitted, all at once.
+        splitters: for each request, what divides its answer (`answer_text`).
+        wheres: for each request, its place in the data, for error messages.
+        progress: called with the numbers of answers done and in all.
+        ignored: errors that end an answer, whose text so far is returned.
+
+    Raises:
+        DataError: for a request that is refused, with its place.
+        AFMError: for an answer that ends with an error that is not `ignored`.
+    """
+    rows: dict[int, int] = {}
+    for index, request in enumerate(requests):
+        try:
+            rows[engine.submit(request)] = index
+        except AFMError as error:
+            raise DataError(f"{wheres[index]}: {error}") from None
+    answers, done = [""] * len(requests), 0
+    with wired_memory(engine.model):
+        for response in engine.run():
+            index = rows[response.row]
+            answers[index] += answer_text(splitters[index], response)
+            if response.error is not None and not isinstance(response.error, ignored):
+                raise response.error
+            if response.finish_reason is not None:
+                done += 1
+                if progress is not None:
+                    progress(done, len(requests))
+    return answers
 
 
 def answer_text(splitter: AnySplitter | None, response: TokenResponse) -> str:
