@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,10 +41,31 @@ TargetLoss: TypeAlias = Callable[[mx.array, mx.array | None, mx.array], mx.array
 """Maps logits (n, V), the teacher's logits (n, V) or None, and labels (n,) to losses (n,) in float32."""
 
 
-class Loss(Protocol):
-    """A weighted sum over the targets of a batch, () float32."""
+Metrics: TypeAlias = dict[str, mx.array]
+"""Sums of figures over a batch, () float32, by their names; divided by the sum of weights, they are means."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> mx.array: ...
+LOWER_IS_BETTER = ("loss", "kl", "length")
+"""Metrics of which the lowest value is the best; of others it is the highest."""
+
+
+class Loss(Protocol):
+    """A weighted sum over the targets of a batch, () float32; or a pair of this sum and the batch's metrics."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> mx.array | tuple[mx.array, Metrics]: ...
+
+
+@runtime_checkable
+class SplitMetrics(Protocol):
+    """A loss with figures that need all batches of a split, rather than sums over each batch."""
+
+    def split_metrics(self, model: nn.Module, batches: Any, count: int) -> dict[str, float]:
+        """Return the figures of the first `count` batches, or of all for -1, by their names."""
+
+
+def loss_and_metrics(loss: Loss, model: nn.Module, batch: Any) -> tuple[mx.array, Metrics]:
+    """Return the loss of a batch and its metrics, which most losses don't have."""
+    result = loss(model, batch)
+    return result if isinstance(result, tuple) else (result, {})
 
 
 class CrossEntropy:

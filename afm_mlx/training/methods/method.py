@@ -34,9 +34,10 @@ from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.pairs import AnyBatches
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
+from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.recipe import Recipe, read_split
+from afm_mlx.training.methods.recipe import DataSplits, Recipe, read_split
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
 
@@ -111,6 +112,15 @@ class Method:
     def manifest(self, model: nn.Module) -> dict[str, object]:
         """Return the settings that must not change when a run resumes; `model` is prepared, but not trained."""
         return {}
+
+    def complete_data(
+        self, model: nn.Module, source: ModelSource, data: DataSplits, run: RunFolder
+    ) -> DataSplits:
+        """Return the data to train on, with what only the prepared, untrained model can add to it.
+
+        What takes long to compute is kept in the run's folder, for when it resumes.
+        """
+        return data
 
     def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a prepared model computes as before training."""
