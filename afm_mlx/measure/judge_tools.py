@@ -87,9 +87,12 @@ def calculate(expression: str) -> Fraction:
 
 def _value(node: ast.expr, text: str) -> Fraction:
     match node:
-        case ast.Constant(value=int() | float()):
-            # From its digits: a float would have rounded 0.1.
-            return Fraction(Decimal(ast.get_source_segment(text, node) or ""))
+        case ast.Constant():
+            # From its digits: a float would have rounded 0.1. No exponents, which make huge numbers.
+            digits = ast.get_source_segment(text, node) or ""
+            if not re.fullmatch(r"\d*\.?\d*", digits):
+                raise ValueError
+            return Fraction(Decimal(digits))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, text)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
