@@ -42,7 +42,7 @@ from afm_mlx.cli.training_runs import (
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
-    from afm_mlx.training.data.pairs import AnyBatches
+    from afm_mlx.training.data.batches import AnyBatches
     from afm_mlx.training.methods.recipe import Recipe
 
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}

@@ -26,7 +26,7 @@ from afm_mlx.checkpoint.safetensors_file import read_header
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.json_values import FLOAT16_MAX, FLOAT32_MAX, MAX_RANK, is_rank
-from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.methods.method import WITHOUT_ADAPTER, Method
 from afm_mlx.training.methods.model_source import ModelSource

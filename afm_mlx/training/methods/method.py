@@ -31,8 +31,7 @@ from afm_mlx.files import atomic_folder, refuse_existing
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.data.batches import Batches
-from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.data.batches import AnyBatches, Batches
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.training_options import TrainingOptions

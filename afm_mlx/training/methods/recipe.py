@@ -19,8 +19,7 @@ from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.kernels import BITS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
-from afm_mlx.training.data.batches import ROW_MULTIPLE, Batches
-from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.data.batches import ROW_MULTIPLE, AnyBatches, Batches
 from afm_mlx.training.data.samples import has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
 from afm_mlx.training.loop.training_options import TrainingOptions
