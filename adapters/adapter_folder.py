@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -75,6 +75,11 @@ class RewardUse:
                 f"{source}: reward is {shown(value)}, and must have grades, a list of "
                 f"{', '.join(GRADED_AXES)} or none of them."
             )
+        return cls.of(grades)
+
+    @classmethod
+    def of(cls, grades: Collection[str]) -> RewardUse:
+        """Make a use whose axes have their usual order."""
         return cls(tuple(axis for axis in GRADED_AXES if axis in grades))
 
 

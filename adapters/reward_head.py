@@ -25,6 +25,11 @@ from afm_mlx.files import atomic_write
 
 HEAD_NAME = "reward_head.safetensors"
 LEVELS = 3
+"""Grades of an axis: 0, 1 and 2, from worst to best."""
+
+NO_GRADE = -1
+"""Stands for the grade of an axis that an answer is not graded for."""
+
 WIDTH = 128
 """Hidden width of an axis's MLP."""
 

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.errors import ConfigError
+from afm_mlx.adapters.adapter_folder import GRADED_AXES
+from afm_mlx.adapters.reward_head import NO_GRADE, RewardHead
+from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.model.pooling import pooled_states
-from afm_mlx.training.data.reward_pairs import NO_GRADE, RewardBatch
+from afm_mlx.training.data.reward_pairs import RewardBatch
 from afm_mlx.training.loop.losses import Metrics
 
 GRADE_WEIGHT = 0.1
@@ -32,16 +34,16 @@ GRADE_WEIGHT = 0.1
 class RewardLoss:
     """The sum of the losses of a batch's pairs, and metrics; see the module's formula.
 
-    The model has a `adapters.reward_head.RewardHead` as `reward_head`.
-
     Args:
         grade_weight: lambda, 0 or more.
+        head: the reward head of a model that has none as its `reward_head`.
 
     Raises:
         ConfigError: for another weight.
     """
 
     grade_weight: float = GRADE_WEIGHT
+    head: RewardHead | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.grade_weight < math.inf:
@@ -49,7 +51,12 @@ class RewardLoss:
 
     def __call__(self, model: nn.Module, batch: RewardBatch) -> tuple[mx.array, Metrics]:
         states = pooled_states(model, batch.inputs, batch.lengths, "last")
-        rewards, logits = model.reward_head(states)
+        head = model.reward_head if "reward_head" in model else self.head
+        if head is None:
+            raise TrainingError(
+                "There is no reward head to measure. Name a reward adapter (--adapter-path)."
+            )
+        rewards, logits = head(states)
         count = batch.weights.size
         chosen, rejected = rewards[:count], rewards[count:]
         margins = chosen - rejected
@@ -77,15 +84,15 @@ def ranking_losses(margins: mx.array, certainty: mx.array) -> mx.array:
 
 
 def grade_losses(logits: dict[str, mx.array], grades: mx.array) -> mx.array:
-    """Return the sum over A axes of the cross-entropies of N answers' grades, (N,).
+    """Return the sum over axes of the cross-entropies of N answers' grades, (N,).
 
     Args:
-        logits: (N, 3) of each axis.
-        grades: (N, A) integers in the axes' order: 0 to 2, or `NO_GRADE`, which adds nothing.
+        logits: (N, 3) of each axis that the head has.
+        grades: (N, 4) integers in the order of `GRADED_AXES`: 0 to 2, or `NO_GRADE`, which adds nothing.
     """
     total = mx.zeros(grades.shape[0])
-    for column, each in enumerate(logits.values()):
-        given = grades[:, column]
+    for axis, each in logits.items():
+        given = grades[:, GRADED_AXES.index(axis)]
         is_graded = given != NO_GRADE
         losses = nn.losses.cross_entropy(each, mx.where(is_graded, given, 0), reduction="none")
         total = total + mx.where(is_graded, losses, 0)

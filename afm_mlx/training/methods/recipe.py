@@ -232,7 +232,7 @@ def make_plan(
         bits = quantization_of(source.values, source.folder).get("bits")
         memory = estimate_memory(
             model.args,
-            {"draft": "full", "contrastive": "lora"}.get(kind, kind),
+            {"draft": "full", "contrastive": "lora", "reward": "lora"}.get(kind, kind),
             batch_size=rows,
             length=length,
             rank=ranks[0] if ranks else 1,
