@@ -159,24 +159,20 @@ def check_schema(text: str, schema: Mapping[str, Any] | None) -> str | None:
     """Check JSON under the task's schema; None if the task has none.
 
     Raises:
-        DataError: for a schema that is not valid.
+        RewardError: for a schema that is not valid.
     """
     if schema is None:
         return None
-    import jsonschema
-    from jsonschema_specifications import REGISTRY
+    from jsonschema.exceptions import best_match
 
-    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-    try:
-        kind.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise DataError(f"the schema is not valid: {error.message}.") from None
+    from afm_mlx.measure.rewards import schema_validator
+
+    validator = schema_validator(schema)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return f"not valid: this is not JSON ({error})"
-    errors = kind(schema, registry=REGISTRY).iter_errors(value)
-    error = jsonschema.exceptions.best_match(errors)
+    error = best_match(validator.iter_errors(value))
     return "valid" if error is None else f"not valid: {error.message[:200]} (at {error.json_path})"
 
 

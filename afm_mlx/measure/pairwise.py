@@ -21,7 +21,7 @@ from typing import Any
 import mlx.nn as nn
 
 from afm_mlx.engine.engine import Engine
-from afm_mlx.errors import DataError, shown
+from afm_mlx.errors import AFMError, DataError, shown
 from afm_mlx.guidance.answer_parts import splitter_for
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.thoughts import thought_form
@@ -134,7 +134,7 @@ def load_answer_pairs(
         DataError: names the file and line: for a line of another form, two answers with one id or prompt, an
             id with two prompts, or files that have nothing in common.
     """
-    ours, theirs = _answers(Path(a)), _answers(Path(b))
+    ours, theirs = load_answers(a), load_answers(b)
     pairs = []
     for key, answer in ours.items():
         if (other := theirs.get(key)) is None:
@@ -153,17 +153,22 @@ def load_answer_pairs(
     return pairs[:limit], (len(ours) - len(pairs), len(theirs) - len(pairs))
 
 
-def _answers(path: Path) -> dict[str, Answer]:
-    """Read a file of answers, by their keys."""
+def load_answers(path: str | Path, unique: bool = True) -> dict[str, Answer]:
+    """Read a file of answers, by their ids or prompts; see `load_answer_pairs` for its lines and errors.
+
+    Without `unique`, several answers may have one id or prompt, and keys mean nothing.
+    """
     found: dict[str, Answer] = {}
-    for where, record in read_jsonl(path):
+    for where, record in read_jsonl(Path(path)):
         try:
             answer = _answer(record, where)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         own = record.get("id") if isinstance(record, dict) else None
         key = json.dumps(answer.messages if own is None else own, sort_keys=True)
-        if key in found:
+        if not unique:
+            key = where
+        elif key in found:
             by = "prompt; give each an id" if own is None else f"id {shown(own)}"
             raise DataError(f"{where} and {found[key].where} have the same {by}.")
         found[key] = answer
@@ -258,7 +263,7 @@ def _checked(answer: Answer, tools: Mapping[str, JudgeTool]) -> dict[str, str]:
     """Return the reports of tools on an answer, by name, without tools that found nothing to check."""
     try:
         found = {name: tool.report(answer.text, answer.schema) for name, tool in tools.items()}
-    except DataError as error:
+    except AFMError as error:
         raise DataError(f"{answer.where}: {error}") from None
     return {name: report for name, report in found.items() if report is not None}
 

@@ -66,7 +66,7 @@ class RewardBatches:
         shuffle: bool = True,
     ) -> None:
         self._grades = np.array(
-            [_grades(p.grades, p.where) for p in pairs], np.int32
+            [grades_of(p.grades, p.where) for p in pairs], np.int32
         )  # (pairs, 2, 4)
         found = (self._grades != NO_GRADE).any(axis=(0, 1))
         self.axes = tuple(axis for axis, is_there in zip(GRADED_AXES, found, strict=True) if is_there)
@@ -139,8 +139,11 @@ class RewardBatches:
         )
 
 
-def _grades(value: Any, where: str) -> list[list[int]]:
-    """Return a record's grades of both answers, by `GRADED_AXES`."""
+def grades_of(value: Any, where: str) -> list[list[int]]:
+    """Return the grades (2, 4) of the chosen and the rejected answer, by `GRADED_AXES`, or `NO_GRADE`.
+
+    Raises `DataError` for another value of a record's "grades"; `where` is the record's file and line.
+    """
     sides = {} if value is None else value
     is_right = isinstance(sides, dict) and sides.keys() <= {"chosen", "rejected"}
     for grades in sides.values() if is_right else ():

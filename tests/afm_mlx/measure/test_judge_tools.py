@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from afm_mlx.errors import ConfigError, DataError
+from afm_mlx.errors import ConfigError, DataError, RewardError
 from afm_mlx.measure.judge_tools import (
     MAX_CLAIMS,
     calculate,
@@ -129,7 +129,7 @@ def test_json_is_validated_under_the_tasks_schema():
     assert check_schema("text", None) is None
     assert "'x' is not of type 'integer' (at $.n)" in check_schema('{"n": "x"}', SCHEMA)
     assert check_schema("n: 3", SCHEMA).startswith("not valid: this is not JSON")
-    with pytest.raises(DataError, match="the schema is not valid"):
+    with pytest.raises(RewardError, match="The schema is not valid"):
         check_schema("{}", {"type": "thing"})
 
 

@@ -132,7 +132,7 @@ def test_a_judge_that_needs_no_tool_has_no_reports():
 def test_a_wrong_schema_is_named_with_its_answer():
     judge = Scripted(longer, ("schema",))
     pairs = [pair(0, "{}", "[]", {"type": "object"}), pair(1, "{}", "[]", {"type": "thing"})]
-    with pytest.raises(DataError, match="a:1: the schema is not valid"):
+    with pytest.raises(DataError, match="a:1: The schema is not valid"):
         judge_pairs(judge, pairs, find_tools(["schema"]))
     found = judge_pairs(judge, pairs[:1], find_tools(["schema"]))
     assert found.verdicts[0].reports[0] == {"schema": "valid"}
