@@ -87,10 +87,11 @@ _KIND = [
              "lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
              "for speculative decoding",
              "lora"),
-    Argument("--objective", ["next-token", "contrastive"],
+    Argument("--objective", ["next-token", "contrastive", "reward"],
              "contrastive trains an adapter for embeddings: lines are {\"query\", \"positive\", "
              "\"negative\": [...]}, and vectors of a query and its positive become alike; a batch is "
-             f"{PAIRS} pairs by default",
+             f"{PAIRS} pairs by default. reward trains a reward model: lines are {{\"prompt\", \"chosen\", "
+             "\"rejected\", \"strength\"?, \"grades\"?}",
              "next-token"),
     Argument("--preset", list(PRESETS),
              "toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
@@ -144,9 +145,17 @@ _CONTRASTIVE = [
              "texts whose activations are in memory at a time, so that large batches fit; by default all, "
              "which takes less time"),
 ]
+_REWARD = [
+    Argument("--grade-weight", number(0),
+             "weight of the loss of graded answers, next to the loss of their order; 0.1 by default"),
+]
 # fmt: on
 _RATES = "1e-3 for lora and draft, as in Apple's toolkit, and 1e-5 for full"
 ARGUMENTS = {**training_tables(_RATES, *_KIND), "LoRA": _LORA, "contrastive": _CONTRASTIVE}
+ARGUMENTS["reward model"] = _REWARD
+_OBJECTIVES = {"contrastive": _CONTRASTIVE, "reward": _REWARD}
+"""The arguments that one objective has and others don't."""
+
 
 
 def run(args: argparse.Namespace) -> None:
@@ -209,6 +218,7 @@ def _fill_from_preset(args: argparse.Namespace) -> None:
 def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
     from afm_mlx.training.methods.lora_training import RANK, LoRATraining
+    from afm_mlx.training.methods.reward_training import RewardTraining
 
     if args.save_path is not None:
         raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
@@ -223,19 +233,22 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
     kind = LoRATraining
     if args.objective == "contrastive":
         kind, own = ContrastiveTraining, own | _contrastive(args)
+    elif args.objective == "reward":
+        kind = RewardTraining
     method = kind(**fields_given(args, kind) | own)
     run_training(args, method, recipe, Path(args.adapter_path or ADAPTER_FOLDER))
 
 
 def _check_objective(args: argparse.Namespace) -> None:
     """Raise `UsageError` for arguments that the objective can't use; fill in a contrastive batch's size."""
-    if args.objective == "next-token":
-        given = [row.name for row in _CONTRASTIVE if getattr(args, row.name) is not None]
-        if given:
+    for objective, rows in _OBJECTIVES.items():
+        given = [row.name for row in rows if getattr(args, row.name) is not None]
+        if given and objective != args.objective:
             flags = ", ".join(map(flag_of, given))
             raise UsageError(
-                f"{flags} would do nothing without --objective contrastive. Add it, or leave these out."
+                f"{flags} would do nothing without --objective {objective}. Add it, or leave these out."
             )
+    if args.objective == "next-token":
         return
     for flag, is_given in (
         (f"--fine-tune-type {args.fine_tune_type}", args.fine_tune_type != "lora"),
@@ -243,8 +256,9 @@ def _check_objective(args: argparse.Namespace) -> None:
         ("--no-mask-prompt", not args.mask_prompt),
     ):
         if is_given:
-            raise UsageError(f"{flag} is of no use with --objective contrastive; leave it out.")
-    fill(args, {"batch_size": PAIRS})
+            raise UsageError(f"{flag} is of no use with --objective {args.objective}; leave it out.")
+    if args.objective == "contrastive":
+        fill(args, {"batch_size": PAIRS})
 
 
 def _contrastive(args: argparse.Namespace) -> dict[str, Any]:
@@ -286,13 +300,17 @@ def _test_adapter(args: argparse.Namespace) -> None:
 
     path = ADAPTER_FOLDER if args.adapter_path is None else args.adapter_path
     method = None
+    # A missing adapter is an error of `measure_adapter`.
+    of_adapter = {"initial_adapter": path} if path and Path(path).exists() else {}
     if args.objective == "contrastive":
         from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 
-        # A missing adapter is an error of `measure_adapter`.
-        of_adapter = {"initial_adapter": path} if path and Path(path).exists() else {}
         given = fields_given(args, ContrastiveTraining) | _contrastive(args)
         method = ContrastiveTraining(**given | of_adapter)
+    elif args.objective == "reward":
+        from afm_mlx.training.methods.reward_training import RewardTraining
+
+        method = RewardTraining(**fields_given(args, RewardTraining) | of_adapter)
 
     def on_data(data: AnyBatches) -> None:
         if not args.json:
