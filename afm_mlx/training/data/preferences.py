@@ -218,7 +218,7 @@ def _chats(record: Mapping[str, Any], names: Sequence[str]) -> list[list[Any]]:
             fault = "is missing" if prompt is None else f"is {shown(prompt)}"
             raise DataError(f"'prompt' {fault}; a text or a list of messages is needed.")
         chats = [[*prompt, *chat] for chat in chats]
-    elif isinstance(record.get("prompt"), list):
+    elif "prompt" in record and isinstance(prompt, list):
         chats = [[*prompt, *chat] for chat in chats]
     before = [chat[:-1] for chat in chats]
     if any(each != before[0] for each in before):
@@ -244,6 +244,7 @@ class PreferenceBatch(NamedTuple):
         weights: (P,) float32: ones.
         strengths: (P,) float32: see `PreferencePair`; None for labelled answers.
         is_good: (P,) bool: labels; None for pairs.
+        good_share: () float32, over 0 and under 1: share of good answers in the data set; None for pairs.
         mismatched: the arrays `inputs` to `reference`, by name, for the same prompts with answers to others;
             None for pairs.
         reference: (T,) float32: the reference's log-probability of each target; None without a reference.
@@ -259,8 +260,15 @@ class PreferenceBatch(NamedTuple):
     weights: mx.array
     strengths: mx.array | None = None
     is_good: mx.array | None = None
+    good_share: mx.array | None = None
     mismatched: dict[str, mx.array] | None = None
     reference: mx.array | None = None
+
+
+def mismatched_answers(batch: PreferenceBatch) -> PreferenceBatch:
+    """Return the batch's prompts with answers to other prompts, as a batch of labelled answers."""
+    assert batch.mismatched is not None
+    return PreferenceBatch(**{"segments": None, "weights": batch.weights} | batch.mismatched)
 
 
 PreferenceSamples: TypeAlias = Sequence[PreferencePair] | Sequence[LabeledAnswer]
@@ -306,24 +314,29 @@ class PreferenceBatches:
     ) -> None:
         self.batch_size, self.packed, self.seed, self.shuffle = batch_size, packed, seed, shuffle
         self.n_cut = sum(sample.cut > 0 for sample in samples)
-        self._strengths = self._is_good = None
+        self._strengths: Any = None  # (samples,), of pairs
+        self._is_good: Any = None  # (samples,), of labelled answers
+        self._reference: Any = None
         # The sequences of sample i have the numbers i and i + the number of samples.
-        if isinstance(samples[0], PreferencePair):
-            first = [(sample.prompt, sample.chosen) for sample in samples]
-            second = [(sample.prompt, sample.rejected) for sample in samples]
-            given = [strength if s.strength is None else s.strength for s in samples]
+        pairs = [sample for sample in samples if isinstance(sample, PreferencePair)]
+        labelled = [sample for sample in samples if isinstance(sample, LabeledAnswer)]
+        if pairs:
+            first = [(pair.prompt, pair.chosen) for pair in pairs]
+            second = [(pair.prompt, pair.rejected) for pair in pairs]
+            given = [strength if pair.strength is None else pair.strength for pair in pairs]
             self._strengths = np.array(given, np.float32)
         else:
-            first = [(sample.prompt, sample.answer) for sample in samples]
+            first = [(sample.prompt, sample.answer) for sample in labelled]
             second = _mismatched(first, max_seq_length)
-            self._is_good = np.array([sample.is_good for sample in samples])
+            self._is_good = np.array([sample.is_good for sample in labelled])
+            share = 1 / len(labelled)
+            self._good_share = float(np.clip(self._is_good.mean(), share, 1 - share))
         sequences = first + second
         self._tokens = [np.concatenate(each) for each in sequences]
         self._prompts = np.array([len(prompt) for prompt, _ in sequences])
         self._answers = np.array([len(answer) for _, answer in sequences])
         self._inputs = self._prompts + self._answers - 1  # input tokens of each sequence
         self._starts = np.cumsum(self._answers) - self._answers
-        self._reference: np.ndarray | None = None
         own = len(sequences) if self._is_good is None else len(samples)
         self.n_tokens = int(self._inputs[:own].sum()) + own
         self.n_targets = int(self._answers[:own].sum())
@@ -399,8 +412,13 @@ class PreferenceBatches:
         rows, others = self._rows(chosen), self._rows(chosen + len(self))
         # Compiled functions take no None.
         others = {name: array for name, array in others.items() if array is not None}
-        is_good = mx.array(self._is_good[chosen])
-        return PreferenceBatch(**rows, weights=weights, is_good=is_good, mismatched=others)
+        return PreferenceBatch(
+            **rows,
+            weights=weights,
+            is_good=mx.array(self._is_good[chosen]),
+            good_share=mx.array(self._good_share),
+            mismatched=others,
+        )
 
     def _rows(self, numbers: np.ndarray) -> dict[str, Any]:
         """Return the arrays of a `PreferenceBatch` that are about the tokens of sequences, by name."""

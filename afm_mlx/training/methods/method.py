@@ -7,6 +7,7 @@
 | `QATTraining` | float weights that are rounded to a grid in the forward pass | a packed model folder |
 | `LoRATraining` (`lora_training.py`) | LoRA pairs on a frozen model | an adapter folder |
 | `ContrastiveTraining` (`contrastive_training.py`) | LoRA pairs for embeddings | an adapter folder |
+| `PreferenceTraining` (`preference_training.py`) | LoRA pairs by preferences | an adapter folder |
 """
 
 from __future__ import annotations
@@ -120,6 +121,12 @@ class Method:
         What takes long to compute is kept in the run's folder, for when it resumes.
         """
         return data
+
+    def complete_test(
+        self, model: nn.Module, source: ModelSource, batches: AnyBatches
+    ) -> AnyBatches:
+        """Return the batches to test with, likewise, from a model that is not prepared."""
+        return batches
 
     def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a prepared model computes as before training."""

@@ -158,14 +158,20 @@ def max_sample_length(recipe: Recipe, source: ModelSource) -> int:
     return min([limit, *(n for n in contexts if type(n) is int and n > 1)])
 
 
-def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
-    """Read and tokenize the split "train", "valid" or "test"; raises as `read_data` does."""
+def is_packed(recipe: Recipe, source: ModelSource) -> bool:
+    """Return True if a row holds several samples; raise `ConfigError` if the model can't keep them apart."""
     packed = source.is_afm if recipe.packing is None else recipe.packing
     if packed and not source.is_afm:
         raise ConfigError(
             "Several samples in a row need a mask that models of mlx-lm don't take. Leave packing out "
             "(--no-packing)."
         )
+    return packed
+
+
+def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
+    """Read and tokenize the split "train", "valid" or "test"; raises as `read_data` does."""
+    packed = is_packed(recipe, source)
     limit = max_sample_length(recipe, source)
     samples = load_split(
         recipe.data,
@@ -232,7 +238,7 @@ def make_plan(
         bits = quantization_of(source.values, source.folder).get("bits")
         memory = estimate_memory(
             model.args,
-            {"draft": "full", "contrastive": "lora", "reward": "lora"}.get(kind, kind),
+            "lora" if ranks else {"draft": "full"}.get(kind, kind),
             batch_size=rows,
             length=length,
             rank=ranks[0] if ranks else 1,
