@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from afm_mlx.adapters.adapter_folder import AdapterConfig, RewardUse
+from afm_mlx.adapters.adapter_folder import AdapterConfig, LoRATensor, RewardUse
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, save_file
 from afm_mlx.errors import AFMError, CheckpointError, named
@@ -91,13 +91,13 @@ def load_reward_head(folder: str | Path, config: AdapterConfig) -> RewardHead:
             "reward."
         )
     stored = read_header(folder / HEAD_NAME)
+    # Without such a tensor, the comparison of names or shapes fails.
     size = stored["reward"].shape if "reward" in stored else ()
     head = RewardHead(size[0] if len(size) == 1 else 1, config.reward)
-    wanted = {name: (array.shape, array.dtype) for name, array in tree_flatten(head.parameters())}
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}
-    differing = sorted(n for n in wanted | found if wanted.get(n) != found.get(n))
-    if differing:
-        name = differing[0]
+    wanted = {name: _kind(array) for name, array in tree_flatten(head.parameters())}
+    found = {name: _kind(tensor) for name, tensor in stored.items()}
+    differing = (n for n in sorted(wanted | found, reverse=True) if wanted.get(n) != found.get(n))
+    if (name := next(differing, None)) is not None:
         raise CheckpointError(
             f"{folder / HEAD_NAME} doesn't fit the config's reward: {named(name)} is "
             f"{found.get(name, 'missing')}, and {wanted.get(name, 'nothing')} is needed."
@@ -106,6 +106,10 @@ def load_reward_head(folder: str | Path, config: AdapterConfig) -> RewardHead:
     check_finite(tensors, folder / HEAD_NAME)
     head.load_weights(list(tensors.items()))
     return head
+
+
+def _kind(array: LoRATensor) -> str:
+    return f"{list(array.shape)} {str(array.dtype).removeprefix('mlx.core.')}"
 
 
 def head_dim(head: RewardHead) -> int:
