@@ -234,15 +234,16 @@ class PreferenceLoss:
     def _of_pairs(
         self, batch: PreferenceBatch, h: mx.array, reference: mx.array
     ) -> tuple[mx.array, Metrics]:
-        objective = OBJECTIVES[self.objective]
+        objective, strengths = OBJECTIVES[self.objective], batch.strengths
+        assert objective.of_pairs is not None
+        assert strengths is not None
         pairs = Pairs(*(part for each in (h, reference, batch.lengths) for part in each.split(2)))
         margins = self._beta * (pairs.means if objective.of_means else pairs).distances
         settings = {
-            "label_smoothing": ("smoothing", 1 - batch.strengths),
+            "label_smoothing": ("smoothing", 1 - strengths),
             "delta": ("delta", self.delta),
             "simpo_gamma": ("gamma", self.simpo_gamma),
         }
-        assert objective.of_pairs is not None
         losses = objective.of_pairs(
             pairs, self._beta, **dict(settings[name] for name in objective.settings)
         )
@@ -259,10 +260,13 @@ class PreferenceLoss:
         others = mismatched_answers(batch)
         distances = mx.stop_gradient(log_probabilities(model, others)) - others.reference
         z = mx.maximum(0, answer_sums(distances, others.answers, h.size).mean())
-        rewards, is_good = self._beta * (h - reference - z), batch.is_good
+        is_good, share = batch.is_good, batch.good_share
+        assert is_good is not None
+        assert share is not None
+        rewards = self._beta * (h - reference - z)
         losses = kto(rewards, is_good, self.desirable_weight, self.undesirable_weight)
         # Means over all answers, of these, are means over good answers and over others.
-        good, other = is_good / batch.good_share, (1 - is_good) / (1 - batch.good_share)
+        good, other = is_good / share, (1 - is_good) / (1 - share)
         return losses, {
             "margin": rewards * (good - other),
             "accuracy": (mx.where(is_good, rewards, -rewards) > 0).astype(mx.float32),

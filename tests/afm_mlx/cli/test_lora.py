@@ -148,11 +148,38 @@ def test_a_reward_model(trainable_folder, done, fails, tmp_path, rng):
     )
     for flags, says in [
         (("--objective", "next-token", "--grade-weight", 1), "--grade-weight would do nothing"),
-        (("--pool", "mean"), "--pool would do nothing without --objective contrastive"),
+        (("--pool", "mean"), "--pool would do nothing with --objective reward; it is for contrastive"),
         (("--no-mask-prompt",), "--no-mask-prompt is of no use with --objective reward"),
         (("--teacher", "afm-nano"), "teacher would do nothing"),
     ]:
         assert says in fails(*base[:-6], "--adapter-path", tmp_path / "b", *flags)
+
+
+def test_an_adapter_by_preferences(trainable_folder, run, done, tmp_path):
+    words = [word for word in docstrings().split() if word.isalpha()][:20]
+    for split, chosen in (("train", words), ("valid", words[:6]), ("test", words[:5])):
+        records = [{"prompt": f"say {w}", "chosen": w, "rejected": f"{w} {w} {w}"} for w in chosen]
+        lines(tmp_path / f"{split}.jsonl", *records)
+    base = ("lora", "--model", trainable_folder, "--data", tmp_path, "--objective", "dpo")
+    base += ("--adapter-path", tmp_path / "out", "--iters", 3, "--beta", 0.2)
+    own = ("--train", "--test", "--learning-rate", 0.01, "--best-by", "margin")
+    text = done(*base, *own)
+    for line in (
+        "Train data: 20 pairs, ",
+        "Batches: 4 pairs, packed rows of up to ",
+        "Iter 0: Val loss 0.693, Val margin 0.000, Val accuracy 0.0%, Val chosen -",
+        "Trained Pairs 12, ",
+        "Best: Val margin ",
+        ", over 5 pairs\nWithout the adapter: loss 0.693, margin 0.000, accuracy 0.0%, chosen -",
+        f"Saved to {tmp_path / 'out'}\n",
+    ):
+        assert line in text
+    status, text, _ = run(*base, "--test", "--json")
+    assert status == 0
+    tested = json.loads(text)["test"]
+    names = {"loss", "margin", "accuracy", "chosen", "rejected", "length", "kl", "pairs"}
+    assert tested["trained"].keys() == names
+    assert tested["untrained"]["margin"] == 0
 
 
 def test_a_draft_model_from_random_weights(base, done, tmp_path, rng, monkeypatch):
