@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         stream_generate_async,
     )
     from afm_mlx.engine.samplers import make_logits_processors, make_sampler
+    from afm_mlx.engine.search import search
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.guidance.types import answer_type
     from afm_mlx.loading.load import load
@@ -47,6 +48,7 @@ __all__ = [
     "load",
     "make_logits_processors",
     "make_sampler",
+    "search",
     "stream_generate",
     "stream_generate_as",
     "stream_generate_async",
@@ -63,6 +65,7 @@ _HOME = {
     "load": "loading.load",
     "make_logits_processors": "engine.samplers",
     "make_sampler": "engine.samplers",
+    "search": "engine.search",
     "stream_generate": "engine.generation",
     "stream_generate_as": "engine.generation",
     "stream_generate_async": "engine.generation",

@@ -117,5 +117,9 @@ class DataError(AFMError):
     """Training data that can't be used: a bad line, a missing or empty split, or bad options for reading it."""
 
 
+class RewardError(AFMError):
+    """A reward that can't be computed: an unknown name, code that raises, or a value that is no number."""
+
+
 class TrainingError(AFMError):
     """A training run that can't go on, or a run folder that can't be resumed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import itertools
 import json
 import re
@@ -15,7 +14,6 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import model_options
@@ -52,7 +50,7 @@ _CONSTRAINT_NAMES = ("json_schema", "regex", "choices", "grammar")
 _TYPE = re.compile(r"(?P<file>.+\.py)?(?P<module>[\w.]+)?:(?P<name>[\w.]+)")
 
 # fmt: off
-_CONSTRAINT = [
+CONSTRAINT = [
     Argument("--json-schema", None,
              "a JSON value of this schema: a file, or a type, module:Class or path/to/file.py:Class, whose "
              "code is run. A chat shows the schema to the model",
@@ -96,7 +94,7 @@ ARGUMENTS = {
         unavailable("--use-default-chat-template",
                     "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
     ],
-    "what the answer must look like, at most one of the first four": _CONSTRAINT,
+    "what the answer must look like, at most one of the first four": CONSTRAINT,
     "draft tokens, which make answers faster and do not change them": model_options.SPECULATION,
     "sampling": model_options.sampling_arguments(seed=None),
     "KV cache": model_options.CACHE,
@@ -385,13 +383,15 @@ def _type(text: str) -> Any:
         raise UsageError(
             f"--json-schema is {shown(text)}; a .json file, module:Class or path/to/file.py:Class is needed."
         )
+    from afm_mlx.python_file import importing_from, run_python_file
+
     source = found["file"] or found["module"]
     try:
         with redirect_stdout(sys.stderr):  # standard output is for the answer
             if found["file"]:
-                kind: Any = _run_file(Path(source))
+                kind: Any = run_python_file(Path(source))
             else:
-                with _importing_from(Path.cwd()):
+                with importing_from(Path.cwd()):
                     kind = importlib.import_module(source)
             for name in found["name"].split("."):
                 if not hasattr(kind, name):
@@ -404,28 +404,3 @@ def _type(text: str) -> Any:
             f"--json-schema: {source} can't be run ({type(error).__name__}: {error})."
         ) from error
     return kind
-
-
-def _run_file(path: Path) -> ModuleType:
-    from afm_mlx.files import read_file
-
-    name = f"{__name__}.{path.stem}"  # unlike any other module's
-    read_file(path, MAX_FILE_BYTES)  # refuses devices, which Python would read without an end
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where annotations in quotes are looked up
-    with _importing_from(path.absolute().parent):
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
-    """Let modules of a folder be imported, as `python folder/file.py` does."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))

@@ -69,7 +69,7 @@ class Example:
 
         `form` is how the model writes calls.
         """
-        asked = _response_format(self.messages)
+        asked = response_format_of(self.messages)
         if asked is not None:
             return Constraint.json_schema(asked["json_schema"]["schema"])
         return tool_call_constraint(tools, "auto", form=form) if (tools := self.all_tools) else None
@@ -158,7 +158,7 @@ def _example(where: str, record: Any) -> Example:
                 f"{where}: {key!r} is {got}; an example has 'task' (a string), 'messages' (a list), "
                 "'answer' (a string) and, if need be, 'tools' (a list)."
             )
-    answer, has_format = record["answer"], _response_format(record["messages"]) is not None
+    answer, has_format = record["answer"], response_format_of(record["messages"]) is not None
     compare = record.get("compare", natural_comparison(answer, has_format))
     if compare not in COMPARISONS:
         raise DataError(
@@ -171,7 +171,7 @@ def _example(where: str, record: Any) -> Example:
     return Example(record["task"], record["messages"], record.get("tools"), answer, where, compare)
 
 
-def _response_format(messages: list[Any]) -> dict[str, Any] | None:
+def response_format_of(messages: list[Any]) -> dict[str, Any] | None:
     """Return the last response format of the messages; None without one."""
     for message in reversed(messages):
         asked = _dict(_dict(message).get("response_format"))
@@ -258,26 +258,39 @@ def _request(
     thoughts: ThoughtForm | None,
 ) -> Request:
     try:
-        off: dict[str, Any] = {}
-        if thoughts is not None:
-            off = {"enable_thinking": False, "thinking": False}
-        prompt = tokenizer.apply_chat_template(
-            example.messages, tools=example.tools, add_generation_prompt=True, **off
-        )
         most = 2 * len(tokenizer.encode(example.answer)) + 8
         constraint = example.constraint(form) if constrained else None
-        limits: list[LogitsProcessor] = []
-        if thoughts is not None:
-            if thoughts.is_begun(prompt):
-                prompt = [*prompt, *thoughts.end_ids]
-            calls = bool(example.all_tools)
-            limits += limits_of_thoughts(thoughts, prompt, 0, may_call=calls)
-            if constraint is not None and (_response_format(example.messages) or not calls):
-                constraint = after_thoughts(constraint, thoughts, is_begun=False, may_think=False)
+        return chat_request(tokenizer, example.messages, example.tools, most, constraint, thoughts)
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None
+
+
+def chat_request(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    max_tokens: int,
+    constraint: Constraint | None,
+    thoughts: ThoughtForm | None,
+) -> Request:
+    """Make the request of a chat's next answer, without thoughts, which would fill `max_tokens`.
+
+    `thoughts` is how the model writes thoughts; pass None for a model that writes none.
+    """
+    off: dict[str, Any] = {}
+    if thoughts is not None:
+        off = {"enable_thinking": False, "thinking": False}
+    prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **off)
+    limits: list[LogitsProcessor] = []
+    if thoughts is not None:
+        if thoughts.is_begun(prompt):
+            prompt = [*prompt, *thoughts.end_ids]
+        calls = bool(tools or _dict(next(iter(messages), None)).get("tools"))
+        limits += limits_of_thoughts(thoughts, prompt, 0, may_call=calls)
+        if constraint is not None and (response_format_of(messages) or not calls):
+            constraint = after_thoughts(constraint, thoughts, is_begun=False, may_think=False)
     return Request(
-        prompt, most, logprobs=False, constraint=constraint, logits_processors=tuple(limits)
+        prompt, max_tokens, logprobs=False, constraint=constraint, logits_processors=tuple(limits)
     )
 
 
