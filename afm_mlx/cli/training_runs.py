@@ -39,7 +39,7 @@ from afm_mlx.errors import named, shown
 from afm_mlx.installation import install_command
 
 if TYPE_CHECKING:
-    from afm_mlx.training.data.pairs import AnyBatches
+    from afm_mlx.training.data.batches import AnyBatches
     from afm_mlx.training.loop.trainer import Event
     from afm_mlx.training.loop.training_options import TrainingOptions
     from afm_mlx.training.methods.method import Method

@@ -4,6 +4,7 @@
     metrics.jsonl                  a line per report and per evaluation
     checkpoints/step-0000100/      trainable.safetensors, optimizer.safetensors, ema.safetensors, state.json
     best/                          trainable.safetensors, state.json
+    NAME.safetensors               what is computed once before the first step, see `RunFolder.keep`
     run.lock                       which process works in the folder, and since when
 
 A checkpoint is written under a temporary name and renamed when all of it is on the disk; older checkpoints are
@@ -288,6 +289,31 @@ class RunFolder:
                 f"{path} does not say which step its weights are of ({type(error).__name__}: {error}). Start a "
                 "new run in another folder."
             ) from None
+
+    # -- what is computed once
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest that the run was created with."""
+        return _read_json(self._manifest_path)
+
+    def keep(self, name: str, tensors: Mapping[str, mx.array], key: str) -> None:
+        """Write tensors that a resumed run doesn't compute again, with a key of what they depend on.
+
+        Raises:
+            TrainingError: when they can't be written.
+        """
+        path = self.path / f"{name}.safetensors"
+        with self._written(str(path)), atomic_write(path) as temporary:
+            save_file(temporary, tensors, {"format": "mlx", "key": key})
+
+    def kept(self, name: str, key: str) -> dict[str, mx.array] | None:
+        """Return what `keep` wrote with this name and key; None if it must be computed (again)."""
+        try:
+            tensors, metadata = _read_tensors(self.path / f"{name}.safetensors")
+        except CheckpointError:
+            return None
+        return tensors if metadata.get("key") == key else None
 
     # -- metrics
 

@@ -24,7 +24,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from afm_mlx.kernels.replay import keep_compiler_out
-from afm_mlx.training.data.pairs import AnyBatch
+from afm_mlx.training.data.batches import AnyBatch
 from afm_mlx.training.loop.gradient_checkpointing import Tree
 from afm_mlx.training.loop.losses import Loss, Metrics, loss_and_metrics
 from afm_mlx.training.loop.training_options import BETAS, EPS, Schedule

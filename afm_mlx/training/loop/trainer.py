@@ -27,7 +27,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
-from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
 from afm_mlx.training.loop.losses import LOWER_IS_BETTER, Loss
 from afm_mlx.training.loop.mean_loss import (

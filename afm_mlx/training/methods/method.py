@@ -7,6 +7,7 @@
 | `QATTraining` | float weights that are rounded to a grid in the forward pass | a packed model folder |
 | `LoRATraining` (`lora_training.py`) | LoRA pairs on a frozen model | an adapter folder |
 | `ContrastiveTraining` (`contrastive_training.py`) | LoRA pairs for embeddings | an adapter folder |
+| `PreferenceTraining` (`preference_training.py`) | LoRA pairs by preferences | an adapter folder |
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from afm_mlx.files import atomic_folder, refuse_existing
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.data.batches import Batches
-from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.data.batches import AnyBatches, Batches
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -121,6 +121,12 @@ class Method:
         What takes long to compute is kept in the run's folder, for when it resumes.
         """
         return data
+
+    def complete_test(
+        self, model: nn.Module, source: ModelSource, batches: AnyBatches
+    ) -> AnyBatches:
+        """Return the batches to test with, likewise, from a model that is not prepared."""
+        return batches
 
     def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a prepared model computes as before training."""

@@ -1,4 +1,4 @@
-"""Training by a method: the calls `train_full`, `train_lora`, `train_qat` and `train_draft`.
+"""Training by a method: the calls `train_full`, `train_lora`, `train_preferences`, and others.
 
 `train_by` does the work for all methods: read the data, load the model, let the method prepare it, train it in
 a run folder from which it can resume, and let the method save the best weights.
@@ -25,7 +25,7 @@ from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.loading.missing_kernels import warn_if_slow
-from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Loss
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
 from afm_mlx.training.loop.run_folder import RunFolder
@@ -41,6 +41,7 @@ from afm_mlx.training.methods.method import (
     QATTraining,
 )
 from afm_mlx.training.methods.model_source import ModelSource, open_as_teacher
+from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import (
     DataSplits,
     Plan,
@@ -111,6 +112,16 @@ def train_contrastive(
 ) -> TrainingResult:
     """Train LoRA pairs for embeddings, and save an adapter folder. Other arguments: see `train_by`."""
     return train_by(method or ContrastiveTraining(), recipe, adapter_path, **options)
+
+
+def train_preferences(
+    recipe: Recipe,
+    adapter_path: str | Path,
+    method: PreferenceTraining | None = None,
+    **options: Unpack[RunArguments],
+) -> TrainingResult:
+    """Train LoRA pairs by preferences, and save an adapter folder. Other arguments: see `train_by`."""
+    return train_by(method or PreferenceTraining(), recipe, adapter_path, **options)
 
 
 def train_qat(
@@ -427,6 +438,7 @@ def measure_adapter(
         on_data(batches)
     model = source.load()
     warn_if_slow(model)
+    batches = method.complete_test(model, source, batches)
     measure = partial(
         measure_split,
         model,
