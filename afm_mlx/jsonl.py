@@ -206,6 +206,40 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         yield where, record
 
 
+class AppendedLines:
+    """A file of JSON values, a line each, to which a run appends, so that another run can continue.
+
+    Attributes:
+        path: the file, which need not exist.
+        values: the values in it. A line that a killed process has left unfinished is removed.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.values: list[Any] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            return
+        with path.open("rb+") as file:
+            content = file.read()
+            whole = content.rfind(b"\n") + 1
+            file.truncate(whole)
+        try:
+            self.values = [json.loads(line) for line in content[:whole].splitlines()]
+        except ValueError:
+            raise DataError(
+                f"{path} is damaged. Remove it; all requests are then answered again."
+            ) from None
+
+    def append(self, value: Any) -> None:
+        """Append a value to the file, which is closed again."""
+        with self.path.open("a") as file:
+            file.write(f"{json.dumps(value)}\n")
+
+
 def _text(path: Path) -> str:
     """Read and decode a text file; bytes that are not UTF-8 become surrogates."""
     try:

@@ -50,7 +50,7 @@ _CONSTRAINT_NAMES = ("json_schema", "regex", "choices", "grammar")
 _TYPE = re.compile(r"(?P<file>.+\.py)?(?P<module>[\w.]+)?:(?P<name>[\w.]+)")
 
 # fmt: off
-_CONSTRAINT = [
+CONSTRAINT = [
     Argument("--json-schema", None,
              "a JSON value of this schema: a file, or a type, module:Class or path/to/file.py:Class, whose "
              "code is run. A chat shows the schema to the model",
@@ -94,7 +94,7 @@ ARGUMENTS = {
         unavailable("--use-default-chat-template",
                     "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
     ],
-    "what the answer must look like, at most one of the first four": _CONSTRAINT,
+    "what the answer must look like, at most one of the first four": CONSTRAINT,
     "draft tokens, which make answers faster and do not change them": model_options.SPECULATION,
     "sampling": model_options.sampling_arguments(seed=None),
     "KV cache": model_options.CACHE,

@@ -134,7 +134,6 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
 
 # fmt: off
 _SAMPLING = [
-    Argument("--temp", number(0), "temperature; 0 takes the most likely token", 0.0),
     Argument("--top-p", number(0, 1), "keep the most likely tokens, up to this sum of probabilities", 1.0),
     Argument("--min-p", number(0, 1), "drop tokens less likely than this share of the most likely one", 0.0),
     Argument("--top-k", integer(0), "keep only this many most likely tokens; 0 keeps all", 0),
@@ -146,9 +145,10 @@ _SAMPLING = [
 # fmt: on
 
 
-def sampling_arguments(seed: int | None) -> list[Argument]:
-    """Return the arguments of sampling; `seed` is the default of `--seed`."""
+def sampling_arguments(seed: int | None, temp: float = 0.0) -> list[Argument]:
+    """Return the arguments of sampling; `seed` and `temp` are the defaults of `--seed` and `--temp`."""
     return [
+        Argument("--temp", number(0), "temperature; 0 takes the most likely token", temp),
         *_SAMPLING,
         Argument("--seed", integer(0, MAX_SEED), "seed of the random numbers", seed),
     ]

@@ -244,69 +244,39 @@ def _request(
     thoughts: ThoughtForm | None,
 ) -> Request:
     try:
-        constraint = example.constraint(form) if constrained else None
         most = 2 * len(tokenizer.encode(example.answer)) + 8
-        return thoughtless_request(
-            tokenizer,
-            example.messages,
-            most,
-            constraint,
-            thoughts,
-            tools=example.tools,
-            may_call=bool(example.all_tools),
-            constrains_calls=response_format_of(example.messages) is None,
-        )
+        constraint = example.constraint(form) if constrained else None
+        return chat_request(tokenizer, example.messages, example.tools, most, constraint, thoughts)
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None
 
 
-def thoughtless_request(
+def chat_request(
     tokenizer: Tokenizer,
     messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
     max_tokens: int,
     constraint: Constraint | None,
     thoughts: ThoughtForm | None,
-    *,
-    tools: list[dict[str, Any]] | None = None,
-    may_call: bool = False,
-    constrains_calls: bool = False,
-    **fields: Any,
 ) -> Request:
-    """Make the request of a chat's next turn, without thoughts.
+    """Make the request of a chat's next answer, without thoughts, which would fill `max_tokens`.
 
-    Args:
-        tokenizer: the model's.
-        messages, tools: the chat.
-        max_tokens, constraint: as for `Request`; the constraint is of the answer without thoughts.
-        thoughts: how the model writes thoughts; pass None for a model that writes none.
-        may_call: True if the answer may call tools.
-        constrains_calls: True if the constraint of an answer that may call is of its calls, too.
-        fields: further fields of `Request`.
-
-    Raises:
-        AFMError: for messages that the template can't write.
+    `thoughts` is how the model writes thoughts; pass None for a model that writes none.
     """
     off: dict[str, Any] = {}
     if thoughts is not None:
         off = {"enable_thinking": False, "thinking": False}
-    prompt = tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, **off
-    )
+    prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **off)
     limits: list[LogitsProcessor] = []
     if thoughts is not None:
         if thoughts.is_begun(prompt):
             prompt = [*prompt, *thoughts.end_ids]
-        limits += limits_of_thoughts(thoughts, prompt, 0, may_call=may_call)
-        if constraint is not None and not (may_call and constrains_calls):
+        calls = bool(tools or _dict(next(iter(messages), None)).get("tools"))
+        limits += limits_of_thoughts(thoughts, prompt, 0, may_call=calls)
+        if constraint is not None and (response_format_of(messages) or not calls):
             constraint = after_thoughts(constraint, thoughts, is_begun=False, may_think=False)
-    processors = tuple(limits)
     return Request(
-        prompt,
-        max_tokens,
-        logprobs=False,
-        constraint=constraint,
-        logits_processors=processors,
-        **fields,
+        prompt, max_tokens, logprobs=False, constraint=constraint, logits_processors=tuple(limits)
     )
 
 

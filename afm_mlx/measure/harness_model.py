@@ -11,7 +11,6 @@ Importing this module imports lm-eval, which the extra `evaluate` installs, and 
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 import zlib
@@ -39,6 +38,7 @@ from afm_mlx.engine.samplers import make_sampler
 from afm_mlx.errors import ContextLengthError, DataError, shown
 from afm_mlx.guidance.answer_parts import splitter_for
 from afm_mlx.guidance.thoughts import thought_form
+from afm_mlx.jsonl import AppendedLines
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 from afm_mlx.measure.continuations import PREFIX_MEMORY, score_continuations
@@ -107,7 +107,7 @@ class HarnessModel(TemplateLM):
         self.max_length: int = getattr(self.model.args, length, None) or sys.maxsize
         self._bars = bars
         self._answers: dict[str, Any] = {}  # by request
-        self._file: Path | None = None
+        self._file: AppendedLines | None = None
         self.answer_count = 0
         self._is_chat = False
         # Continuations of a context share its ids, which saves memory.
@@ -341,25 +341,17 @@ class HarnessModel(TemplateLM):
         """
         options = [__version__, self.max_tokens, self.seed, repr(sorted(self._loading.items()))]
         name = arrays_fingerprint(options, dict(tree_flatten(self.model.parameters())))
-        self._file = folder / f"answers-{name[:16]}.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        if not self._file.exists():
-            return self._file
-        with self._file.open("rb+") as file:
-            content = file.read()
-            whole = content.rfind(b"\n") + 1  # a process that was killed leaves part of a line
-            file.truncate(whole)
+        self._file = AppendedLines(folder / f"answers-{name[:16]}.jsonl")
         try:
-            self._answers = dict(json.loads(line) for line in content[:whole].splitlines())
+            self._answers = dict(self._file.values)
         except (ValueError, TypeError):
             raise DataError(
-                f"{self._file} is damaged. Remove it; all requests are then answered again."
+                f"{self._file.path} is damaged. Remove it; all requests are then answered again."
             ) from None
         self.answer_count = len(self._answers)
-        return self._file
+        return self._file.path
 
     def _keep(self, key: str, answer: Any) -> None:
         self._answers[key] = answer
         if self._file is not None:
-            with self._file.open("a") as file:
-                file.write(f"{json.dumps([key, answer])}\n")
+            self._file.append([key, answer])

@@ -12,6 +12,7 @@ for judges (arXiv 2507.17015); these tools are local.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.thoughts import thought_form
 from afm_mlx.jsonl import ChatRecord, document_of, read_jsonl
 from afm_mlx.measure.comparison import wilson_interval
-from afm_mlx.measure.evaluation import response_format_of, run_requests, thoughtless_request
+from afm_mlx.measure.evaluation import chat_request, response_format_of, run_requests
 from afm_mlx.measure.judge_tools import JudgeTool
 from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.protocol import Tokenizer
@@ -338,12 +339,15 @@ class ModelJudge:
             raise DataError("A judge is asked in chats, and its folder has no chat template.")
         thoughts = thought_form(self.tokenizer)
         requests = [
-            thoughtless_request(
-                self.tokenizer,
-                question.messages,
-                -1,
-                Constraint.json_schema(question.schema),
-                thoughts,
+            dataclasses.replace(
+                chat_request(
+                    self.tokenizer,
+                    question.messages,
+                    None,
+                    -1,
+                    Constraint.json_schema(question.schema),
+                    thoughts,
+                ),
                 at_limit="complete",
             )
             for question in questions

@@ -1,0 +1,272 @@
+"""Sample answers to many prompts from several adapters at a time, rank them by rewards, and write preference
+pairs or winners, for `afm-mlx lora` to train on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from afm_mlx.cli import model_options
+from afm_mlx.cli.arguments import MAX_ROWS, Argument, UsageError, flag_of, integer, number
+from afm_mlx.cli.generate import CONSTRAINT, answer_constraint
+from afm_mlx.cli.output import note, print_json, print_table, progress_bar
+from afm_mlx.cli.signals import Terminated
+from afm_mlx.files import atomic_write, refuse_existing
+
+if TYPE_CHECKING:
+    from afm_mlx.guidance.call_forms import CallForm
+    from afm_mlx.measure.committee import Ranked
+    from afm_mlx.measure.rewards import Rewards
+
+_OUTPUTS = ("pairs_to", "winners_to", "answers_to")
+_REWARD = "exact, regex:PATTERN, schema[:FILE.json], length:N, adapter:DIR, or FILE.py:NAME, whose code is run"
+
+# fmt: off
+REWARDS = [
+    Argument("--rewards", None, f"what makes an answer good, several are added up: {_REWARD}",
+             nargs="+", metavar="REWARD"),
+    Argument("--reward-weights", number(-1e6, 1e6), "factor of each reward; 1 by default",
+             nargs="+", metavar="W"),
+]
+VERIFY = Argument("--verify", None,
+                  f"a check, which an answer passes with 1 or more: {_REWARD}", metavar="CHECK")
+_SAMPLED = [
+    Argument("--committee", None, "adapters that answer: paths, or names of ones that come with the model; "
+                                  "base for the model alone", ["base"], nargs="+", metavar="ADAPTER"),
+    Argument("--samples", integer(1, MAX_ROWS), "answers of each adapter to each prompt", 4),
+    Argument("--max-tokens -m", integer(1), "maximum tokens of an answer", 256),
+    Argument("--batch-size", integer(1, MAX_ROWS), "rows that run at the same time", 32),
+]
+ARGUMENTS = {
+    "options": [
+        *(row for row in model_options.LOADING if row.name != "adapter_path"),
+        Argument("--data", None,
+                 'prompts: lines of {"prompt" or "messages", ...} with any keys that rewards look at',
+                 metavar="FILE.jsonl"),
+        Argument("--pairs-from", None,
+                 'in place of --data: prompts with answers that exist already, "answers": [TEXT, ...] in each '
+                 "line", metavar="FILE.jsonl"),
+        Argument("--limit", integer(1), "number of first prompts; all by default"),
+        *_SAMPLED,
+        model_options.JSON,
+    ],
+    "what makes an answer good": [*REWARDS, VERIFY],
+    "files to write": [
+        Argument("--pairs-to", None, "the best and the worst answer to each prompt, as TRL has it",
+                 metavar="FILE.jsonl"),
+        Argument("--winners-to", None, "the best answer to each prompt, as a chat or completion",
+                 metavar="FILE.jsonl"),
+        Argument("--answers-to", None, "all answers with their rewards", metavar="FILE.jsonl"),
+    ],
+    "what answers must look like, at most one of the first four": CONSTRAINT,
+    "sampling": model_options.sampling_arguments(seed=0, temp=1.0),
+}
+# fmt: on
+ALTERNATIVES = (("data", "pairs_from", "which prompts there are"),)
+
+
+def run(args: argparse.Namespace) -> None:
+    outputs = {name: Path(path) for name in _OUTPUTS if (path := getattr(args, name)) is not None}
+    if args.data is None and args.pairs_from is None:
+        raise UsageError("no prompts are given; --data FILE.jsonl names them.")
+    if args.rewards is None and args.verify is None:
+        raise UsageError("--rewards or --verify is needed: what makes an answer good.")
+    if args.reward_weights is not None and args.rewards is None:
+        raise UsageError("--reward-weights needs --rewards.")
+    if not outputs and not args.json:
+        flags = ", ".join(map(flag_of, _OUTPUTS))
+        raise UsageError(
+            f"nothing is to be written; give {flags}, or --json for the figures alone."
+        )
+    for path in outputs.values():
+        refuse_existing(path)
+    if len({path.absolute() for path in outputs.values()}) < len(outputs):
+        raise UsageError("two outputs have one name; give each its own.")
+    ranked, form = _given(args) if args.pairs_from is not None else _sampled(args, outputs)
+    _report(args, ranked, _write(outputs, ranked, form))
+
+
+def _rewards(args: argparse.Namespace, **options: Any) -> Callable[..., Ranked]:
+    """Return a function that ranks the answers to a prompt, as the arguments say."""
+    from afm_mlx.measure.committee import rank
+    from afm_mlx.measure.rewards import make_rewards
+
+    def made(names: Sequence[str] | None, weights: Sequence[float] | None) -> Rewards | None:
+        return None if names is None else make_rewards(names, weights, **options)
+
+    rewards = made(args.rewards, args.reward_weights)
+    check = made(None if args.verify is None else [args.verify], None)
+    return lambda where, sample, answers: rank(where, sample, answers, rewards, check)
+
+
+def _given(args: argparse.Namespace) -> tuple[list[Ranked], CallForm]:
+    """Rank answers that exist already."""
+    from afm_mlx.guidance.call_forms import AFM_CALLS
+    from afm_mlx.measure.committee import read_answers
+
+    for row in (*_SAMPLED, *CONSTRAINT):
+        if getattr(args, row.name) != row.options["default"]:
+            raise UsageError(f"{flag_of(row.name)} is for answers that are sampled; leave it out.")
+    found = read_answers(Path(args.pairs_from))[: args.limit]
+    ranking = _rewards(args)
+    with redirect_stdout(sys.stderr):  # what the code of rewards prints
+        return [ranking(*each) for each in found], AFM_CALLS
+
+
+def _sampled(
+    args: argparse.Namespace, outputs: Mapping[str, Path]
+) -> tuple[list[Ranked], CallForm]:
+    """Sample and rank answers; keep them in a file until all are there."""
+    if args.temp == 0 and args.samples > 1:
+        raise UsageError(
+            f"--samples is {args.samples}, and at --temp 0 all answers of an adapter are alike. Raise --temp, "
+            "or ask for 1."
+        )
+    if repeated := sorted({m for m in args.committee if args.committee.count(m) > 1}):
+        raise UsageError(f"--committee names {', '.join(repeated)} more than once.")
+    from mlx.utils import tree_flatten
+
+    from afm_mlx import __version__
+    from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
+    from afm_mlx.guidance.call_forms import AFM_CALLS, call_form
+    from afm_mlx.jsonl import AppendedLines
+    from afm_mlx.loading.load import load
+    from afm_mlx.loading.resolve import resolve_adapter, resolve_model
+    from afm_mlx.measure.committee import BASE, Candidate, load_prompts, sample_answers
+
+    form = answer_constraint(args)
+    prompts = load_prompts(Path(args.data), args.limit)
+    folder = resolve_model(args.model)
+    paths = {name: resolve_adapter(name, folder) for name in args.committee if name != BASE}
+    model, tokenizer = load(
+        folder, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
+    )
+    sampler = model_options.sampler_of(args, model, tokenizer)
+    calls = AFM_CALLS
+    if any(sample.get("tools") for _, sample in prompts):
+        calls = call_form(tokenizer)
+    ranking = _rewards(args, form=calls)
+    constraint = None if form is None else form.constraint
+    with AdapterPool(model, base_folder=folder, force=args.force) as pool:
+        for name, path in paths.items():
+            pool.register(name, path)
+        prints = [
+            (name, "" if name == BASE else pool.load(name).fingerprint) for name in args.committee
+        ]
+        sampling = [(row.name, getattr(args, row.name)) for row in ARGUMENTS["sampling"]]
+        others = [
+            args.samples,
+            args.max_tokens,
+            args.at_limit,
+            args.activation_bits,
+            repr(constraint),
+        ]
+        head = [__version__, prints, sampling, others, prompts]
+        digest = arrays_fingerprint(head, dict(tree_flatten(model.parameters())))
+        parent = next((path.parent for path in outputs.values()), Path())
+        kept = AppendedLines(parent / f"answers-{digest[:16]}.jsonl")
+        done = [[Candidate(*each) for each in answers] for answers in kept.values]
+        if done:
+            note(
+                f"{kept.path} has answers to {len(done)} prompts, of a run that was interrupted; it continues."
+            )
+        ranked = [ranking(*prompts[i], answers) for i, answers in enumerate(done)]
+        answered = sample_answers(
+            model,
+            tokenizer,
+            prompts,
+            args.committee,
+            args.samples,
+            max_tokens=args.max_tokens,
+            sampler=sampler,
+            seed=args.seed,
+            constraint=constraint,
+            at_limit=args.at_limit,
+            begin=len(done),
+            batch_size=args.batch_size,
+            adapters=pool if paths else None,
+        )
+        try:
+            with progress_bar("sample", "prompt") as progress, redirect_stdout(sys.stderr):
+                for answers in answered:
+                    kept.append([list(asdict(each).values()) for each in answers])
+                    ranked.append(ranking(*prompts[len(ranked)], answers))
+                    if progress is not None:
+                        progress(len(ranked), len(prompts))
+        except (KeyboardInterrupt, Terminated) as stopped:
+            stopped.add_note(f"The answers so far are in {kept.path}: the same command continues.")
+            raise
+    kept.path.unlink(missing_ok=True)
+    return ranked, calls
+
+
+def _write(outputs: Mapping[str, Path], ranked: Sequence[Ranked], form: CallForm) -> dict[str, int]:
+    """Write the files, and return the number of lines in each."""
+    from afm_mlx.measure.committee import pair_record, winner_record
+
+    counts = {}
+    makers: dict[str, Callable[[Ranked], dict[str, Any] | None]] = {
+        "pairs_to": lambda one: pair_record(one, form),
+        "winners_to": lambda one: winner_record(one, form),
+        "answers_to": _answers_record,
+    }
+    for name, path in outputs.items():
+        records = [record for one in ranked if (record := makers[name](one)) is not None]
+        with atomic_write(path) as temporary:
+            lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            temporary.write_text("".join(lines), encoding="utf-8")
+        counts[name] = len(records)
+    return counts
+
+
+def _answers_record(one: Ranked) -> dict[str, Any]:
+    answers = [
+        {
+            "adapter": each.member,
+            "answer": each.answer,
+            "tokens": each.tokens,
+            "reward": float(reward),
+        }
+        for each, reward in zip(one.candidates, one.rewards, strict=True)
+    ]
+    return {**one.sample, "answers": answers}
+
+
+def _report(args: argparse.Namespace, ranked: Sequence[Ranked], counts: dict[str, int]) -> None:
+    from afm_mlx.measure.committee import member_figures
+
+    members = member_figures(ranked)
+    facts: dict[str, Any] = {
+        "prompts": len(ranked),
+        "best_of_all": sum(float(one.rewards.max()) for one in ranked) / len(ranked),
+        "without_a_pair": sum(one.pair() is None for one in ranked),
+        "without_a_winner": sum(one.winner() is None for one in ranked),
+        "cut_off": sum(not each.is_whole for one in ranked for each in one.candidates),
+    }
+    if args.json:
+        figures = {name: asdict(one) for name, one in members.items()}
+        print_json(
+            {**facts, "adapters": figures, **{f"lines_{k[:-3]}": n for k, n in counts.items()}}
+        )
+        return
+    rows = [["adapter", "mean reward", "best of its own", "wins", "tokens", "alike"]]
+    for name, one in members.items():
+        shares = f"{one.wins:.1%}", f"{one.tokens:.1f}", f"{one.alike:.1%}"
+        rows.append([name, f"{one.reward:.3f}", f"{one.best:.3f}", *shares])
+    print_table(rows)
+    print(
+        f"\nThe best answer to each of {len(ranked)} prompts has the mean reward {facts['best_of_all']:.3f}."
+    )
+    print(f"{facts['without_a_pair']} prompts have no pair, {facts['without_a_winner']} no winner.")
+    if facts["cut_off"]:
+        print(f"{facts['cut_off']} answers were cut off after {args.max_tokens} tokens.")
+    for name, count in counts.items():
+        print(f"{count} lines: {getattr(args, name)}")
