@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any
 from afm_mlx.cli import model_options
 from afm_mlx.cli.arguments import (
     FLAG,
+    MAX_ROWS,
     Argument,
     UsageError,
     boolean,
     count_or_all,
     flag_of,
+    integer,
     json_object,
     unavailable,
 )
-from afm_mlx.cli.output import input_bytes, print_answer, print_json
+from afm_mlx.cli.output import input_bytes, note, one_line, print_answer, print_json
 from afm_mlx.cli.thoughts import THINK, ThoughtPrinter, Thoughts
 from afm_mlx.errors import CacheFileError, reason_of, shown
 
@@ -63,6 +65,22 @@ CONSTRAINT = [
              "what to do if --max-tokens ends an answer too early: an error, or its shortest completion",
              "error"),
 ]
+_SEARCH = [
+    Argument("--best-of", integer(2, MAX_ROWS), "sample N answers, and choose one of them", metavar="N"),
+    Argument("--smc", integer(2, MAX_ROWS),
+             "the same, with stepwise resampling: --value looks at each answer after every line, and "
+             "promising ones multiply",
+             metavar="N"),
+    model_options.VERIFY,
+    Argument("--reward", None, "what makes an answer good, as for --verify; the best one is chosen",
+             metavar="DIR|REWARD"),
+    Argument("--value", None,
+             "chance that an unfinished answer will pass: DIR|FILE.py:NAME of a function of prompt, answer and "
+             "sample", metavar="VALUE"),
+    Argument("--select", ["weighted", "majority", "best", "first"],
+             "which answer is chosen: the one with the largest sum of rewards (the default with --verify), the "
+             "most frequent one, the best (the default with --reward), or the first to pass"),
+]
 ARGUMENTS = {
     "options": [
         Argument("text", None, "the prompt, in quotation marks; short for --prompt TEXT",
@@ -97,6 +115,7 @@ ARGUMENTS = {
     "what the answer must look like, at most one of the first four": CONSTRAINT,
     "draft tokens, which make answers faster and do not change them": model_options.SPECULATION,
     "sampling": model_options.sampling_arguments(seed=None),
+    "several samples, of which one is the answer": _SEARCH,
     "KV cache": model_options.CACHE,
 }
 # fmt: on
@@ -106,6 +125,8 @@ ALTERNATIVES = (
         for one, other in itertools.combinations(_CONSTRAINT_NAMES, 2)
     ),
     ("text", "prompt", "what the prompt is"),
+    ("best_of", "smc", "how many samples there are"),
+    ("verify", "reward", "what makes an answer good"),
 )
 
 
@@ -116,6 +137,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             "--prefill-response can't be combined with a constraint, which holds for the whole answer."
         )
+    _check_search(args)
     from afm_mlx.engine.generation import stream_generate
 
     model, tokenizer = model_options.load_model(args)
@@ -138,6 +160,10 @@ def run(args: argparse.Namespace) -> None:
         options |= thoughts.options(prompt, constraint)
     elif constraint is not None:
         options |= {"constraint": constraint, "heal": True}
+    if args.best_of or args.smc:
+        splitter = None if thoughts is None else partial(thoughts.splitter, prompt)
+        _search(args, model, tokenizer, text, prompt, form, splitter, options)
+        return
     with _cached(args, model, tokenizer, prompt) as (rest, prompt_cache):
         responses = stream_generate(
             model, tokenizer, rest, prompt_cache=prompt_cache, logprobs=False, **options
@@ -251,6 +277,94 @@ def _print(
     elif framed and response is not None:
         print(_RULE)
         print(summary(response))
+
+
+def _check_search(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for arguments of `_SEARCH` that don't go together, or with others."""
+    given = [row.name for row in _SEARCH if getattr(args, row.name) is not None]
+    if not given:
+        return
+    if args.best_of is None and args.smc is None:
+        raise UsageError(
+            f"{flag_of(given[0])} needs --best-of N or --smc N: how many samples there are."
+        )
+    if args.smc is not None and (args.value is None or args.verify is args.reward):
+        raise UsageError("--smc needs --value, and --verify or --reward for whole answers.")
+    if args.value is not None and args.smc is None:
+        raise UsageError("--value needs --smc N; --best-of looks at whole answers only.")
+    if args.temp == 0:
+        raise UsageError("at --temp 0 all samples are alike; raise it, for example to --temp 1.")
+    if args.prompt_cache_file is not None:
+        raise UsageError("--prompt-cache-file is for one sample; leave it out.")
+
+
+def _search(
+    args: argparse.Namespace,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    text: str,
+    prompt: list[int],
+    form: AnswerConstraint | None,
+    splitter: Callable[[], AnySplitter | None] | None,
+    options: dict[str, Any],
+) -> None:
+    """Sample several answers, and print the chosen one and how the others compare."""
+    from afm_mlx.engine.generation import kv_storage
+    from afm_mlx.engine.search import search
+    from afm_mlx.guidance.answer_parts import Text, split
+    from afm_mlx.measure.rewards import PASSES, make_rewards
+
+    sample: dict[str, Any] = {"prompt": text}
+    if form is not None and form.response_format is not None:
+        sample["schema"] = form.response_format["json_schema"]["schema"]
+
+    def reward(name: str | None) -> Callable[[str], float] | None:
+        if name is None:
+            return None
+        rewards = make_rewards([name])
+        return lambda answer: rewards(text, answer, sample)
+
+    def answer_of(whole: str, tokens: Sequence[int]) -> str:
+        if splitter is None or (each := splitter()) is None:
+            return whole
+        parts = split(each, whole, tokens, is_last=True)
+        return "".join(part.text for part in parts if isinstance(part, Text))
+
+    kv_bits = options.pop("kv_bits")
+    names = ("max_kv_size", "sliding_window", "prefill_step_size", "speculation")
+    engine_options = {name: options.pop(name) for name in names}
+    if kv_bits is not None:
+        engine_options["kv"] = kv_storage(model, kv_bits)
+    with redirect_stdout(sys.stderr):  # what the code of rewards prints
+        verify = reward(args.reward or args.verify)
+        found = search(
+            model,
+            tokenizer,
+            prompt,
+            args.best_of or args.smc,
+            verify=verify,
+            select=args.select or ("weighted" if args.reward is None else "best"),
+            value=reward(args.value),
+            answer_of=answer_of,
+            engine_options=engine_options,
+            **options,
+        )
+    chosen = found.answers[0]
+    if args.verify is not None and verify is not None and verify(chosen) < PASSES:
+        note("No sample passes --verify; the answer is the best of the others.")
+    if form is not None and form.check is not None:
+        form.check(chosen)
+    if args.json:
+        parsed = {} if args.json_schema is None else {"value": json.loads(chosen)}
+        print_json({"text": chosen, **parsed, **found._asdict()})
+        return
+    if args.verbose:
+        print(_RULE)
+    print_answer(f"{chosen}\n")
+    if args.verbose:
+        print(_RULE)
+        for answer, weight in zip(found.answers, found.weights, strict=True):
+            print_answer(f"{weight:8.3f}  {one_line(answer)}\n")
 
 
 @contextmanager

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx import config
-from afm_mlx.cli import training_runs
+from afm_mlx.cli import model_options, training_runs
 from afm_mlx.cli.arguments import (
     FLAG,
     MAX_ROWS,
@@ -27,6 +28,7 @@ from afm_mlx.cli.arguments import (
     number,
     positive,
 )
+from afm_mlx.cli.generate import CONSTRAINT, answer_constraint
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.training_runs import (
     data_line,
@@ -61,6 +63,18 @@ _CONTRASTIVE_NAMES = (
     "both_directions",
     "chunk_rows",
 )
+_FORMS = ("json_schema", "regex", "choices", "grammar")
+_ROLLOUTS = (
+    *_REFERENCE,
+    "rewards",
+    "reward_weights",
+    "group_size",
+    "max_completion_tokens",
+    "temperature",
+    "mask_truncated_completions",
+    *_FORMS,
+)
+_CLIPPED = ("epsilon", "epsilon_high", "loss_type")
 _OBJECTIVES: dict[str, tuple[str, ...]] = {
     "next-token": (),
     "contrastive": _CONTRASTIVE_NAMES,
@@ -71,10 +85,17 @@ _OBJECTIVES: dict[str, tuple[str, ...]] = {
     "orpo": ("beta",),
     "simpo": ("beta", "simpo_gamma"),
     "kto": (*_REFERENCE, "desirable_weight", "undesirable_weight"),
+    "reward": ("grade_weight",),
+    "grpo": (*_ROLLOUTS, *_CLIPPED, "updates_per_rollout"),
+    "rloo": _ROLLOUTS,
+    "mdloo": (*_ROLLOUTS, "gamma", "updates_per_rollout"),
 }
 """Names of the arguments that only some objectives have, by the objective."""
 
 _PREFERENCES = ("dpo", "ipo", "hinge", "dpop", "orpo", "simpo", "kto")
+_POLICIES = ("grpo", "rloo", "mdloo")
+PROMPTS = 8
+"""Default number of prompts of a batch of rollouts."""
 
 DRAFT_PRESETS = [name for name in config.PRESETS if name.endswith("-draft")]
 
@@ -100,7 +121,11 @@ _LORA_ALTERNATIVES = (
     ("alpha", "scale", "how strong the adapter is"),
     ("initial_adapter", "resume_adapter_file", "where to start"),
 )
-ALTERNATIVES = (*training_runs.ALTERNATIVES, *_LORA_ALTERNATIVES)
+ALTERNATIVES = (
+    *training_runs.ALTERNATIVES,
+    *_LORA_ALTERNATIVES,
+    *((one, other, "what answers must look like") for one, other in combinations(_FORMS, 2)),
+)
 
 # fmt: off
 _ADAPTER_PATH = Argument(
@@ -118,7 +143,11 @@ _KIND = [
              "\"negative\": [...]}, and vectors of a query and its positive become alike; a batch is "
              f"{PAIRS} pairs by default. dpo, ipo, hinge, dpop, orpo and simpo train by preferences: lines are "
              "{\"prompt\", \"chosen\", \"rejected\"}; kto takes these and {\"prompt\", \"completion\", "
-             "\"label\"}; a batch is 4 pairs, or 4 answers for kto, by default",
+             "\"label\"}; a batch is 4 pairs, or 4 answers for kto, by default. reward trains a reward model: "
+             "lines are {\"prompt\", \"chosen\", \"rejected\", \"strength\"?, \"grades\"?}. grpo, rloo and "
+             "mdloo train by --rewards of answers that the model samples: lines are {\"prompt\" or "
+             "\"messages\"} with any keys that rewards look at, and a batch is "
+             f"{PROMPTS} prompts by default",
              "next-token"),
     Argument("--preset", list(PRESETS),
              "toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
@@ -162,7 +191,8 @@ _CONTRASTIVE = [
     Argument("--instruction", None,
              "what queries look for, written before each; the adapter keeps it", metavar="TEXT"),
     Argument("--temperature", positive(100),
-             "what similarities are divided by: lower, near misses count more; 0.05 by default"),
+             "for contrastive, what similarities are divided by: lower, near misses count more; 0.05 by "
+             "default. For grpo, rloo and mdloo the temperature of the answers; 1 by default"),
     Argument("--dimensions", integer(1),
              "lengths of the vectors' beginnings that are trained to be of use alone (Matryoshka); the "
              "model's width and its halves down to 64 by default",
@@ -173,9 +203,10 @@ _CONTRASTIVE = [
              "which takes less time"),
 ]
 _PREFERENCE = [
-    Argument("--beta", positive(1e6),
-             "how strongly preferences count against the distance from the reference: higher stays closer; "
-             "0.1 by default, and 2 for simpo. For orpo it is the weight of the preference's part"),
+    Argument("--beta", number(0, 1e6),
+             "how strongly preferences or rewards count against the distance from the reference: higher stays "
+             "closer; 0.1 by default, 2 for simpo, and 0.04 for grpo, rloo and mdloo, which also take 0. For "
+             "orpo it is the weight of the preference's part"),
     Argument("--label-smoothing", number(0, 0.499),
              "share of preferences that are wrong, for pairs whose line has no strength; 0 by default"),
     Argument("--reference-adapter", None,
@@ -186,13 +217,42 @@ _PREFERENCE = [
     Argument("--desirable-weight", number(0), "weight of kto's good answers; 1 by default"),
     Argument("--undesirable-weight", number(0), "weight of kto's other answers; 1 by default"),
 ]
+_POLICY = [
+    *model_options.REWARDS,
+    Argument("--group-size", integer(2),
+             "answers to a prompt, which are compared with each other; 8 by default"),
+    Argument("--max-completion-tokens", integer(1), "maximum tokens of an answer; 256 by default"),
+    Argument("--json-schema", None,
+             "answers are JSON values of this schema: a file, or a type, module:Class or "
+             "path/to/file.py:Class, whose code is run. Prompts stay as they are",
+             metavar="FILE.json|TYPE"),
+    *(row for row in CONSTRAINT if row.name in _FORMS[1:]),
+    Argument("--mask-truncated-completions", SWITCH,
+             "leave answers that were cut off out of the loss; off by default"),
+    Argument("--updates-per-rollout", integer(1),
+             "steps that a batch of answers serves; 1 by default, and 4 for mdloo"),
+    Argument("--epsilon", positive(0.999),
+             "how far grpo's ratio of probabilities may go below 1; 0.2 by default"),
+    Argument("--epsilon-high", positive(1e6), "how far it may go above 1; as --epsilon by default"),
+    Argument("--loss-type", ["grpo", "bnpo", "dr_grpo"],
+             "what grpo divides the sum over an answer's tokens by: their number, by default; the mean number "
+             "of the batch; or --max-completion-tokens"),
+    Argument("--gamma", number(0),
+             "weight of mdloo's distance from the policy that gave the answers; 0.1 by default"),
+]
+_REWARD = [
+    Argument("--grade-weight", number(0),
+             "weight of the loss of graded answers, next to the loss of their order; 0.1 by default"),
+]
 # fmt: on
-_RATES = "1e-3 for lora and draft, as in Apple's toolkit, 1e-4 for objectives of preferences, and 1e-5 for full"
+_RATES = "1e-3 for lora and draft, as in Apple's toolkit, 1e-4 for preferences and rewards, and 1e-5 for full"
 ARGUMENTS = {
     **training_tables(_RATES, *_KIND),
     "LoRA": _LORA,
     "contrastive": _CONTRASTIVE,
     "preferences": _PREFERENCE,
+    "answers that the model samples": _POLICY,
+    "reward model": _REWARD,
 }
 
 
@@ -218,7 +278,8 @@ def run(args: argparse.Namespace) -> None:
     if kind == "draft":
         schedule = None if args.lr_schedule is not None else "constant"
         fill(args, {"schedule": schedule, "distillation_divergence": "reverse"})
-    rate = PREFERENCE_RATE if args.objective in _PREFERENCES else LEARNING_RATES[kind]
+    by_answers = (*_PREFERENCES, *_POLICIES)
+    rate = PREFERENCE_RATE if args.objective in by_answers else LEARNING_RATES[kind]
     recipe = recipe_of(args, rate)
     if kind == "lora":
         _train_adapter(args, recipe)
@@ -291,6 +352,12 @@ def _check_objective(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} is of no use with --objective {objective}; leave it out.")
     if objective == "contrastive":
         fill(args, {"batch_size": PAIRS})
+    if objective in _PREFERENCES and args.beta == 0:
+        raise UsageError("--beta: 0 is out of range; allowed is more than 0.")
+    if objective in _POLICIES:
+        fill(args, {"batch_size": PROMPTS})
+        if args.rewards is None:
+            raise UsageError(f"--rewards is missing: what --objective {objective} trains by.")
 
 
 def _method_of(args: argparse.Namespace, **own: Any) -> LoRATraining:
@@ -308,6 +375,17 @@ def _method_of(args: argparse.Namespace, **own: Any) -> LoRATraining:
         from afm_mlx.training.methods.preference_training import PreferenceTraining
 
         kind, own["loss"] = PreferenceTraining, PreferenceLoss(**fields_given(args, PreferenceLoss))
+    elif args.objective == "reward":
+        from afm_mlx.training.methods.reward_training import RewardTraining
+
+        kind = RewardTraining
+    elif args.objective in _POLICIES:
+        from afm_mlx.training.methods.policy_training import PolicyTraining
+
+        args.at_limit = "error"  # which only marks the answer as cut off
+        kind, form = PolicyTraining, answer_constraint(args)
+        own |= {"rewards": tuple(args.rewards), "constraint": form and form.constraint}
+        own["reward_weights"] = args.reward_weights and tuple(args.reward_weights)
     return kind(**fields_given(args, kind) | own)
 
 
@@ -345,7 +423,7 @@ def _test_adapter(args: argparse.Namespace) -> None:
 
     path = ADAPTER_FOLDER if args.adapter_path is None else args.adapter_path
     own = {}
-    if args.objective == "contrastive" and path and Path(path).exists():
+    if args.objective in ("contrastive", "reward") and path and Path(path).exists():
         # A missing adapter is an error of `measure_adapter`.
         own["initial_adapter"] = path
     method = _method_of(args, **own)

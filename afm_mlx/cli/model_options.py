@@ -182,6 +182,22 @@ def sampler_of(args: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer)
     )
 
 
+# -- rewards
+
+_REWARD = "exact, regex:PATTERN, schema[:FILE.json], length:N, adapter:DIR, or FILE.py:NAME, whose code is run"
+
+# fmt: off
+REWARDS = [
+    Argument("--rewards", None, f"what makes an answer good, several are added up: {_REWARD}",
+             nargs="+", metavar="REWARD"),
+    Argument("--reward-weights", number(-1e6, 1e6), "factor of each reward; 1 by default",
+             nargs="+", metavar="W"),
+]
+VERIFY = Argument("--verify", None, f"a check, which an answer passes with 1 or more: {_REWARD}",
+                  metavar="CHECK")
+# fmt: on
+
+
 # -- speculation
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import model_options
-from afm_mlx.cli.arguments import MAX_ROWS, Argument, UsageError, flag_of, integer, number
+from afm_mlx.cli.arguments import MAX_ROWS, Argument, UsageError, flag_of, integer
 from afm_mlx.cli.generate import CONSTRAINT, answer_constraint
 from afm_mlx.cli.output import note, print_json, print_table, progress_bar
 from afm_mlx.cli.signals import Terminated
@@ -26,17 +26,8 @@ if TYPE_CHECKING:
     from afm_mlx.measure.rewards import Rewards
 
 _OUTPUTS = ("pairs_to", "winners_to", "answers_to")
-_REWARD = "exact, regex:PATTERN, schema[:FILE.json], length:N, adapter:DIR, or FILE.py:NAME, whose code is run"
 
 # fmt: off
-REWARDS = [
-    Argument("--rewards", None, f"what makes an answer good, several are added up: {_REWARD}",
-             nargs="+", metavar="REWARD"),
-    Argument("--reward-weights", number(-1e6, 1e6), "factor of each reward; 1 by default",
-             nargs="+", metavar="W"),
-]
-VERIFY = Argument("--verify", None,
-                  f"a check, which an answer passes with 1 or more: {_REWARD}", metavar="CHECK")
 _SAMPLED = [
     Argument("--committee", None, "adapters that answer: paths, or names of ones that come with the model; "
                                   "base for the model alone", ["base"], nargs="+", metavar="ADAPTER"),
@@ -57,7 +48,7 @@ ARGUMENTS = {
         *_SAMPLED,
         model_options.JSON,
     ],
-    "what makes an answer good": [*REWARDS, VERIFY],
+    "what makes an answer good": [*model_options.REWARDS, model_options.VERIFY],
     "files to write": [
         Argument("--pairs-to", None, "the best and the worst answer to each prompt, as TRL has it",
                  metavar="FILE.jsonl"),

@@ -26,6 +26,7 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.adapters.active import hand_over, serving_copy
+from afm_mlx.adapters.lora import lora_layers
 from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
@@ -129,14 +130,14 @@ class Answerer:
     """Answers prompts with a model in training as it is now.
 
     Args:
-        model: a model with LoRA layers.
+        model: a model with LoRA layers; or without, which answers with the adapter that is attached, if any.
         tokenizer: the model's.
         temperature: of sampling, over 0.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, temperature: float = 1.0):
         self._model, self._tokenizer = model, tokenizer
-        self._served = serving_copy(model)
+        self._served = serving_copy(model) if lora_layers(model) else model
         self._temperature = max(temperature, COLDEST)
         self._thoughts = thought_form(tokenizer)
 
@@ -147,7 +148,8 @@ class Answerer:
 
         Returns the answers to the first prompt, then to the second one, and so on.
         """
-        hand_over(self._model, self._served)
+        if self._served is not self._model:
+            hand_over(self._model, self._served)
         counts = [1] * len(prompts) if seeds is None else list(map(len, seeds))
         prefixes = PrefixCache(_PREFIXES) if max(counts) > 1 else None
         engine = Engine(self._served, self._tokenizer, max_batch=sum(counts), prefix_cache=prefixes)
@@ -250,20 +252,20 @@ Logprobs = Callable[[RolloutBatch], mx.array]
 
 @dataclass
 class Rollouts:
-    """Batches of prompts, or of rollouts once `answerer` is set (`complete_data`), by their number.
+    """Batches of rollouts by their number, once `answerer` and `rewards` are given.
 
     Args:
         prompts: one at least.
-        rewards: of an answer.
         batch_size: P, most prompts of a batch. The prompts of an epoch are spread evenly over its batches.
         group_size: K, answers to a prompt; pass None for one answer of the most likely tokens (`AnswerBatch`).
         micro_batches: number of consecutive batches that make one update.
         updates: number of consecutive updates that a batch of answers serves.
         longest_answer: most tokens of an answer.
-        masks_cut_off: leave answers that were cut off out of the loss.
+        mask_truncated_completions: leave answers that were cut off out of the loss.
         one_row: put the answers to a prompt into one row.
         seed: seed of the shuffle and of the answers.
-        answerer: samples the answers.
+        answerer: samples the answers, for which a model is needed.
+        rewards: of an answer.
         policy, reference: log-probabilities of the model as it is now, and of the reference; pass None where
             they are not needed.
         folder: folder that keeps the rollouts; pass None to keep none.
@@ -274,16 +276,16 @@ class Rollouts:
     """
 
     prompts: Sequence[Prompt]
-    rewards: Rewards
     batch_size: int
     group_size: int | None
     longest_answer: int
     micro_batches: int = 1
     updates: int = 1
-    masks_cut_off: bool = False
+    mask_truncated_completions: bool = False
     one_row: bool = True
     seed: int = 0
     answerer: Answerer | None = None
+    rewards: Rewards | None = None
     policy: Logprobs | None = None
     reference: Logprobs | None = None
     folder: Path | None = None
@@ -341,7 +343,7 @@ class Rollouts:
         """
         if self.group_size is None:
             chosen, answers = self._sample(step, None)
-            return AnswerBatch(*self._scored(chosen, answers))
+            return AnswerBatch._make(self._scored(chosen, answers))
         update, part = divmod(step, self.micro_batches)
         number = update // self.updates * self.micro_batches + part
         known = self._kept.get(part)
@@ -371,7 +373,7 @@ class Rollouts:
 
     def _sample(self, number: int, count: int | None) -> tuple[list[Prompt], list[Answer]]:
         """Return a batch's prompts, and `count` answers to each, or the most likely answers for None."""
-        assert self.answerer is not None, "complete_data gives rollouts the model that answers"
+        assert self.answerer is not None
         epoch, index = divmod(number, self._batches)
         order = np.arange(len(self))
         if count is not None:
@@ -393,6 +395,7 @@ class Rollouts:
             )
             for i, a in enumerate(answers)
         ]
+        assert self.rewards is not None
         table = self.rewards.table(answered)
         columns = [
             table,
@@ -436,20 +439,14 @@ class Rollouts:
                 positions[done : done + n] = line * width + np.array(places)
                 labels[done : done + n] = answer.tokens
                 grid[row, :n] = np.arange(done, done + n)
-                if answer.is_whole or not self.masks_cut_off:
+                if answer.is_whole or not self.mask_truncated_completions:
                     counted[row, :n] = answer.chosen
                 sampled[row, :n] = answer.logprobs
                 row, done, end = row + 1, done + n, end + n - 1
         shared = np.array([len(prompt.tokens) for prompt in chosen], np.int32)
-        rows = (inputs, segments, shared)
-        tokens = (positions, labels, grid, counted, sampled)
-        return RolloutBatch(
-            *(mx.array(each) if self.one_row or each is inputs else None for each in rows),
-            *map(mx.array, tokens),
-            None,
-            None,
-            *scored,
-        )
+        tokens = [mx.array(each) for each in (positions, labels, grid, counted, sampled)]
+        rows = [mx.array(each) if self.one_row else None for each in (segments, shared)]
+        return RolloutBatch._make([mx.array(inputs), *rows, *tokens, None, None, *scored])
 
     # -- the folder
 
@@ -467,6 +464,7 @@ class Rollouts:
     ) -> None:
         """Write a batch's prompts, answers and rewards for people, and its arrays if it is needed again."""
         assert self.folder is not None
+        assert self.rewards is not None
         self.folder.mkdir(exist_ok=True)
         count = len(answers) // len(chosen)
         table, totals = batch.rewards.tolist(), batch.reward.tolist()

@@ -27,7 +27,7 @@ from afm_mlx.training.data.rollouts import AnswerBatch, RolloutBatch
 from afm_mlx.training.loop.losses import Metrics, log_probabilities
 
 OBJECTIVES = ("grpo", "rloo", "mdloo")
-NORMALIZATIONS = ("grpo", "bnpo", "dr_grpo")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class PolicyLoss:
         group_size: K.
         beta: weight of the distance from the reference.
         gamma: weight of mdloo's distance from the policy that sampled the answers.
-        clip, clip_high: e and e_high of grpo.
-        normalization: what grpo divides an answer's sum over tokens by: "grpo", "bnpo" or "dr_grpo".
+        epsilon, epsilon_high: e and e_high of grpo.
+        loss_type: what grpo divides an answer's sum over tokens by: "grpo", "bnpo" or "dr_grpo".
         longest_answer: most tokens of an answer.
         temperature: with which the answers were sampled.
     """
@@ -51,9 +51,9 @@ class PolicyLoss:
     group_size: int
     beta: float = 0.0
     gamma: float = 0.0
-    clip: float = 0.2
-    clip_high: float = 0.2
-    normalization: str = "grpo"
+    epsilon: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "grpo"
     longest_answer: int = 1
     temperature: float = 1.0
 
@@ -104,14 +104,14 @@ class PolicyLoss:
         if self.objective == "grpo":
             a = standardized(reward, self.group_size)[:, None]
             rho = mx.exp(h - old)
-            clipped = mx.clip(rho, 1 - self.clip, 1 + self.clip_high)
+            clipped = mx.clip(rho, 1 - self.epsilon, 1 + self.epsilon_high)
             is_clipped = (clipped * a < rho * a) * counted
             metrics["clipped"] = (is_clipped.sum(axis=1) / tokens).mean()
             per_token = -mx.minimum(rho * a, clipped * a) + self.beta * k3
             sums = (per_token * counted).sum(axis=1)
-            if self.normalization == "grpo":
+            if self.loss_type == "grpo":
                 return sums / tokens, metrics
-            if self.normalization == "bnpo":
+            if self.loss_type == "bnpo":
                 return sums / mx.maximum(counted.sum(axis=1).mean(), 1), metrics
             return sums / self.longest_answer, metrics
         whole = reward

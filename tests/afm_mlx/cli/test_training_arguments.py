@@ -7,11 +7,13 @@ import pytest
 
 from afm_mlx.cli import main
 from afm_mlx.cli.arguments import Unavailable
+from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.training.loop.preference_losses import PreferenceLoss
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
+from afm_mlx.training.methods.policy_training import PolicyTraining
 from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
 from tests.tools.arguments import actions_of, commands
@@ -24,6 +26,7 @@ KINDS = (
     ContrastiveTraining,
     PreferenceTraining,
     PreferenceLoss,
+    PolicyTraining,
     FullTraining,
     DraftTraining,
     QATTraining,
@@ -31,7 +34,7 @@ KINDS = (
 # Code of the commands asks for these by name.
 NO_FIELDS = {
     "lora": "train fine_tune_type preset adapter_path save_path draft_preset alpha lora_parameters "
-    "resume_adapter_file pool",
+    "resume_adapter_file pool json_schema regex choices grammar",
     "qat": "save_path run_path bits q_mode q_granularity q_group_size embedding_bits "
     "q_embedding_granularity quant_predicate",
 }
@@ -200,6 +203,28 @@ def test_preference_training(planned):
         assert planned("lora", "--objective", *own.split())["loss"] == loss
 
 
+def test_policies(planned, tmp_path):
+    found = planned("lora", "--objective", "grpo", "--rewards", "exact")
+    assert (found["batch_size"], found["learning_rate"], found["group_size"]) == (8, 1e-4, 8)
+    assert (found["rewards"], found["beta"], found["temperature"]) == (("exact",), 0.04, 1.0)
+    assert (found["constraint"], found["objective"]) == (None, "grpo")
+    more = "--rewards exact length:9 --reward-weights 1 0.5 --group-size 4 --beta 0 --gamma 0.3"
+    more += " --temperature 1.2 --max-completion-tokens 7 --updates-per-rollout 3 --regex a+"
+    found = planned("lora", "--objective", "mdloo", *more.split())
+    assert found["rewards"] == ("exact", "length:9")
+    assert found["reward_weights"] == (1.0, 0.5)
+    assert [found[name] for name in ("group_size", "beta", "gamma")] == [4, 0.0, 0.3]
+    assert (found["temperature"], found["max_completion_tokens"]) == (1.2, 7)
+    assert found["constraint"] == Constraint.regex("a+")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    own = ["--rewards", "schema", "--json-schema", schema, "--mask-truncated-completions"]
+    found = planned("lora", "--objective", "grpo", *own, "--epsilon", "0.1", "--loss-type", "bnpo")
+    assert found["constraint"] == Constraint.json_schema({"type": "integer"})
+    assert (found["epsilon"], found["loss_type"]) == (0.1, "bnpo")
+    assert found["mask_truncated_completions"] is True
+
+
 def test_full_and_draft_training(planned, tmp_path):
     for slash in ("", "/"):
         save = ("--save-path", f"{tmp_path}/out{slash}")
@@ -300,6 +325,16 @@ REFUSED_BY = {
         "--objective kto": "the line lacks 'completion' and 'label'",
         "--objective kto --preset toolkit": "--preset toolkit is of no use with --objective kto",
         "--objective dpo --teacher x": "teacher would do nothing",
+        "--objective grpo": "--rewards is missing",
+        "--objective grpo --rewards exakt": "no reward 'exakt'",
+        "--objective grpo --rewards exact --reward-weights 1 2": "2 weights for 1 rewards",
+        "--objective grpo --rewards exact --regex a --choices b": "--regex",
+        "--objective grpo --rewards exact --gamma 1": "it is for mdloo",
+        "--objective rloo --rewards exact --epsilon 0.1": "it is for grpo",
+        "--objective rloo --rewards exact --updates-per-rollout 2": "it is for grpo, mdloo",
+        "--objective dpo --rewards exact": "it is for grpo, rloo, mdloo",
+        "--objective grpo --rewards exact --dropout 0.1": "dropout is 0.1",
+        "--objective grpo --rewards exact --no-mask-prompt": "--no-mask-prompt is of no use",
         "--objective dpo --fine-tune-type full --save-path x": "full is of no use",
         "--objective dpo --test": "There is no adapter adapters to test",
         "--objective contrastive": "a pair is",

@@ -170,6 +170,31 @@ def test_packed_rows_equal_their_samples_alone(rng, kv_bits, training):
         assert_parity(lambda sample: logits[sample], alone, samples, TOLERANCE, ties)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_samples_of_a_row_that_share_their_beginning(rng, training):
+    config = random_config(rng, kv_bits=None)
+    model = random_model(config, rng).train(training)
+    starts, parts, width = [5, 3], [[4, 1, 6], [2, 3]], 18
+    tokens = rng.integers(0, config.vocab_size, (2, width))
+    segments = np.zeros((2, width), np.int32)
+    samples = []  # columns of a sample, its beginning included
+    for row, (start, lengths) in enumerate(zip(starts, parts, strict=True)):
+        segments[row, :start] = 1
+        samples.append((row, list(range(start))))
+        end = start
+        for number, length in enumerate(lengths, start=2):
+            segments[row, end : end + length] = number
+            samples.append((row, [*range(start), *range(end, end + length)]))
+            end += length
+    arrays = map(mx.array, (tokens, np.arange(tokens.size), segments, np.array(starts, np.int32)))
+    logits = np.array(model.head(model.hidden_at(*arrays))).reshape(2, width, -1)
+    assert np.isfinite(logits).all()
+    with dispatch.force("reference"):
+        for row, columns in samples:
+            alone = np.array(model(mx.array(tokens[row, columns][None])))[0]
+            assert np.abs(logits[row, columns] - alone).max() <= TOLERANCE * alone.std()
+
+
 def test_hidden_states_at_chosen_tokens_give_their_logits(rng):
     config = random_config(rng)
     model = random_model(config, rng).train()

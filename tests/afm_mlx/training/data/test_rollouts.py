@@ -53,8 +53,8 @@ def prompts(trained, tmp_path):
 
 def rollouts(trained, prompts, count=3, **options):
     answerer = Answerer(*trained)
-    values = {"batch_size": 2, "group_size": count, "longest_answer": 6, "answerer": answerer}
-    return Rollouts(prompts, options.pop("rewards", LENGTH), **values | options)
+    values = {"batch_size": 2, "group_size": count, "longest_answer": 6}
+    return Rollouts(prompts, **values | {"answerer": answerer, "rewards": LENGTH} | options)
 
 
 def logprobs(model, batch):
@@ -154,7 +154,7 @@ def test_cut_off_answers_and_end_tokens(trained, prompts):
     np.testing.assert_array_equal(np.array(batch.cut_off), ~is_end)
     assert (n[~is_end] == 6).all()
     assert np.array(batch.counted).sum() == n.sum()
-    masked = rollouts(trained, prompts, count=40, masks_cut_off=True)(0)
+    masked = rollouts(trained, prompts, count=40, mask_truncated_completions=True)(0)
     np.testing.assert_array_equal(np.array(masked.counted).sum(1), np.where(is_end, n, 0))
 
 

@@ -18,7 +18,8 @@ from afm_mlx.training.loop.trainer import CheckpointSaved, Report, Resumed, Step
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.policy_training import PolicyTraining
 from afm_mlx.training.methods.recipe import Recipe
-from afm_mlx.training.methods.train import train_lora
+from afm_mlx.training.methods.reward_training import RewardTraining
+from afm_mlx.training.methods.train import measure_adapter, train_lora
 from tests.tools.cases import each
 from tests.tools.cli import lines
 from tests.tools.training_runs import Watcher
@@ -75,7 +76,7 @@ def contents(folder):
 @pytest.mark.parametrize("objective", ["grpo", "rloo", "mdloo"])
 def test_rewards_rise(recipe, tmp_path, objective):
     options = dataclasses.replace(
-        OPTIONS, iters=30, steps_per_eval=30, save_every=30, best_by="reward"
+        OPTIONS, iters=16, steps_per_eval=16, save_every=16, best_by="reward"
     )
     method = dataclasses.replace(METHOD, objective=objective, beta=0.01)
     watcher = Watcher()
@@ -84,7 +85,7 @@ def test_rewards_rise(recipe, tmp_path, objective):
     first, last = [e for e in watcher.events if isinstance(e, Validation)]
     assert last.metrics["reward"] > first.metrics["reward"] + 0.1
     assert last.valid_loss == pytest.approx(-last.metrics["reward"])
-    assert result.outcome.best_step == 30
+    assert result.outcome.best_step == 16
     assert result.test.trained.metrics["reward"] > result.test.untrained.metrics["reward"]
     assert result.test.trained.unit == "answers"
     reports = [event for event in watcher.events if isinstance(event, Report)]
@@ -120,7 +121,8 @@ CODE = """
 import dataclasses, sys
 from tests.afm_mlx.training.methods.test_policy_training import METHOD, OPTIONS
 from afm_mlx.training.methods.recipe import Recipe
-from afm_mlx.training.methods.train import train_lora
+from afm_mlx.training.methods.reward_training import RewardTraining
+from afm_mlx.training.methods.train import measure_adapter, train_lora
 
 data, model, path, resume = sys.argv[1:]
 method = dataclasses.replace(METHOD, updates_per_rollout=2)
@@ -185,6 +187,47 @@ def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(recipe, tmp_path):
     assert contents(tmp_path / "whole") == contents(tmp_path / "broken")
 
 
+def test_a_reference_adapter_and_a_reward_adapter(recipe, data, tmp_path):
+    options = dataclasses.replace(OPTIONS, iters=2, steps_per_eval=9)
+    recipe = dataclasses.replace(recipe, options=options)
+    first, second, rewards = (tmp_path / name for name in ("first", "second", "rewards"))
+    train_lora(dataclasses.replace(recipe, options=OPTIONS), first, METHOD)
+    pairs = tmp_path / "pairs.jsonl"
+    records = ({"prompt": f"say {w}", "chosen": w, "rejected": f"{w} {w}"} for w in ("one", "two"))
+    scorer = dataclasses.replace(recipe, data=lines(pairs, *records), batch_size=2)
+    train_lora(scorer, rewards, RewardTraining(rank=4))
+    kl = {}
+    for reference in (first, None):
+        events = []
+        method = dataclasses.replace(
+            METHOD,
+            rank=None,
+            scale=None,
+            initial_adapter=first,
+            reference_adapter=reference,
+            rewards=("length:2", f"adapter:{rewards}"),
+            reward_weights=(1.0, 0.5),
+        )
+        train_lora(recipe, second, method, on_event=events.append)
+        (report, *_) = [event for event in events if isinstance(event, Report)]
+        kl[reference] = report.metrics["kl"]
+        scored = report.metrics["reward"] - report.metrics["reward_length:2"]
+        assert scored == pytest.approx(0.5 * report.metrics[f"reward_adapter:{rewards}"], abs=1e-5)
+        second = tmp_path / "third"
+    assert kl[first] < 1e-6 < kl[None]
+
+
+def test_an_adapter_is_measured_without_training(recipe, tmp_path):
+    result = train_lora(dataclasses.replace(recipe, test=True), tmp_path / "adapter", METHOD)
+    scores = measure_adapter(recipe, tmp_path / "adapter", METHOD)
+    for found, wanted in (
+        (scores.trained, result.test.trained),
+        (scores.untrained, result.test.untrained),
+    ):
+        assert found.metrics["reward"] == pytest.approx(wanted.metrics["reward"])
+        assert found.count == 2
+
+
 def test_models_of_the_zoo(data, tmp_path):
     folder = tmp_path / "zoo"
     write_zoo_folder(folder, "llama", zoo_model("llama", 64, 5), word_tokenizer_json(64))
@@ -200,11 +243,11 @@ def test_models_of_the_zoo(data, tmp_path):
     "options, reason",
     [
         ({"objective": "ppo"}, "grpo, rloo, mdloo"),
-        ({"rewards": None}, "make_rewards"),
+        ({"rewards": ()}, "one name of a reward"),
         ({"group_size": 1}, "2 and more"),
         ({"temperature": 0.0}, "over 0"),
-        ({"clip": 1.5}, "between 0 and 1"),
-        ({"normalization": "mean"}, "grpo, bnpo, dr_grpo"),
+        ({"epsilon": 1.5}, "between 0 and 1"),
+        ({"loss_type": "mean"}, "grpo, bnpo, dr_grpo"),
         ({"objective": "rloo", "updates_per_rollout": 2}, "for one update"),
         ({"dropout": 0.1}, "dropout is 0.1"),
     ],
