@@ -269,19 +269,15 @@ def test_training_after_running_takes_no_old_trace(rng, make_model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_serving_copy_runs_the_adapter_in_training(rng, make_model, kind):
-    model = randomize_lora(add_lora(make_model(kind), 3, 0.5), rng)
+    model = add_lora(make_model(kind), 3, 0.5)
+    randomize_lora(model, rng)
     served, tokens = serving_copy(model), some_tokens(rng)
     assert not lora_layers(served)
-    base = dict(tree_flatten(served.parameters()))
     for _ in range(2):
         hand_over(model, served)
         assert_close(served(tokens), model(tokens), 1e-3)
         model.load_weights([(n, 2 * t) for n, t in lora_tensors(model).items()], strict=False)
         assert error(served(tokens), model(tokens)) > 1e-2
-    lora = lora_tensors(model)
-    assert base.keys() == {
-        n.replace(".linear.", ".") for n, _ in tree_flatten(model.parameters()) if n not in lora
-    }
 
 
 def test_caches_of_another_adapter_are_refused(make_model, write_adapter, tmp_path):

@@ -16,6 +16,7 @@ from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTrai
 from afm_mlx.training.methods.policy_training import PolicyTraining
 from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.reward_training import RewardTraining
 from tests.tools.arguments import actions_of, commands
 from tests.tools.cli import lines
 
@@ -27,6 +28,7 @@ KINDS = (
     PreferenceTraining,
     PreferenceLoss,
     PolicyTraining,
+    RewardTraining,
     FullTraining,
     DraftTraining,
     QATTraining,
@@ -315,7 +317,7 @@ REFUSED_BY = {
         "--objective pairs": "choose from",
         "--pool mean": "--pool would do nothing with --objective next-token; it is for contrastive.",
         "--no-both-directions": "--both-directions would do nothing with --objective next-token",
-        "--beta 0.2": "next-token; it is for dpo, ipo, hinge, dpop, orpo, simpo, kto.",
+        "--beta 0.2": "next-token; it is for dpo, ipo, hinge, dpop, orpo, simpo, kto, grpo, rloo, mdloo.",
         "--objective dpo --pool mean": "--pool would do nothing with --objective dpo",
         "--objective dpo --delta 3": "--delta would do nothing with --objective dpo; it is for dpop.",
         "--objective orpo --reference-adapter x": "--reference-adapter would do nothing with --objective orpo",

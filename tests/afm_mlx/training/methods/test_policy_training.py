@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from afm_mlx.adapters.adapter_folder import load_adapter
+from afm_mlx.engine.generation import batch_generate
 from afm_mlx.errors import ConfigError, RewardError
+from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.loading.load import load
 from afm_mlx.measure.rewards import Rewards, make_rewards
 from afm_mlx.training.loop.run_folder import RunFolder
@@ -30,6 +32,7 @@ OPTIONS = TrainingOptions(
     iters=6, learning_rate=0.02, steps_per_report=1, steps_per_eval=3, save_every=1, seed=3
 )
 SHORT = make_rewards(["length:2"])
+WORDS = "one two three four five six seven eight".split()
 METHOD = PolicyTraining(rank=4, scale=2.0, rewards=SHORT, group_size=4, max_completion_tokens=6)
 
 
@@ -37,8 +40,7 @@ METHOD = PolicyTraining(rank=4, scale=2.0, rewards=SHORT, group_size=4, max_comp
 def data(tmp_path):
     folder = tmp_path / "prompts"
     folder.mkdir()
-    words = "one two three four five six seven eight".split()
-    for split, chosen in (("train", words), ("valid", words[:3]), ("test", words[3:5])):
+    for split, chosen in (("train", WORDS), ("valid", WORDS), ("test", WORDS[3:5])):
         lines(folder / f"{split}.jsonl", *({"prompt": f"say {word}"} for word in chosen))
     return folder
 
@@ -76,24 +78,36 @@ def contents(folder):
 @pytest.mark.parametrize("objective", ["grpo", "rloo", "mdloo"])
 def test_rewards_rise(recipe, tmp_path, objective):
     options = dataclasses.replace(
-        OPTIONS, iters=16, steps_per_eval=16, save_every=16, best_by="reward"
+        OPTIONS, iters=12, steps_per_eval=12, save_every=12, best_by="reward"
     )
-    method = dataclasses.replace(METHOD, objective=objective, beta=0.01)
+    model, tokenizer = load(recipe.model)
+    constraint = Constraint.choices(["yes", "no"])
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"say {w}"}], add_generation_prompt=True
+        )
+        for w in WORDS
+    ]
+    texts = batch_generate(model, tokenizer, prompts, constraint=constraint).texts
+    usual = max(texts, key=texts.count)
+    other = Rewards(("other",), (lambda prompt, answer, sample: float(answer != usual),), (1.0,))
+    method = dataclasses.replace(
+        METHOD, objective=objective, beta=0.01, rewards=other, constraint=constraint
+    )
     watcher = Watcher()
     recipe = dataclasses.replace(recipe, options=options, test=True)
     result = train_lora(recipe, tmp_path / "adapter", method, **watcher.hooks())
     first, last = [e for e in watcher.events if isinstance(e, Validation)]
-    assert last.metrics["reward"] > first.metrics["reward"] + 0.1
+    assert first.metrics["reward"] < 1
+    assert last.metrics["reward"] == 1
     assert last.valid_loss == pytest.approx(-last.metrics["reward"])
-    assert result.outcome.best_step == 16
-    assert result.test.trained.metrics["reward"] > result.test.untrained.metrics["reward"]
+    assert result.outcome.best_step == 12
+    assert result.test.trained.metrics["reward"] == 1
     assert result.test.trained.unit == "answers"
     reports = [event for event in watcher.events if isinstance(event, Report)]
-    assert all(report.metrics["sampler_gap"] < 0.05 for report in reports)
     assert reports[0].metrics["kl"] < 1e-6  # the adapter starts as the reference
     assert reports[-1].metrics["kl"] > 1e-4
-    served = load(recipe.model, adapter_path=str(tmp_path / "adapter"))
-    assert served[0] is not None
+    load_adapter(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -137,10 +151,10 @@ def test_a_kill_at_any_moment(recipe, tmp_path, rng):
     path = tmp_path / "killed"
     arguments = [sys.executable, "-c", CODE, str(recipe.data), str(recipe.model), str(path)]
     process = subprocess.Popen([*arguments, "start"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    saved = 0
+    saved, last = 0, rng.integers(1, 4)
     for line in process.stdout:
         saved += line.strip() == "CheckpointSaved"
-        if saved == rng.integers(1, 4) or saved == 3:
+        if saved == last:
             break
     process.kill()
     process.communicate()
