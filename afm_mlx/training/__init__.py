@@ -11,6 +11,7 @@ from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.model_source import FreshSource
+from afm_mlx.training.methods.policy_training import PolicyTraining
 from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.train import (
@@ -37,6 +38,7 @@ __all__ = [
     "FreshSource",
     "FullTraining",
     "LoRATraining",
+    "PolicyTraining",
     "PreferenceLoss",
     "PreferenceTraining",
     "QATTraining",

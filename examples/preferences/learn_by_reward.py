@@ -5,6 +5,7 @@ yes.", "Decline.", ...). Here are nine others, and no example of an answer: GRPO
 prompt, and rewards the right ones. Names, places, times and amounts of the test occur in no other prompt.
 
     python examples/preferences/learn_by_reward.py --out my-rewards --seed 0
+    python examples/preferences/learn_by_reward.py --prompts 16 > train.jsonl    # prompts alone
 
 Prints exact match on 200 held-out prompts before and after, the distance from the model (KL), and the time.
 Interrupted? The same command continues.
@@ -23,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "nano"))
 import text_tasks
 from values import Values
 
-from afm_mlx.measure.rewards import make_rewards
 from afm_mlx.training.loop.trainer import Event, Report, Validation
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.policy_training import PolicyTraining
@@ -65,7 +65,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("my-rewards"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--objective", choices=["grpo", "rloo", "mdloo"], default="grpo")
+    parser.add_argument("--prompts", type=int, help="print this many prompts, and end")
     args = parser.parse_args()
+    if args.prompts is not None:
+        for record in draw_prompts("train", args.prompts, args.seed):
+            print(json.dumps(record))
+        return
     data, adapter = args.out / "data", args.out / "adapter"
     data.mkdir(parents=True, exist_ok=True)
     for split, count in SPLITS.items():
@@ -83,7 +88,7 @@ def main() -> None:
     )
     method = PolicyTraining(
         objective=args.objective,
-        rewards=make_rewards(["exact"]),
+        rewards=("exact",),
         group_size=ANSWERS,
         max_completion_tokens=40,
         temperature=1.3,  # explores: at 1, two of three groups have equal rewards

@@ -8,6 +8,7 @@
 | `LoRATraining` (`lora_training.py`) | LoRA pairs on a frozen model | an adapter folder |
 | `ContrastiveTraining` (`contrastive_training.py`) | LoRA pairs for embeddings | an adapter folder |
 | `PreferenceTraining` (`preference_training.py`) | LoRA pairs by preferences | an adapter folder |
+| `PolicyTraining` (`policy_training.py`) | LoRA pairs by rewards of sampled answers | an adapter folder |
 """
 
 from __future__ import annotations
