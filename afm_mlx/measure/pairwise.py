@@ -247,9 +247,7 @@ def judge_pairs(
     said = judge(decisions, _part(progress, total - len(decisions), total))
     places = [answer["better"] for answer in said]
     verdicts = [
-        Verdict(
-            pair, (places[2 * i], places[2 * i + 1]), (reports[2 * i], reports[2 * i + 1])
-        )
+        Verdict(pair, (places[2 * i], places[2 * i + 1]), (reports[2 * i], reports[2 * i + 1]))
         for i, pair in enumerate(pairs)
     ]
     return Pairwise(verdicts, unmatched)

@@ -1,7 +1,7 @@
 """Rewards of answers by a reward adapter (`afm-mlx lora --objective reward`), in batches on the engine.
 
-    rewards = RewardModel.load("afm-nano", "my-rewards")
-    rewards.of_all([Answered("Write a poem.", "Roses are red."), ...])
+rewards = RewardModel.load("afm-nano", "my-rewards")
+rewards.of_all([Answered("Write a poem.", "Roses are red."), ...])
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class RewardModel:
         batch_size: int = 32,
     ):
         self.head = load_reward_head(folder, open_folder(folder)[1])
-        self._engine = Engine(
-            model, tokenizer, max_batch=batch_size, adapters=adapters, kv="float"
-        )
+        self._engine = Engine(model, tokenizer, max_batch=batch_size, adapters=adapters, kv="float")
         self._adapter = adapter
         if head_dim(self.head) != self._engine.embedding_dim:
             raise CheckpointError(
@@ -110,7 +108,9 @@ class RewardModel:
         rewards, logits = self.head(mx.array(states))
         grades = {axis: mx.softmax(each, axis=-1) for axis, each in logits.items()}
         mx.eval(rewards, grades)
-        return RewardScores(np.array(rewards), {axis: np.array(each) for axis, each in grades.items()})
+        return RewardScores(
+            np.array(rewards), {axis: np.array(each) for axis, each in grades.items()}
+        )
 
     def of_all(
         self, answers: Sequence[Answered], progress: Progress | None = None

@@ -88,7 +88,9 @@ def sum_answer(x: int, y: int, is_right: bool, rng: random.Random) -> dict[str, 
 
 def length_answer(words: int, most: int, topic: str, rng: random.Random) -> dict[str, Any]:
     """Return a line with a request for a short text, and an answer of a number of words."""
-    text = " ".join(rng.choice(("grey", "quiet", "door", "light", "we", "see")) for _ in range(words))
+    text = " ".join(
+        rng.choice(("grey", "quiet", "door", "light", "we", "see")) for _ in range(words)
+    )
     return {"prompt": f"Write about {topic} in at most {most} words.", "answer": text}
 
 
@@ -101,7 +103,9 @@ def _chat(rng: random.Random, numbers: list[tuple[int, int]]) -> dict[str, Any]:
     if is_sum := rng.random() < 0.75:
         drawn = rng.choice(numbers)
         key = rng.random()
-        good, bad = (_answer(sum_answer(*drawn, right, random.Random(key))) for right in (True, False))
+        good, bad = (
+            _answer(sum_answer(*drawn, right, random.Random(key))) for right in (True, False)
+        )
     else:
         most, topic = rng.randint(5, 12), rng.choice(TOPICS)
         lengths = rng.randint(1, most), most + rng.randint(1, 8)

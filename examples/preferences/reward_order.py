@@ -104,7 +104,9 @@ def measure(folder: Path, texts: dict[str, float]) -> dict[str, float]:
     rewards = np.array(model.of_all([Answered(PROMPT, text) for text in texts]))
     scores = np.array(list(texts.values()))
     above = np.triu_indices(len(scores), 1)
-    is_right = np.sign(np.subtract.outer(scores, scores)) == np.sign(np.subtract.outer(rewards, rewards))
+    is_right = np.sign(np.subtract.outer(scores, scores)) == np.sign(
+        np.subtract.outer(rewards, rewards)
+    )
     return {"spearman": spearman(rewards, scores), "right_order": float(is_right[above].mean())}
 
 

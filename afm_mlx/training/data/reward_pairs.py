@@ -69,7 +69,9 @@ class RewardBatches:
             [grades_of(p.grades, p.where) for p in pairs], np.int32
         )  # (pairs, 2, 4)
         found = (self._grades != NO_GRADE).any(axis=(0, 1))
-        self.axes = tuple(axis for axis, is_there in zip(GRADED_AXES, found, strict=True) if is_there)
+        self.axes = tuple(
+            axis for axis, is_there in zip(GRADED_AXES, found, strict=True) if is_there
+        )
         # A batch's inputs lack each answer's last token, whose state is wanted here: it stands there twice.
         whole = [
             dataclasses.replace(

@@ -148,7 +148,10 @@ def test_a_reward_model(trainable_folder, done, fails, tmp_path, rng):
     )
     for flags, says in [
         (("--objective", "next-token", "--grade-weight", 1), "--grade-weight would do nothing"),
-        (("--pool", "mean"), "--pool would do nothing with --objective reward; it is for contrastive"),
+        (
+            ("--pool", "mean"),
+            "--pool would do nothing with --objective reward; it is for contrastive",
+        ),
         (("--no-mask-prompt",), "--no-mask-prompt is of no use with --objective reward"),
         (("--teacher", "afm-nano"), "teacher would do nothing"),
     ]:

@@ -1,6 +1,5 @@
 """Pairs of answers and a judge: who wins, how sure that is, and what the place of an answer counts."""
 
-import json
 from itertools import cycle
 
 import pytest
@@ -143,7 +142,9 @@ def test_a_wrong_schema_is_named_with_its_answer():
 def test_wilsons_interval_ends_where_the_share_is_at_the_edge_of_chance(share, count):
     for bound in wilson_interval(share, count):
         # Shares of `count` trials with the probability `bound` have this standard error.
-        assert (share - bound) ** 2 == pytest.approx(1.96**2 * bound * (1 - bound) / count, abs=1e-12)
+        assert (share - bound) ** 2 == pytest.approx(
+            1.96**2 * bound * (1 - bound) / count, abs=1e-12
+        )
     low, high = wilson_interval(share, count)
     assert -1e-12 < low <= share <= high < 1 + 1e-12
 
@@ -216,9 +217,7 @@ def test_wrong_files_are_errors_that_name_the_line(tmp_path, a, says):
 
 def test_a_model_answers_in_the_form_that_is_needed(rng, tokenizer_folder):
     tokenizer = load_tokenizer(tokenizer_folder)
-    model = random_model(
-        random_config(rng, vocab_size=1000, context_length=512, kv_bits=None), rng
-    )
+    model = random_model(random_config(rng, vocab_size=1000, context_length=512, kv_bits=None), rng)
     pairs = [pair(i, a, b) for i, (a, b) in enumerate(zip("abcd", cycle("xy"), strict=False))]
     tools, seen = find_tools(["math", "count"]), []
     judge = ModelJudge(model, tokenizer, batch_size=3)

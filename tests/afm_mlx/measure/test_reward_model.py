@@ -29,7 +29,9 @@ def with_reward(folder, rng, dim, use=USE):
     head.reward = mx.array(rng.normal(size=dim).astype(np.float32))
     save_reward_head(folder, head)
     path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"reward": {"grades": [*use.grades]}}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"reward": {"grades": [*use.grades]}})
+    )
     return head
 
 
@@ -55,7 +57,9 @@ def test_a_reward_is_the_heads_of_the_last_state(folder, adapter, rng, batch_siz
     found = rewards.of_all(ANSWERS, progress=lambda *counts: seen.append(counts))
     assert seen[-1] == (4, 4)
     model, tokenizer = load(folder, adapter_path=str(adapter))
-    chats = [answer_tokens(tokenizer, [{"role": "user", "content": a.prompt}], a.answer) for a in ANSWERS]
+    chats = [
+        answer_tokens(tokenizer, [{"role": "user", "content": a.prompt}], a.answer) for a in ANSWERS
+    ]
     for tokens, reward in zip(chats, found, strict=True):
         state = hidden_states(model, mx.array([tokens]))[0, -1].astype(mx.float32)
         assert reward == pytest.approx((state @ head.reward).item(), rel=1e-4, abs=1e-4)
@@ -87,7 +91,12 @@ def test_messages_of_a_sample_come_before_the_answer(folder, adapter, rng):
     user = {"role": "user", "content": "Who?"}
     wanted = rewards("Who?", "The fox.", {})
     chat = [user, {"role": "assistant", "content": "Another answer."}]
-    for sample in ({"prompt": "Who?"}, {"messages": [user]}, {"prompt": [user]}, {"messages": chat}):
+    for sample in (
+        {"prompt": "Who?"},
+        {"messages": [user]},
+        {"prompt": [user]},
+        {"messages": chat},
+    ):
         assert rewards("Who?", "The fox.", sample) == wanted
     system = {"role": "system", "content": "Be brief."}
     assert rewards("Who?", "The fox.", {"messages": [system, user]}) != wanted

@@ -22,7 +22,9 @@ def some_pairs(rng, count):
         prompt, chosen, rejected = (
             np.full(size, first + k, np.int32) for k, size in enumerate(sizes)
         )
-        grades = {"chosen": {"verbosity": i % 3}, "rejected": {"truthfulness": 2}} if i % 2 else None
+        grades = (
+            {"chosen": {"verbosity": i % 3}, "rejected": {"truthfulness": 2}} if i % 2 else None
+        )
         strength = None if i % 4 == 0 else 0.65
         pairs.append(PreferencePair(prompt, chosen, rejected, f"f:{i}", strength, grades))
     return pairs

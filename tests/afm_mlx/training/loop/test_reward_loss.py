@@ -33,7 +33,11 @@ def of_torch(states, weights, certainty, grades, head, grade_weight):
                 grade = grades[row][GRADED_AXES.index(axis)]
                 if grade == NO_GRADE:
                     continue
-                layers = [head[f"grades.{axis}.layers.{n}.{part}"] for n in (0, 2) for part in ("weight", "bias")]
+                layers = [
+                    head[f"grades.{axis}.layers.{n}.{part}"]
+                    for n in (0, 2)
+                    for part in ("weight", "bias")
+                ]
                 inner = functional.silu(states[row] @ layers[0].T + layers[1])
                 logits = inner @ layers[2].T + layers[3]
                 graded = graded - functional.log_softmax(logits, 0)[grade]
@@ -93,7 +97,9 @@ def test_metrics_are_weighted_sums(rng):
     weights, margins = np.array(batch.weights), rewards[:PAIRS] - rewards[PAIRS:]
     assert metrics["accuracy"].item() == pytest.approx(weights[margins > 0].sum(), rel=1e-5)
     assert metrics["margin"].item() == pytest.approx((weights * margins).sum(), rel=1e-4)
-    assert metrics["chosen_reward"].item() == pytest.approx((weights * rewards[:PAIRS]).sum(), rel=1e-4)
+    assert metrics["chosen_reward"].item() == pytest.approx(
+        (weights * rewards[:PAIRS]).sum(), rel=1e-4
+    )
     assert "grade_loss" in metrics
     plain = RewardHead(DIM, RewardUse())
     _, metrics = RewardLoss()(Stateless(plain), batch)
