@@ -50,10 +50,11 @@ def test_what_a_reward_pays(name, answer, sample, reward):
 
 def test_exact_compares_tool_calls():
     def call(arguments):
-        return f"{EXECUTABLE_START}f({arguments}){EXECUTABLE_END}"
+        return f'{EXECUTABLE_START}[{{"name": "f", "arguments": {arguments}}}]{EXECUTABLE_END}'
 
-    assert paid("exact", call("a=1, b='x'"), answer=call("a=1, b='x'")) == 1
-    assert paid("exact", call("a=2, b='x'"), answer=call("a=1, b='x'")) == 0
+    wanted = call('{"a": 1, "b": "x"}')
+    assert paid("exact", call('{"b":"x","a":1}'), answer=wanted) == 1
+    assert paid("exact", call('{"b":"x","a":2}'), answer=wanted) == 0
 
 
 def test_a_schema_of_a_file(tmp_path):
