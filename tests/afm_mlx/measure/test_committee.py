@@ -9,6 +9,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.generation import generate
 from afm_mlx.engine.samplers import make_sampler
 from afm_mlx.errors import DataError
+from afm_mlx.guidance.call_forms import AFM_CALLS
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.measure.committee import (
     Candidate,
@@ -22,7 +23,6 @@ from afm_mlx.measure.committee import (
     winner_record,
 )
 from afm_mlx.measure.rewards import make_rewards
-from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 from tests.tools.constraints import nano_tokenizer, wide_model
 from tests.tools.engines import Adapters
 
@@ -154,7 +154,7 @@ def test_chats_have_lists_of_messages():
 
 def test_calls_are_calls_of_the_message():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    call = f'{EXECUTABLE_START}[{{"name": "f", "arguments": {{"a": 1}}}}]{EXECUTABLE_END}'
+    call = AFM_CALLS.opening + '{"name": "f", "arguments": {"a": 1}}' + AFM_CALLS.closing
     sample = {"prompt": "p", "tools": tools, "answer": call}
     one = ranked([("a", "no"), ("b", call)], sample, ["exact"])
     pair = pair_record(one)
