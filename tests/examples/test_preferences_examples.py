@@ -11,8 +11,8 @@ from afm_mlx.measure.judge_tools import check_sums
 from afm_mlx.measure.pairwise import load_answer_pairs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "preferences"))
-import judge_sums  # noqa: E402
-import reward_order  # noqa: E402
+import judge_sums
+import reward_order
 
 
 def records(path):
