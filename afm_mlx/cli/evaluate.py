@@ -102,14 +102,14 @@ ARGUMENTS = {
     "two files of answers": [
         Argument("--pairwise", None,
                  'compare A with B: lines of {"prompt" or "messages", "answer", "id"?, "schema"?}, matched by '
-                 "id, or else by prompt. A judge sees each pair in both orders; where they disagree, it is a tie",
+                 "id, or else by prompt. A judge sees a pair in both orders; if they disagree, it is a tie",
                  nargs=2, metavar=("A.jsonl", "B.jsonl")),
         *_PAIRWISE,
     ],
     "a reward model": [
         Argument("--reward", None,
-                 "reward adapter, which runs on --model: its accuracy on the pairs of --data, lines of "
-                 '{"prompt" or "messages", "chosen", "rejected", "strength"?, "grades"?}, or the rewards of its '
+                 "reward adapter, which runs on --model: its accuracy on pairs of --data, lines of "
+                 '{"prompt" or "messages", "chosen", "rejected", "strength"?, "grades"?}, or the rewards of '
                  'answers, {"prompt" or "messages", "answer"}',
                  metavar="FOLDER"),
     ],
@@ -316,7 +316,8 @@ def _run_pairwise(args: argparse.Namespace) -> None:
     a, b = args.pairwise
     pairs, unmatched = load_answer_pairs(a, b, args.limit)
     choice = _Choice(args.judge, args.judge, args.judge_adapter)
-    judge = ModelJudge(*load(choice.model, **_loading(args, choice)), args.batch_size)
+    model, tokenizer = load(choice.model, **_loading(args, choice))
+    judge = ModelJudge(model, tokenizer, args.batch_size)
     with progress_bar("judging", "question") as progress:
         found = judge_pairs(
             judge, pairs, tools, reasons=args.reasons, unmatched=unmatched, progress=progress
@@ -439,9 +440,15 @@ def _score_pairs(args: argparse.Namespace, data: Path, model: RewardModel) -> di
             is_right = (probabilities.argmax(axis=1) == given)[is_graded]
             graded[axis] = {"answers": len(is_right), "accuracy": float(is_right.mean())}
     accuracy = float((margins > 0).mean())
-    facts = {"pairs": len(pairs), "accuracy": accuracy, "margin": float(margins.mean())}
-    facts["interval"] = wilson_interval(accuracy, len(pairs))
-    return facts | {"strengths": strengths, "grades": graded, "margins": margins.tolist()}
+    return {
+        "pairs": len(pairs),
+        "accuracy": accuracy,
+        "interval": wilson_interval(accuracy, len(pairs)),
+        "margin": float(margins.mean()),
+        "strengths": strengths,
+        "grades": graded,
+        "margins": margins.tolist(),
+    }
 
 
 # -- examples of a file

@@ -31,7 +31,9 @@ from afm_mlx.jsonl import read_jsonl
 from afm_mlx.measure.evaluation import answer_text, chat_request
 from afm_mlx.measure.rewards import PASSES, Answered, Rewards, prompt_text
 from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.tokenizer.chat_messages import parse_tool_calls
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 BASE = "base"
 """The member that is the model without an adapter."""
@@ -325,8 +327,12 @@ def winner_record(ranked: Ranked, form: CallForm = AFM_CALLS) -> dict[str, Any] 
 def _message(answer: str, sample: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
     if tools := sample.get("tools"):
         try:
-            said, calls = read_answer(form, answer, tools)
-        except (ValueError, RecursionError):
+            if form.name == AFM_CALLS.name:  # without ids
+                said, start, rest = answer.partition(EXECUTABLE_START)
+                calls = parse_tool_calls(rest.removesuffix(EXECUTABLE_END)) if start else []
+            else:
+                said, calls = read_answer(form, answer, tools)
+        except (ValueError, RecursionError):  # what should be a call is text
             calls = []
         if calls:
             functions = [{"type": "function", "function": call} for call in calls]

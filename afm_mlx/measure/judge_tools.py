@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from afm_mlx.errors import ConfigError, DataError, did_you_mean
@@ -79,7 +80,7 @@ def calculate(expression: str) -> Fraction:
         return _value(ast.parse(text, mode="eval").body, text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise DataError(
-            f"{expression[:80]!r} can't be computed; an expression of numbers, + - * / ** and brackets is needed."
+            f"{expression[:80]!r} can't be computed; numbers, + - * / ** and brackets are allowed."
         ) from None
     except ZeroDivisionError:
         raise DataError(f"{expression[:80]!r} divides by zero.") from None
@@ -125,7 +126,7 @@ def check_sums(text: str, schema: Mapping[str, Any] | None = None) -> str | None
             sides = sides[1:]
         if _AFTER.match(text, chain.end()):
             sides = sides[:-1]
-        for left, claim in zip(sides, sides[1:], strict=False):
+        for left, claim in pairwise(sides):
             try:
                 value, claimed = calculate(left), calculate(claim)
             except DataError:
@@ -172,8 +173,8 @@ def check_schema(text: str, schema: Mapping[str, Any] | None) -> str | None:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return f"not valid: this is not JSON ({error})"
-    error = best_match(validator.iter_errors(value))
-    return "valid" if error is None else f"not valid: {error.message[:200]} (at {error.json_path})"
+    fault = best_match(validator.iter_errors(value))
+    return "valid" if fault is None else f"not valid: {fault.message[:200]} (at {fault.json_path})"
 
 
 TOOLS: dict[str, JudgeTool] = {

@@ -14,6 +14,7 @@ from afm_mlx.training.methods.model_source import FreshSource
 from afm_mlx.training.methods.policy_training import PolicyTraining
 from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.reward_training import RewardTraining
 from afm_mlx.training.methods.train import (
     Scores,
     SplitScore,
@@ -43,6 +44,7 @@ __all__ = [
     "PreferenceTraining",
     "QATTraining",
     "Recipe",
+    "RewardTraining",
     "RunFolder",
     "RunOutcome",
     "Sample",

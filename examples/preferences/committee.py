@@ -25,7 +25,7 @@ from afm_mlx import cli
 from afm_mlx.files import atomic_folder, atomic_write
 from afm_mlx.measure.evaluation import is_right
 
-CHATS, STEPS = 120, 60  # of a member
+CHATS, STEPS = 120, 40  # of a member
 PROMPTS, DISTILLATION_STEPS = 100, 120  # prompts of each way, for the committee
 TEST = 60  # held-out prompts of each way
 _REWARD = f"{Path(__file__).with_name('events.py')}:grounded"

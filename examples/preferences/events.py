@@ -52,11 +52,7 @@ def prompts(way: str, split: str, seed: int) -> Iterator[dict[str, Any]]:
         slots = {field: values.draw(kind) for field, kind in _KINDS.items()}
         slots["day"] = rng.choice(DAYS) if rng.random() < 0.5 else values.draw("date")
         text = rng.choice(WAYS[way]).format(**slots)
-        user = {
-            "role": "user",
-            "content": f"Extract the event.\n{text}",
-            "response_format": _FORMAT,
-        }
+        user = {"role": "user", "content": f"{_ASK}\n{text}"}
         messages = [{"role": "system", "content": _SYSTEM}, user]
         answer = json.dumps({field: slots[field] for field in FIELDS})
         yield {"task": way, "messages": messages, "answer": answer}

@@ -139,6 +139,6 @@ def test_a_head_that_cannot_be_written_leaves_no_adapter(rng, folder, tmp_path, 
 
     tensors, config = read_adapter(folder)
     monkeypatch.setattr("afm_mlx.adapters.reward_head.save_file", full)
-    with pytest.raises(AFMError, match="reward head .* can't be written: No space left"):
+    with pytest.raises(AFMError, match=r"reward head .* can't be written: No space left"):
         write_adapter(tmp_path / "b", tensors, config, "mlx-lm", head=made(rng))
     assert not (tmp_path / "b").exists()

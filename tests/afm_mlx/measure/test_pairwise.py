@@ -1,6 +1,5 @@
 """Pairs of answers and a judge: who wins, how sure that is, and what the place of an answer counts."""
 
-import json
 from itertools import cycle
 
 import pytest

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from afm_mlx.errors import RewardError
+from afm_mlx.guidance.call_forms import AFM_CALLS
 from afm_mlx.measure.rewards import Answered, make_rewards, prompt_text
-from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 CHAT = [
@@ -50,10 +50,11 @@ def test_what_a_reward_pays(name, answer, sample, reward):
 
 def test_exact_compares_tool_calls():
     def call(arguments):
-        return f"{EXECUTABLE_START}f({arguments}){EXECUTABLE_END}"
+        return f'{AFM_CALLS.opening}{{"name": "f", "arguments": {arguments}}}{AFM_CALLS.closing}'
 
-    assert paid("exact", call("a=1, b='x'"), answer=call("a=1, b='x'")) == 1
-    assert paid("exact", call("a=2, b='x'"), answer=call("a=1, b='x'")) == 0
+    wanted = call('{"a": 1, "b": "x"}')
+    assert paid("exact", call('{"b":"x","a":1}'), answer=wanted) == 1
+    assert paid("exact", call('{"b":"x","a":2}'), answer=wanted) == 0
 
 
 def test_a_schema_of_a_file(tmp_path):
