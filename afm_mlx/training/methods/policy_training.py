@@ -51,8 +51,8 @@ class PolicyTraining(LoRATraining):
     """Train LoRA pairs by the rewards of sampled answers, see `loop.policy_losses`.
 
     The recipe's `batch_size` is the number of prompts in a batch. Validation and test measure the rewards of
-    the most likely answers, `batch_size * group_size` in a batch; the loss there is the negative reward. The recipe has no teacher and none of the
-    arguments about the parts of a chat.
+    the most likely answers, `batch_size * group_size` in a batch; the loss there is the negative reward. The
+    recipe has no teacher and none of the arguments about the parts of a chat.
 
     Args:
         objective: "grpo", "rloo" or "mdloo".
