@@ -44,6 +44,7 @@ def cases(batch_size: int, length: int, peer: bool = True) -> list[Case]:
         Case("qat", granularity="row"),
         Case("lora"),
         Case("lora", base_bits=2),
+        Case("dpo", base_bits=2),
     ]
     kinds += [dataclasses.replace(case, grad_checkpoint=True) for case in kinds]
     kinds.append(Case("qat", granularity="tensor", ema=True))
@@ -84,7 +85,7 @@ def estimate_of(config: ModelConfig, case: Case) -> MemoryEstimate | None:
         return None
     return estimate_memory(
         config,
-        case.kind,
+        "lora" if case.kind == "dpo" else case.kind,
         batch_size=case.batch_size,
         length=case.length,
         rank=RANK,
@@ -157,6 +158,10 @@ def targets(figures: dict[str, dict[str, Any]]) -> list[Target]:
         found.append(Target(f"{name} over {base}", ratio(name, base), QAT_OVER_FULL, at_most=True))
     for ours, theirs in (("full", "mlx-lm full"), ("lora, float base", "mlx-lm lora")):
         found.append(Target(f"{ours} over {theirs}", ratio(ours, theirs), 1.1, at_most=True))
+    dpo, sft = "dpo, 2-bit base", "lora, 2-bit base"
+    found.append(Target(f"{dpo} over {sft}", ratio(dpo, sft), 1.15, at_most=True))
+    memory = ratio(dpo, sft, "peak_bytes")
+    found.append(Target(f"peak memory of {dpo} over {sft}", memory, 1.1, at_most=True))
     errors = [
         abs(f["estimated_bytes"] / f["peak_bytes"] - 1)
         for f in figures.values()

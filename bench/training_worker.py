@@ -27,8 +27,10 @@ from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.data.preferences import PreferenceBatch
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.losses import CrossEntropy
+from afm_mlx.training.loop.preference_losses import PreferenceLoss
 from afm_mlx.training.loop.step import AdamW, TrainingStep
 from afm_mlx.training.qat.qat_layers import prepare_qat
 from bench.peer_protocol import Answer, peak_resident, serve
@@ -41,7 +43,8 @@ class Case:
     """One kind of training.
 
     Args:
-        kind: "full", "lora", "qat"; "mlx-lm full" and "mlx-lm lora" are the peer's.
+        kind: "full", "lora", "qat", or "dpo", LoRA by preferences, whose rows are chosen and rejected answers;
+            "mlx-lm full" and "mlx-lm lora" are the peer's.
         base_bits: bits of a LoRA's base; 32 for float.
         granularity: granularity of QAT's scales.
         grad_checkpoint: recompute activations.
@@ -59,9 +62,11 @@ class Case:
 
     @property
     def name(self) -> str:
+        base = f", {self.base_bits}-bit base" if self.base_bits < 32 else ", float base"
         details = {
             "qat": f" per {self.granularity}",
-            "lora": f", {self.base_bits}-bit base" if self.base_bits < 32 else ", float base",
+            "lora": base,
+            "dpo": base,
         }.get(self.kind, "")
         average = ", average" if self.ema else ""
         return self.kind + details + average + (", recomputed" if self.grad_checkpoint else "")
@@ -76,7 +81,7 @@ def build(config: ModelConfig, case: Case, dtype: mx.Dtype = mx.float32) -> nn.M
         for block in model.model.layers:
             block.self_attn.quant_key_scale = block.self_attn.quant_value_scale = mx.array(4 / 127)
             block.self_attn.freeze(keys=["quant_key_scale", "quant_value_scale"], recurse=False)
-    if case.kind == "lora":
+    if case.kind in ("lora", "dpo"):
         if case.base_bits < 32:
             quantize_model(model, {}, QuantizationRule(case.base_bits))
         add_lora(model, RANK, 0.5)
@@ -96,14 +101,30 @@ def random_batch(config: ModelConfig, case: Case) -> Batch:
     return Batch(inputs, None, positions, labels, mx.ones((tokens,)))
 
 
+def random_preferences(config: ModelConfig, case: Case) -> PreferenceBatch:
+    """Make pairs of the same tokens: a row is an answer, and the last half of the rows are rejected."""
+    batch, rows = random_batch(config, case), case.batch_size
+    return PreferenceBatch(
+        *batch[:4],
+        answers=mx.repeat(mx.arange(rows, dtype=mx.int32), case.length),
+        numbers=batch.positions,
+        lengths=mx.full((rows,), float(case.length)),
+        weights=mx.ones(rows // 2),
+        strengths=mx.ones(rows // 2),
+        reference=mx.full(batch.labels.shape, -9.0),
+    )
+
+
 def our_step(config: ModelConfig, case: Case, stack: ExitStack) -> Callable[[], None]:
     """Return a function that takes one whole step of our training loop, compiled as there."""
     model = build(config, case)
     if case.grad_checkpoint:
         stack.enter_context(recomputed_blocks(model))
     decay = 0.999 if case.ema else None
-    step = TrainingStep(model, CrossEntropy(), AdamW(1e-5), max_norm=1.0, ema_decay=decay)
-    batch = random_batch(config, case)
+    is_dpo = case.kind == "dpo"
+    loss = PreferenceLoss("dpo") if is_dpo else CrossEntropy()
+    step = TrainingStep(model, loss, AdamW(1e-5), max_norm=1.0, ema_decay=decay)
+    batch = random_preferences(config, case) if is_dpo else random_batch(config, case)
     mx.eval(batch, step.optimizer.state)
 
     def run() -> None:

@@ -53,6 +53,7 @@ PAGES: dict[str, dict[str, str]] = {
     "kernels.md": {},
     "mlx-lm.md": {},
     "models.md": {"path/to/checkpoint": OWN_CHECKPOINT},
+    "preferences.md": {},
     "promises.md": {},
     "quantization.md": {
         "--target-bpw": "measures every layer, a minute; tour.md runs it",

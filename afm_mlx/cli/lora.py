@@ -42,13 +42,39 @@ from afm_mlx.cli.training_runs import (
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
-    from afm_mlx.training.data.pairs import AnyBatches
+    from afm_mlx.training.data.batches import AnyBatches
+    from afm_mlx.training.methods.lora_training import LoRATraining
     from afm_mlx.training.methods.recipe import Recipe
 
+PREFERENCE_RATE = 1e-4
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}
 ADAPTER_FOLDER = "adapters"  # mlx-lm's default
 PAIRS = 32
 """Default batch size of contrastive training."""
+
+_REFERENCE = ("beta", "reference_adapter")
+_CONTRASTIVE_NAMES = (
+    "pool",
+    "instruction",
+    "temperature",
+    "dimensions",
+    "both_directions",
+    "chunk_rows",
+)
+_OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "next-token": (),
+    "contrastive": _CONTRASTIVE_NAMES,
+    "dpo": (*_REFERENCE, "label_smoothing"),
+    "ipo": _REFERENCE,
+    "hinge": _REFERENCE,
+    "dpop": (*_REFERENCE, "delta"),
+    "orpo": ("beta",),
+    "simpo": ("beta", "simpo_gamma"),
+    "kto": (*_REFERENCE, "desirable_weight", "undesirable_weight"),
+}
+"""Names of the arguments that only some objectives have, by the objective."""
+
+_PREFERENCES = ("dpo", "ipo", "hinge", "dpop", "orpo", "simpo", "kto")
 
 DRAFT_PRESETS = [name for name in config.PRESETS if name.endswith("-draft")]
 
@@ -87,10 +113,12 @@ _KIND = [
              "lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
              "for speculative decoding",
              "lora"),
-    Argument("--objective", ["next-token", "contrastive"],
+    Argument("--objective", list(_OBJECTIVES),
              "contrastive trains an adapter for embeddings: lines are {\"query\", \"positive\", "
              "\"negative\": [...]}, and vectors of a query and its positive become alike; a batch is "
-             f"{PAIRS} pairs by default",
+             f"{PAIRS} pairs by default. dpo, ipo, hinge, dpop, orpo and simpo train by preferences: lines are "
+             "{\"prompt\", \"chosen\", \"rejected\"}; kto takes these and {\"prompt\", \"completion\", "
+             "\"label\"}; a batch is 4 pairs, or 4 answers for kto, by default",
              "next-token"),
     Argument("--preset", list(PRESETS),
              "toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
@@ -144,9 +172,28 @@ _CONTRASTIVE = [
              "texts whose activations are in memory at a time, so that large batches fit; by default all, "
              "which takes less time"),
 ]
+_PREFERENCE = [
+    Argument("--beta", positive(1e6),
+             "how strongly preferences count against the distance from the reference: higher stays closer; "
+             "0.1 by default, and 2 for simpo. For orpo it is the weight of the preference's part"),
+    Argument("--label-smoothing", number(0, 0.499),
+             "share of preferences that are wrong, for pairs whose line has no strength; 0 by default"),
+    Argument("--reference-adapter", None,
+             "adapter that the reference runs with; by default the reference is the model without an adapter",
+             metavar="FOLDER"),
+    Argument("--delta", number(0), "weight of dpop's penalty for less likely chosen answers; 50 by default"),
+    Argument("--simpo-gamma", number(0), "margin that simpo aims at; 1 by default"),
+    Argument("--desirable-weight", number(0), "weight of kto's good answers; 1 by default"),
+    Argument("--undesirable-weight", number(0), "weight of kto's other answers; 1 by default"),
+]
 # fmt: on
-_RATES = "1e-3 for lora and draft, as in Apple's toolkit, and 1e-5 for full"
-ARGUMENTS = {**training_tables(_RATES, *_KIND), "LoRA": _LORA, "contrastive": _CONTRASTIVE}
+_RATES = "1e-3 for lora and draft, as in Apple's toolkit, 1e-4 for objectives of preferences, and 1e-5 for full"
+ARGUMENTS = {
+    **training_tables(_RATES, *_KIND),
+    "LoRA": _LORA,
+    "contrastive": _CONTRASTIVE,
+    "preferences": _PREFERENCE,
+}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -171,7 +218,8 @@ def run(args: argparse.Namespace) -> None:
     if kind == "draft":
         schedule = None if args.lr_schedule is not None else "constant"
         fill(args, {"schedule": schedule, "distillation_divergence": "reverse"})
-    recipe = recipe_of(args, LEARNING_RATES[kind])
+    rate = PREFERENCE_RATE if args.objective in _PREFERENCES else LEARNING_RATES[kind]
+    recipe = recipe_of(args, rate)
     if kind == "lora":
         _train_adapter(args, recipe)
         return
@@ -207,8 +255,7 @@ def _fill_from_preset(args: argparse.Namespace) -> None:
 
 
 def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
-    from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
-    from afm_mlx.training.methods.lora_training import RANK, LoRATraining
+    from afm_mlx.training.methods.lora_training import RANK
 
     if args.save_path is not None:
         raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
@@ -220,22 +267,20 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
         if args.rank is None and initial is not None:
             raise UsageError("--alpha needs --rank, too; with --initial-adapter leave it out.")
         own["scale"] = args.alpha / (args.rank or RANK)
-    kind = LoRATraining
-    if args.objective == "contrastive":
-        kind, own = ContrastiveTraining, own | _contrastive(args)
-    method = kind(**fields_given(args, kind) | own)
-    run_training(args, method, recipe, Path(args.adapter_path or ADAPTER_FOLDER))
+    run_training(args, _method_of(args, **own), recipe, Path(args.adapter_path or ADAPTER_FOLDER))
 
 
 def _check_objective(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for arguments that the objective can't use; fill in a contrastive batch's size."""
-    if args.objective == "next-token":
-        given = [row.name for row in _CONTRASTIVE if getattr(args, row.name) is not None]
-        if given:
-            flags = ", ".join(map(flag_of, given))
+    """Raise `UsageError` for arguments that the objective can't use; fill in its defaults."""
+    objective = args.objective
+    for name in dict.fromkeys(name for names in _OBJECTIVES.values() for name in names):
+        if getattr(args, name) is not None and name not in _OBJECTIVES[objective]:
+            takers = [other for other, names in _OBJECTIVES.items() if name in names]
             raise UsageError(
-                f"{flags} would do nothing without --objective contrastive. Add it, or leave these out."
+                f"{flag_of(name)} would do nothing with --objective {objective}; it is for "
+                f"{', '.join(takers)}. Leave it out, or choose one of these."
             )
+    if objective == "next-token":
         return
     for flag, is_given in (
         (f"--fine-tune-type {args.fine_tune_type}", args.fine_tune_type != "lora"),
@@ -243,13 +288,27 @@ def _check_objective(args: argparse.Namespace) -> None:
         ("--no-mask-prompt", not args.mask_prompt),
     ):
         if is_given:
-            raise UsageError(f"{flag} is of no use with --objective contrastive; leave it out.")
-    fill(args, {"batch_size": PAIRS})
+            raise UsageError(f"{flag} is of no use with --objective {objective}; leave it out.")
+    if objective == "contrastive":
+        fill(args, {"batch_size": PAIRS})
 
 
-def _contrastive(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of `ContrastiveTraining` whose arguments have another name or type."""
-    return {"pooling": args.pool, "dimensions": args.dimensions and tuple(args.dimensions)}
+def _method_of(args: argparse.Namespace, **own: Any) -> LoRATraining:
+    """Return the objective's method, of the arguments that are named like its fields, and `own` fields."""
+    from afm_mlx.training.methods.lora_training import LoRATraining
+
+    kind: type[LoRATraining] = LoRATraining
+    if args.objective == "contrastive":
+        from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
+
+        kind = ContrastiveTraining
+        own |= {"pooling": args.pool, "dimensions": args.dimensions and tuple(args.dimensions)}
+    elif args.objective in _PREFERENCES:
+        from afm_mlx.training.loop.preference_losses import PreferenceLoss
+        from afm_mlx.training.methods.preference_training import PreferenceTraining
+
+        kind, own["loss"] = PreferenceTraining, PreferenceLoss(**fields_given(args, PreferenceLoss))
+    return kind(**fields_given(args, kind) | own)
 
 
 def _check_model_arguments(args: argparse.Namespace) -> None:
@@ -285,14 +344,11 @@ def _test_adapter(args: argparse.Namespace) -> None:
     from afm_mlx.training.methods.train import measure_adapter
 
     path = ADAPTER_FOLDER if args.adapter_path is None else args.adapter_path
-    method = None
-    if args.objective == "contrastive":
-        from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
-
+    own = {}
+    if args.objective == "contrastive" and path and Path(path).exists():
         # A missing adapter is an error of `measure_adapter`.
-        of_adapter = {"initial_adapter": path} if path and Path(path).exists() else {}
-        given = fields_given(args, ContrastiveTraining) | _contrastive(args)
-        method = ContrastiveTraining(**given | of_adapter)
+        own["initial_adapter"] = path
+    method = _method_of(args, **own)
 
     def on_data(data: AnyBatches) -> None:
         if not args.json:

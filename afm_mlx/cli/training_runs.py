@@ -39,7 +39,7 @@ from afm_mlx.errors import named, shown
 from afm_mlx.installation import install_command
 
 if TYPE_CHECKING:
-    from afm_mlx.training.data.pairs import AnyBatches
+    from afm_mlx.training.data.batches import AnyBatches
     from afm_mlx.training.loop.trainer import Event
     from afm_mlx.training.loop.training_options import TrainingOptions
     from afm_mlx.training.methods.method import Method
@@ -175,6 +175,10 @@ def training_tables(learning_rate: str, *own: Argument) -> Tables:
             Argument("--steps-per-report", integer(1), "steps between reports", 10),
             Argument("--steps-per-eval", integer(1), "steps between evaluations on valid.jsonl", 200),
             Argument("--save-every", integer(1), "steps between checkpoints", 100),
+            Argument("--best-by", None,
+                     "metric of an evaluation by which the best weights are chosen, such as accuracy; the "
+                     "loss by default",
+                     metavar="METRIC"),
             Argument("--patience", integer(1),
                      "stop after this many evaluations without improvement; the best weights are kept in "
                      "any case"),
@@ -346,16 +350,17 @@ class Reporter:
                     seconds = (event.tokens - tokens) / event.tokens_per_second
                     speed = f"It/sec {(event.step - step) / seconds:.3f}, "
                 self._last = event.step, event.tokens
+                more = "".join(f", {metric_text(*each)}" for each in event.metrics.items())
                 self._print(
                     f"Iter {event.step}: Train loss {event.loss:.3f}, Learning Rate {event.learning_rate:.3e}, "
                     f"{speed}{unit}/sec {event.tokens_per_second:.3f}, Trained {unit} {event.tokens}, "
-                    f"Peak mem {event.peak_memory / 1e9:.3f} GB"
+                    f"Peak mem {event.peak_memory / 1e9:.3f} GB{more}"
                 )
             case Validation():
-                # The exponential of a distance from a teacher means nothing.
-                more = f", Val ppl {event.valid_perplexity:.3f}" * self._has_perplexity
-                if event.recall_at_1 is not None:
-                    more = f", Val recall@1 {event.recall_at_1:.1%}"
+                more = "".join(f", Val {metric_text(*each)}" for each in event.metrics.items())
+                if self._has_perplexity and self._unit == "tokens":
+                    # The exponential of a distance from a teacher means nothing.
+                    more = f", Val ppl {event.valid_perplexity:.3f}{more}"
                 self._print(f"Iter {event.step}: Val loss {event.valid_loss:.3f}{more}")
 
     def _print(self, line: str) -> None:
@@ -434,25 +439,37 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
         evaluations = f"{args.patience} evaluations without a better one"
         print(f"Stopped early, after {outcome.steps} steps: {evaluations}")
     if outcome.best_loss is not None:
-        print(f"Best: Val loss {outcome.best_loss:.3f} after step {outcome.best_step}")
+        best = metric_text("loss", outcome.best_loss)
+        if args.best_by is not None and args.best_by != "loss":
+            best = metric_text(args.best_by, outcome.best_metrics[args.best_by])
+        print(f"Best: Val {best} after step {outcome.best_step}")
     if result.test is not None:
         print_scores(result.test)
     print(f"Saved to {result.path}")
 
 
+_SHARES = ("accuracy", "recall_at_1")  # metrics that are shown in percent
+
+
+def metric_text(name: str, value: float) -> str:
+    """Return a metric's name and value, for people."""
+    shown_name = name.replace("_at_", "@").replace("_", " ")
+    return f"{shown_name} {value:.1%}" if name in _SHARES else f"{shown_name} {value:.3f}"
+
+
 def print_scores(scores: Scores) -> None:
     """Print the loss on test.jsonl with and without the training; the first line is mlx-lm's."""
     before, after = scores.untrained, scores.trained or scores.untrained
-    if before.recall_at_1 is not None and after.recall_at_1 is not None:
-        print(
-            f"Test loss {after.loss:.3f}, Test recall@1 {after.recall_at_1:.1%}, over {after.tokens:,} pairs"
-        )
+    if after.unit != "tokens":
+        metrics = "".join(f", Test {metric_text(*each)}" for each in after.metrics.items())
+        print(f"Test loss {after.loss:.3f}{metrics}, over {after.count:,} {after.unit}")
         if scores.trained is not None:
             label = scores.label[:1].upper() + scores.label[1:]
-            print(f"{label}: loss {before.loss:.3f}, recall@1 {before.recall_at_1:.1%}")
+            metrics = "".join(f", {metric_text(*each)}" for each in before.metrics.items())
+            print(f"{label}: loss {before.loss:.3f}{metrics}")
         return
     print(f"Test loss {after.loss:.3f}, Test ppl {after.perplexity:.3f}.")
-    tokens = f"{after.tokens:,} tokens"
+    tokens = f"{after.count:,} tokens"
     if scores.trained is None:
         print(f"Over {tokens}, {scores.label}")
         return

@@ -3,6 +3,7 @@
 from afm_mlx.training.data.batches import Batch, Batches
 from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation
+from afm_mlx.training.loop.preference_losses import PreferenceLoss
 from afm_mlx.training.loop.run_folder import RunFolder, plot_metrics
 from afm_mlx.training.loop.trainer import RunOutcome, train
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -10,6 +11,7 @@ from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.model_source import FreshSource
+from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.train import (
     Scores,
@@ -19,6 +21,7 @@ from afm_mlx.training.methods.train import (
     train_draft,
     train_full,
     train_lora,
+    train_preferences,
     train_qat,
 )
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
@@ -34,6 +37,8 @@ __all__ = [
     "FreshSource",
     "FullTraining",
     "LoRATraining",
+    "PreferenceLoss",
+    "PreferenceTraining",
     "QATTraining",
     "Recipe",
     "RunFolder",
@@ -55,5 +60,6 @@ __all__ = [
     "train_draft",
     "train_full",
     "train_lora",
+    "train_preferences",
     "train_qat",
 ]

@@ -18,6 +18,27 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "é <b>"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "A", "schema": {"type": "object"}}}
 
 
+CHATML = (
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}<|im_start|>user\nresult: {{ m.content }}"
+    "{%- else -%}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{%- endif -%}"
+    "{%- for c in m.tool_calls or [] -%}<call>{{ c.function | tojson }}{%- endfor -%}"
+    "<|im_end|>\n{% endfor -%}"
+    "{%- if tools -%}{%- endif -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
+)
+# As reasoning models have it: only the last answer keeps a thought, and the prompt starts one.
+THINKING = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
+    "{{ m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"
+)
+# A turn's newline and the one behind it are one token.
+NEWLINES = (
+    "{%- for m in messages -%}{{ '\n\n' if not loop.first }}{{ m.role }}: {{ m.content }}{{ '\n' }}"
+    "{%- endfor -%}{{ '\n\nassistant:' if add_generation_prompt }}"
+)
+
+
 def load_one(tmp_path, tokenizer, record, max_seq_length=2000, **options):
     file = write(tmp_path / "one.jsonl", record)
     (sample,) = load_split(file, "train", tokenizer, max_seq_length=max_seq_length, **options)

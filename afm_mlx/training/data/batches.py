@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +27,38 @@ TARGET_MULTIPLE = 256
 ROW_MULTIPLE = 64
 _OPEN_ROWS = 1024  # rows that are filled at the same time
 _BATCHES_SORTED = 32  # unpacked: batches whose samples are sorted by length together
+
+
+class AnyBatch(Protocol):
+    """A named tuple of arrays and of trees of arrays, or None; `weights` are of what is predicted."""
+
+    _fields: ClassVar[tuple[str, ...]]
+
+    @property
+    def weights(self) -> mx.array: ...
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+class AnyBatches(Protocol):
+    """Batches by their number, of any kind of data; see `Batches`, which is one of these, for the names."""
+
+    per_epoch: int
+    n_tokens: int
+
+    @property
+    def unit(self) -> str: ...
+    @property
+    def packed(self) -> bool: ...
+    @property
+    def summary(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def __len__(self) -> int: ...
+    def __call__(self, step: int) -> Any: ...
 
 
 class Batch(NamedTuple):

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from afm_mlx.errors import AFMError, DataError, shown
-from afm_mlx.training.data.batches import Batch, Batches
 from afm_mlx.training.data.samples import read_records
 
 WIDTH_MULTIPLE = 16
@@ -246,10 +245,6 @@ class PairBatches:
             number = self._numbers[text, is_query] = len(self._tokens)
             self._tokens.append(tokens)
         return number
-
-
-AnyBatch: TypeAlias = Batch | PairBatch
-AnyBatches: TypeAlias = Batches | PairBatches
 
 
 def _round_up(n: int) -> int:

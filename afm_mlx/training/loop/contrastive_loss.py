@@ -23,7 +23,7 @@ import mlx.nn as nn
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.pooling import POOLINGS, normalize, pooled_states
-from afm_mlx.training.data.pairs import AnyBatches, PairBatch, PairBatches
+from afm_mlx.training.data.pairs import PairBatch, PairBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed
 
 
@@ -75,6 +75,11 @@ class ContrastiveLoss:
             losses = info_nce(scores, batch.excluded, self.both_directions)
             total = total + mx.sum(batch.weights * losses)
         return total
+
+    def split_metrics(
+        self, model: nn.Module, batches: PairBatches, count: int = -1
+    ) -> dict[str, float]:
+        return {"recall_at_1": self.recall_at_1(model, batches, count)}
 
     def recall_at_1(self, model: nn.Module, batches: PairBatches, count: int = -1) -> float:
         """Return the share of queries for which a positive is the most similar of all texts.
@@ -158,10 +163,3 @@ def info_nce(scores: mx.array, excluded: mx.array, both_directions: bool = False
         back = mx.logsumexp(scores[:, : len(own)], axis=0) - own
         losses = (losses + back) / 2
     return losses
-
-
-def recall_of(model: nn.Module, loss: object, batches: AnyBatches, count: int = -1) -> float | None:
-    """Return `ContrastiveLoss.recall_at_1`, or None for another loss."""
-    if isinstance(loss, ContrastiveLoss) and isinstance(batches, PairBatches):
-        return loss.recall_at_1(model, batches, count)
-    return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,17 +41,38 @@ TargetLoss: TypeAlias = Callable[[mx.array, mx.array | None, mx.array], mx.array
 """Maps logits (n, V), the teacher's logits (n, V) or None, and labels (n,) to losses (n,) in float32."""
 
 
-class Loss(Protocol):
-    """A weighted sum over the targets of a batch, () float32."""
+Metrics: TypeAlias = dict[str, mx.array]
+"""Sums of figures over a batch, () float32, by their names; divided by the sum of weights, they are means."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> mx.array: ...
+LOWER_IS_BETTER = ("loss", "kl", "length")
+"""Metrics of which the lowest value is the best; of others it is the highest."""
+
+
+class Loss(Protocol):
+    """A weighted sum over the targets of a batch, () float32; or a pair of this sum and the batch's metrics."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> mx.array | tuple[mx.array, Metrics]: ...
+
+
+@runtime_checkable
+class SplitMetrics(Protocol):
+    """A loss with figures that need all batches of a split, rather than sums over each batch."""
+
+    def split_metrics(self, model: nn.Module, batches: Any, count: int) -> dict[str, float]:
+        """Return the figures of the first `count` batches, or of all for -1, by their names."""
+
+
+def loss_and_metrics(loss: Loss, model: nn.Module, batch: Any) -> tuple[mx.array, Metrics]:
+    """Return the loss of a batch and its metrics, which most losses don't have."""
+    result = loss(model, batch)
+    return result if isinstance(result, tuple) else (result, {})
 
 
 class CrossEntropy:
     """The negative log-likelihood of the data, in nats."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
-        return _weighted_sum(model, None, batch, _cross_entropy)
+        return mx.sum(batch.weights * _of_targets(model, None, batch, _cross_entropy))
 
 
 class Distillation:
@@ -88,9 +109,9 @@ class Distillation:
         self.divergence = divergence
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
-        return _weighted_sum(model, self.teacher, batch, self._of_targets)
+        return mx.sum(batch.weights * _of_targets(model, self.teacher, batch, self._divergence))
 
-    def _of_targets(self, logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
+    def _divergence(self, logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
         first, second = (taught, logits) if self.divergence == "forward" else (logits, taught)
         loss = self.weight * _divergence(first, second, self.temperature)
         if self.weight < 1:
@@ -110,7 +131,7 @@ class AcceptanceRate:
         self.teacher = teacher
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
-        return _weighted_sum(model, self.teacher, batch, _shared)
+        return mx.sum(batch.weights * _of_targets(model, self.teacher, batch, _shared))
 
 
 def check_divergence(divergence: str) -> None:
@@ -141,10 +162,31 @@ def _shared(logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
 # -- targets, a chunk at a time
 
 
-def _weighted_sum(
-    model: nn.Module, teacher: nn.Module | None, batch: Batch, of_targets: TargetLoss
+class Targets(Protocol):
+    """The arrays of a batch that say what is predicted, and from what; see `batches.Batch`."""
+
+    @property
+    def inputs(self) -> mx.array: ...
+    @property
+    def segments(self) -> mx.array | None: ...
+    @property
+    def positions(self) -> mx.array: ...
+    @property
+    def labels(self) -> mx.array: ...
+
+
+def log_probabilities(model: nn.Module, batch: Targets) -> mx.array:
+    """Return the log-probability of each label of a batch, (T,) float32, in nats; differentiable.
+
+    Padding has numbers, too, of no meaning. Logits are in memory for `CHUNK` targets at a time.
+    """
+    return -_of_targets(model, None, batch, _cross_entropy)
+
+
+def _of_targets(
+    model: nn.Module, teacher: nn.Module | None, batch: Targets, of_targets: TargetLoss
 ) -> mx.array:
-    """Return the sum of weight * loss over the batch's targets, () float32."""
+    """Return the losses of the batch's targets, (T,) float32."""
     h = _states(model, batch)
     taught = None if teacher is None else mx.stop_gradient(_states(teacher, batch))
 
@@ -159,42 +201,46 @@ def _weighted_sum(
                     f"The teacher has {others.shape[-1]} tokens and the model {logits.shape[-1]}; a teacher "
                     "must have the model's vocabulary. Choose the model that this one was made of."
                 )
-        return mx.sum(batch.weights[rows] * of_targets(logits, others, batch.labels[rows]))
+        return of_targets(logits, others, batch.labels[rows])
 
     targets = batch.labels.size
     if targets * (model.args.vocab_size if is_afm(model) else h.shape[-1]) <= WHOLE:
         return loss(slice(targets), h)
-    total = mx.array(0.0)
     head = [model.model.embedding, model.model.output_norm] if is_afm(model) else []
 
     def update(parameters: list[Tree]) -> None:
         for module, values in zip(head, parameters, strict=True):
             module.update(values)
 
-    def add(rows: slice, parameters: list[Tree], h: mx.array, total: mx.array) -> mx.array:
+    def part(
+        rows: slice, parameters: list[Tree], h: mx.array, after: mx.array
+    ) -> tuple[mx.array, mx.array]:
         before = [module.trainable_parameters() for module in head]
         update(parameters)
         try:
-            # MLX would run chunks in parallel; a chunk that depends on the sum so far runs after the others. In
-            # the backward pass, the sum's gradient comes from the chunk after it.
-            return total + loss(rows, mx.depends([h], [total])[0])
+            found = loss(rows, mx.depends([h], [after])[0])
+            return found, mx.depends([after], [found])[0]
         finally:
             # The model must not keep traced arrays.
             update(before)
 
+    # MLX would run chunks in parallel. `after`, a 0, is an input and an output of each, so that forward passes
+    # run one after the other, and so do backward passes, in the reverse order.
+    parts, after = [], mx.array(0.0)
     for start in range(0, targets, CHUNK):
         rows = slice(start, min(start + CHUNK, targets))
         # The logits are computed again in the backward pass, not kept. Gradients reach only the
         # arguments of such a function, so the parameters are among them.
         parameters = [module.trainable_parameters() for module in head]
-        total = recomputed(partial(add, rows))(parameters, h[rows], total)
-    return total
+        found, after = recomputed(partial(part, rows))(parameters, h[rows], after)
+        parts.append(found)
+    return mx.concatenate(parts) + after
 
 
 # -- both kinds of model
 
 
-def _states(model: nn.Module, batch: Batch) -> mx.array:
+def _states(model: nn.Module, batch: Targets) -> mx.array:
     """Return the head's inputs for all targets, (T, D); for mlx-lm's models, which include it, the logits."""
     if is_afm(model):
         return model.hidden_at(batch.inputs, batch.positions, batch.segments)

@@ -1,22 +1,32 @@
-"""The mean loss of a model over batches, and the origin of a number that is not finite."""
+"""The mean loss and metrics of a model over batches, and the origin of a number that is not finite."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.errors import TrainingError
-from afm_mlx.training.data.pairs import AnyBatch, AnyBatches
+from afm_mlx.training.data.batches import AnyBatch, AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree
-from afm_mlx.training.loop.losses import Loss
+from afm_mlx.training.loop.losses import Loss, SplitMetrics, loss_and_metrics
 from afm_mlx.training.loop.step import random_key
 
 _GREAT = 1e18  # squares of such numbers overflow float32
+
+
+class Means(NamedTuple):
+    """Weighted means over batches, and the number of targets that have a weight."""
+
+    loss: float
+    metrics: dict[str, float]
+    targets: int
 
 
 def mean_loss(
@@ -25,27 +35,36 @@ def mean_loss(
     batches: AnyBatches,
     count: int = -1,
     progress: Callable[[int, int], None] | None = None,
-) -> float:
-    """Return the weighted mean of a loss over the first `count` batches, or all for -1, without dropout.
+) -> Means:
+    """Return means of a loss and its metrics over the first `count` batches, or all for -1, without dropout.
 
     The model is in eval mode afterwards. `progress` is called with the numbers of finished and of all batches.
 
     Raises `TrainingError` when the loss is not finite; the error names the batch and the layer.
     """
     model.eval()
-    total = weight = 0.0
+    total, weight, targets = 0.0, 0.0, 0
+    sums: dict[str, float] = defaultdict(float)
     n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)
     for index in range(n):
         batch = batches(index)
-        value = loss(model, batch).item()
+        found, metrics = loss_and_metrics(loss, model, batch)
+        mx.eval(found, metrics)
+        value = found.item()
         if not math.isfinite(value):
             cause = find_non_finite(model, loss, [batch])
             raise TrainingError(f"The loss of batch {index} is {value:g}: {cause}.")
         total += value
         weight += batch.weights.sum().item()
+        targets += int((batch.weights > 0).sum().item())
+        for name, each in metrics.items():
+            sums[name] += each.item()
         if progress is not None:
             progress(index + 1, n)
-    return total / weight
+    means = {name: each / weight for name, each in sums.items()}
+    if isinstance(loss, SplitMetrics):
+        means |= loss.split_metrics(model, batches, count)
+    return Means(total / weight, means, targets)
 
 
 def perplexity(loss: float) -> float:
@@ -57,7 +76,7 @@ def find_non_finite(
     model: nn.Module,
     loss: Loss,
     batches: Sequence[AnyBatch],
-    gradients: Callable[[AnyBatch, mx.array], tuple[mx.array, Tree]] | None = None,
+    gradients: Callable[[AnyBatch, mx.array], tuple[object, Tree]] | None = None,
 ) -> str:
     """Return the origin of the first number that is NaN or infinite, as a clause for an error.
 
@@ -74,7 +93,7 @@ def find_non_finite(
     for batch in batches:
         key = random_key()
         with _watched(model) as calls:
-            value = loss(model, batch)
+            value = loss_and_metrics(loss, model, batch)[0]
             mx.eval(value)
         mx.random.seed(key)  # the gradients, and the next batch, have the step's dropout
         order = [name for name, _, _ in calls]

@@ -4,6 +4,7 @@
     metrics.jsonl                  a line per report and per evaluation
     checkpoints/step-0000100/      trainable.safetensors, optimizer.safetensors, ema.safetensors, state.json
     best/                          trainable.safetensors, state.json
+    NAME.safetensors               what is computed once before the first step, see `RunFolder.keep`
     run.lock                       which process works in the folder, and since when
 
 A checkpoint is written under a temporary name and renamed when all of it is on the disk; older checkpoints are
@@ -289,6 +290,31 @@ class RunFolder:
                 "new run in another folder."
             ) from None
 
+    # -- what is computed once
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest that the run was created with."""
+        return _read_json(self._manifest_path)
+
+    def keep(self, name: str, tensors: Mapping[str, mx.array], key: str) -> None:
+        """Write tensors that a resumed run doesn't compute again, with a key of what they depend on.
+
+        Raises:
+            TrainingError: when they can't be written.
+        """
+        path = self.path / f"{name}.safetensors"
+        with self._written(str(path)), atomic_write(path) as temporary:
+            save_file(temporary, tensors, {"format": "mlx", "key": key})
+
+    def kept(self, name: str, key: str) -> dict[str, mx.array] | None:
+        """Return what `keep` wrote with this name and key; None if it must be computed (again)."""
+        try:
+            tensors, metadata = _read_tensors(self.path / f"{name}.safetensors")
+        except CheckpointError:
+            return None
+        return tensors if metadata.get("key") == key else None
+
     # -- metrics
 
     def log(self, record: Mapping[str, object]) -> None:
@@ -362,8 +388,13 @@ def _unreadable(path: Path, error: object) -> CheckpointError:
     return CheckpointError(f"{path} can't be read: {reason}.")
 
 
+_NO_METRICS = set(
+    "step loss perplexity learning_rate grad_norm tokens tokens_per_second peak_memory".split()
+)  # what every line of metrics.jsonl may have
+
+
 def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
-    """Draw losses and the learning rate of a training run.
+    """Draw losses, metrics and the learning rate of a training run, one above the other.
 
     Args:
         metrics_path: path of a run's metrics.jsonl.
@@ -382,19 +413,23 @@ def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
     records = [record for _, record in read_jsonl(Path(metrics_path))]
     if not any("loss" in record or "valid_loss" in record for record in records):
         raise DataError(f"{metrics_path} has no line with a loss yet. Train for some steps first.")
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    keys = {key.removeprefix("valid_") for record in records for key in record}
+    names = ["loss", *sorted(keys - _NO_METRICS), "learning_rate"]
+    heights = [3] + [1.5] * (len(names) - 2) + [1]
+    figure = Figure(figsize=(8, 1.25 * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    for axes, key, style in (
-        (losses, "loss", {"linewidth": 1, "label": "training"}),
-        (losses, "valid_loss", {"marker": "o", "markersize": 3, "label": "validation"}),
-        (rates, "learning_rate", {"linewidth": 1}),
-    ):
-        found = [record for record in records if record.get(key) is not None]
-        axes.plot([record["step"] for record in found], [record[key] for record in found], **style)
+    rows = figure.subplots(len(names), 1, sharex=True, height_ratios=heights)
+    for axes, name in zip(rows, names, strict=True):
+        for key, style in (
+            (name, {"linewidth": 1, "label": "training"}),
+            (f"valid_{name}", {"marker": "o", "markersize": 3, "label": "validation"}),
+        ):
+            found = [record for record in records if record.get(key) is not None]
+            values = [record[key] for record in found]
+            axes.plot([record["step"] for record in found], values, **style)
         axes.grid(alpha=0.3)
-    losses.set_ylabel("loss per target (nats)")
-    losses.legend()
-    rates.set(xlabel="step", ylabel="learning rate")
+        axes.set_ylabel(name.replace("_", " "))
+    rows[0].legend()
+    rows[-1].set_xlabel("step")
     with atomic_write(png_path) as path:
         figure.savefig(path, dpi=150, format="png")

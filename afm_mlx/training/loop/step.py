@@ -24,9 +24,9 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from afm_mlx.kernels.replay import keep_compiler_out
-from afm_mlx.training.data.pairs import AnyBatch
+from afm_mlx.training.data.batches import AnyBatch
 from afm_mlx.training.loop.gradient_checkpointing import Tree
-from afm_mlx.training.loop.losses import Loss
+from afm_mlx.training.loop.losses import Loss, Metrics, loss_and_metrics
 from afm_mlx.training.loop.training_options import BETAS, EPS, Schedule
 
 
@@ -86,6 +86,7 @@ class StepResult(NamedTuple):
     grad_norm: mx.array  # before clipping
     weight: mx.array  # sum of the targets' weights
     targets: mx.array  # number of targets that have a weight
+    metrics: Metrics  # sums over the step's batches, before the update
 
 
 class TrainingStep:
@@ -131,17 +132,18 @@ class TrainingStep:
         arrays = [{k: v for k, v in batch._asdict().items() if v is not None} for batch in batches]
         try:
             if len(batches) == 1:
-                loss, norm = self._whole(arrays[0], weight)
-                return StepResult(loss, norm, weight, targets)
-            loss = mx.array(0.0)
+                (loss, metrics), norm = self._whole(arrays[0], weight)
+                return StepResult(loss, norm, weight, targets, metrics)
+            loss, metrics = mx.array(0.0), {}
             gradients = tree_map(
                 lambda p: mx.zeros(p.shape, mx.float32), self.model.trainable_parameters()
             )
             for batch in arrays:
-                part, gradients = self._micro(batch, weight, gradients)
+                (part, found), gradients = self._micro(batch, weight, gradients)
                 loss = loss + part
-                mx.eval(loss, gradients)  # one micro-batch's activations at a time
-            return StepResult(loss, self._update(loss, gradients), weight, targets)
+                metrics = {name: value + metrics.get(name, 0) for name, value in found.items()}
+                mx.eval(loss, metrics, gradients)  # one micro-batch's activations at a time
+            return StepResult(loss, self._update(loss, gradients), weight, targets, metrics)
         except BaseException:
             # A trace that ends early leaves traced arrays in the model and in MLX's generator.
             self.model.update(before)
@@ -152,27 +154,30 @@ class TrainingStep:
         """Evaluate a step's result and all that it changed: graphs must not grow over steps."""
         mx.eval(result, self.model.state, self.optimizer.state, self.average, mx.random.state)
 
-    def gradients(self, batch: AnyBatch, weight: mx.array) -> tuple[mx.array, Tree]:
-        """Return the batch's loss divided by `weight`, and the gradients of the trainable parameters."""
+    def gradients(self, batch: AnyBatch, weight: mx.array) -> tuple[tuple[mx.array, Metrics], Tree]:
+        """Return the batch's loss divided by `weight`, its metrics, and the gradients of what is trainable."""
         parameters = self.model.trainable_parameters()
 
-        def scaled(parameters: Tree) -> mx.array:
+        def scaled(parameters: Tree) -> tuple[mx.array, Metrics]:
             self.model.update(parameters)
-            return self.loss(self.model, batch).astype(mx.float32) / weight
+            loss, metrics = loss_and_metrics(self.loss, self.model, batch)
+            return loss.astype(mx.float32) / weight, metrics
 
-        loss, gradients = mx.value_and_grad(scaled)(parameters)
+        found, gradients = mx.value_and_grad(scaled)(parameters)
         self.model.update(parameters)  # the model holds traced arrays
-        return loss, gradients
+        return found, gradients
 
-    def _whole_step(self, arrays: dict[str, Any], weight: mx.array) -> tuple[mx.array, mx.array]:
-        loss, gradients = self.gradients(self._batch(arrays), weight)
-        return loss, self._apply(loss, gradients)
+    def _whole_step(
+        self, arrays: dict[str, Any], weight: mx.array
+    ) -> tuple[tuple[mx.array, Metrics], mx.array]:
+        found, gradients = self.gradients(self._batch(arrays), weight)
+        return found, self._apply(found[0], gradients)
 
     def _micro_step(
         self, arrays: dict[str, Any], weight: mx.array, accumulated: Tree
-    ) -> tuple[mx.array, Tree]:
-        loss, gradients = self.gradients(self._batch(arrays), weight)
-        return loss, tree_map(lambda a, g: a + g.astype(mx.float32), accumulated, gradients)
+    ) -> tuple[tuple[mx.array, Metrics], Tree]:
+        found, gradients = self.gradients(self._batch(arrays), weight)
+        return found, tree_map(lambda a, g: a + g.astype(mx.float32), accumulated, gradients)
 
     def _apply(self, loss: mx.array, gradients: Tree) -> mx.array:
         """Update weights, optimizer and average if loss and gradient are finite; return the gradient's norm."""

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event as Flag
 from typing import TypeAlias
@@ -25,13 +25,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from afm_mlx.errors import CheckpointError, TrainingError
+from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
-from afm_mlx.training.data.pairs import AnyBatches
-from afm_mlx.training.loop.contrastive_loss import recall_of
+from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
-from afm_mlx.training.loop.losses import Loss
-from afm_mlx.training.loop.mean_loss import find_non_finite, mean_loss, perplexity, random_key
+from afm_mlx.training.loop.losses import LOWER_IS_BETTER, Loss
+from afm_mlx.training.loop.mean_loss import (
+    Means,
+    find_non_finite,
+    mean_loss,
+    perplexity,
+    random_key,
+)
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
 from afm_mlx.training.loop.step import AdamW, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -63,6 +68,7 @@ class Report:
     tokens: int  # targets since step 1
     tokens_per_second: float  # since the previous report, without evaluation and saving
     peak_memory: int  # most bytes that MLX has held in this process
+    metrics: dict[str, float] = field(default_factory=dict)  # means, as of the loss
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,9 @@ class Validation:
     step: int
     valid_loss: float
     valid_perplexity: float
-    recall_at_1: float | None = None  # of a contrastive loss
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # means; named "valid_..." in metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,7 @@ class RunOutcome:
         steps: number of steps, including steps before a resume.
         best_step: step after which the model had its final weights.
         best_loss: validation loss of the final weights; None without validation batches.
+        best_metrics: metrics of that validation.
         stopped_early: True if `patience` ended the run.
         seconds: duration, including the time before a resume.
         tokens: number of targets that were trained on.
@@ -122,6 +131,7 @@ class RunOutcome:
     stopped_early: bool
     seconds: float
     tokens: int
+    best_metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -133,6 +143,7 @@ class _Progress:
     seconds: float = 0.0
     best_step: int = 0
     best_loss: float | None = None
+    best_metrics: dict[str, float] = field(default_factory=dict)
     evaluations_since_best: int = 0
     stopped_early: bool = False
     # Since the last report:
@@ -140,6 +151,7 @@ class _Progress:
     weight: float = 0.0
     new_tokens: int = 0
     new_seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)  # sums
 
 
 def train(
@@ -175,11 +187,17 @@ def train(
     Raises:
         TrainingError: when a loss or gradient is not finite (names step and layer), when the disk is full, or
             when there is nothing to train.
+        ConfigError: when `options.best_by` is no metric of the loss, or there are no validation batches.
         CheckpointError: when a checkpoint is damaged, or of another model.
     """
     if not tree_flatten(model.trainable_parameters()):
         raise TrainingError(
             "The model has no trainable parameter. Unfreeze the parameters to train, or add an adapter."
+        )
+    if valid is None and options.best_by != "loss":
+        raise ConfigError(
+            f"best_by is {options.best_by!r}, and there is no valid.jsonl to measure it on. Add one, or leave "
+            "best_by out."
         )
     with ExitStack() as stack:
         stack.callback(model.eval)
@@ -247,6 +265,7 @@ class _Trainer:
             stopped_early=progress.stopped_early,
             seconds=progress.seconds,
             tokens=progress.tokens,
+            best_metrics=progress.best_metrics,
         )
 
     def _take_step(self) -> None:
@@ -271,6 +290,8 @@ class _Trainer:
         progress.step += 1
         progress.loss += loss * result.weight.item()
         progress.weight += result.weight.item()
+        for name, value in result.metrics.items():
+            progress.metrics[name] = progress.metrics.get(name, 0.0) + value.item()
         progress.tokens += result.targets.item()
         progress.new_tokens += result.targets.item()
         progress.new_seconds += time.perf_counter() - start
@@ -290,34 +311,50 @@ class _Trainer:
             tokens=progress.tokens,
             tokens_per_second=progress.new_tokens / progress.new_seconds,
             peak_memory=mx.get_peak_memory(),
+            metrics={name: each / progress.weight for name, each in progress.metrics.items()},
         )
+        progress.metrics = {}
         progress.loss = progress.weight = progress.new_seconds = 0.0
         progress.new_tokens = 0
         self._publish(report)
 
     def _publish(self, line: Report | Validation) -> None:
         values = dataclasses.asdict(line)
-        self.run.log({name: value for name, value in values.items() if value is not None})
+        prefix = "valid_" if isinstance(line, Validation) else ""
+        metrics = {f"{prefix}{name}": value for name, value in values.pop("metrics").items()}
+        self.run.log(values | metrics)
         self.on_event(line)
 
     def _evaluate(self, valid: AnyBatches) -> None:
         progress = self.progress
         with self._averaged_weights():
             try:
-                loss = mean_loss(self.model, self.loss, valid, self.options.val_batches)
-                recall = recall_of(self.model, self.loss, valid, self.options.val_batches)
+                means = mean_loss(self.model, self.loss, valid, self.options.val_batches)
             except TrainingError as error:
                 raise TrainingError(
                     f"Validation after step {progress.step}: {error} {self.run.what_remains()} Try a lower "
                     f"learning rate (now {self.options.learning_rate:g})."
                 ) from None
-            is_best = progress.best_loss is None or loss < progress.best_loss
+            is_best = self._is_best(means)
             if is_best:
-                progress.best_step, progress.best_loss = progress.step, loss
+                progress.best_step = progress.step
+                progress.best_loss, progress.best_metrics = means.loss, means.metrics
                 self._save_best()
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
-        self._publish(Validation(progress.step, loss, perplexity(loss), recall))
+        loss = means.loss
+        self._publish(Validation(progress.step, loss, perplexity(loss), means.metrics))
+
+    def _is_best(self, means: Means) -> bool:
+        """Return True if no evaluation before was as good, by the metric `best_by`."""
+        name, progress = self.options.best_by, self.progress
+        values = {"loss": means.loss} | means.metrics
+        if name not in values:
+            raise ConfigError(f"best_by is {name!r}; allowed are {', '.join(values)}.")
+        if progress.best_loss is None:
+            return True
+        best = ({"loss": progress.best_loss} | progress.best_metrics)[name]
+        return values[name] < best if name in LOWER_IS_BETTER else values[name] > best
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:

@@ -109,6 +109,8 @@ class TrainingOptions:
         steps_per_eval: steps between evaluations; one is before the first step and one after the last.
         val_batches: batches of an evaluation, -1 for all.
         save_every: steps between checkpoints; one is after the last step.
+        best_by: what an evaluation is compared by: "loss" (lowest), or a metric of the loss, such as
+            "accuracy" (highest) or "kl" (lowest, as `losses.LOWER_IS_BETTER` says).
         patience: number of evaluations without a new best after which the run stops; pass None to never stop
             early.
         seed: seed of the model's random numbers, such as dropout's.
@@ -137,6 +139,7 @@ class TrainingOptions:
     val_batches: int = 25
     save_every: int = 100
     patience: int | None = None
+    best_by: str = "loss"
     seed: int = 0
     weight_decay: float = 0.0
     betas: tuple[float, float] = BETAS

@@ -11,12 +11,8 @@ from afm_mlx.adapters.adapter_folder import AdapterConfig, EmbeddingUse
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.pooling import check_states
 from afm_mlx.tokenizer.embedding_text import embedding_tokens, query_text
-from afm_mlx.training.data.pairs import (
-    PAIR_FORM,
-    AnyBatches,
-    PairBatches,
-    load_pairs,
-)
+from afm_mlx.training.data.batches import AnyBatches
+from afm_mlx.training.data.pairs import PAIR_FORM, PairBatches, load_pairs
 from afm_mlx.training.loop.contrastive_loss import ContrastiveLoss
 from afm_mlx.training.methods.lora_training import LoRATraining, read_initial
 from afm_mlx.training.methods.model_source import ModelSource

@@ -26,7 +26,7 @@ from afm_mlx.checkpoint.safetensors_file import read_header
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.json_values import FLOAT16_MAX, FLOAT32_MAX, MAX_RANK, is_rank
-from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.methods.method import WITHOUT_ADAPTER, Method
 from afm_mlx.training.methods.model_source import ModelSource
@@ -112,22 +112,21 @@ class LoRATraining(Method):
     def prepare(
         self, model: nn.Module, source: ModelSource, batches: AnyBatches, seed: int
     ) -> None:
-        rank, scale, keys, blocks = self.rank, self.scale, self.keys, self.num_layers
-        if self.initial_adapter is not None:
-            tensors, config = read_initial(self.initial_adapter, self.scale)
-            known = Base.of(model, source.folder, self.force).fingerprints
-            check_fingerprint(config, known, self.initial_adapter)
-            check_finite(tensors, self.initial_adapter)
-            rank, scale, keys = config.rank, config.scale, keys or config.keys or None
-            if blocks == -1:  # those from the first adapted one
-                layers = {name.rpartition(".lora_")[0] for name in tensors}
-                adapted = [t.block for t in target_modules(model) if t.path in layers]
-                blocks = len(model.layers) - min(adapted) if adapted else -1
-        rank = RANK if rank is None else rank
-        scale = SCALE if scale is None else scale
-        add_lora(model, rank, scale, keys, self.dropout, seed, blocks)
-        if self.initial_adapter is not None:
-            start_lora(model, tensors, config, self.initial_adapter)
+        if self.initial_adapter is None:
+            rank = RANK if self.rank is None else self.rank
+            scale = SCALE if self.scale is None else self.scale
+            add_lora(model, rank, scale, self.keys, self.dropout, seed, self.num_layers)
+        else:
+            add_adapter(
+                model,
+                source,
+                self.initial_adapter,
+                scale=self.scale,
+                keys=self.keys,
+                dropout=self.dropout,
+                num_layers=self.num_layers,
+                force=self.force,
+            )
 
     @contextmanager
     def as_untrained(self, model: nn.Module) -> Iterator[None]:
@@ -178,6 +177,36 @@ class LoRATraining(Method):
     def config(self, model: nn.Module, source: ModelSource) -> AdapterConfig:
         """Return the config of the adapter's folder."""
         return lora_config(model, source.folder)
+
+
+def add_adapter(
+    model: nn.Module,
+    source: ModelSource,
+    path: str | Path,
+    *,
+    scale: float | None = None,
+    keys: tuple[str, ...] | None = None,
+    dropout: float = 0.0,
+    num_layers: int = -1,
+    force: bool = False,
+) -> None:
+    """Wrap the layers that an adapter changes in LoRA layers with its numbers, in place; see `add_lora`.
+
+    `path` and `scale` are as in `read_initial`. `keys` and `num_layers` are the adapter's, unless given. With
+    `force`, the adapter may have been made for another model.
+
+    Raises `AFMError` when the adapter can't be read, or does not fit.
+    """
+    tensors, config = read_initial(path, scale)
+    check_fingerprint(config, Base.of(model, source.folder, force).fingerprints, path)
+    check_finite(tensors, path)
+    if num_layers == -1:  # blocks from the first adapted one
+        layers = {name.rpartition(".lora_")[0] for name in tensors}
+        adapted = [t.block for t in target_modules(model) if t.path in layers]
+        num_layers = len(model.layers) - min(adapted) if adapted else -1
+    # The numbers that `seed` draws are replaced.
+    add_lora(model, config.rank, config.scale, keys or config.keys or None, dropout, 0, num_layers)
+    start_lora(model, tensors, config, path)
 
 
 def read_initial(

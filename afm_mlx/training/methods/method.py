@@ -7,6 +7,7 @@
 | `QATTraining` | float weights that are rounded to a grid in the forward pass | a packed model folder |
 | `LoRATraining` (`lora_training.py`) | LoRA pairs on a frozen model | an adapter folder |
 | `ContrastiveTraining` (`contrastive_training.py`) | LoRA pairs for embeddings | an adapter folder |
+| `PreferenceTraining` (`preference_training.py`) | LoRA pairs by preferences | an adapter folder |
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from afm_mlx.files import atomic_folder, refuse_existing
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.data.batches import Batches
-from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.data.batches import AnyBatches, Batches
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
+from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.recipe import Recipe, read_split
+from afm_mlx.training.methods.recipe import DataSplits, Recipe, read_split
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
 
@@ -111,6 +112,21 @@ class Method:
     def manifest(self, model: nn.Module) -> dict[str, object]:
         """Return the settings that must not change when a run resumes; `model` is prepared, but not trained."""
         return {}
+
+    def complete_data(
+        self, model: nn.Module, source: ModelSource, data: DataSplits, run: RunFolder
+    ) -> DataSplits:
+        """Return the data to train on, with what only the prepared, untrained model can add to it.
+
+        What takes long to compute is kept in the run's folder, for when it resumes.
+        """
+        return data
+
+    def complete_test(
+        self, model: nn.Module, source: ModelSource, batches: AnyBatches
+    ) -> AnyBatches:
+        """Return the batches to test with, likewise, from a model that is not prepared."""
+        return batches
 
     def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a prepared model computes as before training."""

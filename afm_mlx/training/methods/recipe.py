@@ -19,8 +19,7 @@ from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.kernels import BITS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
-from afm_mlx.training.data.batches import ROW_MULTIPLE, Batches
-from afm_mlx.training.data.pairs import AnyBatches
+from afm_mlx.training.data.batches import ROW_MULTIPLE, AnyBatches, Batches
 from afm_mlx.training.data.samples import has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -159,14 +158,20 @@ def max_sample_length(recipe: Recipe, source: ModelSource) -> int:
     return min([limit, *(n for n in contexts if type(n) is int and n > 1)])
 
 
-def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
-    """Read and tokenize the split "train", "valid" or "test"; raises as `read_data` does."""
+def is_packed(recipe: Recipe, source: ModelSource) -> bool:
+    """Return True if a row holds several samples; raise `ConfigError` if the model can't keep them apart."""
     packed = source.is_afm if recipe.packing is None else recipe.packing
     if packed and not source.is_afm:
         raise ConfigError(
             "Several samples in a row need a mask that models of mlx-lm don't take. Leave packing out "
             "(--no-packing)."
         )
+    return packed
+
+
+def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
+    """Read and tokenize the split "train", "valid" or "test"; raises as `read_data` does."""
+    packed = is_packed(recipe, source)
     limit = max_sample_length(recipe, source)
     samples = load_split(
         recipe.data,
@@ -233,7 +238,7 @@ def make_plan(
         bits = quantization_of(source.values, source.folder).get("bits")
         memory = estimate_memory(
             model.args,
-            {"draft": "full", "contrastive": "lora"}.get(kind, kind),
+            "lora" if ranks else {"draft": "full"}.get(kind, kind),
             batch_size=rows,
             length=length,
             rank=ranks[0] if ranks else 1,

@@ -1,4 +1,4 @@
-"""Training by a method: the calls `train_full`, `train_lora`, `train_qat` and `train_draft`.
+"""Training by a method: the calls `train_full`, `train_lora`, `train_preferences`, and others.
 
 `train_by` does the work for all methods: read the data, load the model, let the method prepare it, train it in
 a run folder from which it can resume, and let the method save the best weights.
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx import threads
@@ -26,8 +25,7 @@ from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.loading.missing_kernels import warn_if_slow
-from afm_mlx.training.data.pairs import AnyBatches
-from afm_mlx.training.loop.contrastive_loss import recall_of
+from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Loss
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
 from afm_mlx.training.loop.run_folder import RunFolder
@@ -43,6 +41,7 @@ from afm_mlx.training.methods.method import (
     QATTraining,
 )
 from afm_mlx.training.methods.model_source import ModelSource, open_as_teacher
+from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import (
     DataSplits,
     Plan,
@@ -113,6 +112,16 @@ def train_contrastive(
 ) -> TrainingResult:
     """Train LoRA pairs for embeddings, and save an adapter folder. Other arguments: see `train_by`."""
     return train_by(method or ContrastiveTraining(), recipe, adapter_path, **options)
+
+
+def train_preferences(
+    recipe: Recipe,
+    adapter_path: str | Path,
+    method: PreferenceTraining | None = None,
+    **options: Unpack[RunArguments],
+) -> TrainingResult:
+    """Train LoRA pairs by preferences, and save an adapter folder. Other arguments: see `train_by`."""
+    return train_by(method or PreferenceTraining(), recipe, adapter_path, **options)
 
 
 def train_qat(
@@ -198,6 +207,7 @@ def train_by(
     with (RunFolder.open if resume else RunFolder.create)(run_path, manifest) as run:
         if on_plan is not None:
             on_plan(plan)
+        data = method.complete_data(model, source, data, run)
         with method.as_untrained(model):
             untrained = test(method.untrained_label)
         outcome = train(model, loss, data.train, options, run, data.valid, on_event, stopping)
@@ -241,7 +251,7 @@ def _facts(
         kept = f"averaged with decay {options.ema_decay:g}, {kept}"
     facts = {
         "data": f"{len(data.train):,} samples, {data.train.n_tokens:,} tokens",
-        "steps": f"{outcome.steps:,} of {rows} rows, {outcome.tokens:,} predicted tokens",
+        "steps": f"{outcome.steps:,} of {rows} rows, {outcome.tokens:,} predicted {data.train.unit}",
         "learning rate": rate,
         "weights": kept,
     }
@@ -325,17 +335,19 @@ class SplitScore:
     """Scores of a model on a split of the data.
 
     Args:
-        loss: weighted mean cross-entropy of the scored tokens, in nats.
-        tokens: number of scored tokens, or pairs.
+        loss: weighted mean loss of what is scored: of tokens, the cross-entropy in nats.
+        count: number of scored tokens, or of another `unit`.
         acceptance: share of a draft model's tokens that its target accepts, see `losses.AcceptanceRate`; None
             for other models.
-        recall_at_1: see `ContrastiveLoss.recall_at_1`; None for other losses.
+        metrics: means of the loss's metrics, by their names.
+        unit: what is scored, such as "tokens" or "pairs".
     """
 
     loss: float
-    tokens: int
+    count: int
     acceptance: float | None = None
-    recall_at_1: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    unit: str = "tokens"
 
     @property
     def perplexity(self) -> float:
@@ -344,12 +356,12 @@ class SplitScore:
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON values; leaves out what was not measured."""
-        if self.recall_at_1 is not None:
-            return {"loss": self.loss, "recall_at_1": self.recall_at_1, "pairs": self.tokens}
+        if self.unit != "tokens":
+            return {"loss": self.loss, **self.metrics, self.unit: self.count}
         values: dict[str, object] = {
             "loss": self.loss,
             "perplexity": self.perplexity,
-            "tokens": self.tokens,
+            "tokens": self.count,
         }
         return values if self.acceptance is None else values | {"acceptance": self.acceptance}
 
@@ -386,11 +398,11 @@ def measure_split(
     Raises `TrainingError` when the loss is not finite; the error names the batch and the layer.
     """
     loss = loss or CrossEntropy()
-    mean = mean_loss(model, loss, batches, count, progress)
-    n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)
-    tokens = sum(int(mx.sum(batches(i).weights > 0).item()) for i in range(n))
-    kept = None if teacher is None else mean_loss(model, AcceptanceRate(teacher), batches, count)
-    return SplitScore(mean, tokens, kept, recall_of(model, loss, batches, count))
+    means = mean_loss(model, loss, batches, count, progress)
+    kept = None
+    if teacher is not None:
+        kept = mean_loss(model, AcceptanceRate(teacher), batches, count).loss
+    return SplitScore(means.loss, means.targets, kept, means.metrics, batches.unit)
 
 
 def measure_adapter(
@@ -426,6 +438,7 @@ def measure_adapter(
         on_data(batches)
     model = source.load()
     warn_if_slow(model)
+    batches = method.complete_test(model, source, batches)
     measure = partial(
         measure_split,
         model,

@@ -96,6 +96,33 @@ def test_an_adapter_for_embeddings(trainable_folder, run, done, tmp_path):
     assert f"Without the adapter: loss {tested['untrained']['loss']:.3f}, recall@1 " in said
 
 
+def test_an_adapter_by_preferences(trainable_folder, run, done, tmp_path):
+    words = [word for word in docstrings().split() if word.isalpha()][:20]
+    for split, chosen in (("train", words), ("valid", words[:6]), ("test", words[:5])):
+        records = [{"prompt": f"say {w}", "chosen": w, "rejected": f"{w} {w} {w}"} for w in chosen]
+        lines(tmp_path / f"{split}.jsonl", *records)
+    base = ("lora", "--model", trainable_folder, "--data", tmp_path, "--objective", "dpo")
+    base += ("--adapter-path", tmp_path / "out", "--iters", 3, "--beta", 0.2)
+    own = ("--train", "--test", "--learning-rate", 0.01, "--best-by", "margin")
+    text = done(*base, *own)
+    for line in (
+        "Train data: 20 pairs, ",
+        "Batches: 4 pairs, packed rows of up to ",
+        "Iter 0: Val loss 0.693, Val margin 0.000, Val accuracy 0.0%, Val chosen -",
+        "Trained Pairs 12, ",
+        "Best: Val margin ",
+        ", over 5 pairs\nWithout the adapter: loss 0.693, margin 0.000, accuracy 0.0%, chosen -",
+        f"Saved to {tmp_path / 'out'}\n",
+    ):
+        assert line in text
+    status, text, _ = run(*base, "--test", "--json")
+    assert status == 0
+    tested = json.loads(text)["test"]
+    names = {"loss", "margin", "accuracy", "chosen", "rejected", "length", "kl", "pairs"}
+    assert tested["trained"].keys() == names
+    assert tested["untrained"]["margin"] == 0
+
+
 def test_a_draft_model_from_random_weights(base, done, tmp_path, rng, monkeypatch):
     small = dataclasses.replace(CONFIG, num_layers=1, num_kv_reuse_layers=0)
     monkeypatch.setitem(PRESETS, "afm-3b-draft", small)

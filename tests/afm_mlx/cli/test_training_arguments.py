@@ -7,10 +7,12 @@ import pytest
 
 from afm_mlx.cli import main
 from afm_mlx.cli.arguments import Unavailable
+from afm_mlx.training.loop.preference_losses import PreferenceLoss
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
+from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
 from tests.tools.arguments import actions_of, commands
 from tests.tools.cli import lines
@@ -20,6 +22,8 @@ KINDS = (
     TrainingOptions,
     LoRATraining,
     ContrastiveTraining,
+    PreferenceTraining,
+    PreferenceLoss,
     FullTraining,
     DraftTraining,
     QATTraining,
@@ -27,7 +31,7 @@ KINDS = (
 # Code of the commands asks for these by name.
 NO_FIELDS = {
     "lora": "train fine_tune_type preset adapter_path save_path draft_preset alpha lora_parameters "
-    "resume_adapter_file objective pool",
+    "resume_adapter_file pool",
     "qat": "save_path run_path bits q_mode q_granularity q_group_size embedding_bits "
     "q_embedding_granularity quant_predicate",
 }
@@ -177,6 +181,25 @@ def test_contrastive_training(planned):
     assert found.items() >= wanted.items()
 
 
+def test_preference_training(planned):
+    found = planned("lora", "--objective", "dpo")
+    assert found["loss"] == PreferenceLoss("dpo")
+    wanted = {"batch_size": 4, "reference_adapter": None, "rank": None, "learning_rate": 1e-4}
+    assert found.items() >= wanted.items()
+    own = "--beta 0.2 --label-smoothing 0.1 --reference-adapter x --rank 4 --batch-size 8"
+    found = planned("lora", "--objective", "dpo", *own.split(), "--best-by", "accuracy")
+    assert found["loss"] == PreferenceLoss("dpo", 0.2, label_smoothing=0.1)
+    assert found.items() >= {"batch_size": 8, "reference_adapter": "x", "rank": 4}.items()
+    assert found["best_by"] == "accuracy"
+    for own, loss in (
+        ("dpop --delta 5", PreferenceLoss("dpop", delta=5.0)),
+        ("simpo --simpo-gamma 2", PreferenceLoss("simpo", simpo_gamma=2.0)),
+        ("kto --desirable-weight 2 --undesirable-weight 0.5", PreferenceLoss(
+            "kto", desirable_weight=2.0, undesirable_weight=0.5)),
+    ):  # fmt: skip
+        assert planned("lora", "--objective", *own.split())["loss"] == loss
+
+
 def test_full_and_draft_training(planned, tmp_path):
     for slash in ("", "/"):
         save = ("--save-path", f"{tmp_path}/out{slash}")
@@ -265,8 +288,20 @@ REFUSED_BY = {
         '--lora-parameters {"dropout":1}': "to 0.999",
         '--lora-parameters {"keys":[1]}': "--lora-parameters: keys",
         "--objective pairs": "choose from",
-        "--pool mean --temperature 0.1": "--pool, --temperature would do nothing without --objective",
-        "--no-both-directions": "--both-directions would do nothing without --objective",
+        "--pool mean": "--pool would do nothing with --objective next-token; it is for contrastive.",
+        "--no-both-directions": "--both-directions would do nothing with --objective next-token",
+        "--beta 0.2": "next-token; it is for dpo, ipo, hinge, dpop, orpo, simpo, kto.",
+        "--objective dpo --pool mean": "--pool would do nothing with --objective dpo",
+        "--objective dpo --delta 3": "--delta would do nothing with --objective dpo; it is for dpop.",
+        "--objective orpo --reference-adapter x": "--reference-adapter would do nothing with --objective orpo",
+        "--objective dpo --beta 0": "0 is out of range; allowed is more than 0",
+        "--objective dpo --reference-adapter nowhere": "nowhere is no folder",
+        "--objective dpo": "the line lacks 'chosen' and 'rejected'",
+        "--objective kto": "the line lacks 'completion' and 'label'",
+        "--objective kto --preset toolkit": "--preset toolkit is of no use with --objective kto",
+        "--objective dpo --teacher x": "teacher would do nothing",
+        "--objective dpo --fine-tune-type full --save-path x": "full is of no use",
+        "--objective dpo --test": "There is no adapter adapters to test",
         "--objective contrastive": "a pair is",
         "--objective contrastive --temperature 0": "0 is out of range; allowed is more than 0",
         "--objective contrastive --dimensions 64 64": "dimensions are [64, 64]",

@@ -11,14 +11,16 @@ import pytest
 
 from afm_mlx.errors import DataError
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
-from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
 from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split
 from tests.tools.cases import each
 from tests.tools.chats import (
     ANSWER,
     CALL,
+    CHATML,
+    NEWLINES,
     SCHEMA,
     SYSTEM,
+    THINKING,
     TOOL,
     USER,
     load_one,
@@ -403,20 +405,6 @@ def test_samples_have_fitting_weights():
 # -- Training data for models of mlx-lm's zoo: targets found by rendering a chat template again and again
 
 
-CHATML = (
-    "{%- for m in messages -%}{%- if m.role == 'tool' -%}<|im_start|>user\nresult: {{ m.content }}"
-    "{%- else -%}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{%- endif -%}"
-    "{%- for c in m.tool_calls or [] -%}<call>{{ c.function | tojson }}{%- endfor -%}"
-    "<|im_end|>\n{% endfor -%}"
-    "{%- if tools -%}{%- endif -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
-)
-# As reasoning models have it: only the last answer keeps a thought, and the prompt starts one.
-THINKING = (
-    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
-    "{{ m.content + '<|im_end|>\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"
-)
 # The system message goes into the last user's turn, wherever that is.
 MOVING = (
     "{%- for m in messages -%}{%- if m.role == 'user' -%}[{{ 'LAST ' if loop.index >= loop.length - 1 }}"
@@ -428,40 +416,6 @@ ENDLESS = (
     "{%- if loop.last and m.role == 'assistant' -%}!{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
 )
-
-
-# A turn's newline and the one behind it are one token.
-NEWLINES = (
-    "{%- for m in messages -%}{{ '\n\n' if not loop.first }}{{ m.role }}: {{ m.content }}{{ '\n' }}"
-    "{%- endfor -%}{{ '\n\nassistant:' if add_generation_prompt }}"
-)
-
-
-@pytest.fixture(scope="module")
-def zoo_tokenizer():
-    """A function (chat template) -> a tokenizer of a model of mlx-lm's: byte-level BPE."""
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<|end|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([docstrings()[:20_000], "a\n\n\n\n" * 500], trainer)
-
-    def make(template):
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
-        tokenizer.chat_template = template
-        return ZooTokenizer.of(TokenizerWrapper(tokenizer))
-
-    return make
 
 
 CONVERSATION = [SYSTEM, USER, ANSWER, {"role": "user", "content": "And\n?"},

@@ -16,7 +16,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.cli.signals import deferred_signals
-from afm_mlx.errors import CheckpointError, TrainingError
+from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import (
     CheckpointSaved,
@@ -205,6 +205,58 @@ def test_patience_keeps_the_best_weights(run):
     assert run.steps() == [6]
     again = train(model, loss, batches, options, run, batches)
     assert (again.stopped_early, again.steps) == (True, 6)
+
+
+def loss_with_metrics(model, batch):
+    """The loss, and a metric that is best where the loss is highest."""
+    loss = toy_loss(model, batch)
+    return loss, {"accuracy": 2 * loss, "length": 3 * batch.weights.sum()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_metrics_are_means_over_weights(run, accumulation):
+    seen, valid = [], ToyBatches(2)
+    options = TrainingOptions(4, 0.02, steps_per_report=2, grad_accumulation_steps=accumulation)
+    outcome = train(
+        ToyModel(seed=1), loss_with_metrics, ToyBatches(1), options, run, valid, seen.append
+    )
+    for event in seen:
+        if isinstance(event, Report | Validation):
+            loss = event.loss if isinstance(event, Report) else event.valid_loss
+            assert event.metrics == pytest.approx({"accuracy": 2 * loss, "length": 3}, rel=1e-5)
+    lines = metrics(run.path)
+    assert all(
+        line["accuracy"] == pytest.approx(2 * line["loss"]) for line in lines if "loss" in line
+    )
+    assert lines[0]["valid_accuracy"] == pytest.approx(2 * lines[0]["valid_loss"])
+    assert outcome.best_metrics["accuracy"] == pytest.approx(2 * outcome.best_loss)
+
+
+def test_the_best_weights_are_chosen_by_a_metric(run):
+    options = TrainingOptions(6, 0.02, steps_per_eval=2, best_by="accuracy", patience=3)
+    arguments = loss_with_metrics, ToyBatches(1), options, run
+    model, seen = ToyModel(seed=1), []
+    outcome = train(model, *arguments, ToyBatches(1), seen.append)
+    evaluations = [event for event in seen if isinstance(event, Validation)]
+    assert evaluations[-1].valid_loss < evaluations[0].valid_loss
+    assert (outcome.best_step, outcome.steps, outcome.stopped_early) == (0, 6, True)
+    assert outcome.best_metrics == evaluations[0].metrics
+    assert_same_tensors(weights_of(model), weights_of(ToyModel(seed=1)))
+    again = train(ToyModel(seed=1), *arguments, ToyBatches(1))
+    assert again.best_metrics == outcome.best_metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "message"),
+    [
+        ("accurracy", ToyBatches(1), "best_by is 'accurracy'; allowed are loss, accuracy, length"),
+        ("accuracy", None, "there is no valid.jsonl to measure it on"),
+    ],
+)
+def test_a_metric_that_is_not_measured_is_refused(run, name, valid, message):
+    options = TrainingOptions(6, 0.02, best_by=name)
+    with pytest.raises(ConfigError, match=message):
+        train(ToyModel(seed=1), loss_with_metrics, ToyBatches(1), options, run, valid)
 
 
 @pytest.mark.parametrize("decay", [None, 0.7])

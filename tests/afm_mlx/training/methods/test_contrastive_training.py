@@ -69,17 +69,18 @@ def test_of_a_packed_model(recipe, tmp_path, pooling, chunk):
     )
     watcher = Watcher()
     result = train_contrastive(recipe, tmp_path / "adapter", method, **watcher.hooks())
-    losses, recalls = (watcher.losses(Validation, name) for name in ("valid_loss", "recall_at_1"))
+    losses, metrics = (watcher.losses(Validation, name) for name in ("valid_loss", "metrics"))
+    recalls = [each["recall_at_1"] for each in metrics]
     assert losses[-1] < losses[0]
     assert result.outcome.tokens == 12 * 8
     written = [json.loads(line) for line in (result.run_path / "metrics.jsonl").open()]
-    assert [line["recall_at_1"] for line in written if "valid_loss" in line] == recalls
+    assert [line["valid_recall_at_1"] for line in written if "valid_loss" in line] == recalls
     _, config = load_adapter(result.path)
     assert config.embedding == EmbeddingUse(pooling, "Find the text")
     # The folder is measured again by the kernels that run adapters, and by the vectors one by one.
     trained, untrained = result.test.trained, result.test.untrained
     assert trained.loss < untrained.loss
-    assert trained.tokens == 8
+    assert trained.count == 8
     again = measure_adapter(recipe, result.path, method)
     assert again.untrained.loss == pytest.approx(untrained.loss, rel=1e-3)
     assert again.trained.loss == pytest.approx(trained.loss, rel=2e-2)
@@ -93,10 +94,10 @@ def test_of_a_packed_model(recipe, tmp_path, pooling, chunk):
         query = query_text(each_record["query"], "Find the text")
         scores = documents @ vector(model, tokenizer, query, pooling)
         hits.append(texts[int(mx.argmax(scores))] == each_record["positive"])
-    assert again.trained.recall_at_1 == pytest.approx(np.mean(hits))
+    assert again.trained.metrics["recall_at_1"] == pytest.approx(np.mean(hits))
     assert trained.to_dict() == {
         "loss": trained.loss,
-        "recall_at_1": trained.recall_at_1,
+        "recall_at_1": trained.metrics["recall_at_1"],
         "pairs": 8,
     }
 

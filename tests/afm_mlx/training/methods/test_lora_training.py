@@ -48,7 +48,7 @@ def test_the_saved_adapter_is_what_was_tested(recipe, model, packed, tmp_path, r
     assert result.test.trained.loss == pytest.approx(again.trained.loss, rel=1e-2)
     assert result.test.label == "without the adapter"
     assert result.test_loss == result.test.trained.loss < result.test.untrained.loss
-    assert result.test.trained.tokens == again.trained.tokens > 0
+    assert result.test.trained.count == again.trained.count > 0
     assert result.test_perplexity == pytest.approx(np.exp(result.test_loss))
     saved, config = load_adapter(result.path)
     assert (config.rank, config.scale) == ((4, 2.0) if initial else (16, 0.5))

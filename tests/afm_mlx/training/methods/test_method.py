@@ -82,7 +82,7 @@ def test_a_draft_model_learns_from_an_adapted_target(recipe, packed, draft, tmp_
     taught = load(packed, adapter_path=str(adapter))[0]
     data = read_data(recipe, ModelSource.open(draft))
     trained = load(tmp_path / "trained")[0]
-    loss = mean_loss(trained, Distillation(taught, divergence="reverse"), data.valid)
+    loss = mean_loss(trained, Distillation(taught, divergence="reverse"), data.valid).loss
     assert loss == pytest.approx(result.outcome.best_loss, rel=1e-2)
     again = measure_split(trained, data.test, teacher=taught)
     assert again.acceptance == pytest.approx(after.acceptance, rel=1e-2)
@@ -113,7 +113,9 @@ def test_a_packed_model_is_saved(recipe, tmp_path):
     assert (embedding.bits, embedding.granularity) == (4, "row")
     # The folder's loss equals the trained weights' loss.
     tested = read_data(recipe, ModelSource.open(tmp_path / "qat")).test
-    assert mean_loss(model, CrossEntropy(), tested) == pytest.approx(result.test_loss, rel=1e-2)
+    assert mean_loss(model, CrossEntropy(), tested).loss == pytest.approx(
+        result.test_loss, rel=1e-2
+    )
     assert watcher.plan.options.ema_decay == pytest.approx(1 - 10 / 12)
 
 

@@ -167,7 +167,7 @@ def test_an_adapter_is_measured_with_and_without(recipe, adapter):
     for score, path in ((scores.untrained, None), (scores.trained, adapter)):
         loss, tokens = naive(recipe, path)
         assert score.loss == pytest.approx(loss, rel=1e-2)  # int8 keys depend on who shares a row
-        assert score.tokens == tokens == seen[0].n_targets
+        assert score.count == tokens == seen[0].n_targets
         assert score.perplexity == pytest.approx(np.exp(loss), rel=0.1)
         assert score.to_dict() == {
             "loss": score.loss, "perplexity": score.perplexity, "tokens": tokens
@@ -183,7 +183,7 @@ def test_some_batches_of_the_base_alone(recipe):
         measure_adapter(dataclasses.replace(recipe, test_batches=n), None) for n in (2, -1, 10**6)
     )
     assert some.trained is None
-    assert 0 < some.untrained.tokens < whole.untrained.tokens
+    assert 0 < some.untrained.count < whole.untrained.count
     assert more.untrained == whole.untrained
 
 

@@ -1,0 +1,184 @@
+"""Training of a LoRA adapter by preferences, with the model itself as the reference.
+
+The reference is the model without an adapter, as in TRL and PEFT: of an adapter that goes on from an initial
+one, too. `reference_adapter` names another; give the initial adapter to stay close to it.
+
+The reference's log-probabilities are computed once, and kept in the run's folder: no second model is in memory,
+and no step computes them. They are computed in the mode in which they are compared, for training data in
+training mode, because packed kernels round otherwise. While the adapter adds nothing, the margins of the first
+epoch's batches are then 0 to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from afm_mlx.adapters.lora import lora_layers
+from afm_mlx.adapters.target_modules import replace_layers, unwrap_layers
+from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
+from afm_mlx.errors import ConfigError
+from afm_mlx.training.data.batches import AnyBatches
+from afm_mlx.training.data.preferences import (
+    PAIR_FORM,
+    PreferenceBatches,
+    load_labeled_answers,
+    load_preferences,
+    mismatched_answers,
+)
+from afm_mlx.training.loop.losses import log_probabilities
+from afm_mlx.training.loop.preference_losses import OBJECTIVES, PreferenceLoss
+from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.methods.lora_training import LoRATraining, add_adapter, read_initial
+from afm_mlx.training.methods.model_source import ModelSource
+from afm_mlx.training.methods.recipe import DataSplits, Recipe, is_packed, max_sample_length
+
+_REFERENCE = "log_probabilities"  # name of the kept tensor
+
+
+@dataclass(frozen=True)
+class PreferenceTraining(LoRATraining):
+    """Train LoRA pairs by a loss over preferences, see `PreferenceLoss` and `data.preferences`.
+
+    The recipe's `batch_size` is the number of pairs in a batch, or of labelled answers. It has no teacher, and
+    none of the arguments about the parts of a chat.
+
+    Args:
+        loss: which loss, with its settings.
+        reference_adapter: folder of the adapter that the reference runs with; pass None for the model alone.
+
+    Raises:
+        ConfigError: for a reference adapter, and a loss without a reference.
+    """
+
+    loss: PreferenceLoss = field(default_factory=PreferenceLoss)
+    reference_adapter: str | Path | None = None
+    kind = "preference"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference_adapter is not None and not self._has_reference:
+            raise ConfigError(
+                f"reference_adapter would do nothing: {self.loss.objective} has no reference. Leave it out."
+            )
+
+    @property
+    def _has_reference(self) -> bool:
+        return OBJECTIVES[self.loss.objective].has_reference
+
+    def check(self, recipe: Recipe, source: ModelSource) -> None:
+        super().check(recipe, source)
+        if self.reference_adapter is not None:
+            read_initial(self.reference_adapter)
+        for name, is_given, reason in (
+            ("teacher", recipe.teacher is not None, "a loss of preferences has none"),
+            ("prompt_weight", recipe.prompt_weight != 0, "preferences are about answers"),
+            ("features", bool(recipe.features), f"a line is {PAIR_FORM}"),
+        ):
+            if is_given:
+                raise ConfigError(f"{name} would do nothing: {reason}. Leave it out.")
+
+    def read_split(self, recipe: Recipe, source: ModelSource, split: str) -> PreferenceBatches:
+        has_pairs = OBJECTIVES[self.loss.objective].of_pairs is not None
+        load = load_preferences if has_pairs else load_labeled_answers
+        limit = max_sample_length(recipe, source)
+        return PreferenceBatches(
+            load(recipe.data, split, source.tokenizer, limit),
+            batch_size=recipe.batch_size,
+            max_seq_length=limit,
+            packed=is_packed(recipe, source),
+            strength=self.loss.strength,
+            seed=recipe.options.seed,
+            shuffle=split == "train",
+        )
+
+    def make_loss(self, recipe: Recipe, teacher: nn.Module | None) -> PreferenceLoss:
+        return self.loss
+
+    def test_loss(self) -> PreferenceLoss:
+        return self.loss
+
+    def complete_data(
+        self, model: nn.Module, source: ModelSource, data: DataSplits, run: RunFolder
+    ) -> DataSplits:
+        if not self._has_reference:
+            return data
+        manifest = run.manifest
+        known = [manifest[name] for name in ("model_weights", "reference_adapter")]
+
+        def complete(batches: AnyBatches | None, split: str) -> Any:
+            if batches is None:
+                return None
+            assert isinstance(batches, PreferenceBatches)
+            # The fingerprint of the batches covers the tokens, and so the template.
+            key = json.dumps([*known, batches.fingerprint])
+            kept = run.kept(f"reference-{split}", key)
+            if kept is None:
+                found = self._reference(model, source, batches, training=split == "train")
+                kept = {_REFERENCE: mx.array(found)}
+                run.keep(f"reference-{split}", kept, key)
+            return batches.with_reference(np.array(kept[_REFERENCE]))
+
+        return DataSplits(
+            complete(data.train, "train"),
+            complete(data.valid, "valid"),
+            complete(data.test, "test"),
+        )
+
+    def complete_test(
+        self, model: nn.Module, source: ModelSource, batches: AnyBatches
+    ) -> AnyBatches:
+        if not self._has_reference:
+            return batches
+        assert isinstance(batches, PreferenceBatches)
+        return batches.with_reference(self._reference(model, source, batches, training=False))
+
+    def _reference(
+        self, model: nn.Module, source: ModelSource, batches: PreferenceBatches, *, training: bool
+    ) -> np.ndarray:
+        """Return the reference's log-probabilities of all targets, (n_scored,) float32, by their numbers.
+
+        The batches are the ones of the first epoch: equal batches give equal numbers, to the last bit.
+        """
+        found = np.zeros(batches.n_scored + 1, np.float32)
+        with self._as_reference(model, source):
+            model.train(training)
+            for step in range(batches.per_epoch):
+                batch = batches(step)
+                others = [] if batch.mismatched is None else [mismatched_answers(batch)]
+                for rows in (batch, *others):
+                    found[np.array(rows.numbers)] = np.array(log_probabilities(model, rows))
+        return found[:-1]
+
+    @contextmanager
+    def _as_reference(self, model: nn.Module, source: ModelSource) -> Iterator[None]:
+        """Make a model compute as the reference in the context."""
+        if self.reference_adapter is None:
+            with self.as_untrained(model):
+                yield
+            return
+        layers = list(lora_layers(model).items())
+        unwrap_layers(model)
+        try:
+            add_adapter(model, source, self.reference_adapter, force=self.force)
+            yield
+        finally:
+            unwrap_layers(model)
+            replace_layers(model, layers)
+
+    def manifest(self, model: nn.Module) -> dict[str, object]:
+        adapter = None
+        if self.reference_adapter is not None:
+            tensors, config = read_initial(self.reference_adapter)
+            adapter = arrays_fingerprint(config.scale, tensors)
+        own = {"loss": dataclasses.asdict(self.loss), "reference_adapter": adapter}
+        return super().manifest(model) | own
