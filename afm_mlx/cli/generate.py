@@ -349,8 +349,9 @@ def _search(
             engine_options=engine_options,
             **options,
         )
-    chosen = found.answers[0]
-    if args.verify is not None and verify is not None and verify(chosen) < PASSES:
+        chosen = found.answers[0]
+        passes = verify is None or verify(chosen) >= PASSES
+    if args.verify is not None and not passes:
         note("No sample passes --verify; the answer is the best of the others.")
     if form is not None and form.check is not None:
         form.check(chosen)
