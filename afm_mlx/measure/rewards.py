@@ -133,7 +133,7 @@ def make_rewards(
 
 def prompt_text(sample: Mapping[str, Any]) -> str:
     """Return the text of a sample's prompt: a text, or the last message of the user among messages."""
-    prompt = sample.get("prompt", sample.get("messages"))
+    prompt: Any = sample.get("prompt", sample.get("messages"))
     if isinstance(prompt, str):
         return prompt
     for message in reversed(prompt if isinstance(prompt, list) else ()):
