@@ -9,4 +9,5 @@
 | from files to one array in memory | `resident.py` |
 | which adapters a model adds to which rows, or to all | `active.py` |
 | adapters by name, under a byte budget | `pool.py`, `registry.py` |
+| the reward head of an adapter that scores answers | `reward_head.py` |
 """

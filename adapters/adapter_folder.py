@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -54,6 +54,35 @@ class EmbeddingUse:
         return cls(pooling, instruction)
 
 
+GRADED_AXES = ("instruction_following", "verbosity", "truthfulness", "harmlessness")
+"""What single answers may be graded for, in three levels."""
+
+
+@dataclass(frozen=True)
+class RewardUse:
+    """What the reward head of an adapter's folder computes, besides the reward: grades of these axes."""
+
+    grades: tuple[str, ...] = ()
+
+    @classmethod
+    def from_value(cls, value: object, source: str | Path) -> RewardUse | None:
+        """Parse the config's `reward`; raise `ConfigError` if it can't be used."""
+        if value is None:
+            return None
+        grades = value.get("grades") if isinstance(value, dict) else None
+        if not isinstance(grades, list) or not set(map(str, grades)) <= set(GRADED_AXES):
+            raise ConfigError(
+                f"{source}: reward is {shown(value)}, and must have grades, a list of "
+                f"{', '.join(GRADED_AXES)} or none of them."
+            )
+        return cls.of(grades)
+
+    @classmethod
+    def of(cls, grades: Collection[str]) -> RewardUse:
+        """Make a use whose axes have their usual order."""
+        return cls(tuple(axis for axis in GRADED_AXES if axis in grades))
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """The content of an adapter folder's `adapter_config.json`."""
@@ -65,6 +94,7 @@ class AdapterConfig:
     dropout: float = 0.0  # of the inputs of A in training
     base_model_fingerprint: str | None = None  # None when unknown, as in folders of mlx-lm
     embedding: EmbeddingUse | None = None  # of an adapter that was trained for embeddings
+    reward: RewardUse | None = None  # of an adapter with a reward head
 
     def to_dict(self) -> dict[str, object]:
         """Return the content of `adapter_config.json`."""
@@ -82,6 +112,8 @@ class AdapterConfig:
             values["base_model_fingerprint"] = self.base_model_fingerprint
         if self.embedding is not None:
             values["embedding"] = asdict(self.embedding)
+        if self.reward is not None:
+            values["reward"] = {"grades": list(self.reward.grades)}
         return values
 
     @classmethod
@@ -121,9 +153,15 @@ class AdapterConfig:
         ):
             if not holds:
                 raise ConfigError(f"{source}: {name} is {shown(value)}, and must be {allowed}.")
-        embedding = EmbeddingUse.from_value(values.get("embedding"), source)
         return cls(
-            rank, float(scale), num_layers, tuple(keys), float(dropout), fingerprint, embedding
+            rank,
+            float(scale),
+            num_layers,
+            tuple(keys),
+            float(dropout),
+            fingerprint,
+            EmbeddingUse.from_value(values.get("embedding"), source),
+            RewardUse.from_value(values.get("reward"), source),
         )
 
 

@@ -33,6 +33,7 @@ from afm_mlx.adapters.formats.pair_order import (
     layer_of,
 )
 from afm_mlx.adapters.resident import check_fingerprint
+from afm_mlx.adapters.reward_head import load_reward_head
 from afm_mlx.adapters.target_modules import zoo_base
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import not_finite
@@ -125,7 +126,8 @@ def convert_adapter(
 ) -> AdapterConfig:
     """Convert an adapter to another format, or to the same one; return its config.
 
-    For arguments see `read_for`, `write_adapter`, and `package_metadata` (`package` has its `fields`).
+    For arguments see `read_for`, `write_adapter`, and `package_metadata` (`package` has its `fields`). A reward
+    head, which only mlx-lm's folders hold, is copied.
 
     Raises:
         AFMError: if the source can't be read or can't be converted with these options.
@@ -136,12 +138,18 @@ def convert_adapter(
             f"{', '.join(package)} belong to .fmadapter packages; {to} has no such fields."
         )
     tensors, config = read_for(source, base, alpha=alpha, force=force)
+    head = None if config.reward is None else load_reward_head(source, config)
+    if head is not None and to != "mlx-lm":
+        raise AFMError(
+            f"{source} is a reward adapter, and {to} has no place for its reward head. Convert it to mlx-lm."
+        )
     write_adapter(
         output,
         tensors,
         config,
         to,
         model_config=base.config if base else None,
+        head=head,
         dtype=dtype,
         package=package_metadata(output, to, source, package or {}),
         any_rank=any_rank,
@@ -198,6 +206,8 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
         "stored_as": sorted(types),
         "base_model_fingerprint": config.base_model_fingerprint,
     }
+    if config.reward is not None:
+        facts["reward"] = {"grades": list(config.reward.grades)}
     if facts["format"] == "fmadapter":
         metadata, _ = read_metadata(Path(path))
         names = "name author description license base_signature draft_token_count".split()
@@ -241,6 +251,11 @@ def verify_adapter(
     except AFMError as error:
         report.problems.append(str(error))
         return report
+    if config.reward is not None:
+        try:
+            load_reward_head(path, config)
+        except AFMError as error:
+            report.problems.append(str(error))
     if base is None:
         report.notes.append("no model was named: shapes and fingerprint were not compared with one")
     else:

@@ -36,6 +36,7 @@ from afm_mlx.adapters.formats.pair_order import (
     complete_fused,
     misfits,
 )
+from afm_mlx.adapters.reward_head import RewardHead, save_reward_head
 from afm_mlx.adapters.target_modules import ZooBase
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.config import read_config_json
@@ -165,6 +166,7 @@ def write_adapter(
     to: str,
     *,
     model_config: Architecture | None = None,
+    head: RewardHead | None = None,
     dtype: mx.Dtype | None = None,
     package: PackageMetadata | None = None,
     any_rank: bool = False,
@@ -180,6 +182,7 @@ def write_adapter(
         to: one of `FORMATS`.
         model_config: architecture of the base. The toolkit's and Apple's formats hold pairs of every layer, and
             need it for other models than Apple's 3B. The adapter must fit it.
+        head: the reward head of a folder of mlx-lm.
         dtype: type of the numbers; pass None to keep it. `.pt` files are float32, and packages float16, in any
             case.
         package: metadata of an `.fmadapter`; pass None for a name only, taken from the path.
@@ -207,6 +210,8 @@ def write_adapter(
                 tensors = complete_fused(tensors, model_config, config.rank)
             with atomic_folder(path) as folder:
                 save_adapter(folder, tensors, config)
+                if head is not None:
+                    save_reward_head(folder, head)
         elif to == "peft":
             peft.write(path, tensors, config, model_config, qkv)
         elif isinstance(model_config, ZooBase):

@@ -1,5 +1,6 @@
 """Measure how well models do: in tasks of lm-evaluation-harness (`--tasks`), or in how many examples of a test
-set they solve, with and without constraints. `--compare` puts several models side by side.
+set they solve, with and without constraints. `--compare` puts several models side by side; `--pairwise` lets a
+judge compare two files of answers; `--reward` scores answers, or measures a reward model on pairs of them.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ from afm_mlx.cli.output import note, print_json, print_table, progress_bar
 from afm_mlx.cli.perplexity import HELD_OUT
 from afm_mlx.cli.signals import Terminated
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
+from afm_mlx.measure.judge_tools import TOOLS, find_tools
 
 if TYPE_CHECKING:
     from afm_mlx.measure.comparison import Score, Scores
     from afm_mlx.measure.evaluation import Evaluation, TaskScore
     from afm_mlx.measure.perplexity import Perplexity
+    from afm_mlx.measure.reward_model import RewardModel
 
 TEST_SET = "evaluation.jsonl"
+MAX_TOKENS = 1 << 20
+"""Most tokens of a prompt with its answer that are read; the model's context is checked later."""
+
 _CONSTRAINED = {"never": [False], "always": [True], "both": [False, True]}
 
 # fmt: off
 _EXAMPLES = [
-    Argument("--data", None,
-             'lines of {"task", "messages", "tools"?, "answer", "compare"?}; by default the model '
-             f"folder's {TEST_SET}, which the embedded model has",
-             metavar="FILE.jsonl"),
     Argument("--constrained", ["never", "always", "both"],
              "constrain answers to the schema of the example's response format, or calls to calls of its "
              "tools; both measures with and without", "never"),
@@ -65,6 +67,16 @@ _TASKS = [
     Argument("--log-samples", FLAG, "write each question and answer to the results, too"),
     Argument("--seed", integer(0, 2**32 - 1), "seed of the choice of examples, and of sampled answers", 123),
 ]
+_PAIRWISE = [
+    Argument("--judge", None, "model that says which answer is better: a folder or hub id", metavar="MODEL"),
+    Argument("--judge-adapter", None, "the judge's adapter", metavar="FOLDER"),
+    Argument("--tools", None,
+             f"checks whose reports the judge has: {', '.join(TOOLS)}. It says for each answer which of "
+             "them are useful; none by default",
+             nargs="+", metavar="TOOL"),
+    Argument("--reasons", integer(0),
+             "most characters of the reasons that the judge gives before each verdict", 0, metavar="N"),
+]
 ARGUMENTS = {
     "options": [
         Argument("--model", None, f"model folder or hub id; {EMBEDDED_MODEL} by default"),
@@ -73,7 +85,11 @@ ARGUMENTS = {
                  "models to compare with the first of them: folders or hub ids, or MODEL:ADAPTER for a model "
                  "with an adapter",
                  nargs="+", metavar="MODEL"),
-        Argument("--limit", integer(1), "examples per task; all by default"),
+        Argument("--data", None,
+                 'lines of {"task", "messages", "tools"?, "answer", "compare"?}; by default the model '
+                 f"folder's {TEST_SET}, which the embedded model has",
+                 metavar="FILE.jsonl"),
+        Argument("--limit", integer(1), "examples per task, or lines; all by default"),
         Argument("--batch-size", integer(1, MAX_ROWS), "rows that run at the same time", 16),
         model_options.JSON,
     ],
@@ -83,9 +99,29 @@ ARGUMENTS = {
                  nargs="+"),
         *_TASKS,
     ],
+    "two files of answers": [
+        Argument("--pairwise", None,
+                 'compare A with B: lines of {"prompt" or "messages", "answer", "id"?, "schema"?}, matched by '
+                 "id, or else by prompt. A judge sees a pair in both orders; if they disagree, it is a tie",
+                 nargs=2, metavar=("A.jsonl", "B.jsonl")),
+        *_PAIRWISE,
+    ],
+    "a reward model": [
+        Argument("--reward", None,
+                 "reward adapter, which runs on --model: its accuracy on pairs of --data, lines of "
+                 '{"prompt" or "messages", "chosen", "rejected", "strength"?, "grades"?}, or the rewards of '
+                 'answers, {"prompt" or "messages", "answer"}',
+                 metavar="FOLDER"),
+    ],
 }
 # fmt: on
 ALTERNATIVES = (("model", "compare", "which models run"), ("tasks", "data", "what they answer"))
+_SOURCES = (
+    ("is for the examples of a file", None, _EXAMPLES),
+    ("needs --tasks", "tasks", _TASKS),
+    ("needs --pairwise", "pairwise", _PAIRWISE),
+)
+"""What the arguments are for, the argument that chooses it, and the others that it has."""
 
 
 class _Choice(NamedTuple):
@@ -97,12 +133,15 @@ class _Choice(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> None:
+    source = next((name for name in ("reward", "pairwise", "tasks") if getattr(args, name)), None)
+    for need, name, rows in _SOURCES:
+        for row in rows if name != source else ():
+            if getattr(args, row.name) != row.options["default"]:
+                raise UsageError(f"{flag_of(row.name)} {need}; leave it out.")
+    if args.reward or args.pairwise:
+        (_run_reward if args.reward else _run_pairwise)(args)
+        return
     choices = _choices(args)
-    unused = _EXAMPLES if args.tasks else _TASKS
-    for row in unused:
-        if getattr(args, row.name) != row.options["default"]:
-            need = "is for the examples of a file" if args.tasks else "needs --tasks"
-            raise UsageError(f"{flag_of(row.name)} {need}; leave it out.")
     if args.tasks:
         _run_tasks(args, choices)
     elif args.compare:
@@ -259,6 +298,157 @@ def _print_comparison(choices: Sequence[_Choice], scores: Sequence[Scores]) -> N
 
 def _count(score: Score) -> Any:
     return "-" if score.questions is None else len(score.questions)
+
+
+# -- two files of answers
+
+
+def _run_pairwise(args: argparse.Namespace) -> None:
+    from afm_mlx.loading.load import load
+    from afm_mlx.measure.pairwise import ModelJudge, judge_pairs, load_answer_pairs
+
+    for name in ("model", "compare", "adapter_path", "tasks", "data"):
+        if getattr(args, name):
+            raise UsageError(f"{flag_of(name)} is of no use with --pairwise, which has --judge.")
+    if args.judge is None:
+        raise UsageError("--judge is missing: the model that compares the answers.")
+    tools = find_tools([name for text in args.tools or () for name in text.split(",") if name])
+    a, b = args.pairwise
+    pairs, unmatched = load_answer_pairs(a, b, args.limit)
+    choice = _Choice(args.judge, args.judge, args.judge_adapter)
+    model, tokenizer = load(choice.model, **_loading(args, choice))
+    judge = ModelJudge(model, tokenizer, args.batch_size)
+    with progress_bar("judging", "question") as progress:
+        found = judge_pairs(
+            judge, pairs, tools, reasons=args.reasons, unmatched=unmatched, progress=progress
+        )
+    counts = {name: found.count(name) for name in ("a", "b", "tie")}
+    low, high = found.interval
+    if args.json:
+        verdicts = [
+            {"a": v.pair.a.where, "b": v.pair.b.where, "winner": v.winner}
+            | {"preferred": v.preferred, "reports": v.reports}
+            for v in found.verdicts
+        ]
+        names = {"a": a, "b": b, "judge": args.judge, "judge_adapter": args.judge_adapter}
+        facts = {"pairs": len(pairs), "wins": counts, "win_rate": found.win_rate}
+        facts |= {"interval": found.interval, "first_rate": found.first_rate}
+        print_json(names | facts | {"unmatched": unmatched, "verdicts": verdicts})
+        return
+    print(f"A: {a}\nB: {b}\nJudge: {args.judge}")
+    print_table([("pairs", "A wins", "B wins", "ties"), (len(pairs), *counts.values())])
+    print(
+        f"A's win rate, with half of the ties: {found.win_rate:.1%} (95 %: {low:.1%} to {high:.1%}). "
+        f"The answer that was shown first was preferred in {found.first_rate:.1%} of the verdicts."
+    )
+    if any(unmatched):
+        print(f"Answers without a counterpart: {unmatched[0]} of A, {unmatched[1]} of B.")
+
+
+# -- a reward model
+
+
+def _run_reward(args: argparse.Namespace) -> None:
+    from afm_mlx.jsonl import read_jsonl
+    from afm_mlx.measure.reward_model import RewardModel
+
+    for name in ("compare", "adapter_path", "tasks", "pairwise"):
+        if getattr(args, name):
+            raise UsageError(f"{flag_of(name)} is of no use with --reward; leave it out.")
+    if args.data is None:
+        raise UsageError("--data is missing: the pairs or answers that --reward scores.")
+    data = Path(args.data).expanduser()
+    first = next(iter(read_jsonl(data)), ("", None))[1]
+    has_pairs = isinstance(first, dict) and "chosen" in first
+    choice = _Choice(args.reward, args.model or EMBEDDED_MODEL, None)
+    loading = _loading(args, choice)
+    del loading["adapter_path"]
+    model = RewardModel.load(choice.model, args.reward, batch_size=args.batch_size, **loading)
+    measured = (_score_pairs if has_pairs else _score_answers)(args, data, model)
+    facts = {"model": choice.model, "reward": args.reward, "data": str(data)}
+    if args.json:
+        print_json(facts | measured)
+        return
+    print(f"Model: {choice.model}\nReward: {args.reward}")
+    if not has_pairs:
+        print(f"Data: {data} ({len(measured['rewards'])} answers)")
+        print(
+            f"Mean reward: {measured['mean']:.3f}, from {measured['min']:.3f} to {measured['max']:.3f}"
+        )
+        return
+    low, high = measured["interval"]
+    print(f"Data: {data} ({measured['pairs']} pairs)")
+    rows: list[Sequence[Any]] = [("strength", "pairs", "accuracy", "mean margin")]
+    for name, each in measured["strengths"].items():
+        rows.append((name, each["pairs"], f"{each['accuracy']:.1%}", f"{each['margin']:.3f}"))
+    print_table(rows)
+    print(f"Accuracy: {measured['accuracy']:.1%} (95 %: {low:.1%} to {high:.1%})")
+    for axis, each in measured["grades"].items():
+        print(
+            f"Grades of {axis.replace('_', ' ')}: {each['accuracy']:.1%} of {each['answers']} right"
+        )
+
+
+def _score_answers(args: argparse.Namespace, data: Path, model: RewardModel) -> dict[str, Any]:
+    """Return the rewards of a file's answers, in its order, as JSON values."""
+    from afm_mlx.measure.pairwise import load_answers
+    from afm_mlx.measure.rewards import Answered
+
+    answers = list(load_answers(data, unique=False).values())[: args.limit]
+    asked = [Answered("", each.text, {"messages": each.messages}, each.where) for each in answers]
+    with progress_bar("scoring", "answer") as progress:
+        rewards = list(model.of_all(asked, progress))
+    facts = {"mean": sum(rewards) / len(rewards), "min": min(rewards), "max": max(rewards)}
+    return facts | {"rewards": rewards}
+
+
+def _score_pairs(args: argparse.Namespace, data: Path, model: RewardModel) -> dict[str, Any]:
+    """Return how often a file's chosen answers have the larger rewards, and right grades, as JSON values."""
+    import numpy as np
+
+    from afm_mlx.adapters.adapter_folder import GRADED_AXES
+    from afm_mlx.adapters.reward_head import NO_GRADE
+    from afm_mlx.measure.comparison import wilson_interval
+    from afm_mlx.training.data.preferences import STRENGTHS, load_preferences
+    from afm_mlx.training.data.reward_pairs import grades_of
+
+    pairs = load_preferences(data, "test", model.tokenizer, MAX_TOKENS)[: args.limit]
+    sides = [[p.chosen for p in pairs], [p.rejected for p in pairs]]
+    chats = [
+        [*p.prompt.tolist(), *answer.tolist()]
+        for side in sides
+        for p, answer in zip(pairs, side, strict=True)
+    ]
+    grades = np.array([grades_of(p.grades, p.where) for p in pairs])
+    with progress_bar("scoring", "answer") as progress:
+        scores = model.scores(chats, [p.where for p in pairs] * 2, progress)
+    margins = scores.rewards[: len(pairs)] - scores.rewards[len(pairs) :]
+    names = {value: name for name, value in STRENGTHS.items()}
+    labels = [
+        "not given" if p.strength is None else names.get(p.strength, str(p.strength)) for p in pairs
+    ]
+    strengths = {}
+    for label in dict.fromkeys(labels):
+        own = margins[[each == label for each in labels]]
+        share = float((own > 0).mean())
+        strengths[label] = {"pairs": len(own), "accuracy": share, "margin": float(own.mean())}
+    graded = {}
+    for axis, probabilities in scores.grades.items():
+        given = grades[:, :, GRADED_AXES.index(axis)].T.reshape(-1)
+        is_graded = given != NO_GRADE
+        if is_graded.any():
+            is_right = (probabilities.argmax(axis=1) == given)[is_graded]
+            graded[axis] = {"answers": len(is_right), "accuracy": float(is_right.mean())}
+    accuracy = float((margins > 0).mean())
+    return {
+        "pairs": len(pairs),
+        "accuracy": accuracy,
+        "interval": wilson_interval(accuracy, len(pairs)),
+        "margin": float(margins.mean()),
+        "strengths": strengths,
+        "grades": graded,
+        "margins": margins.tolist(),
+    }
 
 
 # -- examples of a file

@@ -71,6 +71,7 @@ _OBJECTIVES: dict[str, tuple[str, ...]] = {
     "orpo": ("beta",),
     "simpo": ("beta", "simpo_gamma"),
     "kto": (*_REFERENCE, "desirable_weight", "undesirable_weight"),
+    "reward": ("grade_weight",),
 }
 """Names of the arguments that only some objectives have, by the objective."""
 
@@ -118,7 +119,8 @@ _KIND = [
              "\"negative\": [...]}, and vectors of a query and its positive become alike; a batch is "
              f"{PAIRS} pairs by default. dpo, ipo, hinge, dpop, orpo and simpo train by preferences: lines are "
              "{\"prompt\", \"chosen\", \"rejected\"}; kto takes these and {\"prompt\", \"completion\", "
-             "\"label\"}; a batch is 4 pairs, or 4 answers for kto, by default",
+             "\"label\"}; a batch is 4 pairs, or 4 answers for kto, by default. reward trains a reward model: "
+             "lines are {\"prompt\", \"chosen\", \"rejected\", \"strength\"?, \"grades\"?}",
              "next-token"),
     Argument("--preset", list(PRESETS),
              "toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
@@ -186,6 +188,10 @@ _PREFERENCE = [
     Argument("--desirable-weight", number(0), "weight of kto's good answers; 1 by default"),
     Argument("--undesirable-weight", number(0), "weight of kto's other answers; 1 by default"),
 ]
+_REWARD = [
+    Argument("--grade-weight", number(0),
+             "weight of the loss of graded answers, next to the loss of their order; 0.1 by default"),
+]
 # fmt: on
 _RATES = "1e-3 for lora and draft, as in Apple's toolkit, 1e-4 for objectives of preferences, and 1e-5 for full"
 ARGUMENTS = {
@@ -193,6 +199,7 @@ ARGUMENTS = {
     "LoRA": _LORA,
     "contrastive": _CONTRASTIVE,
     "preferences": _PREFERENCE,
+    "reward model": _REWARD,
 }
 
 
@@ -308,6 +315,10 @@ def _method_of(args: argparse.Namespace, **own: Any) -> LoRATraining:
         from afm_mlx.training.methods.preference_training import PreferenceTraining
 
         kind, own["loss"] = PreferenceTraining, PreferenceLoss(**fields_given(args, PreferenceLoss))
+    elif args.objective == "reward":
+        from afm_mlx.training.methods.reward_training import RewardTraining
+
+        kind = RewardTraining
     return kind(**fields_given(args, kind) | own)
 
 
@@ -345,7 +356,7 @@ def _test_adapter(args: argparse.Namespace) -> None:
 
     path = ADAPTER_FOLDER if args.adapter_path is None else args.adapter_path
     own = {}
-    if args.objective == "contrastive" and path and Path(path).exists():
+    if args.objective in ("contrastive", "reward") and path and Path(path).exists():
         # A missing adapter is an error of `measure_adapter`.
         own["initial_adapter"] = path
     method = _method_of(args, **own)

@@ -132,6 +132,7 @@ def _sampled(
     from afm_mlx.loading.load import load
     from afm_mlx.loading.resolve import resolve_adapter, resolve_model
     from afm_mlx.measure.committee import BASE, Candidate, load_prompts, sample_answers
+    from afm_mlx.measure.reward_model import RewardModel
 
     form = answer_constraint(args)
     prompts = load_prompts(Path(args.data), args.limit)
@@ -144,11 +145,17 @@ def _sampled(
     calls = AFM_CALLS
     if any(sample.get("tools") for _, sample in prompts):
         calls = call_form(tokenizer)
-    ranking = _rewards(args, form=calls)
     constraint = None if form is None else form.constraint
     with AdapterPool(model, base_folder=folder, force=args.force) as pool:
         for name, path in paths.items():
             pool.register(name, path)
+
+        def reward_of(path: Path) -> RewardModel:
+            name = f"reward {path}"
+            pool.register(name, path)
+            return RewardModel(model, tokenizer, path, adapters=pool, adapter=name)
+
+        ranking = _rewards(args, form=calls, adapter=reward_of)
         prints = [
             (name, "" if name == BASE else pool.load(name).fingerprint) for name in args.committee
         ]

@@ -20,6 +20,7 @@ import numpy as np
 
 from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.engine.prompt_scores import Target
+from afm_mlx.engine.request import Embedding
 from afm_mlx.engine.row import Row, batch_adapters
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import dispatch
@@ -170,11 +171,11 @@ class Prefill:
         if self.pooling == "mean":
             counts = mx.array([len(row.request.prompt) for row in self.batch.rows])
             pooled = (pooled if self._states is None else pooled + self._states) / counts[:, None]
-        asked = [row.embedding for row in self.batch.rows]
-        vectors = [
-            normalize(pooled[i], None if each is None else each.dimensions)
-            for i, each in enumerate(asked)
-        ]
+        vectors = []
+        for state, row in zip(pooled, self.batch.rows, strict=True):
+            asked = row.embedding or Embedding()
+            kept = normalize(state, asked.dimensions) if asked.normalized else state
+            vectors.append(kept[: asked.dimensions])
         mx.eval(vectors)
         for row, vector in zip(self.batch.rows, vectors, strict=True):
             row.take_vector(np.array(vector))

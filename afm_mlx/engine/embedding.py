@@ -83,21 +83,47 @@ def embed(
     asked = Embedding(pooling, None if center else dimensions)
     engine.prepare(Request([0], 0, embedding=Embedding(pooling, dimensions)))  # raises at once
     prompts = [_tokens(tokenizer, text, i, pooling, instruction) for i, text in enumerate(texts)]
-    vectors = np.zeros((len(prompts), engine.embedding_dim), np.float32)
-    if not center:
-        vectors = vectors[:, :dimensions]
+    wheres = [f"Text {index}" for index in range(len(prompts))]
+    vectors = prompt_vectors(engine, prompts, asked, wheres, adapter=adapter, progress=progress)
+    return centered(vectors, dimensions) if center else vectors
+
+
+def prompt_vectors(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    asked: Embedding,
+    wheres: Sequence[str],
+    *,
+    adapter: AdapterChoice | None = None,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """Compute a vector for each of n prompts, (n, dimensions) float32.
+
+    Args:
+        engine: an engine without rows.
+        prompts: token ids of each.
+        asked: which vectors.
+        wheres: what errors call each prompt.
+        adapter: an adapter of the engine's pool, as for `Request`.
+        progress: called with (prompts done, n).
+
+    Raises:
+        DataError: names a prompt that is refused, such as one with more tokens than the context holds.
+        EmbeddingError: if hidden states are NaN, infinite or zeros.
+    """
+    vectors = np.zeros((len(prompts), engine.embedding_dim), np.float32)[:, : asked.dimensions]
     rows: dict[int, int] = {}
-    # Texts of about one length, which share chunks, have little padding; the longest come first.
+    # Prompts of about one length, which share chunks, have little padding; the longest come first.
     left = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    with wired_memory(model):
+    with wired_memory(engine.model):
         while left or rows:
-            while left and engine.rows_waiting < batch_size:
+            while left and engine.rows_waiting < engine.max_batch:
                 index = left.pop()
                 try:
                     request = Request(prompts[index], 0, embedding=asked, adapter=adapter)
                     rows[engine.submit(request)] = index
                 except AFMError as error:
-                    raise DataError(f"Text {index}: {error}") from None
+                    raise DataError(f"{wheres[index]}: {error}") from None
             for response in engine.step():
                 if response.error is not None:
                     raise response.error
@@ -105,7 +131,7 @@ def embed(
                 vectors[rows.pop(response.row)] = response.embedding
                 if progress is not None:
                     progress(len(prompts) - len(left) - len(rows), len(prompts))
-    return centered(vectors, dimensions) if center else vectors
+    return vectors
 
 
 def centered(vectors: np.ndarray, dimensions: int | None = None) -> np.ndarray:

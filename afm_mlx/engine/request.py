@@ -51,10 +51,12 @@ class Embedding:
         pooling: "last" for the hidden state of the last token, "mean" for the average of all tokens.
         dimensions: how many of its first numbers are kept, before it is scaled to an L2 norm of 1; pass None
             for all.
+        normalized: False for the hidden state itself, which is not scaled.
     """
 
     pooling: str = "last"
     dimensions: int | None = None
+    normalized: bool = True
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,10 @@ class Request:
             raise RequestError(
                 f"The embedding's dimensions are {shown(asked.dimensions)}; 1 or more are allowed, or None."
             )
+        if not isinstance(asked.normalized, bool):
+            raise RequestError(
+                f"The embedding's normalized is {shown(asked.normalized)}; True or False is needed."
+            )
         if self.max_tokens != 0:
             raise RequestError(
                 f"max_tokens is {self.max_tokens}, and an embedding has no answer; give max_tokens=0."
@@ -356,7 +362,7 @@ class TokenResponse:
             prompt is computed.
         prompt_logprobs: log-probabilities of the prompt's tokens, in the first response after the prompt is
             computed; None in others, and if the request asks for none.
-        embedding: the prompt's vector (dimensions,), float32 with an L2 norm of 1, if the request asks for one.
+        embedding: the prompt's vector (dimensions,), float32, if the request asks for one; see `Embedding`.
         completion: tokens that complete the answer behind `token`, see `Request.at_limit`; their text is in
             `text`.
     """

@@ -48,3 +48,11 @@ def difference(first: Score, other: Score) -> Difference:
     if len(each) < 2:
         return Difference(other.value - first.value, None)
     return Difference(float(each.mean()), 1.96 * float(each.std(ddof=1)) / math.sqrt(len(each)))
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share of `count` trials, which stays within 0 and 1."""
+    z = 1.96
+    middle = share + z * z / (2 * count)
+    margin = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return (middle - margin) / (1 + z * z / count), (middle + margin) / (1 + z * z / count)

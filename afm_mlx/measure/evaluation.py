@@ -221,23 +221,9 @@ def evaluate(
         for e, request in zip(examples, requests, strict=True)
     ]
     engine = Engine(model, tokenizer, max_batch=batch_size)
-    rows = {
-        _submit(engine, request, e): i
-        for i, (request, e) in enumerate(zip(requests, examples, strict=True))
-    }
-    answers = [""] * len(examples)
-    done = 0
-    with wired_memory(model):
-        for response in engine.run():
-            index = rows[response.row]
-            answers[index] += answer_text(splitters[index], response)
-            # An answer that is too long, or fills the context, is wrong.
-            if response.error is not None and not isinstance(response.error, _CUT_OFF):
-                raise response.error
-            if response.finish_reason is not None:
-                done += 1
-                if progress is not None:
-                    progress(done, len(examples))
+    wheres = [example.where for example in examples]
+    # An answer that is too long, or fills the context, is wrong.
+    answers = run_requests(engine, requests, splitters, wheres, progress, ignored=_CUT_OFF)
     graded = [GradedAnswer(e, answer, form) for e, answer in zip(examples, answers, strict=True)]
     return Evaluation(graded, time.perf_counter() - start)
 
@@ -294,11 +280,46 @@ def chat_request(
     )
 
 
-def _submit(engine: Engine, request: Request, example: Example) -> int:
-    try:
-        return engine.submit(request)
-    except AFMError as error:
-        raise DataError(f"{example.where}: {error}") from None
+def run_requests(
+    engine: Engine,
+    requests: Sequence[Request],
+    splitters: Sequence[AnySplitter | None],
+    wheres: Sequence[str],
+    progress: Progress | None = None,
+    ignored: tuple[type[AFMError], ...] = (),
+) -> list[str]:
+    """Return the texts of the answers to requests, in their order.
+
+    Args:
+        engine: an engine without rows.
+        requests: what is submitted, all at once.
+        splitters: for each request, what divides its answer (`answer_text`).
+        wheres: for each request, its place in the data, for error messages.
+        progress: called with the numbers of answers done and in all.
+        ignored: errors that end an answer, whose text so far is returned.
+
+    Raises:
+        DataError: for a request that is refused, with its place.
+        AFMError: for an answer that ends with an error that is not `ignored`.
+    """
+    rows: dict[int, int] = {}
+    for index, request in enumerate(requests):
+        try:
+            rows[engine.submit(request)] = index
+        except AFMError as error:
+            raise DataError(f"{wheres[index]}: {error}") from None
+    answers, done = [""] * len(requests), 0
+    with wired_memory(engine.model):
+        for response in engine.run():
+            index = rows[response.row]
+            answers[index] += answer_text(splitters[index], response)
+            if response.error is not None and not isinstance(response.error, ignored):
+                raise response.error
+            if response.finish_reason is not None:
+                done += 1
+                if progress is not None:
+                    progress(done, len(requests))
+    return answers
 
 
 def answer_text(splitter: AnySplitter | None, response: TokenResponse) -> str:

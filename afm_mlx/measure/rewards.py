@@ -202,7 +202,7 @@ def _length(text: str) -> Reward:
 
 
 def _schema(file: Path | None) -> Reward:
-    given = None if file is None else _validator(_schema_in(file))
+    given = None if file is None else schema_validator(_schema_in(file))
 
     def schema(prompt: str, answer: str, sample: Mapping[str, Any]) -> float:
         validator = given
@@ -212,7 +212,7 @@ def _schema(file: Path | None) -> Reward:
                 found = asked["json_schema"]["schema"]
             if found is None:
                 raise RewardError("the sample has no 'schema', and no message a response_format")
-            validator = _validator(found)
+            validator = schema_validator(found)
         try:
             value = json.loads(answer)
         except (ValueError, RecursionError):
@@ -229,7 +229,7 @@ def _schema_in(file: Path) -> Any:
         raise RewardError(f"The schema {file} can't be read: {reason_of(error)}.") from None
 
 
-def _validator(schema: Any) -> Any:
+def schema_validator(schema: Any) -> Any:
     """Return jsonschema's validator of a schema, which fetches nothing; `RewardError` for a wrong schema."""
     import jsonschema
     from jsonschema_specifications import REGISTRY
@@ -239,7 +239,7 @@ def _validator(schema: Any) -> Any:
         kind.check_schema(schema)
     except (jsonschema.SchemaError, TypeError, RecursionError) as error:
         message = getattr(error, "message", str(error))
-        raise RewardError(f"The reward's schema is not valid: {message}.") from None
+        raise RewardError(f"The schema is not valid: {message}.") from None
     return kind(schema, registry=REGISTRY)
 
 

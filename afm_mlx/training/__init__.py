@@ -13,6 +13,7 @@ from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTrai
 from afm_mlx.training.methods.model_source import FreshSource
 from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.reward_training import RewardTraining
 from afm_mlx.training.methods.train import (
     Scores,
     SplitScore,
@@ -41,6 +42,7 @@ __all__ = [
     "PreferenceTraining",
     "QATTraining",
     "Recipe",
+    "RewardTraining",
     "RunFolder",
     "RunOutcome",
     "Sample",

@@ -44,7 +44,7 @@ TargetLoss: TypeAlias = Callable[[mx.array, mx.array | None, mx.array], mx.array
 Metrics: TypeAlias = dict[str, mx.array]
 """Sums of figures over a batch, () float32, by their names; divided by the sum of weights, they are means."""
 
-LOWER_IS_BETTER = ("loss", "kl", "length")
+LOWER_IS_BETTER = ("loss", "grade_loss", "kl", "length")
 """Metrics of which the lowest value is the best; of others it is the highest."""
 
 

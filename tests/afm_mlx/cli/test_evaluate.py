@@ -81,6 +81,37 @@ def test_bad_examples_are_one_line(folder, fails, tmp_path):
     assert "can't be read" in fails(*argv, tmp_path / "no.jsonl")
 
 
+# -- two files of answers
+
+
+def test_a_judge_compares_two_files(folder, done, fails, tmp_path):
+    a = lines(tmp_path / "a.jsonl", *({"prompt": f"{i}?", "answer": "1 + 1 = 2"} for i in range(3)))
+    b = lines(tmp_path / "b.jsonl", *({"prompt": f"{i}?", "answer": "No."} for i in range(4)))
+    argv = ("evaluate", "--pairwise", a, b)
+    judged = (*argv, "--judge", folder, "--tools", "math,count", "schema")
+    facts = json.loads(done(*judged, "--json", "--batch-size", 2))
+    assert facts["pairs"] == sum(facts["wins"].values()) == len(facts["verdicts"]) == 3
+    assert facts["unmatched"] == [0, 1]
+    assert facts["interval"][0] < facts["win_rate"] < facts["interval"][1]
+    assert facts["verdicts"][1]["a"] == f"{a}:2"
+    table = done(*judged).splitlines()
+    assert table[:3] == [f"A: {a}", f"B: {b}", f"Judge: {folder}"]
+    assert table[3].split() == ["pairs", "A", "wins", "B", "wins", "ties"]
+    assert table[4].split() == ["3", *map(str, facts["wins"].values())]
+    assert f"{facts['win_rate']:.1%}" in table[5]
+    assert table[6] == "Answers without a counterpart: 0 of A, 1 of B."
+    for flags, says in [
+        (argv, "--judge is missing"),
+        ((*judged, "--model", folder), "--model is of no use with --pairwise"),
+        ((*judged, "--num-shots", 2), "--num-shots needs --tasks"),
+        ((*judged, "--show-errors", 2), "--show-errors is for the examples of a file"),
+        ((*argv[:1], "--judge", folder), "--judge needs --pairwise"),
+        ((*argv, "--judge", folder, "--tools", "web"), "There is no tool 'web'"),
+        (("evaluate", "--pairwise", a, tmp_path / "no.jsonl", "--judge", folder), "can't be read"),
+    ]:
+        assert says in fails(*flags)
+
+
 # -- tasks of lm-evaluation-harness
 
 

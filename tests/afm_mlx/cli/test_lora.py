@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from afm_mlx.adapters.adapter_folder import EmbeddingUse, load_adapter
+from afm_mlx.adapters.adapter_folder import EmbeddingUse, RewardUse, load_adapter
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.load import load
 from tests.tools.cli import CONFIG, lines
@@ -94,6 +94,68 @@ def test_an_adapter_for_embeddings(trainable_folder, run, done, tmp_path):
     said = done(*base, "--test")
     assert f"Test loss {tested['trained']['loss']:.3f}, Test recall@1 " in said
     assert f"Without the adapter: loss {tested['untrained']['loss']:.3f}, recall@1 " in said
+
+
+def test_a_reward_model(trainable_folder, done, fails, tmp_path, rng):
+    good, bad = (["the fox"] * 2, ["a dog"] * 2)
+    for split, count in (("train", 16), ("valid", 4), ("test", 4)):
+        records = [
+            {"prompt": f"say {i}", "chosen": " ".join(good), "rejected": " ".join(bad)}
+            | ({"strength": "better", "grades": {"chosen": {"verbosity": 2}}} if i % 2 else {})
+            for i in range(count)
+        ]
+        lines(tmp_path / f"{split}.jsonl", *records)
+    base = ("lora", "--model", trainable_folder, "--data", tmp_path, "--objective", "reward")
+    base += ("--adapter-path", tmp_path / "out", "--iters", 4, "--batch-size", 4, "--rank", 4)
+    text = done(*base, "--train", "--test", "--learning-rate", 0.02, "--best-by", "accuracy")
+    for line in (
+        "Train data: 16 pairs, ",
+        " 8 graded answers",
+        ", Val accuracy ",
+        "Trained Pairs 16, ",
+        "Best: Val accuracy 100.0% after step 4",
+        ", over 4 pairs\nWithout the adapter: loss ",
+        f"Saved to {tmp_path / 'out'}\n",
+    ):
+        assert line in text
+    assert load_adapter(tmp_path / "out")[1].reward == RewardUse(("verbosity",))
+    assert "Test accuracy 100.0%" in done(*base, "--test")
+    # Held-out pairs, and answers.
+    argv = ("evaluate", "--model", trainable_folder, "--reward", tmp_path / "out", "--data")
+    table = done(*argv, tmp_path / "test.jsonl").splitlines()
+    assert table[2] == f"Data: {tmp_path / 'test.jsonl'} (4 pairs)"
+    assert [row.split()[:-1] for row in table[3:6]] == [
+        ["strength", "pairs", "accuracy", "mean"],
+        ["not", "given", "2", "100.0%"],
+        ["better", "2", "100.0%"],
+    ]
+    assert table[6].startswith("Accuracy: 100.0% (95 %: ")
+    assert table[7].startswith("Grades of verbosity: ")
+    facts = json.loads(done(*argv, tmp_path / "test.jsonl", "--json", "--limit", 3))
+    assert (facts["pairs"], facts["accuracy"], len(facts["margins"])) == (3, 1.0, 3)
+    assert facts["grades"]["verbosity"]["answers"] == 1
+    answers = [{"prompt": "say 1", "answer": text} for text in ("the fox the fox", "a dog a dog")]
+    file = lines(tmp_path / "answers.jsonl", *answers)
+    rewards = json.loads(done(*argv, file, "--json"))["rewards"]
+    assert rewards[0] > rewards[1]
+    assert f"from {min(rewards):.3f} to {max(rewards):.3f}" in done(*argv, file)
+    # What can't be honoured.
+    assert "--data is missing" in fails(*argv[:-1])
+    assert "--adapter-path is of no use with --reward" in fails(*argv, file, "--adapter-path", "a")
+    assert "--judge needs --pairwise" in fails(*argv, file, "--judge", "a")
+    assert "no reward adapter" in fails(
+        *argv[:-2], random_adapter(trainable_folder, tmp_path / "plain", rng), "--data", file
+    )
+    for flags, says in [
+        (("--objective", "next-token", "--grade-weight", 1), "--grade-weight would do nothing"),
+        (
+            ("--pool", "mean"),
+            "--pool would do nothing with --objective reward; it is for contrastive",
+        ),
+        (("--no-mask-prompt",), "--no-mask-prompt is of no use with --objective reward"),
+        (("--teacher", "afm-nano"), "teacher would do nothing"),
+    ]:
+        assert says in fails(*base[:-6], "--adapter-path", tmp_path / "b", *flags)
 
 
 def test_an_adapter_by_preferences(trainable_folder, run, done, tmp_path):

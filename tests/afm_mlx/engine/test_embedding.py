@@ -64,6 +64,20 @@ def test_a_vector_is_that_of_a_full_forward(
     assert_right(response.embedding, model, prompt, asked, kind)
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_state_may_keep_its_length(rng, tokenizer, pooling):
+    model, prompt = small_model(rng, "float"), some_prompt(rng, 20)
+    found = {}
+    for normalized in (True, False):
+        request = Request(prompt, 0, embedding=Embedding(pooling, 6, normalized))
+        (response,) = run_one(model, tokenizer, request)
+        found[normalized] = response.embedding
+    states = np.array(hidden_states(model, mx.array([prompt]))[0], np.float64)
+    state = (states[-1] if pooling == "last" else states.mean(0))[:6]
+    np.testing.assert_allclose(found[False], state, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[True], state / np.linalg.norm(state), atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("speculation", [None, Speculation(prompt_lookup=True)])
 def test_rows_of_all_kinds_leave_each_other_alone(rng, tokenizer, kind, speculation):
@@ -249,6 +263,7 @@ def test_a_mean_holds_one_vector_besides_keys_and_values(rng, tokenizer):
             {"embedding": Embedding(dimensions=999)},
             r"dimensions are 999; this model's vectors have \d+",
         ),
+        ({"embedding": Embedding(normalized=1)}, "normalized is 1; True or False"),
         ({"max_tokens": 3}, "max_tokens is 3, and an embedding has no answer"),
         ({"cache": []}, "embedding and cache are both given"),
         ({"prompt_logprobs": PromptLogprobs(1)}, "embedding and prompt_logprobs are both given"),

@@ -269,10 +269,10 @@ def test_snapshots_count_and_are_evicted_before_their_pages(rng, model, tokenize
     plain = Engine(model, tokenizer)
     probe = PrefixCache(LARGE)
     answer(Engine(model, tokenizer, prefix_cache=probe), some_prompt(rng, 2 * PAGE))
-    prefixes = PrefixCache(3 * probe.nbytes)
+    prefixes = PrefixCache(2 * probe.nbytes)
     engine = Engine(model, tokenizer, prefix_cache=prefixes)
     prompts = [some_prompt(rng, int(rng.integers(1, 3 * PAGE))) for _ in range(6)]
-    for _ in range(40):
+    for _ in range(18):
         index = int(rng.integers(len(prompts)))
         prompt = prompts[index]
         tokens, _ = answer(engine, prompt, 4)
@@ -286,7 +286,7 @@ def test_snapshots_count_and_are_evicted_before_their_pages(rng, model, tokenize
             array for item in kept if type(item) is _Snapshot for array in item.columns.groups
         ]
         assert all(array.ndim < 4 or array.shape[2] <= 24 for array in states)
-    assert prefixes.evictions > 10
+    assert prefixes.evictions
     small = PrefixCache(100)
     assert answer(Engine(model, tokenizer, prefix_cache=small), prompts[0]) == (
         answer(plain, prompts[0])[0],
