@@ -113,20 +113,21 @@ def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[s
     for where, record in read_jsonl(path):
         keys = [k for k in ("prompt", "messages") if isinstance(record, dict) and k in record]
         value = record[keys[0]] if len(keys) == 1 else None
-        last = value[-1] if isinstance(value, list) and value else None
-        is_chat = isinstance(last, dict) and all(isinstance(m, dict) for m in value or ())
+        messages = value if isinstance(value, list) else []
+        last = messages[-1] if messages else None
+        is_chat = all(isinstance(m, dict) for m in messages) and bool(messages)
         if not is_chat and not (isinstance(value, str) and value):
             raise DataError(
                 f"{where}: {shown(record)} is no prompt; an object is needed with either 'prompt', a text or a "
                 "list of messages, or 'messages', and with any keys that rewards look at."
             )
         if isinstance(last, dict) and last.get("role") == "assistant":
-            if "answer" in record or not isinstance(last.get("content"), str) or len(value) < 2:
+            if "answer" in record or not isinstance(last.get("content"), str) or len(messages) < 2:
                 raise DataError(
                     f"{where}: the messages end with the assistant's. A prompt ends before it: give the right "
                     "answer as 'answer', for rewards."
                 )
-            record = {**record, keys[0]: value[:-1], "answer": last["content"]}
+            record = {**record, keys[0]: messages[:-1], "answer": last["content"]}
         found.append((where, record))
         if len(found) == limit:
             break
