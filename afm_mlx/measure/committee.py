@@ -104,13 +104,15 @@ class MemberFigures:
 def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
     """Read the "file:line" and the record of each prompt of a data file.
 
+    A chat to train on is a prompt, too: the assistant's last message becomes the sample's "answer".
+
     Raises:
         DataError: names the file and the line.
     """
     found = []
     for where, record in read_jsonl(path):
         try:
-            checked_prompt(record)
+            record = checked_prompt(_without_answer(record))
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         found.append((where, record))
@@ -119,6 +121,22 @@ def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[s
     if not found:
         raise DataError(f"{path} holds no prompts.")
     return found
+
+
+def _without_answer(record: object) -> object:
+    """Return a chat to train on as a prompt, with the assistant's last message as its "answer"."""
+    if not isinstance(record, dict) or "answer" in record:
+        return record
+    for name in ("prompt", "messages"):
+        messages = record.get(name)
+        last = messages[-1] if isinstance(messages, list) and len(messages) > 1 else None
+        if (
+            isinstance(last, dict)
+            and last.get("role") == "assistant"
+            and isinstance(last.get("content"), str)
+        ):
+            return {**record, name: messages[:-1], "answer": last["content"]}
+    return record
 
 
 def checked_prompt(record: object) -> dict[str, Any]:
