@@ -14,6 +14,7 @@ from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.reward_training import RewardTraining
 from tests.tools.arguments import actions_of, commands
 from tests.tools.cli import lines
 
@@ -24,6 +25,7 @@ KINDS = (
     ContrastiveTraining,
     PreferenceTraining,
     PreferenceLoss,
+    RewardTraining,
     FullTraining,
     DraftTraining,
     QATTraining,
