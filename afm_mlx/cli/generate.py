@@ -36,6 +36,7 @@ from afm_mlx.errors import CacheFileError, reason_of, shown
 if TYPE_CHECKING:
     import mlx.nn as nn
 
+    from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.engine.generation import GenerationResponse
     from afm_mlx.guidance.answer_parts import AnySplitter
     from afm_mlx.guidance.constraint import Constraint
@@ -75,8 +76,8 @@ _SEARCH = [
     Argument("--reward", None, "what makes an answer good, as for --verify; the best one is chosen",
              metavar="DIR|REWARD"),
     Argument("--value", None,
-             "chance that an unfinished answer will pass: DIR|FILE.py:NAME of a function of prompt, answer and "
-             "sample", metavar="VALUE"),
+             "chance that an unfinished answer will pass, 0 or more: FILE.py:NAME of a function of prompt, "
+             "answer and sample, or another check", metavar="VALUE"),
     Argument("--select", ["weighted", "majority", "best", "first"],
              "which answer is chosen: the one with the largest sum of rewards (the default with --verify), the "
              "most frequent one, the best (the default with --reward), or the first to pass"),
@@ -140,7 +141,12 @@ def run(args: argparse.Namespace) -> None:
     _check_search(args)
     from afm_mlx.engine.generation import stream_generate
 
-    model, tokenizer = model_options.load_model(args)
+    searches = args.best_of is not None or args.smc is not None
+    pool = None
+    if searches:  # reward adapters take turns with the one that answers
+        model, tokenizer, pool = model_options.load_with_adapters(args)
+    else:
+        model, tokenizer = model_options.load_model(args)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     is_text = args.ignore_chat_template or not tokenizer.has_chat_template
@@ -160,9 +166,9 @@ def run(args: argparse.Namespace) -> None:
         options |= thoughts.options(prompt, constraint)
     elif constraint is not None:
         options |= {"constraint": constraint, "heal": True}
-    if args.best_of or args.smc:
+    if pool is not None:
         splitter = None if thoughts is None else partial(thoughts.splitter, prompt)
-        _search(args, model, tokenizer, text, prompt, form, splitter, options)
+        _search(args, model, tokenizer, pool, text, prompt, form, splitter, options)
         return
     with _cached(args, model, tokenizer, prompt) as (rest, prompt_cache):
         responses = stream_generate(
@@ -302,6 +308,7 @@ def _search(
     args: argparse.Namespace,
     model: nn.Module,
     tokenizer: Tokenizer,
+    pool: AdapterPool,
     text: str,
     prompt: list[int],
     form: AnswerConstraint | None,
@@ -312,16 +319,22 @@ def _search(
     from afm_mlx.engine.generation import kv_storage
     from afm_mlx.engine.search import search
     from afm_mlx.guidance.answer_parts import Text, split
+    from afm_mlx.measure.reward_model import RewardModel
     from afm_mlx.measure.rewards import PASSES, make_rewards
 
     sample: dict[str, Any] = {"prompt": text}
     if form is not None and form.response_format is not None:
         sample["schema"] = form.response_format["json_schema"]["schema"]
 
+    def reward_of(path: Path) -> RewardModel:
+        name = f"reward {path}"
+        pool.register(name, path)
+        return RewardModel(model, tokenizer, path, adapters=pool, adapter=name)
+
     def reward(name: str | None) -> Callable[[str], float] | None:
         if name is None:
             return None
-        rewards = make_rewards([name])
+        rewards = make_rewards([name], adapter=reward_of)
         return lambda answer: rewards(text, answer, sample)
 
     def answer_of(whole: str, tokens: Sequence[int]) -> str:
@@ -332,7 +345,7 @@ def _search(
 
     kv_bits = options.pop("kv_bits")
     names = ("max_kv_size", "sliding_window", "prefill_step_size", "speculation")
-    engine_options = {name: options.pop(name) for name in names}
+    engine_options = {name: options.pop(name) for name in names} | {"adapters": pool}
     if kv_bits is not None:
         engine_options["kv"] = kv_storage(model, kv_bits)
     with redirect_stdout(sys.stderr):  # what the code of rewards prints
@@ -346,11 +359,13 @@ def _search(
             select=args.select or ("weighted" if args.reward is None else "best"),
             value=reward(args.value),
             answer_of=answer_of,
+            adapter=args.adapter_path,
             engine_options=engine_options,
             **options,
         )
-    chosen = found.answers[0]
-    if args.verify is not None and verify is not None and verify(chosen) < PASSES:
+        chosen = found.answers[0]
+        passes = verify is None or verify(chosen) >= PASSES
+    if args.verify is not None and not passes:
         note("No sample passes --verify; the answer is the best of the others.")
     if form is not None and form.check is not None:
         form.check(chosen)

@@ -103,13 +103,14 @@ def named_adapters(given: list[tuple[str, str]]) -> dict[str, str]:
 def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]:
     """Load the model; return it, its tokenizer, and a pool of all adapters that the arguments name.
 
-    The adapter of `--adapter-path` is registered under the text of that argument.
+    Commands without the arguments `ADAPTERS` have `--adapter-path` alone. The adapter of `--adapter-path` is
+    registered under the text of that argument.
     """
     from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.loading.load import load
     from afm_mlx.loading.resolve import model_adapters, resolve_adapter, resolve_model
 
-    paths = named_adapters(args.adapter)
+    paths = named_adapters(getattr(args, "adapter", []))
     folder = resolve_model(args.model)
     given = {name: resolve_adapter(path, folder) for name, path in paths.items()}
     if args.adapter_path is not None:
@@ -123,7 +124,9 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
     model, tokenizer = load(
         folder, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
     )
-    pool = AdapterPool(model, budget=args.adapter_memory, base_folder=folder, force=args.force)
+    pool = AdapterPool(
+        model, budget=getattr(args, "adapter_memory", None), base_folder=folder, force=args.force
+    )
     for name, path in named.items():
         pool.register(name, path)
     return model, tokenizer, pool

@@ -104,6 +104,8 @@ class MemberFigures:
 def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
     """Read the "file:line" and the record of each prompt of a data file.
 
+    A chat to train on is a prompt, too: the assistant's last message becomes the sample's "answer".
+
     Raises:
         DataError: names the file and the line.
     """
@@ -119,10 +121,12 @@ def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[s
                 "list of messages, or 'messages', and with any keys that rewards look at."
             )
         if isinstance(last, dict) and last.get("role") == "assistant":
-            raise DataError(
-                f"{where}: the messages end with the assistant's. A prompt ends before it: give the right "
-                "answer as 'answer', for rewards."
-            )
+            if "answer" in record or not isinstance(last.get("content"), str) or len(value) < 2:
+                raise DataError(
+                    f"{where}: the messages end with the assistant's. A prompt ends before it: give the right "
+                    "answer as 'answer', for rewards."
+                )
+            record = {**record, keys[0]: value[:-1], "answer": last["content"]}
         found.append((where, record))
         if len(found) == limit:
             break

@@ -75,7 +75,7 @@ def _fits(field: str, values: Mapping[str, str], text: str) -> bool:
     if not re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) or any(value in o for o in others):
         return False
     is_time = re.fullmatch(r"\d{1,2}(:\d\d)?( [ap]m)?", value) is not None
-    is_day = value in DAYS or any(month in value for month in MONTHS)
+    is_day = value in DAYS or not {*MONTHS}.isdisjoint(value.split())
     return is_time if field == "time" else is_day if field == "day" else not (is_time or is_day)
 
 

@@ -410,3 +410,86 @@ def test_an_answer_that_the_type_itself_refuses(folder, run, files):
     assert status == 2
     assert "is no Even: never even" in err
     assert out.startswith("==========\n{")
+
+
+# -- several samples
+
+
+@pytest.fixture
+def check(tmp_path):
+    (tmp_path / "check.py").write_text(
+        "def length(prompt, answer, sample):\n    print('seen')\n    return len(answer) / 1000\n"
+        "def most(prompt, answer, sample):\n    return 1.0\n"
+        "def negative(prompt, answer, sample):\n    return -len(answer)\n"
+    )
+    return lambda name: f"{tmp_path / 'check.py'}:{name}"
+
+
+def test_the_best_of_several_samples(folder, run, check):
+    argv = ("generate", "--model", folder, "-p", "A list", "-m", 12, "--temp", 1, "--seed", 4)
+    argv += ("--best-of", 6)
+
+    def found(*flags):
+        status, out, _ = run(*argv, *flags, "--json")
+        assert status == 0
+        return json.loads(out)
+
+    shortest = found("--reward", check("negative"))
+    lengths = [len(answer) for answer in shortest["answers"]]
+    assert shortest["text"] == shortest["answers"][0]
+    assert lengths == sorted(lengths)
+    assert shortest["weights"] == [-n for n in lengths]
+    weighted = found("--verify", check("length"))
+    assert sum(weighted["weights"]) == pytest.approx(1)
+    assert len(weighted["text"]) == max(lengths)
+    first = found("--verify", check("most"), "--select", "first")
+    assert first["weights"] == [1]
+    assert {*first["answers"]} < {*shortest["answers"]}
+    assert len(found()["answers"]) == len(lengths)
+    status, out, err = run(*argv, "--verify", check("length"))
+    assert status == 0
+    assert out.count("=" * 10) == 2
+    assert "seen" in err
+    assert "No sample passes --verify" in err
+    plain = run(*argv, "--verify", check("most"), "--verbose", "F")
+    assert plain[1].rstrip("\n") in shortest["answers"]
+
+
+def test_stepwise_resampling(folder, run, check):
+    argv = ("generate", "--model", folder, "-p", "A list", "-m", 12, "--temp", 1, "--seed", 4)
+    flags = ("--smc", 4, "--value", check("most"), "--verify", check("most"), "--json")
+    status, out, err = run(*argv, *flags)
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert sum(found["weights"]) == pytest.approx(1)
+    assert found["log_z"] == 0
+
+
+def test_several_samples_under_a_schema(folder, run, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["red", "green"]}')
+    argv = ("generate", "--model", folder, "-p", "A color", "-m", 12, "--temp", 1, "--seed", 4)
+    flags = ("--best-of", 3, "--json-schema", schema, "--verify", "schema", "--json")
+    found = json.loads(run(*argv, *flags)[1])
+    assert found["value"] in ("red", "green")
+    assert found["log_z"] == 0
+
+
+def test_samples_that_are_refused(folder, fails, check, tmp_path):
+    base = ("generate", "--model", folder, "-p", "A list", "-m", 3)
+    best, warm = ("--best-of", 2), ("--temp", 1)
+    for problem, argv in {
+        "--verify needs --best-of N or --smc N": ("--verify", "exact", *warm),
+        "--select needs --best-of": ("--select", "best"),
+        "at --temp 0 all samples are alike": best,
+        "--best-of and --smc both say": (*best, *warm, "--smc", 2),
+        "--verify and --reward both say": (*best, *warm, "--verify", "exact", "--reward", "exact"),
+        "--smc needs --value": ("--smc", 2, *warm, "--verify", "exact"),
+        "--smc needs --value, and --verify": ("--smc", 2, *warm, "--value", check("most")),
+        "--value needs --smc": (*best, *warm, "--value", check("most")),
+        "--prompt-cache-file is for one": (*best, *warm, "--prompt-cache-file", tmp_path / "c"),
+        "needs verify": (*best, *warm, "--select", "best"),
+        "verify is -": (*best, *warm, "--verify", check("negative")),
+        "raised RewardError (the sample has no text": (*best, *warm, "--verify", "exact"),
+    }.items():
+        assert problem in fails(*base, *argv)

@@ -189,6 +189,9 @@ def test_prompts_and_answers_of_files(tmp_path):
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert [record for _, record in load_prompts(file)] == lines
     assert load_prompts(file, 1) == [(f"{file}:1", lines[0])]
+    asked, said = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+    file.write_text(json.dumps({"messages": [asked, said]}))
+    assert load_prompts(file) == [(f"{file}:1", {"messages": [asked], "answer": "a"})]
     file.write_text(json.dumps(lines[0]))
     candidates = [Candidate("all", "x", 0), Candidate("a", "y", 3)]
     assert read_answers(file) == [(f"{file}:1", {"prompt": "p", "answer": "z"}, candidates)]
@@ -214,7 +217,11 @@ def test_lines_that_are_refused(tmp_path):
         assert f"{file}:1: " in refusal([line, line])
         assert "is no prompt" in refusal([line, line], load_prompts)
     chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
-    assert "end with the assistant's" in refusal({"messages": chat})
+    assert "end with the assistant's" in refusal({"messages": chat, "answer": "a"})
+    assert "end with the assistant's" in refusal({"messages": chat[1:]})
+    assert "end with the assistant's" in refusal(
+        {"messages": [*chat[:1], {**chat[1], "content": None}]}
+    )
     assert "'answers' is None" in refusal({"prompt": "p"})
     assert "'answers' is [1]" in refusal({"prompt": "p", "answers": [1]})
     assert "there are 1 answers" in refusal({"prompt": "p", "answers": ["x"]})
