@@ -112,7 +112,7 @@ def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[s
     found = []
     for where, record in read_jsonl(path):
         keys = [k for k in ("prompt", "messages") if isinstance(record, dict) and k in record]
-        value = record[keys[0]] if len(keys) == 1 else None
+        value: Any = record[keys[0]] if len(keys) == 1 else None
         last = value[-1] if isinstance(value, list) and value else None
         is_chat = isinstance(last, dict) and all(isinstance(m, dict) for m in value or ())
         if not is_chat and not (isinstance(value, str) and value):
