@@ -31,7 +31,7 @@ from afm_mlx.measure.evaluation import evaluate, load_examples
 SIZES = {"train": 300, "valid": 40, "test": 100}
 _TRAINING = (
     "lora --model afm-nano --objective {objective} --data {data} --adapter-path {adapter} --seed {seed} "
-    "--rank 8 --iters {iters} --learning-rate 5e-4 --batch-size 8 --steps-per-eval 20 --val-batches -1"
+    "--rank 8 --iters {iters} --learning-rate 1e-3 --batch-size 8 --steps-per-eval 20 --val-batches -1"
 )
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for all that is made")
     parser.add_argument("--seed", type=int, default=0, help="of data and training")
     parser.add_argument("--objective", default="dpo", help="see afm-mlx lora --help")
-    parser.add_argument("--iters", type=int, default=30, help="training steps of 8 pairs")
+    parser.add_argument("--iters", type=int, default=25, help="training steps of 8 pairs")
     parser.add_argument("--limit", type=int, help="held-out prompts, and examples of each task")
     args = parser.parse_args(argv)
 
