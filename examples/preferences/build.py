@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for all that is made")
     parser.add_argument("--seed", type=int, default=0, help="of data and training")
     parser.add_argument("--objective", default="dpo", help="see afm-mlx lora --help")
-    parser.add_argument("--iters", type=int, default=80, help="training steps of 8 pairs")
+    parser.add_argument("--iters", type=int, default=28, help="training steps of 8 pairs")
     parser.add_argument("--limit", type=int, help="held-out prompts, and examples of each task")
     args = parser.parse_args(argv)
 

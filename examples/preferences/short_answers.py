@@ -1,7 +1,7 @@
 """Pairs of a short and a long answer in small talk, as a seeded generator: "shorter is better".
 
 A long answer is what the embedded model writes by itself, or would by the look of its training
-(`examples/nano/small_talk.py`); the short one says the same in fewer words. Names and things of the test split
+(`examples/nano/small_talk.py`); the short one begins alike and ends early. Names and things of the test split
 never occur in the train split (`examples/nano/values.py`).
 
     python short_answers.py 300                 # print training pairs, a line of JSON each
@@ -33,7 +33,7 @@ _KINDS = (
             "I'm {name}",
             "Hey, {name} here.",
         ),
-        "Hi {name}!",
+        "Nice to meet you, {name}!",
         "Nice to meet you, {name}! How can I help you?",
     ),
     (
@@ -45,7 +45,7 @@ _KINDS = (
             "What is the meaning of the {event}?",
             "Write a poem about {city}.",
         ),
-        "That is too hard for me.",
+        "That is too hard for a model of my size.",
         f"That is too hard for a model of my size. {CAPABILITIES}",
     ),
     (
@@ -55,7 +55,7 @@ _KINDS = (
             "How can you help {name}?",
             "What are you good at, {name} asks.",
         ),
-        "I can do seven small tasks.",
+        "I can extract events, call tools and more.",
         CAPABILITIES,
     ),
     (

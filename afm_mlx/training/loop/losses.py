@@ -26,6 +26,7 @@ import mlx.nn as nn
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.pooling import hidden_states
 from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed
 
@@ -209,9 +210,13 @@ def _of_targets(
         return of_targets(logits, others, batch.labels[rows])
 
     targets = batch.labels.size
-    if targets * (model.args.vocab_size if is_afm(model) else h.shape[-1]) <= WHOLE:
+    own = _plain_head(model)
+    has_head = own is not None or is_afm(model)  # `h` are states, not logits
+    if targets * (model.args.vocab_size if has_head else h.shape[-1]) <= WHOLE:
         return loss(slice(targets), h)
-    head = [model.model.embedding, model.model.output_norm] if is_afm(model) else []
+    head = [own] if own is not None else []
+    if is_afm(model):
+        head = [model.model.embedding, model.model.output_norm]
 
     def update(parameters: list[Tree]) -> None:
         for module, values in zip(head, parameters, strict=True):
@@ -246,7 +251,7 @@ def _of_targets(
 
 
 def _states(model: nn.Module, batch: Targets) -> mx.array:
-    """Return the head's inputs for all targets, (T, D); for mlx-lm's models, which include it, the logits."""
+    """Return the head's inputs for all targets, (T, D); of models whose head is not known apart, the logits."""
     if is_afm(model):
         shared = getattr(batch, "shared", None)
         return model.hidden_at(batch.inputs, batch.positions, batch.segments, shared)
@@ -255,9 +260,27 @@ def _states(model: nn.Module, batch: Targets) -> mx.array:
             "Rows that hold several samples need a mask that models of mlx-lm don't take. Give each sample a "
             "row of its own (packed=False, --no-packing)."
         )
-    logits = model(batch.inputs)
-    return logits.reshape(-1, logits.shape[-1])[batch.positions]
+    # Logits of prompts would be most of the memory.
+    whole = (
+        model(batch.inputs) if _plain_head(model) is None else hidden_states(model, batch.inputs)
+    )
+    return whole.reshape(-1, whole.shape[-1])[batch.positions]
 
 
 def _logits(model: nn.Module, h: mx.array) -> mx.array:
-    return (model.head(h) if is_afm(model) else h).astype(mx.float32)
+    if is_afm(model):
+        h = model.head(h)
+    elif (head := _plain_head(model)) is not None:
+        h = head.as_linear(h) if hasattr(head, "as_linear") else head(h)
+    return h.astype(mx.float32)
+
+
+PLAIN_HEADS = ("llama", "qwen2", "qwen3")
+"""Models of mlx-lm whose logits are one product of the states behind the final norm, and nothing else."""
+
+
+def _plain_head(model: nn.Module) -> nn.Module | None:
+    """Return the layer that makes logits of a model's hidden states; None where it is not known to be all."""
+    if type(model).__module__.rpartition(".")[2] not in PLAIN_HEADS:
+        return None
+    return model.lm_head if "lm_head" in model else model.model.embed_tokens

@@ -187,6 +187,37 @@ def test_a_model_of_the_zoo(model, rng, taught):
         loss(student, batch._replace(segments=mx.ones((2, 7), mx.int32)))
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", [*losses.PLAIN_HEADS, "gemma3_text"])
+def test_log_probabilities_of_the_zoo(in_chunks, rng, kind, is_tied):
+    """Of states and a head where the head is known, else of the model's logits; whole, and in chunks."""
+    model, batch = zoo_model(kind, VOCAB, seed=1), random_batch(rng)
+    if not is_tied and kind in losses.PLAIN_HEADS:
+        model.args.tie_word_embeddings = False
+        model.lm_head = nn.Linear(model.args.hidden_size, VOCAB, bias=False)
+    model.unfreeze()
+
+    def wanted(model):
+        rows = model(batch.inputs).reshape(14, VOCAB)[batch.positions]
+        shifted = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+        return mx.take_along_axis(shifted, batch.labels[:, None], axis=1)[:, 0]
+
+    def gradients(function):
+        found = nn.value_and_grad(model, lambda model: (batch.weights * function(model)).sum())
+        return tree_flatten(found(model)[1])
+
+    def check():
+        found = losses.log_probabilities(model, batch)
+        np.testing.assert_allclose(found, wanted(model), rtol=1e-4, atol=1e-5)
+        again = gradients(lambda model: losses.log_probabilities(model, batch))
+        for (name, one), (_, other) in zip(again, gradients(wanted), strict=True):
+            assert_close(one, other, 1e-3, name, least=1e-3)
+
+    check()
+    in_chunks(4)
+    check()
+
+
 def test_a_teacher_of_another_vocabulary(model, rng):
     teacher = random_model(random_config(rng, vocab_size=VOCAB + 3), rng)
     with pytest.raises(ConfigError, match=f"{VOCAB + 3} tokens and the model {VOCAB}"):

@@ -115,6 +115,8 @@ def test_every_objective_learns(packed, rng, tmp_path, objective):
     first, *_, last = [e for e in watcher.events if isinstance(e, Validation)]
     assert last.valid_loss < first.valid_loss
     assert last.metrics["margin"] > first.metrics["margin"]
+    if objective == "dpop":
+        assert last.metrics["chosen"] > first.metrics["chosen"]
     is_kept = (result.run_path / "reference-train.safetensors").exists()
     assert is_kept == OBJECTIVES[objective].has_reference
 
