@@ -19,7 +19,7 @@ from typing import Any
 from afm_mlx.checkpoint.toolkit_checkpoint import check_archive, is_toolkit_config
 from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions
-from afm_mlx.converters.coreml.source import plan_package
+from afm_mlx.converters.coreml.plan import plan_package
 from afm_mlx.converters.mixed_bits import Mix, calibration_file, check_mlx_format, mix_of_folder
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model

@@ -22,7 +22,7 @@ from afm_mlx.converters.conversion_options import prompt_lengths
 from afm_mlx.converters.convert import convert
 from afm_mlx.converters.coreml import package_writer as package_module
 from afm_mlx.converters.coreml.compression import Constants
-from afm_mlx.converters.coreml.source import half_split_rows
+from afm_mlx.converters.graph_source import half_split_rows
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
 from tests.converters.conftest import edit_config, listing

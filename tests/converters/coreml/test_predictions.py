@@ -12,7 +12,7 @@ from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.converters.convert import convert
 from afm_mlx.converters.coreml import layouts
 from afm_mlx.converters.coreml.package_writer import package_size
-from afm_mlx.converters.coreml.source import half_split
+from afm_mlx.converters.graph_source import half_split
 from afm_mlx.loading.load import load_model
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.model.model import Model
