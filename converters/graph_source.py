@@ -16,7 +16,7 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.adapter_folder import load_adapter
+from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import Matrix, ModelConfig, Projection, blocks, read_config_json
@@ -96,6 +96,13 @@ class StoredMatrix:
         return found if self.order is None else found[self.order[rows]]
 
 
+def matrices_of(config: ModelConfig) -> dict[str, Matrix]:
+    """Return the matrices of all blocks, by path."""
+    return {
+        f"{path}.{matrix.name}": matrix for path, kind in blocks(config) for matrix in kind.matrices
+    }
+
+
 class Source:
     """The parameters of a model folder, all by name; `matrices` has the matrices of all blocks, by path."""
 
@@ -106,11 +113,7 @@ class Source:
         folder: Path,
     ) -> None:
         self.config, self._parameters = config, parameters
-        self.matrices = {
-            f"{path}.{matrix.name}": matrix
-            for path, kind in blocks(config)
-            for matrix in kind.matrices
-        }
+        self.matrices = matrices_of(config)
         for name, parameter in parameters.items():
             if isinstance(parameter, StoredLayer) and parameter.rule is None:
                 raise AFMError(
@@ -174,37 +177,47 @@ class AdapterMatrices:
 
 
 class AdapterSource:
-    """An adapter in the model's folder; its numbers become `dtype`.
+    """An adapter's tensors for a model of `config`; its numbers become `dtype`.
+
+    `name` and `origin` are what keys and errors call it.
 
     Raises:
         CheckpointError: if a pair fits no matrix of the model.
-        AFMError: if it can't be read, or has numbers that `dtype` can't hold.
+        AFMError: if it has numbers that `dtype` can't hold.
     """
 
-    def __init__(self, folder: Path, source: Source, dtype: Float) -> None:
-        self.name = folder.name
-        self._tensors, self._config = load_adapter(folder)
-        self._source, self._dtype = source, dtype
+    def __init__(
+        self,
+        name: str,
+        origin: str | Path,
+        tensors: Mapping[str, mx.array],
+        adapter: AdapterConfig,
+        config: ModelConfig,
+        dtype: Float,
+    ) -> None:
+        self.name, self._tensors, self._adapter = name, tensors, adapter
+        self._config, self._dtype = config, dtype
+        self._matrices = matrices_of(config)
         known = {
             f"{path}.lora_a{suffix}": (matrix.inputs, projection.outputs)
-            for path, matrix in source.matrices.items()
+            for path, matrix in self._matrices.items()
             for suffix, projection in _pairs(matrix)
         }
-        for name, tensor in self._tensors.items():
+        for name, tensor in tensors.items():
             if ".lora_a" not in name:
                 continue
-            shape = (tensor.shape[0], self._tensors[name.replace("lora_a", "lora_b")].shape[1])
+            shape = (tensor.shape[0], tensors[name.replace("lora_a", "lora_b")].shape[1])
             if known.get(name) != shape:
                 fits = f"which takes {list(known[name])}" if name in known else "which it has not"
                 raise CheckpointError(
-                    f"{folder}: {named(name)} and its B are for {list(shape)} of the model's matrix, {fits}. "
+                    f"{origin}: {named(name)} and its B are for {list(shape)} of the model's matrix, {fits}. "
                     "The adapter was made for another model."
                 )
 
     def matrices(self, path: str) -> AdapterMatrices | None:
         """Return the adapter's matrices for the matrix at a path; None if it leaves that matrix as it is."""
-        matrix, head_dim = self._source.matrices[path], self._source.config.head_dim
-        rank = self._config.rank
+        matrix, head_dim = self._matrices[path], self._config.head_dim
+        rank = self._adapter.rank
         if not any(f"{path}.lora_a{suffix}" in self._tensors for suffix, _ in _pairs(matrix)):
             return None
         a, b = [], []
@@ -213,7 +226,7 @@ class AdapterSource:
                 a.append(np.zeros((rank, matrix.inputs), self._dtype))
                 b.append(np.zeros((projection.outputs, rank), self._dtype))
                 continue
-            right = self._floats(f"{path}.lora_b{suffix}").T * np.float32(self._config.scale)
+            right = self._floats(f"{path}.lora_b{suffix}").T * np.float32(self._adapter.scale)
             if projection.rotary_heads:
                 right = right.reshape(projection.rotary_heads, head_dim, rank)
                 right = right[:, half_split(head_dim)]
@@ -236,8 +249,11 @@ def _pairs(matrix: Matrix) -> list[tuple[str, Projection]]:
 
 def adapter_sources(folder: Path, source: Source, dtype: Float) -> tuple[AdapterSource, ...]:
     """Return the adapters in a model's folder; see `AdapterSource`."""
-    files = sorted(folder.glob("adapters/*/adapter_config.json"))
-    return tuple(AdapterSource(file.parent, source, dtype) for file in files)
+    folders = [file.parent for file in sorted(folder.glob("adapters/*/adapter_config.json"))]
+    return tuple(
+        AdapterSource(each.name, each, *load_adapter(each), source.config, dtype)
+        for each in folders
+    )
 
 
 # -- scales and tables
