@@ -130,13 +130,12 @@ class ConversionOptions:
         framework, lengths = ("Core ML" if self.for_core_ml else "Core AI"), self.prompt_lengths
         if self.quantize or self.dequantize:
             raise AFMError(
-                f"--to {self.to} writes weights as the folder has them, packed or not. Convert to a folder with "
-                f"-q or -d first, and that one to {framework}."
+                f"--to {self.to} writes weights as the folder has them, packed or not. Convert to a folder "
+                f"with -q or -d first, and that one to {framework}."
             )
         if self.dtype == "bfloat16":
-            raise AFMError(
-                f"No package or bundle for {framework} has bfloat16; --dtype float16 and float32 are allowed."
-            )
+            lacks = "Core ML has no" if self.for_core_ml else "Core AI bundles don't compute in"
+            raise AFMError(f"{lacks} bfloat16; --dtype float16 and float32 are allowed.")
         if lengths is not None and (not lengths or min(lengths) < 1):
             raise AFMError(
                 f"--prompt-lengths is {shown(list(lengths))}; it takes one number of tokens or more, each 1 or "

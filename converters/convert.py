@@ -3,7 +3,7 @@
 | source | written by |
 | --- | --- |
 | a toolkit checkpoint: a folder with `base-model.pt`, or a `.pt` file with its config | `toolkit.py` |
-| a folder of an AFM model, ours or mlx-lm's | `mlx_lm.py`; a Core ML package by `coreml/`, a Core AI bundle by `coreai/` |
+| a folder of an AFM model, ours or mlx-lm's | `mlx_lm.py`; for Core ML `coreml/`, for Core AI `coreai/` |
 | any other model that mlx-lm knows, as a folder or a hub id | `other_models.py`, through mlx-lm |
 
 The first two locate a model's parameters, and `folder_writer.py` writes them.
@@ -142,7 +142,7 @@ def _convert_to_core_ai(
 ) -> None:
     if mlx_path.suffix == SUFFIX:
         raise AFMError(
-            f"A Core AI bundle is a folder that holds an asset and a tokenizer, and {mlx_path} has the name of an "
+            f"A Core AI bundle is a folder with an asset and a tokenizer, and {mlx_path} has the name of an "
             f"asset. Leave {SUFFIX} out (--mlx-path)."
         )
     plan = plan_bundle(

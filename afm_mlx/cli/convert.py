@@ -1,4 +1,4 @@
-"""Make a model folder from a toolkit checkpoint, a model folder or a hub model, or a package for Core ML or Core AI."""
+"""Make a model folder from a checkpoint, a folder or a hub model, or a package for Core ML or Core AI."""
 
 from __future__ import annotations
 

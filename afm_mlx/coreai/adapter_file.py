@@ -1,6 +1,7 @@
 """An adapter of a Core AI bundle: a safetensors file with the arrays that functions take.
 
-Its metadata have the fingerprint of the base model and the rank. `afm-mlx adapter convert --to coreai` writes it.
+Its metadata have the fingerprint of the base model and the rank. `afm-mlx adapter convert --to coreai` writes
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def read_adapter_arrays(file: str | Path, bundle: CoreAIBundle) -> dict[str, np.
     """Read an adapter's arrays by the names of a bundle's inputs, in the bundle's type.
 
     Raises:
-        AFMError: if the file can't be read, was made for another model or another rank, or is damaged; or if the
-            bundle takes no adapters.
+        AFMError: if the file can't be read, is damaged, or was made for another model or another rank; or if
+            the bundle takes no adapters.
     """
     bundle.function_names(adapter=True)
     assert bundle.adapter_rank is not None

@@ -94,17 +94,15 @@ class CoreAIBundle:
         return cls(path, asset, config, fingerprint, dtype, tuple(lengths), rank)
 
     def function_names(self, adapter: bool) -> dict[int, str]:
-        """Return the functions that take each number of tokens: prompts, and 1 for steps if no prompt is one.
-
-        The step's key is 0.
+        """Return the names of functions by the number of tokens of a prompt, and of the step by 0.
 
         Raises:
             AFMError: if functions with an adapter are wanted, and there are none.
         """
         if adapter and self.adapter_rank is None:
             raise AFMError(
-                f"{self.path} takes no adapters. Make it again with afm-mlx convert --to coreai --adapter-rank, "
-                "the largest rank of the adapters."
+                f"{self.path} takes no adapters. Make it again with afm-mlx convert --to coreai "
+                "--adapter-rank, the largest rank of the adapters."
             )
         suffix = "_adapter" if adapter else ""
         names = {length: f"prompt_{length}{suffix}" for length in self.prompt_lengths}
@@ -150,8 +148,8 @@ def _read_json(path: Path, file: Path) -> Mapping[str, Any]:
         values = json.loads(read_file(file, _METADATA_BYTES))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is no bundle: {named(str(file.relative_to(path)))} is missing. A Core AI bundle is a folder "
-            "that afm-mlx convert --to coreai makes."
+            f"{path} is no bundle: {named(str(file.relative_to(path)))} is missing. A Core AI bundle is a "
+            "folder that afm-mlx convert --to coreai makes."
         ) from None
     except OSError as error:
         _fail(path, f"{file.name} can't be read: {reason_of(error)}")

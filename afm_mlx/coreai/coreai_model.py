@@ -137,8 +137,8 @@ class _Runtime:
         shape = bundle.state_shape()
         if found != wanted or states != {"keys": shape, "values": shape}:
             raise AFMError(
-                f"{self._path}: {name} takes other arrays than its afm_config means. Make the bundle again with "
-                "afm-mlx convert --to coreai."
+                f"{self._path}: {name} takes other arrays than its afm_config means. Make the bundle again "
+                "with afm-mlx convert --to coreai."
             )
 
     async def _load(self, asset: Path) -> Any:

@@ -30,7 +30,7 @@ class ExportedModel(ABC):
 
     @abstractmethod
     def read_prompt(self, tokens: np.ndarray, count: int) -> np.ndarray | None:
-        """Write keys and values of `tokens` (L,) int32 from `position` on; only the first `count` are no padding.
+        """Write keys and values of `tokens` (L,) int32 from `position` on; those after `count` are padding.
 
         Returns:
             logits (vocab_size,) float32 after token `count - 1`, or None if prompts have none.

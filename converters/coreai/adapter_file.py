@@ -38,8 +38,8 @@ def write_adapter_file(
     rank = bundle.adapter_rank
     if config.rank > rank:
         raise AFMError(
-            f"{adapter} has rank {config.rank}, and {bundle.path} takes up to {rank}. Make the bundle again with "
-            f"--adapter-rank {config.rank}."
+            f"{adapter} has rank {config.rank}, and {bundle.path} takes up to {rank}. Make the bundle again "
+            f"with --adapter-rank {config.rank}."
         )
     name, dtype = Path(adapter).name, np.dtype(bundle.dtype)
     source = AdapterSource(name, adapter, tensors, config, bundle.config, dtype)

@@ -3,7 +3,7 @@
 | the folder's matrix | operations |
 | --- | --- |
 | float | a constant, stored transposed, (K, N), for products |
-| balanced | `blockwise_shift_scale` of codes: `scale * (code - 0) + offset`, offset = -scale * (2**bits - 1) / 2 |
+| balanced | `blockwise_shift_scale` of codes: `scale * code + offset`, offset = -scale * (2**bits - 1) / 2 |
 | affine | the same, with the biases as offsets |
 | palette | `lut_to_dense` of codes |
 """
@@ -16,9 +16,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from coreai import authoring  # first: coreai-core's modules import each other in circles
 from coreai._compiler.dialects import coreai
 from coreai._compiler.ir import Attribute, DenseResourceElementsAttr, Value
-from coreai.authoring import TensorType
 
 from afm_mlx.converters.graph_source import Float, Source, check_held, per_row, shared_tables
 from afm_mlx.kernels import PackedWeight
@@ -32,7 +32,7 @@ _CODE_TYPES = {
 
 def tensor_type(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return the module's type of an array; a dimension of -1 is dynamic."""
-    return TensorType(shape, dtype)._to_mlir()
+    return authoring.TensorType(shape, dtype)._to_mlir()
 
 
 class Constants:

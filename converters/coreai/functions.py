@@ -1,11 +1,14 @@
 """The functions of a Core AI asset.
 
-| function | inputs | does | output |
-| --- | --- | --- | --- |
-| `prompt_N` | `tokens` (1, N), `position` (1,), `count` (1,) | writes keys and values of N tokens, and runs the reuse blocks for token `count - 1` alone | `logits` (1, vocab_size) |
-| `step` | `tokens` (1, 1), `position` (1,) | the same for one token | `logits` (1, vocab_size) |
-| `prompt_N_adapter`, `step_adapter` | the same, and an A and a B for each matrix | the same with an adapter | the same |
-| `main` | `input_ids` (1, L), `position_ids` (1, S) | all blocks for the last L of S tokens | `logits` (1, L, vocab_size) |
+| function | inputs | does |
+| --- | --- | --- |
+| `prompt_N` | `tokens` (1, N), `position` (1,), `count` (1,) | reuse blocks for token `count - 1` alone |
+| `step` | `tokens` (1, 1), `position` (1,) | one token |
+| `prompt_N_adapter`, `step_adapter` | the same, and an A and a B for each matrix | the same with an adapter |
+| `main` | `input_ids` (1, L), `position_ids` (1, S) | all blocks for the last L of S tokens |
+
+All write keys and values of their tokens, from column `position` on. The output is `logits` (1, vocab_size),
+and of `main` (1, L, vocab_size).
 
 Inputs are int32. All functions have the states `keys` and `values`, (writing blocks, 1, num_kv_heads, columns,
 head_dim). `main` has the signature of Apple's model zoo, with dynamic sizes L, S and columns.
@@ -36,8 +39,8 @@ class Columns(NamedTuple):
     """Where a call's L tokens are in the states, and what attention computes from that.
 
     `first` and `after` are (1,) int32: the column of the first token, and the one after the last token. `read`
-    is the number of columns that attention reads, (1,) int32. `cos` and `sin` are (L, head_dim / 2) float32; the
-    mask (1, L, read), added to scores, is repeated for the heads that share keys.
+    is the number of columns that attention reads, (1,) int32. `cos` and `sin` are (L, head_dim / 2) float32.
+    The mask (1, L, read), which is added to scores, is repeated for the heads that share keys.
     """
 
     first: Value
@@ -172,7 +175,7 @@ class FunctionBuilder:
     def _columns(
         self, first: Value, after: Value, read: Value, columns: Value, every: Value
     ) -> Columns:
-        """Return `Columns` of tokens in `columns` (L,); `every` (read,) has the numbers of all that are read."""
+        """Return `Columns` of tokens in `columns` (L,); `every` (read,) has the numbers of all columns read."""
         config = self._config
         half, length = config.head_dim // 2, config.context_length
         frequencies = config.rope_theta ** -(np.arange(half, dtype=np.float64) / half)

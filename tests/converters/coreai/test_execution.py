@@ -25,14 +25,14 @@ def run_both(rng, path, model, folder, *, adapter=None, steps=12, kv="float"):
     """A prompt of two calls, the second with padding, then steps; the model is fed the same.
 
     Returns:
-        `logits` and `wanted` (1 + steps, vocab_size), and the numbers of int8 codes that differ, by writing block.
+        `logits` and `wanted` (1 + steps, vocab_size), and how many int8 codes differ, by writing block.
     """
     bundle, executed = CoreAIBundle.read(path), Executed(path)
     config, states = model.args, make_states(bundle.config, bundle.dtype)
     suffix, arrays = "", {}
     if adapter is not None:
         suffix, arrays = "_adapter", read_adapter_arrays(path / "adapter.safetensors", bundle)
-        attach_adapter(model, folder / "adapters" / adapter)
+        attach_adapter(model, folder / "adapters" / adapter, force=True)
     tokens = rng.integers(0, config.vocab_size, 2 * LENGTH - 3 + steps).astype(np.int32)
     cache, logits, wanted = model.make_cache(kv), [], []
 
