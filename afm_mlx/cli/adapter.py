@@ -281,8 +281,9 @@ ACTIONS = {
             *_SOURCE,
             *_output(None, [*_FORMATS, _CORE_AI]),
             _model_argument(
-                "for --to coreai, the bundle that runs the adapter. The adapter must fit it, and formats with a "
-                "place for every layer need it for other models than Apple's 3B; by default the one that the adapter's config names, if it is here"),
+                "the adapter must fit it, and formats with a place for every layer need it for other models "
+                "than Apple's 3B; by default the one that the adapter's config names, if it is here. For --to "
+                "coreai, the bundle that runs the adapter"),
             _FORCE,
         ], **_PACKAGE},
         _convert),

@@ -9,6 +9,7 @@ import pytest
 
 from afm_mlx.errors import AFMError
 from afm_mlx.measure import coreml_report as coreml
+from afm_mlx.measure import exported_models
 from tests.tools.coreml import ADAPTER
 
 
@@ -60,7 +61,7 @@ def test_what_can_not_be_made_is_left_out(core_ml, here, done, fails, monkeypatc
 
 def test_a_package_that_fails(core_ml, here, run, monkeypatch):
     monkeypatch.setattr(coreml, "UNITS", ("CPU_AND_GPU",))
-    monkeypatch.setattr(coreml, "ERROR_BOUND", 0.0)
+    monkeypatch.setattr(exported_models, "ERROR_BOUND", 0.0)
     arguments = ("--coreml", core_ml.package, "--model", core_ml.folder, "--report", "r.json")
     status, out, err = run("doctor", *arguments)
     assert (status, err) == (1, "")
