@@ -155,8 +155,9 @@ class _Runtime:
 
 
 def _end(loop: asyncio.AbstractEventLoop, stack: AsyncExitStack, thread: threading.Thread) -> None:
-    """Release the compiled asset, and end the thread."""
-    asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()
+    """Release the compiled asset, and end the thread and the event loop's other threads."""
+    for closing in (stack.aclose(), loop.shutdown_default_executor()):
+        asyncio.run_coroutine_threadsafe(closing, loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def write_bundle(plan: BundlePlan, folder: Path, progress: Progress | None = Non
     module = Module.create()
     with module:
         _build(plan, constants)
-    check_space(folder, constants.nbytes)
+    _reserve(folder, constants.nbytes + (constants.nbytes >> 5) + (1 << 20))
     if progress is not None:
         progress(constants.nbytes, 2 * constants.nbytes)
     asset = folder / f"{folder.name}{SUFFIX}"
@@ -65,6 +67,15 @@ def write_bundle(plan: BundlePlan, folder: Path, progress: Progress | None = Non
     copy_tokenizer_files(plan.folder, tokenizer)
     text = json.dumps(_bundle_metadata(plan, folder.name, facts), indent=2)
     (folder / "metadata.json").write_text(text, encoding="utf-8")
+
+
+def _reserve(folder: Path, nbytes: int) -> None:
+    """Raise unless a file of `nbytes` can be written: if not, LLVM, which writes assets, ends the process."""
+    check_space(folder, nbytes)
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
 
 
 def _build(plan: BundlePlan, constants: Constants) -> None:
