@@ -79,12 +79,11 @@ class Constants:
     def decoded(self, path: str) -> Value:
         """Return a packed matrix as numbers (N, K)."""
         codes = self.codes(path)
-        if (table := self._mapping(path).get("table")) is not None:
-            lut = self.array(f"{path}.table", table[:, None, :, None])
+        if (parts := self.scales(path)) is None:
+            lut = self.array(f"{path}.table", self._mapping(path)["table"][:, None, :, None])
             return coreai.lut_to_dense(codes, lut, coreai.constant(np.array(0, np.int16)))
-        scale, offset = self.scales(path)
-        shape = tuple(scale.type.shape)
-        bits = self._source.matrix(path).rule.bits
+        scale, offset = parts
+        shape, bits = tuple(scale.type.shape), self._packed(path).bits
         size = -(-math.prod(shape) * bits // 8)
         zeros = self._constant(
             f"zeros.{bits}.{shape}", shape, _CODE_TYPES[bits], lambda: np.zeros(size, np.uint8)
@@ -107,7 +106,8 @@ class Constants:
         mapping = self._mapping(path)
         if "scale" not in mapping:
             return None
-        return tuple(self.array(f"{path}.{name}", mapping[name]) for name in ("scale", "offset"))
+        scale, offset = mapping["scale"], mapping["offset"]
+        return self.array(f"{path}.scale", scale), self.array(f"{path}.offset", offset)
 
     def _mapping(self, path: str) -> dict[str, np.ndarray]:
         """Return how codes become numbers: `table` (tables, 2**bits), or `scale` and `offset`."""

@@ -17,7 +17,7 @@ head_dim). `main` has the signature of Apple's model zoo, with dynamic sizes L, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,11 +122,13 @@ class FunctionBuilder:
             logits = self._logits(self._reuse_blocks(x, columns))
             self._close(graph, coreai.expand_dims(logits, _axes(0)))
 
-    def _open(self, name: str, inputs: dict[str, tuple[int, ...]], columns: int) -> Any:
+    def _open(self, name: str, inputs: Mapping[str, tuple[int, ...]], columns: int) -> Any:
         config = self._config
         kind = np.int8 if config.kv_bits is not None else self._dtype
         shape = (config.num_kv_layers, 1, config.num_kv_heads, columns, config.head_dim)
-        types = {key: (size, np.int32) for key, size in inputs.items()}
+        types: dict[str, tuple[tuple[int, ...], Any]] = {
+            key: (size, np.int32) for key, size in inputs.items()
+        }
         types |= dict.fromkeys(STATES, (shape, kind))
         if self._rank is not None:
             types |= {key: (size, self._dtype) for key, size in adapter_inputs(config, self._rank)}
@@ -253,7 +255,7 @@ class FunctionBuilder:
     def _write(self, name: str, block: int, heads: Value, columns: Columns) -> None:
         """Write `heads` (num_kv_heads, L, head_dim) float32 into a block's columns of a state."""
         state, config = self._states[name], self._config
-        kind = self._dtype
+        kind: Any = self._dtype
         if config.kv_bits is not None:
             heads = coreai.broadcasting_maximum(coreai.round_(heads), np.array(-128, np.float32))
             heads = coreai.broadcasting_minimum(heads, np.array(127, np.float32))

@@ -1,9 +1,41 @@
-"""Calls of the functions of a Core AI bundle in Apple's runtime, without the package's own code for that."""
+"""A tiny model with its Core AI bundle, and calls of functions in Apple's runtime itself."""
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+
+from afm_mlx.config import ModelConfig
+from afm_mlx.converters.convert import convert
+from afm_mlx.coreai.bundle import CoreAIBundle
+from afm_mlx.loading.load import load_model
+from tests.tools import adapters
+from tests.tools.cli import CONFIG, write_folder
+
+CONTEXT, LENGTHS, ADAPTER = 40, (4, 12), "tone"
+
+
+class Made(NamedTuple):
+    folder: Path
+    bundle: Path
+    adapter: Path
+
+
+def make_bundle(place, spm, rng):
+    """A model with an adapter, its bundle, which computes in float32, and the adapter's file for it."""
+    from afm_mlx.converters.coreai.adapter_file import write_adapter_file
+
+    config = ModelConfig.from_dict(CONFIG.to_dict() | {"context_length": 64, "vocab_size": 300})
+    folder = write_folder(place / "model", spm, rng, config)
+    tensors = adapters.draw_tensors(load_model(folder), rng, 4, strength=4)
+    adapters.write_folder(folder / "adapters" / ADAPTER, tensors)
+    options = {"dtype": "float32", "prompt_lengths": LENGTHS, "context": CONTEXT}
+    bundle = convert(folder, place / "tiny", to="coreai", adapter_rank=4, **options)
+    file = bundle / "adapters" / f"{ADAPTER}.safetensors"
+    write_adapter_file(folder / "adapters" / ADAPTER, CoreAIBundle.read(bundle), file)
+    return Made(folder, bundle, file)
 
 
 class Executed:

@@ -84,6 +84,19 @@ def test_a_system_without_core_ml(core_ml, done, fails):
     assert "another model" in fails("doctor", "--coreml", core_ml.package, "--model", "afm-nano")
 
 
+def test_core_ai(core_ai, done, fails):
+    """In a process of its own, with a bundle that is named; and one that is made and removed."""
+    options = ("--quick", "--report", "r.json", "--model", core_ai.folder)
+    out = done("doctor", "--coreai", core_ai.bundle, *options)
+    assert "Core AI compared with MLX" in out
+    assert out.endswith("\nAll is well. Report: r.json\n")
+    assert json.loads(Path("r.json").read_text())["runs"][1]["same_tokens"] == 20
+    out = done("doctor", "--coreai", *options, "--adapter-path", "tone")
+    assert "adapter rank    4" in out
+    assert out.endswith("\nAll is well. Report: r.json\n")
+    assert "--coreml does not go with --coreai" in fails("doctor", "--coreml", "--coreai")
+
+
 def test_arguments(fails):
     assert "name that with --model" in fails("doctor", "--coreml", "x.mlpackage")
     assert "--model is for --coreml" in fails("doctor", "--model", "afm-nano")

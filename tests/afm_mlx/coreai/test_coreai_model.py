@@ -12,8 +12,8 @@ from afm_mlx.coreai import CoreAIModel
 from afm_mlx.coreai.availability import import_coreai, obstacle
 from afm_mlx.errors import AFMError, ContextLengthError
 from afm_mlx.loading.load import load_model
-from tests.afm_mlx.coreai.conftest import ADAPTER, CONTEXT, LENGTHS
 from tests.tools.compare import assert_close
+from tests.tools.coreai import ADAPTER, CONTEXT, LENGTHS
 
 BOUND = 1e-4
 

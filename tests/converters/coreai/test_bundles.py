@@ -62,7 +62,7 @@ def test_the_layout_of_the_zoo(rng, write_model, tmp_path, capsys):
 
 
 def test_constants_are_packed_and_stored_once(rng, write_model, tmp_path):
-    """However many functions there are: within 3 % of the folder's weights, but for the program's text."""
+    """However many functions there are: within 3 % of the folder's weights, without the program's text."""
     config = packable(rng, vocab_size=4096, hidden_dim=256, num_layers=2, num_kv_reuse_layers=1)
     folder = write_model(config, rules_of("2 bits"))
     sizes = []
