@@ -17,10 +17,18 @@ from afm_mlx.quantization.quantize_model import Predicate, layer_rules
 from afm_mlx.quantization.rule import QuantizationRule
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-TARGETS = ("afm-mlx", "mlx-lm", "coreml")
+TARGETS = ("afm-mlx", "mlx-lm", "coreml", "coreai")
 PROMPT_LENGTHS = (64, 512)
 NEURAL_ENGINE_PROMPT_LENGTHS = (32,)
 """One fixed length: others report that the Neural Engine runs no longer write to a state (Anemll#27)."""
+_OF_EXPORTS = {
+    "ane": {"coreml": "Core ML packages"},
+    "prompt_lengths": {"coreml": "Core ML packages", "coreai": "Core AI bundles"},
+    "context": {"coreai": "Core AI bundles"},
+    "adapter_rank": {"coreai": "Core AI bundles"},
+    "minimum_os": {"coreai": "Core AI bundles"},
+}
+"""Options that some targets alone have, and what these targets make."""
 RECIPES = {"mixed_2_4": (2, 4), "mixed_2_8": (2, 8), "mixed_4_8": (4, 8)}
 """Bits of most layers, and of the layers that suffer most; see `recipe`."""
 
@@ -31,9 +39,9 @@ class ConversionOptions:
 
     Args:
         dtype: "float16", "bfloat16" or "float32" for weights and adapters; pass None to keep the source's. For
-            a Core ML package the type that it computes in: float16 by default, or float32.
-        to: "afm-mlx"; "mlx-lm" for a folder that mlx-lm itself reads, without our additions; or "coreml" for
-            a Core ML package of a model folder.
+            a Core ML package or a Core AI bundle the type that it computes in: float16 by default, or float32.
+        to: "afm-mlx"; "mlx-lm" for a folder that mlx-lm itself reads, without our additions; "coreml" for a
+            Core ML package, or "coreai" for a Core AI bundle, of a model folder.
         quantize: pack linear layers and embeddings. The options `q_...`, `quant_predicate`, `target_bpw` and
             `data` say how, and are refused without it.
         q_bits: 2, 4 or 8; 2 for balanced weights by default, else 4.
@@ -53,8 +61,11 @@ class ConversionOptions:
             the model folder's `heldout.jsonl`.
         dequantize: write packed layers as floats.
         ane: arrange the operators of a Core ML package for the Neural Engine.
-        prompt_lengths: numbers of tokens that the `prefill` of a Core ML package takes; by default 64 and 512,
-            with `ane` 32.
+        prompt_lengths: numbers of tokens that the prompts of a Core ML package or a Core AI bundle have; by
+            default 64 and 512, with `ane` 32.
+        context: number of tokens that the states of a Core AI bundle hold; the model's context by default.
+        adapter_rank: largest rank of the adapters that a Core AI bundle takes; pass None for no adapters.
+        minimum_os: the oldest macOS and iOS of a Core AI bundle; 27 by default.
     """
 
     dtype: str | None = None
@@ -73,6 +84,9 @@ class ConversionOptions:
     dequantize: bool = False
     ane: bool = False
     prompt_lengths: Sequence[int] | None = None
+    context: int | None = None
+    adapter_rank: int | None = None
+    minimum_os: str | None = None
 
     def check(self) -> None:
         """Raise `AFMError` if options contradict each other or have no effect."""
@@ -82,25 +96,14 @@ class ConversionOptions:
             raise AFMError(
                 f"The target format is {shown(self.to)}; allowed are {', '.join(TARGETS)}."
             )
-        lengths = self.prompt_lengths
-        if not self.for_core_ml:
-            for flag, value in ("ane", self.ane), ("prompt-lengths", lengths):
-                if value:
-                    raise AFMError(
-                        f"--{flag} is for Core ML packages. Add --to coreml, or leave it out."
-                    )
-        elif self.quantize or self.dequantize:
-            raise AFMError(
-                "--to coreml writes weights as the folder has them, packed or not. Convert to a folder with "
-                "-q or -d first, and that one to Core ML."
-            )
-        elif self.dtype == "bfloat16":
-            raise AFMError("Core ML has no bfloat16; --dtype float16 and float32 are allowed.")
-        elif lengths is not None and (not lengths or min(lengths) < 1):
-            raise AFMError(
-                f"--prompt-lengths is {shown(list(lengths))}; it takes one number of tokens or more, each 1 or "
-                "more."
-            )
+        for name, targets in _OF_EXPORTS.items():
+            if getattr(self, name) and self.to not in targets:
+                raise AFMError(
+                    f"--{name.replace('_', '-')} is for {' and '.join(targets.values())}. Add --to "
+                    f"{' or '.join(targets)}, or leave it out."
+                )
+        if self.is_export:
+            self._check_export()
         if self.quantize and self.dequantize:
             raise AFMError("quantize and dequantize (-q and -d) exclude each other; choose one.")
         names = [name for name in vars(self) if name.startswith("q_")]
@@ -122,6 +125,25 @@ class ConversionOptions:
             raise AFMError(
                 "--data without --target-bpw would do nothing: only a choice of bits is measured on text."
             )
+
+    def _check_export(self) -> None:
+        framework, lengths = ("Core ML" if self.for_core_ml else "Core AI"), self.prompt_lengths
+        if self.quantize or self.dequantize:
+            raise AFMError(
+                f"--to {self.to} writes weights as the folder has them, packed or not. Convert to a folder "
+                f"with -q or -d first, and that one to {framework}."
+            )
+        if self.dtype == "bfloat16":
+            lacks = "Core ML has no" if self.for_core_ml else "Core AI bundles don't compute in"
+            raise AFMError(f"{lacks} bfloat16; --dtype float16 and float32 are allowed.")
+        if lengths is not None and (not lengths or min(lengths) < 1):
+            raise AFMError(
+                f"--prompt-lengths is {shown(list(lengths))}; it takes one number of tokens or more, each 1 or "
+                "more."
+            )
+        for name in ("context", "adapter_rank"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise AFMError(f"--{name.replace('_', '-')} is {shown(value)}; it is 1 or more.")
 
     @property
     def mlx_dtype(self) -> mx.Dtype | None:
@@ -152,6 +174,15 @@ class ConversionOptions:
     @property
     def for_core_ml(self) -> bool:
         return self.to == "coreml"
+
+    @property
+    def for_core_ai(self) -> bool:
+        return self.to == "coreai"
+
+    @property
+    def is_export(self) -> bool:
+        """True if the target is another framework's, which holds weights as the folder has them."""
+        return self.for_core_ml or self.for_core_ai
 
     @property
     def bits_to_mix(self) -> tuple[int, int]:
@@ -201,7 +232,7 @@ class ConversionOptions:
 def prompt_lengths(
     wanted: Sequence[int] | None, context: int, neural_engine: bool
 ) -> tuple[int, ...]:
-    """Return the numbers of tokens that `prefill` of a Core ML package takes, ascending.
+    """Return the numbers of tokens that prompts of a package or a bundle have, ascending.
 
     Without `wanted`, these are the default ones that fit into a context of `context` tokens.
 

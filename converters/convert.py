@@ -1,9 +1,9 @@
-"""`convert` detects the format of a source, and writes a model folder or a Core ML package.
+"""`convert` detects the format of a source, and writes a model folder, a Core ML package or a Core AI bundle.
 
 | source | written by |
 | --- | --- |
 | a toolkit checkpoint: a folder with `base-model.pt`, or a `.pt` file with its config | `toolkit.py` |
-| a folder of an AFM model, ours or mlx-lm's | `mlx_lm.py`; a Core ML package by `coreml/` |
+| a folder of an AFM model, ours or mlx-lm's | `mlx_lm.py`; for Core ML `coreml/`, for Core AI `coreai/` |
 | any other model that mlx-lm knows, as a folder or a hub id | `other_models.py`, through mlx-lm |
 
 The first two locate a model's parameters, and `folder_writer.py` writes them.
@@ -19,11 +19,14 @@ from typing import Any
 from afm_mlx.checkpoint.toolkit_checkpoint import check_archive, is_toolkit_config
 from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions
-from afm_mlx.converters.coreml.source import plan_package
+from afm_mlx.converters.coreai.plan import plan_bundle
+from afm_mlx.converters.coreml.plan import plan_package
 from afm_mlx.converters.mixed_bits import Mix, calibration_file, check_mlx_format, mix_of_folder
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model
 from afm_mlx.converters.toolkit import write_toolkit
+from afm_mlx.coreai.availability import import_coreai
+from afm_mlx.coreai.bundle import SUFFIX
 from afm_mlx.coreml.availability import REINSTALL, import_coremltools
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder, place_beside, refuse_existing
@@ -41,7 +44,7 @@ def convert(
     measuring: Progress | None = None,
     **options: Any,
 ) -> Path:
-    """Convert a checkpoint to a model folder, or a model folder to a Core ML package.
+    """Convert a checkpoint to a model folder, or a model folder to a Core ML package or a Core AI bundle.
 
     The folder is built next to its path and renamed once it is complete: a failure or an interrupt leaves
     nothing behind. The source is never written to.
@@ -72,8 +75,10 @@ def convert(
     source = Path(model) if os.path.exists(model) else resolve_model(model)
     kind = detect(source)
     try:
-        if chosen.for_core_ml:
-            _convert_to_core_ml(source, kind, mlx_path, chosen, progress)
+        if chosen.is_export:
+            _check_exported(source, kind, chosen)
+            export = _convert_to_core_ml if chosen.for_core_ml else _convert_to_core_ai
+            export(source, mlx_path, chosen, progress)
         elif kind in ("toolkit", MODEL_TYPE):
             mix = None
             if chosen.target_bpw is not None:
@@ -95,19 +100,24 @@ def convert(
     return mlx_path
 
 
+def _check_exported(source: Path, kind: str, options: ConversionOptions) -> None:
+    if kind == MODEL_TYPE:
+        return
+    what = "a toolkit checkpoint" if kind == "toolkit" else f"a model of type {shown(kind)}"
+    made = "Core ML package" if options.for_core_ml else "Core AI bundle"
+    raise AFMError(
+        f"{source} is {what}; a {made} is made of an AFM model's folder. `afm-mlx convert` makes "
+        "one of a toolkit checkpoint."
+    )
+
+
 def _convert_to_core_ml(
-    source: Path, kind: str, mlx_path: Path, options: ConversionOptions, progress: Progress | None
+    source: Path, mlx_path: Path, options: ConversionOptions, progress: Progress | None
 ) -> None:
     if mlx_path.suffix != ".mlpackage":
         raise AFMError(
             f"A Core ML package is a folder whose name ends with .mlpackage, and {mlx_path} does not. "
             "Choose such a path (--mlx-path)."
-        )
-    if kind != MODEL_TYPE:
-        what = "a toolkit checkpoint" if kind == "toolkit" else f"a model of type {shown(kind)}"
-        raise AFMError(
-            f"{source} is {what}; a Core ML package is made of an AFM model's folder. `afm-mlx convert` makes "
-            "one of a toolkit checkpoint."
         )
     plan = plan_package(
         source,
@@ -125,6 +135,29 @@ def _convert_to_core_ml(
         ) from error
     with atomic_folder(mlx_path) as folder:
         write_package(plan, folder, progress)
+
+
+def _convert_to_core_ai(
+    source: Path, mlx_path: Path, options: ConversionOptions, progress: Progress | None
+) -> None:
+    if mlx_path.suffix == SUFFIX:
+        raise AFMError(
+            f"A Core AI bundle is a folder with an asset and a tokenizer, and {mlx_path} has the name of an "
+            f"asset. Leave {SUFFIX} out (--mlx-path)."
+        )
+    plan = plan_bundle(
+        source,
+        dtype=options.dtype or "float16",
+        context=options.context,
+        lengths=options.prompt_lengths,
+        adapter_rank=options.adapter_rank,
+        minimum_os=options.minimum_os or "27",
+    )
+    import_coreai("coreai.authoring")
+    from afm_mlx.converters.coreai.bundle_writer import write_bundle
+
+    with atomic_folder(mlx_path) as folder:
+        write_bundle(plan, folder, progress)
 
 
 def _mix_of_afm(

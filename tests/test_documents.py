@@ -34,6 +34,13 @@ def without_coremltools(part: str) -> dict[str, str]:
     return {} if find_spec("coremltools") else {part: "needs coremltools"}
 
 
+def without_coreai_core() -> dict[str, str]:
+    """Reasons for what needs coreai-core, where it is not installed."""
+    doctor = {"afm-mlx doctor --coreai": "takes a minute; its own tests run it with a tiny model"}
+    parts = ("--to coreai", "CoreAIModel(")
+    return doctor | ({} if find_spec("coreai") else dict.fromkeys(parts, "needs coreai-core"))
+
+
 PAGES: dict[str, dict[str, str]] = {
     "adapters.md": {},
     "architecture.md": {},
@@ -44,6 +51,7 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "chat.md": {},
     "concepts.md": {},
+    "coreai.md": without_coreai_core(),
     "coreml.md": without_coremltools("--to coreml"),
     "dependencies.md": {},
     "doctor.md": {"afm-mlx doctor": "a minute; its own tests run it with small problems"},

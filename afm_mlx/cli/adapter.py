@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # The names of afm_mlx.adapters.formats, which imports MLX.
 _FORMATS = ["mlx-lm", "peft", "toolkit", "fmadapter"]
+_CORE_AI = "coreai"
 _DTYPES = ["float16", "bfloat16", "float32"]
 
 # fmt: off
@@ -56,10 +57,10 @@ def _model_argument(purpose: str) -> Argument:
     return Argument("--model", None, f"folder, hub id or name of the base model: {purpose}")
 
 
-def _output(default: str | None) -> list[Argument]:
+def _output(default: str | None, formats: Sequence[str] = _FORMATS) -> list[Argument]:
     """Return the arguments of the adapter to write; pass None as the `default` format if it must be given."""
     return [
-        Argument("--to", _FORMATS, "format of what is written", default),
+        Argument("--to", [*formats], "format of what is written", default),
         Argument("--output", None,
                  "what to write, which must not exist: a folder, NAME.pt or NAME.fmadapter"),
         Argument("--dtype", _DTYPES,
@@ -86,7 +87,7 @@ def _output_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
         )
     if args.qkv != "fused" and args.to != "peft":
         raise UsageError(f"--qkv is for PEFT folders; it has no effect on {args.to}. Leave it out.")
-    if args.dtype is not None and args.to in ("toolkit", "fmadapter"):
+    if args.dtype is not None and args.to in ("toolkit", "fmadapter", _CORE_AI):
         raise UsageError(
             f"--dtype is {args.dtype}, and {args.to} has a type of its own. Leave it out."
         )
@@ -161,6 +162,9 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
+    if args.to == _CORE_AI:
+        _convert_to_core_ai(args)
+        return
     wanted = {"adapter_path": "what to convert", "to": "what to convert it to"}
     _require(args, "convert", **wanted, output="what to write")
     options, package = _output_options(args)
@@ -178,6 +182,24 @@ def _convert(args: argparse.Namespace) -> None:
         **options,
     )
     _print_written(args.output, config)
+
+
+def _convert_to_core_ai(args: argparse.Namespace) -> None:
+    needed = "the Core AI bundle that runs the adapter"
+    _require(args, "convert", adapter_path="what to convert", model=needed)
+    _output_options(args)
+    from afm_mlx.converters.coreai.adapter_file import write_adapter_file
+    from afm_mlx.coreai.bundle import CoreAIBundle
+    from afm_mlx.loading.resolve import resolve_adapter, resolve_model
+
+    bundle = CoreAIBundle.read(args.model)
+    path = Path(os.path.expanduser(args.adapter_path))
+    if not path.exists():
+        path = resolve_adapter(args.adapter_path, resolve_model(EMBEDDED_MODEL))
+    output = args.output or bundle.path / "adapters" / f"{path.stem}.safetensors"
+    write_adapter_file(path, bundle, Path(output), alpha=args.alpha, force=args.force)
+    size = Path(output).stat().st_size
+    print(f"{output}: {size / 1e6:,.1f} MB, rank {bundle.adapter_rank} of {bundle.path}")
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -257,10 +279,11 @@ ACTIONS = {
         "Write an adapter in another format. Numbers keep every bit where the format can hold them.",
         {"options": [
             *_SOURCE,
-            *_output(default=None),
+            *_output(None, [*_FORMATS, _CORE_AI]),
             _model_argument(
                 "the adapter must fit it, and formats with a place for every layer need it for other models "
-                "than Apple's 3B; by default the one that the adapter's config names, if it is here"),
+                "than Apple's 3B; by default the one that the adapter's config names, if it is here. For --to "
+                "coreai, the bundle that runs the adapter"),
             _FORCE,
         ], **_PACKAGE},
         _convert),

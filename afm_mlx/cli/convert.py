@@ -1,4 +1,4 @@
-"""Make a model folder from a toolkit checkpoint, a model folder or a hub model, or make a Core ML package."""
+"""Make a model folder from a checkpoint, a folder or a hub model, or a package for Core ML or Core AI."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ ARGUMENTS = {
         Argument("--mlx-path", None, "folder to make; it must not exist", "mlx_model"),
         Argument("--dtype", ["float16", "bfloat16", "float32"],
                  "type of the weights; by default the source's"),
-        Argument("--to", ["afm-mlx", "mlx-lm", "coreml"],
+        Argument("--to", ["afm-mlx", "mlx-lm", "coreml", "coreai"],
                  "mlx-lm: a folder that unmodified mlx-lm reads, with affine layers in place of balanced "
-                 "ones. coreml "
-                 "makes a Core ML package of a model folder",
+                 "ones. coreml and coreai make a Core ML package and a Core AI bundle of a model folder",
                  "afm-mlx"),
         unavailable("--upload-repo", "nothing is uploaded; `hf upload` does that"),
         unavailable("--trust-remote-code", "no code of the source is run here", nargs=0),
@@ -61,9 +60,18 @@ ARGUMENTS = {
         Argument("--ane", FLAG,
                  "arrange operators for the Neural Engine: channels first, convolutions, split heads"),
         Argument("--prompt-lengths", integer(1),
-                 "numbers of tokens that prefill takes; 64 and 512 by default, 32 with --ane. "
+                 "numbers of tokens that prompts have, for Core AI too; 64 and 512 by default, 32 with --ane. "
                  "One alone makes a fixed shape",
                  nargs="+", metavar="TOKENS"),
+    ],
+    "Core AI bundles": [
+        Argument("--context", integer(1),
+                 "number of tokens that keys and values are kept for; the model's context by default",
+                 metavar="TOKENS"),
+        Argument("--adapter-rank", integer(1),
+                 "also make functions that take an adapter of up to this rank as inputs",
+                 metavar="RANK"),
+        Argument("--minimum-os", None, "the oldest macOS and iOS; 27 by default", metavar="VERSION"),
     ],
 }
 # fmt: on
@@ -89,6 +97,10 @@ def run(args: argparse.Namespace) -> None:
 
         parts = package_size(folder)
         print(f"{folder}: {parts[0] / 1e6:,.1f} MB of weights, {parts[1] / 1e6:,.1f} MB of program")
+        return
+    if args.to == "coreai":
+        sizes = [path.stat().st_size for path in folder.rglob("main.mlirb")]
+        print(f"{folder}: {sum(sizes) / 1e6:,.1f} MB of functions and weights")
         return
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     weights = describe_stored_weights(folder)

@@ -1,4 +1,4 @@
-"""Test every kernel on this machine, or Core ML, and write a report that can be sent in.
+"""Test every kernel on this machine, Core ML or Core AI, and write a report that can be sent in.
 
 Exit status: 0 when all is well, 1 when a kernel or a package failed.
 """
@@ -21,7 +21,7 @@ from afm_mlx.errors import AFMError
 
 FAILED = 1
 MADE = ""
-"""Value of `--coreml` without a package: packages are made from the model."""
+"""Value of `--coreml` or `--coreai` without a path: packages are made from the model."""
 # Beginnings of reasons that hold for a whole backend.
 _OF_BACKEND = ("runs on ", "MLX has no ", "the C++ extension ")
 
@@ -32,43 +32,49 @@ ARGUMENTS = {
         Argument("--quick", FLAG, "run a few problems, in about a second, without timing"),
         Argument("--report", None,
                  "where the report goes; afm-mlx-report-DATE.json in this folder by default, with --coreml "
-                 "afm-mlx-report-coreml-DATE.json",
+                 "afm-mlx-report-coreml-DATE.json, and so with --coreai",
                  metavar="FILE"),
         Argument("--retry", FLAG, "also run kernels that crashed the process last time"),
         Argument("--seed", integer(0, MAX_SEED),
                  "seed of the random inputs, to repeat a report; fresh by default"),
         JSON,
     ],
-    "Core ML": [
+    "Core ML and Core AI": [
         Argument("--coreml", None,
                  "test Core ML instead of kernels: a package of convert --to coreml, or packages that are made "
                  "from the model and removed afterwards. They are compared with MLX, and both are timed",
                  nargs="?", const=MADE, metavar="PACKAGE"),
+        Argument("--coreai", None,
+                 "test Core AI in the same way: a bundle of convert --to coreai, or one that is made from the "
+                 "model and removed afterwards",
+                 nargs="?", const=MADE, metavar="BUNDLE"),
         Argument("--model", None, "model folder of the package; afm-nano by default"),
         Argument("--adapter-path", None, "name of an adapter that the model and the package have"),
     ],
 }
 # fmt: on
-_ONLY_KERNELS, _ONLY_COREML = ("retry",), ("model", "adapter_path")
+_ONLY_KERNELS, _ONLY_EXPORTS = ("retry",), ("model", "adapter_path")
 
 
 def run(args: argparse.Namespace) -> int:
-    coreml = args.coreml is not None
-    for name in _ONLY_KERNELS if coreml else _ONLY_COREML:
+    if args.coreml is not None and args.coreai is not None:
+        raise UsageError("--coreml does not go with --coreai. Leave one of them out.")
+    flag = "coreml" if args.coreml is not None else "coreai" if args.coreai is not None else None
+    for name in _ONLY_EXPORTS if flag is None else _ONLY_KERNELS:
         if getattr(args, name):
             raise UsageError(
-                f"{flag_of(name)} does not go with --coreml. Leave one of them out."
-                if coreml
-                else f"{flag_of(name)} is for --coreml. Add that, or leave {flag_of(name)} out."
+                f"{flag_of(name)} is for --coreml and --coreai. Add one, or leave {flag_of(name)} out."
+                if flag is None
+                else f"{flag_of(name)} does not go with --{flag}. Leave one of them out."
             )
-    name = "afm-mlx-report-coreml" if coreml else "afm-mlx-report"
+    name = f"afm-mlx-report-{flag}" if flag else "afm-mlx-report"
     path = Path(args.report or f"{name}-{datetime.date.today()}.json")
     if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
         raise UsageError(f"--report {path} can't be written: name a file in a folder that exists.")
     from afm_mlx.files import atomic_write
 
-    if coreml:
-        facts = _examine_coreml(args)
+    if flag is not None:
+        facts = _examine_coreml(args) if flag == "coreml" else _examine_coreai(args)
     else:
         from afm_mlx.measure.kernel_report import examine
 
@@ -78,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
         temporary.write_text(json.dumps(finite(facts), indent=1, allow_nan=False), encoding="utf-8")
     if args.json:
         print_json(facts)
-    elif coreml:
-        _print_coreml(facts, path)
+    elif flag is not None:
+        _print_export(facts, path, "Core ML" if flag == "coreml" else "Core AI")
     else:
         _print_kernels(facts, path)
     return 0 if facts["ok"] else FAILED
@@ -180,15 +186,9 @@ _UNITS = {"CPU_ONLY": "CPU", "CPU_AND_GPU": "CPU and GPU", "CPU_AND_NE": "CPU an
 
 
 def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:
-    from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
     from afm_mlx.measure.coreml_report import examine_coreml
 
-    if args.coreml != MADE and args.model is None:
-        raise UsageError(
-            f"--coreml {args.coreml} is compared with the model folder that it was made from: name that with "
-            "--model."
-        )
-    folder = resolve_model(args.model or EMBEDDED_MODEL)
+    folder = _compared_folder("coreml", args)
     with (
         _packages(args.coreml, folder) as (packages, not_made),
         progress_bar("comparing", " runs") as progress,
@@ -196,6 +196,57 @@ def _examine_coreml(args: argparse.Namespace) -> dict[str, Any]:
         options = {"adapter": args.adapter_path, "quick": args.quick, "seed": args.seed}
         facts = examine_coreml(packages, folder, progress=progress, **options)
     return {**facts, "not_made": not_made}
+
+
+def _compared_folder(flag: str, args: argparse.Namespace) -> Path:
+    """Return the model folder that a package is compared with."""
+    from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
+
+    if (named := getattr(args, flag)) != MADE and args.model is None:
+        raise UsageError(
+            f"--{flag} {named} is compared with the model folder that it was made from: name that with "
+            "--model."
+        )
+    return resolve_model(args.model or EMBEDDED_MODEL)
+
+
+def _examine_coreai(args: argparse.Namespace) -> dict[str, Any]:
+    from afm_mlx.measure.coreai_report import examine_coreai
+
+    folder = _compared_folder("coreai", args)
+    with (
+        _bundle(args.coreai, folder, args.adapter_path) as path,
+        progress_bar("comparing", " runs") as progress,
+    ):
+        options = {"adapter": args.adapter_path, "quick": args.quick, "seed": args.seed}
+        facts = examine_coreai(path, folder, progress=progress, **options)
+    return {**facts, "not_made": {}}
+
+
+@contextlib.contextmanager
+def _bundle(named: str, folder: Path, adapter: str | None) -> Iterator[Path | None]:
+    """Yield the bundle `named`, or one that is made of the model and removed; None without Core AI."""
+    from afm_mlx.adapters.adapter_folder import load_adapter
+    from afm_mlx.converters.convert import convert
+    from afm_mlx.coreai.availability import obstacle
+    from afm_mlx.coreai.bundle import CoreAIBundle
+    from afm_mlx.loading.resolve import resolve_adapter
+
+    if named != MADE or obstacle() is not None:
+        yield None if named == MADE else Path(named)
+        return
+    found = None if adapter is None else resolve_adapter(adapter, folder)
+    rank = None if found is None else load_adapter(found)[1].rank
+    with tempfile.TemporaryDirectory(prefix="afm-mlx-coreai-") as temporary:
+        path = Path(temporary) / "bundle"
+        with progress_bar("making a bundle", "B") as progress:
+            convert(folder, path, progress=progress, to="coreai", adapter_rank=rank)
+        if found is not None:
+            from afm_mlx.converters.coreai.adapter_file import write_adapter_file
+
+            file = path / "adapters" / f"{adapter}.safetensors"
+            write_adapter_file(found, CoreAIBundle.read(path), file)
+        yield path
 
 
 @contextlib.contextmanager
@@ -231,13 +282,14 @@ def _packages(named: str, folder: Path) -> Iterator[tuple[dict[str, Path], dict[
         yield packages, not_made
 
 
-def _print_coreml(facts: dict[str, Any], path: Path) -> None:
+def _print_export(facts: dict[str, Any], path: Path, framework: str) -> None:
     print_facts({name: facts[name] for name in ("machine", "runtime")})
     for name, package in facts["packages"].items():
         print_facts({f"package_{name}": package})
     if facts["runs"]:
         print(
-            "\nCore ML compared with MLX: difference of logits as a share of their size, and tokens per second"
+            f"\n{framework} compared with MLX: difference of logits as a share of their size, and tokens per "
+            "second"
         )
         print_table([_COREML_TITLES, *map(_coreml_row, facts["runs"])])
         _print_devices(facts["runs"])
@@ -264,7 +316,7 @@ def _coreml_row(run: dict[str, Any]) -> tuple[str, ...]:
         return ("MLX", "-", "-", "-", *figures, "")
     compared = "error" in run
     return (
-        f"{run['package']}: {_UNITS[run['compute_units']]}",
+        _run_name(run),
         f"{run['load_seconds']:.1f} s" if compared else "-",
         f"{run['error']:.1e}" if compared else "-",
         f"{run['same_tokens']} of {run['steps']}" if compared else "-",
@@ -273,12 +325,17 @@ def _coreml_row(run: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _run_name(run: dict[str, Any]) -> str:
+    units = run.get("compute_units")
+    return run["package"] if units is None else f"{run['package']}: {_UNITS[units]}"
+
+
 def _print_devices(runs: list[dict[str, Any]]) -> None:
     """Print which devices run the operations, as far as Core ML tells."""
     lines = []
     for run in runs:
         devices = run.get("devices", {})
-        name = "" if "package" not in run else f"{run['package']}: {_UNITS[run['compute_units']]}"
+        name = "" if "package" not in run else _run_name(run)
         if isinstance(devices, str):
             lines.append(f"  {name}: not known. {devices}")
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from afm_mlx.coreml.availability import import_coremltools, obstacle
 from afm_mlx.coreml.package import DECODE, PREFILL, CoreMLPackage
-from afm_mlx.errors import AFMError, ContextLengthError, shown
+from afm_mlx.errors import AFMError, shown
+from afm_mlx.model.exported_model import ExportedModel
 
 COMPUTE_UNITS = ("CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE", "ALL")
 """Devices that a package may run on; `CPU_AND_NE` is the CPU and the Neural Engine."""
@@ -82,10 +83,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-_PADDING = 0
-
-
-class CoreMLModel:
+class CoreMLModel(ExportedModel):
     """A loaded package of `afm-mlx convert --to coreml`, with the keys and values of one conversation.
 
         model = CoreMLModel("model.mlpackage", compute_units="CPU_AND_NE")
@@ -115,147 +113,24 @@ class CoreMLModel:
             self.package.function_names(adapter), compute_units
         )
         self._state = self._decode.make_state()
-        self.position = 0
+        super().__init__(self.package.config, self.package.prompt_lengths)
 
-    def prefill(self, tokens: Sequence[int]) -> None:
-        """Compute the keys and values of the next tokens, and no logits.
-
-        Args:
-            tokens: ids of any number of tokens.
-
-        Raises:
-            AFMError: for ids outside of the vocabulary.
-            ContextLengthError: for more tokens than fit into the context.
-        """
-        ids = self._checked(tokens)
-        room = self.package.config.context_length - self.position - len(ids)
-        done = 0
-        for length in prompt_chunks(len(ids), self.package.prompt_lengths, room):
-            chunk = ids[done : done + (length or 1)]
-            done += len(chunk)
-            if length == ONE_TOKEN:
-                self._call(self._decode, chunk)
-            else:
-                padded = np.pad(chunk, (0, length - len(chunk)), constant_values=_PADDING)
-                end = self._call(self._prefill, padded)["next_position"]
-                # Core ML has been seen to run another length than it was given, without an error.
-                if (read := int(end[0]) - self.position) != length:
-                    raise AFMError(
-                        f"Core ML read {read} tokens of {length}, on {self._units}. Try other compute "
-                        "units, or a package with one prompt length."
-                    )
-            self.position += len(chunk)
-
-    def decode(self, token: int) -> np.ndarray:
-        """Return the logits (vocab_size,) float32 after one more token.
-
-        Raises:
-            AFMError: for an id outside of the vocabulary.
-            ContextLengthError: if the context is full.
-        """
-        logits = self._call(self._decode, self._checked([token]))["logits"]
-        self.position += 1
-        return np.asarray(logits, np.float32).reshape(-1)
-
-    def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the logits (vocab_size,) float32 after a prompt.
-
-        Raises:
-            AFMError: if there is no token, and as `prefill` does.
-        """
-        if not len(tokens):
-            raise AFMError("The prompt has no tokens; one at least is needed.")
-        self._checked(tokens)
-        self.prefill(tokens[:-1])
-        return self.decode(tokens[-1])
-
-    def greedy(
-        self, tokens: Sequence[int], max_tokens: int, end_tokens: Collection[int] = ()
-    ) -> Iterator[int]:
-        """Yield the tokens that follow a prompt, each the most likely one.
-
-        Args:
-            tokens: ids of the prompt, which continues from `position`.
-            max_tokens: maximum number of tokens to generate.
-            end_tokens: ids that end the answer and are not part of it.
-        """
-        logits = self.logits(tokens)
-        for left in reversed(range(max_tokens)):
-            token = int(logits.argmax())
-            if token in end_tokens:
-                return
-            yield token
-            if left:
-                logits = self.decode(token)
-
-    def rewind(self, position: int = 0) -> None:
-        """Drop the keys and values of all tokens from `position` on.
-
-        Raises:
-            AFMError: if there are fewer tokens than `position`.
-        """
-        if not 0 <= position <= self.position:
+    def read_prompt(self, tokens: np.ndarray, count: int) -> None:
+        end = self._call(self._prefill, tokens)["next_position"]
+        # Core ML has been seen to run another length than it was given, without an error.
+        if (read := int(end[0]) - self.position) != len(tokens):
             raise AFMError(
-                f"position is {shown(position)}; 0 to {self.position} have been reached."
+                f"Core ML read {read} tokens of {len(tokens)}, on {self._units}. Try other compute "
+                "units, or a package with one prompt length."
             )
-        self.position = position
+
+    def read_token(self, token: int) -> np.ndarray:
+        logits = self._call(self._decode, np.array([token], np.int32))["logits"]
+        return np.asarray(logits, np.float32).reshape(-1)
 
     def _call(self, function: LoadedFunction, tokens: np.ndarray) -> dict[str, np.ndarray]:
         inputs = {"tokens": tokens[None], "position": np.array([self.position], np.int32)}
         return dict(function.predict(inputs, self._state))
-
-    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return tokens as (L,) int32; raise unless they are in the vocabulary and fit into the context."""
-        config = self.package.config
-        ids = np.asarray(tokens, np.int64).reshape(-1)
-        for wrong in ids[(ids < 0) | (ids >= config.vocab_size)]:
-            raise AFMError(
-                f"The token {wrong} is none of this model; ids are 0 to {config.vocab_size - 1}."
-            )
-        if self.position + len(ids) > config.context_length:
-            raise ContextLengthError(
-                f"{len(ids)} tokens after {self.position} are more than the package's context of "
-                f"{config.context_length}. Shorten the prompt, or rewind."
-            )
-        return ids.astype(np.int32)
-
-
-# -- prompts
-
-ONE_TOKEN = 0
-"""Represents a call of `decode` with one token, whose logits are dropped."""
-
-_CALL = 32
-"""Number of tokens that take roughly as long to compute as the weights take to read."""
-
-
-def prompt_chunks(count: int, lengths: Sequence[int], room: int) -> list[int]:
-    """Return the lengths of the calls that together prefill `count` tokens in the least time.
-
-    Each is one of `lengths`, or `ONE_TOKEN` for a call of `decode`.
-
-    All choices of lengths compute the same keys and values. A call reads all weights, however few its tokens,
-    and computes all its tokens, padding included. Only the last call may be longer than the rest of the prompt.
-    Its padding writes columns after the prompt, no more than `room`, which are written again before any token
-    sees them.
-    """
-    costs, first = [0], [ONE_TOKEN]
-    for left in range(1, count + 1):
-        # A call of `decode` runs the reuse blocks and the head too.
-        options = [(2 * (_CALL + 1) + costs[left - 1], ONE_TOKEN)]
-        options += [
-            (_CALL + length + costs[max(0, left - length)], length)
-            for length in lengths
-            if length - left <= room
-        ]
-        cost, length = min(options)
-        costs.append(cost)
-        first.append(length)
-    chunks, left = [], count
-    while left > 0:
-        chunks.append(first[left])
-        left -= first[left] or 1
-    return chunks
 
 
 # -- devices

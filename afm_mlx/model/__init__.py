@@ -7,6 +7,7 @@
 | `fused_layers.py` | linear layers with the norm before and the addition after them, and with adapters |
 | `kv_cache.py` | keys and values of the tokens so far |
 | `decode_step.py` | a decode step that is traced once and replayed |
+| `exported_model.py` | a model that another framework runs: prompts in calls of fixed lengths, then steps |
 | `pooling.py` | hidden states to vectors of texts |
 | `zoo_blocks.py` | mlx-lm's Llama and Qwen3 blocks by our operations, on a CPU, and their cache |
 | `wired_memory.py` | memory that macOS keeps resident while a model runs |

@@ -1,10 +1,10 @@
 """AFM model folders as Core ML packages: ML Programs of iOS 18 and macOS 15.
 
-    folder -> Source (matrices in files) -> Program (constants without data) -> weight.bin, model.mlmodel
+    folder -> Source (`../graph_source.py`) -> Program (constants without data) -> weight.bin, model.mlmodel
 
 | file | content |
 | --- | --- |
-| `source.py` | matrices and adapters of a folder, and refusals that need no coremltools |
+| `plan.py` | what a package can hold, and refusals |
 | `compression.py` | matrices as constants of a program |
 | `layouts.py` | functions and blocks in two arrangements of operators |
 | `package_writer.py` | a program into a package |

@@ -32,7 +32,13 @@ from coremltools.converters.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 from coremltools.converters.mil.mil.types.type_int import np_uint2_dtype, np_uint4_dtype
 
-from afm_mlx.converters.coreml.source import Float, StoredMatrix, check_held
+from afm_mlx.converters.graph_source import (
+    Float,
+    StoredMatrix,
+    check_held,
+    per_row,
+    shared_tables,
+)
 from afm_mlx.kernels import PackedWeight, unpack_codes
 
 _CODE_TYPES: dict[int, np.dtype[Any]] = {
@@ -185,9 +191,9 @@ def _code_mapping(packed: PackedWeight, rows: np.ndarray, dtype: Float) -> CodeM
     """Return how codes become numbers of `dtype`; `rows` are rows of the matrix in the program's order."""
     codes = np.arange(2**packed.bits, dtype=np.float32)
     if packed.table is not None:
-        tables = _shared_tables(np.array(packed.table), packed.out_dims, rows)
+        tables = shared_tables(np.array(packed.table), packed.out_dims, rows)
         return CodeMapping(tables.astype(dtype))
-    scale, middle = _per_row(packed.scales, rows), codes[-1] / 2
+    scale, middle = per_row(packed.scales, rows), codes[-1] / 2
     levels = (codes - middle)[None]
     two_bits = packed.bits == 2  # blockwise_shift_scale has no type of 2 bits
     if packed.mode == "balanced":
@@ -201,28 +207,9 @@ def _code_mapping(packed: PackedWeight, rows: np.ndarray, dtype: Float) -> CodeM
         if two_bits:
             return CodeMapping(levels.astype(dtype), scale.astype(dtype))
         return CodeMapping(None, scale.astype(dtype), np.full(scale.shape, middle, dtype))
-    bias = _per_row(packed.biases, rows)
+    bias = per_row(packed.biases, rows)
     if packed.granularity == "tensor":
         return CodeMapping((scale * codes + bias).astype(dtype))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         offset = np.where(bias == 0, 0, -bias / scale).astype(dtype)
     return CodeMapping(codes[None].astype(dtype) if two_bits else None, scale.astype(dtype), offset)
-
-
-def _per_row(array: mx.array | None, rows: np.ndarray) -> np.ndarray:
-    assert array is not None
-    values = np.array(array.astype(mx.float32))
-    if values.ndim == 0:
-        return values.reshape(1, 1)
-    return values.reshape(values.shape[0], -1)[rows]
-
-
-def _shared_tables(tables: np.ndarray, height: int, rows: np.ndarray) -> np.ndarray:
-    """Return the tables for `rows` of a palette of `height` rows: as few as equal runs of rows share."""
-    of_row = rows * tables.shape[0] // height
-    shared = height // tables.shape[0]
-    while shared > 1 and (
-        len(rows) % shared or (of_row.reshape(-1, shared) != of_row[::shared, None]).any()
-    ):
-        shared //= 2
-    return tables[of_row[:: max(shared, 1)]]

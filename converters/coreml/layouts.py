@@ -27,7 +27,7 @@ from coremltools.converters.mil.mil import Function, Var, get_new_symbol, types
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.coreml.compression import Constants, MatrixConstants, Weight
-from afm_mlx.converters.coreml.source import AdapterSource, Float, Source, check_held, half_split
+from afm_mlx.converters.graph_source import AdapterSource, Float, Source, check_held, half_split
 
 TARGET = ct.target.iOS18
 STATES = ("keys", "values")

@@ -36,7 +36,7 @@ from afm_mlx.converters.coreml.layouts import (
     decode_function,
     prefill_function,
 )
-from afm_mlx.converters.coreml.source import PackagePlan
+from afm_mlx.converters.coreml.plan import PackagePlan
 from afm_mlx.errors import AFMError
 from afm_mlx.progress import Progress
 

@@ -38,6 +38,7 @@ ROOMS: dict[str, list[str]] = {
         "load.load_drafts",
     ],
     "coreml": [],
+    "coreai": [],
     "quantization": [],
     "adapters": [
         "pool.AdapterPool",

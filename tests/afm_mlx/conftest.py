@@ -9,6 +9,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.tokenizer.tokenizer import save_tokenizer
 from tests.conftest import SEED
+from tests.tools.coreai import make_bundle
 from tests.tools.coreml import InterpretedPackage, make_package
 from tests.tools.tokenizers import train_tiny_spm
 
@@ -52,6 +53,12 @@ def either_folder(request, tokenizer_folder, tmp_path_factory):
 def core_ml(spm_bpe, tmp_path_factory):
     pytest.importorskip("coremltools", reason="pip install '.[coreml]'")
     return make_package(tmp_path_factory.mktemp("coreml"), spm_bpe, np.random.default_rng(SEED))
+
+
+@pytest.fixture(scope="session")
+def core_ai(spm_bpe, tmp_path_factory):
+    pytest.importorskip("coreai.runtime", reason="pip install '.[coreai]'")
+    return make_bundle(tmp_path_factory.mktemp("coreai"), spm_bpe, np.random.default_rng(SEED))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Small checkpoints, made by tamm as the toolkit's are, with random weights."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from tamm.utils import json as tamm_json
 
 from afm_mlx.checkpoint.weights import load_weights
 from afm_mlx.tokenizer import tokenizer_export
+from tests.tools import exports
 from tests.tools.compare import assert_same_tensors
 from tests.tools.tokenizers import train_tiny_spm
 
@@ -127,3 +129,9 @@ def _one_thread():
 def listing(folder):
     """A folder with all below it: what a failure must leave as it was."""
     return sorted(folder.rglob("*"))
+
+
+@pytest.fixture
+def write_model(rng, tmp_path):
+    """Write a model with random weights to export, see `exports.write_model`; return its folder."""
+    return functools.partial(exports.write_model, tmp_path / "model", rng)

@@ -9,6 +9,7 @@ import pytest
 
 from afm_mlx.errors import AFMError
 from afm_mlx.measure import coreml_report as coreml
+from afm_mlx.measure import exported_models
 from tests.tools.coreml import ADAPTER
 
 
@@ -60,7 +61,7 @@ def test_what_can_not_be_made_is_left_out(core_ml, here, done, fails, monkeypatc
 
 def test_a_package_that_fails(core_ml, here, run, monkeypatch):
     monkeypatch.setattr(coreml, "UNITS", ("CPU_AND_GPU",))
-    monkeypatch.setattr(coreml, "ERROR_BOUND", 0.0)
+    monkeypatch.setattr(exported_models, "ERROR_BOUND", 0.0)
     arguments = ("--coreml", core_ml.package, "--model", core_ml.folder, "--report", "r.json")
     status, out, err = run("doctor", *arguments)
     assert (status, err) == (1, "")
@@ -81,6 +82,19 @@ def test_a_system_without_core_ml(core_ml, done, fails):
         assert out.endswith(f"\nnot run here\n  {reason}\n\nNothing was compared. Report: r.json\n")
     assert json.loads(Path("r.json").read_text())["not_run"] == reason
     assert "another model" in fails("doctor", "--coreml", core_ml.package, "--model", "afm-nano")
+
+
+def test_core_ai(core_ai, done, fails):
+    """In a process of its own, with a bundle that is named; and one that is made and removed."""
+    options = ("--quick", "--report", "r.json", "--model", core_ai.folder)
+    out = done("doctor", "--coreai", core_ai.bundle, *options)
+    assert "Core AI compared with MLX" in out
+    assert out.endswith("\nAll is well. Report: r.json\n")
+    assert json.loads(Path("r.json").read_text())["runs"][1]["same_tokens"] == 20
+    out = done("doctor", "--coreai", *options, "--adapter-path", "tone")
+    assert "adapter rank    4" in out
+    assert out.endswith("\nAll is well. Report: r.json\n")
+    assert "--coreml does not go with --coreai" in fails("doctor", "--coreml", "--coreai")
 
 
 def test_arguments(fails):

@@ -11,9 +11,9 @@ import pytest
 from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.coreml import CoreMLModel, coreml_model
 from afm_mlx.coreml.availability import import_coremltools
-from afm_mlx.coreml.coreml_model import ONE_TOKEN, prompt_chunks
 from afm_mlx.errors import AFMError, ContextLengthError
 from afm_mlx.loading.load import load_model
+from afm_mlx.model.exported_model import ONE_TOKEN, prompt_chunks
 from tests.tools.cases import each
 from tests.tools.compare import assert_close
 from tests.tools.coreml import ADAPTER, CONTEXT, LENGTHS

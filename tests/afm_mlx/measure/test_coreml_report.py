@@ -120,5 +120,5 @@ def test_another_model(core_ml, tmp_path):
 
 
 def test_what_ends_the_process_ends_another_one():
-    with pytest.raises(AFMError, match="Core ML ended the process that it ran in"):
+    with pytest.raises(AFMError, match="The process that it ran in has ended"):
         coreml.in_own_process(os.abort)

@@ -22,14 +22,14 @@ from afm_mlx.converters.conversion_options import prompt_lengths
 from afm_mlx.converters.convert import convert
 from afm_mlx.converters.coreml import package_writer as package_module
 from afm_mlx.converters.coreml.compression import Constants
-from afm_mlx.converters.coreml.source import half_split_rows
+from afm_mlx.converters.graph_source import half_split_rows
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
 from tests.converters.conftest import edit_config, listing
-from tests.converters.coreml.conftest import PACKINGS, packable, rules_of
 from tests.tools.adapters import write_folder
 from tests.tools.cases import each
 from tests.tools.compare import assert_within
+from tests.tools.exports import PACKINGS, packable, rules_of
 
 
 def convert_to(path, folder, **options):

@@ -6,37 +6,20 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.converters.convert import convert
 from afm_mlx.converters.coreml import layouts
 from afm_mlx.converters.coreml.package_writer import package_size
-from afm_mlx.converters.coreml.source import half_split
 from afm_mlx.loading.load import load_model
 from afm_mlx.loading.resolve import resolve_model
-from afm_mlx.model.model import Model
 from tests.converters.conftest import edit_config
-from tests.converters.coreml.conftest import PACKINGS, packable, rules_of
 from tests.tools.cases import all_pairs
-from tests.tools.compare import error
+from tests.tools.exports import PACKINGS, assert_same_answers, decoded, held, packable, rules_of
 from tests.tools.mil import Package
 from tests.tools.models import random_config
 
 STEPS = 20
-
-
-def decoded(folder, config):
-    """The folder's model with float weights: its kernels for packed ones round by more than 1e-4."""
-    packed, model = load_model(folder), Model(config)
-    for path, module in packed.named_modules():
-        if hasattr(module, "dequantize"):
-            weight = module.dequantize(mx.float32)
-            model.load_weights([(f"{path}.weight", weight)], strict=False)
-    own = dict(tree_flatten(model.parameters()))
-    kept = [(n, a) for n, a in tree_flatten(packed.parameters()) if own.get(n, a).shape == a.shape]
-    model.load_weights([(n, a) for n, a in kept if n in own], strict=False)
-    return model.eval()
 
 
 def run_both(rng, package, model, folder, adapter=None, kv="int8", cuts=(16, 8)):
@@ -83,23 +66,6 @@ def run_both(rng, package, model, folder, adapter=None, kv="int8", cuts=(16, 8))
 
 def at(position):
     return np.array([position], np.int32)
-
-
-def held(cache, attention, name, config):
-    """What the states have to hold by the model's cache, (heads, columns, head_dim): floats, or int8 codes."""
-    part = cache.keys_and_values()[("keys", "values").index(name)]
-    numbers = np.array(part[0].astype(mx.float32))
-    if config.kv_bits and not cache.int8:
-        numbers = numbers / np.array(getattr(attention, f"quant_{name[:-1]}_scale"))
-    return numbers[..., half_split(config.head_dim)] if name == "keys" else numbers
-
-
-def assert_same_answers(found, bound):
-    """The same logits, and in each step the same greatest one, unless two are as close as the bound."""
-    assert error(found.logits, found.wanted) <= bound
-    best = found.wanted.max(axis=1)
-    chosen = np.take_along_axis(found.wanted, found.logits.argmax(axis=1)[:, None], axis=1)[:, 0]
-    assert (best - chosen <= 2 * bound * np.abs(found.wanted).max()).all()
 
 
 @pytest.mark.parametrize(

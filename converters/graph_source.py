@@ -1,6 +1,6 @@
-"""The matrices and adapters of a model folder as a Core ML package takes them, without importing coremltools.
+"""The matrices and adapters of a model folder as the graphs of Core ML and Core AI take them.
 
-`plan_package` checks a folder first: importing coremltools takes seconds.
+Neither framework is imported: a folder is checked first, and importing coremltools takes seconds.
 
 Core ML has no operation that rotates neighbouring dimensions, so rows of the query and key projections are
 reordered: RoPE rotates the first half of a head against the second (`half_split`). Scores stay the same.
@@ -8,7 +8,7 @@ reordered: RoPE rotates the first half of a head against the second (`half_split
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -16,11 +16,10 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.adapter_folder import load_adapter
+from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import Matrix, ModelConfig, Projection, blocks, read_config_json
-from afm_mlx.converters.conversion_options import prompt_lengths
 from afm_mlx.converters.folder_writer import StoredLayer, StoredParameter
 from afm_mlx.converters.mlx_lm import read_config, stored_parameters
 from afm_mlx.errors import AFMError, CheckpointError, named
@@ -28,7 +27,7 @@ from afm_mlx.kernels import PackedWeight
 from afm_mlx.quantization.rule import QuantizationRule
 
 Float: TypeAlias = "np.dtype[np.floating]"
-"""float16 or float32, the type that a package computes in."""
+"""float16 or float32, the type that a graph computes in."""
 
 _ROWS_BYTES = 32 << 20
 
@@ -38,7 +37,7 @@ def check_held(array: np.ndarray, name: str) -> None:
     if not np.isfinite(array).all():
         raise AFMError(
             f"{named(name)} holds NaN, infinity, or numbers that {array.dtype} can't hold. Check the "
-            "source; a package of float32 holds greater numbers (--to coreml --dtype float32)."
+            "source; float32 holds greater numbers (--dtype float32)."
         )
 
 
@@ -97,6 +96,13 @@ class StoredMatrix:
         return found if self.order is None else found[self.order[rows]]
 
 
+def matrices_of(config: ModelConfig) -> dict[str, Matrix]:
+    """Return the matrices of all blocks, by path."""
+    return {
+        f"{path}.{matrix.name}": matrix for path, kind in blocks(config) for matrix in kind.matrices
+    }
+
+
 class Source:
     """The parameters of a model folder, all by name; `matrices` has the matrices of all blocks, by path."""
 
@@ -107,17 +113,36 @@ class Source:
         folder: Path,
     ) -> None:
         self.config, self._parameters = config, parameters
-        self.matrices = {
-            f"{path}.{matrix.name}": matrix
-            for path, kind in blocks(config)
-            for matrix in kind.matrices
-        }
+        self.matrices = matrices_of(config)
         for name, parameter in parameters.items():
             if isinstance(parameter, StoredLayer) and parameter.rule is None:
                 raise AFMError(
-                    f"{folder}: {named(name)} has {dict(parameter.settings)}, for which Core ML has no "
-                    "operation. Write float weights first (afm-mlx convert -d)."
+                    f"{folder}: {named(name)} has {dict(parameter.settings)}, for which Core ML and Core "
+                    "AI have no operation. Write float weights first (afm-mlx convert -d)."
                 )
+
+    @classmethod
+    def read(cls, folder: Path) -> Source:
+        """Check an AFM model's folder, float or packed.
+
+        Raises:
+            AFMError: if the folder is damaged, or holds a format that graphs have no operation for.
+        """
+        tensors, path = stored_tensors(folder), folder / "config.json"
+        config = read_config(folder, tensors)
+        quantization = quantization_of(read_config_json(path), path)
+        rules = check_folder_tensors(config, quantization, tensors, path)
+        return cls(config, stored_parameters(config, tensors, rules, quantization), folder)
+
+    @property
+    def rules(self) -> dict[str, QuantizationRule]:
+        """The rules of packed layers, by path."""
+        layers = {name.removesuffix(".weight"): part for name, part in self._parameters.items()}
+        return {
+            path: part.rule
+            for path, part in layers.items()
+            if isinstance(part, StoredLayer) and part.rule is not None
+        }
 
     def matrix(self, path: str) -> StoredMatrix:
         """Return the matrix at a path, with the rows of heads in the order of `half_split`."""
@@ -152,37 +177,47 @@ class AdapterMatrices:
 
 
 class AdapterSource:
-    """An adapter in the model's folder; its numbers become `dtype`.
+    """An adapter's tensors for a model of `config`; its numbers become `dtype`.
+
+    `name` and `origin` are what keys and errors call it.
 
     Raises:
         CheckpointError: if a pair fits no matrix of the model.
-        AFMError: if it can't be read, or has numbers that `dtype` can't hold.
+        AFMError: if it has numbers that `dtype` can't hold.
     """
 
-    def __init__(self, folder: Path, source: Source, dtype: Float) -> None:
-        self.name = folder.name
-        self._tensors, self._config = load_adapter(folder)
-        self._source, self._dtype = source, dtype
+    def __init__(
+        self,
+        name: str,
+        origin: str | Path,
+        tensors: Mapping[str, mx.array],
+        adapter: AdapterConfig,
+        config: ModelConfig,
+        dtype: Float,
+    ) -> None:
+        self.name, self._tensors, self._adapter = name, tensors, adapter
+        self._config, self._dtype = config, dtype
+        self._matrices = matrices_of(config)
         known = {
             f"{path}.lora_a{suffix}": (matrix.inputs, projection.outputs)
-            for path, matrix in source.matrices.items()
+            for path, matrix in self._matrices.items()
             for suffix, projection in _pairs(matrix)
         }
-        for name, tensor in self._tensors.items():
+        for name, tensor in tensors.items():
             if ".lora_a" not in name:
                 continue
-            shape = (tensor.shape[0], self._tensors[name.replace("lora_a", "lora_b")].shape[1])
+            shape = (tensor.shape[0], tensors[name.replace("lora_a", "lora_b")].shape[1])
             if known.get(name) != shape:
                 fits = f"which takes {list(known[name])}" if name in known else "which it has not"
                 raise CheckpointError(
-                    f"{folder}: {named(name)} and its B are for {list(shape)} of the model's matrix, {fits}. "
+                    f"{origin}: {named(name)} and its B are for {list(shape)} of the model's matrix, {fits}. "
                     "The adapter was made for another model."
                 )
 
     def matrices(self, path: str) -> AdapterMatrices | None:
         """Return the adapter's matrices for the matrix at a path; None if it leaves that matrix as it is."""
-        matrix, head_dim = self._source.matrices[path], self._source.config.head_dim
-        rank = self._config.rank
+        matrix, head_dim = self._matrices[path], self._config.head_dim
+        rank = self._adapter.rank
         if not any(f"{path}.lora_a{suffix}" in self._tensors for suffix, _ in _pairs(matrix)):
             return None
         a, b = [], []
@@ -191,7 +226,7 @@ class AdapterSource:
                 a.append(np.zeros((rank, matrix.inputs), self._dtype))
                 b.append(np.zeros((projection.outputs, rank), self._dtype))
                 continue
-            right = self._floats(f"{path}.lora_b{suffix}").T * np.float32(self._config.scale)
+            right = self._floats(f"{path}.lora_b{suffix}").T * np.float32(self._adapter.scale)
             if projection.rotary_heads:
                 right = right.reshape(projection.rotary_heads, head_dim, rank)
                 right = right[:, half_split(head_dim)]
@@ -212,54 +247,33 @@ def _pairs(matrix: Matrix) -> list[tuple[str, Projection]]:
     return [(f".{i}", projection) for i, projection in enumerate(matrix.projections)]
 
 
-# -- plan
-
-
-@dataclass(frozen=True)
-class PackagePlan:
-    """A model folder that can become a Core ML package, and how; see `plan_package`."""
-
-    source: Source
-    adapters: tuple[AdapterSource, ...]
-    dtype: Float
-    neural_engine: bool
-    lengths: tuple[int, ...]
-
-
-def plan_package(
-    folder: Path,
-    *,
-    dtype: str = "float16",
-    neural_engine: bool = False,
-    lengths: Sequence[int] | None = None,
-) -> PackagePlan:
-    """Check that a Core ML package can hold a model folder, float or packed, and the adapters inside it.
-
-    `lengths` are the numbers of tokens that `prefill` takes; pass None for the default of `prompt_lengths`.
-
-    Raises:
-        AFMError: if the folder is damaged, holds a format that Core ML has no operation for, or has a shorter
-            context than one of the lengths.
-    """
-    tensors, path = stored_tensors(folder), folder / "config.json"
-    config = read_config(folder, tensors)
-    quantization = quantization_of(read_config_json(path), path)
-    rules = check_folder_tensors(config, quantization, tensors, path)
-    parameters = stored_parameters(config, tensors, rules, quantization)
-    source, kind = Source(config, parameters, folder), np.dtype(dtype)
-    for name, rule in rules.items() if neural_engine else ():
-        # Scales of 2-bit codes that can be neither in the table nor after the product; see `compression.py`.
-        if rule is None or rule.bits != 2 or rule.mode == "palette":
-            continue
-        if rule.granularity == "group" or (rule.granularity, rule.mode) == ("row", "affine"):
-            raise AFMError(
-                f"{named(name)} is packed to 2 bits with a scale per group or affine rows, in a form "
-                "that the Neural Engine can't load. Pack the float model as balanced rows, which is the "
-                "default (-q). A package that is not for the Neural Engine can hold this form."
-            )
-    adapters = tuple(
-        AdapterSource(file.parent, source, kind)
-        for file in sorted(folder.glob("adapters/*/adapter_config.json"))
+def adapter_sources(folder: Path, source: Source, dtype: Float) -> tuple[AdapterSource, ...]:
+    """Return the adapters in a model's folder; see `AdapterSource`."""
+    folders = [file.parent for file in sorted(folder.glob("adapters/*/adapter_config.json"))]
+    return tuple(
+        AdapterSource(each.name, each, *load_adapter(each), source.config, dtype)
+        for each in folders
     )
-    chosen = prompt_lengths(lengths, config.context_length, neural_engine)
-    return PackagePlan(source, adapters, kind, neural_engine, chosen)
+
+
+# -- scales and tables
+
+
+def per_row(array: mx.array | None, rows: np.ndarray) -> np.ndarray:
+    """Return scales or biases of packed rows as (rows, groups) float32, or (1, 1) if all rows share one."""
+    assert array is not None
+    values = np.array(array.astype(mx.float32))
+    if values.ndim == 0:
+        return values.reshape(1, 1)
+    return values.reshape(values.shape[0], -1)[rows]
+
+
+def shared_tables(tables: np.ndarray, height: int, rows: np.ndarray) -> np.ndarray:
+    """Return the tables for `rows` of a palette of `height` rows: as few as equal runs of rows share."""
+    of_row = rows * tables.shape[0] // height
+    shared = height // tables.shape[0]
+    while shared > 1 and (
+        len(rows) % shared or (of_row.reshape(-1, shared) != of_row[::shared, None]).any()
+    ):
+        shared //= 2
+    return tables[of_row[:: max(shared, 1)]]

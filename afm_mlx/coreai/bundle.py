@@ -1,0 +1,189 @@
+"""The description of a Core AI bundle, read and checked on any system, without coreai-core."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from afm_mlx.config import ModelConfig, block_kinds
+from afm_mlx.errors import AFMError, CheckpointError, named, reason_of, shown
+from afm_mlx.files import read_file
+
+SUFFIX = ".aimodel"
+FACTS = "afm_mlx"
+"""Key of our own facts, JSON as text, in the metadata of a bundle and of its asset."""
+METADATA_VERSION = "0.2"
+
+_METADATA_BYTES = 1 << 20
+_CHUNK = 16 << 20
+_DTYPES = ("float16", "float32")
+_KEYS = {"afm_config", "base_model_fingerprint", "dtype", "prompt_lengths", "adapter_rank"}
+
+
+@dataclass(frozen=True)
+class CoreAIBundle:
+    """Description of a bundle.
+
+    Args:
+        path: the bundle's folder.
+        asset: the `.aimodel` folder in it.
+        config: the architecture; its context is the number of columns of the states.
+        fingerprint: the fingerprint of the model that the bundle was made of.
+        dtype: "float16" or "float32", the type of logits and adapters.
+        prompt_lengths: numbers of tokens that prompts have, ascending.
+        adapter_rank: rank of the adapters that functions take; None if they take none.
+    """
+
+    path: Path
+    asset: Path
+    config: ModelConfig
+    fingerprint: str
+    dtype: str
+    prompt_lengths: tuple[int, ...]
+    adapter_rank: int | None
+
+    @classmethod
+    def read(cls, path: str | Path) -> CoreAIBundle:
+        """Read a bundle's description, and compare the asset with its checksum.
+
+        Raises:
+            AFMError: if the folder is no bundle, damaged, edited, or not made by `afm-mlx convert --to coreai`.
+        """
+        path = Path(path)
+        if path.suffix == SUFFIX:
+            raise CheckpointError(
+                f"{path} is an asset; name the bundle, the folder that holds it and the tokenizer."
+            )
+        metadata = _read_json(path, path / "metadata.json")
+        if metadata.get("metadata_version") != METADATA_VERSION or metadata.get("kind") != "llm":
+            _fail(
+                path,
+                f"its metadata.json is of the kind {shown(metadata.get('kind'))} and of version "
+                f"{shown(metadata.get('metadata_version'))}; 'llm' of {METADATA_VERSION!r} is needed",
+            )
+        assets = metadata.get("assets")
+        name = assets.get("main") if isinstance(assets, dict) else None
+        if not isinstance(name, str) or "/" in name or Path(name).suffix != SUFFIX:
+            _fail(path, f"its metadata.json names the asset {shown(name)}")
+        asset = path / name
+        _check_program(path, asset)
+        facts = _facts(path, metadata.get("user_data"))
+        described = _read_json(path, asset / "metadata.json").get("creatorDefinedMetadata")
+        if facts != _facts(path, described):
+            _fail(path, f"its metadata.json and {name} are of different models")
+        config = ModelConfig.from_dict(facts["afm_config"], source=f"afm_config in {path}")
+        language = metadata.get("language")
+        sizes = [config.vocab_size, config.context_length]
+        found = language if isinstance(language, dict) else {}
+        if [found.get("vocab_size"), found.get("max_context_length")] != sizes:
+            _fail(path, "its metadata.json has other sizes than its afm_config")
+        lengths, rank, dtype = facts["prompt_lengths"], facts["adapter_rank"], facts["dtype"]
+        if not isinstance(lengths, list) or not all(
+            _is_size(length, config.context_length) for length in lengths
+        ):
+            _fail(path, f"its prompt lengths are {shown(lengths)}")
+        if rank is not None and not _is_size(rank, 1 << 16):
+            _fail(path, f"its adapter rank is {shown(rank)}")
+        if dtype not in _DTYPES or not isinstance(facts["base_model_fingerprint"], str):
+            _fail(path, f"its type is {shown(dtype)}; {_DTYPES} are known")
+        fingerprint = facts["base_model_fingerprint"]
+        return cls(path, asset, config, fingerprint, dtype, tuple(lengths), rank)
+
+    def function_names(self, adapter: bool) -> dict[int, str]:
+        """Return the names of functions by the number of tokens of a prompt, and of the step by 0.
+
+        Raises:
+            AFMError: if functions with an adapter are wanted, and there are none.
+        """
+        if adapter and self.adapter_rank is None:
+            raise AFMError(
+                f"{self.path} takes no adapters. Make it again with afm-mlx convert --to coreai "
+                "--adapter-rank, the largest rank of the adapters."
+            )
+        suffix = "_adapter" if adapter else ""
+        names = {length: f"prompt_{length}{suffix}" for length in self.prompt_lengths}
+        return {0: f"step{suffix}", **names}
+
+    def state_shape(self) -> tuple[int, ...]:
+        """Return the shape of keys, and of values: (writing blocks, 1, num_kv_heads, columns, head_dim)."""
+        config = self.config
+        return (
+            config.num_kv_layers,
+            1,
+            config.num_kv_heads,
+            config.context_length,
+            config.head_dim,
+        )
+
+
+def adapter_inputs(config: ModelConfig, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield names and shapes of a function's adapter inputs.
+
+    `PATH.lora_a` is (K, projections * rank), the A of all projections of a matrix next to each other, and
+    `PATH.lora_b.I` is (rank, N_I) of projection I, times the adapter's scale.
+    """
+    for kind in block_kinds(config):
+        for block in range(kind.num_blocks):
+            for matrix in kind.matrices:
+                path = f"{kind.path}.{block}.{matrix.name}"
+                yield f"{path}.lora_a", (matrix.inputs, len(matrix.projections) * rank)
+                for i, projection in enumerate(matrix.projections):
+                    yield f"{path}.lora_b.{i}", (rank, projection.outputs)
+
+
+def _fail(path: Path, what: str) -> NoReturn:
+    raise CheckpointError(f"{path}: {what}. Make it again with afm-mlx convert --to coreai.")
+
+
+def _is_size(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _read_json(path: Path, file: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(read_file(file, _METADATA_BYTES))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is no bundle: {named(str(file.relative_to(path)))} is missing. A Core AI bundle is a "
+            "folder that afm-mlx convert --to coreai makes."
+        ) from None
+    except OSError as error:
+        _fail(path, f"{file.name} can't be read: {reason_of(error)}")
+    except (ValueError, RecursionError):
+        _fail(path, f"{named(str(file.relative_to(path)))} is no JSON")
+    if not isinstance(values, dict):
+        _fail(path, f"{named(str(file.relative_to(path)))} holds no JSON object")
+    return values
+
+
+def _facts(path: Path, holder: Any) -> dict[str, Any]:
+    """Return our facts in the metadata of a bundle or an asset."""
+    try:
+        facts = json.loads(holder[FACTS])
+    except (ValueError, RecursionError, KeyError, TypeError):
+        facts = None
+    if (
+        not isinstance(facts, dict)
+        or set(facts) != _KEYS
+        or not isinstance(facts["afm_config"], dict)
+    ):
+        _fail(path, "its metadata don't say which model it was made of")
+    return facts
+
+
+def _check_program(path: Path, asset: Path) -> None:
+    """Raise `CheckpointError` unless the asset's program has the checksum that was written with it."""
+    program, digest = asset / "main.mlirb", hashlib.sha256()
+    try:
+        wanted = read_file(asset / "main.hash", 1 << 10)
+        with program.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        _fail(path, f"{asset.name} can't be read: {reason_of(error)}")
+    if digest.digest() != wanted:
+        _fail(path, f"{asset.name} is damaged: its program has another checksum than its main.hash")

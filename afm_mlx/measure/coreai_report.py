@@ -1,0 +1,107 @@
+"""Compare a Core AI bundle with MLX, in a process of its own; see `exported_models.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.coreai.availability import obstacle
+from afm_mlx.coreai.bundle import CoreAIBundle
+from afm_mlx.coreai.coreai_model import CoreAIModel
+from afm_mlx.errors import AFMError, CheckpointError
+from afm_mlx.loading.load import load
+from afm_mlx.measure.describe import Facts
+from afm_mlx.measure.exported_models import (
+    Reference,
+    check_same_model,
+    compared,
+    in_own_process,
+    make_references,
+    mlx_run,
+    read_afm_config,
+    report_facts,
+    said,
+)
+from afm_mlx.progress import Progress
+
+
+def examine_coreai(
+    path: Path | None,
+    folder: Path,
+    *,
+    adapter: str | None = None,
+    quick: bool = False,
+    seed: int | None = None,
+    progress: Progress | None = None,
+) -> Facts:
+    """Compare a bundle with the model folder that it was made from, and time both.
+
+    Args:
+        path: the bundle; None where Core AI can't run.
+        folder: the model folder.
+        adapter: name of an adapter of the folder, for which the bundle has `adapters/NAME.safetensors`.
+        quick: True to compare only, and time nothing.
+        seed: seed of the random tokens; a fresh one by default.
+        progress: called with (runs done, runs in all).
+
+    Returns:
+        as `examine_coreml` does.
+
+    Raises:
+        AFMError: when the bundle is damaged, or was not made from this folder.
+    """
+    seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+    config = read_afm_config(folder, "Core AI")
+    described, runs = {}, []
+    if path is not None:
+        bundle = CoreAIBundle.read(path)
+        check_same_model(path, bundle.config, config, folder, ignored=["context_length"])
+        if bundle.fingerprint != folder_fingerprint(config, folder):
+            raise CheckpointError(
+                f"{path} was made from other weights than {folder} has. Name the folder that it was made from, "
+                "or make the bundle again."
+            )
+        described[path.name] = {
+            "context_length": bundle.config.context_length,
+            "prompt_lengths": list(bundle.prompt_lengths),
+            "adapter_rank": bundle.adapter_rank,
+            "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        }
+    if path is not None and (reason := obstacle()) is None:
+        model, _ = load(folder, adapter_path=adapter)
+        context = min(config.context_length, bundle.config.context_length)
+        references = make_references(model, np.random.default_rng(seed), context)
+        runs.append(mlx_run(model, quick))
+        if progress is not None:
+            progress(1, 2)
+        file = None if adapter is None else path / "adapters" / f"{adapter}.safetensors"
+        facts: Facts = {"runs_with": "Core AI", "package": path.name}
+        try:
+            facts |= in_own_process(run_bundle, path, file, references, quick)
+        except (AFMError, RuntimeError) as error:
+            facts["failure"] = said(error)
+        runs.append(facts)
+        if progress is not None:
+            progress(2, 2)
+    else:
+        reason = obstacle()
+    return report_facts(
+        folder,
+        adapter,
+        "coreai-core",
+        seed,
+        quick,
+        packages=described,
+        not_run=reason,
+        runs=runs,
+    )
+
+
+def run_bundle(
+    path: Path, adapter: Path | None, references: Sequence[Reference], quick: bool
+) -> Facts:
+    """Compare a bundle with MLX, see `compared`."""
+    return compared(lambda: CoreAIModel(path, adapter), references, quick)

@@ -1,0 +1,135 @@
+"""A planned Core AI bundle into files: the asset, the tokenizer, and metadata as in Apple's model zoo.
+
+    NAME/
+      metadata.json    what `CoreAILanguageModel(resourcesAt:)` and `afm_mlx.coreai` read
+      NAME.aimodel/    the functions and their weights
+      tokenizer/       tokenizer.json, tokenizer_config.json, chat_template.jinja
+
+Source: apple/coreai-models, `python/src/coreai_models/export/bundle.py` (schema 0.2).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from coreai.authoring import AIProgram, Module, OSVersion
+from coreai.runtime import AIModelAssetMetadata
+
+from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files
+from afm_mlx.checkpoint.weights import check_space
+from afm_mlx.converters.coreai.constants import Constants
+from afm_mlx.converters.coreai.functions import FunctionBuilder
+from afm_mlx.converters.coreai.plan import BundlePlan
+from afm_mlx.coreai.bundle import FACTS, METADATA_VERSION, SUFFIX
+from afm_mlx.errors import AFMError, shown
+from afm_mlx.progress import Progress
+
+
+def write_bundle(plan: BundlePlan, folder: Path, progress: Progress | None = None) -> None:
+    """Write a model as a Core AI bundle into an empty folder, whose name becomes the bundle's.
+
+    `progress` is called with the bytes of the functions that are built, and the total number of bytes.
+
+    Raises:
+        CheckpointError: if the disk has no room.
+        AFMError: if weights can't be read or written, or hold numbers that the bundle's type can't hold.
+    """
+    systems = {system.value.removeprefix("v"): system for system in OSVersion}
+    if plan.minimum_os not in systems:
+        raise AFMError(
+            f"--minimum-os is {shown(plan.minimum_os)}; this coreai-core knows {', '.join(systems)}."
+        )
+    constants = Constants(plan.source, plan.dtype)
+    module = Module.create()
+    with module:
+        _build(plan, constants)
+    _reserve(folder, constants.nbytes + (constants.nbytes >> 5) + (1 << 20))
+    if progress is not None:
+        progress(constants.nbytes, 2 * constants.nbytes)
+    asset = folder / f"{folder.name}{SUFFIX}"
+    facts = _facts(plan)
+    try:
+        AIProgram(module).save_asset(asset, _asset_metadata(facts), systems[plan.minimum_os])
+    except (RuntimeError, OSError) as error:
+        raise AFMError(
+            f"The asset {asset.name} can't be written ({_reason(error)}). Check that there is room and "
+            "permission to write."
+        ) from None
+    if progress is not None:
+        progress(2 * constants.nbytes, 2 * constants.nbytes)
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir()
+    copy_tokenizer_files(plan.folder, tokenizer)
+    text = json.dumps(_bundle_metadata(plan, folder.name, facts), indent=2)
+    (folder / "metadata.json").write_text(text, encoding="utf-8")
+
+
+def _reserve(folder: Path, nbytes: int) -> None:
+    """Raise unless a file of `nbytes` can be written: if not, LLVM, which writes assets, ends the process."""
+    check_space(folder, nbytes)
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+
+
+def _build(plan: BundlePlan, constants: Constants) -> None:
+    """Build all functions in the module that is open."""
+
+    def builder(rank: int | None = None) -> FunctionBuilder:
+        return FunctionBuilder(plan.source, plan.config, constants, plan.dtype, rank)
+
+    for rank in (None, plan.adapter_rank) if plan.adapter_rank else (None,):
+        suffix = "_adapter" if rank else ""
+        for length in plan.lengths:
+            builder(rank).prompt(f"prompt_{length}{suffix}", length)
+        builder(rank).step(f"step{suffix}")
+    builder().main("main")
+
+
+def _facts(plan: BundlePlan) -> dict[str, Any]:
+    return {
+        "afm_config": plan.config.to_dict(),
+        "base_model_fingerprint": plan.fingerprint,
+        "dtype": plan.dtype.name,
+        "prompt_lengths": list(plan.lengths),
+        "adapter_rank": plan.adapter_rank,
+    }
+
+
+def _asset_metadata(facts: dict[str, Any]) -> AIModelAssetMetadata:
+    metadata = AIModelAssetMetadata()
+    metadata.model_description = "AFM text model by afm-mlx"
+    metadata.set_custom(FACTS, json.dumps(facts))
+    return metadata
+
+
+def _bundle_metadata(plan: BundlePlan, name: str, facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "metadata_version": METADATA_VERSION,
+        "kind": "llm",
+        "name": name,
+        "assets": {"main": f"{name}{SUFFIX}"},
+        "language": {
+            "tokenizer": name,
+            "vocab_size": plan.config.vocab_size,
+            "max_context_length": plan.config.context_length,
+            "embedded_tokenizer": True,
+            "function_map": {"main": ["main"]},
+        },
+        "compilation": {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "targets": [],
+        },
+        "user_data": {FACTS: json.dumps(facts)},
+    }
+
+
+def _reason(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split())

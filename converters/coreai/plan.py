@@ -1,0 +1,75 @@
+"""Check that a Core AI bundle can hold a model folder, without importing coreai-core."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.config import ModelConfig
+from afm_mlx.converters.conversion_options import prompt_lengths
+from afm_mlx.converters.graph_source import Float, Source
+from afm_mlx.errors import AFMError
+
+
+@dataclass(frozen=True)
+class BundlePlan:
+    """A model folder that can become a Core AI bundle, and how; see `plan_bundle`.
+
+    `config` has the bundle's context, which can be shorter than the model's.
+    """
+
+    folder: Path
+    source: Source
+    config: ModelConfig
+    fingerprint: str
+    dtype: Float
+    lengths: tuple[int, ...]
+    adapter_rank: int | None
+    minimum_os: str
+
+
+def plan_bundle(
+    folder: Path,
+    *,
+    dtype: str = "float16",
+    context: int | None = None,
+    lengths: Sequence[int] | None = None,
+    adapter_rank: int | None = None,
+    minimum_os: str = "27",
+) -> BundlePlan:
+    """Check that a Core AI bundle can hold a model folder, float or packed.
+
+    Args:
+        folder: an AFM model's folder.
+        dtype: "float16" or "float32", the type that functions compute in.
+        context: number of tokens that the states hold; the model's context by default.
+        lengths: numbers of tokens that `prompt_N` takes; pass None for the default of `prompt_lengths`.
+        adapter_rank: rank of the adapters that functions take; pass None for no such functions.
+        minimum_os: the oldest macOS and iOS.
+
+    Raises:
+        AFMError: if the folder is damaged, holds a format that Core AI has no operation for, or has a shorter
+            context than `context` or one of the lengths.
+    """
+    source = Source.read(folder)
+    most = source.config.context_length
+    if context is not None and context > most:
+        raise AFMError(
+            f"--context is {context}; the model's context is {most} tokens, which is the most."
+        )
+    config = dataclasses.replace(source.config, context_length=context or most)
+    return BundlePlan(
+        folder,
+        source,
+        config,
+        folder_fingerprint(source.config, folder),
+        np.dtype(dtype),
+        prompt_lengths(lengths, config.context_length, False),
+        adapter_rank,
+        minimum_os,
+    )

@@ -1,0 +1,154 @@
+"""What bundles compute when Apple's runtime executes them, on Linux too, against the model."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.adapters.active import attach_adapter
+from afm_mlx.converters.convert import convert
+from afm_mlx.converters.coreai.adapter_file import write_adapter_file
+from afm_mlx.coreai.adapter_file import read_adapter_arrays
+from afm_mlx.coreai.bundle import CoreAIBundle
+from afm_mlx.loading.load import load_model
+from afm_mlx.loading.resolve import resolve_model
+from tests.tools.compare import error
+from tests.tools.coreai import Executed, ints, make_states
+from tests.tools.exports import assert_same_answers, decoded, held, packable, rules_of
+from tests.tools.models import random_config
+
+LENGTH = 12
+
+
+def run_both(rng, path, model, folder, *, adapter=None, steps=12, kv="float"):
+    """A prompt of two calls, the second with padding, then steps; the model is fed the same.
+
+    Returns:
+        `logits` and `wanted` (1 + steps, vocab_size), and how many int8 codes differ, by writing block.
+    """
+    bundle, executed = CoreAIBundle.read(path), Executed(path)
+    config, states = model.args, make_states(bundle.config, bundle.dtype)
+    suffix, arrays = "", {}
+    if adapter is not None:
+        suffix, arrays = "_adapter", read_adapter_arrays(path / "adapter.safetensors", bundle)
+        attach_adapter(model, folder / "adapters" / adapter, force=True)
+    tokens = rng.integers(0, config.vocab_size, 2 * LENGTH - 3 + steps).astype(np.int32)
+    cache, logits, wanted = model.make_cache(kv), [], []
+
+    def feed(first, count):
+        part = np.zeros((1, LENGTH if count > 1 else 1), np.int32)
+        part[0, :count] = tokens[first : first + count]
+        inputs = {"tokens": part, "position": ints(first), **arrays}
+        name = f"step{suffix}"
+        if count > 1:
+            inputs["count"], name = ints(count), f"prompt_{LENGTH}{suffix}"
+        logits.append(executed.call(name, inputs, states)[0])
+        fed = mx.array(tokens[None, first : first + count])
+        wanted.append(np.array(model(fed, cache)[0, -1].astype(mx.float32)))
+
+    feed(0, LENGTH)
+    feed(LENGTH, LENGTH - 3)
+    for i in range(steps):
+        feed(2 * LENGTH - 3 + i, 1)
+    executed.close()
+    found = {name: array.numpy()[:, 0, :, : len(tokens)] for name, array in states.items()}
+    moved = [
+        sum(
+            int(
+                (np.abs(found[name][i] - held(cache[i], block.self_attn, name, config)) > 0.5).sum()
+            )
+            for name in found
+        )
+        for i, block in enumerate(model.model.layers)
+    ]
+    return SimpleNamespace(logits=np.stack(logits), wanted=np.stack(wanted), moved=moved)
+
+
+def assert_equal(found, kv_bits, bound=1e-4):
+    """Equal logits; a sum on the boundary of two codes may be rounded to either, which later blocks amplify."""
+    moved = next(filter(None, found.moved), 0)
+    assert moved <= (2 if kv_bits else 0)
+    assert_same_answers(found, 1e-2 if moved else bound)
+
+
+@pytest.mark.parametrize(
+    ("packing", "adapter", "kv_bits"),
+    [
+        (None, "a", None),
+        (None, None, 8),
+        ("2 bits", "a", 8),
+        ("4 bits", None, None),
+        ("all that the Neural Engine loads", None, 8),
+        ("scales behind tables", "a", 8),
+    ],
+)
+def test_a_prompt_in_two_calls_and_steps(rng, write_model, tmp_path, packing, adapter, kv_bits):
+    """In float32: floats, and codes of 2, 4 and 8 bits as the asset ships them."""
+    draw = random_config if packing is None else packable
+    config = draw(rng, context_length=50, kv_bits=kv_bits)
+    rules = [] if packing is None else rules_of(packing)
+    folder = write_model(config, rules, adapters=["a"])
+    path = convert(
+        folder,
+        tmp_path / "bundle",
+        to="coreai",
+        dtype="float32",
+        prompt_lengths=[LENGTH],
+        adapter_rank=6 if adapter else None,  # the adapter has rank 4
+    )
+    if adapter:
+        bundle = CoreAIBundle.read(path)
+        write_adapter_file(folder / "adapters" / "a", bundle, path / "adapter.safetensors")
+    found = run_both(rng, path, decoded(folder, config), folder, adapter=adapter)
+    assert_equal(found, kv_bits)
+
+
+@pytest.mark.parametrize("packing", [None, "4 bits"])
+def test_the_function_of_the_zoo(rng, write_model, tmp_path, packing):
+    """`main` with sizes that are known only when it runs: parts of a prompt, and states of other lengths."""
+    rules = [] if packing is None else rules_of(packing)
+    config = packable(rng, context_length=50, num_kv_reuse_layers=1)
+    folder = write_model(config, rules)
+    path = convert(
+        folder, tmp_path / "bundle", to="coreai", dtype="float32", prompt_lengths=[LENGTH]
+    )
+    executed, model = Executed(path), decoded(folder, config)
+    cache, states = model.make_cache("float"), make_states(config, np.float32, columns=30)
+    tokens = rng.integers(0, config.vocab_size, (1, 25)).astype(np.int32)
+    for first, after in ((0, 9), (9, 24), (24, 25)):
+        inputs = {
+            "input_ids": tokens[:, first:after],
+            "position_ids": np.arange(after, dtype=np.int32)[None],
+        }
+        logits = executed.call("main", inputs, states)
+        wanted = model(mx.array(tokens[:, first:after]), cache)
+        assert error(logits, wanted) < 1e-2  # a code may move, see `assert_equal`
+        assert np.median(np.abs(logits - np.array(wanted))) < 1e-4 * np.abs(logits).max()
+    executed.close()
+
+
+def test_float16(rng, write_model, tmp_path):
+    config = packable(rng, context_length=50)
+    folder = write_model(config, rules_of("2 bits"))
+    path = convert(folder, tmp_path / "bundle", to="coreai", prompt_lengths=[LENGTH])
+    found = run_both(rng, path, decoded(folder, config), folder)
+    assert error(found.logits, found.wanted) < 3e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, "triage"])
+def test_afm_nano_with_fifty_steps(rng, tmp_path, adapter):
+    folder = resolve_model("afm-nano")
+    path = tmp_path / "bundle"
+    options = {"context": 128, "adapter_rank": 16 if adapter else None}
+    convert(folder, path, to="coreai", dtype="float32", prompt_lengths=[LENGTH], **options)
+    if adapter:
+        bundle = CoreAIBundle.read(path)
+        write_adapter_file(folder / "adapters" / adapter, bundle, path / "adapter.safetensors")
+    model = decoded(folder, load_model(folder).args)
+    found = run_both(rng, path, model, folder, adapter=adapter, steps=50)
+    moved = next(filter(None, found.moved), 0)
+    # 30,000 codes of a block: of one in some thousand, the sum is at the boundary of two codes.
+    assert moved <= 20
+    assert error(found.logits, found.wanted) < 2e-2
