@@ -22,7 +22,7 @@ from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import set_activation_bits
 from bench.peer_protocol import Answer, peak_resident, serve
 
-_NO_TOKENIZER: Any = SimpleNamespace(
+NO_TOKENIZER: Any = SimpleNamespace(
     eos_token_ids=set(), detokenizer=SimpleNamespace(add_token=lambda token: None)
 )
 """What an engine needs of a tokenizer if no row generates."""
@@ -82,7 +82,7 @@ class Ours:
 
     def embed(self, lengths: list[int], together: bool) -> Answer:
         """Compute the vector of each text's last token, all together or one at a time."""
-        engine = Engine(self.model, _NO_TOKENIZER, max_batch=32 if together else 1)
+        engine = Engine(self.model, NO_TOKENIZER, max_batch=32 if together else 1)
         size = int(self.model.args.vocab_size)
         rng = np.random.default_rng(0)
         start = time.perf_counter()

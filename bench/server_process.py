@@ -134,6 +134,12 @@ class ServerProcess:
         return next((line for line in reversed(self.log.splitlines()) if line.strip()), "no output")
 
 
+def processor_seconds(pid: int | str = "self") -> float:
+    """Return the processor's seconds that a process has taken so far; Linux only."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def resident_bytes(pid: int) -> int:
     """Return the bytes of memory that a process has now, as the system counts them; 0 once it has ended."""
     try:

@@ -30,6 +30,7 @@ OPS = (
     "packed_gather",
     "rope_norm_quantize",
     "norm_rope",
+    "norm_rope_attend",
     "write_tokens",
     "decode_attention",
     "write_and_attend",

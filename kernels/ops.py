@@ -96,13 +96,13 @@ def write_and_attend(
     return _run("write_and_attend", qkv, kv, lengths, options, merge)
 
 
-def reads_tails(dtype: mx.Dtype, head_dim: int) -> bool:
+def reads_tails(dtype: mx.Dtype, head_dim: int, op: str = "decode_attention") -> bool:
     """True if a kernel attends to a float KV cache and its tail (the newest tokens) without joining them.
 
-    `dtype` is the type of queries, keys and values.
+    `dtype` is the type of queries, keys and values; `op` may be "norm_rope_attend", too.
     """
     case = Case(device(), dtype, 1, head_dim=head_dim, stored=dtype)
-    return select("decode_attention", case).backend != "reference"
+    return select(op, case).backend != "reference"
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
@@ -156,6 +156,20 @@ def norm_rope(
     return _run("norm_rope", heads, periods, offset, weight, eps)
 
 
+def norm_rope_attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    periods: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    norms: Sequence[mx.array] | None = None,
+    eps: float = 0.0,
+) -> tuple[mx.array, mx.array]:
+    """See `reference.norm_rope_attend`."""
+    return _run("norm_rope_attend", queries, keys, values, periods, kv, lengths, norms, eps)
+
+
 def _rope_case(qkv: mx.array, _: object, options: HeadOptions) -> Case:
     rows, head_dim = qkv.shape[0] * qkv.shape[1], options.q_weight.shape[0]
     stored = qkv.dtype if options.key_scale is None else mx.int8
@@ -180,6 +194,13 @@ _CASES: dict[str, Callable[..., Case]] = {
         heads.shape[0] * heads.shape[2],
         head_dim=heads.shape[3],
         stored=heads.dtype,
+    ),
+    "norm_rope_attend": lambda queries, keys, values, periods, kv, *_: Case(
+        device(),
+        queries.dtype,
+        queries.shape[0],
+        head_dim=kv.buffer.shape[3],
+        stored=kv.buffer.dtype,
     ),
     "write_tokens": lambda buffer, tokens, lengths: Case(
         device(), buffer.dtype, tokens.shape[0] * tokens.shape[2]

@@ -20,6 +20,7 @@ from afm_mlx.model.fused_layers import adapters_layout
 from afm_mlx.model.kv_cache import (
     Cache,
     KVCache,
+    NewToken,
     OpenTail,
     TailWriter,
     ZooKVCache,
@@ -85,6 +86,14 @@ class _TracedZooCache(ZooKVCache):
 
     def make_mask(self, *args: object, **options: object) -> None:
         return None
+
+    def takes_new_token(self, dtype: mx.Dtype) -> bool:
+        buffer = self._opened.buffer
+        return buffer.dtype == dtype and reads_tails(dtype, buffer.shape[3], "norm_rope_attend")
+
+    def attend_new(self, token: NewToken) -> mx.array:
+        y, self.tail = token.attend(self._opened, self._seen)
+        return y
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, mask: object) -> mx.array:
         kv = mx.concatenate([keys, values], axis=1)

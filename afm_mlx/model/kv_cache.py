@@ -28,6 +28,7 @@ from afm_mlx.kernels import (
     attention,
     causal_attention,
     decode_attention,
+    norm_rope_attend,
     reads_tails,
     write_tokens,
 )
@@ -65,6 +66,20 @@ class OpenTail(NamedTuple):
         y = decode_attention(queries, stored, lengths)
         assert isinstance(y, mx.array)
         return y, tail
+
+
+class NewToken(NamedTuple):
+    """Arguments of `norm_rope_attend`: queries, keys and values of each row's next token, norms and RoPE."""
+
+    qkv: tuple[mx.array, mx.array, mx.array]
+    periods: mx.array
+    norms: Sequence[mx.array] | None
+    eps: float
+
+    def attend(self, opened: OpenTail, lengths: mx.array) -> tuple[mx.array, mx.array]:
+        """Return attention's output (B, 1, n_heads * head_dim), and the tail with the tokens."""
+        kv = KeyValues(opened.buffer, tail=opened.tail, starts=opened.starts)
+        return norm_rope_attend(*self.qkv, self.periods, kv, lengths, self.norms, self.eps)
 
 
 class TailWriter(Protocol):
@@ -516,6 +531,22 @@ class ZooKVCache(KVCache):
                 "False and None."
             )
         return super().make_mask(length)
+
+    def takes_new_token(self, dtype: mx.Dtype) -> bool:
+        """True if `attend_new` can run: not before the first token, nor for other types than the cache's."""
+        return (
+            self.buffer is not None
+            and self.buffer.dtype == dtype
+            and reads_tails(dtype, self.buffer.shape[3], "norm_rope_attend")
+        )
+
+    def attend_new(self, token: NewToken) -> mx.array:
+        """Append the next token of every row, and return its attention, (B, 1, n_heads * head_dim)."""
+        lengths, (_, heads, _, head_dim) = self.decode_lengths(), self.buffer.shape
+        assert lengths is not None
+        y, tail = token.attend(self.open_tail(heads, head_dim), lengths)
+        self.take_tail(tail)
+        return y
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None

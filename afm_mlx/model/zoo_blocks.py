@@ -21,7 +21,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from afm_mlx.kernels import norm_rope
 from afm_mlx.model.fused_layers import Normed, project, project_each, swiglu
-from afm_mlx.model.kv_cache import ZooKVCache
+from afm_mlx.model.kv_cache import NewToken, ZooKVCache
 
 _PERIODS = "_rope_periods"
 """Key of RoPE's periods in an attention layer; the underscore keeps them out of its parameters."""
@@ -53,6 +53,8 @@ class Qwen3Block(_ZooBlock, qwen3.TransformerBlock):
 def _attention(layer: Any, x: Normed, mask: Any, cache: Any) -> mx.array:
     """Return attention's output before the output projection, (B, L, n_heads * head_dim)."""
     q, k, v = project_each((layer.q_proj, layer.k_proj, layer.v_proj), x)
+    if (token := _new_token(layer, (q, k, v), cache)) is not None:
+        return cache.attend_new(token)
     q, k, v = _heads(q, layer.n_heads), _heads(k, layer.n_kv_heads), _heads(v, layer.n_kv_heads)
     offset = 0 if cache is None else cache.offset
     q, k = (
@@ -67,6 +69,21 @@ def _attention(layer: Any, x: Normed, mask: Any, cache: Any) -> mx.array:
     if y.shape[2] > 1:  # else the order in memory is the same, and one operation is enough
         y = y.swapaxes(1, 2)
     return y.reshape(*x.x.shape[:2], -1)
+
+
+def _new_token(layer: Any, qkv: tuple[mx.array, mx.array, mx.array], cache: Any) -> NewToken | None:
+    """Return what attention of a single new token needs as one operation; None where there is none."""
+    periods, (rows, length, _) = layer.get(_PERIODS), qkv[0].shape
+    if periods is None or layer.training or not isinstance(cache, ZooKVCache):
+        return None
+    if rows > 1 or length > 1:  # for 8 rows, the operation's parts were 1.1 to 1.2 times as fast
+        return None
+    if not cache.takes_new_token(qkv[0].dtype):
+        return None
+    q_norm, k_norm = layer.get("q_norm"), layer.get("k_norm")
+    if q_norm is None:
+        return NewToken(qkv, periods, None, 0.0)
+    return NewToken(qkv, periods, (q_norm.weight, k_norm.weight), q_norm.eps)
 
 
 def _norm_rope(layer: Any, x: mx.array, offset: Any, norm: Any) -> mx.array:

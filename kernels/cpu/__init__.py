@@ -91,6 +91,12 @@ def _writing_obstacle(case: Case) -> str | None:
     return _attention_obstacle(case) or _rope_obstacle(case)
 
 
+def _norm_rope_attend_obstacle(case: Case) -> str | None:
+    if case.stored != case.dtype:
+        return f"takes keys and values of the queries' type only, not {dtype_name(case.stored)}"
+    return _writing_obstacle(case)
+
+
 def _variant(op: str, obstacle: Obstacle, run: Callable[..., Any] | None = None) -> Variant:
     """Return the variant that calls the extension's function of that name, or `run` if its arguments differ."""
     own: Any = getattr(_extension, op, None)
@@ -111,4 +117,5 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("write_tokens", _missing),
     _variant("rope_norm_quantize", _rope_obstacle),
     _variant("norm_rope", _rope_obstacle),
+    _variant("norm_rope_attend", _norm_rope_attend_obstacle),
 )

@@ -204,5 +204,17 @@ NB_MODULE(_afm_cpu, m) {
           return nb::make_tuple(out[0], out[1]);
         },
         "qkv"_a, "offset"_a, "options"_a);
+  m.def("norm_rope_attend",
+        [](const afm::mx::array& queries, const afm::mx::array& keys, const afm::mx::array& values,
+           const afm::mx::array& periods, const nb::tuple& kv, const afm::mx::array& lengths,
+           const std::optional<std::vector<afm::mx::array>>& norms, float eps) {
+          // A `KeyValues` of `kernels/operands.py`.
+          const afm::Tail tail = {nb::cast<afm::mx::array>(kv[3]), nb::cast<afm::mx::array>(kv[4])};
+          auto out = afm::norm_rope_attend({queries, keys, values}, periods, nb::cast<afm::mx::array>(kv[0]), tail,
+                                           lengths, norms, eps);
+          return nb::make_tuple(out[0], out[1]);
+        },
+        "queries"_a, "keys"_a, "values"_a, "periods"_a, "kv"_a, "lengths"_a, "norms"_a = nb::none(),
+        "eps"_a = 0.0f);
   m.def("norm_rope", &afm::norm_rope, "heads"_a, "periods"_a, "offset"_a, "weight"_a = nb::none(), "eps"_a = 0.0f);
 }

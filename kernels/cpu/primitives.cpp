@@ -240,6 +240,22 @@ class RopeNormQuantize : public CpuPrimitive {
   bool scaled_;
 };
 
+// A head's numbers after their norm, where there is a weight, and RoPE by these cosines and sines. Changes `raw`.
+void norm_and_turn(float* raw, const float* weight, float eps, const float* cosines, int64_t dim, float* turned) {
+  if (weight != nullptr) {
+    float squares = 0.0f;
+    for (int64_t d = 0; d < dim; ++d) squares += raw[d] * raw[d];
+    float factor = 1.0f / std::sqrt(squares / static_cast<float>(dim) + eps);
+    for (int64_t d = 0; d < dim; ++d) raw[d] *= factor * weight[d];
+  }
+  const int64_t half = dim / 2;
+  const float* sines = cosines + half;
+  for (int64_t d = 0; d < half; ++d) {
+    turned[d] = raw[d] * cosines[d] - raw[half + d] * sines[d];
+    turned[half + d] = raw[half + d] * cosines[d] + raw[d] * sines[d];
+  }
+}
+
 // Inputs: heads (B, n, L, head_dim), periods[, the norm's weight][, offsets].
 class NormRope : public CpuPrimitive {
  public:
@@ -275,7 +291,7 @@ class NormRope : public CpuPrimitive {
     void* out;
 
     void operator()() const {
-      int64_t batch = x.shape[0], heads = x.shape[1], tokens = x.shape[2], dim = x.shape[3], half = dim / 2;
+      int64_t batch = x.shape[0], heads = x.shape[1], tokens = x.shape[2], dim = x.shape[3];
       std::vector<float> of_norm = weight ? weight->floats() : std::vector<float>();
       std::vector<char> copy;
       auto starts = offsets ? static_cast<const int32_t*>(offsets->dense(copy)) : nullptr;
@@ -286,18 +302,8 @@ class NormRope : public CpuPrimitive {
           int64_t token = i % tokens, head = i / tokens % heads, b = i / tokens / heads;
           load_numbers(x.data, b * x.strides[0] + head * x.strides[1] + token * x.strides[2], x.strides[3], x.type(),
                        raw.data(), dim);
-          if (weight) {
-            float squares = 0.0f;
-            for (float number : raw) squares += number * number;
-            float factor = 1.0f / std::sqrt(squares / static_cast<float>(dim) + eps);
-            for (int64_t d = 0; d < dim; ++d) raw[d] *= factor * of_norm[d];
-          }
-          const float* cosines = table.row((starts ? starts[b] : offset) + token, scratch.data());
-          const float* sines = cosines + half;
-          for (int64_t d = 0; d < half; ++d) {
-            turned[d] = raw[d] * cosines[d] - raw[half + d] * sines[d];
-            turned[half + d] = raw[half + d] * cosines[d] + raw[d] * sines[d];
-          }
+          const float* angles = table.row((starts ? starts[b] : offset) + token, scratch.data());
+          norm_and_turn(raw.data(), weight ? of_norm.data() : nullptr, eps, angles, dim, turned.data());
           store_numbers(turned.data(), dim, out, i * dim, x.type());
         }
       };
@@ -308,6 +314,117 @@ class NormRope : public CpuPrimitive {
   int offset_;
   float eps_;
   bool normed_, ragged_;
+};
+
+// Inputs: queries, keys and values (B, 1, n * head_dim), periods, lengths, buffer, tail, starts[, norms of q and k].
+// Outputs: attention (B, 1, n_heads * head_dim), and the tail with the new keys and values.
+class NormRopeAttend : public CpuPrimitive {
+ public:
+  NormRopeAttend(mx::Stream stream, float eps) : CpuPrimitive(stream), eps_(eps) {}
+
+  const char* name() const override { return "AfmNormRopeAttend"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return eps_ == static_cast<const NormRopeAttend&>(other).eps_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    return {inputs[0].shape(), inputs[6].shape()};
+  }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    const mx::array& tail = inputs[6];
+    const bool taken_over = tail.is_donatable() && tail.flags().row_contiguous;
+    allocate(outputs[0]);
+    if (taken_over) {
+      outputs[1].copy_shared_buffer(tail);
+    } else {
+      allocate(outputs[1]);
+    }
+    for (auto& input : inputs) encoder.set_input_array(input);
+    for (auto& output : outputs) encoder.set_output_array(output);
+    encoder.dispatch(Task{std::vector<View>(inputs.begin(), inputs.end()), View(outputs[1]), outputs[0].data<char>(),
+                          outputs[1].data<char>(), eps_, taken_over});
+  }
+
+ private:
+  struct Task {
+    std::vector<View> inputs;
+    View tail;
+    char *out, *written;
+    float eps;
+    bool taken_over;
+
+    void operator()() const {
+      const View& buffer = inputs[5];
+      const int64_t batch = tail.shape[0], kv_heads = tail.shape[1] / 2, columns = tail.shape[2], dim = tail.shape[3];
+      const int64_t heads = inputs[0].shape[2] / dim, item = static_cast<int64_t>(tail.dtype.size());
+      std::vector<char> copies[6];
+      const auto lengths = static_cast<const int32_t*>(inputs[4].dense(copies[1]));
+      const auto starts = static_cast<const int32_t*>(inputs[7].dense(copies[2]));
+      const void* const of[3] = {inputs[0].dense(copies[3]), inputs[1].dense(copies[4]), inputs[2].dense(copies[5])};
+      int64_t used = 1;
+      for (int64_t row = 0; row < batch; ++row) used = std::max<int64_t>(used, lengths[row] - starts[row]);
+      used = std::min(used, columns);
+      const char* const from = static_cast<const char*>(inputs[6].dense(copies[0]));
+      const bool normed = inputs.size() > 8;
+      std::vector<float> norms[2];
+      for (int i = 0; normed && i < 2; ++i) norms[i] = inputs[8 + i].floats();
+      const RopeTable& table = RopeTable::of(inputs[3].floats());
+      const Number type = tail.type();
+      std::vector<char> queries(batch * heads * dim * item);
+      // Heads of a row in this order: keys and values, whose columns in the tail are copied, too; queries.
+      const int64_t all = 2 * kv_heads + heads, bytes = columns * dim * item, last = (used - 1) * dim * item;
+      const auto work = [&](int64_t begin, int64_t end) {
+        std::vector<float> raw(dim), turned(dim), scratch(dim);
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t row = i / all, head = i % all, position = lengths[row] - 1, column = position - starts[row];
+          const int64_t at = (row * 2 * kv_heads + head) * bytes;
+          const bool is_query = head >= 2 * kv_heads, is_value = !is_query && head >= kv_heads;
+          if (!is_query && !taken_over) {
+            // Later columns stay as they are in new memory: each is written before anybody reads it. In rows that end
+            // earlier, the last one is read together with the others', so it must be a number.
+            std::memcpy(written + at, from + at, last);
+            std::memset(written + at + last, 0, dim * item);
+          }
+          // Callers make room first; where one forgot, nothing is written behind the tail.
+          if (!is_query && (column < 0 || column >= columns)) continue;
+          const int which = is_query ? 0 : 1 + is_value;
+          const int64_t of_head = is_query ? row * heads + head - 2 * kv_heads : row * kv_heads + head % kv_heads;
+          load_numbers(of[which], of_head * dim, 1, type, raw.data(), dim);
+          if (!is_value) {
+            const float* norm = normed ? norms[which].data() : nullptr;
+            norm_and_turn(raw.data(), norm, eps, table.row(position, scratch.data()), dim, turned.data());
+          }
+          const float* numbers = (is_value ? raw : turned).data();
+          if (is_query) {
+            store_numbers(numbers, dim, queries.data(), of_head * dim, type);
+          } else {
+            store_numbers(numbers, dim, written + at, column * dim, type);
+          }
+        }
+      };
+      constexpr int64_t kCopiesPerPiece = 8;  // as each copies half a tail
+      ThreadPool::shared().parallel_for(batch * all, kCopiesPerPiece, work, dim);
+      AttentionArguments a = {};
+      a.batch = batch, a.heads = heads, a.kv_heads = kv_heads, a.queries = 1, a.head_dim = dim;
+      a.q = queries.data();
+      const int64_t q_strides[4] = {heads * dim, dim, dim, 1};
+      std::copy_n(q_strides, 4, a.q_strides);
+      a.type = a.stored = type;
+      a.floats = true;
+      a.key_scale = a.value_scale = 1.0f;
+      a.keys = heads_from(buffer, 0), a.values = heads_from(buffer, kv_heads);
+      a.tail_keys = heads_from(tail, 0), a.tail_values = heads_from(tail, kv_heads);
+      a.capacity = buffer.shape[2], a.tail_capacity = columns;
+      a.lengths = lengths, a.starts = starts;
+      a.out = out;
+      attend(a);
+    }
+  };
+
+  float eps_;
 };
 
 }  // namespace
@@ -395,6 +512,43 @@ mx::array norm_rope(const mx::array& heads, const mx::array& periods, const Offs
   }
   auto op = std::make_shared<NormRope>(cpu_stream(), start, eps, weight.has_value(), offsets != nullptr);
   return mx::array(heads.shape(), heads.dtype(), std::move(op), std::move(inputs));
+}
+
+std::vector<mx::array> norm_rope_attend(const std::vector<mx::array>& qkv, const mx::array& periods,
+                                        const mx::array& buffer, const Tail& tail, const mx::array& lengths,
+                                        const std::optional<std::vector<mx::array>>& norms, float eps) {
+  const auto& [columns, starts] = tail;
+  number_type(qkv[0], "queries");
+  number_type(periods, "periods");
+  require(buffer.ndim() == 4 && columns.ndim() == 4 && buffer.shape(1) > 0 && buffer.shape(1) % 2 == 0 &&
+              buffer.shape(3) > 0 && buffer.shape(3) % 2 == 0 && buffer.shape(3) <= kMaxHeadDim &&
+              columns.shape(0) == buffer.shape(0) && columns.shape(1) == buffer.shape(1) &&
+              columns.shape(3) == buffer.shape(3),
+          "buffer and tail must be (B, 2 * n_kv_heads, S or T, head_dim), and head_dim even and at most ", kMaxHeadDim);
+  const int batch = buffer.shape(0), dim = buffer.shape(3), width = buffer.shape(1) / 2 * dim;
+  require(qkv[0].ndim() == 3 && qkv[0].shape(0) == batch && qkv[0].shape(1) == 1 && qkv[0].shape(2) % width == 0,
+          "queries must be (B, 1, n_heads * head_dim), and n_heads a multiple of n_kv_heads");
+  for (size_t i = 1; i < 3; ++i) {
+    require(qkv[i].shape() == mx::Shape{batch, 1, width}, "keys and values must be (B, 1, n_kv_heads * head_dim)");
+  }
+  for (const mx::array& each : {qkv[1], qkv[2], buffer, columns}) {
+    require(each.dtype() == qkv[0].dtype(), "queries, keys, values, buffer and tail must have one dtype");
+  }
+  require(periods.ndim() == 1 && 2 * periods.shape(0) == dim, "periods must be (head_dim / 2,)");
+  for (const mx::array& each : {lengths, starts}) {
+    require(each.dtype() == mx::int32 && each.shape() == mx::Shape{batch}, "lengths and starts must be (B,) int32");
+  }
+  std::vector<mx::array> inputs = {qkv[0], qkv[1], qkv[2], periods, lengths, buffer, columns, starts};
+  if (norms) {
+    require(norms->size() == 2, "there must be a norm of queries and one of keys");
+    for (const mx::array& norm : *norms) {
+      number_type(norm, "the norm's weight");
+      require(norm.shape() == mx::Shape{dim}, "norms must be (head_dim,)");
+      inputs.push_back(norm);
+    }
+  }
+  auto op = std::make_shared<NormRopeAttend>(cpu_stream(), eps);
+  return mx::array::make_arrays(op->output_shapes(inputs), {qkv[0].dtype(), columns.dtype()}, op, inputs);
 }
 
 }  // namespace afm

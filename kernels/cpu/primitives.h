@@ -56,6 +56,11 @@ std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& of
 mx::array norm_rope(const mx::array& heads, const mx::array& periods, const Offset& offset,
                     const std::optional<mx::array>& weight, float eps);
 
+// See `norm_rope_attend` in `kernels/reference.py`. `qkv`: queries, keys, values; `norms`: of queries and of keys.
+std::vector<mx::array> norm_rope_attend(const std::vector<mx::array>& qkv, const mx::array& periods,
+                                        const mx::array& buffer, const Tail& tail, const mx::array& lengths,
+                                        const std::optional<std::vector<mx::array>>& norms, float eps);
+
 // Columns [lengths - L, lengths) of a buffer (B, heads, capacity, head_dim) become tokens (B, heads, L, head_dim).
 mx::array write_tokens(const mx::array& buffer, const mx::array& tokens, const mx::array& lengths);
 

@@ -6,7 +6,7 @@ operations' arguments and return float64 arrays. They are slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -170,6 +170,31 @@ def norm_rope(
     first, second = np.split(x, 2, axis=-1)
     turned = (first + 1j * second) * np.exp(1j * positions / float64(periods))
     return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def norm_rope_attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    periods: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    norms: Sequence[mx.array] | None = None,
+    eps: float = 0.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `reference.norm_rope_attend`."""
+    assert kv.tail is not None
+    batch, _, _, head_dim = kv.buffer.shape
+    q, k, v = (x.reshape(batch, -1, 1, head_dim) for x in (queries, keys, values))
+    q_norm, k_norm = norms or (None, None)
+    turned = norm_rope(q, periods, lengths - 1, q_norm, eps)
+    keys = norm_rope(k, periods, lengths - 1, k_norm, eps)
+    tail = float64(kv.tail)
+    for row, column in enumerate((lengths - kv.starts - 1).tolist()):
+        tail[row, :, column] = np.concatenate([keys[row], float64(v)[row]])[:, 0]
+    seen = np.array(lengths)
+    joined = _joined(kv._replace(tail=mx.array(tail.astype(np.float32))), seen)
+    return _attend(turned, joined, seen[:, None]).reshape(batch, 1, -1), tail
 
 
 def decode_attention(

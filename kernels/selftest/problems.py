@@ -73,6 +73,10 @@ class Problem:
                 written = 2 * kv.tail.nbytes if self.spec.op == "write_and_attend" else 0
                 seen = int(lengths.sum().item()) + len(lengths) * (self.spec.tokens - 1)
                 return 2 * x.nbytes + seen * column + written
+            case "norm_rope_attend", *qkv, _, kv, lengths, _, _:
+                column = kv.buffer.nbytes // (kv.buffer.shape[0] * kv.buffer.shape[2])
+                written = 2 * kv.tail.nbytes + qkv[0].nbytes
+                return sum(x.nbytes for x in qkv) + int(lengths.sum().item()) * column + written
             case "causal_attention", queries, kv:
                 return 2 * queries.nbytes + kv.buffer.nbytes
             case "write_tokens", _, tokens, _:
@@ -292,11 +296,24 @@ def _draw_rope(spec: Spec, rng: np.random.Generator) -> Args:
 
 def _draw_norm_rope(spec: Spec, rng: np.random.Generator) -> Args:
     shape = (spec.batch, spec.heads, spec.tokens, spec.head_dim)
-    factors = rng.uniform(1, 8, spec.head_dim // 2)  # as Llama 3 stretches them
-    periods = _draw(_THETA ** (np.arange(0, spec.head_dim, 2) / spec.head_dim) * factors)
     offset = _int32(rng.integers(0, 2048, spec.batch))
     weight = _head_norm(spec, rng) if spec.norm else None
-    return _draw(rng.standard_normal(shape), spec.dtype), periods, offset, weight, _EPS
+    return _draw(rng.standard_normal(shape), spec.dtype), _periods(spec, rng), offset, weight, _EPS
+
+
+def _periods(spec: Spec, rng: np.random.Generator) -> mx.array:
+    factors = rng.uniform(1, 8, spec.head_dim // 2)  # as Llama 3 stretches them
+    return _draw(_THETA ** (np.arange(0, spec.head_dim, 2) / spec.head_dim) * factors)
+
+
+def _draw_norm_rope_attend(spec: Spec, rng: np.random.Generator) -> Args:
+    qkv = tuple(
+        _draw(rng.standard_normal((spec.batch, 1, n * spec.head_dim)), spec.dtype)
+        for n in (spec.heads, spec.kv_heads, spec.kv_heads)
+    )
+    kv, lengths = _draw_lengths(spec, rng, KeyValues(_codes(spec, rng, spec.capacity)))
+    norms = (_head_norm(spec, rng), _head_norm(spec, rng)) if spec.norm else None
+    return *qkv, _periods(spec, rng), kv, lengths, norms, _EPS
 
 
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
@@ -358,6 +375,7 @@ _DRAWS = {
     "packed_gather": _draw_gather,
     "rope_norm_quantize": _draw_rope,
     "norm_rope": _draw_norm_rope,
+    "norm_rope_attend": _draw_norm_rope_attend,
     "decode_attention": _draw_decode,
     "write_and_attend": _draw_writing,
     "causal_attention": _draw_causal,
@@ -389,6 +407,10 @@ def _bound(spec: Spec, args: Args) -> float:
             rope = QueryRope(options.q_weight, options.theta, options.eps)
             longest = int(lengths.max().item()) + spec.tokens - 1
             return _attention_bound(spec, qkv, kv, longest, rope)
+        case "norm_rope_attend", queries, _, _, _, kv, lengths, norms, _:
+            # The error of the angles counts; without a norm, queries have their own size.
+            rope = QueryRope(queries if norms is None else norms[0], _THETA, _EPS)
+            return _attention_bound(spec, queries, kv, int(lengths.max().item()), rope)
         case "packed_gather", x, *_:
             return _product_bound(spec, x, PLAIN)
     bound = _product_bound(spec, args[0], args[-1])
@@ -506,6 +528,21 @@ def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
     return max(error, _relative(keys, wanted_keys, _rms(wanted_keys)))
 
 
+def _check_norm_rope_attend(problem: Problem, results: Sequence[mx.array]) -> float:
+    """Return the error of `norm_rope_attend`; values and earlier columns of the tail must be the given ones."""
+    error = _check_floats(problem, results)
+    (*_, kv, lengths, _, _), heads = problem.args, problem.spec.kv_heads
+    columns = (lengths - kv.starts - 1).tolist()
+    wanted = problem.wanted[1][:, :, : max(columns) + 1]
+    tail = _float64(results[1][:, :, : max(columns) + 1], wanted.shape, problem.spec.stored)
+    new = np.zeros(wanted.shape, bool)
+    for row, column in enumerate(columns):
+        new[row, :heads, column] = True
+    if (tail != wanted)[~new].any():
+        raise ValueError("the tail differs from the given one beyond the new keys")
+    return max(error, _relative(tail[new], wanted[new], _rms(wanted[new])))
+
+
 def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
     """Return the error of `write_and_attend`; its output must belong to the codes that it wrote."""
     (output, tail), (qkv, kv, lengths, options) = results, problem.args
@@ -546,4 +583,5 @@ _CHECKS = {
     "rope_norm_quantize": _check_rope,
     "packed_argmax": _check_argmax,
     "write_and_attend": _check_writing,
+    "norm_rope_attend": _check_norm_rope_attend,
 }

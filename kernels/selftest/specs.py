@@ -221,6 +221,9 @@ def _attentions() -> Iterator[Spec]:
         yield Spec("rope_norm_quantize", dtype, 2, 3, **floats)
         for batch, tokens, norm in ((1, 1, True), (2, 7, False), (3, 2, True)):
             yield Spec("norm_rope", dtype, batch, tokens, norm=norm, **floats)
+        for batch, capacity, norm in ((1, 256, True), (3, 1280, False)):
+            sizes: _Fields = {"capacity": capacity, "tail": 64, "norm": norm, **floats}
+            yield Spec("norm_rope_attend", dtype, batch, **sizes)
         yield Spec("decode_attention", dtype, 2, capacity=1280, tail=64, rope=True, **floats)
         yield Spec("decode_attention", dtype, 3, capacity=40, **floats)
         yield Spec("causal_attention", dtype, 2, 33, capacity=40, **floats)
@@ -272,6 +275,7 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_gather", dtype, **experts, **_MLX),
         Spec("rope_norm_quantize", dtype, **_HEADS),
         Spec("norm_rope", dtype, **_HEADS, norm=True, stored=dtype),
+        Spec("norm_rope_attend", dtype, **_HEADS, norm=True, stored=dtype, capacity=512, tail=64),
         Spec("write_tokens", mx.int8, **_HEADS, capacity=64),
         Spec("write_and_attend", dtype, **_HEADS, capacity=512, tail=64),
         Spec("write_and_attend", dtype, **_HEADS, capacity=4096, tail=64),
@@ -309,6 +313,7 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_gather", dtype, **nano, tokens=20, experts=4, chosen=2),
         Spec("rope_norm_quantize", dtype, tokens=2, **_HEADS),
         Spec("norm_rope", dtype, tokens=2, norm=True, **_HEADS, stored=dtype),
+        Spec("norm_rope_attend", dtype, norm=True, **_HEADS, stored=dtype, capacity=300, tail=64),
         Spec("decode_attention", dtype, **_HEADS, capacity=300, tail=64, rope=True),
         Spec("write_and_attend", dtype, **_HEADS, capacity=300, tail=64),
         Spec("causal_attention", dtype, tokens=9, **_HEADS, capacity=20),

@@ -133,6 +133,35 @@ def test_a_replayed_step_has_the_bits_of_the_step_run_as_it_is(rng, lengths):
     assert mx.array_equal(cache[0].in_use(), twin[0].in_use())
 
 
+@pytest.mark.skipif(extension.module() is None, reason=extension.unavailable())
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_new_tokens_attention_is_one_operation(rng, tmp_path, kind):
+    """With its parts' bits. Several rows, other kinds of RoPE, other types than the cache's: the parts."""
+    _, ours = both(kind, rng)
+
+    def step(count, dtype=mx.float32, rows=1):
+        cache = [ZooKVCache(rows) for _ in ours.layers]
+        ours(mx.array([[3, 4, 5]] * rows), cache=cache)
+        for entry in cache:
+            entry.buffer = entry.buffer.astype(dtype)
+        logits = ours(mx.array([[9]] * rows), cache=cache)
+        path = tmp_path / "step.dot"
+        mx.export_to_dot(str(path), logits)
+        assert path.read_text().count("AfmNormRopeAttend") == count
+        return logits
+
+    whole = step(len(ours.layers))
+    step(0, mx.float16)
+    assert mx.array_equal(step(0, rows=2)[1:], whole)
+    dispatch.disable("cpu/norm_rope_attend", "its parts are wanted")
+    parts = step(0)
+    dispatch.enable("cpu/norm_rope_attend")
+    assert mx.array_equal(whole, parts)
+    for layer in ours.layers:
+        del layer.self_attn["_rope_periods"]
+    assert_close(step(0), whole, 1e-4)
+
+
 def test_no_step_is_replayed_without_tokens_or_while_training(rng):
     _, ours = both("llama", rng)
     step, tokens = DecodeStep(), mx.array([[3]])

@@ -73,7 +73,7 @@ def test_the_quick_test_passes_in_the_emulator(rng):
         results = checks.check(specs.quick_specs(mx.float32), rng)
     assert [f"{r.variant}: {r.summary}" for r in results if r.failure is not None] == []
     tested = {(r.spec.op, r.variant.split("/")[0]) for r in results if r.obstacle is None}
-    ours = set(dispatch.OPS) - {"write_tokens", "norm_rope"}  # MLX's own operations
+    ours = set(dispatch.OPS) - {"write_tokens", "norm_rope", "norm_rope_attend"}  # MLX's own
     assert {op for op, backend in tested if backend == "metal"} == ours
     passed = {r.variant for r in results if r.obstacle is None}
     assert passed >= {v.name for op in ours for v in dispatch.variants(op) if v.backend == "metal"}
@@ -116,6 +116,10 @@ SHAPES = {
     **dict.fromkeys(("packed_swiglu", "packed_argmax", "packed_embedding"), MATRIX),
     "rope_norm_quantize": HEADS,
     "norm_rope": {**HEADS, "norm": True, "stored": mx.float32},
+    "norm_rope_attend": {
+        **HEADS,
+        **{"norm": True, "capacity": 300, "tail": 64, "stored": mx.float32},
+    },
     "decode_attention": {**HEADS, "capacity": 300, "rope": True},
     "causal_attention": {**HEADS, "tokens": 5, "capacity": 9},
     "write_tokens": {**HEADS, "tokens": 2, "capacity": 9},
@@ -150,6 +154,14 @@ FAULTS = {
             offset=offset,
             freqs=periods,
         )
+    ),
+    "norm_rope_attend one position on": (
+        lambda *args: reference.norm_rope_attend(
+            *args[:4], args[4]._replace(starts=args[4].starts + 1), args[5] + 1, *args[6:]
+        )
+    ),
+    "norm_rope_attend with the norms exchanged": (
+        lambda *args: reference.norm_rope_attend(*args[:6], args[6][::-1], args[7])
     ),
     "decode_attention past the end": lambda q, kv, lengths, rope: attend(q, kv, lengths + 1, rope),
     "decode_attention of raw queries": lambda q, kv, lengths, rope: attend(q, kv, lengths),
