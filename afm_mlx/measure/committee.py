@@ -129,7 +129,9 @@ def _without_answer(record: object) -> object:
         return record
     for name in ("prompt", "messages"):
         messages = record.get(name)
-        last = messages[-1] if isinstance(messages, list) and len(messages) > 1 else None
+        if not isinstance(messages, list) or len(messages) < 2:
+            continue
+        last = messages[-1]
         if (
             isinstance(last, dict)
             and last.get("role") == "assistant"
