@@ -28,6 +28,9 @@ ROW_MULTIPLE = 64
 _OPEN_ROWS = 1024  # rows that are filled at the same time
 _BATCHES_SORTED = 32  # unpacked: batches whose samples are sorted by length together
 
+SAMPLES_OF_A_ROW = 4
+"""Samples of the mean length that fit into a packed row whose length nobody has given."""
+
 
 class AnyBatch(Protocol):
     """A named tuple of arrays and of trees of arrays, or None; `weights` are of what is predicted."""
@@ -244,8 +247,7 @@ class Batches:
             batches = _split(rows, self.batch_size)
         else:  # sort by length within windows of several batches, and shuffle the batches
             order = order if random is None else random.permutation(len(self))
-            windows = _split(order, self.batch_size * _BATCHES_SORTED)
-            order = np.concatenate([w[np.argsort(self._inputs[w], kind="stable")] for w in windows])
+            order = sorted_by_length(order, self._inputs, self.batch_size)
             batches = _split(np.arange(len(self)), self.batch_size)
             if random is not None:
                 batches = [batches[i] for i in random.permutation(len(batches))]
@@ -255,8 +257,8 @@ class Batches:
             sizes = [max(sizes)] * len(batches)  # one shape for all steps
         else:
             longest = [int(self._inputs[order[rows]].max()) for rows in batches]
-            widths = [min(_round_up(n, ROW_MULTIPLE), self.length) for n in longest]
-        return _Plan(order, batches, widths, [_round_up(int(n), TARGET_MULTIPLE) for n in sizes])
+            widths = [min(round_up(n, ROW_MULTIPLE), self.length) for n in longest]
+        return _Plan(order, batches, widths, [round_up(int(n), TARGET_MULTIPLE) for n in sizes])
 
 
 class _Plan(NamedTuple):
@@ -278,5 +280,15 @@ def _split(values: np.ndarray, size: int) -> list[np.ndarray]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-def _round_up(n: int, multiple: int) -> int:
+def sorted_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -> np.ndarray:
+    """Sort the samples of an epoch by length within windows of several batches, whose rows are then alike.
+
+    `order` (n,) are indices of samples, and `lengths` the lengths by index.
+    """
+    windows = _split(order, batch_size * _BATCHES_SORTED)
+    return np.concatenate([w[np.argsort(lengths[w], kind="stable")] for w in windows])
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the least multiple that is `n` or more."""
     return -(-n // multiple) * multiple

@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.errors import AFMError, DataError, shown
+from afm_mlx.training.data.batches import round_up
 from afm_mlx.training.data.samples import read_records
 
 WIDTH_MULTIPLE = 16
@@ -154,7 +155,7 @@ class PairBatches:
             )
         self.per_epoch = -(-len(pairs) // batch_size)
         self.n_tokens = sum(map(len, self._tokens))
-        self.length = _round_up(max(map(len, self._tokens)))
+        self.length = round_up(max(map(len, self._tokens)), WIDTH_MULTIPLE)
         self._epoch, self._plan = -1, [np.arange(0)]
 
     def __len__(self) -> int:
@@ -211,7 +212,8 @@ class PairBatches:
         size = self.group_rows or GROUP_ROWS
         for start in range(0, len(order), size):
             group = order[start : start + size]
-            padded = np.zeros((len(group), _round_up(int(lengths[group[-1]]))), np.int32)
+            width = round_up(int(lengths[group[-1]]), WIDTH_MULTIPLE)
+            padded = np.zeros((len(group), width), np.int32)
             for row, index in zip(padded, group, strict=True):
                 row[: lengths[index]] = self._tokens[texts[index]]
             tokens.append((mx.array(padded), mx.array(lengths[group].astype(np.int32))))
@@ -245,7 +247,3 @@ class PairBatches:
             number = self._numbers[text, is_query] = len(self._tokens)
             self._tokens.append(tokens)
         return number
-
-
-def _round_up(n: int) -> int:
-    return -(-n // WIDTH_MULTIPLE) * WIDTH_MULTIPLE

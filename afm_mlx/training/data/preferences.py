@@ -30,7 +30,13 @@ import numpy as np
 
 from afm_mlx.errors import DataError, shown
 from afm_mlx.tokenizer.protocol import Tokenizer
-from afm_mlx.training.data.batches import ROW_MULTIPLE, TARGET_MULTIPLE
+from afm_mlx.training.data.batches import (
+    ROW_MULTIPLE,
+    SAMPLES_OF_A_ROW,
+    TARGET_MULTIPLE,
+    round_up,
+    sorted_by_length,
+)
 from afm_mlx.training.data.samples import encode_chat, read_records
 
 PAIR_FORM = '{"prompt": ..., "chosen": ..., "rejected": ...}'
@@ -46,9 +52,6 @@ STRENGTHS = {
 
 Source: the soft labels of Apple's reward model (arXiv 2407.21075, section 4.2).
 """
-
-_SAMPLES_OF_A_ROW = 4  # a packed row has room for this number of answers of the mean length
-_BATCHES_SORTED = 32  # unpacked: batches whose samples are sorted by length together
 
 
 # -- records
@@ -343,9 +346,9 @@ class PreferenceBatches:
         self.n_scored = int(self._answers.sum())
         longest = int(self._inputs.max())
         wanted = (
-            max(longest, math.ceil(_SAMPLES_OF_A_ROW * self._inputs.mean())) if packed else longest
+            max(longest, math.ceil(SAMPLES_OF_A_ROW * self._inputs.mean())) if packed else longest
         )
-        self.length = min(_round_up(wanted, ROW_MULTIPLE), max(max_seq_length, longest))
+        self.length = min(round_up(wanted, ROW_MULTIPLE), max(max_seq_length, longest))
         self.per_epoch = -(-len(samples) // batch_size)
         self._epoch, self._plan = -1, [np.arange(0)]
 
@@ -425,8 +428,8 @@ class PreferenceBatches:
         sizes = self._inputs[numbers]
         longest = int(sizes.max())
         rows = _pack(sizes, self.length) if self.packed else [[i] for i in range(len(numbers))]
-        width = self.length if self.packed else min(_round_up(longest, ROW_MULTIPLE), self.length)
-        count = _round_up(int(self._answers[numbers].sum()), TARGET_MULTIPLE)
+        width = self.length if self.packed else min(round_up(longest, ROW_MULTIPLE), self.length)
+        count = round_up(int(self._answers[numbers].sum()), TARGET_MULTIPLE)
         inputs, segments = np.zeros((2, len(rows), width), np.int32)
         positions, labels = np.zeros((2, count), np.int32)
         answers = np.full(count, len(numbers), np.int32)
@@ -463,11 +466,9 @@ class PreferenceBatches:
         order = np.arange(len(self))
         if random is not None:
             order = random.permutation(order)
-        if not self.packed:  # sort by length within windows of several batches
+        if not self.packed:
             longest = self._inputs.reshape(2, -1).max(axis=0)
-            size = self.batch_size * _BATCHES_SORTED
-            windows = [order[start : start + size] for start in range(0, len(order), size)]
-            order = np.concatenate([w[np.argsort(longest[w], kind="stable")] for w in windows])
+            order = sorted_by_length(order, longest, self.batch_size)
         batches = np.array_split(order, self.per_epoch)
         if random is not None and not self.packed:
             batches = [batches[i] for i in random.permutation(len(batches))]
@@ -505,7 +506,3 @@ def _pack(sizes: np.ndarray, length: int) -> list[list[int]]:
         rows[row].append(i)
         free[row] -= int(sizes[i])
     return rows
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -42,6 +42,7 @@ from afm_mlx.measure.evaluation import answer_text, chat_request
 from afm_mlx.measure.rewards import Answered, Rewards, prompt_text
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.training.data.batches import round_up
 from afm_mlx.training.data.samples import read_records
 
 WIDTH_MULTIPLE, TARGET_MULTIPLE, ANSWER_MULTIPLE = 16, 64, 8
@@ -420,9 +421,9 @@ class Rollouts:
             len(p.tokens) + sum(len(a.tokens) - 1 for a in group)
             for p, group in zip(chosen, groups, strict=True)
         ]
-        width = _round_up(max(widths), WIDTH_MULTIPLE)
-        longest = _round_up(max(len(a.tokens) for a in answers), ANSWER_MULTIPLE)
-        targets = _round_up(sum(len(a.tokens) for a in answers), TARGET_MULTIPLE)
+        width = round_up(max(widths), WIDTH_MULTIPLE)
+        longest = round_up(max(len(a.tokens) for a in answers), ANSWER_MULTIPLE)
+        targets = round_up(sum(len(a.tokens) for a in answers), TARGET_MULTIPLE)
         inputs, segments = np.zeros((2, len(chosen), width), np.int32)
         positions, labels = np.zeros((2, targets), np.int32)
         grid = np.zeros((len(answers), longest), np.int32)
@@ -501,7 +502,3 @@ class Rollouts:
             raise CheckpointError(
                 f"The rollouts {path} can't be read ({error}). Start a new run in another folder."
             ) from None
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -19,7 +19,13 @@ from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.kernels import BITS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
-from afm_mlx.training.data.batches import ROW_MULTIPLE, AnyBatches, Batches
+from afm_mlx.training.data.batches import (
+    ROW_MULTIPLE,
+    SAMPLES_OF_A_ROW,
+    AnyBatches,
+    Batches,
+    round_up,
+)
 from afm_mlx.training.data.samples import has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -113,7 +119,6 @@ class Recipe:
 
 
 MAX_SEQ_LENGTH = 2048  # mlx-lm's default; less where the model's context is shorter
-_SAMPLES_OF_A_ROW = 4  # samples of the mean length in a row, where the recipe gives no length
 
 
 @dataclass(frozen=True)
@@ -188,8 +193,8 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
         wanted = max(longest, math.ceil(total / recipe.batch_size))
         if recipe.max_seq_length is None:
             # Attention's memory grows with the square of a row, and four samples need little padding.
-            wanted = min(wanted, max(longest, math.ceil(_SAMPLES_OF_A_ROW * total / len(inputs))))
-        length = min(-(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, length)
+            wanted = min(wanted, max(longest, math.ceil(SAMPLES_OF_A_ROW * total / len(inputs))))
+        length = min(round_up(wanted, ROW_MULTIPLE), length)
     return Batches(
         samples,
         batch_size=recipe.batch_size,
