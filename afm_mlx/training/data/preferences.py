@@ -401,12 +401,16 @@ class PreferenceBatches:
         found._reference = np.append(log_probabilities, 0).astype(np.float32)
         return found
 
-    def __call__(self, step: int) -> PreferenceBatch:
-        """Return micro-batch number `step`, counted from 0 over all epochs."""
+    def samples_of(self, step: int) -> np.ndarray:
+        """Return the indices of the pairs or labelled answers of micro-batch number `step`."""
         epoch, index = divmod(step, self.per_epoch)
         if epoch != self._epoch:
             self._epoch, self._plan = epoch, self._plan_epoch(epoch)
-        chosen = self._plan[index]
+        return self._plan[index]
+
+    def __call__(self, step: int) -> PreferenceBatch:
+        """Return micro-batch number `step`, counted from 0 over all epochs."""
+        chosen = self.samples_of(step)
         weights = mx.ones(len(chosen))
         if self._is_good is None:
             rows = self._rows(np.concatenate([chosen, chosen + len(self)]))

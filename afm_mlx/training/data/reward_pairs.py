@@ -8,7 +8,6 @@ A grade is 0, 1 or 2, from worst to best, for any of `GRADED_AXES`. A pair witho
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 from afm_mlx.adapters.adapter_folder import GRADED_AXES
 from afm_mlx.adapters.reward_head import LEVELS, NO_GRADE
 from afm_mlx.errors import DataError, shown
+from afm_mlx.training.data.batches import ROW_MULTIPLE, round_up
 from afm_mlx.training.data.preferences import PreferenceBatches, PreferencePair
 
 
@@ -72,28 +72,20 @@ class RewardBatches:
         self.axes = tuple(
             axis for axis, is_there in zip(GRADED_AXES, found, strict=True) if is_there
         )
-        # A batch's inputs lack each answer's last token, whose state is wanted here: it stands there twice.
-        whole = [
-            dataclasses.replace(
-                pair,
-                chosen=np.append(pair.chosen, pair.chosen[-1]),
-                rejected=np.append(pair.rejected, pair.rejected[-1]),
-            )
-            for pair in pairs
-        ]
-        longest = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in whole)
+        texts = [(pair.prompt, pair.chosen) for pair in pairs]
+        texts += [(pair.prompt, pair.rejected) for pair in pairs]
+        self._texts = [np.concatenate(text) for text in texts]
+        self._longest = max(map(len, self._texts))
         self._batches = PreferenceBatches(
-            whole,
+            pairs,
             batch_size=batch_size,
-            max_seq_length=longest,
+            max_seq_length=self._longest,
             packed=False,
             seed=seed,
             shuffle=shuffle,
         )
-        # Of all chosen answers' tokens, a pair's are the ones before its border.
-        self._borders = np.cumsum([len(pair.chosen) for pair in whole])
-        self.per_epoch = self._batches.per_epoch
-        self.n_tokens = self._batches.n_tokens - 2 * len(pairs)
+        self._certainty = np.array([1 if p.strength is None else p.strength for p in pairs])
+        self.per_epoch, self.n_tokens = self._batches.per_epoch, self._batches.n_tokens
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -113,8 +105,7 @@ class RewardBatches:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Rows and tokens of the first batch, and 0 targets of a head."""
-        rows, length, _ = self._batches.shape
-        return rows, length, 0
+        return *self(0).inputs.shape, 0
 
     @property
     def fingerprint(self) -> str:
@@ -124,20 +115,20 @@ class RewardBatches:
 
     def __call__(self, step: int) -> RewardBatch:
         """Return micro-batch number `step`, counted from 0 over all epochs."""
-        batch = self._batches(step)
-        count = batch.weights.size
-        answers, numbers, positions = map(np.array, (batch.answers, batch.numbers, batch.positions))
-        # The targets of an answer are neighbours.
-        last = np.searchsorted(answers, np.arange(2 * count), side="right") - 1
-        pairs = np.searchsorted(self._borders, numbers[last[:count]], side="right")
-        grades = self._grades[pairs].transpose(1, 0, 2).reshape(2 * count, len(GRADED_AXES))
-        lengths = positions[last] % batch.inputs.shape[1] + 1
+        pairs = self._batches.samples_of(step)
+        texts = [self._texts[i] for i in np.concatenate([pairs, pairs + len(self)])]
+        lengths = np.array([len(text) for text in texts], np.int32)
+        width = min(round_up(int(lengths.max()), ROW_MULTIPLE), self._longest)
+        inputs = np.zeros((len(texts), width), np.int32)
+        for row, text in zip(inputs, texts, strict=True):
+            row[: len(text)] = text
+        grades = self._grades[pairs].transpose(1, 0, 2).reshape(len(texts), len(GRADED_AXES))
         return RewardBatch(
-            batch.inputs,
-            mx.array(lengths.astype(np.int32)),
-            batch.strengths,
+            mx.array(inputs),
+            mx.array(lengths),
+            mx.array(self._certainty[pairs].astype(np.float32)),
             mx.array(grades),
-            batch.weights,
+            mx.ones(len(pairs)),
         )
 
 
