@@ -68,6 +68,9 @@ def row_positions(
     `segments` (B, L) are equal for the tokens of one sample, which are consecutive; by default each row is one
     sample. Padding has another number, so it sees itself, and no query is without a key. With segments, offsets
     are (B, L) int32, each sample's from 0, and the mask is boolean (B, 1, L, L), True where a query sees a key.
+
+    `shared` (B,) is the length of each row's first sample, such as a prompt, if the other samples continue it:
+    they see its tokens, but not each other's, and their offsets begin at `shared`.
     """
     if segments is None:
         return Positions(0, causal_mask(inputs.shape[1]))
