@@ -45,7 +45,16 @@ TargetLoss: TypeAlias = Callable[[mx.array, mx.array | None, mx.array], mx.array
 Metrics: TypeAlias = dict[str, mx.array]
 """Sums of figures over a batch, () float32, by their names; divided by the sum of weights, they are means."""
 
-LOWER_IS_BETTER = ("loss", "grade_loss", "kl", "length", "cut_off")
+LOWER_IS_BETTER = (
+    "loss",
+    "grade_loss",
+    "kl",
+    "kl_mismatched",
+    "rejected",
+    "rejected_reward",
+    "length",
+    "cut_off",
+)
 """Metrics of which the lowest value is the best; of others it is the highest."""
 
 
