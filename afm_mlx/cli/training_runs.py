@@ -332,9 +332,18 @@ class Reporter:
             self._print(line)
 
     def on_event(self, event: Event) -> None:
-        from afm_mlx.training.loop.trainer import Report, Resumed, Stepped, Testing, Validation
+        from afm_mlx.training.loop.trainer import (
+            Preparing,
+            Report,
+            Resumed,
+            Stepped,
+            Testing,
+            Validation,
+        )
 
         match event:
+            case Preparing():
+                self._print(f"Computing {event.what}")
             case Resumed():
                 self._last = None
                 self._print(f"Resumed after step {event.step}")

@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
 from afm_mlx.loading.load import load
+from afm_mlx.training.loop.trainer import Stepped
 from afm_mlx.training.loop.training_options import TrainingOptions
 
 OPTIONS = TrainingOptions(iters=6, learning_rate=5e-3, steps_per_eval=3, save_every=2, seed=3)
@@ -15,6 +16,20 @@ OPTIONS = TrainingOptions(iters=6, learning_rate=5e-3, steps_per_eval=3, save_ev
 
 def parameters(folder):
     return dict(tree_flatten(load(folder)[0].parameters()))
+
+
+class Break(Exception):
+    """Ends a run early, as a crash does."""
+
+
+def break_at(step):
+    """Make a function for `on_event` that raises `Break` after a step."""
+
+    def on_event(event):
+        if isinstance(event, Stepped) and event.step == step:
+            raise Break
+
+    return on_event
 
 
 class Watcher:

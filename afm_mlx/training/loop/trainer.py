@@ -59,7 +59,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Report:
-    """Event for `on_event`: training metrics, which are also a line of metrics.jsonl."""
+    """Event for `on_event`: figures of training, which are also a line of metrics.jsonl."""
 
     step: int  # the last one, from 1
     loss: float  # weighted mean over the steps since the previous report
@@ -76,15 +76,13 @@ class Validation:
     """Event for `on_event`: the result of an evaluation, which is also a line of metrics.jsonl.
 
     `step` is the last step before it, 0 before the first one. The perplexity means something for a cross-
-    entropy.
+    entropy. `metrics` are means, whose names begin with "valid_" in metrics.jsonl.
     """
 
     step: int
     valid_loss: float
     valid_perplexity: float
-    metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # means; named "valid_..." in metrics.jsonl
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,13 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
+class Preparing:
+    """Event for `on_event`: `what` is about to be computed, once, before the first step."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class Testing:
     """Event for `on_event`: the test split is about to be measured with the trained model, or with `what`."""
 
@@ -104,7 +109,7 @@ class Testing:
     what: str | None
 
 
-Event: TypeAlias = Resumed | Stepped | Report | Validation | CheckpointSaved | Testing
+Event: TypeAlias = Preparing | Resumed | Stepped | Report | Validation | CheckpointSaved | Testing
 
 OnEvent = Callable[[Event], None]
 Stopping = Callable[[], AbstractContextManager[Flag]]
@@ -146,6 +151,7 @@ class _Progress:
     best_metrics: dict[str, float] = field(default_factory=dict)
     evaluations_since_best: int = 0
     stopped_early: bool = False
+    must_evaluate: bool = False  # True until the evaluation after this step has ended
     # Since the last report:
     loss: float = 0.0  # times weight
     weight: float = 0.0
@@ -233,15 +239,15 @@ class _Trainer:
         self._begin()
         options, progress = self.options, self.progress
         self._started = time.perf_counter() - progress.seconds
-        if progress.step == 0 and self.valid is not None:
-            self._evaluate(self.valid)
+        if progress.step == 0 or progress.must_evaluate:
+            self._evaluate()
         while progress.step < options.iters and not progress.stopped_early:
             self._take_step()
             step, is_last = progress.step, progress.step == options.iters
             if step % options.steps_per_report == 0 or is_last:
                 self._report()
-            if self.valid is not None and (step % options.steps_per_eval == 0 or is_last):
-                self._evaluate(self.valid)
+            if step % options.steps_per_eval == 0 or is_last:
+                self._evaluate()
             stops = is_last or progress.stopped_early or stop.is_set()
             if step % options.save_every == 0 or stops:
                 self._save()
@@ -271,12 +277,8 @@ class _Trainer:
     def _take_step(self) -> None:
         progress, key = self.progress, random_key()
         start, n = time.perf_counter(), self.options.grad_accumulation_steps
-        try:
+        with self._steps_kept():
             batches = [self.batches(progress.step * n + i) for i in range(n)]
-        except AFMError:  # of a reward, for example; the steps before are not to be lost
-            if progress.step not in (0, *self.run.steps()):
-                self._save()
-            raise
         self.model.train()
         result = self.step(batches)
         self.step.evaluate(result)
@@ -330,11 +332,14 @@ class _Trainer:
         self.run.log(values | metrics)
         self.on_event(line)
 
-    def _evaluate(self, valid: AnyBatches) -> None:
+    def _evaluate(self) -> None:
+        if self.valid is None:
+            return
         progress = self.progress
-        with self._averaged_weights():
+        progress.must_evaluate = True
+        with self._steps_kept(), self._averaged_weights():
             try:
-                means = mean_loss(self.model, self.loss, valid, self.options.val_batches)
+                means = mean_loss(self.model, self.loss, self.valid, self.options.val_batches)
             except TrainingError as error:
                 raise TrainingError(
                     f"Validation after step {progress.step}: {error} {self.run.what_remains()} Try a lower "
@@ -345,6 +350,7 @@ class _Trainer:
                 progress.best_step = progress.step
                 progress.best_loss, progress.best_metrics = means.loss, means.metrics
                 self._save_best()
+        progress.must_evaluate = False
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
         loss = means.loss
@@ -360,6 +366,18 @@ class _Trainer:
             return True
         best = ({"loss": progress.best_loss} | progress.best_metrics)[name]
         return values[name] < best if name in LOWER_IS_BETTER else values[name] > best
+
+    @contextmanager
+    def _steps_kept(self) -> Iterator[None]:
+        """Write a checkpoint of the last step, if it has none, when a reward fails in the context."""
+        try:
+            yield
+        except TrainingError:  # of the numbers, which would fail again
+            raise
+        except AFMError:
+            if self.progress.step not in (0, *self.run.steps()):
+                self._save()
+            raise
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:

@@ -8,6 +8,7 @@
 | `LoRATraining` (`lora_training.py`) | LoRA pairs on a frozen model | an adapter folder |
 | `ContrastiveTraining` (`contrastive_training.py`) | LoRA pairs for embeddings | an adapter folder |
 | `PreferenceTraining` (`preference_training.py`) | LoRA pairs by preferences | an adapter folder |
+| `RewardTraining` (`reward_training.py`) | LoRA pairs and a reward head, by preferences | an adapter folder |
 | `PolicyTraining` (`policy_training.py`) | LoRA pairs by rewards of sampled answers | an adapter folder |
 """
 
@@ -36,6 +37,7 @@ from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.data.batches import AnyBatches, Batches
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
 from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.loop.trainer import OnEvent
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import DataSplits, Recipe, read_split
@@ -115,11 +117,17 @@ class Method:
         return {}
 
     def complete_data(
-        self, model: nn.Module, source: ModelSource, data: DataSplits, run: RunFolder
+        self,
+        model: nn.Module,
+        source: ModelSource,
+        data: DataSplits,
+        run: RunFolder,
+        on_event: OnEvent,
     ) -> DataSplits:
         """Return the data to train on, with what only the prepared, untrained model can add to it.
 
-        What takes long to compute is kept in the run's folder, for when it resumes.
+        What takes long to compute is kept in the run's folder, for when it resumes; `on_event` gets `Preparing`
+        before it.
         """
         return data
 

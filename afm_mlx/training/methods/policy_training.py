@@ -33,6 +33,7 @@ from afm_mlx.training.loop.policy_losses import (
     answer_logprobs,
 )
 from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.loop.trainer import OnEvent
 from afm_mlx.training.methods.lora_training import (
     LoRATraining,
     as_reference,
@@ -210,7 +211,12 @@ class PolicyTraining(LoRATraining):
         )
 
     def complete_data(
-        self, model: nn.Module, source: ModelSource, data: DataSplits, run: RunFolder
+        self,
+        model: nn.Module,
+        source: ModelSource,
+        data: DataSplits,
+        run: RunFolder,
+        on_event: OnEvent,
     ) -> DataSplits:
         answerer = Answerer(model, source.tokenizer, self.temperature)
         rewards = self._made_rewards(source, model)

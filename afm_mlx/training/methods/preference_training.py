@@ -33,6 +33,7 @@ from afm_mlx.training.data.preferences import (
 from afm_mlx.training.loop.losses import log_probabilities
 from afm_mlx.training.loop.preference_losses import OBJECTIVES, PreferenceLoss
 from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.loop.trainer import OnEvent, Preparing
 from afm_mlx.training.methods.lora_training import (
     LoRATraining,
     as_reference,
@@ -108,7 +109,12 @@ class PreferenceTraining(LoRATraining):
         return self.loss
 
     def complete_data(
-        self, model: nn.Module, source: ModelSource, data: DataSplits, run: RunFolder
+        self,
+        model: nn.Module,
+        source: ModelSource,
+        data: DataSplits,
+        run: RunFolder,
+        on_event: OnEvent,
     ) -> DataSplits:
         if not self._has_reference:
             return data
@@ -123,6 +129,8 @@ class PreferenceTraining(LoRATraining):
             key = json.dumps([*known, batches.fingerprint])
             kept = run.kept(f"reference-{split}", key)
             if kept is None:
+                what = f"{len(batches):,} {batches.unit} ({split})"
+                on_event(Preparing(f"the reference's log-probabilities of {what}"))
                 found = self._reference(model, source, batches, training=split == "train")
                 kept = {_REFERENCE: mx.array(found)}
                 run.keep(f"reference-{split}", kept, key)

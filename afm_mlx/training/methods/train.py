@@ -66,12 +66,14 @@ class TrainingResult:
 
     @property
     def test_loss(self) -> float | None:
-        """Cross-entropy of the trained model on the test split, in nats per token."""
+        """Loss of the trained model on the test split: of tokens, the cross-entropy in nats per token."""
         return self.test.trained.loss if self.test and self.test.trained else None
 
     @property
     def test_perplexity(self) -> float | None:
-        return self.test.trained.perplexity if self.test and self.test.trained else None
+        """`exp(test_loss)` of tokens; None where something else is scored."""
+        score = self.test and self.test.trained
+        return score.perplexity if score and score.unit == "tokens" else None
 
 
 class RunArguments(TypedDict, total=False):
@@ -164,7 +166,8 @@ def train_by(
         run_path: folder of checkpoints and metrics; pass None for `<path>-run`, or `<path>/run` of an adapter.
         resume: resume the run in `run_path`, which was started with the same arguments.
         on_plan: called with the `Plan` of the run before training starts.
-        on_event: called with each `Event` of the loop, and with `Testing` before each test.
+        on_event: called with each `Event` of the loop, with `Preparing` before what is computed once, and with
+            `Testing` before each test.
         stopping: see `trainer.train`.
 
     Raises:
@@ -207,7 +210,7 @@ def train_by(
     with (RunFolder.open if resume else RunFolder.create)(run_path, manifest) as run:
         if on_plan is not None:
             on_plan(plan)
-        data = method.complete_data(model, source, data, run)
+        data = method.complete_data(model, source, data, run, on_event)
         with method.as_untrained(model):
             untrained = test(method.untrained_label)
         outcome = train(model, loss, data.train, options, run, data.valid, on_event, stopping)

@@ -170,6 +170,7 @@ def test_an_adapter_by_preferences(trainable_folder, run, done, tmp_path):
     for line in (
         "Train data: 20 pairs, ",
         "Batches: 4 pairs, packed rows of up to ",
+        "Computing the reference's log-probabilities of 20 pairs (train)\n",
         "Iter 0: Val loss 0.693, Val margin 0.000, Val accuracy 0.0%, Val chosen -",
         "Trained Pairs 12, ",
         "Best: Val margin ",

@@ -29,6 +29,7 @@ from afm_mlx.training.loop.trainer import (
 from afm_mlx.training.loop.training_options import TrainingOptions
 from tests.tools.compare import assert_same_tensors
 from tests.tools.training import ToyBatches, ToyModel, joined, toy_loss, toy_run
+from tests.tools.training_runs import Break, break_at
 
 ROOT = Path(__file__).parents[4]
 MEASURED = ("tokens_per_second", "peak_memory")  # by a clock and by the process
@@ -37,18 +38,6 @@ MEASURED = ("tokens_per_second", "peak_memory")  # by a clock and by the process
 @pytest.fixture
 def run(tmp_path):
     return RunFolder.create(tmp_path / "run", {})
-
-
-class Break(Exception):
-    pass
-
-
-def break_at(step):
-    def on_event(event):
-        if isinstance(event, Stepped) and event.step == step:
-            raise Break
-
-    return on_event
 
 
 def weights_of(model):

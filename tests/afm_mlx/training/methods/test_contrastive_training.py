@@ -12,7 +12,7 @@ from afm_mlx.errors import AFMError, ConfigError, DataError
 from afm_mlx.loading.load import load
 from afm_mlx.model.pooling import hidden_states, normalize, pool
 from afm_mlx.tokenizer.embedding_text import embedding_tokens, query_text
-from afm_mlx.training.loop.trainer import CheckpointSaved, Resumed, Stepped, Validation
+from afm_mlx.training.loop.trainer import CheckpointSaved, Resumed, Validation
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.recipe import Recipe
@@ -21,7 +21,7 @@ from tests.tools.cases import each
 from tests.tools.cli import lines
 from tests.tools.compare import assert_same_tensors
 from tests.tools.tokenizers import docstrings
-from tests.tools.training_runs import Watcher
+from tests.tools.training_runs import Break, Watcher, break_at
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 OPTIONS = TrainingOptions(iters=12, learning_rate=0.02, steps_per_eval=6, save_every=4, seed=3)
@@ -105,16 +105,8 @@ def test_of_a_packed_model(recipe, tmp_path, pooling, chunk):
 def test_a_resumed_run_ends_as_an_unbroken_one(recipe, tmp_path):
     method = dataclasses.replace(METHOD, chunk_rows=6, both_directions=True)
     whole = train_contrastive(recipe, tmp_path / "whole", method)
-
-    class Break(Exception):
-        pass
-
-    def on_event(event):
-        if isinstance(event, Stepped) and event.step == 7:
-            raise Break
-
     with pytest.raises(Break):
-        train_contrastive(recipe, tmp_path / "broken", method, on_event=on_event)
+        train_contrastive(recipe, tmp_path / "broken", method, on_event=break_at(7))
     other = dataclasses.replace(method, temperature=0.2)
     with pytest.raises(AFMError, match="temperature"):
         train_contrastive(recipe, tmp_path / "broken", other, resume=True)

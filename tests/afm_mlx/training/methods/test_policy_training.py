@@ -16,7 +16,7 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.loading.load import load
 from afm_mlx.measure.rewards import Rewards, make_rewards
 from afm_mlx.training.loop.run_folder import RunFolder
-from afm_mlx.training.loop.trainer import CheckpointSaved, Report, Resumed, Stepped, Validation
+from afm_mlx.training.loop.trainer import CheckpointSaved, Report, Resumed, Validation
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.policy_training import PolicyTraining
 from afm_mlx.training.methods.recipe import Recipe
@@ -24,7 +24,7 @@ from afm_mlx.training.methods.reward_training import RewardTraining
 from afm_mlx.training.methods.train import measure_adapter, train_lora
 from tests.tools.cases import each
 from tests.tools.cli import lines
-from tests.tools.training_runs import Watcher
+from tests.tools.training_runs import Break, Watcher, break_at
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 ROOT = Path(__file__).parents[4]
@@ -48,18 +48,6 @@ def data(tmp_path):
 @pytest.fixture
 def recipe(packed, data):
     return Recipe(data, OPTIONS, packed, batch_size=4)
-
-
-class Break(Exception):
-    pass
-
-
-def break_at(step):
-    def on_event(event):
-        if isinstance(event, Stepped) and event.step == step:
-            raise Break
-
-    return on_event
 
 
 def metrics(folder):
@@ -175,7 +163,9 @@ def test_a_kill_at_any_moment(recipe, tmp_path, rng):
             assert (array == found[1][name][key]).all().item(), (name, key)
 
 
-def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(recipe, tmp_path):
+@pytest.mark.parametrize(("last", "split"), [(2, "train"), (3, "valid"), (6, "valid")])
+def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(recipe, tmp_path, last, split):
+    """In the step after the last one, or in the evaluation after it."""
     broken = [False]
 
     def reward(prompt, answer, sample):
@@ -184,18 +174,18 @@ def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(recipe, tmp_path):
         return SHORT(prompt, answer, sample)
 
     method = dataclasses.replace(METHOD, rewards=Rewards(("mine",), (reward,), (1.0,)))
-    options = dataclasses.replace(OPTIONS, save_every=100)
+    options = dataclasses.replace(OPTIONS, save_every=100, ema_decay=0.5)
     recipe = dataclasses.replace(recipe, options=options)
     train_lora(recipe, tmp_path / "whole", method)
     events = []
 
     def on_event(event):
         events.append(event)
-        broken[0] = isinstance(event, Report) and event.step == 2
+        broken[0] = isinstance(event, Report) and event.step == last
 
-    with pytest.raises(RewardError, match=r"train.jsonl:\d: the reward mine raised ValueError"):
+    with pytest.raises(RewardError, match=rf"{split}.jsonl:\d: the reward mine raised ValueError"):
         train_lora(recipe, tmp_path / "broken", method, on_event=on_event)
-    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [2]
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [last]
     broken[0] = False
     train_lora(recipe, tmp_path / "broken", method, resume=True)
     assert contents(tmp_path / "whole") == contents(tmp_path / "broken")

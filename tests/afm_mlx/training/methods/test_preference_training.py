@@ -14,7 +14,7 @@ from afm_mlx.errors import AFMError, ConfigError, DataError
 from afm_mlx.training.loop.losses import log_probabilities
 from afm_mlx.training.loop.preference_losses import OBJECTIVES, PreferenceLoss
 from afm_mlx.training.loop.run_folder import RunFolder
-from afm_mlx.training.loop.trainer import Report, Resumed, Stepped, Validation
+from afm_mlx.training.loop.trainer import Preparing, Report, Resumed, Validation
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.preference_training import PreferenceTraining
@@ -24,7 +24,7 @@ from tests.tools.cases import each
 from tests.tools.cli import lines
 from tests.tools.compare import assert_same_tensors
 from tests.tools.tokenizers import docstrings
-from tests.tools.training_runs import Watcher, random_adapter
+from tests.tools.training_runs import Break, Watcher, break_at, random_adapter
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 OPTIONS = TrainingOptions(
@@ -96,6 +96,7 @@ def test_dpo_of_a_packed_model(recipe, tmp_path, packing):
     assert untrained.loss == pytest.approx(math.log(2), rel=1e-6)
     assert trained.loss < untrained.loss
     assert (trained.count, trained.unit) == (5, "pairs")
+    assert result.test_perplexity is None
     again = measure_adapter(recipe, result.path, METHOD)
     assert again.untrained.loss == pytest.approx(math.log(2), rel=1e-6)
     assert again.trained.loss == pytest.approx(trained.loss, rel=2e-2)
@@ -129,7 +130,9 @@ def test_the_kept_reference_is_the_model_without_its_adapter(recipe, tmp_path, m
     METHOD.prepare(trained, source, train, 0)
     manifest = {"model_weights": "", "reference_adapter": None}
     with RunFolder.create(tmp_path / "run", manifest) as run:
-        data = METHOD.complete_data(trained, source, DataSplits(train, valid, None), run)
+        data = METHOD.complete_data(
+            trained, source, DataSplits(train, valid, None), run, on_event=[].append
+        )
     for batches, mode in ((data.train, True), (data.valid, False)):
         # Layers in wrappers, which round as the policy's do: kernels of layers without one round otherwise.
         live = add_lora(source.load(), 4, 2.0).train(mode)
@@ -142,16 +145,8 @@ def test_the_kept_reference_is_the_model_without_its_adapter(recipe, tmp_path, m
 
 def test_a_resumed_run_ends_as_an_unbroken_one(recipe, tmp_path, monkeypatch):
     whole = train_preferences(recipe, tmp_path / "whole", METHOD)
-
-    class Break(Exception):
-        pass
-
-    def on_event(event):
-        if isinstance(event, Stepped) and event.step == 6:
-            raise Break
-
     with pytest.raises(Break):
-        train_preferences(recipe, tmp_path / "broken", METHOD, on_event=on_event)
+        train_preferences(recipe, tmp_path / "broken", METHOD, on_event=break_at(6))
     other = dataclasses.replace(METHOD, loss=PreferenceLoss(beta=0.2))
     with pytest.raises(AFMError, match="loss was"):
         train_preferences(recipe, tmp_path / "broken", other, resume=True)
@@ -173,6 +168,12 @@ def test_a_resumed_run_ends_as_an_unbroken_one(recipe, tmp_path, monkeypatch):
     broken = train_preferences(recipe, tmp_path / "broken", METHOD, resume=True, **watcher.hooks())
     assert [event.step for event in watcher.events if isinstance(event, Resumed)] == [4]
     assert computed == [{"training": False}] * 2
+    prepared = [event.what for event in watcher.events if isinstance(event, Preparing)]
+    log_probabilities = "the reference's log-probabilities of"
+    assert prepared == [
+        f"{log_probabilities} 6 pairs (valid)",
+        f"{log_probabilities} 5 pairs (test)",
+    ]
     assert broken.outcome.best_loss == whole.outcome.best_loss
     assert_same_tensors(load_adapter(whole.path)[0], load_adapter(broken.path)[0])
 

@@ -8,11 +8,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.adapter_folder import RewardUse, load_adapter
-from afm_mlx.adapters.reward_head import load_reward_head
+from afm_mlx.adapters.reward_head import RewardHead, load_reward_head, save_reward_head
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.measure.reward_model import RewardModel
 from afm_mlx.measure.rewards import Answered
-from afm_mlx.training.loop.trainer import Resumed, Stepped, Validation
+from afm_mlx.training.loop.trainer import Resumed, Validation
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.recipe import Recipe
@@ -22,7 +22,7 @@ from tests.tools.cases import each
 from tests.tools.cli import lines
 from tests.tools.compare import assert_same_tensors
 from tests.tools.tokenizers import docstrings
-from tests.tools.training_runs import Watcher
+from tests.tools.training_runs import Break, Watcher, break_at
 from tests.tools.zoo_chats import write_family_folder
 
 OPTIONS = TrainingOptions(iters=12, learning_rate=0.02, steps_per_eval=6, save_every=4, seed=3)
@@ -91,16 +91,8 @@ def head_of(folder):
 
 def test_a_resumed_run_ends_as_an_unbroken_one(recipe, tmp_path):
     whole = train_lora(recipe, tmp_path / "whole", METHOD)
-
-    class Break(Exception):
-        pass
-
-    def on_event(event):
-        if isinstance(event, Stepped) and event.step == 7:
-            raise Break
-
     with pytest.raises(Break):
-        train_lora(recipe, tmp_path / "broken", METHOD, on_event=on_event)
+        train_lora(recipe, tmp_path / "broken", METHOD, on_event=break_at(7))
     other = dataclasses.replace(METHOD, grade_weight=0.2)
     with pytest.raises(AFMError, match="grade_weight"):
         train_lora(recipe, tmp_path / "broken", other, resume=True)
@@ -170,8 +162,6 @@ def test_arguments_without_an_effect_are_refused(recipe, tmp_path, change, says)
 
 def test_a_head_of_another_width_is_refused(recipe, tmp_path, rng):
     first = train_lora(dataclasses.replace(recipe, test=False), tmp_path / "first", METHOD).path
-    from afm_mlx.adapters.reward_head import RewardHead, save_reward_head
-
     save_reward_head(first, RewardHead(7, RewardUse(("verbosity",))))
     with pytest.raises(CheckpointError, match="width 7"):
         train_lora(recipe, tmp_path / "later", RewardTraining(initial_adapter=first))
