@@ -192,7 +192,7 @@ _REPLIES = (
         "Which {item} does {name} have?",
     ),
 )
-_STANCES = (
+STANCES = (
     ("Accept.", "Say yes.", "Positive reply."),
     ("Decline.", "Say no.", "Negative reply."),
     ("Ask back.", "Ask a question.", "Reply with a question."),
@@ -212,7 +212,7 @@ def suggest_reply(values: Values) -> Sample:
     stance = rng.randrange(3)
     slots: dict[str, str] = {}
     message = values.fill(rng.choice(wordings), slots)
-    content = f"{rng.choice(_REPLY_ASKS)} {message}\n{rng.choice(_STANCES[stance])}"
+    content = f"{rng.choice(_REPLY_ASKS)} {message}\n{rng.choice(STANCES[stance])}"
     return pair(content, answers[stance].format(**slots))
 
 

@@ -47,7 +47,7 @@ def draw_prompts(split: str, count: int, seed: int) -> list[dict[str, str]]:
     while len(found) < count:
         messages, _ = text_tasks.suggest_reply(values)
         message, _, known = messages[0]["content"].rpartition("\n")
-        (stance,) = (i for i, own in enumerate(text_tasks._STANCES) if known in own)
+        (stance,) = (i for i, own in enumerate(text_tasks.STANCES) if known in own)
         found[f"{message}\n{values.rng.choice(STANCES[stance])}"] = messages[1]["content"]
     return [{"prompt": prompt, "answer": answer} for prompt, answer in found.items()]
 
