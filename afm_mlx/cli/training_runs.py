@@ -90,6 +90,44 @@ _DISTILLATION = [
     Argument("--distillation-divergence", ["forward", "reverse"],
              "forward, KL(teacher || model), by default; reverse, KL(model || teacher), for draft models"),
 ]
+_DATA = [
+    Argument("--batch-size", integer(1, MAX_ROWS), "rows of a batch; 4 by default"),
+    Argument("--max-seq-length", integer(2),
+             "maximum tokens of a sample, and of a row; longer texts are cut, longer chats an error. "
+             "By default 2048, or the model's context if that is less, and packed rows of some four "
+             "samples"),
+    Argument("--packing", SWITCH,
+             "put several samples, which don't see each other, into a row; the default for AFM models"),
+    Argument("--mask-prompt", SWITCH, "train only on what the assistant wrote", True),
+    Argument("--prompt-weight", number(0),
+             "weight of the loss of tokens that the assistant did not write; by default 0, and 1 with "
+             "--no-mask-prompt"),
+    *(Argument(f"--{name}-feature", None,
+               f"what the data calls {'messages' if name == 'chat' else name!r}, as in mlx-lm",
+               metavar="KEY")
+      for name in FEATURES),
+]
+_RUN = [
+    Argument("--resume", FLAG,
+             "go on with a run that was interrupted, with the arguments that it was started with"),
+    Argument("--val-batches", count_or_all, "batches of an evaluation; -1 for all", 25),
+    Argument("--steps-per-report", integer(1), "steps between reports", 10),
+    Argument("--steps-per-eval", integer(1), "steps between evaluations on valid.jsonl", 200),
+    Argument("--save-every", integer(1), "steps between checkpoints", 100),
+    Argument("--best-by", None,
+             "metric of an evaluation by which the best weights are chosen, such as accuracy; the "
+             "loss by default",
+             metavar="METRIC"),
+    Argument("--patience", integer(1),
+             "stop after this many evaluations without improvement; the best weights are kept in "
+             "any case"),
+    Argument("--ema-decay", number(0, 0.999999),
+             "keep an average of the weights with this decay; 0 for none"),
+    Argument("--test", FLAG,
+             "measure the loss on test.jsonl at the end, with what was trained and without"),
+    Argument("--test-batches", count_or_all, "batches of test.jsonl that are measured; -1 for all", -1),
+    Argument("--plot", None, "draw losses and learning rate (needs matplotlib)", metavar="FILE.png"),
+]
 
 
 def training_tables(learning_rate: str, *own: Argument) -> Tables:
@@ -115,23 +153,7 @@ def training_tables(learning_rate: str, *own: Argument) -> Tables:
             unavailable("--hf-dataset", "data sets of the hub are not fetched; --data takes files"),
             unavailable("--trust-remote-code", "code in a model's folder is not run here", nargs=0),
         ],
-        "data": [
-            Argument("--batch-size", integer(1, MAX_ROWS), "rows of a batch; 4 by default"),
-            Argument("--max-seq-length", integer(2),
-                     "maximum tokens of a sample, and of a row; longer texts are cut, longer chats an error. "
-                     "By default 2048, or the model's context if that is less, and packed rows of some four "
-                     "samples"),
-            Argument("--packing", SWITCH,
-                     "put several samples, which don't see each other, into a row; the default for AFM models"),
-            Argument("--mask-prompt", SWITCH, "train only on what the assistant wrote", True),
-            Argument("--prompt-weight", number(0),
-                     "weight of the loss of tokens that the assistant did not write; by default 0, and 1 with "
-                     "--no-mask-prompt"),
-            *(Argument(f"--{name}-feature", None,
-                       f"what the data calls {'messages' if name == 'chat' else name!r}, as in mlx-lm",
-                       metavar="KEY")
-              for name in FEATURES),
-        ],
+        "data": _DATA,
         "training": [
             Argument("--iters", integer(1),
                      f"steps; by default {EPOCHS} passes over the data, but {STEPS_BETWEEN[0]} steps at least "
@@ -168,27 +190,7 @@ def training_tables(learning_rate: str, *own: Argument) -> Tables:
             Argument("--seed", integer(0, model_options.MAX_SEED), "seed of the random numbers", 0),
         ],
         "distillation": _DISTILLATION,
-        "run": [
-            Argument("--resume", FLAG,
-                     "go on with a run that was interrupted, with the arguments that it was started with"),
-            Argument("--val-batches", count_or_all, "batches of an evaluation; -1 for all", 25),
-            Argument("--steps-per-report", integer(1), "steps between reports", 10),
-            Argument("--steps-per-eval", integer(1), "steps between evaluations on valid.jsonl", 200),
-            Argument("--save-every", integer(1), "steps between checkpoints", 100),
-            Argument("--best-by", None,
-                     "metric of an evaluation by which the best weights are chosen, such as accuracy; the "
-                     "loss by default",
-                     metavar="METRIC"),
-            Argument("--patience", integer(1),
-                     "stop after this many evaluations without improvement; the best weights are kept in "
-                     "any case"),
-            Argument("--ema-decay", number(0, 0.999999),
-                     "keep an average of the weights with this decay; 0 for none"),
-            Argument("--test", FLAG,
-                     "measure the loss on test.jsonl at the end, with what was trained and without"),
-            Argument("--test-batches", count_or_all, "batches of test.jsonl that are measured; -1 for all", -1),
-            Argument("--plot", None, "draw losses and learning rate (needs matplotlib)", metavar="FILE.png"),
-        ],
+        "run": _RUN,
     }
 # fmt: on
 
