@@ -295,6 +295,7 @@ class PreferenceBatches:
 
     Attributes:
         per_epoch: number of batches in an epoch.
+        n_cut: number of samples whose prompt is cut.
         n_tokens: number of tokens of all prompts with their answers.
         n_targets: number of tokens of all answers.
         n_scored: number of tokens whose log-probabilities are needed: mismatched answers, too.
