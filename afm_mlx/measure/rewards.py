@@ -136,7 +136,8 @@ def prompt_text(sample: Mapping[str, Any]) -> str:
     prompt: Any = sample.get("prompt", sample.get("messages"))
     if isinstance(prompt, str):
         return prompt
-    for message in reversed(prompt if isinstance(prompt, list) else ()):
+    messages: list[Any] = prompt if isinstance(prompt, list) else []
+    for message in reversed(messages):
         if isinstance(message, Mapping) and message.get("role") == "user":
             return str(message.get("content", ""))
     return ""
