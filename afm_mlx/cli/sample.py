@@ -231,6 +231,7 @@ def _answers_record(one: Ranked) -> dict[str, Any]:
             "adapter": each.member,
             "answer": each.answer,
             "tokens": each.tokens,
+            "is_whole": each.is_whole,
             "reward": float(reward),
         }
         for each, reward in zip(one.candidates, one.rewards, strict=True)
@@ -265,6 +266,6 @@ def _report(args: argparse.Namespace, ranked: Sequence[Ranked], counts: dict[str
     )
     print(f"{facts['without_a_pair']} prompts have no pair, {facts['without_a_winner']} no winner.")
     if facts["cut_off"]:
-        print(f"{facts['cut_off']} answers were cut off after {args.max_tokens} tokens.")
+        print(f"{facts['cut_off']} answers were cut off, and can't win.")
     for name, count in counts.items():
         print(f"{count} lines: {getattr(args, name)}")

@@ -31,9 +31,9 @@ import numpy as np
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import encode_prompt
 from afm_mlx.engine.prefix_cache import PrefixCache
-from afm_mlx.engine.request import Request
+from afm_mlx.engine.request import CUT_OFF, Request
 from afm_mlx.engine.samplers import make_sampler
-from afm_mlx.errors import AFMError, ContextLengthError, IncompleteError, RequestError, shown
+from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
@@ -42,7 +42,6 @@ P = TypeVar("P")
 SELECTS = ("weighted", "majority", "best", "first")
 MAX_BATCH = 32
 PREFIX_MEMORY = 1 << 30  # bytes of keys and values that the samples share
-_CUT_OFF = (ContextLengthError, IncompleteError)
 
 
 class SearchResult(NamedTuple):
@@ -255,7 +254,7 @@ def _extended(
             if response.row not in rows:
                 continue  # a token that was forced after the end of a line
             i, error = rows[response.row], response.error
-            if error is not None and not isinstance(error, _CUT_OFF):
+            if error is not None and not isinstance(error, CUT_OFF):
                 raise error
             texts[i] += response.text
             drawn = [response.token, *response.completion]

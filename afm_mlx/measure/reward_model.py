@@ -22,7 +22,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Embedding
 from afm_mlx.errors import AFMError, CheckpointError, DataError
 from afm_mlx.loading.load import load
-from afm_mlx.measure.rewards import Answered
+from afm_mlx.measure.rewards import Answered, messages_of
 from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -149,8 +149,6 @@ def answer_tokens(
 
 def _messages(each: Answered) -> list[Mapping[str, Any]]:
     """Return the messages before an answer: the sample's, without an answer of its own, or the prompt."""
-    messages = each.sample.get("messages", each.sample.get("prompt"))
-    if not isinstance(messages, list) or not messages:
-        return [{"role": "user", "content": each.prompt}]
+    messages = messages_of(each.sample) or [{"role": "user", "content": each.prompt}]
     is_answered = isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
     return messages[:-1] if is_answered else messages
