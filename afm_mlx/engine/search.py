@@ -28,6 +28,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from afm_mlx.engine.batch import vocab_size_of
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import encode_prompt
 from afm_mlx.engine.prefix_cache import PrefixCache
@@ -120,7 +121,8 @@ def search(
     heal = request.get("constraint") is not None and isinstance(prompt, str) and value is None
     fields = {"sampler": make_sampler(1.0), "logprobs": False, "heal": heal, **request}
     seed = int(mx.random.randint(0, 2**31 - 1).item()) if seed is None else seed
-    rng, asked = np.random.default_rng(seed), Request(ids, seed=seed, **fields)
+    asked = Request(ids, seed=seed, **fields).checked(vocab_size_of(model))
+    rng = np.random.default_rng(asked.seed)
     shared = PrefixCache(PREFIX_MEMORY) if n > 1 and len(ids) > 1 else None
     options = {"max_batch": min(n, MAX_BATCH), "prefix_cache": shared, **(engine_options or {})}
     engine = Engine(model, tokenizer, **options)
@@ -163,19 +165,30 @@ def search(
     whole = [i for i, each in enumerate(samples) if each.is_whole and each.error is None]
     if not whole:
         raise samples[0].error or RequestError("value is 0 for every sample: none goes on.")
+    answers, weights = [answer(samples[i]) for i in whole], weights[whole]
+    if select in ("best", "first"):
+        weights = np.array([phi(samples[i]) for i in whole])
+    return SearchResult(*_chosen(answers, weights, select, key), log_z)
+
+
+def _chosen(
+    answers: Sequence[str], weights: np.ndarray, select: str, key: Callable[[str], Hashable]
+) -> tuple[list[str], list[float]]:
+    """Return distinct answers, the chosen one first, and the weight of each, from the weights (n,) of all."""
     groups: dict[Hashable, list[int]] = {}
-    for i in whole:
-        groups.setdefault(key(answer(samples[i])), []).append(i)
-    votes = np.ones(len(samples)) if select == "majority" else weights
+    for i, text in enumerate(answers):
+        groups.setdefault(key(text), []).append(i)
+    votes = np.ones(len(answers)) if select == "majority" else weights
     found = []
     for members in groups.values():
-        score = float(votes[members].sum() / (votes[whole].sum() or 1))
         if select in ("best", "first"):
-            score = max(phi(samples[i]) for i in members)
-        found.append((score, len(members), answer(samples[members[0]])))
+            score = weights[members].max()
+        else:
+            score = votes[members].sum() / (votes.sum() or 1)
+        found.append((float(score), len(members), answers[members[0]]))
     # Without a weight, the most frequent answer comes first.
     found.sort(key=lambda each: each[0] < 1 if select == "first" else (-each[0], -each[1]))
-    return SearchResult([text for *_, text in found], [score for score, *_ in found], log_z)
+    return [text for *_, text in found], [score for score, *_ in found]
 
 
 def particle_filter(
