@@ -250,9 +250,8 @@ def sample_answers(
             name, source = members[member], np.random.SeedSequence([seed, index, member, k])
             drawn = int(source.generate_state(1, np.uint64)[0])
             adapter = None if name == BASE else name
-            options = {"sampler": sampler, "at_limit": at_limit, "adapter": adapter}
             splitter = splitter_for(None, (), splits, request.prompt)
-            own = replace(request, seed=drawn, **options)
+            own = replace(request, sampler=sampler, at_limit=at_limit, adapter=adapter, seed=drawn)
             found.append(_Sampled(name, where, own, splitter))
         return found
 
@@ -411,7 +410,7 @@ def read_answers(
     for where, record in load_prompts(path, limit):
         given = record.get("answers")
         listed = given if isinstance(given, list) else [None]
-        items = [a if isinstance(a, dict) else {"answer": a} for a in listed]
+        items: list[dict[str, Any]] = [a if isinstance(a, dict) else {"answer": a} for a in listed]
         if not all(isinstance(a.get("answer"), str) for a in items):
             raise DataError(
                 f"{where}: 'answers' is {shown(given)}; a list of texts, or of {{\"answer\": ...}}, is needed."

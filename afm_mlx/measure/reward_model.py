@@ -76,6 +76,15 @@ class RewardModel:
         loaded, tokenizer = load(model, adapter_path=str(folder), **options)
         return cls(loaded, tokenizer, folder, batch_size=batch_size)
 
+    @classmethod
+    def in_pool(
+        cls, model: nn.Module, tokenizer: Tokenizer, adapters: AdapterPool, folder: Path
+    ) -> RewardModel:
+        """Register a reward adapter in a pool of the model, where it takes turns with other adapters."""
+        name = f"reward {folder}"
+        adapters.register(name, folder)
+        return cls(model, tokenizer, folder, adapters=adapters, adapter=name)
+
     @property
     def tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
