@@ -139,8 +139,8 @@ def test_a_reward_model(trainable_folder, done, fails, tmp_path, rng):
     rewards = json.loads(done(*argv, file, "--json"))["rewards"]
     assert rewards[0] > rewards[1]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    told = lines(tmp_path / "told.jsonl", *({**each, "tools": tools} for each in answers))
-    assert json.loads(done(*argv, told, "--json"))["rewards"] != rewards
+    with_tools = lines(tmp_path / "tools.jsonl", *({**each, "tools": tools} for each in answers))
+    assert json.loads(done(*argv, with_tools, "--json"))["rewards"] != rewards
     assert f"from {min(rewards):.3f} to {max(rewards):.3f}" in done(*argv, file)
     # What can't be honoured.
     assert "--data is missing" in fails(*argv[:-1])
