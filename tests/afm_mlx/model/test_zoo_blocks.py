@@ -12,15 +12,15 @@ from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.model import kv_cache
+from afm_mlx.model import zoo_kv_cache
 from afm_mlx.model.decode_step import DecodeStep
-from afm_mlx.model.kv_cache import STEP, TAIL, ZooKVCache
+from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.zoo_blocks import LlamaBlock, Qwen3Block, replace_blocks
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import all_pairs, each
 from tests.tools.compare import assert_close
-from tests.tools.drafts import KnownAnswers
 from tests.tools.engines import naive_greedy
 from tests.tools.models import WordTokenizer
 from tests.tools.zoo import zoo_model
@@ -167,33 +167,28 @@ def test_a_new_tokens_attention_is_one_operation(rng, tmp_path, kind):
 
 
 @pytest.mark.skipif(extension.module() is None, reason=extension.unavailable())
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_nothing_reads_the_tail_behind_the_newest_token(rng, monkeypatch, drafts):
-    """NaN there changes no answer: of rows that are alone, join others, reject drafts, or are kept as prefixes."""
+@pytest.mark.parametrize("speculates", [False, True])
+def test_nothing_reads_the_tail_behind_the_newest_token(rng, monkeypatch, speculates):
+    """NaN there changes no answer: of rows alone and with others, with drafts, or kept as prefixes."""
     theirs, ours = both(str(rng.choice(["llama", "qwen3"])), rng)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (9, STEP - 5, 70)]
     counts = [TAIL + 5, 20, TAIL + 9]
     answers = [naive_greedy(theirs, *each) for each in zip(prompts, counts, strict=True)]
     poisoned = []
 
-    def poisoning(*args, norm_rope_attend=kv_cache.norm_rope_attend):
+    def poisoning(*args, norm_rope_attend=zoo_kv_cache.norm_rope_attend):
         y, tail = norm_rope_attend(*args)
-        kv, lengths = args[4:6]
+        _, kv, lengths = args
         used = (lengths - kv.starts).max()
         poisoned.append(tail)
         return y, mx.where(mx.arange(tail.shape[2])[:, None] < used, tail, mx.nan)
 
-    monkeypatch.setattr(kv_cache, "norm_rope_attend", poisoning)
-    known = dict(zip(map(tuple, prompts), answers, strict=True))
-    speculation = None
-    if drafts:
-        drafter = KnownAnswers(rng, known, 0.6, VOCAB)
-        speculation = Speculation(drafter, num_draft_tokens=drafts)
+    monkeypatch.setattr(zoo_kv_cache, "norm_rope_attend", poisoning)
     engine = Engine(
         ours,
         WordTokenizer(VOCAB, ends=()),
         max_batch=2,
-        speculation=speculation,
+        speculation=Speculation(prompt_lookup=True) if speculates else None,
         prefix_cache=PrefixCache(1 << 30),
     )
     for turns in ([0], [1, 2], [0, 1]):
