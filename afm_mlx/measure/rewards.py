@@ -249,7 +249,7 @@ def _function(file: Path, name: str) -> Reward:
         found = getattr(run_python_file(file), name, None)
     except (Exception, SystemExit) as error:  # whatever the file's code raises
         raise RewardError(
-            f"The reward's file {file} can't be run ({type(error).__name__}: {reason_of(error)})."  # type: ignore[arg-type]
+            f"The reward's file {file} can't be run ({type(error).__name__}: {reason_of(error)})."
         ) from error
     if not callable(found):
         raise RewardError(

@@ -2,10 +2,10 @@
 
     python examples/preferences/committee.py --out OUT --seed 0
 
-Each member of the committee has seen one way to write about events (`event_task.py`). Prompts in all ways, without
-right answers, then go to all three; a reward ranks the answers to each prompt; and a new adapter learns from
-the winners. All figures are exact matches on held-out prompts, whose values occur nowhere else. Run it again to
-go on where it was interrupted.
+Each member of the committee has seen one way to write about events (`event_task.py`). Prompts in all ways,
+without right answers, then go to all three; a reward ranks the answers to each prompt; and a new adapter learns
+from the winners. All figures are exact matches on held-out prompts, whose values occur nowhere else. Run it
+again to go on where it was interrupted.
 """
 
 from __future__ import annotations
