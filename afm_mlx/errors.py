@@ -33,9 +33,10 @@ def named(name: str) -> str:
     return name if len(name) <= SHOWN and name.isprintable() else shown(name)
 
 
-def reason_of(error: Exception) -> str:
-    """Return an error's message; for OSError without number and path."""
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+def reason_of(error: BaseException) -> str:
+    """Return an error's message in one line; for OSError without number and path."""
+    message = (isinstance(error, OSError) and error.strerror) or str(error)
+    return " ".join(message.split()) or type(error).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

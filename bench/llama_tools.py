@@ -56,13 +56,13 @@ _FIRST, _CHARACTERS = 4, 20000  # ids of the tokens that texts consist of
 _BITS = {EXACT: 16, INT8: 8}
 
 Table = dict[str, dict[str, float]]
-Program = tuple[Callable[[int], list[str]], str]
+Command = tuple[Callable[[int], list[str]], str]
 
 
 class Stopwatch:
-    """Measures the clock's and the processor's seconds of a process from now on."""
+    """Measures the clock's and the processor's seconds of a process, by default this one, from now on."""
 
-    def __init__(self, pid: int | str = "self"):
+    def __init__(self, pid: int | None = None):
         self._pid, self._start = pid, (time.perf_counter(), processor_seconds(pid))
 
     def rates(self, count: int, what: str) -> dict[str, float]:
@@ -125,7 +125,7 @@ async def ask(address: Address, inputs: Sequence[list[list[int]]]) -> None:
                 raise RuntimeError(f"{status}: {found[:200]!r}")
 
 
-async def vectors(programs: dict[str, Program], count: int, log: Path) -> Table:
+async def vectors(programs: dict[str, Command], count: int, log: Path) -> Table:
     """Measure texts a second of each server, in requests of many and of one.
 
     Args:
@@ -262,7 +262,7 @@ def main() -> None:
         bystanders = Bystanders()
         found: Table = {}
         if "vectors" not in options.skip:
-            programs: dict[str, Program] = {}
+            programs: dict[str, Command] = {}
             for name, bits in _BITS.items():
                 programs[name] = partial(our_server, ours, bits), "/ready"
             for body, (_, theirs) in files.items():

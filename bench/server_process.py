@@ -134,9 +134,17 @@ class ServerProcess:
         return next((line for line in reversed(self.log.splitlines()) if line.strip()), "no output")
 
 
-def processor_seconds(pid: int | str = "self") -> float:
-    """Return the processor's seconds that a process has taken so far; Linux only."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def processor_seconds(pid: int | None = None) -> float:
+    """Return the processor's seconds that a process has taken so far, by default this one."""
+    pid = os.getpid() if pid is None else pid
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # macOS, whose ps counts hundredths: [hours:]minutes:seconds
+        shown = subprocess.run(
+            ["ps", "-o", "time=", "-p", str(pid)], stdout=subprocess.PIPE, text=True, check=True
+        )
+        parts = reversed(shown.stdout.strip().split(":"))
+        return sum(float(part) * 60**i for i, part in enumerate(parts))
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -231,6 +231,27 @@ class QueryRope(NamedTuple):
     eps: float
 
 
+class NewToken(NamedTuple):
+    """Projections of each row's newest token, and what turns them into heads in `norm_rope_attend`.
+
+    Args:
+        queries, keys, values: (B, 1, n_heads or n_kv_heads * head_dim), of one dtype.
+        periods, eps: of `norm_rope`.
+        norms: weights (head_dim,) of the queries' and of the keys' norm; None leaves the norms out.
+    """
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    periods: mx.array
+    norms: tuple[mx.array, mx.array] | None = None
+    eps: float = 0.0
+
+    def heads(self, head_dim: int) -> list[mx.array]:
+        """Return queries, keys and values as (B, n_heads or n_kv_heads, 1, head_dim)."""
+        return [x.reshape(x.shape[0], -1, 1, head_dim) for x in self[:3]]
+
+
 class HeadOptions(NamedTuple):
     """Norms, scales and RoPE that make queries, keys and values of a fused QKV projection.
 

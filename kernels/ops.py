@@ -14,6 +14,7 @@ from afm_mlx.kernels.operands import (
     AttentionPartials,
     HeadOptions,
     KeyValues,
+    NewToken,
     PackedWeight,
     ProductOptions,
     QueryRope,
@@ -157,17 +158,10 @@ def norm_rope(
 
 
 def norm_rope_attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    periods: mx.array,
-    kv: KeyValues,
-    lengths: mx.array,
-    norms: Sequence[mx.array] | None = None,
-    eps: float = 0.0,
+    token: NewToken, kv: KeyValues, lengths: mx.array
 ) -> tuple[mx.array, mx.array]:
     """See `reference.norm_rope_attend`."""
-    return _run("norm_rope_attend", queries, keys, values, periods, kv, lengths, norms, eps)
+    return _run("norm_rope_attend", token, kv, lengths)
 
 
 def _rope_case(qkv: mx.array, _: object, options: HeadOptions) -> Case:
@@ -195,10 +189,10 @@ _CASES: dict[str, Callable[..., Case]] = {
         head_dim=heads.shape[3],
         stored=heads.dtype,
     ),
-    "norm_rope_attend": lambda queries, keys, values, periods, kv, *_: Case(
+    "norm_rope_attend": lambda token, kv, *_: Case(
         device(),
-        queries.dtype,
-        queries.shape[0],
+        token.queries.dtype,
+        token.queries.shape[0],
         head_dim=kv.buffer.shape[3],
         stored=kv.buffer.dtype,
     ),

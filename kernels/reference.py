@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 
 import mlx.core as mx
@@ -17,6 +16,7 @@ from afm_mlx.kernels.operands import (
     HeadOptions,
     KeyValues,
     LowRank,
+    NewToken,
     PackedWeight,
     ProductOptions,
     QueryRope,
@@ -251,23 +251,14 @@ def norm_rope(
 
 
 def norm_rope_attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    periods: mx.array,
-    kv: KeyValues,
-    lengths: mx.array,
-    norms: Sequence[mx.array] | None = None,
-    eps: float = 0.0,
+    token: NewToken, kv: KeyValues, lengths: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Run `norm_rope`, `write_tokens` and `decode_attention` for each row's newest token.
 
     Args:
-        queries, keys, values: of the new tokens, (B, 1, n_heads or n_kv_heads * head_dim), in `kv`'s dtype.
-        periods, eps: of `norm_rope`.
+        token: projections in `kv`'s dtype.
         kv: float buffers with a tail, to whose columns `lengths - 1 - starts` the tokens are written.
         lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
-        norms: weights (head_dim,) of the queries' and of the keys' norm; None leaves the norms out.
 
     Returns:
         attention's output (B, 1, n_heads * head_dim); the tail with the new tokens, whose columns behind the
@@ -275,15 +266,14 @@ def norm_rope_attend(
     """
     assert kv.tail is not None
     assert kv.starts is not None
-    batch, _, _, head_dim = kv.buffer.shape
-    q, k, v = (x.reshape(batch, -1, 1, head_dim) for x in (queries, keys, values))
-    q_norm, k_norm = norms or (None, None)
-    q = norm_rope(q, periods, lengths - 1, q_norm, eps)
-    k = norm_rope(k, periods, lengths - 1, k_norm, eps)
+    q, k, v = token.heads(kv.buffer.shape[3])
+    q_norm, k_norm = token.norms or (None, None)
+    q = norm_rope(q, token.periods, lengths - 1, q_norm, token.eps)
+    k = norm_rope(k, token.periods, lengths - 1, k_norm, token.eps)
     tail = write_tokens(kv.tail, mx.concatenate([k, v], axis=1), lengths - kv.starts)
     y = decode_attention(q, kv._replace(tail=tail), lengths)
     assert isinstance(y, mx.array)
-    return y.reshape(batch, 1, -1), tail
+    return y.reshape(token.queries.shape), tail
 
 
 def write_and_attend(

@@ -36,7 +36,7 @@ def without_coremltools(part: str) -> dict[str, str]:
 
 def without_coreai_core() -> dict[str, str]:
     """Reasons for what needs coreai-core, where it is not installed."""
-    doctor = {"afm-mlx doctor --coreai": "takes a minute; its own tests run it with a tiny model"}
+    doctor = {"afm-mlx doctor --coreai": "takes minutes; its own tests run it with a tiny model"}
     parts = ("--to coreai", "CoreAIModel(")
     return doctor | ({} if find_spec("coreai") else dict.fromkeys(parts, "needs coreai-core"))
 

@@ -196,7 +196,7 @@ def _convert_to_core_ai(args: argparse.Namespace) -> None:
     path = Path(os.path.expanduser(args.adapter_path))
     if not path.exists():
         path = resolve_adapter(args.adapter_path, resolve_model(EMBEDDED_MODEL))
-    output = args.output or bundle.path / "adapters" / f"{path.stem}.safetensors"
+    output = args.output or bundle.adapter_file(path)
     write_adapter_file(path, bundle, Path(output), alpha=args.alpha, force=args.force)
     size = Path(output).stat().st_size
     print(f"{output}: {size / 1e6:,.1f} MB, rank {bundle.adapter_rank} of {bundle.path}")

@@ -180,7 +180,7 @@ def _print_steps(steps: dict[str, Any]) -> None:
         print(f"Faster here: {variables}, set before Python starts.")
 
 
-# -- Core ML
+# -- Core ML and Core AI
 
 _UNITS = {"CPU_ONLY": "CPU", "CPU_AND_GPU": "CPU and GPU", "CPU_AND_NE": "CPU and Neural Engine"}
 
@@ -244,8 +244,8 @@ def _bundle(named: str, folder: Path, adapter: str | None) -> Iterator[Path | No
         if found is not None:
             from afm_mlx.converters.coreai.adapter_file import write_adapter_file
 
-            file = path / "adapters" / f"{adapter}.safetensors"
-            write_adapter_file(found, CoreAIBundle.read(path), file)
+            bundle = CoreAIBundle.read(path)
+            write_adapter_file(found, bundle, bundle.adapter_file(found))
         yield path
 
 
@@ -291,7 +291,7 @@ def _print_export(facts: dict[str, Any], path: Path, framework: str) -> None:
             f"\n{framework} compared with MLX: difference of logits as a share of their size, and tokens per "
             "second"
         )
-        print_table([_COREML_TITLES, *map(_coreml_row, facts["runs"])])
+        print_table([_EXPORT_TITLES, *map(_export_row, facts["runs"])])
         _print_devices(facts["runs"])
     obstacles = [f"{name}: {reason}" for name, reason in facts["not_made"].items()]
     if facts["not_run"] is not None:
@@ -304,10 +304,10 @@ def _print_export(facts: dict[str, Any], path: Path, framework: str) -> None:
     print(f"\n{well if facts['ok'] else 'Please send the report in.'} Report: {path}")
 
 
-_COREML_TITLES = ("", "load", "error", "same tokens", "prefill", "decode", "")
+_EXPORT_TITLES = ("", "load", "error", "same tokens", "prefill", "decode", "")
 
 
-def _coreml_row(run: dict[str, Any]) -> tuple[str, ...]:
+def _export_row(run: dict[str, Any]) -> tuple[str, ...]:
     figures = tuple(
         f"{run[name]:,.0f}" if name in run else "-"
         for name in ("prefill_tokens_per_second", "decode_tokens_per_second")

@@ -395,7 +395,10 @@ def _score_answers(args: argparse.Namespace, data: Path, model: RewardModel) -> 
     from afm_mlx.measure.rewards import Answered
 
     answers = list(load_answers(data, unique=False).values())[: args.limit]
-    asked = [Answered("", each.text, {"messages": each.messages}, each.where) for each in answers]
+    asked = [
+        Answered("", each.text, {"messages": each.messages, "tools": each.tools}, each.where)
+        for each in answers
+    ]
     with progress_bar("scoring", "answer") as progress:
         rewards = list(model.of_all(asked, progress))
     facts = {"mean": sum(rewards) / len(rewards), "min": min(rewards), "max": max(rewards)}

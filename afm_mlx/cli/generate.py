@@ -294,7 +294,9 @@ def _check_search(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{flag_of(given[0])} needs --best-of N or --smc N: how many samples there are."
         )
-    if args.smc is not None and (args.value is None or args.verify is args.reward):
+    if args.smc is not None and (
+        args.value is None or (args.verify is None and args.reward is None)
+    ):
         raise UsageError("--smc needs --value, and --verify or --reward for whole answers.")
     if args.value is not None and args.smc is None:
         raise UsageError("--value needs --smc N; --best-of looks at whole answers only.")
@@ -326,15 +328,10 @@ def _search(
     if form is not None and form.response_format is not None:
         sample["schema"] = form.response_format["json_schema"]["schema"]
 
-    def reward_of(path: Path) -> RewardModel:
-        name = f"reward {path}"
-        pool.register(name, path)
-        return RewardModel(model, tokenizer, path, adapters=pool, adapter=name)
-
     def reward(name: str | None) -> Callable[[str], float] | None:
         if name is None:
             return None
-        rewards = make_rewards([name], adapter=reward_of)
+        rewards = make_rewards([name], adapter=partial(RewardModel.in_pool, model, tokenizer, pool))
         return lambda answer: rewards(text, answer, sample)
 
     def answer_of(whole: str, tokens: Sequence[int]) -> str:

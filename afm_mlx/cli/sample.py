@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,13 @@ from afm_mlx.cli.signals import Terminated
 from afm_mlx.files import atomic_write, refuse_existing
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.guidance.call_forms import CallForm
-    from afm_mlx.measure.committee import Ranked
+    from afm_mlx.guidance.constraint import Constraint
+    from afm_mlx.jsonl import AppendedLines
+    from afm_mlx.measure.committee import Candidate, Ranked
     from afm_mlx.measure.rewards import Rewards
 
 _OUTPUTS = ("pairs_to", "winners_to", "answers_to")
@@ -80,21 +86,33 @@ def run(args: argparse.Namespace) -> None:
         refuse_existing(path)
     if len({path.absolute() for path in outputs.values()}) < len(outputs):
         raise UsageError("two outputs have one name; give each its own.")
-    ranked, form = _given(args) if args.pairs_from is not None else _sampled(args, outputs)
+    if args.pairs_from is not None:
+        ranked, form = _given(args)
+    else:
+        ranked, form = _sampled(args, next((path.parent for path in outputs.values()), Path()))
     _report(args, ranked, _write(outputs, ranked, form))
 
 
-def _rewards(args: argparse.Namespace, **options: Any) -> Callable[..., Ranked]:
-    """Return a function that ranks the answers to a prompt, as the arguments say."""
+def _ranking(args: argparse.Namespace, **options: Any) -> Callable[..., Ranked]:
+    """Return a function that ranks the answers to a prompt; `options` are `make_rewards`'s.
+
+    What the code of rewards prints goes to standard error.
+    """
     from afm_mlx.measure.committee import rank
     from afm_mlx.measure.rewards import make_rewards
 
     def made(names: Sequence[str] | None, weights: Sequence[float] | None) -> Rewards | None:
         return None if names is None else make_rewards(names, weights, **options)
 
-    rewards = made(args.rewards, args.reward_weights)
-    check = made(None if args.verify is None else [args.verify], None)
-    return lambda where, sample, answers: rank(where, sample, answers, rewards, check)
+    with redirect_stdout(sys.stderr):
+        rewards = made(args.rewards, args.reward_weights)
+        check = made(None if args.verify is None else [args.verify], None)
+
+    def ranking(where: str, sample: Mapping[str, Any], answers: Sequence[Candidate]) -> Ranked:
+        with redirect_stdout(sys.stderr):
+            return rank(where, sample, answers, rewards, check)
+
+    return ranking
 
 
 def _given(args: argparse.Namespace) -> tuple[list[Ranked], CallForm]:
@@ -105,16 +123,12 @@ def _given(args: argparse.Namespace) -> tuple[list[Ranked], CallForm]:
     for row in (*_SAMPLED, *CONSTRAINT):
         if getattr(args, row.name) != row.options["default"]:
             raise UsageError(f"{flag_of(row.name)} is for answers that are sampled; leave it out.")
-    found = read_answers(Path(args.pairs_from))[: args.limit]
-    ranking = _rewards(args)
-    with redirect_stdout(sys.stderr):  # what the code of rewards prints
-        return [ranking(*each) for each in found], AFM_CALLS
+    found, ranking = read_answers(Path(args.pairs_from), args.limit), _ranking(args)
+    return [ranking(*each) for each in found], AFM_CALLS
 
 
-def _sampled(
-    args: argparse.Namespace, outputs: Mapping[str, Path]
-) -> tuple[list[Ranked], CallForm]:
-    """Sample and rank answers; keep them in a file until all are there."""
+def _sampled(args: argparse.Namespace, folder: Path) -> tuple[list[Ranked], CallForm]:
+    """Sample and rank answers; keep them in a file of a folder until all are there."""
     if args.temp == 0 and args.samples > 1:
         raise UsageError(
             f"--samples is {args.samples}, and at --temp 0 all answers of an adapter are alike. Raise --temp, "
@@ -122,61 +136,32 @@ def _sampled(
         )
     if repeated := sorted({m for m in args.committee if args.committee.count(m) > 1}):
         raise UsageError(f"--committee names {', '.join(repeated)} more than once.")
-    from mlx.utils import tree_flatten
-
-    from afm_mlx import __version__
     from afm_mlx.adapters.pool import AdapterPool
-    from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
     from afm_mlx.guidance.call_forms import AFM_CALLS, call_form
-    from afm_mlx.jsonl import AppendedLines
     from afm_mlx.loading.load import load
     from afm_mlx.loading.resolve import resolve_adapter, resolve_model
-    from afm_mlx.measure.committee import BASE, Candidate, load_prompts, sample_answers
+    from afm_mlx.measure.committee import BASE, load_prompts, sample_answers
     from afm_mlx.measure.reward_model import RewardModel
 
     form = answer_constraint(args)
+    constraint = None if form is None else form.constraint
     prompts = load_prompts(Path(args.data), args.limit)
-    folder = resolve_model(args.model)
-    paths = {name: resolve_adapter(name, folder) for name in args.committee if name != BASE}
+    base = resolve_model(args.model)
+    paths = {name: resolve_adapter(name, base) for name in args.committee if name != BASE}
     model, tokenizer = load(
-        folder, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
+        base, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
     )
     sampler = model_options.sampler_of(args, model, tokenizer)
     calls = AFM_CALLS
     if any(sample.get("tools") for _, sample in prompts):
         calls = call_form(tokenizer)
-    constraint = None if form is None else form.constraint
-    with AdapterPool(model, base_folder=folder, force=args.force) as pool:
+    with AdapterPool(model, base_folder=base, force=args.force) as pool:
         for name, path in paths.items():
             pool.register(name, path)
-
-        def reward_of(path: Path) -> RewardModel:
-            name = f"reward {path}"
-            pool.register(name, path)
-            return RewardModel(model, tokenizer, path, adapters=pool, adapter=name)
-
-        ranking = _rewards(args, form=calls, adapter=reward_of)
-        prints = [
-            (name, "" if name == BASE else pool.load(name).fingerprint) for name in args.committee
-        ]
-        sampling = [(row.name, getattr(args, row.name)) for row in ARGUMENTS["sampling"]]
-        others = [
-            args.samples,
-            args.max_tokens,
-            args.at_limit,
-            args.activation_bits,
-            repr(constraint),
-        ]
-        head = [__version__, prints, sampling, others, prompts]
-        digest = arrays_fingerprint(head, dict(tree_flatten(model.parameters())))
-        parent = next((path.parent for path in outputs.values()), Path())
-        kept = AppendedLines(parent / f"answers-{digest[:16]}.jsonl")
-        done = [[Candidate(*each) for each in answers] for answers in kept.values]
-        if done:
-            note(
-                f"{kept.path} has answers to {len(done)} prompts, of a run that was interrupted; it continues."
-            )
-        ranked = [ranking(*prompts[i], answers) for i, answers in enumerate(done)]
+        scorer = partial(RewardModel.in_pool, model, tokenizer, pool)
+        ranking = _ranking(args, form=calls, adapter=scorer)
+        kept = _kept_answers(args, folder, model, pool, constraint, prompts)
+        ranked = _ranked_again(kept, prompts, ranking)
         answered = sample_answers(
             model,
             tokenizer,
@@ -188,12 +173,12 @@ def _sampled(
             seed=args.seed,
             constraint=constraint,
             at_limit=args.at_limit,
-            begin=len(done),
+            begin=len(ranked),
             batch_size=args.batch_size,
             adapters=pool if paths else None,
         )
         try:
-            with progress_bar("sample", "prompt") as progress, redirect_stdout(sys.stderr):
+            with progress_bar("sample", "prompt") as progress:
                 for answers in answered:
                     kept.append([list(asdict(each).values()) for each in answers])
                     ranked.append(ranking(*prompts[len(ranked)], answers))
@@ -204,6 +189,51 @@ def _sampled(
             raise
     kept.path.unlink(missing_ok=True)
     return ranked, calls
+
+
+def _kept_answers(
+    args: argparse.Namespace,
+    folder: Path,
+    model: nn.Module,
+    pool: AdapterPool,
+    constraint: Constraint | None,
+    prompts: Sequence[tuple[str, Mapping[str, Any]]],
+) -> AppendedLines:
+    """Return the file of the answers so far, whose name depends on all that answers depend on."""
+    from mlx.utils import tree_flatten
+
+    from afm_mlx import __version__
+    from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
+    from afm_mlx.jsonl import AppendedLines
+    from afm_mlx.measure.committee import BASE
+
+    adapters = [
+        (name, "" if name == BASE else pool.load(name).fingerprint) for name in args.committee
+    ]
+    sampling = [(row.name, getattr(args, row.name)) for row in ARGUMENTS["sampling"]]
+    others = [
+        getattr(args, name) for name in ("samples", "max_tokens", "at_limit", "activation_bits")
+    ]
+    head = [__version__, adapters, sampling, [*others, repr(constraint)], prompts]
+    digest = arrays_fingerprint(head, dict(tree_flatten(model.parameters())))
+    return AppendedLines(folder / f"answers-{digest[:16]}.jsonl")
+
+
+def _ranked_again(
+    kept: AppendedLines,
+    prompts: Sequence[tuple[str, Mapping[str, Any]]],
+    ranking: Callable[..., Ranked],
+) -> list[Ranked]:
+    """Rank the answers of a run that was interrupted, and say that there are some."""
+    from afm_mlx.measure.committee import Candidate
+
+    if kept.values:
+        note(
+            f"{kept.path} has answers to {len(kept.values)} prompts, of a run that was interrupted; it "
+            "continues."
+        )
+    found = [[Candidate(*each) for each in answers] for answers in kept.values]
+    return [ranking(*prompts[i], answers) for i, answers in enumerate(found)]
 
 
 def _write(outputs: Mapping[str, Path], ranked: Sequence[Ranked], form: CallForm) -> dict[str, int]:
@@ -231,6 +261,7 @@ def _answers_record(one: Ranked) -> dict[str, Any]:
             "adapter": each.member,
             "answer": each.answer,
             "tokens": each.tokens,
+            "is_whole": each.is_whole,
             "reward": float(reward),
         }
         for each, reward in zip(one.candidates, one.rewards, strict=True)
@@ -265,6 +296,6 @@ def _report(args: argparse.Namespace, ranked: Sequence[Ranked], counts: dict[str
     )
     print(f"{facts['without_a_pair']} prompts have no pair, {facts['without_a_winner']} no winner.")
     if facts["cut_off"]:
-        print(f"{facts['cut_off']} answers were cut off after {args.max_tokens} tokens.")
+        print(f"{facts['cut_off']} answers were cut off, and can't win.")
     for name, count in counts.items():
         print(f"{count} lines: {getattr(args, name)}")

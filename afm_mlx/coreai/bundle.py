@@ -108,6 +108,10 @@ class CoreAIBundle:
         names = {length: f"prompt_{length}{suffix}" for length in self.prompt_lengths}
         return {0: f"step{suffix}", **names}
 
+    def adapter_file(self, adapter: str | Path) -> Path:
+        """Return the bundle's file for an adapter, by the adapter's name or path; it need not exist."""
+        return self.path / "adapters" / f"{Path(adapter).stem}.safetensors"
+
     def state_shape(self) -> tuple[int, ...]:
         """Return the shape of keys, and of values: (writing blocks, 1, num_kv_heads, columns, head_dim)."""
         config = self.config

@@ -15,7 +15,7 @@ import numpy as np
 from afm_mlx.coreai.adapter_file import read_adapter_arrays
 from afm_mlx.coreai.availability import import_coreai
 from afm_mlx.coreai.bundle import CoreAIBundle, adapter_inputs
-from afm_mlx.errors import AFMError
+from afm_mlx.errors import AFMError, reason_of
 from afm_mlx.model.exported_model import ExportedModel
 
 _INT32 = np.int32
@@ -48,13 +48,14 @@ class CoreAIModel(ExportedModel):
     def __init__(self, bundle: str | Path, adapter: str | Path | None = None) -> None:
         self.bundle = CoreAIBundle.read(bundle)
         super().__init__(self.bundle.config, self.bundle.prompt_lengths)
+        arrays = self._adapter_arrays(adapter)  # compiling takes longer than to refuse one
         self._runtime = _Runtime(self.bundle)
         kind = np.int8 if self.config.kv_bits is not None else np.dtype(self.bundle.dtype)
         shape = self.bundle.state_shape()
         self._states = {
             name: self._runtime.array(np.zeros(shape, kind)) for name in ("keys", "values")
         }
-        self.set_adapter(adapter)
+        self._use(arrays)
 
     def set_adapter(self, adapter: str | Path | None) -> None:
         """Use another adapter from the next token on, or None for none. No function is compiled again.
@@ -64,12 +65,15 @@ class CoreAIModel(ExportedModel):
         Raises:
             AFMError: if the adapter is damaged or was made for another model, or the bundle takes none.
         """
-        if adapter is None:
-            self._adapter: dict[str, Any] = {}
-        else:
-            arrays = read_adapter_arrays(adapter, self.bundle)
-            self._adapter = {name: self._runtime.array(array) for name, array in arrays.items()}
-        self._names = self.bundle.function_names(adapter=adapter is not None)
+        self._use(self._adapter_arrays(adapter))
+
+    def _adapter_arrays(self, adapter: str | Path | None) -> dict[str, np.ndarray]:
+        return {} if adapter is None else read_adapter_arrays(adapter, self.bundle)
+
+    def _use(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Pass these arrays of an adapter to functions; none for no adapter."""
+        self._adapter = {name: self._runtime.array(array) for name, array in arrays.items()}
+        self._names = self.bundle.function_names(adapter=bool(arrays))
 
     def read_prompt(self, tokens: np.ndarray, count: int) -> np.ndarray:
         return self._call(len(tokens), tokens, count=np.array([count], _INT32))
@@ -151,7 +155,7 @@ class _Runtime:
             raise self._failed(error) from None
 
     def _failed(self, error: Exception) -> AFMError:
-        return AFMError(f"Core AI can't run {self._path}: {' '.join(str(error).split())}")
+        return AFMError(f"Core AI can't run {self._path}: {reason_of(error)}")
 
 
 def _end(loop: asyncio.AbstractEventLoop, stack: AsyncExitStack, thread: threading.Thread) -> None:

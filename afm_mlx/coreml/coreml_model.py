@@ -13,7 +13,7 @@ import numpy as np
 
 from afm_mlx.coreml.availability import import_coremltools, obstacle
 from afm_mlx.coreml.package import DECODE, PREFILL, CoreMLPackage
-from afm_mlx.errors import AFMError, shown
+from afm_mlx.errors import AFMError, reason_of, shown
 from afm_mlx.model.exported_model import ExportedModel
 
 COMPUTE_UNITS = ("CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE", "ALL")
@@ -47,7 +47,7 @@ class CompiledPackage:
         try:
             self._compiled = self._tools.models.utils.compile_model(str(path), str(compiled))
         except RuntimeError as error:
-            raise AFMError(f"Core ML can't compile {path}: {_one_line(error)}") from error
+            raise AFMError(f"Core ML can't compile {path}: {reason_of(error)}") from error
 
     def load(self, names: Sequence[str], compute_units: str) -> list[LoadedFunction]:
         """Load functions, which for the Neural Engine may take minutes.
@@ -63,7 +63,7 @@ class CompiledPackage:
             ]
         except RuntimeError as error:
             raise AFMError(
-                f"Core ML can't load {', '.join(names)} of {self.path} for {compute_units}: {_one_line(error)}"
+                f"Core ML can't load {', '.join(names)} of {self.path} for {compute_units}: {reason_of(error)}"
             ) from error
 
     def plan(self, compute_units: str) -> Any:
@@ -77,10 +77,6 @@ class CompiledPackage:
                 f"compute_units is {shown(name)}; allowed are {', '.join(COMPUTE_UNITS)}."
             )
         return self._tools.ComputeUnit[name]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 class CoreMLModel(ExportedModel):

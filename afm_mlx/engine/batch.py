@@ -24,9 +24,10 @@ from afm_mlx.engine.request import Embedding
 from afm_mlx.engine.row import Row, batch_adapters
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import dispatch
-from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache, ZooKVCache
+from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache
 from afm_mlx.model.model import Model, is_afm
 from afm_mlx.model.pooling import normalize
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 Entry = Any
 """An entry of a batch's cache: ours, or one of mlx-lm's."""

@@ -44,8 +44,9 @@ from afm_mlx.engine.prefix_cache_folder import (
 )
 from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError
-from afm_mlx.model.kv_cache import Cache, KVCache, NoKVCache, ZooKVCache
+from afm_mlx.model.kv_cache import Cache, KVCache, NoKVCache
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 PAGE = 64  # tokens of a page: 1.1 MB of the 3B's codes
 FOLDER_BUDGET = 8 << 30  # bytes

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.engine.draft_length import DraftCounts
-from afm_mlx.errors import RequestError, shown
+from afm_mlx.errors import ContextLengthError, IncompleteError, RequestError, shown
 from afm_mlx.model.pooling import POOLINGS
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ MASK64 = 2**64 - 1
 MOST_TOKENS = 2**31  # that a vocabulary can have
 MOST_TOP = 1000  # most likely tokens that are reported for each token of a prompt
 AT_LIMIT = ("error", "complete")
+CUT_OFF = (ContextLengthError, IncompleteError)
+"""Errors of an answer that a limit ends, whose text so far is right."""
 
 
 @dataclass(frozen=True)

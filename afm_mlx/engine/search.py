@@ -28,12 +28,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from afm_mlx.engine.batch import vocab_size_of
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import encode_prompt
 from afm_mlx.engine.prefix_cache import PrefixCache
-from afm_mlx.engine.request import Request
+from afm_mlx.engine.request import CUT_OFF, Request
 from afm_mlx.engine.samplers import make_sampler
-from afm_mlx.errors import AFMError, ContextLengthError, IncompleteError, RequestError, shown
+from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
@@ -42,7 +43,6 @@ P = TypeVar("P")
 SELECTS = ("weighted", "majority", "best", "first")
 MAX_BATCH = 32
 PREFIX_MEMORY = 1 << 30  # bytes of keys and values that the samples share
-_CUT_OFF = (ContextLengthError, IncompleteError)
 
 
 class SearchResult(NamedTuple):
@@ -121,7 +121,8 @@ def search(
     heal = request.get("constraint") is not None and isinstance(prompt, str) and value is None
     fields = {"sampler": make_sampler(1.0), "logprobs": False, "heal": heal, **request}
     seed = int(mx.random.randint(0, 2**31 - 1).item()) if seed is None else seed
-    rng, asked = np.random.default_rng(seed), Request(ids, seed=seed, **fields)
+    asked = Request(ids, seed=seed, **fields).checked(vocab_size_of(model))
+    rng = np.random.default_rng(asked.seed)
     shared = PrefixCache(PREFIX_MEMORY) if n > 1 and len(ids) > 1 else None
     options = {"max_batch": min(n, MAX_BATCH), "prefix_cache": shared, **(engine_options or {})}
     engine = Engine(model, tokenizer, **options)
@@ -164,19 +165,30 @@ def search(
     whole = [i for i, each in enumerate(samples) if each.is_whole and each.error is None]
     if not whole:
         raise samples[0].error or RequestError("value is 0 for every sample: none goes on.")
+    answers, weights = [answer(samples[i]) for i in whole], weights[whole]
+    if select in ("best", "first"):
+        weights = np.array([phi(samples[i]) for i in whole])
+    return SearchResult(*_chosen(answers, weights, select, key), log_z)
+
+
+def _chosen(
+    answers: Sequence[str], weights: np.ndarray, select: str, key: Callable[[str], Hashable]
+) -> tuple[list[str], list[float]]:
+    """Return distinct answers, the chosen one first, and the weight of each, from the weights (n,) of all."""
     groups: dict[Hashable, list[int]] = {}
-    for i in whole:
-        groups.setdefault(key(answer(samples[i])), []).append(i)
-    votes = np.ones(len(samples)) if select == "majority" else weights
+    for i, text in enumerate(answers):
+        groups.setdefault(key(text), []).append(i)
+    votes = np.ones(len(answers)) if select == "majority" else weights
     found = []
     for members in groups.values():
-        score = float(votes[members].sum() / (votes[whole].sum() or 1))
         if select in ("best", "first"):
-            score = max(phi(samples[i]) for i in members)
-        found.append((score, len(members), answer(samples[members[0]])))
+            score = weights[members].max()
+        else:
+            score = votes[members].sum() / (votes.sum() or 1)
+        found.append((float(score), len(members), answers[members[0]]))
     # Without a weight, the most frequent answer comes first.
     found.sort(key=lambda each: each[0] < 1 if select == "first" else (-each[0], -each[1]))
-    return SearchResult([text for *_, text in found], [score for score, *_ in found], log_z)
+    return [text for *_, text in found], [score for score, *_ in found]
 
 
 def particle_filter(
@@ -255,7 +267,7 @@ def _extended(
             if response.row not in rows:
                 continue  # a token that was forced after the end of a line
             i, error = rows[response.row], response.error
-            if error is not None and not isinstance(error, _CUT_OFF):
+            if error is not None and not isinstance(error, CUT_OFF):
                 raise error
             texts[i] += response.text
             drawn = [response.token, *response.completion]

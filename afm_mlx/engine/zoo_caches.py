@@ -27,7 +27,8 @@ from mlx_lm.models.cache import (
 )
 
 from afm_mlx.engine.draft_length import MOST
-from afm_mlx.model.kv_cache import STEP, ZooKVCache
+from afm_mlx.model.kv_cache import STEP
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 
 class TrimmableWindow(BatchRotatingKVCache):

@@ -11,8 +11,10 @@ Source: iTeC, in Apple's report on its foundation models (arXiv 2407.21075, sect
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,15 @@ import numpy as np
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
-from afm_mlx.engine.request import Request, Sampler
-from afm_mlx.errors import AFMError, ContextLengthError, DataError, IncompleteError, shown
-from afm_mlx.guidance.answer_parts import read_answer, splitter_for
+from afm_mlx.engine.request import CUT_OFF, Request, Sampler, TokenResponse
+from afm_mlx.errors import AFMError, DataError, shown
+from afm_mlx.guidance.answer_parts import AnySplitter, read_answer, splitter_for
 from afm_mlx.guidance.call_forms import AFM_CALLS, CallForm
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.guidance.thoughts import thought_form
+from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
 from afm_mlx.jsonl import read_jsonl
 from afm_mlx.measure.evaluation import answer_text, chat_request
-from afm_mlx.measure.rewards import PASSES, Answered, Rewards, prompt_text
+from afm_mlx.measure.rewards import PASSES, Answered, Rewards, messages_of, prompt_text
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.chat_messages import parse_tool_calls
 from afm_mlx.tokenizer.protocol import Tokenizer
@@ -38,7 +40,6 @@ from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 BASE = "base"
 """The member that is the model without an adapter."""
 PREFIX_MEMORY = 1 << 30  # bytes
-_CUT_OFF = (ContextLengthError, IncompleteError)
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,16 @@ class MemberFigures:
 def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
     """Read the "file:line" and the record of each prompt of a data file.
 
-    A chat to train on is a prompt, too: the assistant's last message becomes the sample's "answer".
-
     Raises:
-        DataError: names the file and the line.
+        DataError: names the file and the line; see `prompt_of`.
     """
     found = []
     for where, record in read_jsonl(path):
         try:
-            record = checked_prompt(_without_answer(record))
+            sample = prompt_of(record)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
-        found.append((where, record))
+        found.append((where, sample))
         if len(found) == limit:
             break
     if not found:
@@ -123,26 +122,14 @@ def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[s
     return found
 
 
-def _without_answer(record: object) -> object:
-    """Return a chat to train on as a prompt, with the assistant's last message as its "answer"."""
-    if not isinstance(record, dict) or "answer" in record:
-        return record
-    for name in ("prompt", "messages"):
-        messages = record.get(name)
-        if not isinstance(messages, list) or len(messages) < 2:
-            continue
-        last = messages[-1]
-        if (
-            isinstance(last, dict)
-            and last.get("role") == "assistant"
-            and isinstance(last.get("content"), str)
-        ):
-            return {**record, name: messages[:-1], "answer": last["content"]}
-    return record
+def prompt_of(record: object) -> dict[str, Any]:
+    """Return the sample of a record of a prompt, or of a chat to train on.
 
+    Of such a chat, the assistant's last message becomes the sample's "answer".
 
-def checked_prompt(record: object) -> dict[str, Any]:
-    """Return the record of a prompt; raise `DataError`, which does not name the line, for any other value."""
+    Raises:
+        DataError: for any other value; it does not name the line.
+    """
     keys = [k for k in ("prompt", "messages") if isinstance(record, dict) and k in record]
     value = record[keys[0]] if isinstance(record, dict) and len(keys) == 1 else None
     last = value[-1] if isinstance(value, list) and value else None
@@ -152,18 +139,65 @@ def checked_prompt(record: object) -> dict[str, Any]:
             f"{shown(record)} is no prompt; an object is needed with either 'prompt', a text or a list of "
             "messages, or 'messages', and with any keys that rewards look at."
         )
-    if isinstance(last, dict) and last.get("role") == "assistant":
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return record
+    answer = last.get("content")
+    if "answer" in record or len(value or ()) < 2 or not isinstance(answer, str):
         raise DataError(
             "the messages end with the assistant's. A prompt ends before it: give the right answer as "
             "'answer', for rewards."
         )
-    return record
+    return {**record, keys[0]: messages_of(record)[:-1], "answer": answer}
 
 
-def messages_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a sample's prompt, whose text is the only message of a chat."""
-    value = sample.get("prompt", sample.get("messages"))
-    return [{"role": "user", "content": value}] if isinstance(value, str) else list(value or ())
+def prompt_request(
+    tokenizer: Tokenizer,
+    sample: Mapping[str, Any],
+    max_tokens: int,
+    constraint: Constraint | None,
+    thoughts: ThoughtForm | None,
+) -> Request:
+    """Make the request of an answer to a sample's prompt, without thoughts.
+
+    A text is the only message of a chat, or goes on if the model has no chat template. `thoughts` is how the
+    model writes thoughts.
+
+    Raises:
+        DataError: for messages without a chat template.
+        AFMError: for messages, tools or a constraint that can't be used.
+    """
+    if tokenizer.has_chat_template:
+        chat = messages_of(sample), sample.get("tools")
+        return chat_request(tokenizer, *chat, max_tokens, constraint, thoughts)
+    if not isinstance(text := sample.get("prompt"), str):
+        raise DataError("the model has no chat template, and the prompt is no text.")
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    return Request(ids, max_tokens, logprobs=False, constraint=constraint)
+
+
+@dataclass
+class _Sampled:
+    """A member's answer that is sampled: its request, and what has come so far."""
+
+    member: str
+    where: str
+    request: Request
+    splitter: AnySplitter | None
+    text: str = ""
+    tokens: int = 0
+    finish_reason: str | None = None
+
+    def take(self, response: TokenResponse) -> None:
+        """Append a response; raise its error unless the answer is only cut off."""
+        if response.error is not None and not isinstance(response.error, CUT_OFF):
+            raise response.error
+        self.text += answer_text(self.splitter, response)
+        self.tokens += response.token >= 0
+        self.finish_reason = response.finish_reason
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.member, self.text, self.tokens, self.finish_reason == "stop")
 
 
 def sample_answers(
@@ -202,94 +236,73 @@ def sample_answers(
         DataError: names the prompt that can't be answered.
     """
     thoughts = thought_form(tokenizer)
+
+    def asked(index: int) -> list[_Sampled]:
+        """Make the requests of all answers to a prompt."""
+        where, sample = prompts[index]
+        try:
+            request = prompt_request(tokenizer, sample, max_tokens, constraint, thoughts)
+        except AFMError as error:
+            raise DataError(f"{where}: {error}") from None
+        splits = None if sample.get("tools") is not None else thoughts
+        found = []
+        for member, k in product(range(len(members)), range(samples)):
+            name, source = members[member], np.random.SeedSequence([seed, index, member, k])
+            drawn = int(source.generate_state(1, np.uint64)[0])
+            adapter = None if name == BASE else name
+            splitter = splitter_for(None, (), splits, request.prompt)
+            own = replace(request, sampler=sampler, at_limit=at_limit, adapter=adapter, seed=drawn)
+            found.append(_Sampled(name, where, own, splitter))
+        return found
+
     shared = PrefixCache(PREFIX_MEMORY) if samples > 1 else None
     engine = Engine(model, tokenizer, max_batch=batch_size, prefix_cache=shared, **engine_options)
-    rows: dict[int, tuple[int, int]] = {}  # prompt, and index of its answer
-    forks: dict[
-        int, tuple[int, int, Request]
-    ] = {}  # prompt, member; computes the prompt for K rows
-    texts: dict[int, list[str]] = {}
-    tokens: dict[int, list[int]] = {}
-    whole: dict[int, list[bool]] = {}
-    splitters: dict[int, Any] = {}
-    left: dict[int, int] = {}
-    each = len(members) * samples
+    with wired_memory(model):
+        for answers in _answered(engine, map(asked, range(begin, len(prompts))), samples):
+            yield [each.candidate for each in answers]
 
-    def submit(index: int, request: Request) -> int:
+
+def _answered(
+    engine: Engine, asked: Iterator[list[_Sampled]], samples: int
+) -> Iterator[list[_Sampled]]:
+    """Run the requests of all prompts, each K of one member together, and yield each prompt's at their end."""
+    rows: dict[int, _Sampled] = {}
+    forks: dict[int, list[_Sampled]] = {}  # rows that compute a prompt for K answers
+    pending: deque[list[_Sampled]] = deque()
+
+    def submit(answer: _Sampled, request: Request) -> int:
         try:
             return engine.submit(request)
         except AFMError as error:
-            raise DataError(f"{prompts[index][0]}: {error}") from None
+            raise DataError(f"{answer.where}: {error}") from None
 
-    def submit_answers(index: int, member: int, request: Request) -> None:
-        for k in range(samples):
-            source = np.random.SeedSequence([seed, index, member, k])
-            request.seed = int(source.generate_state(1, np.uint64)[0])
-            row = submit(index, request)
-            rows[row] = index, member * samples + k
-            has_calls = prompts[index][1].get("tools") is not None
-            splitters[row] = None if has_calls else splitter_for(None, (), thoughts, request.prompt)
-
-    waiting = list(range(len(prompts) - 1, begin - 1, -1))
-    next_out = begin
-    with wired_memory(model):
-        while waiting or rows or forks:
-            while waiting and len(rows) + samples * len(forks) < batch_size:
-                index = waiting.pop()
-                texts[index], tokens[index] = [""] * each, [0] * each
-                whole[index], left[index] = [True] * each, each
-                for member, name in enumerate(members):
-                    request = _request(tokenizer, *prompts[index], max_tokens, constraint, thoughts)
-                    request.sampler, request.at_limit = sampler, at_limit
-                    request.adapter = None if name == BASE else name
-                    if samples > 1 and len(request.prompt) > 1:
-                        fork = Request(request.prompt, 0, logprobs=False, adapter=request.adapter)
-                        forks[submit(index, fork)] = index, member, request
-                    else:
-                        submit_answers(index, member, request)
-            for response in engine.step():
-                if response.row in forks:
-                    if response.error is not None:
-                        raise response.error
-                    submit_answers(*forks.pop(response.row))
-                    continue
-                index, number = rows[response.row]
-                if response.error is not None and not isinstance(response.error, _CUT_OFF):
+    has_more = True
+    while has_more or pending:
+        while has_more and len(rows) + samples * len(forks) < engine.max_batch:
+            if (answers := next(asked, None)) is None:
+                has_more = False
+                break
+            pending.append(answers)
+            for i in range(0, len(answers), samples):
+                group = answers[i : i + samples]
+                request = group[0].request
+                if samples > 1 and len(request.prompt) > 1:
+                    fork = Request(request.prompt, 0, logprobs=False, adapter=request.adapter)
+                    forks[submit(group[0], fork)] = group
+                else:
+                    rows |= {submit(each, each.request): each for each in group}
+        for response in engine.step():
+            if response.row in forks:
+                if response.error is not None:
                     raise response.error
-                texts[index][number] += answer_text(splitters[response.row], response)
-                tokens[index][number] += response.token >= 0
-                if response.finish_reason is not None:
-                    whole[index][number] = response.finish_reason == "stop"
-                    left[index] -= 1
-                    del rows[response.row], splitters[response.row]
-            while left.get(next_out) == 0:
-                del left[next_out]
-                columns = texts.pop(next_out), tokens.pop(next_out), whole.pop(next_out)
-                yield [
-                    Candidate(members[number // samples], *values)
-                    for number, values in enumerate(zip(*columns, strict=True))
-                ]
-                next_out += 1
-
-
-def _request(
-    tokenizer: Tokenizer,
-    where: str,
-    sample: Mapping[str, Any],
-    max_tokens: int,
-    constraint: Constraint | None,
-    thoughts: Any,
-) -> Request:
-    try:
-        if not tokenizer.has_chat_template:
-            if not isinstance(text := sample.get("prompt"), str):
-                raise DataError("the model has no chat template, and the prompt is no text.")
-            ids = tokenizer.encode(text, add_special_tokens=True)
-            return Request(ids, max_tokens, logprobs=False, constraint=constraint)
-        messages, tools = messages_of(sample), sample.get("tools")
-        return chat_request(tokenizer, messages, tools, max_tokens, constraint, thoughts)
-    except AFMError as error:
-        raise DataError(f"{where}: {error}") from None
+                group = forks.pop(response.row)
+                rows |= {submit(each, each.request): each for each in group}
+                continue
+            rows[response.row].take(response)
+            if response.finish_reason is not None:
+                del rows[response.row]
+        while pending and all(each.finish_reason is not None for each in pending[0]):
+            yield pending.popleft()
 
 
 def rank(
@@ -382,27 +395,35 @@ def member_figures(ranked: Sequence[Ranked]) -> dict[str, MemberFigures]:
     }
 
 
-def read_answers(path: Path) -> list[tuple[str, dict[str, Any], list[Candidate]]]:
+def read_answers(
+    path: Path, limit: int | None = None
+) -> list[tuple[str, dict[str, Any], list[Candidate]]]:
     """Read prompts with answers that exist already: "file:line", sample and answers of each line.
 
     A line is a prompt as `load_prompts` takes it, with "answers": two or more texts, or objects with "answer"
-    and, if known, "adapter" and "tokens".
+    and, if known, "adapter", "tokens", and "is_whole": false for an answer that was cut off.
 
     Raises:
         DataError: names the file and the line.
     """
     found = []
-    for where, record in load_prompts(path):
+    for where, record in load_prompts(path, limit):
         given = record.get("answers")
-        items = [a if isinstance(a, dict) else {"answer": a} for a in given or ()]
-        if not isinstance(given, list) or not all(isinstance(a.get("answer"), str) for a in items):
+        listed = given if isinstance(given, list) else [None]
+        items: list[dict[str, Any]] = [a if isinstance(a, dict) else {"answer": a} for a in listed]
+        if not all(isinstance(a.get("answer"), str) for a in items):
             raise DataError(
                 f"{where}: 'answers' is {shown(given)}; a list of texts, or of {{\"answer\": ...}}, is needed."
             )
         if len(items) < 2:
             raise DataError(f"{where}: there are {len(items)} answers; a pair needs 2 at least.")
         answers = [
-            Candidate(str(a.get("adapter", "all")), a["answer"], int(a.get("tokens") or 0))
+            Candidate(
+                str(a.get("adapter", "all")),
+                a["answer"],
+                n if isinstance(n := a.get("tokens"), int) else 0,
+                a.get("is_whole") is not False,
+            )
             for a in items
         ]
         found.append((where, {k: v for k, v in record.items() if k != "answers"}, answers))

@@ -18,12 +18,12 @@ from afm_mlx.measure.exported_models import (
     Reference,
     check_same_model,
     compared,
+    failure_of,
     in_own_process,
     make_references,
     mlx_run,
     read_afm_config,
     report_facts,
-    said,
 )
 from afm_mlx.progress import Progress
 
@@ -42,20 +42,20 @@ def examine_coreai(
     Args:
         path: the bundle; None where Core AI can't run.
         folder: the model folder.
-        adapter: name of an adapter of the folder, for which the bundle has `adapters/NAME.safetensors`.
+        adapter: an adapter's path, or its name in the model folder; the bundle has a file for it.
         quick: True to compare only, and time nothing.
         seed: seed of the random tokens; a fresh one by default.
         progress: called with (runs done, runs in all).
 
     Returns:
-        as `examine_coreml` does.
+        the report, with the keys of `examine_coreml`'s and one run of the bundle.
 
     Raises:
         AFMError: when the bundle is damaged, or was not made from this folder.
     """
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     config = read_afm_config(folder, "Core AI")
-    described, runs = {}, []
+    described, runs, reason = {}, [], obstacle()
     if path is not None:
         bundle = CoreAIBundle.read(path)
         check_same_model(path, bundle.config, config, folder, ignored=["context_length"])
@@ -70,24 +70,22 @@ def examine_coreai(
             "adapter_rank": bundle.adapter_rank,
             "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
         }
-    if path is not None and (reason := obstacle()) is None:
+    if path is not None and reason is None:
         model, _ = load(folder, adapter_path=adapter)
         context = min(config.context_length, bundle.config.context_length)
         references = make_references(model, np.random.default_rng(seed), context)
         runs.append(mlx_run(model, quick))
         if progress is not None:
             progress(1, 2)
-        file = None if adapter is None else path / "adapters" / f"{adapter}.safetensors"
+        file = None if adapter is None else bundle.adapter_file(adapter)
         facts: Facts = {"runs_with": "Core AI", "package": path.name}
         try:
             facts |= in_own_process(run_bundle, path, file, references, quick)
         except (AFMError, RuntimeError) as error:
-            facts["failure"] = said(error)
+            facts["failure"] = failure_of(error)
         runs.append(facts)
         if progress is not None:
             progress(2, 2)
-    else:
-        reason = obstacle()
     return report_facts(
         folder,
         adapter,

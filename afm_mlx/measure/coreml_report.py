@@ -20,12 +20,12 @@ from afm_mlx.measure.exported_models import (
     Reference,
     check_same_model,
     compared,
+    failure_of,
     in_own_process,
     make_references,
     mlx_run,
     read_afm_config,
     report_facts,
-    said,
 )
 from afm_mlx.model.model import Model
 from afm_mlx.progress import Progress
@@ -114,12 +114,12 @@ def _run_all(
         try:
             facts |= in_own_process(run_package, path, units, adapter, references, quick)
         except Exception as error:  # coremltools raises many types, and each is a finding
-            facts["failure"] = said(error)
+            facts["failure"] = failure_of(error)
         else:
             try:
                 facts["devices"] = in_own_process(planned_devices, path, units, adapter)
             except Exception as error:  # not a failure of the package
-                facts["devices"] = said(error)
+                facts["devices"] = failure_of(error)
         done(facts)
     return runs
 

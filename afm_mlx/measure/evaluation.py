@@ -21,12 +21,10 @@ from typing import Any
 import mlx.nn as nn
 
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.request import LogitsProcessor, Request, TokenResponse
+from afm_mlx.engine.request import CUT_OFF, LogitsProcessor, Request, TokenResponse
 from afm_mlx.errors import (
     AFMError,
-    ContextLengthError,
     DataError,
-    IncompleteError,
     TokenizerError,
     shown,
 )
@@ -50,7 +48,6 @@ from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 TEXT, JSON, CALLS = "text", "json", "calls"
 COMPARISONS = (TEXT, JSON, CALLS)
-_CUT_OFF = (ContextLengthError, IncompleteError)
 
 
 @dataclass(frozen=True)
@@ -223,7 +220,7 @@ def evaluate(
     engine = Engine(model, tokenizer, max_batch=batch_size)
     wheres = [example.where for example in examples]
     # An answer that is too long, or fills the context, is wrong.
-    answers = run_requests(engine, requests, splitters, wheres, progress, ignored=_CUT_OFF)
+    answers = run_requests(engine, requests, splitters, wheres, progress, ignored=CUT_OFF)
     graded = [GradedAnswer(e, answer, form) for e, answer in zip(examples, answers, strict=True)]
     return Evaluation(graded, time.perf_counter() - start)
 

@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
-from afm_mlx.errors import AFMError, CheckpointError, shown
+from afm_mlx.errors import AFMError, CheckpointError, reason_of, shown
 from afm_mlx.measure.benchmark import BenchmarkCase, run_case
 from afm_mlx.measure.describe import Facts, describe_runtime, version_of
 from afm_mlx.measure.kernel_report import FORMAT, describe_machine, without_private_words
@@ -206,6 +206,7 @@ def in_own_process(function: Callable[..., Facts], *arguments: Any) -> Facts:
             ) from None
 
 
-def said(error: Exception) -> str:
+def failure_of(error: Exception) -> str:
+    """Return an error's message in one line, after its type unless that is `AFMError`."""
     kind = "" if isinstance(error, AFMError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())
+    return kind + reason_of(error)

@@ -39,12 +39,13 @@ FIRST, SECOND = "first", "second"
 
 @dataclass(frozen=True)
 class Answer:
-    """A line of a file of answers; `where` is its file and line."""
+    """A line of a file of answers; `where` is its file and line, and `tools` are the prompt's."""
 
     messages: list[dict[str, Any]]
     text: str
     schema: Mapping[str, Any] | None
     where: str
+    tools: Any = None
 
 
 @dataclass(frozen=True)
@@ -180,13 +181,16 @@ def load_answers(path: str | Path, unique: bool = True) -> dict[str, Answer]:
 
 def _answer(record: Any, where: str) -> Answer:
     schema = None
+    tools = record.get("tools") if isinstance(record, dict) else None
     if isinstance(record, dict) and "answer" in record:
         text, messages = record["answer"], record.get("messages", record.get("prompt"))
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
     else:
         document = document_of(record)
-        chat = document.messages if isinstance(document, ChatRecord) else []
+        chat: list[Any] = []
+        if isinstance(document, ChatRecord):
+            chat, tools = list(document.messages), document.tools
         *messages, last = chat or [{}]
         text = last.get("content") if _role(last) == "assistant" else None
     is_chat = isinstance(messages, list) and all(map(_role, messages))
@@ -198,7 +202,7 @@ def _answer(record: Any, where: str) -> Answer:
     if isinstance(record, dict) and (schema := record.get("schema")) is None:
         asked = response_format_of(messages)
         schema = None if asked is None else asked["json_schema"]["schema"]
-    return Answer(messages, text, schema, where)
+    return Answer(messages, text, schema, where, tools)
 
 
 def _role(message: Any) -> str:

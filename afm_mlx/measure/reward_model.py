@@ -22,7 +22,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Embedding
 from afm_mlx.errors import AFMError, CheckpointError, DataError
 from afm_mlx.loading.load import load
-from afm_mlx.measure.rewards import Answered
+from afm_mlx.measure.rewards import Answered, messages_of
 from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -75,6 +75,15 @@ class RewardModel:
         open_folder(folder)  # raises before a model is loaded
         loaded, tokenizer = load(model, adapter_path=str(folder), **options)
         return cls(loaded, tokenizer, folder, batch_size=batch_size)
+
+    @classmethod
+    def in_pool(
+        cls, model: nn.Module, tokenizer: Tokenizer, adapters: AdapterPool, folder: Path
+    ) -> RewardModel:
+        """Register a reward adapter in a pool of the model, where it takes turns with other adapters."""
+        name = f"reward {folder}"
+        adapters.register(name, folder)
+        return cls(model, tokenizer, folder, adapters=adapters, adapter=name)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -149,8 +158,6 @@ def answer_tokens(
 
 def _messages(each: Answered) -> list[Mapping[str, Any]]:
     """Return the messages before an answer: the sample's, without an answer of its own, or the prompt."""
-    messages = each.sample.get("messages", each.sample.get("prompt"))
-    if not isinstance(messages, list) or not messages:
-        return [{"role": "user", "content": each.prompt}]
+    messages = messages_of(each.sample) or [{"role": "user", "content": each.prompt}]
     is_answered = isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
     return messages[:-1] if is_answered else messages

@@ -133,13 +133,18 @@ def make_rewards(
 
 def prompt_text(sample: Mapping[str, Any]) -> str:
     """Return the text of a sample's prompt: a text, or the last message of the user among messages."""
-    prompt: Any = sample.get("prompt", sample.get("messages"))
-    if isinstance(prompt, str):
-        return prompt
-    for message in reversed(prompt if isinstance(prompt, list) else ()):
+    for message in reversed(messages_of(sample)):
         if isinstance(message, Mapping) and message.get("role") == "user":
             return str(message.get("content", ""))
     return ""
+
+
+def messages_of(sample: Mapping[str, Any]) -> list[Any]:
+    """Return the messages of a sample's prompt, whose text is the only message of a chat; empty without one."""
+    prompt: Any = sample.get("prompt", sample.get("messages"))
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return list(prompt) if isinstance(prompt, list) else []
 
 
 def _reward(
@@ -172,18 +177,14 @@ def _exact(form: CallForm) -> Reward:
         expected = sample.get("answer", sample.get("completion"))
         if not isinstance(expected, str):
             raise RewardError("the sample has no text 'answer' or 'completion' to compare with")
-        messages = _messages(sample)
-        tools = sample.get("tools") or (messages[0].get("tools") if messages else None) or ()
+        messages = messages_of(sample)
+        first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+        tools = sample.get("tools") or first.get("tools") or ()
         has_format = response_format_of(messages) is not None
         compare = sample.get("compare") or natural_comparison(expected, has_format)
         return float(is_right(answer, expected, compare, form, tools))
 
     return exact
-
-
-def _messages(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    prompt = sample.get("messages", sample.get("prompt"))
-    return [m for m in prompt if isinstance(m, dict)] if isinstance(prompt, list) else []
 
 
 def _regex(text: str) -> Reward:
@@ -208,7 +209,7 @@ def _schema(file: Path | None) -> Reward:
         validator = given
         if validator is None:
             found = sample.get("schema")
-            if found is None and (asked := response_format_of(_messages(sample))) is not None:
+            if found is None and (asked := response_format_of(messages_of(sample))) is not None:
                 found = asked["json_schema"]["schema"]
             if found is None:
                 raise RewardError("the sample has no 'schema', and no message a response_format")
@@ -248,7 +249,7 @@ def _function(file: Path, name: str) -> Reward:
         found = getattr(run_python_file(file), name, None)
     except (Exception, SystemExit) as error:  # whatever the file's code raises
         raise RewardError(
-            f"The reward's file {file} can't be run ({type(error).__name__}: {reason_of(error)})."  # type: ignore[arg-type]
+            f"The reward's file {file} can't be run ({type(error).__name__}: {reason_of(error)})."
         ) from error
     if not callable(found):
         raise RewardError(

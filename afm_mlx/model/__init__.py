@@ -9,6 +9,7 @@
 | `decode_step.py` | a decode step that is traced once and replayed |
 | `exported_model.py` | a model that another framework runs: prompts in calls of fixed lengths, then steps |
 | `pooling.py` | hidden states to vectors of texts |
-| `zoo_blocks.py` | mlx-lm's Llama and Qwen3 blocks by our operations, on a CPU, and their cache |
+| `zoo_blocks.py` | mlx-lm's Llama and Qwen3 blocks by our operations, on a CPU |
+| `zoo_kv_cache.py` | keys and values of these blocks |
 | `wired_memory.py` | memory that macOS keeps resident while a model runs |
 """

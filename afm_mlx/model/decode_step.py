@@ -20,13 +20,12 @@ from afm_mlx.model.fused_layers import adapters_layout
 from afm_mlx.model.kv_cache import (
     Cache,
     KVCache,
-    NewToken,
     OpenTail,
     TailWriter,
-    ZooKVCache,
     open_tails,
     take_tails,
 )
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 MAX_TRACES = 64
 """Traces that are kept; one takes some 0.4 MB for the embedded model, and 0.9 MB for the 3B.
@@ -68,11 +67,12 @@ class _TracedCache:
         self.tail = tail
 
 
-class _TracedZooCache(ZooKVCache):
+class _TracedZooCache(_TracedCache, ZooKVCache):
     """The same for a block of a zoo model, which sees one new token of every row."""
 
     def __init__(self, opened: OpenTail, lengths: mx.array, offset: mx.array, ends: mx.array):
-        self._opened, self.tail = opened, opened.tail
+        super().__init__(opened)
+        self.buffer = opened.buffer
         self._seen, self._offset, self._ends = lengths, offset, ends
 
     @classmethod
@@ -87,13 +87,8 @@ class _TracedZooCache(ZooKVCache):
     def make_mask(self, *args: object, **options: object) -> None:
         return None
 
-    def takes_new_token(self, dtype: mx.Dtype) -> bool:
-        buffer = self._opened.buffer
-        return buffer.dtype == dtype and reads_tails(dtype, buffer.shape[3], "norm_rope_attend")
-
-    def attend_new(self, token: NewToken) -> mx.array:
-        y, self.tail = token.attend(self._opened, self._seen)
-        return y
+    def decode_lengths(self, count: int = 1) -> mx.array:
+        return self._seen
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, mask: object) -> mx.array:
         kv = mx.concatenate([keys, values], axis=1)

@@ -19,9 +19,9 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from afm_mlx.kernels import norm_rope
+from afm_mlx.kernels import NewToken, norm_rope
 from afm_mlx.model.fused_layers import Normed, project, project_each, swiglu
-from afm_mlx.model.kv_cache import NewToken, ZooKVCache
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 _PERIODS = "_rope_periods"
 """Key of RoPE's periods in an attention layer; the underscore keeps them out of its parameters."""
@@ -72,7 +72,7 @@ def _attention(layer: Any, x: Normed, mask: Any, cache: Any) -> mx.array:
 
 
 def _new_token(layer: Any, qkv: tuple[mx.array, mx.array, mx.array], cache: Any) -> NewToken | None:
-    """Return what attention of a single new token needs as one operation; None where there is none."""
+    """Return the operand of `norm_rope_attend` for a row's single new token; None if it can't run."""
     periods, (rows, length, _) = layer.get(_PERIODS), qkv[0].shape
     if periods is None or layer.training or not isinstance(cache, ZooKVCache):
         return None
@@ -82,8 +82,8 @@ def _new_token(layer: Any, qkv: tuple[mx.array, mx.array, mx.array], cache: Any)
         return None
     q_norm, k_norm = layer.get("q_norm"), layer.get("k_norm")
     if q_norm is None:
-        return NewToken(qkv, periods, None, 0.0)
-    return NewToken(qkv, periods, (q_norm.weight, k_norm.weight), q_norm.eps)
+        return NewToken(*qkv, periods)
+    return NewToken(*qkv, periods, (q_norm.weight, k_norm.weight), q_norm.eps)
 
 
 def _norm_rope(layer: Any, x: mx.array, offset: Any, norm: Any) -> mx.array:

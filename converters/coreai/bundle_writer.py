@@ -26,7 +26,7 @@ from afm_mlx.converters.coreai.constants import Constants
 from afm_mlx.converters.coreai.functions import FunctionBuilder
 from afm_mlx.converters.coreai.plan import BundlePlan
 from afm_mlx.coreai.bundle import FACTS, METADATA_VERSION, SUFFIX
-from afm_mlx.errors import AFMError, shown
+from afm_mlx.errors import AFMError, reason_of, shown
 from afm_mlx.progress import Progress
 
 
@@ -56,9 +56,10 @@ def write_bundle(plan: BundlePlan, folder: Path, progress: Progress | None = Non
     try:
         AIProgram(module).save_asset(asset, _asset_metadata(facts), systems[plan.minimum_os])
     except (RuntimeError, OSError) as error:
+        reason = reason_of(error.__cause__ or error)
         raise AFMError(
-            f"The asset {asset.name} can't be written ({_reason(error)}). Check that there is room and "
-            "permission to write."
+            f"The asset {asset.name} can't be written ({reason}). Check that there is room and permission to "
+            "write."
         ) from None
     if progress is not None:
         progress(2 * constants.nbytes, 2 * constants.nbytes)
@@ -128,8 +129,3 @@ def _bundle_metadata(plan: BundlePlan, name: str, facts: dict[str, Any]) -> dict
         },
         "user_data": {FACTS: json.dumps(facts)},
     }
-
-
-def _reason(error: Exception) -> str:
-    cause = error.__cause__ or error
-    return " ".join(str(cause).split())

@@ -2,10 +2,10 @@
 
     python examples/preferences/committee.py --out OUT --seed 0
 
-Each member of the committee has seen one way to write about events (`events.py`). Prompts in all ways, without
-right answers, then go to all three; a reward ranks the answers to each prompt; and a new adapter learns from
-the winners. All figures are exact matches on held-out prompts, whose values occur nowhere else. Run it again to
-go on where it was interrupted.
+Each member of the committee has seen one way to write about events (`event_task.py`). Prompts in all ways,
+without right answers, then go to all three; a reward ranks the answers to each prompt; and a new adapter learns
+from the winners. All figures are exact matches on held-out prompts, whose values occur nowhere else. Run it
+again to go on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from events import WAYS, prompts
+from event_task import WAYS, prompts
 
 from afm_mlx import cli
 from afm_mlx.files import atomic_folder, atomic_write
@@ -28,7 +28,7 @@ from afm_mlx.measure.evaluation import is_right
 CHATS, STEPS = 120, 40  # of a member
 PROMPTS, DISTILLATION_STEPS = 100, 120  # prompts of each way, for the committee
 TEST = 60  # held-out prompts of each way
-_REWARD = f"{Path(__file__).with_name('events.py')}:grounded"
+_REWARD = f"{Path(__file__).with_name('event_task.py')}:grounded"
 _TRAINING = (
     "--keys self_attn.qkv_proj self_attn.q_proj self_attn.out_proj mlp.down_proj --rank 16 --alpha 16 "
     "--learning-rate 5e-3 --batch-size 8 --no-packing --max-seq-length 512"

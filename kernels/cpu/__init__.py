@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.dispatch import FLOATS, Case, Obstacle, Variant, dtype_name, other_than_floats
-from afm_mlx.kernels.operands import HeadOptions, KeyValues, PackedWeight, QueryRope
+from afm_mlx.kernels.operands import HeadOptions, KeyValues, NewToken, PackedWeight, QueryRope
 
 _extension: Any = extension.module()  # None if the rules below refuse every case
 
@@ -56,6 +56,13 @@ def _write_and_attend(
     queries, codes = _extension.rope_norm_quantize(qkv, lengths - 1, options)
     tail = _extension.write_tokens(kv.tail, codes, kv.tail_ends(lengths, codes.shape[2]))
     return _decode_attention(queries, kv._replace(tail=tail), lengths), tail
+
+
+def _norm_rope_attend(
+    token: NewToken, kv: KeyValues, lengths: mx.array
+) -> tuple[mx.array, mx.array]:
+    *projections, norms, eps = token
+    return _extension.norm_rope_attend(*projections, kv, lengths, norms, eps)
 
 
 def _causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
@@ -117,5 +124,5 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("write_tokens", _missing),
     _variant("rope_norm_quantize", _rope_obstacle),
     _variant("norm_rope", _rope_obstacle),
-    _variant("norm_rope_attend", _norm_rope_attend_obstacle),
+    _variant("norm_rope_attend", _norm_rope_attend_obstacle, _norm_rope_attend),
 )

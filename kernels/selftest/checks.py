@@ -29,6 +29,7 @@ import numpy as np
 
 from afm_mlx.kernels import dispatch, settings
 from afm_mlx.kernels.cpu import extension
+from afm_mlx.kernels.operands import NewToken
 from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Args, Problem, make
 from afm_mlx.kernels.selftest.specs import Spec, quick_specs
 
@@ -355,11 +356,13 @@ def _chain_seconds(
     run: Callable[..., Any] | None, problem: Problem, args: Sequence[Args], length: int
 ) -> float:
     """Measure a chain of `length` calls of `run`; its additions alone if `run` is None."""
-    x = problem.args[0]
+    first = problem.args[0]
+    x = first.queries if isinstance(first, NewToken) else first
     for arguments in itertools.islice(itertools.cycle(args), length):
         y = x
         if run is not None:
-            y = run(x, *arguments[1:])
+            given = first._replace(queries=x) if isinstance(first, NewToken) else x
+            y = run(given, *arguments[1:])
             if isinstance(y, tuple):
                 y = next(o for o in y if o.dtype in UNIT_ROUNDOFF)
         x = x + (y[(0,) * y.ndim] * 0).astype(x.dtype)

@@ -6,7 +6,7 @@ operations' arguments and return float64 arrays. They are slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +17,7 @@ from afm_mlx.kernels.operands import (
     HeadOptions,
     KeyValues,
     LowRank,
+    NewToken,
     PackedWeight,
     ProductOptions,
     QueryRope,
@@ -173,28 +174,20 @@ def norm_rope(
 
 
 def norm_rope_attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    periods: mx.array,
-    kv: KeyValues,
-    lengths: mx.array,
-    norms: Sequence[mx.array] | None = None,
-    eps: float = 0.0,
+    token: NewToken, kv: KeyValues, lengths: mx.array
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `reference.norm_rope_attend`."""
     assert kv.tail is not None
-    batch, _, _, head_dim = kv.buffer.shape
-    q, k, v = (x.reshape(batch, -1, 1, head_dim) for x in (queries, keys, values))
-    q_norm, k_norm = norms or (None, None)
-    turned = norm_rope(q, periods, lengths - 1, q_norm, eps)
-    keys = norm_rope(k, periods, lengths - 1, k_norm, eps)
+    q, k, v = token.heads(kv.buffer.shape[3])
+    q_norm, k_norm = token.norms or (None, None)
+    turned = norm_rope(q, token.periods, lengths - 1, q_norm, token.eps)
+    keys = norm_rope(k, token.periods, lengths - 1, k_norm, token.eps)
     tail = float64(kv.tail)
     for row, column in enumerate((lengths - kv.starts - 1).tolist()):
         tail[row, :, column] = np.concatenate([keys[row], float64(v)[row]])[:, 0]
     seen = np.array(lengths)
     joined = _joined(kv._replace(tail=mx.array(tail.astype(np.float32))), seen)
-    return _attend(turned, joined, seen[:, None]).reshape(batch, 1, -1), tail
+    return _attend(turned, joined, seen[:, None]).reshape(token.queries.shape), tail
 
 
 def decode_attention(

@@ -20,6 +20,7 @@ from afm_mlx.kernels.operands import (
     HeadOptions,
     KeyValues,
     LowRank,
+    NewToken,
     PackedWeight,
     Part,
     ProductOptions,
@@ -73,10 +74,11 @@ class Problem:
                 written = 2 * kv.tail.nbytes if self.spec.op == "write_and_attend" else 0
                 seen = int(lengths.sum().item()) + len(lengths) * (self.spec.tokens - 1)
                 return 2 * x.nbytes + seen * column + written
-            case "norm_rope_attend", *qkv, _, kv, lengths, _, _:
+            case "norm_rope_attend", token, kv, lengths:
                 column = kv.buffer.nbytes // (kv.buffer.shape[0] * kv.buffer.shape[2])
-                written = 2 * kv.tail.nbytes + qkv[0].nbytes
-                return sum(x.nbytes for x in qkv) + int(lengths.sum().item()) * column + written
+                written = 2 * kv.tail.nbytes + token.queries.nbytes
+                read = sum(x.nbytes for x in token[:3]) + int(lengths.sum().item()) * column
+                return read + written
             case "causal_attention", queries, kv:
                 return 2 * queries.nbytes + kv.buffer.nbytes
             case "write_tokens", _, tokens, _:
@@ -307,13 +309,13 @@ def _periods(spec: Spec, rng: np.random.Generator) -> mx.array:
 
 
 def _draw_norm_rope_attend(spec: Spec, rng: np.random.Generator) -> Args:
-    qkv = tuple(
+    q, k, v = (
         _draw(rng.standard_normal((spec.batch, 1, n * spec.head_dim)), spec.dtype)
         for n in (spec.heads, spec.kv_heads, spec.kv_heads)
     )
     kv, lengths = _draw_lengths(spec, rng, KeyValues(_codes(spec, rng, spec.capacity)))
     norms = (_head_norm(spec, rng), _head_norm(spec, rng)) if spec.norm else None
-    return *qkv, _periods(spec, rng), kv, lengths, norms, _EPS
+    return NewToken(q, k, v, _periods(spec, rng), norms, _EPS), kv, lengths
 
 
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
@@ -407,10 +409,11 @@ def _bound(spec: Spec, args: Args) -> float:
             rope = QueryRope(options.q_weight, options.theta, options.eps)
             longest = int(lengths.max().item()) + spec.tokens - 1
             return _attention_bound(spec, qkv, kv, longest, rope)
-        case "norm_rope_attend", queries, _, _, _, kv, lengths, norms, _:
+        case "norm_rope_attend", token, kv, lengths:
             # The error of the angles counts; without a norm, queries have their own size.
-            rope = QueryRope(queries if norms is None else norms[0], _THETA, _EPS)
-            return _attention_bound(spec, queries, kv, int(lengths.max().item()), rope)
+            size = token.queries if token.norms is None else token.norms[0]
+            rope = QueryRope(size, _THETA, _EPS)
+            return _attention_bound(spec, token.queries, kv, int(lengths.max().item()), rope)
         case "packed_gather", x, *_:
             return _product_bound(spec, x, PLAIN)
     bound = _product_bound(spec, args[0], args[-1])
@@ -531,7 +534,7 @@ def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
 def _check_norm_rope_attend(problem: Problem, results: Sequence[mx.array]) -> float:
     """Return the error of `norm_rope_attend`; values and earlier columns of the tail must be the given ones."""
     error = _check_floats(problem, results)
-    (*_, kv, lengths, _, _), heads = problem.args, problem.spec.kv_heads
+    (_, kv, lengths), heads = problem.args, problem.spec.kv_heads
     columns = (lengths - kv.starts - 1).tolist()
     wanted = problem.wanted[1][:, :, : max(columns) + 1]
     tail = _float64(results[1][:, :, : max(columns) + 1], wanted.shape, problem.spec.stored)

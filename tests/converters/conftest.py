@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,9 @@ from tamm.ao.arch_optimizers import KVQuantArchOptimizer
 from tamm.models.afm_text import AFMTextV7
 from tamm.utils import json as tamm_json
 
+from afm_mlx.checkpoint import weights
 from afm_mlx.checkpoint.weights import load_weights
+from afm_mlx.errors import AFMError
 from afm_mlx.tokenizer import tokenizer_export
 from tests.tools import exports
 from tests.tools.compare import assert_same_tensors
@@ -98,11 +101,11 @@ def make_checkpoint(tmp_path, rng, tokenizer_bytes):
         model.eval()
         path = tmp_path / folder
         path.mkdir(exist_ok=True)
-        weights, config_path = path / f"{name}.pt", path / f"{name}-config.json"
-        torch.save(model.state_dict(), weights)
+        archive, config_path = path / f"{name}.pt", path / f"{name}-config.json"
+        torch.save(model.state_dict(), archive)
         config_path.write_text(tamm_json.dumps(config))
         (path / "tokenizer.model").write_bytes(tokenizer_bytes)
-        found = {"folder": path, "weights": weights, "config_path": config_path}
+        found = {"folder": path, "weights": archive, "config_path": config_path}
         return SimpleNamespace(**found, config=config, model=model, shape=shape)
 
     return make
@@ -129,6 +132,27 @@ def _one_thread():
 def listing(folder):
     """A folder with all below it: what a failure must leave as it was."""
     return sorted(folder.rglob("*"))
+
+
+def assert_failures_leave_nothing(make, path, monkeypatch):
+    """`make` writes `path`: an interrupt, a disk without room, or a folder that is there change nothing."""
+    before = listing(path.parent)
+
+    def interrupt(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(path, progress=interrupt)
+    usage = shutil.disk_usage(path.parent)._replace(free=10_000)
+    with monkeypatch.context() as patch, pytest.raises(AFMError, match="has no room"):
+        patch.setattr(weights.shutil, "disk_usage", lambda path: usage)
+        make(path)
+    assert listing(path.parent) == before
+    path.mkdir()
+    with pytest.raises(AFMError, match="exists already"):
+        make(path)
+    assert [*path.iterdir()] == []
 
 
 @pytest.fixture

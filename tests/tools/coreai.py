@@ -39,15 +39,15 @@ def make_bundle(place, spm, rng):
 
 
 class Executed:
-    """A bundle's asset, compiled by Apple's runtime; `close` it."""
+    """A bundle's asset, compiled by Apple's runtime; a context manager."""
 
     def __init__(self, bundle):
         from coreai.authoring import AIModelAsset
 
+        self.path = bundle
         self._runner, self._stack = asyncio.Runner(), AsyncExitStack()
         asset = AIModelAsset.load(bundle / f"{bundle.name}.aimodel")
         self._model = self._runner.run(self._stack.enter_async_context(asset.executable()))
-        self.function_names = self._model.function_names
 
     def call(self, name, inputs, states):
         """Logits of a function as float32; writes into states, which `make_states` made."""
@@ -60,7 +60,10 @@ class Executed:
     async def _call(self, name, inputs, states):
         return await self._model.load_function(name)(inputs, state=states)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
         self._runner.run(self._stack.aclose())
         self._runner.close()
 

@@ -15,7 +15,7 @@ from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import draw_tensors, write_folder
-from tests.tools.compare import error
+from tests.tools.compare import assert_close, error
 from tests.tools.models import random_config, random_model
 
 
@@ -102,3 +102,37 @@ def assert_same_answers(found, bound):
     best = found.wanted.max(axis=1)
     chosen = np.take_along_axis(found.wanted, found.logits.argmax(axis=1)[:, None], axis=1)[:, 0]
     assert (best - chosen <= 2 * bound * np.abs(found.wanted).max()).all()
+
+
+# -- loaded exports
+
+
+def tokens_of(rng, runner, count):
+    return rng.integers(0, runner.config.vocab_size, count).tolist()
+
+
+def logits_of(model, tokens):
+    return np.array(model(mx.array([tokens]))[0].astype(mx.float32))
+
+
+def assert_prompts_of_all_lengths(rng, runner, model, lengths, bound):
+    """Up to the context's last column, where no padding fits; the states still hold keys of longer prompts."""
+    context = runner.config.context_length
+    tokens = tokens_of(rng, runner, context)
+    logits = logits_of(model, tokens)
+    for length in rng.permutation([1, 2, *lengths, 5, 13, 17, 30, context - 1, context]).tolist():
+        runner.rewind()
+        assert_close(runner.logits(tokens[:length]), logits[length - 1], bound, f"{length} tokens")
+        assert runner.position == length
+
+
+def assert_a_prompt_in_parts_and_steps(rng, runner, model, bound):
+    tokens = tokens_of(rng, runner, 30)
+    runner.prefill(tokens[:7])
+    runner.prefill([])
+    runner.prefill(tokens[7:20])
+    found = [runner.decode(token) for token in tokens[20:]]
+    assert_close(np.stack(found), logits_of(model, tokens)[20:], bound)
+    other = [*tokens[:11], *tokens_of(rng, runner, 5)]
+    runner.rewind(11)
+    assert_close(runner.logits(other[11:]), logits_of(model, other)[-1], bound)

@@ -30,15 +30,15 @@ from afm_mlx.adapters.lora import lora_layers
 from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
-from afm_mlx.engine.request import Request
+from afm_mlx.engine.request import CUT_OFF, Request
 from afm_mlx.engine.samplers import COLDEST, make_sampler
-from afm_mlx.errors import CheckpointError, ContextLengthError, DataError, IncompleteError
+from afm_mlx.errors import CheckpointError, DataError
 from afm_mlx.files import atomic_write
 from afm_mlx.guidance.answer_parts import AnySplitter, splitter_for
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.thoughts import thought_form
-from afm_mlx.measure.committee import checked_prompt, messages_of
-from afm_mlx.measure.evaluation import answer_text, chat_request
+from afm_mlx.measure.committee import prompt_of, prompt_request
+from afm_mlx.measure.evaluation import answer_text
 from afm_mlx.measure.rewards import Answered, Rewards, prompt_text
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
@@ -75,8 +75,7 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read a split of a data set of prompts, in the files that `samples.load_split` takes.
 
-    A text is the only message of a chat, or is encoded as it is if the model has no chat template. Models that
-    write thoughts answer without.
+    `committee.prompt_of` has the forms of a line, and `committee.prompt_request` says how a prompt is encoded.
 
     Args:
         path, split: as for `samples.load_split`.
@@ -91,14 +90,8 @@ def load_prompts(
     thoughts = thought_form(tokenizer)
 
     def parse(record: object, where: str) -> list[Prompt]:
-        sample = checked_prompt(record)
-        if tokenizer.has_chat_template:
-            chat = messages_of(sample), sample.get("tools")
-            request = chat_request(tokenizer, *chat, max_completion_tokens, constraint, thoughts)
-        elif isinstance(text := sample.get("prompt"), str):
-            request = Request(tokenizer.encode(text), max_completion_tokens, constraint=constraint)
-        else:
-            raise DataError("the model has no chat template, and the prompt is no text.")
+        sample = prompt_of(record)
+        request = prompt_request(tokenizer, sample, max_completion_tokens, constraint, thoughts)
         if not 0 < len(request.prompt) <= most:
             raise DataError(f"a prompt of {len(request.prompt)} tokens; 1 to {most} are allowed.")
         return [Prompt(request, prompt_text(sample), sample, where)]
@@ -195,7 +188,7 @@ class Answerer:
                 answer.chosen.append(not response.is_forced)
             if response.error is None:
                 answer.is_whole = response.finish_reason != "length"
-            elif isinstance(response.error, IncompleteError | ContextLengthError):
+            elif isinstance(response.error, CUT_OFF):
                 answer.is_whole = False
             else:
                 raise response.error

@@ -91,7 +91,9 @@ def test_core_ai(core_ai, done, fails):
     assert "Core AI compared with MLX" in out
     assert out.endswith("\nAll is well. Report: r.json\n")
     assert json.loads(Path("r.json").read_text())["runs"][1]["same_tokens"] == 20
-    out = done("doctor", "--coreai", *options, "--adapter-path", "tone")
+    adapter = core_ai.folder / "adapters" / "tone"
+    out = done("doctor", "--coreai", *options, "--adapter-path", adapter)
+    assert [*adapter.parent.iterdir()] == [adapter]
     assert "adapter rank    4" in out
     assert out.endswith("\nAll is well. Report: r.json\n")
     assert "--coreml does not go with --coreai" in fails("doctor", "--coreml", "--coreai")

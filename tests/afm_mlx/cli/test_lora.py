@@ -138,6 +138,9 @@ def test_a_reward_model(trainable_folder, done, fails, tmp_path, rng):
     file = lines(tmp_path / "answers.jsonl", *answers)
     rewards = json.loads(done(*argv, file, "--json"))["rewards"]
     assert rewards[0] > rewards[1]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    with_tools = lines(tmp_path / "tools.jsonl", *({**each, "tools": tools} for each in answers))
+    assert json.loads(done(*argv, with_tools, "--json"))["rewards"] != rewards
     assert f"from {min(rewards):.3f} to {max(rewards):.3f}" in done(*argv, file)
     # What can't be honoured.
     assert "--data is missing" in fails(*argv[:-1])

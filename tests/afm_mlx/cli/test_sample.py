@@ -48,7 +48,7 @@ def test_pairs_winners_and_answers(folder, run, make_adapter, prompts, length, t
     status, out, err = run("sample", "--model", folder, "--data", prompts, *argv)
     assert status == 0
     assert set(err.split()) == {"seen"}
-    assert "4 answers were cut off after 12 tokens" in out
+    assert "4 answers were cut off, and can't win" in out
     pairs, winners, answers = map(records, outputs)
     assert [line["answers"][0]["answer"] for line in answers] == [
         answer(folder, "A list"),
@@ -63,6 +63,11 @@ def test_pairs_winners_and_answers(folder, run, make_adapter, prompts, length, t
     # All were cut off, and an answer without an end is no example.
     assert pairs == winners == []
     assert "2 prompts have no pair, 2 no winner" in out
+    again = ["--pairs-from", outputs[2], "--rewards", length, "--winners-to", tmp_path / "again"]
+    status, out, _ = run("sample", *again)
+    assert status == 0
+    assert "4 answers were cut off, and can't win" in out
+    assert records(tmp_path / "again") == []
 
 
 def test_pairs_from_answers(done, tmp_path):
@@ -118,6 +123,7 @@ def test_an_interrupted_run_continues(folder, run, prompts, length, tmp_path, mo
     assert status == 0
     assert "has answers to 1 prompts" in err
     assert begun == [0, 1]
+    assert "seen" not in out
     assert part.read_text() == whole.read_text()
     assert not list(tmp_path.glob("answers-*"))
 

@@ -91,18 +91,21 @@ def test_what_is_no_bundle(core_ai, tmp_path):
 
 def test_functions_that_the_description_does_not_mean(bundle):
     """A description that was changed in both places, so that nothing but the functions contradicts it."""
-    both(bundle, {"prompt_lengths": [4, 13]})
+    values = json.loads((bundle / "metadata.json").read_text())
+    config = json.loads(values["user_data"][FACTS])["afm_config"]
+    both(bundle, {"afm_config": config | {"num_kv_heads": 1}, "prompt_lengths": [4, 13]})
     runner = CoreAIModel(bundle)
     with pytest.raises(AFMError, match=r"Core AI can't run .*prompt_13"):
         runner.prefill([1] * 13)
+    with pytest.raises(AFMError, match="step takes other arrays than its afm_config means"):
+        runner.decode(0)
+
+
+def test_an_adapter_is_refused_before_anything_is_compiled(bundle, monkeypatch):
+    monkeypatch.setattr("afm_mlx.coreai.coreai_model._Runtime", None)
     both(bundle, {"adapter_rank": 3})
     with pytest.raises(AFMError, match=r"has the rank '4', and .* takes 3"):
         CoreAIModel(bundle, bundle / "adapters" / "tone.safetensors")
-    values = json.loads((bundle / "metadata.json").read_text())
-    config = json.loads(values["user_data"][FACTS])["afm_config"]
-    both(bundle, {"afm_config": config | {"num_kv_heads": 1}, "prompt_lengths": [4]})
-    with pytest.raises(AFMError, match="takes other arrays than its afm_config means"):
-        CoreAIModel(bundle).decode(0)
 
 
 def test_adapters(core_ai, tmp_path):

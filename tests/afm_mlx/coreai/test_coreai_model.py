@@ -3,17 +3,21 @@
 import gc
 import threading
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.coreai import CoreAIModel
 from afm_mlx.coreai.availability import import_coreai, obstacle
-from afm_mlx.errors import AFMError, ContextLengthError
 from afm_mlx.loading.load import load_model
 from tests.tools.compare import assert_close
-from tests.tools.coreai import ADAPTER, CONTEXT, LENGTHS
+from tests.tools.coreai import ADAPTER, LENGTHS
+from tests.tools.exports import (
+    assert_a_prompt_in_parts_and_steps,
+    assert_prompts_of_all_lengths,
+    logits_of,
+    tokens_of,
+)
 
 BOUND = 1e-4
 
@@ -35,39 +39,18 @@ def runner(loaded):
     return loaded
 
 
-def tokens_of(rng, runner, count):
-    return rng.integers(0, runner.config.vocab_size, count).tolist()
-
-
-def wanted(model, tokens):
-    return np.array(model(mx.array([tokens]))[0].astype(mx.float32))
-
-
 def test_prompts_of_all_lengths(rng, runner, model):
-    tokens = tokens_of(rng, runner, CONTEXT)
-    logits = wanted(model, tokens)
-    for length in rng.permutation([1, 2, *LENGTHS, 5, 13, CONTEXT - 1, CONTEXT]).tolist():
-        runner.rewind()
-        assert_close(runner.logits(tokens[:length]), logits[length - 1], BOUND, f"{length} tokens")
-        assert runner.position == length
+    assert_prompts_of_all_lengths(rng, runner, model, LENGTHS, BOUND)
 
 
 def test_a_prompt_in_parts_and_steps(rng, runner, model):
-    tokens = tokens_of(rng, runner, 30)
-    runner.prefill(tokens[:7])
-    runner.prefill([])
-    runner.prefill(tokens[7:20])
-    found = [runner.decode(token) for token in tokens[20:]]
-    assert_close(np.stack(found), wanted(model, tokens)[20:], BOUND)
-    other = [*tokens[:11], *tokens_of(rng, runner, 5)]
-    runner.rewind(11)
-    assert_close(runner.logits(other[11:]), wanted(model, other)[-1], BOUND)
+    assert_a_prompt_in_parts_and_steps(rng, runner, model, BOUND)
 
 
 def test_adapters_are_swapped_without_compiling(rng, runner, core_ai, model, monkeypatch):
     tokens = tokens_of(rng, runner, 9)
     adapted = attach_adapter(load_model(core_ai.folder), core_ai.folder / "adapters" / ADAPTER)
-    base, other = wanted(model, tokens)[-1], wanted(adapted, tokens)[-1]
+    base, other = logits_of(model, tokens)[-1], logits_of(adapted, tokens)[-1]
     assert np.abs(base - other).max() > 0.1
     compiled = []
     asset = import_coreai("coreai.authoring").AIModelAsset
@@ -83,19 +66,10 @@ def test_greedy_answers(rng, runner, model):
     prompt = tokens_of(rng, runner, 6)
     answer = list(runner.greedy(prompt, 8))
     assert runner.position == len(prompt) + 7
-    logits = wanted(model, [*prompt, *answer])
+    logits = logits_of(model, [*prompt, *answer])
     assert answer == logits[5:-1].argmax(1).tolist()
     runner.rewind()
     assert list(runner.greedy(prompt, 8, end_tokens={answer[0]})) == []
-
-
-def test_arguments(rng, runner):
-    with pytest.raises(AFMError, match="300 is none of this model; ids are 0 to 299"):
-        runner.prefill([300])
-    with pytest.raises(ContextLengthError, match="context of 40"):
-        runner.prefill([0] * 41)
-    with pytest.raises(AFMError, match="no tokens"):
-        runner.logits([])
 
 
 def test_a_model_that_is_dropped_ends_its_threads(core_ai):

@@ -1,22 +1,25 @@
 """Running packages: an interpreter replaces Core ML, and the package's model has the expected logits."""
 
-import functools
 from pathlib import Path
 from unittest.mock import create_autospec
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.coreml import CoreMLModel, coreml_model
 from afm_mlx.coreml.availability import import_coremltools
-from afm_mlx.errors import AFMError, ContextLengthError
+from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
-from afm_mlx.model.exported_model import ONE_TOKEN, prompt_chunks
 from tests.tools.cases import each
 from tests.tools.compare import assert_close
-from tests.tools.coreml import ADAPTER, CONTEXT, LENGTHS
+from tests.tools.coreml import ADAPTER, LENGTHS
+from tests.tools.exports import (
+    assert_a_prompt_in_parts_and_steps,
+    assert_prompts_of_all_lengths,
+    logits_of,
+    tokens_of,
+)
 
 # States are float16.
 BOUND = 2e-3
@@ -32,34 +35,12 @@ def runner(core_ml, interpreted):
     return CoreMLModel(core_ml.package, "CPU_ONLY")
 
 
-def tokens_of(rng, runner, count):
-    return rng.integers(0, runner.package.config.vocab_size, count).tolist()
-
-
-def wanted(model, tokens):
-    return np.array(model(mx.array([tokens]))[0].astype(mx.float32))
-
-
 def test_prompts_of_all_lengths(rng, runner, model):
-    tokens = tokens_of(rng, runner, CONTEXT)
-    logits = wanted(model, tokens)
-    # Up to the context's last column, where no padding fits; the states still hold keys of longer prompts.
-    for length in rng.permutation([1, 2, *LENGTHS, 5, 13, 17, 30, CONTEXT - 1, CONTEXT]).tolist():
-        runner.rewind()
-        assert_close(runner.logits(tokens[:length]), logits[length - 1], BOUND, f"{length} tokens")
-        assert runner.position == length
+    assert_prompts_of_all_lengths(rng, runner, model, LENGTHS, BOUND)
 
 
 def test_a_prompt_in_parts_and_steps(rng, runner, model):
-    tokens = tokens_of(rng, runner, 30)
-    runner.prefill(tokens[:7])
-    runner.prefill([])
-    runner.prefill(tokens[7:20])
-    found = [runner.decode(token) for token in tokens[20:]]
-    assert_close(np.stack(found), wanted(model, tokens)[20:], BOUND)
-    other = [*tokens[:11], *tokens_of(rng, runner, 5)]
-    runner.rewind(11)
-    assert_close(runner.logits(other[11:]), wanted(model, other)[-1], BOUND)
+    assert_a_prompt_in_parts_and_steps(rng, runner, model, BOUND)
 
 
 def test_an_adapter(rng, runner, core_ml):
@@ -67,7 +48,7 @@ def test_an_adapter(rng, runner, core_ml):
     adapted = load_model(core_ml.folder)
     attach_adapter(adapted, core_ml.folder / "adapters" / ADAPTER)
     with_adapter = CoreMLModel(core_ml.package, adapter=ADAPTER)
-    assert_close(with_adapter.logits(tokens), wanted(adapted, tokens)[-1], BOUND)
+    assert_close(with_adapter.logits(tokens), logits_of(adapted, tokens)[-1], BOUND)
     assert np.abs(with_adapter.decode(0) - runner.logits([*tokens, 0])).max() > 0.1
 
 
@@ -84,22 +65,9 @@ def test_greedy_answers(rng, runner):
     assert list(runner.greedy([0], 0)) == []
 
 
-@each(
-    "use, kind, words",
-    [
-        (lambda r: r.logits([]), AFMError, "no tokens"),
-        (lambda r: r.decode(300), AFMError, "token 300 is none of this model; ids are 0 to 299"),
-        (lambda r: r.prefill([-1]), AFMError, "token -1 is none"),
-        (lambda r: r.logits([0] * 65), ContextLengthError, "65 tokens after 0 are more than .* 64"),
-        (lambda r: r.rewind(1), AFMError, "position is 1; 0 to 0"),
-        (lambda r: CoreMLModel(r.package.path, adapter="tonne"), AFMError, "did you mean tone"),
-    ],
-)
-def test_what_is_refused(runner, use, kind, words):
-    runner.rewind()
-    with pytest.raises(kind, match=words):
-        use(runner)
-    assert runner.position == 0
+def test_an_adapter_that_the_package_lacks(core_ml, interpreted):
+    with pytest.raises(AFMError, match="did you mean tone"):
+        CoreMLModel(core_ml.package, adapter="tonne")
 
 
 def test_lengths_that_core_ml_takes_for_others(runner, monkeypatch):
@@ -109,50 +77,6 @@ def test_lengths_that_core_ml_takes_for_others(runner, monkeypatch):
     monkeypatch.setattr(runner._prefill, "predict", lambda i, state: predict(i | first, state))
     with pytest.raises(AFMError, match="read 4 tokens of 12, on CPU_ONLY"):
         runner.prefill([0] * 12)
-
-
-# -- prompts
-
-
-@each(
-    "count, lengths, room, chunks",
-    [
-        (0, (64, 512), 100, []),
-        (512, (64, 512), 0, [512]),
-        (64 + 512, (64, 512), 100, [512, 64]),
-        (40, (64, 512), 100, [64]),  # padding is cheaper than 40 steps
-        (1, (64, 512), 100, [ONE_TOKEN]),  # and a step cheaper than padding
-        (40, (64, 512), 23, [ONE_TOKEN] * 40),  # padding would pass the context's end
-        (70, (64, 512), 0, [64, *[ONE_TOKEN] * 6]),
-        (3, (1, 64), 0, [1, 1, 1]),
-    ],
-)
-def test_some_prompts(count, lengths, room, chunks):
-    found = prompt_chunks(count, lengths, room)
-    assert sorted(found) == sorted(chunks)
-
-
-def test_random_prompts_are_read_whole_and_in_the_least_time(rng):
-    for _ in range(300):
-        count, room = int(rng.integers(1, 60)), int(rng.integers(0, 20))
-        lengths = tuple(rng.choice([1, 2, 5, 8, 16, 31, 64], 2, replace=False).tolist())
-        chunks = prompt_chunks(count, lengths, room)
-        read = [length or 1 for length in chunks]
-        # Only the last call may have padding, and one token of the prompt at least.
-        assert sum(read[:-1]) < count <= sum(read) <= count + room
-        assert sum(map(seconds, chunks)) == least(count, lengths, room)
-
-
-def seconds(length):
-    return 66 if length == ONE_TOKEN else 32 + length
-
-
-@functools.cache
-def least(count, lengths, room):
-    if count <= 0:
-        return 0
-    ways = [seconds(n) + least(count - n, lengths, room) for n in lengths if n - count <= room]
-    return min([*ways, seconds(ONE_TOKEN) + least(count - 1, lengths, room)])
 
 
 # -- coremltools' functions, with its own signatures; what they do needs a Mac

@@ -278,6 +278,8 @@ def test_what_is_refused(model, tokenizer, prompt):
     for wrong in (math.nan, math.inf, None, "1", -1):
         assert "verify is " in refusal(verify=lambda answer, wrong=wrong: wrong)
     assert "twist is -1" in refusal(twist=-1)
+    for seed in (-1, "1"):
+        assert "seed is " in refusal(seed=seed)
     lines = {"constraint": LINES, "max_tokens": 60}
     assert "value is nan" in refusal(value=lambda text: math.nan, **lines)
     assert "value is 0 for every sample" in refusal(value=lambda text: 0, **lines)

@@ -184,7 +184,8 @@ def test_figures_of_members():
 
 def test_prompts_and_answers_of_files(tmp_path):
     file = tmp_path / "answers.jsonl"
-    answers = ["x", {"answer": "y", "adapter": "a", "tokens": 3, "reward": 1}]
+    cut_off = {"answer": "y", "adapter": "a", "tokens": 3, "reward": 1, "is_whole": False}
+    answers = ["x", cut_off]
     lines = [{"prompt": "p", "answer": "z", "answers": answers}, {"messages": [{"role": "user"}]}]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert [record for _, record in load_prompts(file)] == lines
@@ -193,7 +194,7 @@ def test_prompts_and_answers_of_files(tmp_path):
     file.write_text(json.dumps({"messages": [asked, said]}))
     assert load_prompts(file) == [(f"{file}:1", {"messages": [asked], "answer": "a"})]
     file.write_text(json.dumps(lines[0]))
-    candidates = [Candidate("all", "x", 0), Candidate("a", "y", 3)]
+    candidates = [Candidate("all", "x", 0), Candidate("a", "y", 3, False)]
     assert read_answers(file) == [(f"{file}:1", {"prompt": "p", "answer": "z"}, candidates)]
 
 
@@ -223,5 +224,6 @@ def test_lines_that_are_refused(tmp_path):
         {"messages": [*chat[:1], {**chat[1], "content": None}]}
     )
     assert "'answers' is None" in refusal({"prompt": "p"})
+    assert "'answers' is 1" in refusal({"prompt": "p", "answers": 1})
     assert "'answers' is [1]" in refusal({"prompt": "p", "answers": [1]})
     assert "there are 1 answers" in refusal({"prompt": "p", "answers": ["x"]})

@@ -15,6 +15,7 @@ from afm_mlx.measure.pairwise import (
     ModelJudge,
     judge_pairs,
     load_answer_pairs,
+    load_answers,
 )
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.cases import each
@@ -160,7 +161,7 @@ def test_answers_are_matched_by_id_or_prompt(tmp_path):
         {"prompt": "Hi", "answer": "1"},
         {"id": 7, "messages": [user], "answer": "2", "schema": {"type": "array"}},
         {"messages": [{**user, "response_format": asked}], "answer": "3"},
-        {"prompt": "alone", "answer": "4"},
+        {"prompt": "alone", "answer": "4", "tools": [{"name": "f"}]},
     )
     b = lines(
         tmp_path / "b.jsonl",
@@ -182,6 +183,12 @@ def test_answers_are_matched_by_id_or_prompt(tmp_path):
     assert schemas == [None, {"type": "array"}, {"type": "object"}]
     assert pairs[0].a.where.endswith("a.jsonl:1")
     assert len(load_answer_pairs(a, b, limit=2)[0]) == 2
+    assert [answer.tools for answer in load_answers(a).values()] == [
+        None,
+        None,
+        None,
+        [{"name": "f"}],
+    ]
 
 
 PLAIN = {"prompt": "Hi", "answer": "1"}

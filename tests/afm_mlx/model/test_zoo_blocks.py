@@ -7,12 +7,16 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request
+from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
+from afm_mlx.model import zoo_kv_cache
 from afm_mlx.model.decode_step import DecodeStep
-from afm_mlx.model.kv_cache import STEP, TAIL, ZooKVCache
+from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.zoo_blocks import LlamaBlock, Qwen3Block, replace_blocks
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import all_pairs, each
@@ -160,6 +164,40 @@ def test_a_new_tokens_attention_is_one_operation(rng, tmp_path, kind):
     for layer in ours.layers:
         del layer.self_attn["_rope_periods"]
     assert_close(step(0), whole, 1e-4)
+
+
+@pytest.mark.skipif(extension.module() is None, reason=extension.unavailable())
+@pytest.mark.parametrize("speculates", [False, True])
+def test_nothing_reads_the_tail_behind_the_newest_token(rng, monkeypatch, speculates):
+    """NaN there changes no answer: of rows alone and with others, with drafts, or kept as prefixes."""
+    theirs, ours = both(str(rng.choice(["llama", "qwen3"])), rng)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (9, STEP - 5, 70)]
+    counts = [TAIL + 5, 20, TAIL + 9]
+    answers = [naive_greedy(theirs, *each) for each in zip(prompts, counts, strict=True)]
+    poisoned = []
+
+    def poisoning(*args, norm_rope_attend=zoo_kv_cache.norm_rope_attend):
+        y, tail = norm_rope_attend(*args)
+        _, kv, lengths = args
+        used = (lengths - kv.starts).max()
+        poisoned.append(tail)
+        return y, mx.where(mx.arange(tail.shape[2])[:, None] < used, tail, mx.nan)
+
+    monkeypatch.setattr(zoo_kv_cache, "norm_rope_attend", poisoning)
+    engine = Engine(
+        ours,
+        WordTokenizer(VOCAB, ends=()),
+        max_batch=2,
+        speculation=Speculation(prompt_lookup=True) if speculates else None,
+        prefix_cache=PrefixCache(1 << 30),
+    )
+    for turns in ([0], [1, 2], [0, 1]):
+        found = {engine.submit(Request(prompts[i], counts[i])): (i, []) for i in turns}
+        for response in engine.run():
+            found[response.row][1].append(response.token)
+        for i, tokens in found.values():
+            assert tokens == answers[i]
+    assert poisoned
 
 
 def test_no_step_is_replayed_without_tokens_or_while_training(rng):

@@ -21,20 +21,23 @@ from tests.tools.models import random_config
 LENGTH = 12
 
 
-def run_both(rng, path, model, folder, *, adapter=None, steps=12, kv="float"):
+def run_both(rng, executed, model, folder, *, adapter=None, steps=12):
     """A prompt of two calls, the second with padding, then steps; the model is fed the same.
 
     Returns:
         `logits` and `wanted` (1 + steps, vocab_size), and how many int8 codes differ, by writing block.
     """
-    bundle, executed = CoreAIBundle.read(path), Executed(path)
+    bundle = CoreAIBundle.read(executed.path)
     config, states = model.args, make_states(bundle.config, bundle.dtype)
     suffix, arrays = "", {}
     if adapter is not None:
-        suffix, arrays = "_adapter", read_adapter_arrays(path / "adapter.safetensors", bundle)
+        suffix, arrays = (
+            "_adapter",
+            read_adapter_arrays(executed.path / "adapter.safetensors", bundle),
+        )
         attach_adapter(model, folder / "adapters" / adapter, force=True)
     tokens = rng.integers(0, config.vocab_size, 2 * LENGTH - 3 + steps).astype(np.int32)
-    cache, logits, wanted = model.make_cache(kv), [], []
+    cache, logits, wanted = model.make_cache("float"), [], []
 
     def feed(first, count):
         part = np.zeros((1, LENGTH if count > 1 else 1), np.int32)
@@ -51,7 +54,6 @@ def run_both(rng, path, model, folder, *, adapter=None, steps=12, kv="float"):
     feed(LENGTH, LENGTH - 3)
     for i in range(steps):
         feed(2 * LENGTH - 3 + i, 1)
-    executed.close()
     found = {name: array.numpy()[:, 0, :, : len(tokens)] for name, array in states.items()}
     moved = [
         sum(
@@ -73,20 +75,24 @@ def assert_equal(found, kv_bits, bound=1e-4):
 
 
 @pytest.mark.parametrize(
-    ("packing", "adapter", "kv_bits"),
+    ("packing", "adapter", "kv_bits", "writing", "reuse"),
     [
-        (None, "a", None),
-        (None, None, 8),
-        ("2 bits", "a", 8),
-        ("4 bits", None, None),
-        ("all that the Neural Engine loads", None, 8),
-        ("scales behind tables", "a", 8),
+        (None, "a", None, 2, 0),
+        (None, None, 8, 1, 1),
+        ("2 bits", "a", 8, 1, 1),
+        ("4 bits", None, None, 1, 1),
+        ("all that the Neural Engine loads", None, 8, 2, 1),
+        ("scales behind tables", "a", 8, 2, 0),
     ],
 )
-def test_a_prompt_in_two_calls_and_steps(rng, write_model, tmp_path, packing, adapter, kv_bits):
-    """In float32: floats, and codes of 2, 4 and 8 bits as the asset ships them."""
+def test_a_prompt_in_two_calls_and_steps(
+    rng, write_model, tmp_path, packing, adapter, kv_bits, writing, reuse
+):
+    """In float32: floats, and codes of 2, 4 and 8 bits as the asset ships them; and `main` of each asset."""
+    # Few blocks: compiling the functions takes most of the time.
+    sizes = {"num_layers": writing + reuse, "num_kv_reuse_layers": reuse}
     draw = random_config if packing is None else packable
-    config = draw(rng, context_length=50, kv_bits=kv_bits)
+    config = draw(rng, context_length=50, kv_bits=kv_bits, **sizes)
     rules = [] if packing is None else rules_of(packing)
     folder = write_model(config, rules, adapters=["a"])
     path = convert(
@@ -100,20 +106,16 @@ def test_a_prompt_in_two_calls_and_steps(rng, write_model, tmp_path, packing, ad
     if adapter:
         bundle = CoreAIBundle.read(path)
         write_adapter_file(folder / "adapters" / "a", bundle, path / "adapter.safetensors")
-    found = run_both(rng, path, decoded(folder, config), folder, adapter=adapter)
+    model = decoded(folder, config)
+    with Executed(path) as executed:
+        check_main(rng, executed, model)
+        found = run_both(rng, executed, model, folder, adapter=adapter)
     assert_equal(found, kv_bits)
 
 
-@pytest.mark.parametrize("packing", [None, "4 bits"])
-def test_the_function_of_the_zoo(rng, write_model, tmp_path, packing):
+def check_main(rng, executed, model):
     """`main` with sizes that are known only when it runs: parts of a prompt, and states of other lengths."""
-    rules = [] if packing is None else rules_of(packing)
-    config = packable(rng, context_length=50, num_kv_reuse_layers=1)
-    folder = write_model(config, rules)
-    path = convert(
-        folder, tmp_path / "bundle", to="coreai", dtype="float32", prompt_lengths=[LENGTH]
-    )
-    executed, model = Executed(path), decoded(folder, config)
+    config = model.args
     cache, states = model.make_cache("float"), make_states(config, np.float32, columns=30)
     tokens = rng.integers(0, config.vocab_size, (1, 25)).astype(np.int32)
     for first, after in ((0, 9), (9, 24), (24, 25)):
@@ -125,14 +127,14 @@ def test_the_function_of_the_zoo(rng, write_model, tmp_path, packing):
         wanted = model(mx.array(tokens[:, first:after]), cache)
         assert error(logits, wanted) < 1e-2  # a code may move, see `assert_equal`
         assert np.median(np.abs(logits - np.array(wanted))) < 1e-4 * np.abs(logits).max()
-    executed.close()
 
 
 def test_float16(rng, write_model, tmp_path):
-    config = packable(rng, context_length=50)
+    config = packable(rng, context_length=50, num_layers=2, num_kv_reuse_layers=1)
     folder = write_model(config, rules_of("2 bits"))
     path = convert(folder, tmp_path / "bundle", to="coreai", prompt_lengths=[LENGTH])
-    found = run_both(rng, path, decoded(folder, config), folder)
+    with Executed(path) as executed:
+        found = run_both(rng, executed, decoded(folder, config), folder, steps=4)
     assert error(found.logits, found.wanted) < 3e-2
 
 
@@ -147,7 +149,8 @@ def test_afm_nano_with_fifty_steps(rng, tmp_path, adapter):
         bundle = CoreAIBundle.read(path)
         write_adapter_file(folder / "adapters" / adapter, bundle, path / "adapter.safetensors")
     model = decoded(folder, load_model(folder).args)
-    found = run_both(rng, path, model, folder, adapter=adapter, steps=50)
+    with Executed(path) as executed:
+        found = run_both(rng, executed, model, folder, adapter=adapter, steps=50)
     moved = next(filter(None, found.moved), 0)
     # 30,000 codes of a block: of one in some thousand, the sum is at the boundary of two codes.
     assert moved <= 20

@@ -12,6 +12,7 @@ from afm_mlx.converters.coreai.functions import FunctionBuilder
 from afm_mlx.coreai.bundle import CoreAIBundle
 from tests.converters.coreai.test_execution import LENGTH, run_both
 from tests.tools.compare import error
+from tests.tools.coreai import Executed
 from tests.tools.exports import decoded, packable, rules_of
 
 
@@ -165,7 +166,10 @@ def test_execution_finds_each_fault(rng, write_model, tmp_path, monkeypatch):
             adapter_file.write_adapter_file(
                 folder / "adapters" / "a", CoreAIBundle.read(path), path / "adapter.safetensors"
             )
-        found = run_both(np.random.default_rng(1), path, model, folder, adapter="a", steps=3)
+        with Executed(path) as executed:
+            found = run_both(
+                np.random.default_rng(1), executed, model, folder, adapter="a", steps=3
+            )
         errors[name] = error(found.logits, found.wanted)
     right = errors.pop(None)
     missed = {name: bad for name, bad in errors.items() if not bad > 20 * max(right, 1e-3)}

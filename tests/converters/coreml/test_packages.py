@@ -1,6 +1,7 @@
 """The files of packages, read by coremltools; what is refused; and what an interrupt leaves."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -14,7 +15,6 @@ import pytest
 from coremltools.converters.mil.frontend.milproto.load import load as load_program
 from coremltools.proto import FeatureTypes_pb2
 
-from afm_mlx.checkpoint import weights as weights_module
 from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.cli import main
 from afm_mlx.config import blocks
@@ -25,7 +25,7 @@ from afm_mlx.converters.coreml.compression import Constants
 from afm_mlx.converters.graph_source import half_split_rows
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
-from tests.converters.conftest import edit_config, listing
+from tests.converters.conftest import assert_failures_leave_nothing, edit_config, listing
 from tests.tools.adapters import write_folder
 from tests.tools.cases import each
 from tests.tools.compare import assert_within
@@ -192,27 +192,12 @@ def test_everybody_whom_the_umask_allows_may_read_a_package(rng, write_model, tm
 def test_what_fails_leaves_nothing_and_a_target_stays(rng, write_model, tmp_path, monkeypatch):
     folder, path = write_model(packable(rng), rules_of("2 bits")), tmp_path / "m.mlpackage"
     before = listing(tmp_path)
-
-    def interrupt(done, total):
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert_to(path, folder, progress=interrupt)
-    assert listing(tmp_path) == before
     # What the library has no way to say: the end of the file was lost when it was closed.
     with monkeypatch.context() as patch, pytest.raises(AFMError, match="it is cut off"):
         patch.setattr(package_module, "_RECORD_BYTES", 1 << 20)
         convert_to(path, folder)
-    usage = weights_module.shutil.disk_usage(tmp_path)._replace(free=10_000)
-    with monkeypatch.context() as patch, pytest.raises(AFMError, match="has no room"):
-        patch.setattr(weights_module.shutil, "disk_usage", lambda path: usage)
-        convert_to(path, folder)
     assert listing(tmp_path) == before
-    path.mkdir()
-    with pytest.raises(AFMError, match="exists already"):
-        convert_to(path, folder)
-    assert [*path.iterdir()] == []
+    assert_failures_leave_nothing(functools.partial(convert_to, folder=folder), path, monkeypatch)
 
 
 @each(

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from afm_mlx.kernels import HeadOptions, KeyValues
+from afm_mlx.kernels import HeadOptions, KeyValues, NewToken
 from afm_mlx.kernels.selftest.specs import DTYPES
 from tests.tools.cases import all_pairs, draw
 from tests.tools.compare import assert_same
@@ -147,9 +147,9 @@ def test_norm_rope_attend(ops, rng, isas):
         for shape, dtype, norm, capacity in all_pairs(SHAPES, DTYPES, (False, True), (1, 700)):
             options = {"stored": dtype, "norm": norm, "capacity": capacity, "tail": 64}
             problem = draw_heads(rng, "norm_rope_attend", dtype, 3, 1, shape, **options)
-            before = problem.args[4].tail[...]
+            before = problem.args[1].tail[...]
             assert_solved(problem, ops.norm_rope_attend)
-            assert_same(problem.args[4].tail, before)
+            assert_same(problem.args[1].tail, before)
 
 
 def test_norm_rope_attend_equals_its_parts(ops, rng, isas):
@@ -159,11 +159,11 @@ def test_norm_rope_attend_equals_its_parts(ops, rng, isas):
             options = {"stored": dtype, "norm": norm, "capacity": 90, "tail": 64}
             shape = (6, 2, 80)
             args = draw_heads(rng, "norm_rope_attend", dtype, 3, 1, shape, **options).args
-            *qkv, periods, kv, lengths, norms, eps = args
-            q, k, v = (x.reshape(3, -1, 1, 80) for x in qkv)
+            token, kv, lengths = args
+            q, k, v = token.heads(80)
             q, k = (
-                ops.norm_rope(x, periods, lengths - 1, of, eps)
-                for x, of in zip((q, k), norms or (None, None), strict=True)
+                ops.norm_rope(x, token.periods, lengths - 1, of, token.eps)
+                for x, of in zip((q, k), token.norms or (None, None), strict=True)
             )
             tail = ops.write_tokens(kv.tail, mx.concatenate([k, v], axis=1), lengths - kv.starts)
             y = ops.decode_attention(q, kv._replace(tail=tail), lengths)
@@ -175,7 +175,7 @@ def test_norm_rope_attend_equals_its_parts(ops, rng, isas):
 
 def test_rows_that_end_earlier_have_numbers_where_others_have_tokens(ops, rng):
     """Columns in new memory that are copied together: none is what the memory held before."""
-    *qkv, periods, kv, _, _, _ = draw_heads(
+    token, kv, _ = draw_heads(
         rng,
         "norm_rope_attend",
         mx.float32,
@@ -186,11 +186,11 @@ def test_rows_that_end_earlier_have_numbers_where_others_have_tokens(ops, rng):
         tail=64,
         stored=mx.float32,
     ).args
-    starts = mx.array([5, 5])
+    token, starts = token._replace(norms=None), mx.array([5, 5])
     for ends in ([9, 20], [7, 21], [8, 22]):
         mx.eval(mx.full((2, 4, 64, 64), mx.nan))  # memory that the next array may get
         lengths = starts + mx.array(ends)
-        y, tail = ops.norm_rope_attend(*qkv, periods, kv._replace(starts=starts), lengths)
+        y, tail = ops.norm_rope_attend(token, kv._replace(starts=starts), lengths)
         assert mx.isfinite(y).all()
         assert mx.isfinite(tail[:, :, : max(ends)]).all()
         kv = kv._replace(tail=tail)
@@ -198,30 +198,31 @@ def test_rows_that_end_earlier_have_numbers_where_others_have_tokens(ops, rng):
 
 def test_norm_rope_attend_writes_nothing_outside_the_tail(ops):
     """Nor does it look there, whatever lengths it is given."""
-    qkv = [mx.ones((3, 1, 8))] * 3
+    token = NewToken(*[mx.ones((3, 1, 8))] * 3, mx.ones(4))
     zeros = mx.zeros((3, 2, 4, 8))
     kv = KeyValues(zeros, tail=zeros, starts=mx.array([0, 4, 4]))
-    y, tail = ops.norm_rope_attend(*qkv, mx.ones(4), kv, mx.array([5, 9, 4]))
+    y, tail = ops.norm_rope_attend(token, kv, mx.array([5, 9, 4]))
     assert not tail.any()
     assert not y.any()
 
 
 def test_norm_rope_attend_refuses(ops):
     x, cache, starts = mx.zeros((2, 1, 8)), mx.zeros((2, 4, 5, 4)), mx.zeros(2, mx.int32)
-    kv, periods = KeyValues(cache, tail=cache, starts=starts), mx.ones(2)
-    for arguments, message in (
-        ((x, x, x[..., :4], periods, kv, starts), "keys and values must be"),
-        ((x[..., :4], x, x, periods, kv, starts), "queries must be"),
-        ((x, x, x, mx.ones(3), kv, starts), "periods must be"),
-        ((x, x, x, periods, kv._replace(buffer=cache[:, :3]), starts), "buffer and tail"),
-        ((x, x, x, periods, kv._replace(tail=cache[:1]), starts), "buffer and tail"),
-        ((x, x, x, periods, kv._replace(tail=cache.astype(mx.float16)), starts), "one dtype"),
-        ((x, x, x, periods, kv, starts[:1]), "lengths and starts"),
-        ((x, x, x, periods, kv, starts, (mx.ones(4),)), "norm of queries"),
-        ((x, x, x, periods, kv, starts, (mx.ones(4), mx.ones(3))), "norms must be"),
+    kv, ones = KeyValues(cache, tail=cache, starts=starts), mx.ones(4)
+    token, half = NewToken(x, x, x, mx.ones(2)), x[..., :4]
+    for changed, columns, lengths, message in (
+        ({"values": half}, kv, starts, "keys and values must be"),
+        ({"queries": half}, kv, starts, "queries must be"),
+        ({"periods": mx.ones(3)}, kv, starts, "periods must be"),
+        ({}, kv._replace(buffer=cache[:, :3]), starts, "buffer and tail"),
+        ({}, kv._replace(tail=cache[:1]), starts, "buffer and tail"),
+        ({}, kv._replace(tail=cache.astype(mx.float16)), starts, "one dtype"),
+        ({}, kv, starts[:1], "lengths and starts"),
+        ({"norms": (ones,)}, kv, starts, "norm of queries"),
+        ({"norms": (ones, mx.ones(3))}, kv, starts, "norms must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            ops.norm_rope_attend(*arguments)
+            ops.norm_rope_attend(token._replace(**changed), columns, lengths)
 
 
 def test_norm_rope_refuses(ops):

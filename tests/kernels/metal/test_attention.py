@@ -171,6 +171,23 @@ def assert_weights(got, products, code, head_dim, roundings):
     assert_within(got.reshape(shape), np.broadcast_to(wanted[:, None], shape), allowed[:, None])
 
 
+@each("capacity", [40, LONG])
+def test_both_sums_of_a_softmax_get_the_same_weights(metal, rng, capacity):
+    """Columns with one value everywhere have it as attention's result, however inexact the exponentials are.
+
+    Both sums are rounded alike, as the value is a power of 2; the last division may be off by 3 ulps. Of the
+    first lane's dimensions only: it has the sum of the weights, and the emulator draws each lane's errors.
+    """
+    heads, head_dim, code = 4, 64, 64
+    queries = mx.array(rng.standard_normal((1, heads, 1, head_dim)), mx.float32)
+    keys = rng.integers(-128, 128, (1, 1, capacity, head_dim))
+    one, values = mx.array(1.0), np.full(keys.shape, code)
+    buffer = mx.array(np.concatenate([keys, values], axis=1), mx.int8)
+    columns = KeyValues(buffer, mx.array(0.02), one)
+    got = kernels.decode_attention(queries, columns, mx.array([capacity]))
+    assert_close(got[..., :4] / code, np.ones((1, heads, 1, 4)), 3 * 2.0**-23)
+
+
 # A threadgroup has registers for 2 tokens in 2 heads, or 4 in one; 8 tokens are written by one dispatch.
 @pytest.mark.parametrize(
     ("dtype", "tokens", "batch", "shape", "capacity"),

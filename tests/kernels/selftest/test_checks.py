@@ -156,12 +156,14 @@ FAULTS = {
         )
     ),
     "norm_rope_attend one position on": (
-        lambda *args: reference.norm_rope_attend(
-            *args[:4], args[4]._replace(starts=args[4].starts + 1), args[5] + 1, *args[6:]
+        lambda token, kv, lengths: reference.norm_rope_attend(
+            token, kv._replace(starts=kv.starts + 1), lengths + 1
         )
     ),
     "norm_rope_attend with the norms exchanged": (
-        lambda *args: reference.norm_rope_attend(*args[:6], args[6][::-1], args[7])
+        lambda token, kv, lengths: reference.norm_rope_attend(
+            token._replace(norms=token.norms[::-1]), kv, lengths
+        )
     ),
     "decode_attention past the end": lambda q, kv, lengths, rope: attend(q, kv, lengths + 1, rope),
     "decode_attention of raw queries": lambda q, kv, lengths, rope: attend(q, kv, lengths),

@@ -79,6 +79,10 @@ def test_prompts_are_texts_or_messages(trained, tmp_path):
     assert first.text == second.text == "say one"
     assert second.sample == {"messages": chat, "extra": 3}
     assert second.where.endswith("a.jsonl:2")
+    chat_to_train_on = {"messages": [*chat, {"role": "assistant", "content": "one"}]}
+    (third,) = load_prompts(lines(file, chat_to_train_on), "train", tokenizer, 64)
+    assert third.tokens == wanted
+    assert third.sample == {"messages": chat, "answer": "one"}
 
 
 @pytest.mark.parametrize(

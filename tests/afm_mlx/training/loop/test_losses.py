@@ -100,7 +100,7 @@ class Head(nn.Module):
         self.model.output_norm = nn.RMSNorm(dims)
         self.args = SimpleNamespace(vocab_size=vocabulary)
 
-    def hidden_at(self, inputs, positions, segments):
+    def hidden_at(self, inputs, positions, segments, shared=None):
         h = self.model.embedding(inputs)
         return h.reshape(-1, h.shape[-1])[positions]
 

@@ -1,6 +1,6 @@
 """Events in wordings that the embedded model has never seen, as a seeded generator; and a reward for answers.
 
-    python events.py 3    # print prompts of each way to write, a line of JSON each
+    python event_task.py 3    # print prompts of each way to write, a line of JSON each
 
 The model is asked for five fields of an event as JSON. The reward needs no right answer: it looks whether the
 values occur in the sentence and have the form of their fields. It can't tell two names apart that stand in
