@@ -46,7 +46,12 @@ def test_the_distribution_is_mlx_lms(rng, monkeypatch, vocab_size):
         arguments = draw_arguments(child, vocab_size)
         found = probabilities(make_sampler(**arguments), logprobs)
         wanted = np.array(theirs.make_sampler(**arguments)(logprobs))
-        np.testing.assert_allclose(found, wanted, atol=2e-5, err_msg=str(arguments))
+        # Of tokens that are equally likely, either may be the last of the k.
+        np.testing.assert_allclose(
+            np.sort(found), np.sort(wanted), atol=2e-5, err_msg=str(arguments)
+        )
+        both = (found > 0) & (wanted > 0)
+        np.testing.assert_allclose(found[both], wanted[both], atol=2e-5, err_msg=str(arguments))
 
 
 def test_draws_are_mlx_lms_where_no_token_is_left_out_of_the_draw(rng):

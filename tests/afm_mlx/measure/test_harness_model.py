@@ -316,6 +316,11 @@ def test_an_interrupted_run_continues(folder, tmp_path, monkeypatch):
             model.generate_until(asked),
         ]
 
+    def assert_whole(found):  # rounded by what a batch holds
+        for scores, others in zip(found[:2], whole[:2], strict=True):
+            np.testing.assert_allclose(scores, others, rtol=1e-5)
+        assert found[2] == whole[2]
+
     whole = run(HarnessModel(str(folder)))
     monkeypatch.setattr(harness_model, "score_continuations", counted)
     first = HarnessModel(str(folder))
@@ -327,12 +332,12 @@ def test_an_interrupted_run_continues(folder, tmp_path, monkeypatch):
     second = HarnessModel(str(folder))
     assert second.keep_answers(tmp_path / "out") == file
     assert second.answer_count == 5
-    assert run(second) == whole
+    assert_whole(run(second))
     assert counts == [8, 3, 3]
     third = HarnessModel(str(folder))
     third.keep_answers(tmp_path / "out")
     assert third.answer_count == 15
-    assert run(third) == whole
+    assert_whole(run(third))
     assert counts == [8, 3, 3]
     # Other options have other answers.
     for options in ({"max_tokens": 3}, {"seed": 1}, {"force_adapter": True}):

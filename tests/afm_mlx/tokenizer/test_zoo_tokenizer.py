@@ -208,11 +208,13 @@ def test_templates_that_fail_or_refuse_are_one_error(tmp_path):
         (
             [user, user],
             None,
-            "can't write this chat: TemplateError: Conversation roles must alternate",
+            "failed: .*Conversation roles must alternate",
         ),
-        ([user], "{{ messages[3].content.x }}", "can't write this chat: UndefinedError"),
-        ([user], "{% if %}", "can't write this chat: TemplateSyntaxError"),
-        ([user], "{{ 1 / 0 }}", "can't write this chat: ZeroDivisionError"),
+        ([user], "{{ messages[3].content.x }}", "failed: .*has no element 3"),
+        ([user], "{% if %}", "is not valid Jinja: "),
+        ([user], "{{ 1 / 0 }}", "failed: .*division by zero"),
+        # transformers would compute the power when it compiles the template.
+        ([user], "{{ messages.split() }}{{ 10 ** 999999999 }}", "failed: "),
         ([], None, "empty conversation"),
         ([{"role": "user", "content": "a \ud800"}], None, "half of a surrogate pair"),
         ([{"role": "assistant", "tool_calls": 5}], None, "has 5 as 'tool_calls'"),
