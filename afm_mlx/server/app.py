@@ -129,11 +129,12 @@ def make_app(
 
 async def _refused(request: Request, error: Exception) -> Response:
     """Return the response for a request that raised `error`; Starlette raises unexpected ones again, to log."""
+    models: ModelRegistry = request.app.state.models
+    response = error_response(models.failed(request, error), request.url.path)
     if not isinstance(error, ApiError | AFMError):
         _LOG.error("The request %s has failed.", REQUEST_ID.get())
-    models: ModelRegistry = request.app.state.models
-    reported = models.failed(request, error)
-    return error_response(reported, request.url.path)
+        response.headers["Connection"] = "close"  # as uvicorn does after an error raised again
+    return response
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:

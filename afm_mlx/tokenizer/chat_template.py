@@ -139,6 +139,8 @@ class ChatTemplate:
             raise TokenizerError(f"{self._name} is not valid Jinja: {reason_of(error)}") from error
         try:
             return render({**variables, "messages": messages})
+        except _Refusal as refusal:
+            raise TokenizerError(f"{self._name} refuses these messages: {refusal}") from None
         except Exception as error:  # a template may fail in any way that Python can
             raise TokenizerError(f"{self._name} failed: {reason_of(error)}") from error
 
@@ -307,8 +309,12 @@ def _to_json(
     return text
 
 
+class _Refusal(Exception):
+    """What a template says of messages that it refuses."""
+
+
 def _raise_exception(message: str) -> NoReturn:
-    raise TokenizerError(message)
+    raise _Refusal(message)
 
 
 def _strftime_now(pattern: str) -> str:

@@ -190,11 +190,12 @@ def test_a_model_without_a_chat_template(tmp_path, done, fails, say):
 def test_a_chat_template_that_fails_is_one_line(tmp_path, fails):
     folder = write_family_folder(tmp_path / "gemma", "gemma3")
     for template, says in {
-        "{{ raise_exception('No roles!') }}": "can't write this chat: TemplateError: No roles!",
-        "{{ messages[3].content.x }}": "can't write this chat: UndefinedError",
-        "{% if %}": "can't write this chat: TemplateSyntaxError",
+        "{{ raise_exception('No roles!') }}": "chat template in {} refuses these messages: No roles!",
+        "{{ messages[3].content.x }}": "chat template in {} failed: UndefinedError",
+        "{% if %}": "chat template in {} is not valid Jinja: TemplateSyntaxError",
     }.items():
         (folder / "chat_template.jinja").write_text(template)
+        says = says.format(folder)
         assert says in fails("generate", "--model", folder, "-p", "x")
         chats = lines(tmp_path / "chats.jsonl", example("a", "w2", "w3"))
         assert says in fails("evaluate", "--model", folder, "--data", chats)

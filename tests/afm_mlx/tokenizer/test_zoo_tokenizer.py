@@ -208,7 +208,7 @@ def test_templates_that_fail_or_refuse_are_one_error(tmp_path):
         (
             [user, user],
             None,
-            "failed: .*Conversation roles must alternate",
+            "refuses these messages: Conversation roles must alternate",
         ),
         ([user], "{{ messages[3].content.x }}", "failed: .*has no element 3"),
         ([user], "{% if %}", "is not valid Jinja: "),

@@ -481,7 +481,7 @@ def test_templates_that_hide_turns_are_named(zoo_tokenizer, tmp_path):
     for template, record, message in [
         (MOVING, CONVERSATION[1:], r"messages\[1\]: .*renders the messages before it differently"),
         (ENDLESS, CONVERSATION, r"messages\[2\]: .*ends it with no stop token"),
-        ("{{ raise_exception('no roles') }}", [USER, ANSWER], "can't write this chat: .*no roles"),
+        ("{{ raise_exception('no roles') }}", [USER, ANSWER], "refuses these messages: no roles"),
         ("x", [USER, ANSWER], "renders nothing for this turn"),
         ("{{ messages }}", {"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which"),
         ("x", [{**USER, "response_format": SCHEMA}, ANSWER], "has response_format, which the model's"),
