@@ -25,7 +25,7 @@ WORKFLOWS = {
     for file in (ROOT / ".github" / "workflows").glob("*.yml")
 }
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)) | {".venv/.test"}
-OF_RUNNERS = {"python", "python3", "sudo", "apt-get", "uv", "gh", "ls"}
+OF_RUNNERS = {"python", "python3", "sudo", "apt-get", "uv", "gh", "ls", "swift"}
 """Programs that a step may start, and that are not ours; `make` and files are looked up."""
 MODULES = {"build", "cibuildwheel", "pip", "pytest"}
 """Of `python -m`; ours are looked up."""
@@ -66,7 +66,7 @@ def check(words):
 
 
 def test_every_command_of_a_workflow_exists():
-    assert set(WORKFLOWS) == {"linux", "macos", "wheels"}
+    assert set(WORKFLOWS) == {"linux", "macos", "swift", "wheels"}
     found = [words for workflow in WORKFLOWS.values() for words in commands(workflow)]
     for words in [*found, shlex.split(PROJECT["tool"]["cibuildwheel"]["test-command"])]:
         check([word.replace("{project}/", "") for word in words])
@@ -76,14 +76,16 @@ def test_every_command_of_a_workflow_exists():
         ".ci/linux_wheel wheelhouse 3.11",
         ".venv/bin/python -m tests.metal.texts build/metal --compile",
         ".venv/bin/afm-mlx doctor --report doctor.json",
+        "swift test --package-path examples/swift",
     ):
         assert shlex.split(wanted) in found, wanted
     for broken in ("make wheels", ".ci/nothing", "python -m tests.nothing", "afm-mlx nothing"):
         with pytest.raises((AssertionError, FileNotFoundError, afm_mlx.errors.AFMError)):
             check(shlex.split(broken))
     # YAML reads the key `on` as true.
-    for path in WORKFLOWS["wheels"][True]["pull_request"]["paths"]:
-        assert list(ROOT.glob(path)), path
+    for name in ("swift", "wheels"):
+        for path in WORKFLOWS[name][True]["pull_request"]["paths"]:
+            assert list(ROOT.glob(path)), path
 
 
 def test_actions_are_pinned_to_commits():
