@@ -27,6 +27,8 @@ def read_adapter_arrays(file: str | Path, bundle: CoreAIBundle) -> dict[str, np.
     bundle.function_names(adapter=True)
     assert bundle.adapter_rank is not None
     remedy = "Write it again with afm-mlx adapter convert --to coreai."
+    if not Path(file).is_file():  # a pipe has no end
+        raise AFMError(f"{file} can't be read as an adapter: it is missing, or no file. {remedy}")
     try:
         with safe_open(str(file), framework="np") as stored:
             metadata = stored.metadata() or {}

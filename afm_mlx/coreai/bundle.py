@@ -16,10 +16,14 @@ from afm_mlx.files import read_file
 SUFFIX = ".aimodel"
 FACTS = "afm_mlx"
 """Key of our own facts, JSON as text, in the metadata of a bundle and of its asset."""
+PROGRAM = "afm_mlx_program"
+"""Key of the program's size and checksum, JSON as text, in the metadata of a bundle."""
 METADATA_VERSION = "0.2"
 
 _METADATA_BYTES = 1 << 20
+_HASH_BYTES = 1 << 10
 _CHUNK = 16 << 20
+_PROGRAM = "main.mlirb"
 _DTYPES = ("float16", "float32")
 _KEYS = {"afm_config", "base_model_fingerprint", "dtype", "prompt_lengths", "adapter_rank"}
 
@@ -70,8 +74,8 @@ class CoreAIBundle:
         if not isinstance(name, str) or "/" in name or Path(name).suffix != SUFFIX:
             _fail(path, f"its metadata.json names the asset {shown(name)}")
         asset = path / name
-        _check_program(path, asset)
         facts = _facts(path, metadata.get("user_data"))
+        _check_program(path, asset, metadata["user_data"].get(PROGRAM))
         described = _read_json(path, asset / "metadata.json").get("creatorDefinedMetadata")
         if facts != _facts(path, described):
             _fail(path, f"its metadata.json and {name} are of different models")
@@ -179,15 +183,33 @@ def _facts(path: Path, holder: Any) -> dict[str, Any]:
     return facts
 
 
-def _check_program(path: Path, asset: Path) -> None:
-    """Raise `CheckpointError` unless the asset's program has the checksum that was written with it."""
-    program, digest = asset / "main.mlirb", hashlib.sha256()
+def program_facts(asset: Path) -> str:
+    """Return what a bundle's metadata say about the program of an asset: its size, and Apple's SHA-256 of it."""
+    digest = read_file(asset / "main.hash", _HASH_BYTES)
+    return json.dumps({"bytes": (asset / _PROGRAM).stat().st_size, "sha256": digest.hex()})
+
+
+def _check_program(path: Path, asset: Path, stated: Any) -> None:
+    """Raise `CheckpointError` unless the asset's program is the one that the bundle was made with.
+
+    Apple's runtime can end the process on a program that was changed.
+    """
+    program, digest = asset / _PROGRAM, hashlib.sha256()
     try:
-        wanted = read_file(asset / "main.hash", 1 << 10)
-        with program.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+        # The size first: a pipe never ends, and a file with holes can have any size.
+        found = program_facts(asset) if program.is_file() else None
+        if found is not None and found == stated:
+            with program.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
     except OSError as error:
         _fail(path, f"{asset.name} can't be read: {reason_of(error)}")
-    if digest.digest() != wanted:
+    if found is None:
+        _fail(path, f"{asset.name} can't be read: {_PROGRAM} is missing, or is no file")
+    if found != stated:
+        _fail(
+            path,
+            f"{asset.name} is damaged, or of another bundle: metadata.json has another checksum",
+        )
+    if digest.hexdigest() != json.loads(found)["sha256"]:
         _fail(path, f"{asset.name} is damaged: its program has another checksum than its main.hash")

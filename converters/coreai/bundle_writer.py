@@ -25,7 +25,7 @@ from afm_mlx.checkpoint.weights import check_space
 from afm_mlx.converters.coreai.constants import Constants
 from afm_mlx.converters.coreai.functions import FunctionBuilder
 from afm_mlx.converters.coreai.plan import BundlePlan
-from afm_mlx.coreai.bundle import FACTS, METADATA_VERSION, SUFFIX
+from afm_mlx.coreai.bundle import FACTS, METADATA_VERSION, PROGRAM, SUFFIX, program_facts
 from afm_mlx.errors import AFMError, reason_of, shown
 from afm_mlx.progress import Progress
 
@@ -66,7 +66,7 @@ def write_bundle(plan: BundlePlan, folder: Path, progress: Progress | None = Non
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
     copy_tokenizer_files(plan.folder, tokenizer)
-    text = json.dumps(_bundle_metadata(plan, folder.name, facts), indent=2)
+    text = json.dumps(_bundle_metadata(plan, asset, facts), indent=2)
     (folder / "metadata.json").write_text(text, encoding="utf-8")
 
 
@@ -110,12 +110,13 @@ def _asset_metadata(facts: dict[str, Any]) -> AIModelAssetMetadata:
     return metadata
 
 
-def _bundle_metadata(plan: BundlePlan, name: str, facts: dict[str, Any]) -> dict[str, Any]:
+def _bundle_metadata(plan: BundlePlan, asset: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    name = asset.stem
     return {
         "metadata_version": METADATA_VERSION,
         "kind": "llm",
         "name": name,
-        "assets": {"main": f"{name}{SUFFIX}"},
+        "assets": {"main": asset.name},
         "language": {
             "tokenizer": name,
             "vocab_size": plan.config.vocab_size,
@@ -127,5 +128,5 @@ def _bundle_metadata(plan: BundlePlan, name: str, facts: dict[str, Any]) -> dict
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "targets": [],
         },
-        "user_data": {FACTS: json.dumps(facts)},
+        "user_data": {FACTS: json.dumps(facts), PROGRAM: program_facts(asset)},
     }

@@ -1,5 +1,6 @@
 """Bundles and adapter files that were cut, edited, or made for another model: each is one clear error."""
 
+import hashlib
 import json
 import shutil
 
@@ -40,6 +41,12 @@ def flip(bundle):
     program.write_bytes(content)
 
 
+def rehash(bundle):
+    flip(bundle)
+    program = bundle / "tiny.aimodel" / "main.mlirb"
+    program.with_name("main.hash").write_bytes(hashlib.sha256(program.read_bytes()).digest())
+
+
 def both(bundle, facts):
     for file in (bundle / "metadata.json", bundle / "tiny.aimodel" / "metadata.json"):
         edited(file, facts=facts)
@@ -48,8 +55,10 @@ def both(bundle, facts):
 @each(
     ("damage", "words"),
     [
-        (cut, "another checksum"),
-        (flip, "another checksum"),
+        (cut, "of another bundle: metadata.json has another checksum"),
+        (flip, "another checksum than its main.hash"),
+        (rehash, "of another bundle: metadata.json has another checksum"),
+        (lambda b: (b / "tiny.aimodel" / "main.mlirb").unlink(), "main.mlirb is missing"),
         (lambda b: (b / "metadata.json").unlink(), "is no bundle: metadata.json is missing"),
         (lambda b: (b / "metadata.json").write_text("{"), "is no JSON"),
         (lambda b: (b / "metadata.json").write_text("[" * 9999), "is no JSON"),
