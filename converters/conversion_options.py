@@ -26,6 +26,7 @@ _OF_EXPORTS = {
     "prompt_lengths": {"coreml": "Core ML packages", "coreai": "Core AI bundles"},
     "context": {"coreai": "Core AI bundles"},
     "adapter_rank": {"coreai": "Core AI bundles"},
+    "adapter_functions": {"coreai": "Core AI bundles"},
     "minimum_os": {"coreai": "Core AI bundles"},
 }
 """Options that some targets alone have, and what these targets make."""
@@ -64,7 +65,10 @@ class ConversionOptions:
         prompt_lengths: numbers of tokens that the prompts of a Core ML package or a Core AI bundle have; by
             default 64 and 512, with `ane` 32.
         context: number of tokens that the states of a Core AI bundle hold; the model's context by default.
-        adapter_rank: largest rank of the adapters that a Core AI bundle takes; pass None for no adapters.
+        adapter_rank: largest rank of the adapters that functions of a Core AI bundle take as inputs; pass None
+            for no such functions.
+        adapter_functions: adapters, by path or by name in the model's folder, that get functions in a Core AI
+            bundle.
         minimum_os: the oldest macOS and iOS of a Core AI bundle; 27 by default.
     """
 
@@ -86,6 +90,7 @@ class ConversionOptions:
     prompt_lengths: Sequence[int] | None = None
     context: int | None = None
     adapter_rank: int | None = None
+    adapter_functions: Sequence[str | Path] | None = None
     minimum_os: str | None = None
 
     def check(self) -> None:

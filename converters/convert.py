@@ -151,6 +151,7 @@ def _convert_to_core_ai(
         context=options.context,
         lengths=options.prompt_lengths,
         adapter_rank=options.adapter_rank,
+        adapters=options.adapter_functions or (),
         minimum_os=options.minimum_os or "27",
     )
     import_coreai("coreai.authoring")

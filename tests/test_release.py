@@ -24,7 +24,10 @@ WORKFLOWS = {
     file.stem: yaml.safe_load(file.read_text())
     for file in (ROOT / ".github" / "workflows").glob("*.yml")
 }
-TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)) | {".venv/.test"}
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)) | {
+    ".venv/.demo",
+    ".venv/.test",
+}
 OF_RUNNERS = {"python", "python3", "sudo", "apt-get", "uv", "gh", "ls", "swift"}
 """Programs that a step may start, and that are not ours; `make` and files are looked up."""
 MODULES = {"build", "cibuildwheel", "pip", "pytest"}

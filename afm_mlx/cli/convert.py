@@ -71,6 +71,10 @@ ARGUMENTS = {
         Argument("--adapter-rank", integer(1),
                  "also make functions that take an adapter of up to this rank as inputs",
                  metavar="RANK"),
+        Argument("--adapter-functions", None,
+                 "also make functions of adapters, which share the base's weights: names of adapters in the "
+                 "model's folder, or their paths",
+                 nargs="+", metavar="ADAPTER"),
         Argument("--minimum-os", None, "the oldest macOS and iOS; 27 by default", metavar="VERSION"),
     ],
 }

@@ -24,8 +24,7 @@ def read_adapter_arrays(file: str | Path, bundle: CoreAIBundle) -> dict[str, np.
         AFMError: if the file can't be read, is damaged, or was made for another model or another rank; or if
             the bundle takes no adapters.
     """
-    bundle.function_names(adapter=True)
-    assert bundle.adapter_rank is not None
+    rank = bundle.check_takes_adapters()
     remedy = "Write it again with afm-mlx adapter convert --to coreai."
     if not Path(file).is_file():  # a pipe has no end
         raise AFMError(f"{file} can't be read as an adapter: it is missing, or no file. {remedy}")
@@ -37,12 +36,12 @@ def read_adapter_arrays(file: str | Path, bundle: CoreAIBundle) -> dict[str, np.
                     f"{file} was made for a model with the fingerprint {shown(metadata.get(FINGERPRINT))}, and "
                     f"{bundle.path} has {bundle.fingerprint}. {remedy}"
                 )
-            if metadata.get(RANK) != str(bundle.adapter_rank):
+            if metadata.get(RANK) != str(rank):
                 raise CheckpointError(
                     f"{file} has the rank {shown(metadata.get(RANK))}, and {bundle.path} takes "
-                    f"{bundle.adapter_rank}. {remedy}"
+                    f"{rank}. {remedy}"
                 )
-            shapes = dict(adapter_inputs(bundle.config, bundle.adapter_rank))
+            shapes = dict(adapter_inputs(bundle.config, rank))
             if set(stored.keys()) != set(shapes):
                 wrong = min(set(stored.keys()) ^ set(shapes))
                 raise CheckpointError(

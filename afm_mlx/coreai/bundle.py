@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ FACTS = "afm_mlx"
 """Key of our own facts, JSON as text, in the metadata of a bundle and of its asset."""
 PROGRAM = "afm_mlx_program"
 """Key of the program's size and checksum, JSON as text, in the metadata of a bundle."""
+INPUTS = "adapter"
+"""Stands for an adapter's name in the names of functions that take one as inputs."""
 METADATA_VERSION = "0.2"
 
 _METADATA_BYTES = 1 << 20
@@ -25,7 +28,15 @@ _HASH_BYTES = 1 << 10
 _CHUNK = 16 << 20
 _PROGRAM = "main.mlirb"
 _DTYPES = ("float16", "float32")
-_KEYS = {"afm_config", "base_model_fingerprint", "dtype", "prompt_lengths", "adapter_rank"}
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}"
+_KEYS = {
+    "afm_config",
+    "base_model_fingerprint",
+    "dtype",
+    "prompt_lengths",
+    "adapter_rank",
+    "adapters",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,8 @@ class CoreAIBundle:
         fingerprint: the fingerprint of the model that the bundle was made of.
         dtype: "float16" or "float32", the type of logits and adapters.
         prompt_lengths: numbers of tokens that prompts have, ascending.
-        adapter_rank: rank of the adapters that functions take; None if they take none.
+        adapter_rank: rank of the adapters that functions take as inputs; None if they take none.
+        adapters: names of the adapters that have functions of their own.
     """
 
     path: Path
@@ -49,6 +61,7 @@ class CoreAIBundle:
     dtype: str
     prompt_lengths: tuple[int, ...]
     adapter_rank: int | None
+    adapters: tuple[str, ...]
 
     @classmethod
     def read(cls, path: str | Path) -> CoreAIBundle:
@@ -92,23 +105,30 @@ class CoreAIBundle:
             _fail(path, f"its prompt lengths are {shown(lengths)}")
         if rank is not None and not _is_size(rank, 1 << 16):
             _fail(path, f"its adapter rank is {shown(rank)}")
+        adapters = facts["adapters"]
+        if not isinstance(adapters, list) or not all(map(is_function_suffix, adapters)):
+            _fail(path, f"its adapters are {shown(adapters)}")
         if dtype not in _DTYPES or not isinstance(facts["base_model_fingerprint"], str):
             _fail(path, f"its type is {shown(dtype)}; {_DTYPES} are known")
         fingerprint = facts["base_model_fingerprint"]
-        return cls(path, asset, config, fingerprint, dtype, tuple(lengths), rank)
+        return cls(path, asset, config, fingerprint, dtype, tuple(lengths), rank, tuple(adapters))
 
-    def function_names(self, adapter: bool) -> dict[int, str]:
-        """Return the names of functions by the number of tokens of a prompt, and of the step by 0.
-
-        Raises:
-            AFMError: if functions with an adapter are wanted, and there are none.
-        """
-        if adapter and self.adapter_rank is None:
+    def check_takes_adapters(self) -> int:
+        """Return the rank of adapters as inputs; raise `AFMError` if no function takes any."""
+        if self.adapter_rank is None:
+            own = f", and has functions of {', '.join(self.adapters)}" if self.adapters else ""
             raise AFMError(
-                f"{self.path} takes no adapters. Make it again with afm-mlx convert --to coreai "
+                f"{self.path} takes no adapters as inputs{own}. Make it again with afm-mlx convert --to coreai "
                 "--adapter-rank, the largest rank of the adapters."
             )
-        suffix = "_adapter" if adapter else ""
+        return self.adapter_rank
+
+    def function_names(self, adapter: str | None = None) -> dict[int, str]:
+        """Return the names of functions by the number of tokens of a prompt, and of the step by 0.
+
+        `adapter` is one of `adapters`, or `INPUTS` for functions that take an adapter as inputs.
+        """
+        suffix = "" if adapter is None else f"_{adapter}"
         names = {length: f"prompt_{length}{suffix}" for length in self.prompt_lengths}
         return {0: f"step{suffix}", **names}
 
@@ -141,6 +161,11 @@ def adapter_inputs(config: ModelConfig, rank: int) -> Iterator[tuple[str, tuple[
                 yield f"{path}.lora_a", (matrix.inputs, len(matrix.projections) * rank)
                 for i, projection in enumerate(matrix.projections):
                     yield f"{path}.lora_b.{i}", (rank, projection.outputs)
+
+
+def is_function_suffix(name: Any) -> bool:
+    """True if an adapter's functions can have this name at their end."""
+    return isinstance(name, str) and name != INPUTS and re.fullmatch(_NAME, name) is not None
 
 
 def _fail(path: Path, what: str) -> NoReturn:
@@ -184,7 +209,7 @@ def _facts(path: Path, holder: Any) -> dict[str, Any]:
 
 
 def program_facts(asset: Path) -> str:
-    """Return what a bundle's metadata say about the program of an asset: its size, and Apple's SHA-256 of it."""
+    """Return what a bundle's metadata say about an asset's program: its size, and Apple's SHA-256 of it."""
     digest = read_file(asset / "main.hash", _HASH_BYTES)
     return json.dumps({"bytes": (asset / _PROGRAM).stat().st_size, "sha256": digest.hex()})
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from afm_mlx.coreai.adapter_file import read_adapter_arrays
 from afm_mlx.coreai.availability import import_coreai
-from afm_mlx.coreai.bundle import CoreAIBundle, adapter_inputs
+from afm_mlx.coreai.bundle import INPUTS, CoreAIBundle, adapter_inputs
 from afm_mlx.errors import AFMError, reason_of
 from afm_mlx.model.exported_model import ExportedModel
 
@@ -33,7 +33,8 @@ class CoreAIModel(ExportedModel):
 
     Args:
         bundle: the bundle's folder.
-        adapter: a file of `afm-mlx adapter convert --to coreai`, or None for none.
+        adapter: a file of `afm-mlx adapter convert --to coreai`; the name of an adapter that has functions in
+            the bundle; or None for none.
 
     Attributes:
         bundle: the bundle's description.
@@ -48,14 +49,14 @@ class CoreAIModel(ExportedModel):
     def __init__(self, bundle: str | Path, adapter: str | Path | None = None) -> None:
         self.bundle = CoreAIBundle.read(bundle)
         super().__init__(self.bundle.config, self.bundle.prompt_lengths)
-        arrays = self._adapter_arrays(adapter)  # compiling takes longer than to refuse one
+        found = self._adapter_of(adapter)  # compiling takes longer than to refuse one
         self._runtime = _Runtime(self.bundle)
         kind = np.int8 if self.config.kv_bits is not None else np.dtype(self.bundle.dtype)
         shape = self.bundle.state_shape()
         self._states = {
             name: self._runtime.array(np.zeros(shape, kind)) for name in ("keys", "values")
         }
-        self._use(arrays)
+        self._use(*found)
 
     def set_adapter(self, adapter: str | Path | None) -> None:
         """Use another adapter from the next token on, or None for none. No function is compiled again.
@@ -63,17 +64,20 @@ class CoreAIModel(ExportedModel):
         Keys and values of earlier tokens stay; call `rewind` for answers of the new adapter alone.
 
         Raises:
-            AFMError: if the adapter is damaged or was made for another model, or the bundle takes none.
+            AFMError: if the adapter is damaged or was made for another model, or the bundle takes no inputs of
+                adapters.
         """
-        self._use(self._adapter_arrays(adapter))
+        self._use(*self._adapter_of(adapter))
 
-    def _adapter_arrays(self, adapter: str | Path | None) -> dict[str, np.ndarray]:
-        return {} if adapter is None else read_adapter_arrays(adapter, self.bundle)
+    def _adapter_of(self, adapter: str | Path | None) -> tuple[str | None, dict[str, np.ndarray]]:
+        """Return the name in functions' names, and the arrays that the functions take."""
+        if adapter is None or adapter in self.bundle.adapters:
+            return (None if adapter is None else str(adapter)), {}
+        return INPUTS, read_adapter_arrays(adapter, self.bundle)
 
-    def _use(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Pass these arrays of an adapter to functions; none for no adapter."""
-        self._adapter = {name: self._runtime.array(array) for name, array in arrays.items()}
-        self._names = self.bundle.function_names(adapter=bool(arrays))
+    def _use(self, name: str | None, arrays: Mapping[str, np.ndarray]) -> None:
+        self._adapter = {each: self._runtime.array(array) for each, array in arrays.items()}
+        self._names = self.bundle.function_names(name)
 
     def read_prompt(self, tokens: np.ndarray, count: int) -> np.ndarray:
         return self._call(len(tokens), tokens, count=np.array([count], _INT32))
@@ -83,9 +87,10 @@ class CoreAIModel(ExportedModel):
 
     def _call(self, length: int, tokens: np.ndarray, **more: np.ndarray) -> np.ndarray:
         """Call the function for prompts of `length` tokens, or for a step if it is 0."""
-        inputs = {"tokens": tokens[None], "position": np.array([self.position], _INT32), **more}
-        arrays = {name: self._runtime.array(each) for name, each in inputs.items()}
-        logits = self._runtime.call(self._names[length], {**arrays, **self._adapter}, self._states)
+        own = {"tokens": tokens[None], "position": np.array([self.position], _INT32), **more}
+        arrays = {name: self._runtime.array(each) for name, each in own.items()}
+        name, inputs = self._names[length], {**arrays, **self._adapter}
+        logits = self._runtime.call(name, length, inputs, self._states)
         return np.array(logits, np.float32).reshape(-1)
 
 
@@ -107,31 +112,31 @@ class _Runtime:
     def array(self, array: np.ndarray) -> Any:
         return self._library.NDArray(np.ascontiguousarray(array))
 
-    def call(self, name: str, inputs: Mapping[str, Any], states: Mapping[str, Any]) -> np.ndarray:
-        """Call a function, which writes into the states; return its logits."""
+    def call(
+        self, name: str, length: int, inputs: Mapping[str, Any], states: Mapping[str, Any]
+    ) -> np.ndarray:
+        """Call a function for `length` tokens (0: a step), which writes into the states; return its logits."""
         if name not in self._functions:
-            self._functions[name] = self._function(name)
+            self._functions[name] = self._function(name, length)
         outputs = self._await(self._functions[name](dict(inputs), state=dict(states)))
         return outputs["logits"].numpy()
 
-    def _function(self, name: str) -> Any:
+    def _function(self, name: str, length: int) -> Any:
         try:
             function = self._model.load_function(name)
         except (KeyError, RuntimeError) as error:
             raise self._failed(error) from None
-        self._check(name, function.desc)
+        self._check(name, length, function.desc)
         return function
 
-    def _check(self, name: str, described: Any) -> None:
+    def _check(self, name: str, length: int, described: Any) -> None:
         """Raise unless a function has the inputs and states that the bundle's description means."""
-        config, bundle = self._bundle.config, self._bundle
-        length = 1 if name.startswith("step") else int(name.split("_")[1])
-        wanted: dict[str, tuple[int, ...]] = {"tokens": (1, length), "position": (1,)}
-        if not name.startswith("step"):
+        bundle = self._bundle
+        wanted: dict[str, tuple[int, ...]] = {"tokens": (1, length or 1), "position": (1,)}
+        if length:
             wanted["count"] = (1,)
-        if name.endswith("_adapter"):
-            assert bundle.adapter_rank is not None
-            wanted |= dict(adapter_inputs(config, bundle.adapter_rank))
+        if name == bundle.function_names(INPUTS)[length]:
+            wanted |= dict(adapter_inputs(bundle.config, bundle.check_takes_adapters()))
         found = {
             each: tuple(described.input_descriptor(each).shape) for each in described.input_names
         }

@@ -42,7 +42,8 @@ def examine_coreai(
     Args:
         path: the bundle; None where Core AI can't run.
         folder: the model folder.
-        adapter: an adapter's path, or its name in the model folder; the bundle has a file for it.
+        adapter: an adapter's path, or its name in the model folder; the bundle has functions
+            or a file for it.
         quick: True to compare only, and time nothing.
         seed: seed of the random tokens; a fresh one by default.
         progress: called with (runs done, runs in all).
@@ -68,6 +69,7 @@ def examine_coreai(
             "context_length": bundle.config.context_length,
             "prompt_lengths": list(bundle.prompt_lengths),
             "adapter_rank": bundle.adapter_rank,
+            "adapters": list(bundle.adapters),
             "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
         }
     if path is not None and reason is None:
@@ -77,7 +79,9 @@ def examine_coreai(
         runs.append(mlx_run(model, quick))
         if progress is not None:
             progress(1, 2)
-        file = None if adapter is None else bundle.adapter_file(adapter)
+        name = None if adapter is None else Path(adapter).stem
+        own = name in bundle.adapters
+        file = name if own or adapter is None else bundle.adapter_file(adapter)
         facts: Facts = {"runs_with": "Core AI", "package": path.name}
         try:
             facts |= in_own_process(run_bundle, path, file, references, quick)
@@ -99,7 +103,7 @@ def examine_coreai(
 
 
 def run_bundle(
-    path: Path, adapter: Path | None, references: Sequence[Reference], quick: bool
+    path: Path, adapter: str | Path | None, references: Sequence[Reference], quick: bool
 ) -> Facts:
     """Compare a bundle with MLX, see `compared`."""
     return compared(lambda: CoreAIModel(path, adapter), references, quick)

@@ -30,12 +30,10 @@ def write_adapter_file(
     Raises:
         AFMError: if the adapter can't be read, was made for another model, or has a greater rank.
     """
-    bundle.function_names(adapter=True)
-    assert bundle.adapter_rank is not None
+    rank = bundle.check_takes_adapters()
     refuse_existing(output)
     base = BaseFolder(bundle.config, bundle.fingerprint)
     tensors, config = read_for(adapter, base, **options)
-    rank = bundle.adapter_rank
     if config.rank > rank:
         raise AFMError(
             f"{adapter} has rank {config.rank}, and {bundle.path} takes up to {rank}. Make the bundle again "

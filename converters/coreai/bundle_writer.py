@@ -4,6 +4,7 @@
       metadata.json    what `CoreAILanguageModel(resourcesAt:)` and `afm_mlx.coreai` read
       NAME.aimodel/    the functions and their weights
       tokenizer/       tokenizer.json, tokenizer_config.json, chat_template.jinja
+      adapters/NAME/   the same bundle for Apple's Swift code, with the functions of an adapter
 
 Source: apple/coreai-models, `python/src/coreai_models/export/bundle.py` (schema 0.2).
 """
@@ -25,7 +26,15 @@ from afm_mlx.checkpoint.weights import check_space
 from afm_mlx.converters.coreai.constants import Constants
 from afm_mlx.converters.coreai.functions import FunctionBuilder
 from afm_mlx.converters.coreai.plan import BundlePlan
-from afm_mlx.coreai.bundle import FACTS, METADATA_VERSION, PROGRAM, SUFFIX, program_facts
+from afm_mlx.converters.graph_source import AdapterSource
+from afm_mlx.coreai.bundle import (
+    FACTS,
+    INPUTS,
+    METADATA_VERSION,
+    PROGRAM,
+    SUFFIX,
+    program_facts,
+)
 from afm_mlx.errors import AFMError, reason_of, shown
 from afm_mlx.progress import Progress
 
@@ -66,8 +75,24 @@ def write_bundle(plan: BundlePlan, folder: Path, progress: Progress | None = Non
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
     copy_tokenizer_files(plan.folder, tokenizer)
-    text = json.dumps(_bundle_metadata(plan, asset, facts), indent=2)
-    (folder / "metadata.json").write_text(text, encoding="utf-8")
+    _write_metadata(folder, _bundle_metadata(plan, asset, facts))
+    for adapter in plan.adapters:
+        _write_view(folder, adapter.name, _bundle_metadata(plan, asset, facts))
+
+
+def _write_view(folder: Path, adapter: str, metadata: dict[str, Any]) -> None:
+    """Write `adapters/NAME`: for Apple's Swift code the same bundle, whose `main` has the adapter."""
+    view = folder / "adapters" / adapter
+    view.mkdir(parents=True)
+    (view / "tokenizer").symlink_to(Path("../../tokenizer"))
+    metadata["name"] += f"-{adapter}"
+    metadata["assets"]["main"] = f"../../{metadata['assets']['main']}"
+    metadata["language"]["function_map"]["main"] = [f"main_{adapter}"]
+    _write_metadata(view, metadata)
+
+
+def _write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2), encoding="utf-8")
 
 
 def _reserve(folder: Path, nbytes: int) -> None:
@@ -81,16 +106,20 @@ def _reserve(folder: Path, nbytes: int) -> None:
 
 def _build(plan: BundlePlan, constants: Constants) -> None:
     """Build all functions in the module that is open."""
+    adapters: dict[str, int | AdapterSource | None] = {"": None}
+    if plan.adapter_rank:
+        adapters[f"_{INPUTS}"] = plan.adapter_rank
+    adapters |= {f"_{adapter.name}": adapter for adapter in plan.adapters}
+    for suffix, adapter in adapters.items():
 
-    def builder(rank: int | None = None) -> FunctionBuilder:
-        return FunctionBuilder(plan.source, plan.config, constants, plan.dtype, rank)
+        def builder(adapter: int | AdapterSource | None = adapter) -> FunctionBuilder:
+            return FunctionBuilder(plan.source, plan.config, constants, plan.dtype, adapter)
 
-    for rank in (None, plan.adapter_rank) if plan.adapter_rank else (None,):
-        suffix = "_adapter" if rank else ""
         for length in plan.lengths:
-            builder(rank).prompt(f"prompt_{length}{suffix}", length)
-        builder(rank).step(f"step{suffix}")
-    builder().main("main")
+            builder().prompt(f"prompt_{length}{suffix}", length)
+        builder().step(f"step{suffix}")
+        if not isinstance(adapter, int):
+            builder().main(f"main{suffix}")
 
 
 def _facts(plan: BundlePlan) -> dict[str, Any]:
@@ -100,6 +129,7 @@ def _facts(plan: BundlePlan) -> dict[str, Any]:
         "dtype": plan.dtype.name,
         "prompt_lengths": list(plan.lengths),
         "adapter_rank": plan.adapter_rank,
+        "adapters": [adapter.name for adapter in plan.adapters],
     }
 
 

@@ -6,6 +6,7 @@
 | `step` | `tokens` (1, 1), `position` (1,) | one token |
 | `prompt_N_adapter`, `step_adapter` | the same, and an A and a B for each matrix | the same with an adapter |
 | `main` | `input_ids` (1, L), `position_ids` (1, S) | all blocks for the last L of S tokens |
+| `prompt_N_NAME`, `step_NAME`, `main_NAME` | as without `_NAME` | the same with an adapter as constants |
 
 All write keys and values of their tokens, from column `position` on. The output is `logits` (1, vocab_size),
 and of `main` (1, L, vocab_size).
@@ -26,7 +27,7 @@ from coreai._compiler.ir import ArrayAttr, DictAttr, StringAttr, Value
 
 from afm_mlx.config import Matrix, ModelConfig
 from afm_mlx.converters.coreai.constants import Constants, tensor_type
-from afm_mlx.converters.graph_source import Float, Source, half_split
+from afm_mlx.converters.graph_source import AdapterSource, Float, Source, half_split
 from afm_mlx.coreai.bundle import adapter_inputs
 
 STATES = ("keys", "values")
@@ -62,7 +63,8 @@ class FunctionBuilder:
         config: the architecture, with the number of columns of the states as its context.
         constants: collects what the functions use.
         dtype: type of activations, logits, adapters, and states without int8 codes.
-        adapter_rank: rank of the adapter that is an input; pass None for no adapter.
+        adapter: the rank of an adapter that is an input, or an adapter whose matrices are constants; pass None
+            for no adapter.
     """
 
     def __init__(
@@ -71,13 +73,13 @@ class FunctionBuilder:
         config: ModelConfig,
         constants: Constants,
         dtype: Float,
-        adapter_rank: int | None = None,
+        adapter: int | AdapterSource | None = None,
     ) -> None:
         self._source, self._config, self._constants = source, config, constants
-        self._dtype, self._rank = dtype, adapter_rank
+        self._dtype, self._adapter = dtype, adapter
         self._matrices: dict[str, Matrix] = source.matrices
         self._states: dict[str, Value] = {}
-        self._adapter: dict[str, Value] = {}
+        self._arguments: dict[str, Value] = {}
 
     # -- functions
 
@@ -130,8 +132,10 @@ class FunctionBuilder:
             key: (size, np.int32) for key, size in inputs.items()
         }
         types |= dict.fromkeys(STATES, (shape, kind))
-        if self._rank is not None:
-            types |= {key: (size, self._dtype) for key, size in adapter_inputs(config, self._rank)}
+        if isinstance(self._adapter, int):
+            types |= {
+                key: (size, self._dtype) for key, size in adapter_inputs(config, self._adapter)
+            }
         graph = coreai.GraphOp(
             name=name,
             input_types=[tensor_type(*each) for each in types.values()],
@@ -140,7 +144,7 @@ class FunctionBuilder:
         )
         arguments = dict(zip(types, graph.arguments, strict=True))
         self._states = {state: arguments[state] for state in STATES}
-        self._adapter = {key: arguments[key] for key in types if ".lora_" in key}
+        self._arguments = arguments
         return graph
 
     def _close(self, graph: Any, logits: Value) -> None:
@@ -325,16 +329,31 @@ class FunctionBuilder:
     def _linear(self, x: Value, path: str) -> Value:
         """Return x times the matrix at a path, plus the adapter's product."""
         y = coreai.broadcasting_batch_matmul(x, self._constants.transposed(path))
-        if self._rank is None:
+        if (pair := self._lora(path)) is None:
             return y
-        count = len(self._matrices[path].projections)
-        inner = coreai.broadcasting_batch_matmul(x, self._adapter[f"{path}.lora_a"])
-        inners = [inner] if count == 1 else self._split(inner, [self._rank] * count)
+        a, b = pair
+        count = len(b)
+        inner = coreai.broadcasting_batch_matmul(x, a)
+        inners = [inner] if count == 1 else self._split(inner, [a.type.shape[1] // count] * count)
         parts = [
-            coreai.broadcasting_batch_matmul(part, self._adapter[f"{path}.lora_b.{i}"])
-            for i, part in enumerate(inners)
+            coreai.broadcasting_batch_matmul(part, each)
+            for part, each in zip(inners, b, strict=True)
         ]
         return coreai.broadcasting_add(y, parts[0] if count == 1 else coreai.concat(1, parts))
+
+    def _lora(self, path: str) -> tuple[Value, list[Value]] | None:
+        """Return the adapter's A (K, projections * rank) and each projection's B (rank, N); None without."""
+        if isinstance(self._adapter, int):
+            count = len(self._matrices[path].projections)
+            names = [f"{path}.lora_b.{i}" for i in range(count)]
+            return self._arguments[f"{path}.lora_a"], [self._arguments[name] for name in names]
+        found = None if self._adapter is None else self._adapter.matrices(path)
+        if found is None:
+            return None
+        array, key = self._constants.array, found.key
+        return array(f"{key}.a", found.a.T), [
+            array(f"{key}.b.{i}", b.T) for i, b in enumerate(found.b)
+        ]
 
     def _normed(self, x: Value, name: str) -> Value:
         weight = self._constants.array(name, self._source.vector(name))

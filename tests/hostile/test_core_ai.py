@@ -50,6 +50,7 @@ def check_described(path):
     assert all(0 < n <= bundle.config.context_length for n in bundle.prompt_lengths)
     assert min(bundle.state_shape()) > 0
     assert bundle.adapter_rank is None or bundle.adapter_rank > 0
+    assert all(name.isascii() and name.isprintable() for name in bundle.adapters)
     assert bundle.dtype in ("float16", "float32")
 
 

@@ -14,7 +14,9 @@ from afm_mlx.loading.load import load_model
 from tests.tools import adapters
 from tests.tools.cli import CONFIG, write_folder
 
-CONTEXT, LENGTHS, ADAPTER = 40, (4, 12), "tone"
+CONTEXT, LENGTHS = 40, (4, 12)
+ADAPTER, OWN = "tone", "formal"
+"""An adapter that is an input, and one that has functions."""
 
 
 class Made(NamedTuple):
@@ -24,15 +26,17 @@ class Made(NamedTuple):
 
 
 def make_bundle(place, spm, rng):
-    """A model with an adapter, its bundle, which computes in float32, and the adapter's file for it."""
+    """A model with adapters, its bundle, which computes in float32, and the file of `ADAPTER` for it."""
     from afm_mlx.converters.coreai.adapter_file import write_adapter_file
 
     config = ModelConfig.from_dict(CONFIG.to_dict() | {"context_length": 64, "vocab_size": 300})
     folder = write_folder(place / "model", spm, rng, config)
-    tensors = adapters.draw_tensors(load_model(folder), rng, 4, strength=4)
-    adapters.write_folder(folder / "adapters" / ADAPTER, tensors)
+    for name in (ADAPTER, OWN):
+        tensors = adapters.draw_tensors(load_model(folder), rng, 4, strength=4)
+        adapters.write_folder(folder / "adapters" / name, tensors)
     options = {"dtype": "float32", "prompt_lengths": LENGTHS, "context": CONTEXT}
-    bundle = convert(folder, place / "tiny", to="coreai", adapter_rank=4, **options)
+    options |= {"adapter_rank": 4, "adapter_functions": [OWN]}
+    bundle = convert(folder, place / "tiny", to="coreai", **options)
     file = bundle / "adapters" / f"{ADAPTER}.safetensors"
     write_adapter_file(folder / "adapters" / ADAPTER, CoreAIBundle.read(bundle), file)
     return Made(folder, bundle, file)

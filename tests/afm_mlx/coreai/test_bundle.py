@@ -76,6 +76,8 @@ def both(bundle, facts):
         (lambda b: both(b, {"prompt_lengths": [4, 41]}), "its prompt lengths are"),
         (lambda b: both(b, {"prompt_lengths": 4}), "its prompt lengths are 4"),
         (lambda b: both(b, {"adapter_rank": True}), "its adapter rank is True"),
+        (lambda b: both(b, {"adapters": ["../x"]}), "its adapters are"),
+        (lambda b: both(b, {"adapters": {"a": 1}}), "its adapters are"),
         (lambda b: both(b, {"dtype": "int8"}), "its type is 'int8'"),
         (lambda b: both(b, {"afm_config": {"hidden_dim": 8}}), "missing keys"),
     ],

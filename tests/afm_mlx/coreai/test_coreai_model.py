@@ -11,7 +11,7 @@ from afm_mlx.coreai import CoreAIModel
 from afm_mlx.coreai.availability import import_coreai, obstacle
 from afm_mlx.loading.load import load_model
 from tests.tools.compare import assert_close
-from tests.tools.coreai import ADAPTER, LENGTHS
+from tests.tools.coreai import ADAPTER, LENGTHS, OWN
 from tests.tools.exports import (
     assert_a_prompt_in_parts_and_steps,
     assert_prompts_of_all_lengths,
@@ -60,6 +60,18 @@ def test_adapters_are_swapped_without_compiling(rng, runner, core_ai, model, mon
         runner.set_adapter(file)
         assert_close(runner.logits(tokens), expected, BOUND)
     assert not compiled
+
+
+def test_an_adapter_with_functions_of_its_own(rng, runner, core_ai, model):
+    tokens = tokens_of(rng, runner, 9)
+    adapted = attach_adapter(load_model(core_ai.folder), core_ai.folder / "adapters" / OWN)
+    other, base = logits_of(adapted, tokens), logits_of(model, tokens)
+    assert np.abs(base[-1] - other[-1]).max() > 0.1
+    for name, expected in ((OWN, other), (None, base), (OWN, other)):
+        runner.rewind()
+        runner.set_adapter(name)
+        assert_close(runner.logits(tokens[:8]), expected[7], BOUND)
+        assert_close(runner.decode(tokens[8]), expected[8], BOUND)
 
 
 def test_greedy_answers(rng, runner, model):

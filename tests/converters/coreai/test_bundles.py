@@ -1,8 +1,10 @@
 """The files of bundles; what is refused; and what an interrupt or a full disk leaves."""
 
 import functools
+import itertools
 import json
 import resource
+import shutil
 import sys
 
 import mlx.core as mx
@@ -125,6 +127,10 @@ def test_a_full_disk(tmp_path):
         ({"dtype": "bfloat16"}, "float16 and float32 are allowed"),
         ({"quantize": True}, "as the folder has them"),
         ({"ane": True}, "--ane is for Core ML packages"),
+        (
+            {"to": "coreml", "adapter_functions": ["a"]},
+            "--adapter-functions is for Core AI bundles",
+        ),
         ({"to": "coreml", "context": 5}, "--context is for Core AI bundles"),
         ({"to": "afm-mlx"}, "--prompt-lengths is for Core ML packages and Core AI bundles"),
     ],
@@ -177,6 +183,43 @@ def test_an_adapter_file(rng, write_model, tmp_path, capsys):
         other = convert_to(tmp_path / f"other{rank}", folder, adapter_rank=rank)
         with pytest.raises(AFMError, match=words):
             write_for(adapter, other, tmp_path / "a.safetensors")
+
+
+def test_adapters_with_functions_share_the_base_s_weights(rng, write_model, tmp_path):
+    """An adapter adds its own arrays and the text of its functions."""
+    config = packable(rng, vocab_size=4096, hidden_dim=256, num_layers=2, num_kv_reuse_layers=1)
+    folder = write_model(config, rules_of("2 bits"), adapters=["a", "b"])
+    sizes = []
+    for adapters in ([], ["a"], ["a", "b"]):
+        path = convert_to(
+            tmp_path / f"tiny{len(adapters)}", folder, adapter_functions=adapters or None
+        )
+        assert CoreAIBundle.read(path).adapters == tuple(adapters)
+        sizes.append((next(path.glob("*.aimodel")) / "main.mlirb").stat().st_size)
+    tensors, _ = load_adapter(folder / "adapters" / "a")
+    own = sum(2 * tensor.size for tensor in tensors.values())
+    for one, other in itertools.pairwise(sizes):
+        assert own < other - one < own + 100_000 < sizes[0]
+
+
+def test_refused_adapters_for_functions(rng, write_model, tmp_path):
+    folder = write_model(packable(rng), adapters=["a", "adapter", "a b"])
+    copy = shutil.copytree(folder / "adapters" / "a", tmp_path / "a")
+    config = copy / "adapter_config.json"
+    for adapters, words in (
+        (["nowhere"], "There is no adapter 'nowhere'"),
+        (["a", copy], "two adapters of the same name"),
+        (["adapter"], r"adapter can't be the name of functions: .* 'adapter' is taken"),
+        (["a b"], "a b can't be the name of functions"),
+    ):
+        with pytest.raises(AFMError, match=words):
+            convert_to(tmp_path / "tiny", folder, adapter_functions=adapters)
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"base_model_fingerprint": "0" * 16})
+    )
+    with pytest.raises(AFMError, match="0000000000000000"):
+        convert_to(tmp_path / "tiny", folder, adapter_functions=[copy])
+    assert not (tmp_path / "tiny").exists()
 
 
 def write_for(adapter, bundle, output):

@@ -1,18 +1,22 @@
 """What bundles compute when Apple's runtime executes them, on Linux too, against the model."""
 
+import itertools
+import json
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.adapters.active import attach_adapter
+from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.converters.convert import convert
 from afm_mlx.converters.coreai.adapter_file import write_adapter_file
 from afm_mlx.coreai.adapter_file import read_adapter_arrays
 from afm_mlx.coreai.bundle import CoreAIBundle
 from afm_mlx.loading.load import load_model
 from afm_mlx.loading.resolve import resolve_model
+from tests.conftest import SEED
+from tests.tools.adapters import draw_tensors, write_folder
 from tests.tools.compare import error
 from tests.tools.coreai import Executed, ints, make_states
 from tests.tools.exports import assert_same_answers, decoded, held, packable, rules_of
@@ -21,8 +25,10 @@ from tests.tools.models import random_config
 LENGTH = 12
 
 
-def run_both(rng, executed, model, folder, *, adapter=None, steps=12):
+def run_both(rng, executed, model, folder, *, adapter=None, own=False, steps=12):
     """A prompt of two calls, the second with padding, then steps; the model is fed the same.
+
+    The adapter is an input, or with `own` it has functions.
 
     Returns:
         `logits` and `wanted` (1 + steps, vocab_size), and how many int8 codes differ, by writing block.
@@ -30,11 +36,12 @@ def run_both(rng, executed, model, folder, *, adapter=None, steps=12):
     bundle = CoreAIBundle.read(executed.path)
     config, states = model.args, make_states(bundle.config, bundle.dtype)
     suffix, arrays = "", {}
+    if own:
+        suffix = f"_{adapter}"
+    elif adapter is not None:
+        suffix = "_adapter"
+        arrays = read_adapter_arrays(executed.path / "adapter.safetensors", bundle)
     if adapter is not None:
-        suffix, arrays = (
-            "_adapter",
-            read_adapter_arrays(executed.path / "adapter.safetensors", bundle),
-        )
         attach_adapter(model, folder / "adapters" / adapter, force=True)
     tokens = rng.integers(0, config.vocab_size, 2 * LENGTH - 3 + steps).astype(np.int32)
     cache, logits, wanted = model.make_cache("float"), [], []
@@ -113,7 +120,36 @@ def test_a_prompt_in_two_calls_and_steps(
     assert_equal(found, kv_bits)
 
 
-def check_main(rng, executed, model):
+def test_adapters_with_functions_of_their_own(rng, write_model, tmp_path):
+    """Several in an asset, one for some of the matrices: equal to the model's, and `main` too.
+
+    For Apple's Swift code a folder for each is the same bundle with another `main`.
+    """
+    config = packable(rng, context_length=50, kv_bits=None, num_layers=2, num_kv_reuse_layers=1)
+    folder = write_model(config, rules_of("2 bits"), adapters=["a"])
+    some = draw_tensors(load_model(folder), rng, 3, keys="mlp")
+    write_folder(folder / "adapters" / "b", some)
+    options = {"dtype": "float32", "prompt_lengths": [LENGTH], "adapter_functions": ["a", "b"]}
+    path = convert(folder, tmp_path / "bundle", to="coreai", **options)
+    model, answers = decoded(folder, config), []
+    with Executed(path) as executed:
+        for adapter in ("b", None, "a"):
+            child = np.random.default_rng(SEED)
+            found = run_both(child, executed, model, folder, adapter=adapter, own=bool(adapter))
+            assert_equal(found, None)
+            answers.append(found.wanted)
+            view = path / "adapters" / adapter if adapter else path
+            metadata = json.loads((view / "metadata.json").read_text())
+            (main,) = metadata["language"]["function_map"]["main"]
+            assert (view / metadata["assets"]["main"]).samefile(path / "bundle.aimodel")
+            assert (view / "tokenizer").is_dir()
+            check_main(rng, executed, model, main)
+            detach_adapter(model)
+    for one, other in itertools.combinations(answers, 2):
+        assert error(one, other) > 1e-2
+
+
+def check_main(rng, executed, model, name="main"):
     """`main` with sizes that are known only when it runs: parts of a prompt, and states of other lengths."""
     config = model.args
     cache, states = model.make_cache("float"), make_states(config, np.float32, columns=30)
@@ -123,7 +159,7 @@ def check_main(rng, executed, model):
             "input_ids": tokens[:, first:after],
             "position_ids": np.arange(after, dtype=np.int32)[None],
         }
-        logits = executed.call("main", inputs, states)
+        logits = executed.call(name, inputs, states)
         wanted = model(mx.array(tokens[:, first:after]), cache)
         assert error(logits, wanted) < 1e-2  # a code may move, see `assert_equal`
         assert np.median(np.abs(logits - np.array(wanted))) < 1e-4 * np.abs(logits).max()

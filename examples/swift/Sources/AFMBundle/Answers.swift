@@ -10,7 +10,8 @@ public struct Event {
     public let day: String
 }
 
-/// Answers of a bundle by the FoundationModels framework, which runs its function `main`, without an adapter.
+/// Answers of a bundle by the FoundationModels framework, which runs its function `main`, without an adapter; or
+/// of the folder `adapters/NAME` in a bundle, for an adapter that has functions.
 public struct Answers {
     private let model: CoreAILanguageModel
 

@@ -2,7 +2,7 @@ import AFMBundle
 import Foundation
 import Testing
 
-/// `BUNDLE` is a bundle's folder with `adapters/triage.safetensors`. In it, `answer.txt` is MLX's answer to `PROMPT`,
+/// `BUNDLE` is a bundle's folder with the adapter `triage`, as a file and as functions. In it, `answer.txt` is MLX's answer to `PROMPT`,
 /// and `triage.txt` the adapter's answer to `MESSAGE`, as `afm-mlx generate` writes them: see the workflow Swift.
 private let settings = ProcessInfo.processInfo.environment
 private let bundle = settings["BUNDLE"].map { URL(filePath: $0, directoryHint: .isDirectory) }
@@ -32,6 +32,12 @@ struct BundleTests {
             let answer = try await answers.answer(message, adapter: adapter)
             #expect(try (trimmed(answer) == expected("triage.txt")) == same)
         }
+    }
+
+    @Test func answersWithAnAdapterSFunctions() async throws {
+        var answer = ""
+        try await Answers(bundle: bundle.appending(path: "adapters/triage")).stream(message) { answer += $0 }
+        #expect(try trimmed(answer) == expected("triage.txt"))
     }
 
     @Test func answersWithAType() async throws {
