@@ -20,6 +20,7 @@ from afm_mlx.checkpoint.toolkit_checkpoint import check_archive, is_toolkit_conf
 from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.coreai.plan import plan_bundle
+from afm_mlx.converters.coreai.zoo_source import plan_zoo_bundle
 from afm_mlx.converters.coreml.plan import plan_package
 from afm_mlx.converters.mixed_bits import Mix, calibration_file, check_mlx_format, mix_of_folder
 from afm_mlx.converters.mlx_lm import write_mlx_lm
@@ -77,8 +78,10 @@ def convert(
     try:
         if chosen.is_export:
             _check_exported(source, kind, chosen)
-            export = _convert_to_core_ml if chosen.for_core_ml else _convert_to_core_ai
-            export(source, mlx_path, chosen, progress)
+            if chosen.for_core_ml:
+                _convert_to_core_ml(source, mlx_path, chosen, progress)
+            else:
+                _convert_to_core_ai(source, kind, mlx_path, chosen, progress)
         elif kind in ("toolkit", MODEL_TYPE):
             mix = None
             if chosen.target_bpw is not None:
@@ -101,7 +104,7 @@ def convert(
 
 
 def _check_exported(source: Path, kind: str, options: ConversionOptions) -> None:
-    if kind == MODEL_TYPE:
+    if kind == MODEL_TYPE or (options.for_core_ai and kind != "toolkit"):
         return
     what = "a toolkit checkpoint" if kind == "toolkit" else f"a model of type {shown(kind)}"
     made = "Core ML package" if options.for_core_ml else "Core AI bundle"
@@ -138,22 +141,29 @@ def _convert_to_core_ml(
 
 
 def _convert_to_core_ai(
-    source: Path, mlx_path: Path, options: ConversionOptions, progress: Progress | None
+    source: Path, kind: str, mlx_path: Path, options: ConversionOptions, progress: Progress | None
 ) -> None:
     if mlx_path.suffix == SUFFIX:
         raise AFMError(
             f"A Core AI bundle is a folder with an asset and a tokenizer, and {mlx_path} has the name of an "
             f"asset. Leave {SUFFIX} out (--mlx-path)."
         )
-    plan = plan_bundle(
-        source,
-        dtype=options.dtype or "float16",
-        context=options.context,
-        lengths=options.prompt_lengths,
-        adapter_rank=options.adapter_rank,
-        adapters=options.adapter_functions or (),
-        minimum_os=options.minimum_os or "27",
-    )
+    shared: dict[str, Any] = {
+        "dtype": options.dtype or "float16",
+        "context": options.context,
+        "lengths": options.prompt_lengths,
+        "minimum_os": options.minimum_os or "27",
+    }
+    if kind == MODEL_TYPE:
+        adapters = options.adapter_functions or ()
+        plan = plan_bundle(source, adapter_rank=options.adapter_rank, adapters=adapters, **shared)
+    elif options.adapter_rank or options.adapter_functions:
+        raise AFMError(
+            f"{source} is a model of type {shown(kind)}; bundles of mlx-lm's models have no functions with "
+            "adapters. Leave --adapter-rank and --adapter-functions out, and merge an adapter into the model."
+        )
+    else:
+        plan = plan_zoo_bundle(source, **shared)
     import_coreai("coreai.authoring")
     from afm_mlx.converters.coreai.bundle_writer import write_bundle
 

@@ -24,7 +24,7 @@ def read_adapter_arrays(file: str | Path, bundle: CoreAIBundle) -> dict[str, np.
         AFMError: if the file can't be read, is damaged, or was made for another model or another rank; or if
             the bundle takes no adapters.
     """
-    rank = bundle.check_takes_adapters()
+    config, rank = bundle.check_takes_adapters()
     remedy = "Write it again with afm-mlx adapter convert --to coreai."
     if not Path(file).is_file():  # a pipe has no end
         raise AFMError(f"{file} can't be read as an adapter: it is missing, or no file. {remedy}")
@@ -41,7 +41,7 @@ def read_adapter_arrays(file: str | Path, bundle: CoreAIBundle) -> dict[str, np.
                     f"{file} has the rank {shown(metadata.get(RANK))}, and {bundle.path} takes "
                     f"{rank}. {remedy}"
                 )
-            shapes = dict(adapter_inputs(bundle.config, rank))
+            shapes = dict(adapter_inputs(config, rank))
             if set(stored.keys()) != set(shapes):
                 wrong = min(set(stored.keys()) ^ set(shapes))
                 raise CheckpointError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from afm_mlx.config import ModelConfig, block_kinds
-from afm_mlx.errors import AFMError, CheckpointError, named, reason_of, shown
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, reason_of, shown
 from afm_mlx.files import read_file
 
 SUFFIX = ".aimodel"
@@ -19,6 +20,8 @@ FACTS = "afm_mlx"
 """Key of our own facts, JSON as text, in the metadata of a bundle and of its asset."""
 PROGRAM = "afm_mlx_program"
 """Key of the program's size and checksum, JSON as text, in the metadata of a bundle."""
+ZOO = "mlx-lm"
+"""Stands for a `model_type` in the facts of a bundle that was made of a model of mlx-lm."""
 INPUTS = "adapter"
 """Stands for an adapter's name in the names of functions that take one as inputs."""
 METADATA_VERSION = "0.2"
@@ -30,13 +33,59 @@ _PROGRAM = "main.mlirb"
 _DTYPES = ("float16", "float32")
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}"
 _KEYS = {
-    "afm_config",
+    "config",
     "base_model_fingerprint",
     "dtype",
     "prompt_lengths",
     "adapter_rank",
     "adapters",
 }
+
+
+@dataclass(frozen=True)
+class ZooConfig:
+    """Sizes of a model of mlx-lm's Llama or Qwen3; `context_length` is the number of columns of the states.
+
+    Raises:
+        ConfigError: if a size is no whole number above 0, or the heads can't share keys.
+    """
+
+    vocab_size: int
+    context_length: int
+    hidden_dim: int
+    num_kv_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+    num_kv_reuse_layers: ClassVar[int] = 0
+    kv_bits: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "rms_norm_eps" and not _is_size(value, 1 << 31):
+                raise ConfigError(
+                    f"config: {name} is {shown(value)}; a size of 1 or more is needed."
+                )
+        if not isinstance(self.rms_norm_eps, float) or not 0 < self.rms_norm_eps < 1:
+            raise ConfigError(
+                f"config: rms_norm_eps is {shown(self.rms_norm_eps)}; 0 to 1 is needed."
+            )
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ConfigError("config: heads can't share keys evenly, or have an odd width.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ZooConfig:
+        names = {field.name for field in dataclasses.fields(cls)} | {"model_type"}
+        if set(values) != names:
+            raise ConfigError(
+                f"config: the keys {', '.join(sorted(names))} are needed, and no others."
+            )
+        return cls(**{name: value for name, value in values.items() if name != "model_type"})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": ZOO, **dataclasses.asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -56,7 +105,7 @@ class CoreAIBundle:
 
     path: Path
     asset: Path
-    config: ModelConfig
+    config: ModelConfig | ZooConfig
     fingerprint: str
     dtype: str
     prompt_lengths: tuple[int, ...]
@@ -92,12 +141,12 @@ class CoreAIBundle:
         described = _read_json(path, asset / "metadata.json").get("creatorDefinedMetadata")
         if facts != _facts(path, described):
             _fail(path, f"its metadata.json and {name} are of different models")
-        config = ModelConfig.from_dict(facts["afm_config"], source=f"afm_config in {path}")
+        config = _config(path, facts["config"])
         language = metadata.get("language")
         sizes = [config.vocab_size, config.context_length]
         found = language if isinstance(language, dict) else {}
         if [found.get("vocab_size"), found.get("max_context_length")] != sizes:
-            _fail(path, "its metadata.json has other sizes than its afm_config")
+            _fail(path, "its metadata.json has other sizes than its config")
         lengths, rank, dtype = facts["prompt_lengths"], facts["adapter_rank"], facts["dtype"]
         if not isinstance(lengths, list) or not all(
             _is_size(length, config.context_length) for length in lengths
@@ -113,15 +162,20 @@ class CoreAIBundle:
         fingerprint = facts["base_model_fingerprint"]
         return cls(path, asset, config, fingerprint, dtype, tuple(lengths), rank, tuple(adapters))
 
-    def check_takes_adapters(self) -> int:
-        """Return the rank of adapters as inputs; raise `AFMError` if no function takes any."""
+    def check_takes_adapters(self) -> tuple[ModelConfig, int]:
+        """Return architecture and rank of adapters as inputs; raise `AFMError` if no function takes any."""
+        if isinstance(self.config, ZooConfig):
+            raise AFMError(
+                f"{self.path} takes no adapters: it was made of a model of mlx-lm. Merge the adapter into the "
+                "model before it is converted."
+            )
         if self.adapter_rank is None:
             own = f", and has functions of {', '.join(self.adapters)}" if self.adapters else ""
             raise AFMError(
                 f"{self.path} takes no adapters as inputs{own}. Make it again with afm-mlx convert --to coreai "
                 "--adapter-rank, the largest rank of the adapters."
             )
-        return self.adapter_rank
+        return self.config, self.adapter_rank
 
     def function_names(self, adapter: str | None = None) -> dict[int, str]:
         """Return the names of functions by the number of tokens of a prompt, and of the step by 0.
@@ -199,11 +253,7 @@ def _facts(path: Path, holder: Any) -> dict[str, Any]:
         facts = json.loads(holder[FACTS])
     except (ValueError, RecursionError, KeyError, TypeError):
         facts = None
-    if (
-        not isinstance(facts, dict)
-        or set(facts) != _KEYS
-        or not isinstance(facts["afm_config"], dict)
-    ):
+    if not isinstance(facts, dict) or set(facts) != _KEYS or not isinstance(facts["config"], dict):
         _fail(path, "its metadata don't say which model it was made of")
     return facts
 
@@ -212,6 +262,15 @@ def program_facts(asset: Path) -> str:
     """Return what a bundle's metadata say about an asset's program: its size, and Apple's SHA-256 of it."""
     digest = read_file(asset / "main.hash", _HASH_BYTES)
     return json.dumps({"bytes": (asset / _PROGRAM).stat().st_size, "sha256": digest.hex()})
+
+
+def _config(path: Path, values: Mapping[str, Any]) -> ModelConfig | ZooConfig:
+    if values.get("model_type") != ZOO:
+        return ModelConfig.from_dict(values, source=f"config in {path}")
+    try:
+        return ZooConfig.from_dict(values)
+    except ConfigError as error:
+        _fail(path, str(error).removesuffix("."))
 
 
 def _check_program(path: Path, asset: Path, stated: Any) -> None:

@@ -51,7 +51,7 @@ class CoreAIModel(ExportedModel):
         super().__init__(self.bundle.config, self.bundle.prompt_lengths)
         found = self._adapter_of(adapter)  # compiling takes longer than to refuse one
         self._runtime = _Runtime(self.bundle)
-        kind = np.int8 if self.config.kv_bits is not None else np.dtype(self.bundle.dtype)
+        kind = np.int8 if self.bundle.config.kv_bits is not None else np.dtype(self.bundle.dtype)
         shape = self.bundle.state_shape()
         self._states = {
             name: self._runtime.array(np.zeros(shape, kind)) for name in ("keys", "values")
@@ -136,7 +136,7 @@ class _Runtime:
         if length:
             wanted["count"] = (1,)
         if name == bundle.function_names(INPUTS)[length]:
-            wanted |= dict(adapter_inputs(bundle.config, bundle.check_takes_adapters()))
+            wanted |= dict(adapter_inputs(*bundle.check_takes_adapters()))
         found = {
             each: tuple(described.input_descriptor(each).shape) for each in described.input_names
         }
@@ -146,7 +146,7 @@ class _Runtime:
         shape = bundle.state_shape()
         if found != wanted or states != {"keys": shape, "values": shape}:
             raise AFMError(
-                f"{self._path}: {name} takes other arrays than its afm_config means. Make the bundle again "
+                f"{self._path}: {name} takes other arrays than its config means. Make the bundle again "
                 "with afm-mlx convert --to coreai."
             )
 

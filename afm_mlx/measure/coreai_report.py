@@ -9,7 +9,7 @@ import numpy as np
 
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.coreai.availability import obstacle
-from afm_mlx.coreai.bundle import CoreAIBundle
+from afm_mlx.coreai.bundle import CoreAIBundle, ZooConfig
 from afm_mlx.coreai.coreai_model import CoreAIModel
 from afm_mlx.errors import AFMError, CheckpointError
 from afm_mlx.loading.load import load
@@ -59,6 +59,11 @@ def examine_coreai(
     described, runs, reason = {}, [], obstacle()
     if path is not None:
         bundle = CoreAIBundle.read(path)
+        if isinstance(bundle.config, ZooConfig):
+            raise CheckpointError(
+                f"{path} was made of a model of mlx-lm, and {folder} is an AFM model's folder. Name a bundle "
+                "of that folder."
+            )
         check_same_model(path, bundle.config, config, folder, ignored=["context_length"])
         if bundle.fingerprint != folder_fingerprint(config, folder):
             raise CheckpointError(

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ContextLengthError, shown
 
 _PADDING = 0
+
+
+class ExportedSizes(Protocol):
+    """What running an exported model takes from its architecture."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
 
 
 class ExportedModel(ABC):
     """A loaded exported model, with the keys and values of one conversation.
 
     Args:
-        config: the architecture; its context is the number of tokens that the states hold.
+        config: the architecture's sizes; its context is the number of tokens that the states hold.
         prompt_lengths: numbers of tokens that `read_prompt` takes.
 
     Attributes:
         position: number of tokens that have keys and values.
     """
 
-    def __init__(self, config: ModelConfig, prompt_lengths: Sequence[int]) -> None:
+    def __init__(self, config: ExportedSizes, prompt_lengths: Sequence[int]) -> None:
         self.config, self.position = config, 0
         self._lengths = prompt_lengths
 

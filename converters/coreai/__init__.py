@@ -1,4 +1,4 @@
-"""AFM model folders as Core AI bundles, for macOS 27 and iOS 27.
+"""Model folders, of AFM and of mlx-lm's Llama and Qwen3, as Core AI bundles for macOS 27 and iOS 27.
 
     folder -> Source (`../graph_source.py`) -> Module (functions, constants) -> NAME.aimodel in a bundle
 
@@ -7,6 +7,7 @@
 | `plan.py` | what a bundle holds, and refusals that need no coreai-core |
 | `constants.py` | matrices as constants of a module; packed matrices stay packed |
 | `functions.py` | the functions of an asset, operation by operation |
+| `zoo_source.py`, `zoo_functions.py` | the same for mlx-lm's Llama and Qwen3 |
 | `bundle_writer.py` | a module into an asset, with tokenizer and metadata |
 | `adapter_file.py` | an adapter as arrays that the asset's functions take |
 
@@ -19,6 +20,6 @@ Notable choices:
   store a byte for each code, under a type of 2 or 4 bits, and such an asset ends the process that runs it.
 - A constant is stored once, however many functions use it.
 - Keys and values are two states: int8 codes if the model rounds them, else floats.
-- An adapter is an input of functions that are made for it, an A and a B for each matrix. Another adapter is
-  other arrays.
+- An adapter is an input of functions that are made for it, an A and a B for each matrix: another adapter is
+  other arrays. Or it is constants of functions that only it has.
 """

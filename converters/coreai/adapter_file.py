@@ -30,9 +30,9 @@ def write_adapter_file(
     Raises:
         AFMError: if the adapter can't be read, was made for another model, or has a greater rank.
     """
-    rank = bundle.check_takes_adapters()
+    architecture, rank = bundle.check_takes_adapters()
     refuse_existing(output)
-    base = BaseFolder(bundle.config, bundle.fingerprint)
+    base = BaseFolder(architecture, bundle.fingerprint)
     tensors, config = read_for(adapter, base, **options)
     if config.rank > rank:
         raise AFMError(
@@ -40,9 +40,9 @@ def write_adapter_file(
             f"with --adapter-rank {config.rank}."
         )
     name, dtype = Path(adapter).name, np.dtype(bundle.dtype)
-    source = AdapterSource(name, adapter, tensors, config, bundle.config, dtype)
-    arrays = {name: np.zeros(shape, dtype) for name, shape in adapter_inputs(bundle.config, rank)}
-    for path in matrices_of(bundle.config):
+    source = AdapterSource(name, adapter, tensors, config, architecture, dtype)
+    arrays = {name: np.zeros(shape, dtype) for name, shape in adapter_inputs(architecture, rank)}
+    for path in matrices_of(architecture):
         if (found := source.matrices(path)) is not None:
             _fill(arrays, path, found, config.rank, rank)
     output.parent.mkdir(parents=True, exist_ok=True)

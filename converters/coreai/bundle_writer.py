@@ -26,6 +26,8 @@ from afm_mlx.checkpoint.weights import check_space
 from afm_mlx.converters.coreai.constants import Constants
 from afm_mlx.converters.coreai.functions import FunctionBuilder
 from afm_mlx.converters.coreai.plan import BundlePlan
+from afm_mlx.converters.coreai.zoo_functions import ZooFunctionBuilder
+from afm_mlx.converters.coreai.zoo_source import ZooSource
 from afm_mlx.converters.graph_source import AdapterSource
 from afm_mlx.coreai.bundle import (
     FACTS,
@@ -111,20 +113,24 @@ def _build(plan: BundlePlan, constants: Constants) -> None:
         adapters[f"_{INPUTS}"] = plan.adapter_rank
     adapters |= {f"_{adapter.name}": adapter for adapter in plan.adapters}
     for suffix, adapter in adapters.items():
-
-        def builder(adapter: int | AdapterSource | None = adapter) -> FunctionBuilder:
-            return FunctionBuilder(plan.source, plan.config, constants, plan.dtype, adapter)
-
         for length in plan.lengths:
-            builder().prompt(f"prompt_{length}{suffix}", length)
-        builder().step(f"step{suffix}")
+            _builder(plan, constants, adapter).prompt(f"prompt_{length}{suffix}", length)
+        _builder(plan, constants, adapter).step(f"step{suffix}")
         if not isinstance(adapter, int):
-            builder().main(f"main{suffix}")
+            _builder(plan, constants, adapter).main(f"main{suffix}")
+
+
+def _builder(
+    plan: BundlePlan, constants: Constants, adapter: int | AdapterSource | None
+) -> FunctionBuilder:
+    if isinstance(plan.source, ZooSource):
+        return ZooFunctionBuilder(plan.source, plan.config, constants, plan.dtype)
+    return FunctionBuilder(plan.source, plan.config, constants, plan.dtype, adapter)
 
 
 def _facts(plan: BundlePlan) -> dict[str, Any]:
     return {
-        "afm_config": plan.config.to_dict(),
+        "config": plan.config.to_dict(),
         "base_model_fingerprint": plan.fingerprint,
         "dtype": plan.dtype.name,
         "prompt_lengths": list(plan.lengths),
@@ -135,7 +141,7 @@ def _facts(plan: BundlePlan) -> dict[str, Any]:
 
 def _asset_metadata(facts: dict[str, Any]) -> AIModelAssetMetadata:
     metadata = AIModelAssetMetadata()
-    metadata.model_description = "AFM text model by afm-mlx"
+    metadata.model_description = "Text model by afm-mlx"
     metadata.set_custom(FACTS, json.dumps(facts))
     return metadata
 

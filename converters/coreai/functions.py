@@ -28,7 +28,7 @@ from coreai._compiler.ir import ArrayAttr, DictAttr, StringAttr, Value
 from afm_mlx.config import Matrix, ModelConfig
 from afm_mlx.converters.coreai.constants import Constants, tensor_type
 from afm_mlx.converters.graph_source import AdapterSource, Float, Source, half_split
-from afm_mlx.coreai.bundle import adapter_inputs
+from afm_mlx.coreai.bundle import ZooConfig, adapter_inputs
 
 STATES = ("keys", "values")
 _HIDDEN = -1e4
@@ -55,6 +55,8 @@ class Columns(NamedTuple):
 class FunctionBuilder:
     """Builds one function, on activations x (L, features); call one of its three methods, once.
 
+    The blocks are AFM's; `zoo.py` has mlx-lm's.
+
     Products, attention and adapters are computed in `dtype`; norms, RoPE and the rounding of keys and values in
     float32, as the MLX model computes them.
 
@@ -70,7 +72,7 @@ class FunctionBuilder:
     def __init__(
         self,
         source: Source,
-        config: ModelConfig,
+        config: ModelConfig | ZooConfig,
         constants: Constants,
         dtype: Float,
         adapter: int | AdapterSource | None = None,
@@ -80,6 +82,12 @@ class FunctionBuilder:
         self._matrices: dict[str, Matrix] = source.matrices
         self._states: dict[str, Value] = {}
         self._arguments: dict[str, Value] = {}
+
+    # -- names of parameters
+
+    _embedding = _head = "model.embedding"
+    _output_norm = "model.output_norm.weight"
+    _out_proj = "self_attn.out_proj"
 
     # -- functions
 
@@ -133,6 +141,7 @@ class FunctionBuilder:
         }
         types |= dict.fromkeys(STATES, (shape, kind))
         if isinstance(self._adapter, int):
+            assert isinstance(config, ModelConfig)
             types |= {
                 key: (size, self._dtype) for key, size in adapter_inputs(config, self._adapter)
             }
@@ -183,13 +192,10 @@ class FunctionBuilder:
     ) -> Columns:
         """Return `Columns` of tokens in `columns` (L,); `every` (read,) has the numbers of all columns read."""
         config = self._config
-        half, length = config.head_dim // 2, config.context_length
-        frequencies = config.rope_theta ** -(np.arange(half, dtype=np.float64) / half)
-        angles = np.arange(length)[:, None] * frequencies
         index = coreai.expand_dims(columns, _axes(1))
         cos, sin = (
             coreai.gather_nd(self._constants.array(key, table.astype(np.float32)), index)
-            for key, table in (("rope.cos", np.cos(angles)), ("rope.sin", np.sin(angles)))
+            for key, table in zip(("rope.cos", "rope.sin"), self._rope(), strict=True)
         )
         hidden = coreai.broadcasting_greater(coreai.expand_dims(every, _axes(0)), index)
         mask = coreai.broadcasting_mul(
@@ -198,6 +204,15 @@ class FunctionBuilder:
         share = config.num_heads // config.num_kv_heads
         mask = coreai.tile(mask, np.array([share, 1], np.uint32))
         return Columns(first, after, read, cos, sin, coreai.expand_dims(mask, _axes(0)))
+
+    def _rope(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return cosines and sines of all positions, each (context_length, head_dim / 2)."""
+        config = self._config
+        assert isinstance(config, ModelConfig)
+        half = config.head_dim // 2
+        frequencies = config.rope_theta ** -(np.arange(half, dtype=np.float64) / half)
+        angles = np.arange(config.context_length)[:, None] * frequencies
+        return np.cos(angles), np.sin(angles)
 
     def _last_mask(self, mask: Value, start: Value, after: Value) -> Value:
         """Return the mask of one token of a prompt, repeated for the heads that share keys."""
@@ -210,7 +225,7 @@ class FunctionBuilder:
 
     def _embedded(self, tokens: Value) -> Value:
         """Return the embeddings (L, hidden_dim) of tokens (1, L)."""
-        path, constants = "model.embedding", self._constants
+        path, constants = self._embedding, self._constants
         index = coreai.reshape(tokens, [-1, 1])
         matrix = self._source.matrix(path)
         if matrix.rule is None:
@@ -234,12 +249,10 @@ class FunctionBuilder:
         for block in range(config.num_kv_layers):
             path = f"model.layers.{block}"
             normed = self._normed(x, f"{path}.input_layernorm.weight")
-            qkv = self._linear(normed, f"{path}.self_attn.qkv_proj")
-            q, k, v = self._split(qkv, [config.hidden_dim, config.kv_dim, config.kv_dim])
+            q, k, v = self._qkv(normed, path)
             key_scale, value_scale = self._kv_scales(block)
-            weight = self._head_weight(f"{path}.self_attn.k_norm.weight") / key_scale
-            key = f"{path}.k_norm"
-            self._write("keys", block, self._rotated_and_normed(k, key, weight, columns), columns)
+            k = self._placed(k, f"{path}.self_attn.k_norm", 1 / key_scale, columns)
+            self._write("keys", block, k, columns)
             v = self._heads(coreai.cast(v, np.float32))
             if config.kv_bits is not None:
                 v = coreai.broadcasting_mul(v, np.array(1 / value_scale, np.float32))
@@ -293,9 +306,8 @@ class FunctionBuilder:
         """
         config = self._config
         key_scale, value_scale = self._kv_scales(block)
-        weight = self._head_weight(f"{path}.self_attn.q_norm.weight")
-        weight = weight * key_scale / np.sqrt(config.head_dim)
-        q = self._rotated_and_normed(q, f"{path}.q_norm", weight, columns)
+        factor = key_scale / np.sqrt(config.head_dim)
+        q = self._placed(q, f"{path}.self_attn.q_norm", factor, columns)
         # Queries of the heads that share keys are one below the other.
         q = coreai.reshape(coreai.cast(q, self._dtype), [config.num_kv_heads, -1, config.head_dim])
         k, v = (self._read(name, block, columns) for name in STATES)
@@ -304,10 +316,10 @@ class FunctionBuilder:
         y = coreai.reshape(
             coreai.broadcasting_batch_matmul(weights, v), [config.num_heads, -1, config.head_dim]
         )
-        y = coreai.reshape(_transposed(y, 1, 0, 2), [-1, config.hidden_dim])
+        y = coreai.reshape(_transposed(y, 1, 0, 2), [-1, config.num_heads * config.head_dim])
         if value_scale != 1:
             y = coreai.broadcasting_mul(y, np.array(value_scale, self._dtype))
-        x = coreai.broadcasting_add(x, self._linear(y, f"{path}.self_attn.out_proj"))
+        x = coreai.broadcasting_add(x, self._linear(y, f"{path}.{self._out_proj}"))
         normed = self._normed(x, f"{path}.post_attention_layernorm.weight")
         gate = coreai.silu(self._linear(normed, f"{path}.mlp.gate_proj"))
         up = self._linear(normed, f"{path}.mlp.up_proj")
@@ -316,8 +328,8 @@ class FunctionBuilder:
 
     def _logits(self, x: Value) -> Value:
         """Return logits (L, vocab_size) of hidden states x (L, hidden_dim)."""
-        path = "model.embedding"
-        x = self._normed(x, "model.output_norm.weight")
+        path = self._head
+        x = self._normed(x, self._output_norm)
         if self._source.matrix(path).rule is None:
             # A transposed constant would be a second copy of the embedding.
             y = coreai.broadcasting_batch_matmul(self._constants.floats(path), _transposed(x, 1, 0))
@@ -325,6 +337,18 @@ class FunctionBuilder:
         return coreai.broadcasting_batch_matmul(x, self._constants.transposed(path))
 
     # -- parts of blocks
+
+    def _qkv(self, x: Value, path: str) -> list[Value]:
+        """Return projected queries, keys and values of the writing block at `path`."""
+        config = self._config
+        assert isinstance(config, ModelConfig)
+        qkv = self._linear(x, f"{path}.self_attn.qkv_proj")
+        return self._split(qkv, [config.hidden_dim, config.kv_dim, config.kv_dim])
+
+    def _placed(self, x: Value, norm: str, factor: float, columns: Columns) -> Value:
+        """Return heads (heads, L, head_dim) float32 of projected queries or keys, times a factor."""
+        weight = self._source.vector(f"{norm}.weight")[half_split(self._config.head_dim)]
+        return self._rotated_and_normed(x, norm, weight * factor, columns)
 
     def _linear(self, x: Value, path: str) -> Value:
         """Return x times the matrix at a path, plus the adapter's product."""
@@ -374,18 +398,22 @@ class FunctionBuilder:
         self, x: Value, key: str, weight: np.ndarray, columns: Columns
     ) -> Value:
         """Return heads (heads, L, head_dim) float32 of projections x, after RoPE and a norm with `weight`."""
+        rotated = self._rotated(self._heads(coreai.cast(x, np.float32)), columns)
+        return self._norm(rotated, self._constants.array(key, weight.astype(np.float32)))
+
+    def _rotated(self, heads: Value, columns: Columns) -> Value:
+        """Apply RoPE to heads (heads, L, head_dim) float32, the first half of each against the second."""
         half = self._config.head_dim // 2
-        one, two = self._split(self._heads(coreai.cast(x, np.float32)), [half, half])
+        one, two = self._split(heads, [half, half])
         cos, sin = columns.cos, columns.sin
         mul = coreai.broadcasting_mul
-        rotated = coreai.concat(
+        return coreai.concat(
             2,
             [
                 coreai.broadcasting_sub(mul(one, cos), mul(two, sin)),
                 coreai.broadcasting_add(mul(two, cos), mul(one, sin)),
             ],
         )
-        return self._norm(rotated, self._constants.array(key, weight.astype(np.float32)))
 
     def _split(self, x: Value, widths: Sequence[int]) -> list[Value]:
         """Split the last axis."""
@@ -396,10 +424,6 @@ class FunctionBuilder:
         width = x.type.shape[1]
         row = coreai.slice_(x, _joined([], start, [0]), _joined([], after, [width]), _ints(1, 1))
         return coreai.reshape(row, [1, width])
-
-    def _head_weight(self, name: str) -> np.ndarray:
-        """Return the weight of a norm over a head, float32, in the order of `half_split`."""
-        return self._source.vector(name)[half_split(self._config.head_dim)]
 
     def _kv_scales(self, block: int) -> tuple[float, float]:
         """Return the scales of a writing block's keys and values; 1 where the states hold floats."""

@@ -14,7 +14,7 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.converters.adapter_conversion import BaseFolder, read_for
 from afm_mlx.converters.conversion_options import prompt_lengths
 from afm_mlx.converters.graph_source import AdapterSource, Float, Source
-from afm_mlx.coreai.bundle import INPUTS, is_function_suffix
+from afm_mlx.coreai.bundle import INPUTS, ZooConfig, is_function_suffix
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.resolve import resolve_adapter
 
@@ -28,7 +28,7 @@ class BundlePlan:
 
     folder: Path
     source: Source
-    config: ModelConfig
+    config: ModelConfig | ZooConfig
     fingerprint: str
     dtype: Float
     lengths: tuple[int, ...]
@@ -65,10 +65,7 @@ def plan_bundle(
     """
     source = Source.read(folder)
     most = source.config.context_length
-    if context is not None and context > most:
-        raise AFMError(
-            f"--context is {context}; the model's context is {most} tokens, which is the most."
-        )
+    check_context(context, most)
     config = dataclasses.replace(source.config, context_length=context or most)
     fingerprint = folder_fingerprint(source.config, folder)
     found = [resolve_adapter(adapter, folder) for adapter in adapters]
@@ -85,6 +82,14 @@ def plan_bundle(
         tuple(_adapter(path, source, fingerprint, np.dtype(dtype)) for path in found),
         minimum_os,
     )
+
+
+def check_context(context: int | None, most: int) -> None:
+    """Raise `AFMError` if a bundle's context is longer than its model's."""
+    if context is not None and context > most:
+        raise AFMError(
+            f"--context is {context}; the model's context is {most} tokens, which is the most."
+        )
 
 
 def _adapter(path: Path, source: Source, fingerprint: str, dtype: Float) -> AdapterSource:

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from afm_mlx.coreai.adapter_file import read_adapter_arrays
-from afm_mlx.coreai.bundle import FACTS, PROGRAM, CoreAIBundle, adapter_inputs, program_facts
+from afm_mlx.coreai.bundle import (
+    FACTS,
+    PROGRAM,
+    CoreAIBundle,
+    ZooConfig,
+    adapter_inputs,
+    program_facts,
+)
 from afm_mlx.measure.coreai_report import examine_coreai
 from tests.hostile.file_mutations import (
     change_inside,
@@ -105,7 +112,9 @@ def _changed_facts(rng, metadata, of_asset):
     if rng.random() < 0.2:
         holders[0][PROGRAM] = pick(rng, ["[" * 10_000, some_value(rng), '{"bytes": -1}'])
     else:
-        change_inside(rng, pick(rng, [facts, facts["afm_config"]]))
+        if rng.random() < 0.3:
+            facts["config"] = ZooConfig(300, 40, 32, 2, 4, 2, 8, 1e-5).to_dict()
+        change_inside(rng, pick(rng, [facts, facts["config"]]))
     with contextlib.suppress(ValueError):  # numbers of more digits than Python writes
         text = json.dumps(facts)
         for holder in holders if rng.random() < 0.7 else [pick(rng, holders)]:

@@ -28,6 +28,7 @@ from afm_mlx import fm
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.cli import main
 from afm_mlx.converters.convert import convert
+from afm_mlx.coreai import CoreAIModel
 from afm_mlx.engine.request import Embedding, Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import AFMError
@@ -93,6 +94,7 @@ Feature = Callable[[Guest], None]
 FEATURES: dict[str, Feature] = {}
 SLOW = (
     "Core ML package",
+    "Core AI bundle",
     "LoRA adapters, trained and swapped",
     "recovery adapters",
     "quantization-aware training",
@@ -316,6 +318,15 @@ def _core_ml(guest: Guest) -> None:
     package = guest.place / "tiny.mlpackage"
     convert(guest.folder, package, to="coreml", dtype="float32", prompt_lengths=(4,))
     assert list(package.glob("Data/*/*.mlmodel"))
+
+
+@feature("Core AI bundle")
+def _core_ai(guest: Guest) -> None:
+    path = guest.place / "bundle"
+    convert(guest.folder, path, to="coreai", dtype="float32", prompt_lengths=(4,), context=16)
+    prompt = guest.prompt(6)
+    wanted = np.array(guest.stock[0](mx.array([prompt]))[0, -1].astype(mx.float32))
+    assert_close(CoreAIModel(path).logits(prompt), wanted, 2e-3)
 
 
 # -- training

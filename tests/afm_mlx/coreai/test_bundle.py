@@ -79,7 +79,7 @@ def both(bundle, facts):
         (lambda b: both(b, {"adapters": ["../x"]}), "its adapters are"),
         (lambda b: both(b, {"adapters": {"a": 1}}), "its adapters are"),
         (lambda b: both(b, {"dtype": "int8"}), "its type is 'int8'"),
-        (lambda b: both(b, {"afm_config": {"hidden_dim": 8}}), "missing keys"),
+        (lambda b: both(b, {"config": {"hidden_dim": 8}}), "missing keys"),
     ],
 )
 def test_damage(core_ai, tmp_path_factory, damage, words):
@@ -103,12 +103,12 @@ def test_what_is_no_bundle(core_ai, tmp_path):
 def test_functions_that_the_description_does_not_mean(bundle):
     """A description that was changed in both places, so that nothing but the functions contradicts it."""
     values = json.loads((bundle / "metadata.json").read_text())
-    config = json.loads(values["user_data"][FACTS])["afm_config"]
-    both(bundle, {"afm_config": config | {"num_kv_heads": 1}, "prompt_lengths": [4, 13]})
+    config = json.loads(values["user_data"][FACTS])["config"]
+    both(bundle, {"config": config | {"num_kv_heads": 1}, "prompt_lengths": [4, 13]})
     runner = CoreAIModel(bundle)
     with pytest.raises(AFMError, match=r"Core AI can't run .*prompt_13"):
         runner.prefill([1] * 13)
-    with pytest.raises(AFMError, match="step takes other arrays than its afm_config means"):
+    with pytest.raises(AFMError, match="step takes other arrays than its config means"):
         runner.decode(0)
 
 
