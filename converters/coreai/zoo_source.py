@@ -59,8 +59,8 @@ class ZooSource(Source):
 
         if not isinstance(model, llama.Model | qwen3.Model):
             raise AFMError(
-                f"{folder} is a model of type {shown(model.model_type)}; Core AI bundles are made of AFM models "
-                "and of those with mlx-lm's llama or qwen3 blocks."
+                f"{folder} is a model of type {shown(model.model_type)}; Core AI bundles are made of AFM "
+                "models and of those with mlx-lm's llama or qwen3 blocks."
             )
         self.matrices = {}
         self._modules = dict(model.named_modules())

@@ -3,12 +3,14 @@
 import gc
 import threading
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.adapters.active import attach_adapter
+from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.coreai import CoreAIModel
 from afm_mlx.coreai.availability import import_coreai, obstacle
+from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
 from tests.tools.compare import assert_close
 from tests.tools.coreai import ADAPTER, LENGTHS, OWN
@@ -60,6 +62,26 @@ def test_adapters_are_swapped_without_compiling(rng, runner, core_ai, model, mon
         runner.set_adapter(file)
         assert_close(runner.logits(tokens), expected, BOUND)
     assert not compiled
+    with pytest.raises(AFMError):  # what compiles is what was replaced
+        CoreAIModel(core_ai.bundle)
+    assert compiled
+
+
+def test_adapters_are_swapped_between_two_steps(rng, runner, core_ai):
+    """In one conversation, whose earlier keys and values stay: as in our engine, and with other functions."""
+    tokens = tokens_of(rng, runner, 12)
+    model = load_model(core_ai.folder)
+    cache, found, wanted = model.make_cache("float"), [], []
+    files = {ADAPTER: core_ai.adapter, OWN: OWN, None: None}
+    parts = [tokens[:7], *([token] for token in tokens[7:])]
+    for part, adapter in zip(parts, (ADAPTER, ADAPTER, None, OWN, ADAPTER, OWN), strict=True):
+        runner.set_adapter(files[adapter])
+        if adapter is not None:
+            attach_adapter(model, core_ai.folder / "adapters" / adapter)
+        found.append(runner.logits(part) if len(part) > 1 else runner.decode(part[0]))
+        wanted.append(np.array(model(mx.array([part]), cache)[0, -1]))
+        detach_adapter(model)
+    assert_close(np.stack(found), np.stack(wanted), BOUND)
 
 
 def test_an_adapter_with_functions_of_its_own(rng, runner, core_ai, model):

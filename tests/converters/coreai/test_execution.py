@@ -28,10 +28,11 @@ LENGTH = 12
 def run_both(rng, executed, model, folder, *, adapter=None, own=False, steps=12):
     """A prompt of two calls, the second with padding, then steps; the model is fed the same.
 
-    The adapter is an input, or with `own` it has functions.
+    The adapter is an input, or with `own` it has functions. A sum on the boundary of two int8 codes may be
+    rounded to either, which later blocks amplify: after each call, the states get the model's codes.
 
     Returns:
-        `logits` and `wanted` (1 + steps, vocab_size), and how many int8 codes differ, by writing block.
+        `logits` and `wanted` (calls, vocab_size), and by call how many codes of the states differed (calls,).
     """
     bundle = CoreAIBundle.read(executed.path)
     config, states = model.args, make_states(bundle.config, bundle.dtype)
@@ -44,7 +45,7 @@ def run_both(rng, executed, model, folder, *, adapter=None, own=False, steps=12)
     if adapter is not None:
         attach_adapter(model, folder / "adapters" / adapter, force=True)
     tokens = rng.integers(0, config.vocab_size, 2 * LENGTH - 3 + steps).astype(np.int32)
-    cache, logits, wanted = model.make_cache("float"), [], []
+    cache, logits, wanted, moved = model.make_cache("float"), [], [], []
 
     def feed(first, count):
         part = np.zeros((1, LENGTH if count > 1 else 1), np.int32)
@@ -56,29 +57,38 @@ def run_both(rng, executed, model, folder, *, adapter=None, own=False, steps=12)
         logits.append(executed.call(name, inputs, states)[0])
         fed = mx.array(tokens[None, first : first + count])
         wanted.append(np.array(model(fed, cache)[0, -1].astype(mx.float32)))
+        moved.append(sum(synchronize(states, name, cache, model, first + count) for name in states))
 
     feed(0, LENGTH)
     feed(LENGTH, LENGTH - 3)
     for i in range(steps):
         feed(2 * LENGTH - 3 + i, 1)
-    found = {name: array.numpy()[:, 0, :, : len(tokens)] for name, array in states.items()}
-    moved = [
-        sum(
-            int(
-                (np.abs(found[name][i] - held(cache[i], block.self_attn, name, config)) > 0.5).sum()
-            )
-            for name in found
-        )
-        for i, block in enumerate(model.model.layers)
-    ]
-    return SimpleNamespace(logits=np.stack(logits), wanted=np.stack(wanted), moved=moved)
+    return SimpleNamespace(logits=np.stack(logits), wanted=np.stack(wanted), moved=np.array(moved))
 
 
-def assert_equal(found, kv_bits, bound=1e-4):
-    """Equal logits; a sum on the boundary of two codes may be rounded to either, which later blocks amplify."""
-    moved = next(filter(None, found.moved), 0)
-    assert moved <= (2 if kv_bits else 0)
-    assert_same_answers(found, 1e-2 if moved else bound)
+def synchronize(states, name, cache, model, count):
+    """Give a state the model's codes where they are the next ones; return how many differed."""
+    array, moved = states[name].numpy().copy(), 0
+    for i, block in enumerate(model.model.layers):
+        right = held(cache[i], block.self_attn, name, model.args)
+        found = array[i, 0, :, :count]
+        difference = np.abs(found - right)
+        moved += int((difference > 0.5).sum())
+        if model.args.kv_bits:
+            found[...] = np.where(difference < 1.5, np.rint(right), found)
+    if moved:
+        states[name] = type(states[name])(array)
+    return moved
+
+
+def assert_equal(found, kv_bits, codes=2, bound=1e-4):
+    """Equal logits in calls where no code moved, and nearly equal ones where up to `codes` did."""
+    moved = found.moved > 0
+    assert found.moved.max() <= (codes if kv_bits else 0)
+    assert moved.mean() <= 0.2
+    assert_same_answers(found, 1e-2)
+    scale = np.abs(found.wanted).max()
+    assert np.abs(found.logits - found.wanted)[~moved].max() <= bound * scale
 
 
 @pytest.mark.parametrize(
@@ -99,7 +109,7 @@ def test_a_prompt_in_two_calls_and_steps(
     # Few blocks: compiling the functions takes most of the time.
     sizes = {"num_layers": writing + reuse, "num_kv_reuse_layers": reuse}
     draw = random_config if packing is None else packable
-    config = draw(rng, context_length=50, kv_bits=kv_bits, **sizes)
+    config = draw(rng, context_length=80, kv_bits=kv_bits, **sizes)
     rules = [] if packing is None else rules_of(packing)
     folder = write_model(config, rules, adapters=["a"])
     path = convert(
@@ -116,7 +126,7 @@ def test_a_prompt_in_two_calls_and_steps(
     model = decoded(folder, config)
     with Executed(path) as executed:
         check_main(rng, executed, model)
-        found = run_both(rng, executed, model, folder, adapter=adapter)
+        found = run_both(rng, executed, model, folder, adapter=adapter, steps=50)
     assert_equal(found, kv_bits)
 
 
@@ -187,7 +197,4 @@ def test_afm_nano_with_fifty_steps(rng, tmp_path, adapter):
     model = decoded(folder, load_model(folder).args)
     with Executed(path) as executed:
         found = run_both(rng, executed, model, folder, adapter=adapter, steps=50)
-    moved = next(filter(None, found.moved), 0)
-    # 30,000 codes of a block: of one in some thousand, the sum is at the boundary of two codes.
-    assert moved <= 20
-    assert error(found.logits, found.wanted) < 2e-2
+    assert_equal(found, 8, codes=20)
