@@ -58,7 +58,7 @@ def both(bundle, facts):
         (cut, "of another bundle: metadata.json has another checksum"),
         (flip, "another checksum than its main.hash"),
         (rehash, "of another bundle: metadata.json has another checksum"),
-        (lambda b: (b / "tiny.aimodel" / "main.mlirb").unlink(), "main.mlirb is missing"),
+        (lambda b: (b / "tiny.aimodel" / "main.mlirb").unlink(), "can't be read"),
         (lambda b: (b / "metadata.json").unlink(), "is no bundle: metadata.json is missing"),
         (lambda b: (b / "metadata.json").write_text("{"), "is no JSON"),
         (lambda b: (b / "metadata.json").write_text("[" * 9999), "is no JSON"),

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_of_mlx_lm
 
 from afm_mlx.converters.convert import convert
+from afm_mlx.converters.coreai.zoo_source import plan_zoo_bundle
 from afm_mlx.coreai.bundle import CoreAIBundle, ZooConfig
 from afm_mlx.coreai.coreai_model import CoreAIModel
 from afm_mlx.errors import AFMError, ConfigError
@@ -107,6 +108,15 @@ def test_balanced_codes_and_float16(rng, tmp_path):
         CoreAIBundle.read(path).check_takes_adapters()
     with pytest.raises(AFMError, match=r"and .*afm-nano is an AFM model's folder"):
         examine_coreai(path, resolve_model("afm-nano"))
+
+
+def test_the_default_context(rng, tmp_path):
+    for number, (most, wanted) in enumerate(((256, 256), (5000, 4096))):
+        folder = write_zoo(
+            tmp_path / str(number), rng, "llama", max_position_embeddings=most, num_hidden_layers=1
+        )
+        assert plan_zoo_bundle(folder).config.context_length == wanted
+        assert plan_zoo_bundle(folder, context=most).config.context_length == most
 
 
 @each(
