@@ -37,6 +37,7 @@ def without_coremltools(part: str) -> dict[str, str]:
 def without_coreai_core() -> dict[str, str]:
     """Reasons for what needs coreai-core, where it is not installed."""
     doctor = {"afm-mlx doctor --coreai": "takes minutes; its own tests run it with a tiny model"}
+    doctor["mlx-community/"] = "downloads a model; a test converts small ones"
     parts = ("--to coreai", "CoreAIModel(")
     return doctor | ({} if find_spec("coreai") else dict.fromkeys(parts, "needs coreai-core"))
 
