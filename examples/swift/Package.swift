@@ -5,7 +5,9 @@ let package = Package(
     name: "ask",
     platforms: [.macOS("27.0"), .iOS("27.0")],
     dependencies: [
-        .package(url: "https://github.com/apple/coreai-models", from: "0.2.0"),
+        // A commit: version 0.2.0 depends on a branch, which SwiftPM allows for commits only.
+        .package(
+            url: "https://github.com/apple/coreai-models", revision: "86b363dca67cf276c1a5c96eea5e4b57e3a0643c"),
         .package(url: "https://github.com/huggingface/swift-transformers", from: "1.1.0"),
     ],
     targets: [

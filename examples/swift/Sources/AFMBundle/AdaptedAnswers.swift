@@ -13,11 +13,11 @@ public func adapterArrays(_ file: URL) throws -> [String: NDArray] {
     var arrays: [String: NDArray] = [:]
     for (name, value) in header where name != "__metadata__" {
         guard let entry = value as? [String: Any], entry["dtype"] as? String == "F16",
-            let shape = entry["shape"] as? [Int],
-            let place = entry["data_offsets"] as? [Int], place.count == 2, place[0] >= 0,
-            place[1] - place[0] == 2 * shape.reduce(1, *), start + place[1] <= data.count
+            let shape = entry["shape"] as? [Int], shape.count == 2, shape.allSatisfy((1..<1 << 24).contains),
+            let place = entry["data_offsets"] as? [Int], place.count == 2,
+            place.allSatisfy((0...data.count - start).contains), place[1] - place[0] == 2 * shape[0] * shape[1]
         else { throw BundleError(reason: "\(name) in \(file.lastPathComponent) is no float16 array of its size") }
-        let numbers = [Float16](unsafeUninitializedCapacity: shape.reduce(1, *)) { buffer, count in
+        let numbers = [Float16](unsafeUninitializedCapacity: shape[0] * shape[1]) { buffer, count in
             count = data.copyBytes(to: buffer, from: start + place[0]..<start + place[1]) / 2
         }
         arrays[name] = array(numbers, shape, .float16)

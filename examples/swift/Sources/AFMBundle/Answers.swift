@@ -21,14 +21,16 @@ public struct Answers {
 
     /// Call `text` with each new part of an answer.
     public func stream(_ prompt: String, text: (Substring) -> Void) async throws {
+        let session = LanguageModelSession(model: model)
         var count = 0
-        for try await snapshot in LanguageModelSession(model: model).streamResponse(to: prompt) {
+        for try await snapshot in session.streamResponse(to: prompt) {
             text(snapshot.content.dropFirst(count))
             count = snapshot.content.count
         }
     }
 
     public func event(in message: String) async throws -> Event {
-        try await LanguageModelSession(model: model).respond(to: message, generating: Event.self).content
+        let session = LanguageModelSession(model: model)
+        return try await session.respond(to: message, generating: Event.self).content
     }
 }

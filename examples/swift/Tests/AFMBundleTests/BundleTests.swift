@@ -2,16 +2,16 @@ import AFMBundle
 import Foundation
 import Testing
 
-/// `BUNDLE` is a bundle's folder with the adapter `triage`, as a file and as functions. In it, `answer.txt` is MLX's answer to `PROMPT`,
-/// and `triage.txt` the adapter's answer to `MESSAGE`, as `afm-mlx generate` writes them: see the workflow Swift.
+/// `BUNDLE` is a bundle's folder with the adapter `triage`, as a file and as functions. In it, `answer.txt` is MLX's
+/// answer to `PROMPT`, and `triage.txt` the adapter's answer to `MESSAGE`: see the workflow Swift.
 private let settings = ProcessInfo.processInfo.environment
-private let bundle = settings["BUNDLE"].map { URL(filePath: $0, directoryHint: .isDirectory) }
+private let place = settings["BUNDLE"].map { URL(filePath: $0, directoryHint: .isDirectory) }
 
 private func trimmed(_ text: String) -> String { text.trimmingCharacters(in: .whitespacesAndNewlines) }
 
-@Suite(.enabled(if: bundle != nil), .serialized)
+@Suite(.enabled(if: place != nil), .serialized)
 struct BundleTests {
-    let bundle = bundle!
+    let bundle = place!
     let message = settings["MESSAGE"] ?? ""
 
     func expected(_ name: String) throws -> String {
