@@ -133,6 +133,11 @@ class CoreAIBundle:
             )
         assets = metadata.get("assets")
         name = assets.get("main") if isinstance(assets, dict) else None
+        if isinstance(name, str) and re.fullmatch(r"\.\./\.\./[^/]+", name):
+            raise CheckpointError(
+                f"{path} is the part of a bundle that Apple's Swift code opens. Name the bundle itself, and "
+                f"give {path.name!r} as the adapter."
+            )
         if not isinstance(name, str) or "/" in name or Path(name).suffix != SUFFIX:
             _fail(path, f"its metadata.json names the asset {shown(name)}")
         asset = path / name

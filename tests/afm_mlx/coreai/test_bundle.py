@@ -13,6 +13,7 @@ from afm_mlx.coreai.adapter_file import read_adapter_arrays
 from afm_mlx.coreai.bundle import FACTS, CoreAIBundle
 from afm_mlx.errors import AFMError
 from tests.tools.cases import each
+from tests.tools.coreai import OWN
 
 
 @pytest.fixture
@@ -93,6 +94,10 @@ def test_damage(core_ai, tmp_path_factory, damage, words):
 def test_what_is_no_bundle(core_ai, tmp_path):
     for path, words in (
         (core_ai.bundle / "tiny.aimodel", "is an asset; name the bundle"),
+        (
+            core_ai.bundle / "adapters" / OWN,
+            "Name the bundle itself, and give 'formal' as the adapter",
+        ),
         (core_ai.folder, "is no bundle: metadata.json is missing"),
         (tmp_path / "nowhere", "is no bundle"),
     ):
