@@ -10,7 +10,7 @@ import pytest
 from afm_mlx.errors import AFMError
 from afm_mlx.measure import coreml_report as coreml
 from afm_mlx.measure import exported_models
-from tests.tools.coreai import ADAPTER, OWN
+from tests.tools.coreai import OWN
 from tests.tools.coreml import ADAPTER
 
 
@@ -92,9 +92,9 @@ def test_core_ai(core_ai, done, fails):
     assert "Core AI compared with MLX" in out
     assert out.endswith("\nAll is well. Report: r.json\n")
     assert json.loads(Path("r.json").read_text())["runs"][1]["same_tokens"] == 20
-    adapter = core_ai.folder / "adapters" / ADAPTER
+    adapter = core_ai.folder / "adapters" / "tone"
     out = done("doctor", "--coreai", *options, "--adapter-path", adapter)
-    assert {path.name for path in adapter.parent.iterdir()} == {ADAPTER, OWN}
+    assert {path.name for path in adapter.parent.iterdir()} == {"tone", OWN}
     assert "adapter rank    4" in out
     assert out.endswith("\nAll is well. Report: r.json\n")
     assert "--coreml does not go with --coreai" in fails("doctor", "--coreml", "--coreai")
