@@ -17,6 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.active import attach_adapter
+from afm_mlx.adapters.mask_predictor import (
+    PREDICTOR_FOLDER,
+    MaskPredictor,
+    has_predictor,
+    read_head,
+)
 from afm_mlx.checkpoint.finite import read_parameters
 from afm_mlx.checkpoint.safetensors_file import load_stored
 from afm_mlx.checkpoint.stored_layers import (
@@ -264,3 +270,23 @@ def _vocabulary_fault(
     if other := sum(wanted.get(piece) != token for piece, token in pieces.items()):
         return f"{other:,} of its tokenizer's {len(pieces):,} pieces are others, or have other ids"
     return ""
+
+
+# -- predictors of masks
+
+
+def load_predictor(folder: str | Path, model: nn.Module) -> MaskPredictor:
+    """Load the predictor of a model's masks from the model's folder.
+
+    Raises:
+        ConfigError: if the folder has none, or it is for another model, or its config can't be used.
+        CheckpointError: if its files are damaged.
+    """
+    folder = Path(folder)
+    if not has_predictor(folder):
+        raise ConfigError(
+            f"{folder} has no predictor of masks: it has no folder {PREDICTOR_FOLDER}. Train one with the "
+            "model (afm-mlx lora --fine-tune-type ifp), or make a mask of a task (afm-mlx prune)."
+        )
+    own = folder / PREDICTOR_FOLDER
+    return read_head(own, load_model(own), model.args)

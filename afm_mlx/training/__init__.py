@@ -8,6 +8,7 @@ from afm_mlx.training.loop.run_folder import RunFolder, plot_metrics
 from afm_mlx.training.loop.trainer import RunOutcome, train
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
+from afm_mlx.training.methods.ifp_training import IFPTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.model_source import FreshSource
@@ -22,6 +23,7 @@ from afm_mlx.training.methods.train import (
     train_contrastive,
     train_draft,
     train_full,
+    train_ifp,
     train_lora,
     train_preferences,
     train_qat,
@@ -38,6 +40,7 @@ __all__ = [
     "DraftTraining",
     "FreshSource",
     "FullTraining",
+    "IFPTraining",
     "LoRATraining",
     "PolicyTraining",
     "PreferenceLoss",
@@ -63,6 +66,7 @@ __all__ = [
     "train_contrastive",
     "train_draft",
     "train_full",
+    "train_ifp",
     "train_lora",
     "train_preferences",
     "train_qat",
