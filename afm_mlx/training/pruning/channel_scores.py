@@ -35,7 +35,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class GatedMLP(nn.Module):
-    """An AFM block's feed-forward with a factor for each channel: `residual + down(gates * h)`."""
+    """An AFM block's feed-forward with a factor for each channel: `x + down(gates * h)`."""
 
     def __init__(self, mlp: nn.Module):
         super().__init__()
@@ -45,9 +45,9 @@ class GatedMLP(nn.Module):
         """Return the factors, which broadcast to (B, L, channels)."""
         raise NotImplementedError
 
-    def __call__(self, x: Normed, residual: mx.array) -> mx.array:
+    def __call__(self, x: Normed) -> mx.array:
         h = swiglu(self.mlp.gate_proj, self.mlp.up_proj, x)
-        return project(self.mlp.down_proj, h * self.gates().astype(h.dtype), residual)
+        return project(self.mlp.down_proj, h * self.gates().astype(h.dtype), x.x)
 
 
 @contextmanager
@@ -80,9 +80,9 @@ class _ObservedMLP(nn.Module):
         self.channels: np.ndarray | float = 0.0
         self.lengths = 0.0
 
-    def __call__(self, x: Normed, residual: mx.array) -> mx.array:
+    def __call__(self, x: Normed) -> mx.array:
         h = swiglu(self.mlp.gate_proj, self.mlp.up_proj, x)
-        y = project(self.mlp.down_proj, h, residual)
+        y = project(self.mlp.down_proj, h, x.x)
         weights = self._counted()
         channels = (mx.abs(h.astype(mx.float32)) * weights[..., None]).sum((0, 1))
         lengths = (mx.linalg.norm(y.astype(mx.float32), axis=-1) * weights).sum()
@@ -109,7 +109,9 @@ def activation_scores(
             if progress is not None:
                 progress(index + 1, total)
     norms = (_column_norms(each.mlp.down_proj) for each in observed)
-    scores = [each.channels * norm / each.lengths for each, norm in zip(observed, norms, strict=True)]
+    scores = [
+        each.channels * norm / each.lengths for each, norm in zip(observed, norms, strict=True)
+    ]
     return np.stack(scores)
 
 
@@ -119,7 +121,9 @@ def token_weights(batch: Batch) -> mx.array:
         return (batch.segments > 0).astype(mx.float32)
     rows, length = batch.inputs.shape
     scored = np.array(batch.positions)[np.array(batch.weights) > 0]
-    ends = np.zeros(rows, np.int64)  # a sample's last token is predicted, so the one before it is scored
+    ends = np.zeros(
+        rows, np.int64
+    )  # a sample's last token is predicted, so the one before it is scored
     np.maximum.at(ends, scored // length, scored % length + 1)
     return mx.array(np.arange(length) < ends[:, None]).astype(mx.float32)
 

@@ -16,7 +16,9 @@ from afm_mlx.errors import ConfigError
 SHARES = ("equal", "sensitivity")
 """How a share is spread over blocks: the same for all, or more for blocks whose channels score higher."""
 
-_LEAST = 0.5  # of the share, which every block keeps: scores of different blocks are alike only roughly
+_LEAST = (
+    0.5  # of the share, which every block keeps: scores of different blocks are alike only roughly
+)
 
 
 def group_scores(scores: np.ndarray, group: int) -> np.ndarray:
@@ -27,8 +29,8 @@ def group_scores(scores: np.ndarray, group: int) -> np.ndarray:
 def kept_counts(scores: np.ndarray, share: float, shares: str = "equal") -> np.ndarray:
     """Return the number of groups that each block keeps, (blocks,), 1 or more.
 
-    With "equal" it is the share of a block's groups, rounded. With "sensitivity" the same number of groups in
-    all goes to those of the highest scores (blocks, groups), but each block keeps half of its share at least.
+    With "equal" it is the share of a block's groups, rounded. With "sensitivity" the same total goes to the
+    groups with the highest `scores` (blocks, groups), but each block keeps half of its share at least.
     """
     blocks, groups = scores.shape
     equal = max(1, math.floor(share * groups + 0.5))
@@ -37,11 +39,15 @@ def kept_counts(scores: np.ndarray, share: float, shares: str = "equal") -> np.n
     least = max(1, math.floor(_LEAST * equal))
     ranked = -np.sort(-scores, axis=1)[:, least:]
     rest = np.argsort(-ranked, axis=None, kind="stable")[: blocks * (equal - least)]
-    return least + np.bincount(rest // (groups - least), minlength=blocks) if rest.size else np.full(blocks, equal)
+    return (
+        least + np.bincount(rest // (groups - least), minlength=blocks)
+        if rest.size
+        else np.full(blocks, equal)
+    )
 
 
 def kept_groups(scores: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return True for the `counts` highest scores of each block, (blocks, groups) bool; the first of equal ones."""
+    """Return True for the `counts` highest scores of each block, (blocks, groups); of equals, the first."""
     order = np.argsort(-scores, axis=1, kind="stable")
     kept = np.zeros(scores.shape, bool)
     for block, count in enumerate(counts):
@@ -73,7 +79,11 @@ def share_for_bytes(model: nn.Module, target: int, group: int) -> float:
     kept = math.floor((target - rest) * groups / inside)
     least = math.ceil(rest + inside / groups)
     if kept < 1 or kept >= groups:
-        fault = "the whole model reads no more: it needs no mask" if kept >= groups else "that is out of reach"
+        fault = (
+            "the whole model reads no more: it needs no mask"
+            if kept >= groups
+            else "that is out of reach"
+        )
         raise ConfigError(
             f"target_bytes is {target:,}, and {fault}. A step of this model reads {inside + rest:,} bytes of "
             f"weights, {inside:,} of them for feed-forwards; allowed are {least:,} to {inside + rest - 1:,}."
@@ -104,7 +114,11 @@ def share_for_speed(
     kept = math.floor((1 / target - fixed) / slope) if slope > 0 else 0
     if target <= whole or kept < 1:
         fastest = 1 / (fixed + slope) if fixed + slope > 0 else whole
-        fault = "the whole model is as fast: it needs no mask" if target <= whole else "that is out of reach"
+        fault = (
+            "the whole model is as fast: it needs no mask"
+            if target <= whole
+            else "that is out of reach"
+        )
         raise ConfigError(
             f"target_tokens_per_second is {target:g}, and {fault}. Measured here, the whole model gives "
             f"{whole:.1f}, and one group of {group} channels in each block about {fastest:.1f}."
@@ -113,7 +127,7 @@ def share_for_speed(
 
 
 def first_groups(layers: list[FeedForward], groups: int, kept: int, group: int) -> TaskMask:
-    """Return a mask of the first groups of every block, whose speed is that of any mask of its size."""
+    """Return a mask of the first groups of every block, which runs as fast as any mask of its size."""
     bits = np.zeros((len(layers), groups), bool)
     bits[:, :kept] = True
     return TaskMask(bits, group)

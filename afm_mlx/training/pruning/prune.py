@@ -63,7 +63,7 @@ class Pruning:
         task: what the mask is for, as text.
         score_batches: batches of the pass that scores channels, -1 for all of the data.
         score_iters, score_learning_rate: steps of the criterion "learned", and their highest learning rate.
-        target_bytes: choose the share so that a decode step reads at most so many bytes of weights.
+        target_bytes: choose the share so that a decode step reads at most this many bytes of weights.
         target_tokens_per_second: choose the share by the speed of generating one answer on this machine.
 
     Raises:
@@ -87,7 +87,11 @@ class Pruning:
             ("group", type(self.group) is int and self.group >= 1, "1 or more, 16 as a rule"),
             ("criterion", self.criterion in CRITERIA, ", ".join(CRITERIA)),
             ("shares", self.shares in SHARES, ", ".join(SHARES)),
-            ("score_batches", self.score_batches == -1 or self.score_batches >= 1, "1 or more, or -1"),
+            (
+                "score_batches",
+                self.score_batches == -1 or self.score_batches >= 1,
+                "1 or more, or -1",
+            ),
         ):
             if not holds:
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; allowed: {allowed}.")
@@ -105,7 +109,7 @@ class Pruning:
 class PruneResult:
     """A mask that was made, where it is, and what a decode step reads.
 
-    `bytes_before` and `bytes_after` are weights without adapters; `outcome` is of the recovery, if there was one.
+    `bytes_before` and `bytes_after` are weights without adapters; `outcome` is the recovery's, None without.
     """
 
     path: Path
@@ -190,7 +194,12 @@ def prune(
                     warmup_iters=0,
                 )
                 steps = dataclasses.replace(
-                    recipe, options=options, epochs=None, warmup_share=None, warmup_epochs=None, test=False
+                    recipe,
+                    options=options,
+                    epochs=None,
+                    warmup_share=None,
+                    warmup_epochs=None,
+                    test=False,
                 )
                 scores = run_path / "scores"
                 is_begun = (scores / "run.json").exists()
@@ -230,7 +239,7 @@ def make_mask(
     pruning: Pruning,
     progress: Progress | None = None,
 ) -> TaskMask:
-    """Return the mask of the criteria "activation" and "gradient", by one pass over batches of single samples."""
+    """Return the mask of "activation" or "gradient", by one pass over batches of one sample in a row."""
     find = {"activation": activation_scores, "gradient": gradient_scores}[pruning.criterion]
     scores = group_scores(find(model, batches, pruning.score_batches, progress), pruning.group)
     kept = kept_groups(scores, kept_counts(scores, pruning.share, pruning.shares))
@@ -242,7 +251,7 @@ def _check_model(source: ModelSource, group: int) -> None:
     """Raise `ConfigError` unless the model is an AFM model whose feed-forward holds whole groups."""
     if not source.is_afm:
         raise ConfigError(
-            f"{source.folder} is no AFM model, and channels are scored in AFM's blocks only. Choose an AFM model."
+            f"{source.folder} is no AFM model, and only these have channels that are scored. Choose one."
         )
     width = ModelConfig.from_dict(source.values, str(source.folder / "config.json")).ffn_dim
     if width % group:
@@ -300,11 +309,12 @@ def _card(
     after = round(inside * mask.share) + rest
     how = f"{pruning.criterion}, {pruning.shares} shares, seed {recipe.options.seed}"
     shares = "\n".join(
-        f"| {block} | {width:,} | {width / mask.ffn_dim:.1%} |" for block, width in enumerate(mask.widths)
+        f"| {block} | {width:,} | {width / mask.ffn_dim:.1%} |"
+        for block, width in enumerate(mask.widths)
     )
     return (
-        f"# {name}\n\nA task mask for {source.name}: the feed-forward channels that a task needs. It runs as an "
-        f"adapter does.\n\n| | |\n| --- | --- |\n| task | {mask.task or 'not described'} |\n"
+        f"# {name}\n\nA task mask for {source.name}: the feed-forward channels that a task needs. It runs "
+        f"as an adapter does.\n\n| | |\n| --- | --- |\n| task | {mask.task or 'not described'} |\n"
         f"| data | {len(batches):,} samples, {batches.n_tokens:,} tokens |\n| criterion | {how} |\n"
         f"| kept | {mask.share:.1%} of {mask.ffn_dim:,} channels in {mask.blocks} blocks, groups of "
         f"{mask.group} |\n| weights that a decode step reads | {after:,} of {inside + rest:,} bytes |\n\n"
