@@ -18,7 +18,7 @@ def plot_accuracy(accuracy: dict[str, dict[str, float]], path: Path) -> None:
     axes = figure.subplots()
     for y, (way, shares) in enumerate(accuracy.items()):
         axes.barh(y, 100 * shares["mean"], color="#56B4E9" if "ifp" in way else "#999999")
-        points = [100 * share for task, share in shares.items() if task != "mean"]
+        points = [100 * share for task, share in shares.items() if task not in ("mean", "loss")]
         axes.scatter(points, [y] * len(points), marker="|", s=90, color="#444444")
         axes.text(103, y, f"{100 * shares['mean']:.1f}", va="center", fontsize=8)
     axes.set_yticks(range(len(accuracy)), list(accuracy))
