@@ -25,6 +25,7 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.adapters.soft_top_k import soft_top_k, top_k_mask
+from afm_mlx.adapters.task_mask import TaskMask
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, save_file
 from afm_mlx.config import ModelConfig, read_config_json
@@ -132,17 +133,29 @@ class MaskPredictor(nn.Module):
         """Return the masks of scores at inference, (M, blocks, groups) bool."""
         return top_k_mask(scores, self.config.kept_groups)
 
-    def kept(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the groups that a prompt needs, (blocks, groups) bool.
+    def task_mask(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        task: str = "",
+        base_model_fingerprint: str | None = None,
+    ) -> TaskMask:
+        """Return the mask of the highest mean scores over prompts, each a sequence of tokens.
 
-        Raises `RequestError` for a prompt without tokens.
+        One prompt's mask is the one that it runs with. `task` and the fingerprint are kept with the mask.
+
+        Raises `RequestError` for no prompts, or one without tokens.
         """
-        if not len(tokens):
+        if not prompts or not all(map(len, prompts)):
             raise RequestError(
                 "A prompt without tokens needs no channels; give the predictor a text."
             )
-        prompt = mx.array(np.asarray(tokens, np.int32)[None])
-        return np.array(self.masks(self(prompt, mx.array([prompt.shape[1]])))[0])
+        total = mx.zeros((self.config.blocks, self.config.groups))
+        for prompt in prompts:
+            tokens = mx.array(np.asarray(prompt, np.int32)[None])
+            total = total + self(tokens, mx.array([tokens.shape[1]]))[0]
+            mx.eval(total)
+        kept = np.array(self.masks(total))
+        return TaskMask(kept, self.config.group, task, "predictor", base_model_fingerprint)
 
 
 def small_model(config: ModelConfig) -> ModelConfig:

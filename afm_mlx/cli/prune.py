@@ -23,6 +23,7 @@ from afm_mlx.cli.training_runs import (
 )
 from afm_mlx.cli.training_runs import (
     Reporter,
+    features_of,
     fields_given,
     recipe_of,
     run_advice,
@@ -55,9 +56,11 @@ _MASK = [
              metavar="SIZE"),
     Argument("--target-tokens-per-second", positive(MAX_NUMBER),
              "choose the share: the speed of generating one answer, as measured on this machine", metavar="N"),
-    Argument("--criterion", ["activation", "gradient", "learned"],
+    Argument("--criterion", ["activation", "gradient", "learned", "predictor"],
              "activation, by default: how far a channel moves its block's output on the task's prompts and "
-             "answers; gradient: how far it moves the loss of the answers; learned: scores that are trained"),
+             "answers; gradient: how far it moves the loss of the answers; learned: scores that are trained; "
+             "predictor: what the model's own predictor chooses for --task, or for the prompts of --data, if "
+             "it has one (lora --fine-tune-type ifp)"),
     Argument("--group", integer(1),
              "neighbouring channels that are kept or cut together; 16 by default, which fills a word of 2-bit "
              "weights. Float models may have 1"),
@@ -93,6 +96,9 @@ _OF_RECOVERY = (*(row.name for row in _RECOVERY[1:]), "test", "plot")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.criterion == "predictor":
+        _predict(args)
+        return
     if args.plot is not None:
         raise UsageError(
             "--plot is for lora and qat; the metrics of a recovery are in SAVE_PATH-run/recovery/metrics.jsonl."
@@ -139,6 +145,31 @@ def run(args: argparse.Namespace) -> None:
             stopping=deferred_signals,
         )
     _print(args, result)
+
+
+def _predict(args: argparse.Namespace) -> None:
+    """Make a mask by the model's own predictor, which sets the kept share and the group."""
+    names = [row.name for row in (*_MASK, *_RECOVERY) if row.name not in ("criterion", "task")]
+    if given := [flag_of(name) for name in (*names, "teacher") if getattr(args, name)]:
+        raise UsageError(
+            f"{', '.join(given)} would do nothing with --criterion predictor, which has its share and "
+            "groups. Leave it out."
+        )
+    if args.data is None and not args.task:
+        raise UsageError("--task or --data is missing: what the predictor chooses the mask for.")
+    from afm_mlx.training.pruning.predicted_mask import predict_mask
+
+    features = features_of(args)
+    mask = predict_mask(
+        args.model, args.save_path, task=args.task or "", data=args.data, features=features
+    )
+    if args.json:
+        print_json({"model": str(args.model), "path": args.save_path, "share": mask.share})
+        return
+    print(
+        f"Kept {mask.share:.1%} of {mask.ffn_dim:,} channels in each block, in groups of {mask.group}"
+    )
+    print(f"Saved to {args.save_path}")
 
 
 def _recovery(args: argparse.Namespace) -> RecoveryTraining | None:

@@ -261,10 +261,14 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
         raise UsageError(
             "--no-mask-prompt is --prompt-weight 1; they contradict each other. Choose one."
         )
+    return Recipe(options=options, features=features_of(args), **values)
+
+
+def features_of(args: argparse.Namespace) -> dict[str, str]:
+    """Return the data's keys by the standard names that they stand for."""
     names = {name: getattr(args, f"{name}_feature") for name in FEATURES}
     names["messages"] = names.pop("chat")
-    values["features"] = {name: key for name, key in names.items() if key not in (None, name)}
-    return Recipe(options=options, **values)
+    return {name: key for name, key in names.items() if key not in (None, name)}
 
 
 def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:

@@ -275,18 +275,22 @@ def _vocabulary_fault(
 # -- predictors of masks
 
 
-def load_predictor(folder: str | Path, model: nn.Module) -> MaskPredictor:
+def load_predictor(folder: str | Path, model: ModelConfig) -> MaskPredictor:
     """Load the predictor of a model's masks from the model's folder.
 
     Raises:
         ConfigError: if the folder has none, or it is for another model, or its config can't be used.
         CheckpointError: if its files are damaged.
     """
-    folder = Path(folder)
+    check_predictor(folder)
+    own = Path(folder) / PREDICTOR_FOLDER
+    return read_head(own, load_model(own), model)
+
+
+def check_predictor(folder: str | Path) -> None:
+    """Raise `ConfigError` if a model folder has no predictor of masks."""
     if not has_predictor(folder):
         raise ConfigError(
             f"{folder} has no predictor of masks: it has no folder {PREDICTOR_FOLDER}. Train one with the "
             "model (afm-mlx lora --fine-tune-type ifp), or make a mask of a task (afm-mlx prune)."
         )
-    own = folder / PREDICTOR_FOLDER
-    return read_head(own, load_model(own), model.args)

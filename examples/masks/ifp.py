@@ -208,7 +208,7 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
         if name != "ifp":
             report["accuracy"][name] = exact_share(model, samples, encoded, None)
             continue
-        predictor = load_predictor(folder, model)
+        predictor = load_predictor(folder, model.args)
         add_masks(model)
         model.eval()
         scores = [scores_of(predictor, prompt) for prompt, _ in encoded]

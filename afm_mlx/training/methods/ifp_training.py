@@ -107,7 +107,7 @@ class IFPTraining(FullTraining):
         self, model: nn.Module, source: ModelSource, batches: AnyBatches, seed: int
     ) -> None:
         if has_predictor(source.folder):
-            predictor = load_predictor(source.folder, model)
+            predictor = load_predictor(source.folder, model.args)
         else:
             config = self._new_config(model.args)
             predictor = MaskPredictor(self._body(model.args, seed), config, seed)
