@@ -264,7 +264,10 @@ _REWARD = [
              "weight of the loss of graded answers, next to the loss of their order; 0.1 by default"),
 ]
 # fmt: on
-_RATES = "1e-3 for lora and draft, as in Apple's toolkit, 1e-4 for preferences and rewards, and 1e-5 for full and ifp"
+_RATES = (
+    "1e-3 for lora and draft, as in Apple's toolkit, 1e-4 for preferences and rewards, and 1e-5 for full "
+    "and ifp"
+)
 ARGUMENTS = {
     **training_tables(_RATES, *_KIND),
     "LoRA": _LORA,
