@@ -59,7 +59,7 @@ SCALES: dict[str, dict[str, Any]] = {
     "small": {"hidden_dim": 128, "num_layers": 4, "num_kv_reuse_layers": 1, "group": 4},
 }
 ROW = 256
-VALID_LINES = 100
+VALID_LINES = 40
 STAGES = ("chunk", "prompt")
 DESCRIPTIONS = {
     "extract_event": "You are an expert in events. Fill in the event as JSON.",
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="nano")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--chunk", type=int, default=64, help="tokens of a chunk")
+    parser.add_argument("--limit", type=int, default=50, help="measured chats of each task")
     parser.add_argument("--soft", action="store_true", help="the paper's soft masks in training")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--wide", action="store_true", help="train the dense wide model, too")
@@ -196,7 +197,7 @@ def write_random_model(folder: Path, args: argparse.Namespace, wide: bool) -> No
 
 def measure(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Measure the share of exact answers of each task, in all ways, and the overlap of masks."""
-    samples = read_samples()
+    samples = read_samples(args.limit)
     report: dict[str, Any] = {
         "arguments": {key: str(value) for key, value in vars(args).items()},
         "accuracy": {},
@@ -234,10 +235,14 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def read_samples() -> list[dict[str, Any]]:
-    """Read the embedded model's held-out chats, whose values never occur in training."""
+def read_samples(limit: int) -> list[dict[str, Any]]:
+    """Read held-out chats of the embedded model, `limit` of each task; their values never occur in training."""
     path = ModelSource.open("afm-nano").folder / "evaluation.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    of_tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        sample = json.loads(line)
+        of_tasks[sample["task"]].append(sample)
+    return [sample for samples in of_tasks.values() for sample in samples[:limit]]
 
 
 def encode(sample: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:

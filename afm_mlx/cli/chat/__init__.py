@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
         args.system_prompt,
         adapters,
         Thoughts(tokenizer, args.think),
+        model_options.prompt_masks(args, model, tokenizer, adapters),
     )
     if (name := model_options.adapter_name(args)) is not None:
         dialogue.switch(name)

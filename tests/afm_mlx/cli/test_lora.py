@@ -226,7 +226,12 @@ def test_a_model_with_a_predictor_of_masks(base, data, done, fails, tmp_path):
     prune = ("prune", "--model", second, "--criterion", "predictor", "--save-path", mask)
     assert "Kept 50.0% of " in done(*prune, "--task", "You are an expert in words.")
     assert read_mask(mask).task == "You are an expert in words."
+    answer = ("generate", "--model", second, "-p", "say x", "-m", 4, "--verbose", False)
+    texts = {done(*answer, "--mask", each) for each in ("auto", mask)}
+    assert all(texts)
     for argv, says in (
+        ((*answer, "--mask", "auto", "--prompt-cache-file", "x.safetensors"), "--mask auto can't be combined"),
+        (("generate", "-p", "x", "--mask", "auto"), "has no predictor of masks"),
         ((*base, *kind), "--save-path is missing"),
         ((*base, *kind, "--rank", 4, "--save-path", mask), "--rank would do nothing"),
         ((*base, "--ffn", 0.5), "--ffn would do nothing with --fine-tune-type lora"),
