@@ -5,7 +5,7 @@
 
 The masks of all blocks follow from the scores z (blocks, groups): `soft_top_k` in training, the `kept` largest
 at inference. A model folder holds its predictor in the folder `predictor`: the small model's own folder, with
-`mask_head.safetensors` (W1, W2) and `mask_predictor.json` (`PredictorConfig`) beside its weights.
+`mask_head.safetensors` (W1, W2) and `mask_predictor.json` (`PredictorConfig`) next to its weights.
 
 Source: arXiv 2501.02086, section 3, and its authors' code (github.com/hbr690188270/IFPruning). The small model
 is pre-trained there; its sizes here (`small_model`), groups of channels and `binary` masks are ours.

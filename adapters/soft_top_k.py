@@ -54,7 +54,7 @@ def top_k_mask(scores: mx.array, kept: int) -> mx.array:
 def training_mask(scores: mx.array, kept: int, temperature: float = 1.0) -> mx.array:
     """Return `soft_top_k` of the `kept` largest scores of each row, and 0 for the others, (..., n) float32.
 
-    Exactly `kept` numbers of a row are above 0. Arguments and errors are those of `soft_top_k`.
+    Exactly `kept` numbers of a row are above 0. Arguments and errors are as in `soft_top_k`.
     """
     soft = soft_top_k(scores, kept, temperature)
     return mx.where(top_k_mask(mx.stop_gradient(scores), kept), soft, 0.0)

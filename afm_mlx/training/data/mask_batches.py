@@ -8,8 +8,8 @@ Two stages share the form of a batch:
 - "prompt", for fine-tuning: all tokens of a chat run with the mask of its first prompt: what is before the
   assistant's first answer, with the start of that answer, as at inference.
 
-Source: arXiv 2501.02086, section 3. There all tokens before a predicted one have its mask; here those of
-earlier chunks keep theirs, so that a text takes one pass.
+Source: arXiv 2501.02086, section 3. There all tokens before a predicted one have its mask; here tokens of
+earlier chunks keep their own, so that a text takes one pass.
 """
 
 from __future__ import annotations
