@@ -7,6 +7,7 @@ import pytest
 
 from afm_mlx.model.attention import row_positions
 from afm_mlx.model.fused_layers import Normed
+from afm_mlx.model.model import WritingBlock
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.samples import Sample
@@ -45,7 +46,7 @@ def channels(model, tokens):
     """Yield each block's channels (L, N) and outputs (L, D) in float64, for the inputs of one sample."""
     h, positions, kv = model.model.embedding(tokens), row_positions(tokens), None
     for block in model.layers:
-        writes = block in model.model.layers
+        writes = isinstance(block, WritingBlock)
         place = (positions, None) if writes else (positions, kv)
         result = block.self_attn(Normed(h, block.input_layernorm), *place, residual=h)
         x, kv = result if writes else (result, kv)
