@@ -34,7 +34,7 @@ from afm_mlx.files import atomic_folder, atomic_write
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import evaluate, load_examples
 
-EXAMPLES, ITERS, SHARE = 600, 60, 0.5
+EXAMPLES, ITERS, SHARE = 600, 40, 0.5
 _VALID = 48
 _MODEL = "afm-nano"
 _PRUNING = (

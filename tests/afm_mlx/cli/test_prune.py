@@ -49,7 +49,7 @@ def test_json_and_a_target(base, run, tmp_path):
         (("--group", 7), "group is 7, which does not divide the 96 channels"),
         (("--rank", 4), "--rank without --recover lora would do nothing"),
         (("--score-iters", 4), "--score-iters would do nothing with --criterion activation"),
-        (("--target-bytes", 10), "target-bytes is 10, and that is out of reach"),
+        (("--target-bytes", 10), "target_bytes is 10, and that is out of reach"),
         (("--resume",), "mask-run holds no run. Leave it out to start one"),
         (("--plot", "x.png"), "--plot is for lora and qat"),
     ],
