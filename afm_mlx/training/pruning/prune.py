@@ -19,9 +19,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from afm_mlx import threads
-from afm_mlx.adapters.task_mask import GROUP, TaskMask, read_mask, write_mask
+from afm_mlx.adapters.task_mask import GROUP, MaskBase, TaskMask, read_mask, write_mask
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, shown
@@ -167,7 +168,7 @@ def prune(
         raise ConfigError(
             "A mask of one pass has no run to resume; leave resume out, and the pass is made again."
         )
-    inside, rest, weights = _describe(source)
+    inside, rest, weights = _describe(source, pruning.group)
     run, outcome = None, None
     if has_run:
         manifest = dataclasses.asdict(pruning) | {
@@ -241,7 +242,8 @@ def _train(
 ) -> RunOutcome:
     """Train by a method, from where a run in `run_path` has ended, if there is one."""
     is_begun = (run_path / "run.json").exists()
-    return train_by(method, recipe, path, run_path=run_path, resume=is_begun, **hooks).outcome
+    arguments: RunArguments = {**hooks, "run_path": run_path, "resume": is_begun}
+    return train_by(method, recipe, path, **arguments).outcome
 
 
 def _write(path: Path, mask: TaskMask, card: str = "") -> None:
@@ -255,9 +257,16 @@ def _write(path: Path, mask: TaskMask, card: str = "") -> None:
         raise AFMError(f"The folder {path} can't be written: {error}.") from None
 
 
-def _describe(source: ModelSource) -> tuple[int, int, str]:
-    """Return `step_bytes` of a model, and the fingerprint of its weights; the model is not kept."""
+def _describe(source: ModelSource, group: int) -> tuple[int, int, str]:
+    """Return `step_bytes` of a model, and the fingerprint of its weights; the model is not kept.
+
+    Raises `CheckpointError` when groups of this size cut a packed word, or a group of scales.
+    """
     model = source.load()
+    base = MaskBase.of(model)
+    every_second = np.zeros((len(base.layers), base.layers[0].width // group), bool)
+    every_second[:, ::2] = True
+    base.plan(TaskMask(every_second, group))
     return *step_bytes(model), source.fingerprint(model)
 
 

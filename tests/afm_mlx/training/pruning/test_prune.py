@@ -10,7 +10,7 @@ from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.task_mask import TaskMask, apply_mask, read_mask
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.weights import save_weights
-from afm_mlx.errors import AFMError, ConfigError, DataError, TrainingError
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, DataError, TrainingError
 from afm_mlx.loading.load import load
 from afm_mlx.training.loop.trainer import Validation
 from afm_mlx.training.pruning.mask_training import RecoveryTraining
@@ -182,13 +182,21 @@ def test_an_option_out_of_range(option, values, message):
             Pruning(**{option: value})
 
 
-def test_what_can_not_be_pruned(recipe, model, tmp_path, rng):
+def test_what_can_not_be_pruned(recipe, packed, tmp_path):
     with pytest.raises(ConfigError, match="leave one out"):
         Pruning(target_bytes=5, target_tokens_per_second=5)
     with pytest.raises(
         ConfigError, match=r"group is 20, which does not divide the 96 .*1, 2, 4, 8, 16, 32"
     ):
         prune(recipe, tmp_path / "mask", Pruning(group=20))
+    words = dataclasses.replace(recipe, model=packed)
+    with pytest.raises(CheckpointError, match=r"groups of 8 channels, .*--group 16"):
+        prune(words, tmp_path / "mask", Pruning(group=8))
+    zoo = tmp_path / "zoo"
+    zoo.mkdir()
+    (zoo / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="zoo is no AFM model"):
+        prune(dataclasses.replace(recipe, model=zoo), tmp_path / "mask")
     with pytest.raises(ConfigError, match="has no run to resume"):
         prune(recipe, tmp_path / "mask", resume=True)
     (tmp_path / "empty.jsonl").touch()
