@@ -54,7 +54,10 @@ def test_half_of_the_channels_with_recovery_are_as_good_on_their_own_task_only(t
     ]
     assert task_masks.main([str(word) for word in argv]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert read_mask(task_masks.folder_of(tmp_path, task, 0.5)).share == 0.5
+    mask = read_mask(task_masks.folder_of(tmp_path, task, 0.5))
+    assert mask.share == 0.5
+    again = task_masks.masks_of(tmp_path / "data" / task, [0.5], 0)[0]
+    assert np.array_equal(again.kept, mask.kept)
     whole, own = report[task_masks.WHOLE], report[f"{task_masks.RECOVERED} {task} 0.5"]
     assert own[task] >= whole[task] - 0.05  # one answer of twenty
     others = [whole[name] - own[name] for name in whole if name != task]
