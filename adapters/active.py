@@ -436,6 +436,18 @@ def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
     return arrays
 
 
+def unread_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters that no row reads, because every row has a mask that replaces them."""
+    active = active_adapters(model)
+    if active is None or active.batch is None or not active.batch.masks:
+        return 0
+    if any(each.resident is None for each in active.batch.masks):
+        return 0
+    replaced = active.batch.residents[0].masked
+    linears = {target.path: target.linear for target in target_modules(model)}
+    return sum(linears[path][name].nbytes for path, names in replaced.items() for name in names)
+
+
 def adapter_fingerprint(model: nn.Module) -> str | None:
     """Return the fingerprint of the adapter that a model runs or trains with; None without one."""
     active = active_adapters(model)

@@ -46,6 +46,7 @@ from afm_mlx.adapters.task_mask import (
     TaskMask,
     gather,
     has_mask,
+    is_mask_alone,
     plan_bytes,
     read_mask,
 )
@@ -366,7 +367,7 @@ class OpenAdapter:
         mask, masks = read_mask(folder), self.base.masks
         if not isinstance(masks, MaskBase):
             raise masks or RequestError("The base was described without its feed-forwards.")
-        _check_base(mask.base_model_fingerprint, self.base.fingerprints, folder, "task mask")
+        check_base(mask.base_model_fingerprint, self.base.fingerprints, folder, "task mask")
         masks.check(mask, folder)
         plan = masks.plan(mask)
         tensors = self.tensors
@@ -459,8 +460,8 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
     """
     stamps = _stamps(path)
     tensors: Mapping[str, Readable]
-    is_masked = path.is_dir() and has_mask(path)
-    if is_masked and not any(path.glob("adapter*")):  # a mask alone: files of every format begin so
+    is_masked = has_mask(path)
+    if is_mask_alone(path):
         empty = OpenAdapter({}, 1.0, base, str(path), stamps, 0)
         return empty.with_mask(path)
     if (path / TENSORS_NAME).is_file() and (path / CONFIG_NAME).is_file():
@@ -510,12 +511,13 @@ def check_fingerprint(
     config: AdapterConfig, known: Collection[str] | None, source: str | Path
 ) -> None:
     """Raise `CheckpointError` if an adapter names another base than those `known`; None accepts any adapter."""
-    _check_base(config.base_model_fingerprint, known, source, "adapter")
+    check_base(config.base_model_fingerprint, known, source, "adapter")
 
 
-def _check_base(
+def check_base(
     wanted: str | None, known: Collection[str] | None, source: str | Path, what: str
 ) -> None:
+    """Raise `CheckpointError` if `what` names another base than those `known`; None accepts any."""
     if wanted is not None and known is not None and wanted not in known:
         raise CheckpointError(
             f"The {what} {source} was made for the model with fingerprint {named(wanted)}, and this one has "

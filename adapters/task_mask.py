@@ -141,6 +141,12 @@ def has_mask(folder: str | Path) -> bool:
     return (folder / MASK_NAME).is_file() or (folder / MASK_CONFIG_NAME).is_file()
 
 
+def is_mask_alone(folder: str | Path) -> bool:
+    """True if a folder holds a mask, and no adapter of any format."""
+    # Names of adapters' files begin with this word in every format.
+    return has_mask(folder) and not any(Path(folder).glob("adapter*"))
+
+
 def write_mask(folder: str | Path, mask: TaskMask) -> None:
     """Write a mask's two files into a folder, which may hold an adapter; each is replaced whole or not at all.
 

@@ -356,7 +356,7 @@ def _search(
             select=args.select or ("weighted" if args.reward is None else "best"),
             value=reward(args.value),
             answer_of=answer_of,
-            adapter=args.adapter_path,
+            adapter=model_options.adapter_name(args),
             engine_options=engine_options,
             **options,
         )

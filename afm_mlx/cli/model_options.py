@@ -39,6 +39,9 @@ TRUST_REMOTE_CODE = Argument(
 LOADING = [
     MODEL,
     Argument("--adapter-path", None, "LoRA adapter: its path, or the name of one that comes with the model"),
+    Argument("--mask", None,
+             "task mask that makes the model smaller: its path, or the name of one that comes with the model; "
+             "alone, or with --adapter-path", metavar="DIR"),
     Argument("--force", FLAG, "run an adapter that was made for another model, if its shapes fit"),
     ACTIVATION_BITS,
     TRUST_REMOTE_CODE,
@@ -56,7 +59,13 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
         trust_remote_code=args.trust_remote_code,
         activation_bits=args.activation_bits,
         force_adapter=args.force,
+        mask=args.mask,
     )
+
+
+def adapter_name(args: argparse.Namespace) -> str | None:
+    """Return the name of what `--adapter-path` and `--mask` stand for together; None without both."""
+    return "+".join(filter(None, (args.adapter_path, args.mask))) or None
 
 
 def named_path(text: str) -> tuple[str, str]:
@@ -103,12 +112,17 @@ def named_adapters(given: list[tuple[str, str]]) -> dict[str, str]:
 def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]:
     """Load the model; return it, its tokenizer, and a pool of all adapters that the arguments name.
 
-    Commands without the arguments `ADAPTERS` have `--adapter-path` alone. The adapter of `--adapter-path` is
-    registered under the text of that argument.
+    Commands without the arguments `ADAPTERS` have `--adapter-path` and `--mask` alone, which are registered
+    as one, under their `adapter_name`.
     """
     from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.loading.load import load
-    from afm_mlx.loading.resolve import model_adapters, resolve_adapter, resolve_model
+    from afm_mlx.loading.resolve import (
+        model_adapters,
+        resolve_adapter,
+        resolve_mask,
+        resolve_model,
+    )
 
     paths = named_adapters(getattr(args, "adapter", []))
     folder = resolve_model(args.model)
@@ -121,6 +135,7 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
                 f"{given[args.adapter_path]}; choose another name."
             )
     named = model_adapters(folder) | given
+    mask = None if args.mask is None else resolve_mask(args.mask, folder)
     model, tokenizer = load(
         folder, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
     )
@@ -129,6 +144,10 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
     )
     for name, path in named.items():
         pool.register(name, path)
+    if mask is not None and adapter_name(args) not in named:
+        name = adapter_name(args)
+        adapter = mask if args.adapter_path is None else named[args.adapter_path]
+        pool.register(name, adapter, mask=None if adapter is mask else mask)
     return model, tokenizer, pool
 
 
