@@ -14,7 +14,7 @@ from afm_mlx.errors import AFMError, CheckpointError, ConfigError, DataError, Tr
 from afm_mlx.loading.load import load
 from afm_mlx.training.loop.trainer import Validation
 from afm_mlx.training.pruning.mask_training import RecoveryTraining
-from afm_mlx.training.pruning.prune import CRITERIA, Pruning, prune
+from afm_mlx.training.pruning.prune import CRITERIA, Pruning, generation_speed, prune
 from tests.tools.cases import each
 from tests.tools.training_data import TRAINABLE
 from tests.tools.training_runs import Break, Watcher, break_at, parameters
@@ -161,6 +161,10 @@ def test_a_target_chooses_the_share(recipe, packed, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="out of reach"):
         prune(recipe, tmp_path / "small", Pruning(target_bytes=1))
     assert not (tmp_path / "small").exists()
+
+
+def test_the_speed_is_measured_by_generating(model):
+    assert generation_speed(load(model)[0]) > 0
 
 
 # -- what is refused
