@@ -9,6 +9,7 @@
 | from files to one array in memory | `resident.py` |
 | which adapters a model adds to which rows, or to all | `active.py` |
 | adapters by name, under a byte budget | `pool.py`, `registry.py` |
-| the channels that a prompt needs: scores to masks, their predictor, its masks in a pool | `soft_top_k.py`, `mask_predictor.py`, `prompt_masks.py` |
+| masks from scores of channels | `soft_top_k.py` |
+| a predictor of a prompt's mask, and such masks in a pool | `mask_predictor.py`, `prompt_masks.py` |
 | the reward head of an adapter that scores answers | `reward_head.py` |
 """

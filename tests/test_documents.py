@@ -59,6 +59,7 @@ PAGES: dict[str, dict[str, str]] = {
     "guided.md": {},
     "index.md": {"make demo": "installs the package"},
     "kernels.md": {},
+    "masks.md": {},
     "mlx-lm.md": {},
     "models.md": {"path/to/checkpoint": OWN_CHECKPOINT},
     "preferences.md": {},

@@ -92,7 +92,10 @@ ARGUMENTS = {
     "mask": _MASK,
     "recovery": _RECOVERY,
 }
-_OF_RECOVERY = (*(row.name for row in _RECOVERY[1:]), "test", "plot")
+_TRAINING = [row for table in ("training", "distillation", "run") for row in ARGUMENTS[table]]
+_SCORES_ONLY = ("score_iters", "score_learning_rate")
+_LENGTH = ("iters", "epochs", "learning_rate", "lr_schedule", "warmup_iters", "warmup_epochs")
+"""Arguments of training that have others in their place for scores."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -101,20 +104,9 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.plot is not None:
         raise UsageError(
-            "--plot is for lora and qat; the metrics of a recovery are in SAVE_PATH-run/recovery/metrics.jsonl."
+            "--plot is for lora and qat; a recovery's metrics are in SAVE_PATH-run/recovery/metrics.jsonl."
         )
-    is_learned = args.criterion == "learned"
-    for name in _OF_RECOVERY if args.recover is None else ():
-        if getattr(args, name):
-            raise UsageError(
-                f"{flag_of(name)} without --recover lora would do nothing. Add it, or leave this out."
-            )
-    for name in ("score_iters", "score_learning_rate"):
-        if getattr(args, name) is not None and not is_learned:
-            raise UsageError(
-                f"{flag_of(name)} would do nothing with --criterion {args.criterion or 'activation'}; it is "
-                "for learned. Leave it out."
-            )
+    _check_use(args)
     if args.teacher is None:
         args.teacher = "self"
     recipe = recipe_of(args, LEARNING_RATE)
@@ -170,6 +162,27 @@ def _predict(args: argparse.Namespace) -> None:
         f"Kept {mask.share:.1%} of {mask.ffn_dim:,} channels in each block, in groups of {mask.group}"
     )
     print(f"Saved to {args.save_path}")
+
+
+def _check_use(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for arguments of training that nothing would be trained by."""
+    is_learned = args.criterion == "learned"
+    if not is_learned:
+        for name in _SCORES_ONLY:
+            if getattr(args, name) is not None:
+                raise UsageError(
+                    f"{flag_of(name)} would do nothing with --criterion {args.criterion or 'activation'}; it "
+                    "is for learned. Leave it out."
+                )
+    if args.recover is not None:
+        return
+    for row in [*_RECOVERY[1:], *_TRAINING]:
+        value, used = getattr(args, row.name, None), row.name in ("seed", "resume")
+        used = used or (is_learned and row in _TRAINING and row.name not in (*_LENGTH, "test"))
+        if not used and value not in (None, False, row.options["default"]):
+            raise UsageError(
+                f"{flag_of(row.name)} without --recover lora would do nothing. Add it, or leave this out."
+            )
 
 
 def _recovery(args: argparse.Namespace) -> RecoveryTraining | None:

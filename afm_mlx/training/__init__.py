@@ -28,6 +28,8 @@ from afm_mlx.training.methods.train import (
     train_preferences,
     train_qat,
 )
+from afm_mlx.training.pruning.mask_training import RecoveryTraining
+from afm_mlx.training.pruning.prune import Pruning, prune
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import pack_qat, prepare_qat
 
@@ -45,8 +47,10 @@ __all__ = [
     "PolicyTraining",
     "PreferenceLoss",
     "PreferenceTraining",
+    "Pruning",
     "QATTraining",
     "Recipe",
+    "RecoveryTraining",
     "RewardTraining",
     "RunFolder",
     "RunOutcome",
@@ -62,6 +66,7 @@ __all__ = [
     "pack_qat",
     "plot_metrics",
     "prepare_qat",
+    "prune",
     "train",
     "train_contrastive",
     "train_draft",

@@ -29,18 +29,27 @@ import tasks
 from values import Values
 
 from afm_mlx import cli
-from afm_mlx.adapters.task_mask import TaskMask, read_mask, write_mask
+from afm_mlx.adapters.task_mask import GROUP, TaskMask, write_mask
 from afm_mlx.files import atomic_folder, atomic_write
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import evaluate, load_examples
+from afm_mlx.training.loop.training_options import TrainingOptions
+from afm_mlx.training.methods.model_source import ModelSource
+from afm_mlx.training.methods.recipe import Recipe, read_split
+from afm_mlx.training.pruning.channel_scores import gradient_scores
+from afm_mlx.training.pruning.kept_groups import group_scores, kept_counts, kept_groups
 
-EXAMPLES, ITERS, SHARE = 600, 60, 0.5
+EXAMPLES, ITERS, SHARE = 600, 40, 0.5
+SCORE_BATCHES = 40
+CURVE = (0.25, 0.5, 0.75, 0.875)
+"""Shares at which masks without an adapter are measured, too."""
+
 _VALID = 48
 _MODEL = "afm-nano"
 _PRUNING = (
     "prune --model afm-nano --data {data} --save-path {out} --seed {seed} --ffn {share} --criterion gradient "
     "--task {task} --recover lora --rank 16 --iters {iters} --learning-rate 5e-3 --batch-size 4 "
-    "--score-batches 40 --steps-per-eval 20 --val-batches -1 --save-every 20"
+    "--score-batches {batches} --steps-per-eval 20 --val-batches -1 --save-every 20"
 )
 WHOLE, RECOVERED, ALONE, RANDOM = "whole model", "mask and recovery", "mask alone", "random mask"
 
@@ -95,7 +104,7 @@ def make_mask(out: Path, task: str, share: float, seed: int, iters: int) -> int:
     folder = folder_of(out, task, share)
     if folder.is_dir():
         return 0
-    places = {"data": out / "data" / task, "out": folder, "seed": seed}
+    places = {"data": out / "data" / task, "out": folder, "seed": seed, "batches": SCORE_BATCHES}
     argv = shlex.split(_PRUNING.format(**places, share=share, task=task, iters=iters))
     if Path(f"{folder}-run", "run.json").is_file():
         argv.append("--resume")
@@ -138,14 +147,27 @@ def measure(
     add(WHOLE, None, list(tasks.TASKS))
     for task in chosen:
         for share in shares:
-            folder = folder_of(out, task, share)
-            mask = read_mask(folder)
-            add(f"{RECOVERED} {task} {share:g}", folder, list(tasks.TASKS))
+            add(f"{RECOVERED} {task} {share:g}", folder_of(out, task, share), list(tasks.TASKS))
+        wanted = [*sorted({*shares, *CURVE})]
+        if all(f"{RANDOM} {task} {share:g}" in report for share in wanted):
+            continue
+        for share, mask in zip(wanted, masks_of(out / "data" / task, wanted, seed), strict=True):
             with tempfile.TemporaryDirectory() as place:
                 for variant, own in ((ALONE, mask), (RANDOM, random_mask(mask, seed))):
                     write_mask(Path(place, variant), own)
                     add(f"{variant} {task} {share:g}", Path(place, variant), [task])
     return report
+
+
+def masks_of(data: Path, shares: Sequence[float], seed: int) -> list[TaskMask]:
+    """Return the masks of several shares, by the scores of one pass, as `make_mask` chooses them."""
+    source = ModelSource.open(_MODEL)
+    options = TrainingOptions(iters=1, learning_rate=1e-3, seed=seed)
+    recipe = Recipe(data, options, batch_size=4, packing=False)
+    scores = gradient_scores(source.load(), read_split(recipe, source, "train"), SCORE_BATCHES)
+    groups = group_scores(scores, GROUP)
+    kept = [kept_groups(groups, kept_counts(groups, share)) for share in shares]
+    return [TaskMask(each, GROUP, data.name, "gradient") for each in kept]
 
 
 def table(report: Figures, chosen: Sequence[str], share: float) -> str:

@@ -7,9 +7,15 @@ from collections.abc import Callable
 
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
-from afm_mlx.adapters.task_mask import FeedForward, TaskMask, apply_mask, feed_forwards
+from afm_mlx.adapters.task_mask import (
+    FeedForward,
+    MaskBase,
+    TaskMask,
+    apply_mask,
+    feed_forwards,
+    plan_cuts,
+)
 from afm_mlx.checkpoint.fingerprint import base_parameters
 from afm_mlx.errors import ConfigError
 
@@ -59,12 +65,15 @@ def kept_groups(scores: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def step_bytes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of the weights that a decode step reads: of feed-forwards, and of all else."""
+    """Return the bytes of the weights that a decode step reads: of feed-forward channels, and all others."""
+    base = MaskBase.of(model)
     inside = sum(
-        array.nbytes
-        for each in feed_forwards(model)
-        for target in (each.gate, each.up, each.down)
-        for _, array in tree_flatten(target.linear.parameters())
+        cut.nbytes
+        for each in base.layers
+        for target in each.targets
+        for cut in plan_cuts(
+            base.arrays[target.path], np.ones(each.width, bool), target is each.down, target.path
+        ).values()
     )
     return inside, sum(array.nbytes for array in base_parameters(model).values()) - inside
 
@@ -86,7 +95,8 @@ def share_for_bytes(model: nn.Module, target: int, group: int) -> float:
         )
         raise ConfigError(
             f"target_bytes is {target:,}, and {fault}. A step of this model reads {inside + rest:,} bytes of "
-            f"weights, {inside:,} of them for feed-forwards; allowed are {least:,} to {inside + rest - 1:,}."
+            f"weights, {inside:,} of them of feed-forward channels; allowed are {least:,} to "
+            f"{inside + rest - 1:,}."
         )
     return kept / groups
 

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from afm_mlx import threads
-from afm_mlx.adapters.task_mask import GROUP, TaskMask, read_mask, write_mask
+from afm_mlx.adapters.task_mask import GROUP, MaskBase, TaskMask, read_mask, write_mask
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, shown
@@ -32,9 +33,10 @@ from afm_mlx.progress import Progress
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping
+from afm_mlx.training.methods.method import Method
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Plan, Recipe, read_split
-from afm_mlx.training.methods.train import train_by
+from afm_mlx.training.methods.train import RunArguments, train_by
 from afm_mlx.training.pruning.channel_scores import activation_scores, gradient_scores
 from afm_mlx.training.pruning.kept_groups import (
     SHARES,
@@ -166,85 +168,106 @@ def prune(
         raise ConfigError(
             "A mask of one pass has no run to resume; leave resume out, and the pass is made again."
         )
-    model = source.load()
-    warn_if_slow(model)
-    inside, rest = step_bytes(model)
+    inside, rest, weights = _describe(source, pruning.group)
     run, outcome = None, None
     if has_run:
         manifest = dataclasses.asdict(pruning) | {
             "kind": "prune",
             "model": source.name,
-            "model_weights": source.fingerprint(model),
+            "model_weights": weights,
             "data": batches.fingerprint,
             "seed": recipe.options.seed,
             "recovery": recovery is not None,
         }
         run = (RunFolder.open if resume else RunFolder.create)(run_path, manifest)
-    hooks = {"on_plan": on_plan, "on_event": on_event, "stopping": stopping}
+    hooks: RunArguments = {"on_plan": on_plan, "on_event": on_event, "stopping": stopping}
     with run or nullcontext():
         made = run_path / "mask"
         if run is None or not made.exists():
-            pruning = _with_share(pruning, model, source, run)
+            pruning = _with_share(pruning, source, run)
             if is_learned:
-                own = _fields(pruning, MaskTraining)
-                options = dataclasses.replace(
-                    recipe.options,
-                    iters=pruning.score_iters,
-                    learning_rate=pruning.score_learning_rate,
-                    warmup_iters=0,
-                )
-                steps = dataclasses.replace(
-                    recipe,
-                    options=options,
-                    epochs=None,
-                    warmup_share=None,
-                    warmup_epochs=None,
-                    test=False,
-                )
-                scores = run_path / "scores"
-                is_begun = (scores / "run.json").exists()
-                train_by(
-                    MaskTraining(**own), steps, made, run_path=scores, resume=is_begun, **hooks
-                )
+                _train_mask(recipe, pruning, made, run_path / "scores", hooks)
             else:
-                mask = make_mask(model, source, batches, pruning, progress)
+                mask = make_mask(source, batches, pruning, progress)
                 if run is not None:
-                    with atomic_folder(made) as folder:
-                        write_mask(folder, mask)
+                    _write(made, mask)
         if run is not None:
             mask = read_mask(made)
         card = _card(path.name, source, mask, batches, pruning, recipe, inside, rest)
-        del model  # training loads its own
-        if recovery is not None:
-            recovery = dataclasses.replace(recovery, mask=mask, card=card)
-            own_run = run_path / "recovery"
-            is_begun = (own_run / "run.json").exists()
-            result = train_by(recovery, recipe, path, run_path=own_run, resume=is_begun, **hooks)
-            outcome = result.outcome
+        if recovery is None:
+            _write(path, mask, card)
         else:
-            try:
-                with atomic_folder(path) as folder:
-                    write_mask(folder, mask)
-                    write_card(folder, card, {})
-            except OSError as error:
-                raise AFMError(f"The folder {path} can't be written: {error}.") from None
+            recovery = dataclasses.replace(recovery, mask=mask, card=card)
+            outcome = _train(recovery, recipe, path, run_path / "recovery", hooks)
     after = round(inside * mask.share) + rest
     return PruneResult(path, mask, inside + rest, after, outcome)
 
 
 def make_mask(
-    model: nn.Module,
-    source: ModelSource,
-    batches: Batches,
-    pruning: Pruning,
-    progress: Progress | None = None,
+    source: ModelSource, batches: Batches, pruning: Pruning, progress: Progress | None = None
 ) -> TaskMask:
     """Return the mask of "activation" or "gradient", by one pass over batches of one sample in a row."""
+    model = source.load()
+    warn_if_slow(model)
     find = {"activation": activation_scores, "gradient": gradient_scores}[pruning.criterion]
     scores = group_scores(find(model, batches, pruning.score_batches, progress), pruning.group)
     kept = kept_groups(scores, kept_counts(scores, pruning.share, pruning.shares))
     base = folder_fingerprint(model.args, source.folder)
     return TaskMask(kept, pruning.group, pruning.task, pruning.criterion, base)
+
+
+def _train_mask(
+    recipe: Recipe, pruning: Pruning, path: Path, run_path: Path, hooks: RunArguments
+) -> None:
+    """Train a mask's scores, from where a run has ended, and write the mask to `path`."""
+    values = dataclasses.asdict(pruning)
+    fields = dataclasses.fields(MaskTraining)
+    options = dataclasses.replace(
+        recipe.options,
+        iters=pruning.score_iters,
+        learning_rate=pruning.score_learning_rate,
+        lr_schedule=None,
+        warmup_iters=0,
+        # Often enough that a good step is kept.
+        steps_per_eval=max(1, min(recipe.options.steps_per_eval, pruning.score_iters // 5)),
+    )
+    steps = dataclasses.replace(
+        recipe, options=options, epochs=None, warmup_share=None, warmup_epochs=None, test=False
+    )
+    _train(MaskTraining(**{f.name: values[f.name] for f in fields}), steps, path, run_path, hooks)
+
+
+def _train(
+    method: Method, recipe: Recipe, path: Path, run_path: Path, hooks: RunArguments
+) -> RunOutcome:
+    """Train by a method, from where a run in `run_path` has ended, if there is one."""
+    is_begun = (run_path / "run.json").exists()
+    arguments: RunArguments = {**hooks, "run_path": run_path, "resume": is_begun}
+    return train_by(method, recipe, path, **arguments).outcome
+
+
+def _write(path: Path, mask: TaskMask, card: str = "") -> None:
+    """Write a mask's folder, whole or not at all, with a card if there is a text."""
+    try:
+        with atomic_folder(path) as folder:
+            write_mask(folder, mask)
+            if card:
+                write_card(folder, card, {})
+    except OSError as error:
+        raise AFMError(f"The folder {path} can't be written: {error}.") from None
+
+
+def _describe(source: ModelSource, group: int) -> tuple[int, int, str]:
+    """Return `step_bytes` of a model, and the fingerprint of its weights; the model is not kept.
+
+    Raises `CheckpointError` when groups of this size cut a packed word, or a group of scales.
+    """
+    model = source.load()
+    base = MaskBase.of(model)
+    every_second = np.zeros((len(base.layers), base.layers[0].width // group), bool)
+    every_second[:, ::2] = True
+    base.plan(TaskMask(every_second, group))
+    return *step_bytes(model), source.fingerprint(model)
 
 
 def _check_model(source: ModelSource, group: int) -> None:
@@ -262,9 +285,7 @@ def _check_model(source: ModelSource, group: int) -> None:
         )
 
 
-def _with_share(
-    pruning: Pruning, model: nn.Module, source: ModelSource, run: RunFolder | None
-) -> Pruning:
+def _with_share(pruning: Pruning, source: ModelSource, run: RunFolder | None) -> Pruning:
     """Replace the share by the one that the target asks for; a run keeps it, because speeds vary."""
     if not pruning.has_target:
         return pruning
@@ -273,11 +294,10 @@ def _with_share(
     if kept is not None:
         return dataclasses.replace(pruning, share=kept[_KEPT_SHARE].item())
     if pruning.target_bytes is not None:
-        share = share_for_bytes(model, pruning.target_bytes, pruning.group)
+        share = share_for_bytes(source.load(), pruning.target_bytes, pruning.group)
     else:
         assert pruning.target_tokens_per_second is not None
         target = pruning.target_tokens_per_second
-        # Measuring cuts the model, so it is another one.
         share = share_for_speed(source.load(), target, pruning.group, generation_speed)
     if run is not None:
         run.keep(_KEPT_SHARE, {_KEPT_SHARE: mx.array(share)}, key)
@@ -288,11 +308,6 @@ def generation_speed(model: nn.Module) -> float:
     """Return the tokens per second of generating one answer, the median of five runs of 64 tokens."""
     case = BenchmarkCase(prompt_tokens=32, generated_tokens=64)
     return run_case(model, case, repetitions=5).decode.median
-
-
-def _fields(pruning: Pruning, kind: type) -> dict[str, object]:
-    values = dataclasses.asdict(pruning)
-    return {field.name: values[field.name] for field in dataclasses.fields(kind)}
 
 
 def _card(

@@ -230,7 +230,10 @@ def test_a_model_with_a_predictor_of_masks(base, data, done, fails, tmp_path):
     texts = {done(*answer, "--mask", each) for each in ("auto", mask)}
     assert all(texts)
     for argv, says in (
-        ((*answer, "--mask", "auto", "--prompt-cache-file", "x.safetensors"), "--mask auto can't be combined"),
+        (
+            (*answer, "--mask", "auto", "--prompt-cache-file", "x.safetensors"),
+            "--mask auto can't be combined",
+        ),
         (("generate", "-p", "x", "--mask", "auto"), "has no predictor of masks"),
         ((*base, *kind), "--save-path is missing"),
         ((*base, *kind, "--rank", 4, "--save-path", mask), "--rank would do nothing"),

@@ -1,5 +1,7 @@
 """Scores of channels against their formulas, computed block by block without the code that is tested."""
 
+import dataclasses
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -7,12 +9,15 @@ import pytest
 
 from afm_mlx.model.attention import row_positions
 from afm_mlx.model.fused_layers import Normed
+from afm_mlx.model.model import WritingBlock
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.samples import Sample
 from afm_mlx.training.loop.losses import CrossEntropy
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.pruning.channel_scores import activation_scores, gradient_scores
+from tests.tools.cli import CONFIG
+from tests.tools.models import random_model
 
 
 @pytest.fixture(params=["model", "packed"])
@@ -45,7 +50,7 @@ def channels(model, tokens):
     """Yield each block's channels (L, N) and outputs (L, D) in float64, for the inputs of one sample."""
     h, positions, kv = model.model.embedding(tokens), row_positions(tokens), None
     for block in model.layers:
-        writes = block in model.model.layers
+        writes = isinstance(block, WritingBlock)
         place = (positions, None) if writes else (positions, kv)
         result = block.self_attn(Normed(h, block.input_layernorm), *place, residual=h)
         x, kv = result if writes else (result, kv)
@@ -110,3 +115,21 @@ def test_gradients_of_a_packed_model_are_finite_and_of_its_own_channels(packed, 
     assert found.shape == (3, 96)
     assert np.isfinite(found).all()
     assert (found.max(axis=1) > 0).all()
+
+
+@pytest.mark.parametrize("find", [activation_scores, gradient_scores])
+def test_one_block_s_channels_are_in_memory_at_a_time(rng, find):
+    tokens = rng.integers(1, 900, 257)
+    sample = Sample(tokens, np.minimum(np.arange(257), 1), "test")
+    peaks = []
+    for blocks in (2, 8):
+        wide = dataclasses.replace(CONFIG, num_layers=blocks, hidden_dim_scale_factor=128.0)
+        model = random_model(wide, rng)
+        rows = Batches([sample], batch_size=1, length=256, packed=False)
+        weights = mx.get_active_memory()
+        mx.reset_peak_memory()
+        find(model, rows)
+        peaks.append(mx.get_peak_memory() - weights)
+        del model
+    block = 256 * 4096 * 4  # bytes of a block's channels
+    assert peaks[1] - peaks[0] < block

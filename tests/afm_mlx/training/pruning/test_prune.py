@@ -10,11 +10,11 @@ from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.task_mask import TaskMask, apply_mask, read_mask
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.weights import save_weights
-from afm_mlx.errors import AFMError, ConfigError, DataError, TrainingError
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, DataError, TrainingError
 from afm_mlx.loading.load import load
 from afm_mlx.training.loop.trainer import Validation
 from afm_mlx.training.pruning.mask_training import RecoveryTraining
-from afm_mlx.training.pruning.prune import CRITERIA, Pruning, prune
+from afm_mlx.training.pruning.prune import CRITERIA, Pruning, generation_speed, prune
 from tests.tools.cases import each
 from tests.tools.training_data import TRAINABLE
 from tests.tools.training_runs import Break, Watcher, break_at, parameters
@@ -115,16 +115,10 @@ def test_an_interrupted_run_resumes_to_the_same_folder(recipe, packed, tmp_path,
     arguments = dataclasses.replace(QUICK, criterion=criterion), RecoveryTraining(rank=2)
     prune(recipe, tmp_path / "unbroken" / "mask", *arguments)
     path = tmp_path / "broken" / "mask"
-    seen = []
-
-    def on_event(event):
-        seen.append(event)
-        break_at(3)(event)
-
     for resume in (False, True) if criterion == "learned" else (False,):
-        # With "learned", the first run ends in the training of scores, and the second one in the recovery.
+        # With "learned", the first run ends in the 4 steps of scores, and the second one in the recovery's 6.
         with pytest.raises(Break):
-            prune(recipe, path, *arguments, resume=resume, on_event=on_event)
+            prune(recipe, path, *arguments, resume=resume, on_event=break_at(6 if resume else 3))
         assert not path.exists()
         assert (tmp_path / "broken" / "mask-run" / "mask").exists() == (
             resume or criterion != "learned"
@@ -169,6 +163,10 @@ def test_a_target_chooses_the_share(recipe, packed, tmp_path, monkeypatch):
     assert not (tmp_path / "small").exists()
 
 
+def test_the_speed_is_measured_by_generating(model):
+    assert generation_speed(load(model)[0]) > 0
+
+
 # -- what is refused
 
 
@@ -188,13 +186,21 @@ def test_an_option_out_of_range(option, values, message):
             Pruning(**{option: value})
 
 
-def test_what_can_not_be_pruned(recipe, model, tmp_path, rng):
+def test_what_can_not_be_pruned(recipe, packed, tmp_path):
     with pytest.raises(ConfigError, match="leave one out"):
         Pruning(target_bytes=5, target_tokens_per_second=5)
     with pytest.raises(
         ConfigError, match=r"group is 20, which does not divide the 96 .*1, 2, 4, 8, 16, 32"
     ):
         prune(recipe, tmp_path / "mask", Pruning(group=20))
+    words = dataclasses.replace(recipe, model=packed)
+    with pytest.raises(CheckpointError, match=r"groups of 8 channels, .*--group 16"):
+        prune(words, tmp_path / "mask", Pruning(group=8))
+    zoo = tmp_path / "zoo"
+    zoo.mkdir()
+    (zoo / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="zoo is no AFM model"):
+        prune(dataclasses.replace(recipe, model=zoo), tmp_path / "mask")
     with pytest.raises(ConfigError, match="has no run to resume"):
         prune(recipe, tmp_path / "mask", resume=True)
     (tmp_path / "empty.jsonl").touch()
