@@ -71,7 +71,7 @@ def test_evaluate_and_bench(folder, mask, done, fails, tmp_path):
     assert "--mask is for one model" in fails(
         "evaluate", "--compare", folder, folder, "--data", data, "--mask", mask
     )
-    argv = ("bench", "--model", folder, "-p", 4, "-g", 3, "-n", 1, "--json")
+    argv = ("bench", "--model", folder, "-p", 4, "-g", 3, "--num-trials", 1, "--output", "json")
     plain, masked = (json.loads(done(*argv, *more)) for more in ((), ("--mask", mask)))
     read = [
         r["results"][0]["weight_bytes"] + (r["results"][0]["adapter_bytes"] or 0)
