@@ -6,7 +6,7 @@ it equals the model whose other channels are multiplied by zero, and reads fewer
 different numbers of groups. The idea, with masks chosen by a task's description: Instruction-Following Pruning,
 arXiv 2501.02086.
 
-A folder holds a mask in two files, beside an adapter's files or without them:
+A folder holds a mask in two files, with an adapter's files or without them:
 
 - `mask.safetensors`: `kept` (blocks, ceil(groups / 8)) uint8, one bit for each group, the first in the lowest.
 - `mask_config.json`: the size of a group, the number of groups that each block keeps, the task's text, the
@@ -437,7 +437,7 @@ def _cut(array: mx.array, kept: np.ndarray, axis: int, name: str) -> Cut:
 
 
 def _run_length(kept: np.ndarray) -> int:
-    """Return the largest power of two such that aligned blocks of so many neighbours are kept or cut whole."""
+    """Return the largest power of two such that aligned blocks of this many neighbours are kept or cut whole."""
     run = 1
     while kept.size % (2 * run) == 0:
         pairs = kept[::run].reshape(-1, 2)

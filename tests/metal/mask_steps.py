@@ -3,10 +3,10 @@
     python -m tests.metal.mask_steps
 
 Gathered matrices have the kept channels alone, and run in the kernels of any other matrix. A kernel that reads
-the whole matrices through an index would read the same rows of `gate` and `up`. In `down`, a row's kept words are
-scattered: with random groups of one word, a line of 128 bytes has some kept word at every share from 0.25 on, so
-all lines are read. Here the indexed step is the gathered one with the whole model's `down`, and its index and
-broken-up loads cost nothing: a lower bound.
+the whole matrices through an index would read the same rows of `gate` and `up`. In `down`, a row's kept words
+are scattered: with random groups of one word, a line of 128 bytes has some kept word at every share from 0.25
+on, so all lines are read. Here the indexed step is the gathered one with the whole model's `down`, and its index
+and broken-up loads cost nothing: a lower bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN = ("m1", "m3-pro", "m4-max", "m5")
 
 
 def masked_model(share: float) -> Model:
-    """A model whose feed-forwards have the kept share of the preset's channels; its arrays are never computed."""
+    """A model whose feed-forwards have the kept channels alone; its arrays are never computed."""
     config = PRESETS[PRESET]
     factor = config.hidden_dim_scale_factor * share
     return launches.shapes_only(

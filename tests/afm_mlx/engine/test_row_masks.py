@@ -1,4 +1,4 @@
-"""Rows with task masks: each answers as a model that has its kept channels alone, whatever runs beside it."""
+"""Rows with task masks: each answers as a model that has its kept channels alone, whatever else runs."""
 
 import copy
 
