@@ -437,7 +437,7 @@ def _cut(array: mx.array, kept: np.ndarray, axis: int, name: str) -> Cut:
 
 
 def _run_length(kept: np.ndarray) -> int:
-    """Return the largest power of two such that aligned blocks of this many neighbours are kept or cut whole."""
+    """Return the largest power of two such that aligned runs of this length are kept or cut whole."""
     run = 1
     while kept.size % (2 * run) == 0:
         pairs = kept[::run].reshape(-1, 2)

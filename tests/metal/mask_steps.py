@@ -5,8 +5,8 @@
 Gathered matrices have the kept channels alone, and run in the kernels of any other matrix. A kernel that reads
 the whole matrices through an index would read the same rows of `gate` and `up`. In `down`, a row's kept words
 are scattered: with random groups of one word, a line of 128 bytes has some kept word at every share from 0.25
-on, so all lines are read. Here the indexed step is the gathered one with the whole model's `down`, and its index
-and broken-up loads cost nothing: a lower bound.
+on, so all lines are read. Here the indexed step is the gathered one with the whole model's `down`, and its
+index and broken-up loads cost nothing: a lower bound.
 """
 
 from __future__ import annotations
