@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,7 +19,7 @@ def first_prompt(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> in
     A prompt for the first answer is a whole first prompt. Of a longer conversation it is the part that was the
     prompt when the conversation began, so that its mask stays.
     """
-    start = _answer_start(tokenizer)
+    start = _answer_start(cast(Any, tokenizer))
     ids = np.asarray(tokens)
     if not start or len(ids) < len(start):
         return None
