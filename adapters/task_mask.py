@@ -46,7 +46,7 @@ GROUP = 16
 """Channels of a group unless a mask says another number: a 32-bit word of 2-bit codes in a row of `down`."""
 
 _VERSION = 1
-_MAX_GROUPS = 1 << 20  # a feed-forward of a million channels
+_MAX_CHANNELS = 1 << 25  # of all blocks together, more than any model has
 _ALIGNMENT = 128  # bytes: a cache line of Apple's processors
 _THREADS = 2
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -194,19 +194,16 @@ def read_mask(folder: str | Path) -> TaskMask:
     group: Any = config.get("group")
     ffn_dim: Any = config.get("ffn_dim")
     counts: Any = config.get("kept_groups")
-    base = config.get("base_model_fingerprint")
-    is_group = type(group) is int and 0 < group <= _MAX_GROUPS
-    is_width = type(ffn_dim) is int and 0 < ffn_dim <= _MAX_GROUPS
+    base, version = config.get("base_model_fingerprint"), config.get("format_version")
     are_counts = isinstance(counts, list) and all(type(n) is int and n > 0 for n in counts)
+    most = _MAX_CHANNELS // max(1, len(counts)) if are_counts else _MAX_CHANNELS
+    is_width = type(ffn_dim) is int and 0 < ffn_dim <= most
+    widths = f"a multiple of group, up to {most:,}"
+    is_group = type(group) is int and 0 < group <= _MAX_CHANNELS
     for name, value, holds, allowed in (
-        (
-            "format_version",
-            config.get("format_version"),
-            config.get("format_version") == _VERSION,
-            "1",
-        ),
+        ("format_version", version, version == _VERSION, "1"),
         ("group", group, is_group, "a number of channels"),
-        ("ffn_dim", ffn_dim, is_width and is_group and ffn_dim % group == 0, "a multiple of group"),
+        ("ffn_dim", ffn_dim, is_width and is_group and ffn_dim % group == 0, widths),
         ("kept_groups", counts, are_counts and counts, "a number of 1 or more for each block"),
         ("task", config.get("task"), is_text(config.get("task", "")), "a text"),
         ("criterion", config.get("criterion"), is_text(config.get("criterion", "")), "a text"),
