@@ -1,4 +1,4 @@
-"""The adapters that a model runs with: one for each row of a batch, or one for all rows.
+"""The adapters and task masks that a model runs with: one for each row of a batch, or one for all rows.
 
     attach_adapter(model, "path/to/adapter")  # for all rows, until `detach_adapter`
 
@@ -7,18 +7,22 @@
         logits = model(tokens, cache)  # three rows
 
 Activating an adapter changes the arrays that the layers pass to their kernels, and nothing else. These arrays
-are inputs of a traced decode step, which is traced again only for adapters of another rank or on other layers.
+are inputs of a traced decode step, which is traced again only for adapters of another rank or on other layers,
+and for masks that keep other numbers of channels.
+
+If rows have different masks, each feed-forward is computed for the rows of one mask at a time; everything else
+is computed for all rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +30,7 @@ import numpy as np
 
 from afm_mlx.adapters.adapter_folder import embedding_use
 from afm_mlx.adapters.lora import lora_layers, lora_tensors
-from afm_mlx.adapters.resident import Base, ResidentAdapter, build_resident, open_adapter
+from afm_mlx.adapters.resident import Base, ResidentAdapter, build_resident, open_masked
 from afm_mlx.adapters.target_modules import (
     TargetModule,
     replace_layers,
@@ -34,13 +38,34 @@ from afm_mlx.adapters.target_modules import (
     target_shapes,
     unwrap_layers,
 )
+from afm_mlx.adapters.task_mask import TaskMask, feed_forwards
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS, LowRank, Part
 from afm_mlx.model.fused_layers import ACTIVE, AdaptedLinear, LinearWrapper
+from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import LayerAdapters, PackedLinear
 
 _NO_PART = Part(0, 0, 0)
+
+
+class MaskRows(NamedTuple):
+    """The rows of a batch that have the same task mask."""
+
+    resident: ResidentAdapter | None  # one with the mask; None for rows without a mask
+    rows: (
+        mx.array | None
+    )  # (rows,) int32, indices into the batch; None if all rows of any batch have the mask
+
+    @property
+    def mask(self) -> TaskMask | None:
+        return None if self.resident is None else self.resident.mask
+
+    @property
+    def layout(self) -> str:
+        """Text that is equal for rows that can share a traced step."""
+        count = "all" if self.rows is None else str(self.rows.size)
+        return f"{'whole' if self.resident is None else self.resident.layout}:{count}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +76,9 @@ class BatchAdapters:
     scales: mx.array  # (adapters,) float32, alpha / rank of each
     # (B,) int32, each row's index into `residents`, -1 for none; None if all rows of any batch use the first
     slots: mx.array | None
+    masks: tuple[
+        MaskRows, ...
+    ] = ()  # several if rows differ in their masks; none if no row has one
 
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
@@ -65,18 +93,44 @@ class BatchAdapters:
         index = {id(resident): slot for slot, resident in enumerate(residents)}
         slots = [-1 if row is None else index[id(row)] for row in rows]
         scales = mx.array(np.array([resident.scale for resident in residents], np.float32))
-        return cls(residents, scales, mx.array(np.array(slots, np.int32)))
+        return cls(residents, scales, mx.array(np.array(slots, np.int32)), _mask_rows(rows))
 
     @classmethod
     def everywhere(cls, resident: ResidentAdapter) -> BatchAdapters:
         """Return adapters for a batch of any number of rows, all of which use one adapter."""
-        return cls((resident,), mx.array([resident.scale], mx.float32), None)
+        masks = () if resident.mask is None else (MaskRows(resident, None),)
+        return cls((resident,), mx.array([resident.scale], mx.float32), None, masks)
 
     @property
     def layout(self) -> str:
         """Text that is equal for batches that can share a traced step."""
         kind = "all" if self.slots is None else "rows"
-        return " ".join([kind, *(str(resident.layout) for resident in self.residents)])
+        layouts = [str(resident.layout) for resident in self.residents]
+        return " ".join([kind, *layouts, *(f"mask {each.layout}" for each in self.masks)])
+
+
+def _same(one: TaskMask | None, other: TaskMask | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.fingerprint == other.fingerprint
+
+
+def _mask_rows(rows: Sequence[ResidentAdapter | None]) -> tuple[MaskRows, ...]:
+    """Return the rows of each mask, in the order of layouts."""
+    found: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        found.setdefault(
+            "" if row is None or row.mask is None else row.mask.fingerprint, []
+        ).append(index)
+    if set(found) == {""}:
+        return ()
+    if len(found) == 1:
+        return (MaskRows(rows[0], None),)
+    made = [
+        MaskRows(rows[each[0]] if key else None, mx.array(np.array(each, np.int32)))
+        for key, each in found.items()
+    ]
+    return tuple(sorted(made, key=lambda group: group.layout))
 
 
 class ActiveAdapters(dict[str, Any]):
@@ -89,6 +143,8 @@ class ActiveAdapters(dict[str, Any]):
     def __init__(self) -> None:
         super().__init__()
         self.batch: BatchAdapters | None = None
+        self._group = 0  # index of the mask whose rows are computed
+        self._cut: frozenset[str] = frozenset()  # paths of the layers that masks cut
 
     @property
     def layout(self) -> str:
@@ -104,6 +160,13 @@ class ActiveAdapters(dict[str, Any]):
             self["scales"] = self.batch.scales
             if self.batch.slots is not None:
                 self["slots"] = self.batch.slots
+            if self.batch.masks:
+                self["masks"] = [
+                    {} if each.resident is None else each.resident.masked
+                    for each in self.batch.masks
+                ]
+            if len(self.batch.masks) > 1:
+                self.update(_grouped(self.batch))
 
     @contextlib.contextmanager
     def using(self, batch: BatchAdapters | None) -> Iterator[None]:
@@ -115,6 +178,39 @@ class ActiveAdapters(dict[str, Any]):
         finally:
             self.set(before)
 
+    def bind_feed_forwards(self, model: nn.Module) -> None:
+        """Make a model's feed-forwards compute by mask; raise `RequestError` if masks can't cut them."""
+        layers, modules = feed_forwards(model), dict(model.named_modules())
+        self._cut = frozenset(target.path for each in layers for target in each.targets)
+        for each in layers:
+            module = modules[each.path]
+            module.by_mask = self.by_mask
+            if not is_afm(model):
+                kind: Any = type(module)
+                module.__class__ = _by_mask_class(kind)
+
+    def by_mask(self, compute: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+        """Return `compute(x)` for x (B, ...), computed for the rows of one mask at a time."""
+        if self.get("mask_rows") is None:
+            return compute(x)
+        self._check_rows(x.shape[0])
+        results = []
+        try:
+            for group, rows in enumerate(self["mask_rows"]):
+                self._group = group
+                results.append(compute(x[rows]))
+        finally:
+            self._group = 0
+        return mx.concatenate(results)[self["mask_order"]]
+
+    def mask_of(self, path: str) -> Mapping[str, mx.array] | None:
+        """Return the parameters of a layer under the mask of the rows that are computed; None without one."""
+        masks = self.get("masks")
+        found: Mapping[str, mx.array] | None = (
+            None if masks is None else masks[self._group].get(path)
+        )
+        return found
+
     def of_layer(self, target: TargetModule) -> LayerAdapters:
         """Return a function from a batch's number of rows to the target's `LowRank`, or to None without one."""
         outputs = sum(width for _, width in target.shapes.values())
@@ -123,17 +219,54 @@ class ActiveAdapters(dict[str, Any]):
     def _low_rank(self, path: str, sections: tuple[int, ...], batch: int) -> LowRank | None:
         if self.batch is None:
             return None
-        parts = tuple(r.parts.get(path, _NO_PART) for r in self.batch.residents)
+        residents, masks, slots = self.batch.residents, self.batch.masks, self.get("slots")
+        is_cut = path in self._cut and masks
+        parts = tuple(r.parts.get(path, _NO_PART) for r in residents)
+        if is_cut:
+            # Adapters of other masks have other shapes here, and none of the rows that are computed.
+            mask = masks[self._group].mask
+            parts = tuple(
+                part if _same(r.mask, mask) else _NO_PART
+                for r, part in zip(residents, parts, strict=True)
+            )
         if not any(part.rank for part in parts):
             return None
-        slots = self.get("slots")
+        if is_cut and (taken := self.mask_of(path)) is not None:
+            sections = taken["weight"].shape[:1]
         if slots is None:
             slots = _first_slots(batch)
-        elif slots.shape != (batch,):
-            raise RequestError(
-                f"Adapters were given for {slots.shape[0]} rows, and the batch has {batch}."
-            )
+        elif is_cut and len(masks) > 1:
+            slots = self["mask_slots"][self._group]
+        else:
+            self._check_rows(batch)
         return LowRank(tuple(self["numbers"]), parts, self["scales"], slots, sections)
+
+    def _check_rows(self, batch: int) -> None:
+        rows = self["slots"].shape[0]
+        if rows != batch:
+            raise RequestError(f"Adapters were given for {rows} rows, and the batch has {batch}.")
+
+
+@cache
+def _by_mask_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class whose instances compute what a zoo model's feed-forward does, by mask."""
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        return self.by_mask(partial(kind.__call__, self), x)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def _grouped(batch: BatchAdapters) -> dict[str, Any]:
+    """Return the arrays that a batch needs whose rows have different masks."""
+    rows = [each.rows for each in batch.masks if each.rows is not None]
+    order = np.argsort(np.concatenate([np.array(each) for each in rows]))
+    slots = np.array(batch.slots)
+    return {
+        "mask_rows": rows,
+        "mask_order": mx.array(order.astype(np.int32)),
+        "mask_slots": [mx.array(slots[np.array(each)]) for each in rows],
+    }
 
 
 def bind(model: nn.Module) -> ActiveAdapters:
@@ -153,13 +286,15 @@ def bind(model: nn.Module) -> ActiveAdapters:
             "The model has LoRA layers, which are for training. Save them (save_lora) and take them off "
             "(detach_adapter), or load the model again."
         )
+    with contextlib.suppress(RequestError):  # what loads a mask says why the model takes none
+        active.bind_feed_forwards(model)
     wrapped: list[tuple[str, nn.Module]] = []
     for target in targets:
-        adapters = active.of_layer(target)
+        adapters, mask = active.of_layer(target), partial(active.mask_of, target.path)
         if isinstance(target.layer, PackedLinear):
-            target.layer.adapters = adapters
+            target.layer.adapters, target.layer.mask = adapters, mask
         else:
-            wrapped.append((target.path, AdaptedLinear(target.layer, adapters)))
+            wrapped.append((target.path, AdaptedLinear(target.layer, adapters, mask)))
     replace_layers(model, wrapped)
     model[ACTIVE] = active
     return active
@@ -172,7 +307,10 @@ def unbind(model: nn.Module) -> None:
     unwrap_layers(model)
     for target in target_modules(model):
         if isinstance(target.layer, PackedLinear):
-            target.layer.adapters = None
+            target.layer.adapters = target.layer.mask = None
+    for module in model.modules():
+        if module.__dict__.pop("by_mask", None) is not None and not is_afm(model):
+            module.__class__ = type(module).__base__
 
 
 def active_adapters(model: nn.Module) -> ActiveAdapters | None:
@@ -191,8 +329,9 @@ def _first_slots(batch: int) -> mx.array:
 
 def attach_adapter(
     model: nn.Module,
-    path: str | Path,
+    path: str | Path | None,
     *,
+    mask: str | Path | None = None,
     base_folder: str | Path | None = None,
     force: bool = False,
 ) -> nn.Module:
@@ -200,7 +339,8 @@ def attach_adapter(
 
     Args:
         model: a model in eval mode.
-        path: path of an adapter of any format; see `open_adapter`.
+        path: path of an adapter of any format; see `open_adapter`. None for `mask` alone.
+        mask: folder of a task mask that the adapter runs with.
         base_folder: folder that the model was loaded from; see `Base.of`.
         force: accept an adapter that was made for another model, if its shapes fit.
 
@@ -210,11 +350,11 @@ def attach_adapter(
     Raises:
         CheckpointError: when the adapter belongs to another model, or does not fit.
     """
-    resident = open_adapter(Path(path), Base.of(model, base_folder, force)).read()
+    resident = open_masked(path, mask, Base.of(model, base_folder, force)).read()
     if active_adapters(model) is None:
         unwrap_layers(model)  # removes LoRA layers
     bind(model).set(BatchAdapters.everywhere(resident))
-    model.embedding_use = embedding_use(path)
+    model.embedding_use = None if path is None else embedding_use(path)
     return model
 
 
@@ -288,7 +428,25 @@ def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
     if active is not None and active.batch is not None:
         residents = active.batch.residents
         arrays |= {f"adapter.{i}": resident.numbers for i, resident in enumerate(residents)}
+        arrays |= {
+            f"adapter.{i}.{path}.{name}": array
+            for i, resident in enumerate(residents)
+            for path, parameters in resident.masked.items()
+            for name, array in parameters.items()
+        }
     return arrays
+
+
+def unread_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters that no row reads, because every row has a mask that replaces them."""
+    active = active_adapters(model)
+    if active is None or active.batch is None or not active.batch.masks:
+        return 0
+    if any(each.resident is None for each in active.batch.masks):
+        return 0
+    replaced = active.batch.residents[0].masked
+    linears = {target.path: target.linear for target in target_modules(model)}
+    return sum(linears[path][name].nbytes for path, names in replaced.items() for name in names)
 
 
 def adapter_fingerprint(model: nn.Module) -> str | None:

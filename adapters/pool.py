@@ -35,7 +35,13 @@ import mlx.nn as nn
 
 from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.registry import AdapterChoice, Files, Lease, PoolEntry, Registry
-from afm_mlx.adapters.resident import Base, OpenAdapter, ResidentAdapter, open_adapter, open_sum
+from afm_mlx.adapters.resident import (
+    Base,
+    OpenAdapter,
+    ResidentAdapter,
+    open_adapter,
+    open_sum,
+)
 from afm_mlx.errors import AFMError, CheckpointError, RequestError
 from afm_mlx.threads import call
 
@@ -90,19 +96,27 @@ class AdapterPool:
 
     # -- names
 
-    def register(self, name: str, source: str | Path | Mapping[str, float]) -> None:
+    def register(
+        self,
+        name: str,
+        source: str | Path | Mapping[str, float],
+        *,
+        mask: str | Path | None = None,
+    ) -> None:
         """Give an adapter a name; nothing is loaded.
 
         Args:
             name: any printable text; it is never taken for a path.
-            source: an adapter of any format; or weights of registered adapters, for their weighted sum.
+            source: an adapter of any format, or the folder of a task mask; or weights of registered adapters,
+                for their weighted sum.
+            mask: folder of a task mask that the adapter runs with; the name stands for both.
 
         Raises:
             RequestError: for a name that is taken or not printable text, and weights that can't be used.
             CheckpointError: when there is no such path.
         """
         with self._lock:
-            self._registry.add(name, source)
+            self._registry.add(name, source, mask)
 
     def unregister(self, name: str) -> None:
         """Remove a name, and drop the adapter from memory.
@@ -472,9 +486,11 @@ class AdapterPool:
 
     def _opened(self, entry: PoolEntry, files: Files) -> OpenAdapter:
         if isinstance(files, Path):
-            return open_adapter(files, self._base)
-        parts = [(open_adapter(file, self._base), weight) for file, weight in files]
-        return open_sum(parts, self._base, entry.name)
+            opened = open_adapter(files, self._base)
+        else:
+            parts = [(open_adapter(file, self._base), weight) for file, weight in files]
+            opened = open_sum(parts, self._base, entry.name)
+        return opened if entry.mask is None else opened.with_mask(entry.mask)
 
     def _read(self, entry: PoolEntry, opened: OpenAdapter) -> None:
         """Read an adapter's arrays into memory, and grant the leases that wait for it.

@@ -28,6 +28,7 @@ class PoolEntry:
 
     key: Key  # name, or the sum's names and weights
     source: Path | dict[str, float]  # folder or file; of a sum, weights of adapters that have files
+    mask: Path | None = None  # folder of a task mask that the adapter runs with
     # "registered", "opening" (headers are read), "waiting" (for memory), "loading" or "resident"
     state: str = "registered"
     order: int = 0  # counter value at the last use; larger is later
@@ -58,9 +59,13 @@ class PoolEntry:
 
     def describe(self) -> dict[str, object]:
         """Return the entry's facts as JSON values, for listings."""
+        mask = None if self.resident is None else self.resident.mask
+        share = None if mask is None else mask.share
         return {
             "name": self.name,
             "source": self.origin,
+            "mask": None if self.mask is None else str(self.mask),
+            "kept_share": share,
             "state": self.state,
             "bytes": self.nbytes,
             "rank": None if self.resident is None else self.resident.rank,
@@ -137,8 +142,13 @@ class Lease:
 class Registry(dict[Key, PoolEntry]):
     """Entries by name, and unnamed sums by their weights. Callers hold the pool's lock."""
 
-    def add(self, name: str, source: str | Path | Mapping[str, float]) -> None:
-        """Add an adapter by its path, or a weighted sum of registered adapters by their weights.
+    def add(
+        self,
+        name: str,
+        source: str | Path | Mapping[str, float],
+        mask: str | Path | None = None,
+    ) -> None:
+        """Add an adapter by its path, or a weighted sum of registered adapters by their weights; with a mask.
 
         Raises `RequestError` for a bad or taken name and bad weights, `CheckpointError` for a missing path.
         """
@@ -152,24 +162,16 @@ class Registry(dict[Key, PoolEntry]):
                 f"The adapter name {shown(name)} is taken, by {self[name].origin}. Choose another, or "
                 "unregister that one first."
             )
+        place = None if mask is None else _existing(name, mask)
         if isinstance(source, Mapping):
-            self[name] = PoolEntry(name, self.flattened(source))
+            self[name] = PoolEntry(name, self.flattened(source), place)
             return
         if not isinstance(source, str | Path) or not str(source):
             raise RequestError(
                 f"The adapter {shown(name)} is to come from {shown(source)}; a path, or weights of registered "
                 "adapters by their names, are needed."
             )
-        path = Path(os.path.expanduser(source)).absolute()
-        try:
-            missing = "there is no such path" if not path.exists() else None
-        except OSError as error:
-            missing = f"that can't be read: {error.strerror}"
-        if missing is not None:
-            raise CheckpointError(
-                f"The adapter {shown(name)} is to come from {path}, and {missing}."
-            )
-        self[name] = PoolEntry(name, path)
+        self[name] = PoolEntry(name, _existing(name, source), place)
 
     @property
     def names(self) -> list[str]:
@@ -211,6 +213,11 @@ class Registry(dict[Key, PoolEntry]):
         for name, weight in weights.items():
             factor = _finite(name, weight)
             source = self.named(name).source
+            if self[name].mask is not None:
+                raise RequestError(
+                    f"The adapter {shown(name)} has a task mask, which can't be weighted. Add up adapters "
+                    "without masks, and register the sum with the mask."
+                )
             for part, share in source.items() if isinstance(source, dict) else [(name, 1.0)]:
                 flat[part] = _finite(part, flat.get(part, 0.0) + share * factor)
         flat = {name: weight for name, weight in flat.items() if weight}
@@ -219,6 +226,18 @@ class Registry(dict[Key, PoolEntry]):
                 f"The weights {shown(dict(weights))} leave no adapter; give None for the model without one."
             )
         return flat
+
+
+def _existing(name: str, source: str | Path) -> Path:
+    """Return the absolute path of an adapter's or a mask's files; raise `CheckpointError` if there are none."""
+    path = Path(os.path.expanduser(source)).absolute()
+    try:
+        missing = "there is no such path" if not path.exists() else None
+    except OSError as error:
+        missing = f"that can't be read: {error.strerror}"
+    if missing is not None:
+        raise CheckpointError(f"The adapter {shown(name)} is to come from {path}, and {missing}.")
+    return path
 
 
 def _finite(name: str, weight: object) -> float:

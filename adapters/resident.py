@@ -4,7 +4,11 @@ Opening an adapter reads headers and checks all that can be known without the nu
 it will take; reading fills the array. A switch of adapters replaces one array by another. `parts` says where in
 the array each matrix is, and `afm_mlx.kernels.Part` how A and B are laid out.
 
-Nothing here is an operation of MLX, so a thread can load an adapter while the engine's thread decodes.
+An adapter may have a task mask: the matrices of the kept channels are then copied from the base, and A of
+`down` and B of `gate` and `up` are cut to the same channels.
+
+Nothing here is an operation of MLX, except `ResidentAdapter.masked`, so a thread can load an adapter while the
+engine's thread decodes.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -31,10 +36,24 @@ from afm_mlx.adapters.adapter_folder import (
 )
 from afm_mlx.adapters.compose import Term, weighted_sum
 from afm_mlx.adapters.target_modules import Shapes, ZooBase, target_shapes, zoo_base
+from afm_mlx.adapters.task_mask import (
+    MASK_CONFIG_NAME,
+    MASK_NAME,
+    FeedForward,
+    Gathered,
+    MaskBase,
+    Plan,
+    TaskMask,
+    gather,
+    has_mask,
+    is_mask_alone,
+    plan_bytes,
+    read_mask,
+)
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.checkpoint.safetensors_file import StoredTensor, float_values, reading
 from afm_mlx.config import ModelConfig
-from afm_mlx.errors import CheckpointError, named, shown
+from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.json_values import FLOAT16_MAX
 from afm_mlx.kernels import BLOCK, Part
 from afm_mlx.kernels.cpu.memory import unfilled
@@ -65,16 +84,24 @@ class ResidentAdapter:
     parts: Mapping[str, Part]  # each adapted layer's place in `numbers`, by the layer's path
     scale: float  # alpha / rank
     fingerprint: str  # 64 hex digits, equal for equal numbers on the same layers
-    layout: int  # a number that adapters with equal `parts` share
+    layout: int  # a number that adapters with equal `parts` and with masks of equal widths share
+    mask: TaskMask | None = None  # None, too, for a mask that keeps all channels
+    gathered: Gathered | None = None  # what the mask keeps of the base
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.nbytes
+        masked = 0 if self.gathered is None else self.gathered.memory.nbytes
+        return self.numbers.nbytes + masked
 
     @property
     def rank(self) -> int:
-        """Largest rank among the adapter's pairs."""
-        return max(part.rank for part in self.parts.values())
+        """Largest rank among the adapter's pairs; 0 for a mask alone."""
+        return max((part.rank for part in self.parts.values()), default=0)
+
+    @cached_property
+    def masked(self) -> Mapping[str, dict[str, mx.array]]:
+        """The kept channels' parameters by name, of each layer by its path; for the model's thread."""
+        return {} if self.gathered is None else self.gathered.arrays()
 
 
 def plan_layout(
@@ -102,6 +129,8 @@ def build_resident(
     `source`, when a tensor does not fit the model, or holds a number that float16 does not.
     """
     parts, nbytes = plan_layout(tensors, shapes, source)
+    if not parts:  # kernels take no empty array
+        return _finished(unfilled(BLOCK), parts, scale, [])
     # NumPy fills the array without Python's lock, so decoding goes on, and faster than MLX copies.
     numbers = unfilled(nbytes // 2)
     view = np.array(numbers, copy=False)
@@ -117,21 +146,33 @@ def build_resident(
 
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = list(threads.map(fill, range(_THREADS)))
+    in_order = [sums[i % _THREADS][i // _THREADS] for i in range(len(layers))]
+    return _finished(numbers, parts, scale, in_order)
+
+
+def _finished(
+    numbers: mx.array, parts: dict[str, Part], scale: float, sums: list[np.uint64]
+) -> ResidentAdapter:
+    """Return the adapter whose array is filled; `sums` are the layers' checksums, in the order of `parts`."""
+    view = np.array(numbers, copy=False)
     # A digest of all numbers would take longer than reading them.
     head = {"scale": scale, "parts": parts}
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    bounds = sorted({*(i for p in parts.values() for i in (p.a, p.b)), view.size})
+    bounds = sorted({*(i for p in parts.values() for i in (p.a, p.b)), view.size}) if parts else []
     for start, end in itertools.pairwise(bounds):
         # An odd stride visits every column of a matrix, whose rows are a power of two long as a rule.
         stride = max(1, (end - start) // _SAMPLES) | 1
         digest.update(view[start:end:stride].tobytes())
-    in_order = [sums[i % _THREADS][i // _THREADS] for i in range(len(layers))]
-    digest.update(np.array(in_order, np.uint64).tobytes())
-    layout = _LAYOUTS.setdefault(tuple(sorted(parts.items())), next(_NUMBERS))
-    return ResidentAdapter(numbers, parts, scale, digest.hexdigest(), layout)
+    digest.update(np.array(sums, np.uint64).tobytes())
+    return ResidentAdapter(numbers, parts, scale, digest.hexdigest(), _layout(parts))
 
 
-_LAYOUTS: dict[tuple[tuple[str, Part], ...], int] = {}
+def _layout(parts: Mapping[str, Part], widths: tuple[int, ...] = ()) -> int:
+    """Return the number of a layout, whose mask keeps `widths` channels in the blocks."""
+    return _LAYOUTS.setdefault((tuple(sorted(parts.items())), widths), next(_NUMBERS))
+
+
+_LAYOUTS: dict[tuple[tuple[tuple[str, Part], ...], tuple[int, ...]], int] = {}
 _NUMBERS = itertools.count()  # two threads never get the same one, as they may of `len(_LAYOUTS)`
 
 
@@ -270,6 +311,7 @@ class Base(NamedTuple):
     shapes: Shapes
     fingerprints: Collection[str] | None  # that an adapter may name; None accepts any adapter
     config: ModelConfig | ZooBase | None = None
+    masks: MaskBase | RequestError | None = None  # the error says why the model takes no masks
 
     @classmethod
     def of(
@@ -282,13 +324,20 @@ class Base(NamedTuple):
         """
         if not is_afm(model):
             zoo = zoo_base(model)
-            return cls(zoo.shapes, None, zoo)
+            return cls(zoo.shapes, None, zoo, _mask_base(model))
         fingerprints = None
         if not force:
             fingerprints = {base_model_fingerprint(model)}
             if base_folder is not None:
                 fingerprints.add(folder_fingerprint(model.args, base_folder))
-        return cls(target_shapes(model), fingerprints, model.args)
+        return cls(target_shapes(model), fingerprints, model.args, _mask_base(model))
+
+
+def _mask_base(model: nn.Module) -> MaskBase | RequestError:
+    try:
+        return MaskBase.of(model)
+    except RequestError as error:
+        return error
 
 
 @dataclass(frozen=True)
@@ -301,10 +350,58 @@ class OpenAdapter:
     source: str  # for errors
     stamps: Mapping[Path, tuple[int, ...]]  # see `_stamps`
     nbytes: int  # that the adapter will take in memory
+    mask: TaskMask | None = None
+    plan: Plan | None = None  # of the mask
+
+    def with_mask(self, folder: Path) -> OpenAdapter:
+        """Return the adapter with a folder's task mask; raise `AFMError` if the mask does not fit the base."""
+        if self.mask is not None:
+            raise RequestError(
+                f"{self.source} has a task mask, and {folder} is another one. Take an adapter without a mask."
+            )
+        if not has_mask(folder):
+            raise CheckpointError(
+                f"{folder} holds no task mask; a mask is a folder with {MASK_NAME} and {MASK_CONFIG_NAME}."
+            )
+        stamps = _stamps(folder) | dict(self.stamps)
+        mask, masks = read_mask(folder), self.base.masks
+        if not isinstance(masks, MaskBase):
+            raise masks or RequestError("The base was described without its feed-forwards.")
+        check_base(mask.base_model_fingerprint, self.base.fingerprints, folder, "task mask")
+        masks.check(mask, folder)
+        plan = masks.plan(mask)
+        tensors = self.tensors
+        if plan:
+            tensors = _taken_tensors(for_numpy(tensors, self.source), mask, masks.layers)
+        made = replace(self, tensors=tensors, stamps=stamps, mask=mask, plan=plan)
+        _, nbytes = plan_layout(tensors, made.shapes, self.source)
+        return replace(made, nbytes=max(nbytes, 2 * BLOCK) + plan_bytes(plan))
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes that LoRA pairs have in memory: behind a mask, with the kept channels alone."""
+        shapes = dict(self.base.shapes)
+        if self.mask is not None and isinstance(self.base.masks, MaskBase):
+            for each in self.base.masks.layers:
+                width = self.mask.widths[each.block]
+                for target in each.targets:
+                    ((end, (inputs, outputs)),) = target.shapes.items()
+                    of_inputs = target is each.down
+                    shapes[target.path] = {end: (width, outputs) if of_inputs else (inputs, width)}
+        return shapes
 
     def read(self) -> ResidentAdapter:
         """Read the numbers into memory, or raise `CheckpointError` if a file has changed or holds NaN."""
-        resident = build_resident(self.tensors, self.scale, self.base.shapes, self.source)
+        resident = build_resident(self.tensors, self.scale, self.shapes, self.source)
+        if self.mask is not None and self.plan:
+            digest = hashlib.sha256(f"{resident.fingerprint} {self.mask.fingerprint}".encode())
+            resident = replace(
+                resident,
+                fingerprint=digest.hexdigest(),
+                layout=_layout(resident.parts, self.mask.widths),
+                mask=self.mask,
+                gathered=gather(self.plan),
+            )
         for path, stamp in self.stamps.items():
             if _stamps(path) != {path: stamp}:
                 raise CheckpointError(
@@ -313,8 +410,49 @@ class OpenAdapter:
         return resident
 
 
+class _Taken(NamedTuple):
+    """A tensor of a LoRA pair with the kept channels alone, which NumPy reads as an array."""
+
+    tensor: Readable
+    channels: np.ndarray
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        shape = list(self.tensor.shape)
+        shape[self.axis] = self.channels.size
+        return shape[0], shape[1]
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        return np.take(TensorReader()(self.tensor), self.channels, self.axis)
+
+
+def _taken_tensors(
+    tensors: Mapping[str, Readable], mask: TaskMask, layers: Sequence[FeedForward]
+) -> dict[str, Readable]:
+    """Return LoRA tensors with the kept channels alone: B's columns of `gate` and `up`, A's rows of `down`."""
+    taken = dict(tensors)
+    for each in layers:
+        channels = mask.channels(each.block)
+        for target in each.targets:
+            axis = int(target is not each.down)
+            name = f"{target.path}.lora_{'b' if axis else 'a'}"
+            if name in taken:
+                taken[name] = _Taken(taken[name], channels, axis)
+    return taken
+
+
+def open_masked(path: str | Path | None, mask: str | Path | None, base: Base) -> OpenAdapter:
+    """Open an adapter, a folder's task mask, or both as one; raises as `open_adapter`."""
+    if path is None:
+        assert mask is not None
+        return open_adapter(Path(mask), base)
+    opened = open_adapter(Path(path), base)
+    return opened if mask is None else opened.with_mask(Path(mask))
+
+
 def open_adapter(path: Path, base: Base) -> OpenAdapter:
-    """Open an adapter of any format, and check that it fits a base.
+    """Open an adapter of any format, and check that it fits a base; its folder may hold a task mask, too.
 
     Only the headers of an mlx-lm folder are read. Other formats are converted, so they are read whole. Raises
     `CheckpointError` when files are missing or damaged, hold no LoRA pairs, or are for another model, and
@@ -322,6 +460,10 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
     """
     stamps = _stamps(path)
     tensors: Mapping[str, Readable]
+    is_masked = has_mask(path)
+    if is_mask_alone(path):
+        empty = OpenAdapter({}, 1.0, base, str(path), stamps, 0)
+        return empty.with_mask(path)
     if (path / TENSORS_NAME).is_file() and (path / CONFIG_NAME).is_file():
         tensors, config = open_folder(path)
     else:
@@ -333,7 +475,8 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
             mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
     _, nbytes = plan_layout(tensors, base.shapes, path)
-    return OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
+    opened = OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
+    return opened.with_mask(path) if is_masked else opened
 
 
 def _stamps(path: Path) -> dict[Path, tuple[int, ...]]:
@@ -350,6 +493,12 @@ def _stamps(path: Path) -> dict[Path, tuple[int, ...]]:
 
 def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str) -> OpenAdapter:
     """Open the weighted sum of opened adapters; raises `RequestError` for a weight that can't be used."""
+    for part, _ in parts:
+        if part.mask is not None:
+            raise RequestError(
+                f"{part.source} has a task mask, which can't be weighted. Add up adapters without masks, and "
+                "give the sum a mask when it is registered."
+            )
     adapters = [(for_numpy(part.tensors, part.source), part.scale) for part, _ in parts]
     scale, terms = weighted_sum(adapters, [weight for _, weight in parts])
     tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
@@ -362,12 +511,18 @@ def check_fingerprint(
     config: AdapterConfig, known: Collection[str] | None, source: str | Path
 ) -> None:
     """Raise `CheckpointError` if an adapter names another base than those `known`; None accepts any adapter."""
-    wanted = config.base_model_fingerprint
+    check_base(config.base_model_fingerprint, known, source, "adapter")
+
+
+def check_base(
+    wanted: str | None, known: Collection[str] | None, source: str | Path, what: str
+) -> None:
+    """Raise `CheckpointError` if `what` names another base than those `known`; None accepts any."""
     if wanted is not None and known is not None and wanted not in known:
         raise CheckpointError(
-            f"The adapter {source} was made for the model with fingerprint {named(wanted)}, and this one has "
-            f"{' or '.join(sorted(known))}. Take the model that it was trained on, train an adapter "
-            "for this one, or force it (--force) to try."
+            f"The {what} {source} was made for the model with fingerprint {named(wanted)}, and this one has "
+            f"{' or '.join(sorted(known))}. Take the model that it was made for, make one "
+            "for this model, or force it (--force) to try."
         )
 
 

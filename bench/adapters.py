@@ -62,9 +62,7 @@ def swaps(model: Any, ranks: Sequence[int], steps: int) -> Figures:
         steps: number of tokens after a swap, and of tokens without one.
     """
     active, residents = bind(model), [_resident(model, rank, i) for i, rank in enumerate(ranks)]
-    swapping = _timed(
-        _swap_to(active, r) for r in itertools.islice(itertools.cycle(residents), 200)
-    )
+    swapping = timed(_swap_to(active, r) for r in itertools.islice(itertools.cycle(residents), 200))
     active.set(None)
     token, cache = mx.zeros((1, 1), mx.int32), model.make_cache()
     model.prefill(mx.zeros((1, 8), mx.int32), cache)
@@ -77,12 +75,12 @@ def swaps(model: Any, ranks: Sequence[int], steps: int) -> Figures:
     first = []  # with each adapter: that may make a trace
     for resident in residents:
         _swap_to(active, resident)()
-        first += _timed([step])
+        first += timed([step])
     kept, swapped = [], []
     for resident in itertools.islice(itertools.cycle(residents), steps):
         swap = _swap_to(active, resident)
-        swapped += _timed([lambda swap=swap: (swap(), step())])
-        kept += _timed([step])
+        swapped += timed([lambda swap=swap: (swap(), step())])
+        kept += timed([step])
     unbind(model)
     return {
         "swap_seconds": statistics.median(swapping),
@@ -100,7 +98,7 @@ def _swap_to(active: ActiveAdapters, resident: ResidentAdapter) -> Callable[[], 
     return lambda: active.set(BatchAdapters.of([resident]))
 
 
-def _timed(calls: Any) -> list[float]:
+def timed(calls: Any) -> list[float]:
     seconds = []
     for call in calls:
         start = time.perf_counter()
@@ -126,8 +124,8 @@ def loads(model: Any, rank: int, trials: int) -> Figures:
             # A pool remembers what it has loaded before: each load is the first one of its pool.
             with AdapterPool(model) as pool:
                 pool.register("random", folder)
-                writing += _timed([lambda: np.empty(nbytes, np.uint8).fill(1)])
-                seconds += _timed([lambda pool=pool: pool.load("random")])
+                writing += timed([lambda: np.empty(nbytes, np.uint8).fill(1)])
+                seconds += timed([lambda pool=pool: pool.load("random")])
     return {"bytes": nbytes, "load_seconds": seconds[1:], "write_seconds": writing[1:]}
 
 

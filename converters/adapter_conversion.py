@@ -31,10 +31,19 @@ from afm_mlx.adapters.formats.pair_order import (
     exact_alpha,
     keys_of,
     layer_of,
+    pair_targets,
 )
-from afm_mlx.adapters.resident import check_fingerprint
+from afm_mlx.adapters.resident import check_base, check_fingerprint
 from afm_mlx.adapters.reward_head import load_reward_head
 from afm_mlx.adapters.target_modules import zoo_base
+from afm_mlx.adapters.task_mask import (
+    MASK_CONFIG_NAME,
+    MASK_NAME,
+    has_mask,
+    is_mask_alone,
+    read_mask,
+    write_mask,
+)
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import not_finite
 from afm_mlx.config import ModelConfig, is_afm_config, read_config_json
@@ -94,15 +103,26 @@ def base_of(adapter: Path) -> BaseFolder | None:
 
 
 def read_for(
-    source: str | Path, base: BaseFolder | None, *, alpha: float | None = None, force: bool = False
+    source: str | Path,
+    base: BaseFolder | None,
+    *,
+    alpha: float | None = None,
+    force: bool = False,
+    keeps_mask: bool = False,
 ) -> tuple[Tensors, AdapterConfig]:
     """Read an adapter, and check that it was made for the base model if there is one; see `read_adapter`.
 
     An adapter without a fingerprint gets the base model's. `force` accepts another fingerprint, which is kept.
 
     Raises:
-        CheckpointError: for an adapter of another model; shows both fingerprints.
+        CheckpointError: for an adapter of another model; shows both fingerprints. For an adapter with a task
+            mask, unless the caller `keeps_mask`.
     """
+    if has_mask(source) and not keeps_mask:
+        raise CheckpointError(
+            f"{source} has a task mask, which only a folder of mlx-lm's format keeps. Convert it to mlx-lm, or "
+            f"take {MASK_NAME} and {MASK_CONFIG_NAME} out of a copy of the folder."
+        )
     tensors, config = read_adapter(source, base.config if base else None, alpha=alpha)
     if base is not None and not force:
         check_fingerprint(config, base.known, source)
@@ -137,7 +157,9 @@ def convert_adapter(
         raise AFMError(
             f"{', '.join(package)} belong to .fmadapter packages; {to} has no such fields."
         )
-    tensors, config = read_for(source, base, alpha=alpha, force=force)
+    keeps_mask = to == "mlx-lm"
+    tensors, config = read_for(source, base, alpha=alpha, force=force, keeps_mask=keeps_mask)
+    mask = read_mask(source) if has_mask(source) else None
     head = None if config.reward is None else load_reward_head(source, config)
     if head is not None and to != "mlx-lm":
         raise AFMError(
@@ -155,6 +177,8 @@ def convert_adapter(
         any_rank=any_rank,
         qkv=qkv,
     )
+    if mask is not None:
+        write_mask(output, mask)
     return config
 
 
@@ -182,7 +206,9 @@ def stored_bytes(path: str | Path) -> int:
 def describe_adapter(
     path: str | Path, base: BaseFolder | None = None, alpha: float | None = None
 ) -> dict[str, Any]:
-    """Return the properties of an adapter, as JSON values; its numbers are not checked."""
+    """Return the properties of an adapter or a task mask, as JSON values; its numbers are not checked."""
+    if is_mask_alone(path):
+        return _mask_facts(path)
     tensors, config = read_adapter(path, base.config if base else None, alpha=alpha, finite=False)
     return _facts(path, tensors, config)
 
@@ -206,6 +232,8 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
         "stored_as": sorted(types),
         "base_model_fingerprint": config.base_model_fingerprint,
     }
+    if has_mask(path):
+        facts["mask"] = _mask_facts(path)["mask"]
     if config.reward is not None:
         facts["reward"] = {"grades": list(config.reward.grades)}
     if facts["format"] == "fmadapter":
@@ -214,6 +242,50 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
         facts["package"] = {name: getattr(metadata, name) for name in names}
         facts["package"]["draft_model"] = metadata.draft is not None
     return facts
+
+
+def _mask_facts(path: str | Path) -> dict[str, Any]:
+    """Return the properties of a folder's task mask, by the names of an adapter's."""
+    mask = read_mask(path)
+    return {
+        "adapter": str(path),
+        "format": "mask",
+        "rank": 0,
+        "bytes": stored_bytes(path),
+        "base_model_fingerprint": mask.base_model_fingerprint,
+        "mask": {
+            "kept_share": round(mask.share, 6),
+            "least_kept_channels": min(mask.widths),
+            "most_kept_channels": max(mask.widths),
+            "ffn_dim": mask.ffn_dim,
+            "group": mask.group,
+            "blocks": mask.blocks,
+            "task": mask.task,
+            "criterion": mask.criterion,
+            "fingerprint": mask.fingerprint,
+        },
+    }
+
+
+def _mask_problems(path: str | Path, base: BaseFolder | None) -> list[str]:
+    """Return why a folder's task mask can't be used, a sentence for each problem."""
+    problems = []
+    try:
+        mask = read_mask(path)
+        if base is None:
+            return []
+        check_base(mask.base_model_fingerprint, base.known, path, "task mask")
+    except AFMError as error:
+        problems.append(str(error))
+    else:
+        gates = [t for t in pair_targets(base.config) if t.layer.endswith(".gate_proj")]
+        if (mask.blocks, {mask.ffn_dim}) != (len(gates), {t.outputs for t in gates}):
+            widths = ", ".join(map(str, sorted({t.outputs for t in gates}))) or "no"
+            problems.append(
+                f"the mask is for {mask.blocks} blocks of {mask.ffn_dim} channels, and the model has "
+                f"{len(gates)} of {widths}"
+            )
+    return problems
 
 
 @dataclasses.dataclass
@@ -226,6 +298,9 @@ class AdapterReport:
     problems: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     facts: dict[str, Any] | None = None
+
+
+_NO_BASE = "no model was named: shapes and fingerprint were not compared with one"
 
 
 def verify_adapter(
@@ -241,6 +316,13 @@ def verify_adapter(
     `base_signature`. For `alpha`, see `read_adapter`.
     """
     report = AdapterReport()
+    if has_mask(path):
+        report.problems += _mask_problems(path, base)
+        if report.problems or is_mask_alone(path):
+            report.facts = None if report.problems else _mask_facts(path)
+            if base is None:
+                report.notes.append(_NO_BASE)
+            return report
     try:
         # The blobs of a package have no names: their order follows the model's layers.
         architecture = base.config if base else None
@@ -257,7 +339,7 @@ def verify_adapter(
         except AFMError as error:
             report.problems.append(str(error))
     if base is None:
-        report.notes.append("no model was named: shapes and fingerprint were not compared with one")
+        report.notes.append(_NO_BASE)
     else:
         report.problems += misfits(tensors, base.config)
         if base.known and config.base_model_fingerprint is None:

@@ -60,6 +60,11 @@ PAGES: dict[str, dict[str, str]] = {
     "guided.md": {},
     "index.md": {"make demo": "installs the package"},
     "kernels.md": {},
+    "masks.md": {
+        "afm-mlx server": SERVES,
+        "--fine-tune-type ifp": HOURS,
+        "--model second": "the model that the lines before would train",
+    },
     "mlx-lm.md": {},
     "models.md": {"path/to/checkpoint": OWN_CHECKPOINT},
     "preferences.md": {},

@@ -29,6 +29,7 @@ WRITES = {
     "convert": "mlx_path",
     "qat": "save_path",
     "lora": "adapter_path",
+    "prune": "save_path",
     "adapter convert": "output",
     "adapter compose": "output",
 }

@@ -223,7 +223,13 @@ def _verify(args: argparse.Namespace) -> None:
         )
     if not args.json:
         assert verdict.facts is not None
-        print(f"{args.adapter_path} is a whole adapter of rank {verdict.facts['rank']}.")
+        facts, mask = verdict.facts, verdict.facts.get("mask")
+        kept = "" if mask is None else f"keeps {mask['kept_share']:.1%} of the feed-forwards"
+        if facts["format"] == "mask":
+            print(f"{args.adapter_path} is a whole task mask that {kept}.")
+        else:
+            with_mask = f" with a task mask that {kept}" if kept else ""
+            print(f"{args.adapter_path} is a whole adapter of rank {facts['rank']}{with_mask}.")
 
 
 def _compose(args: argparse.Namespace) -> None:

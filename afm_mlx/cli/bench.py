@@ -63,6 +63,9 @@ ARGUMENTS = {
         Argument("--random-weights", FLAG,
                  "fill the preset with random codes: 2 bits, and 4 for the embedding; afm-2024 has palettes of "
                  "4 bits, and 8"),
+        Argument("--mask", None,
+                 "task mask that the model runs with: its path, or the name of one that comes with the model",
+                 metavar="DIR"),
         model_options.TRUST_REMOTE_CODE,
     ],
     "cases (each takes a list, as in 128,512; all combinations run)": _CASES,
@@ -151,6 +154,11 @@ def _check(args: argparse.Namespace) -> None:
             )
     if args.draft_acceptance is not None and (args.draft_model is None or args.prompt_lookup):
         raise UsageError("--draft-acceptance needs --draft-model, and no --prompt-lookup.")
+    if args.mask is not None and (args.preset is not None or args.adapter_rank != [0]):
+        raise UsageError(
+            "--mask is for a model that is loaded, without random adapters: leave out --preset and "
+            "--adapter-rank. bench/masks.py in the source measures masks with random weights."
+        )
     for name in ("depth", "adapter_rank") if _drafts(args) else ():
         if getattr(args, name) != [0]:
             raise UsageError(f"{flag_of(name)} can't be combined with draft tokens; leave it out.")
@@ -175,7 +183,8 @@ def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
     from afm_mlx.loading.load import load
 
     name = args.model or EMBEDDED_MODEL
-    return name, *load(name, trust_remote_code=args.trust_remote_code)
+    model, tokenizer = load(name, trust_remote_code=args.trust_remote_code, mask=args.mask)
+    return name if args.mask is None else f"{name}:{args.mask}", model, tokenizer
 
 
 def _facts(

@@ -154,10 +154,15 @@ def _choices(args: argparse.Namespace) -> list[_Choice]:
     """Return the models that the arguments name, with their adapters."""
     if not args.compare:
         model = args.model or EMBEDDED_MODEL
-        name = model if args.adapter_path is None else f"{model}:{args.adapter_path}"
+        adapter = model_options.adapter_name(args)
+        name = model if adapter is None else f"{model}:{adapter}"
         return [_Choice(name, model, args.adapter_path)]
-    if args.adapter_path is not None:
-        raise UsageError("--adapter-path is for one model; write MODEL:ADAPTER after --compare.")
+    for flag in ("adapter_path", "mask"):
+        if getattr(args, flag) is not None:
+            raise UsageError(
+                f"{flag_of(flag)} is for one model; write MODEL:ADAPTER after --compare, where ADAPTER may be "
+                "a folder with a task mask."
+            )
     if len(args.compare) < 2:
         raise UsageError(f"--compare has one model, {args.compare[0]}; two or more are needed.")
     found = []
@@ -176,6 +181,7 @@ def _loading(args: argparse.Namespace, choice: _Choice) -> dict[str, Any]:
         "trust_remote_code": args.trust_remote_code,
         "activation_bits": args.activation_bits,
         "force_adapter": args.force,
+        "mask": args.mask,
     }
 
 
@@ -307,7 +313,7 @@ def _run_pairwise(args: argparse.Namespace) -> None:
     from afm_mlx.loading.load import load
     from afm_mlx.measure.pairwise import ModelJudge, judge_pairs, load_answer_pairs
 
-    for name in ("model", "compare", "adapter_path", "tasks", "data"):
+    for name in ("model", "compare", "adapter_path", "mask", "tasks", "data"):
         if getattr(args, name):
             raise UsageError(f"{flag_of(name)} is of no use with --pairwise, which has --judge.")
     if args.judge is None:
@@ -352,7 +358,7 @@ def _run_reward(args: argparse.Namespace) -> None:
     from afm_mlx.jsonl import read_jsonl
     from afm_mlx.measure.reward_model import RewardModel
 
-    for name in ("compare", "adapter_path", "tasks", "pairwise"):
+    for name in ("compare", "adapter_path", "mask", "tasks", "pairwise"):
         if getattr(args, name):
             raise UsageError(f"{flag_of(name)} is of no use with --reward; leave it out.")
     if args.data is None:
@@ -362,7 +368,7 @@ def _run_reward(args: argparse.Namespace) -> None:
     has_pairs = isinstance(first, dict) and "chosen" in first
     choice = _Choice(args.reward, args.model or EMBEDDED_MODEL, None)
     loading = _loading(args, choice)
-    del loading["adapter_path"]
+    del loading["adapter_path"], loading["mask"]
     model = RewardModel.load(choice.model, args.reward, batch_size=args.batch_size, **loading)
     measured = (_score_pairs if has_pairs else _score_answers)(args, data, model)
     facts = {"model": choice.model, "reward": args.reward, "data": str(data)}

@@ -32,6 +32,7 @@ from afm_mlx.cli.arguments import (
 from afm_mlx.cli.output import input_bytes, note, one_line, print_answer, print_json
 from afm_mlx.cli.thoughts import THINK, ThoughtPrinter, Thoughts
 from afm_mlx.errors import CacheFileError, reason_of, shown
+from afm_mlx.loading.resolve import AUTO
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -142,8 +143,16 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.engine.generation import stream_generate
 
     searches = args.best_of is not None or args.smc is not None
-    pool = None
-    if searches:  # reward adapters take turns with the one that answers
+    pool = masks = None
+    if args.mask == AUTO:
+        if searches or args.prompt_cache_file is not None:
+            raise UsageError(
+                "--mask auto can't be combined with --best-of, --smc or --prompt-cache-file. Make the mask "
+                "first: afm-mlx prune --criterion predictor."
+            )
+        model, tokenizer, masked = model_options.load_with_adapters(args)
+        masks = model_options.prompt_masks(args, model, tokenizer, masked)
+    elif searches:  # reward adapters take turns with the one that answers
         model, tokenizer, pool = model_options.load_with_adapters(args)
     else:
         model, tokenizer = model_options.load_model(args)
@@ -170,6 +179,8 @@ def run(args: argparse.Namespace) -> None:
         splitter = None if thoughts is None else partial(thoughts.splitter, prompt)
         _search(args, model, tokenizer, pool, text, prompt, form, splitter, options)
         return
+    if masks is not None:
+        options |= {"adapter": masks.name_for(prompt), "adapters": masked}
     with _cached(args, model, tokenizer, prompt) as (rest, prompt_cache):
         responses = stream_generate(
             model, tokenizer, rest, prompt_cache=prompt_cache, logprobs=False, **options
@@ -356,7 +367,7 @@ def _search(
             select=args.select or ("weighted" if args.reward is None else "best"),
             value=reward(args.value),
             answer_of=answer_of,
-            adapter=args.adapter_path,
+            adapter=model_options.adapter_name(args),
             engine_options=engine_options,
             **options,
         )

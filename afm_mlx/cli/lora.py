@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from afm_mlx.training.methods.recipe import Recipe
 
 PREFERENCE_RATE = 1e-4
-LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}
+LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3, "ifp": 1e-5}
 ADAPTER_FOLDER = "adapters"  # mlx-lm's default
 PAIRS = 32
 """Default batch size of contrastive training."""
@@ -136,7 +136,8 @@ _KIND = [
              "train: needed with --test only, which alone measures an adapter"),
     Argument("--fine-tune-type", list(LEARNING_RATES),
              "lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
-             "for speculative decoding",
+             "for speculative decoding, ifp all float weights with a predictor that chooses the feed-forward "
+             "channels for each prompt",
              "lora"),
     Argument("--objective", list(_OBJECTIVES),
              "contrastive trains an adapter for embeddings: lines are {\"query\", \"positive\", "
@@ -155,7 +156,7 @@ _KIND = [
              "clipped to 1, weight decay 0.01; other arguments override it"),
     _ADAPTER_PATH,
     Argument("--save-path", None,
-             "model folder that full and draft training make; checkpoints and logs are in SAVE_PATH-run"),
+             "model folder that full, draft and ifp training make; checkpoints and logs are in SAVE_PATH-run"),
     Argument("--draft-preset", DRAFT_PRESETS,
              "start a draft model of these sizes from random weights (by --seed), with the teacher's "
              "tokenizer, instead of --model"),
@@ -240,12 +241,33 @@ _POLICY = [
     Argument("--gamma", number(0),
              "weight of mdloo's distance from the policy that gave the answers; 0.1 by default"),
 ]
+_IFP = [
+    Argument("--ifp-stage", ["chunk", "prompt"],
+             "where a mask comes from: chunk, for continued pre-training, is the chunk of text before; prompt, "
+             "by default, is a chat's first prompt"),
+    Argument("--chunk-size", integer(1), "tokens of a chunk; 256 by default"),
+    Argument("--ffn", positive(1),
+             "share of the feed-forward channels that each block keeps; 0.5 by default", metavar="SHARE"),
+    Argument("--group", integer(1), "neighbouring channels that are kept or cut together; 16 by default"),
+    Argument("--predictor", None,
+             "small model of the same vocabulary that a new predictor starts from, such as a draft model; by "
+             "default it is two blocks of random weights, by --seed",
+             metavar="FOLDER"),
+    Argument("--predictor-rank", integer(1), "width of the predictor's head; 128 by default"),
+    Argument("--mask-temperature", positive(),
+             "the lower, the nearer to 0 and 1 are the masks in training; 1 by default"),
+    Argument("--binary-masks", SWITCH,
+             "train with masks of zeros and ones instead of soft numbers, which the paper has; off by default"),
+]
 _REWARD = [
     Argument("--grade-weight", number(0),
              "weight of the loss of graded answers, next to the loss of their order; 0.1 by default"),
 ]
 # fmt: on
-_RATES = "1e-3 for lora and draft, as in Apple's toolkit, 1e-4 for preferences and rewards, and 1e-5 for full"
+_RATES = (
+    "1e-3 for lora and draft, as in Apple's toolkit, 1e-4 for preferences and rewards, and 1e-5 for full "
+    "and ifp"
+)
 ARGUMENTS = {
     **training_tables(_RATES, *_KIND),
     "LoRA": _LORA,
@@ -253,6 +275,7 @@ ARGUMENTS = {
     "preferences": _PREFERENCE,
     "answers that the model samples": _POLICY,
     "reward model": _REWARD,
+    "Instruction-Following Pruning": _IFP,
 }
 
 
@@ -260,6 +283,9 @@ def run(args: argparse.Namespace) -> None:
     kind = args.fine_tune_type
     if args.draft_preset is not None and kind != "draft":
         raise UsageError("--draft-preset is for --fine-tune-type draft; leave it out.")
+    if kind != "ifp" and (given := [r.name for r in _IFP if getattr(args, r.name) is not None]):
+        flags = ", ".join(map(flag_of, given))
+        raise UsageError(f"{flags} would do nothing with --fine-tune-type {kind}; leave it out.")
     if kind == "lora":
         parser = Parser()
         add_tables(parser, {"options": _IN_LORA_PARAMETERS})
@@ -284,10 +310,21 @@ def run(args: argparse.Namespace) -> None:
     if kind == "lora":
         _train_adapter(args, recipe)
         return
+    from afm_mlx.training.methods.ifp_training import IFPTraining
     from afm_mlx.training.methods.method import DraftTraining, FullTraining
     from afm_mlx.training.methods.model_source import FreshSource
 
     method = FullTraining(args.num_layers)
+    if kind == "ifp":
+        names = {
+            "stage": args.ifp_stage,
+            "rank": args.predictor_rank,
+            "temperature": args.mask_temperature,
+            "binary": args.binary_masks,
+        }
+        own = {name: value for name, value in names.items() if value is not None}
+        # `--rank` and `--temperature` are other things, and refused here.
+        method = IFPTraining(**fields_given(args, IFPTraining) | own)
     if kind == "draft":
         method = DraftTraining(args.num_layers)
         if args.draft_preset is not None:
@@ -302,7 +339,7 @@ def _fill_from_preset(args: argparse.Namespace) -> None:
     if args.preset is None:
         return
     values = dict(PRESETS[args.preset])
-    if args.fine_tune_type == "full":
+    if args.fine_tune_type in ("full", "ifp"):
         raise UsageError(f"--preset {args.preset} is for lora and draft; leave it out.")
     if args.fine_tune_type == "draft":
         # The toolkit trains draft models with a linear warm-up, then a constant rate.
@@ -319,7 +356,7 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods.lora_training import RANK
 
     if args.save_path is not None:
-        raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
+        raise UsageError("--save-path is for full, draft and ifp; an adapter is --adapter-path.")
     if args.adapter_path == "":
         raise UsageError("--adapter-path is empty; a trained adapter needs a folder.")
     initial = args.initial_adapter or args.resume_adapter_file

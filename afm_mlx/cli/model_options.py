@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli.arguments import FLAG, Argument, UsageError, integer, number, unavailable
 from afm_mlx.errors import shown
-from afm_mlx.loading.resolve import EMBEDDED_MODEL
+from afm_mlx.loading.resolve import AUTO, EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.adapters.prompt_masks import PromptMasks
     from afm_mlx.engine.request import Sampler
     from afm_mlx.engine.speculation.drafting import Speculation
     from afm_mlx.tokenizer.protocol import Tokenizer
@@ -39,6 +40,10 @@ TRUST_REMOTE_CODE = Argument(
 LOADING = [
     MODEL,
     Argument("--adapter-path", None, "LoRA adapter: its path, or the name of one that comes with the model"),
+    Argument("--mask", None,
+             "task mask that makes the model smaller: its path, or the name of one that comes with the model; "
+             "alone, or with --adapter-path. generate and chat take auto: the model's own predictor chooses "
+             "one for the first prompt", metavar="DIR"),
     Argument("--force", FLAG, "run an adapter that was made for another model, if its shapes fit"),
     ACTIVATION_BITS,
     TRUST_REMOTE_CODE,
@@ -56,7 +61,35 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
         trust_remote_code=args.trust_remote_code,
         activation_bits=args.activation_bits,
         force_adapter=args.force,
+        mask=args.mask,
     )
+
+
+def adapter_name(args: argparse.Namespace) -> str | None:
+    """Return the name of what `--adapter-path` and `--mask` stand for together; None without both."""
+    mask = None if args.mask == AUTO else args.mask
+    return "+".join(filter(None, (args.adapter_path, mask))) or None
+
+
+def prompt_masks(
+    args: argparse.Namespace, model: Any, tokenizer: Any, pool: AdapterPool
+) -> PromptMasks | None:
+    """Return what chooses masks by prompts, if `--mask` is auto.
+
+    Raises `AFMError` if the model has no predictor of masks.
+    """
+    if args.mask != AUTO:
+        return None
+    from afm_mlx.adapters.prompt_masks import PromptMasks
+    from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+    from afm_mlx.loading.load import load_predictor
+    from afm_mlx.loading.resolve import resolve_adapter, resolve_model
+
+    folder = resolve_model(args.model)
+    predictor = load_predictor(folder, model.args)
+    path = args.adapter_path
+    adapter = None if path is None else resolve_adapter(path, folder)
+    return PromptMasks(pool, predictor, tokenizer, folder_fingerprint(model.args, folder), adapter)
 
 
 def named_path(text: str) -> tuple[str, str]:
@@ -103,12 +136,17 @@ def named_adapters(given: list[tuple[str, str]]) -> dict[str, str]:
 def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]:
     """Load the model; return it, its tokenizer, and a pool of all adapters that the arguments name.
 
-    Commands without the arguments `ADAPTERS` have `--adapter-path` alone. The adapter of `--adapter-path` is
-    registered under the text of that argument.
+    Commands without the arguments `ADAPTERS` have `--adapter-path` and `--mask` alone, which are registered
+    as one, under their `adapter_name`.
     """
     from afm_mlx.adapters.pool import AdapterPool
-    from afm_mlx.loading.load import load
-    from afm_mlx.loading.resolve import model_adapters, resolve_adapter, resolve_model
+    from afm_mlx.loading.load import check_predictor, load
+    from afm_mlx.loading.resolve import (
+        model_adapters,
+        resolve_adapter,
+        resolve_mask,
+        resolve_model,
+    )
 
     paths = named_adapters(getattr(args, "adapter", []))
     folder = resolve_model(args.model)
@@ -121,6 +159,9 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
                 f"{given[args.adapter_path]}; choose another name."
             )
     named = model_adapters(folder) | given
+    if args.mask == AUTO:
+        check_predictor(folder)
+    mask = None if args.mask in (None, AUTO) else resolve_mask(args.mask, folder)
     model, tokenizer = load(
         folder, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
     )
@@ -129,6 +170,9 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
     )
     for name, path in named.items():
         pool.register(name, path)
+    if mask is not None and (both := adapter_name(args)) is not None and both not in named:
+        adapter = mask if args.adapter_path is None else named[args.adapter_path]
+        pool.register(both, adapter, mask=None if adapter is mask else mask)
     return model, tokenizer, pool
 
 
@@ -241,7 +285,7 @@ def speculation_of(
         return None
     from afm_mlx.engine.speculation.drafting import Speculation
     from afm_mlx.loading.load import load_drafts
-    from afm_mlx.loading.resolve import AUTO, adapter_draft, resolve_adapter, resolve_model
+    from afm_mlx.loading.resolve import adapter_draft, resolve_adapter, resolve_model
 
     folder, path = resolve_model(args.model), args.draft_model
     if path == AUTO and adapters is None and args.adapter_path is not None:

@@ -43,7 +43,7 @@ _SAMPLED = [
 ]
 ARGUMENTS = {
     "options": [
-        *(row for row in model_options.LOADING if row.name != "adapter_path"),
+        *(row for row in model_options.LOADING if row.name not in ("adapter_path", "mask")),
         Argument("--data", None,
                  'prompts: lines of {"prompt" or "messages", ...} with any keys that rewards look at',
                  metavar="FILE.jsonl"),

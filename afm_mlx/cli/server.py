@@ -248,6 +248,7 @@ def _models(args: argparse.Namespace) -> list[HostedModel]:
                 path,
                 name=name,
                 adapter_path=args.adapter_path if index == 0 else None,
+                mask=args.mask if index == 0 else None,
                 adapters=own,
                 adapter_memory=args.adapter_memory,
                 force_adapters=args.force,

@@ -64,7 +64,7 @@ ALTERNATIVES = (
 """Pairs of arguments that set the same thing, and what they set; see `arguments.parse`."""
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
     """Convert a number of bytes, which may have the unit M, MB, G or GB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]B?)?", text.strip(), re.IGNORECASE)
     if match is None:
@@ -183,7 +183,7 @@ def training_tables(learning_rate: str, *own: Argument) -> Tables:
             Argument("--optimizer-config", json_object,
                      "betas, eps and weight_decay of an optimizer, by its name as in mlx-lm: "
                      '{"adamw": {"betas": [0.9, 0.95]}}'),
-            Argument("--clear-cache-threshold", _size,
+            Argument("--clear-cache-threshold", size,
                      "memory, such as 2GB, that MLX may keep for reuse between steps; MLX's own limit by "
                      "default",
                      metavar="SIZE"),
@@ -261,10 +261,14 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
         raise UsageError(
             "--no-mask-prompt is --prompt-weight 1; they contradict each other. Choose one."
         )
+    return Recipe(options=options, features=features_of(args), **values)
+
+
+def features_of(args: argparse.Namespace) -> dict[str, str]:
+    """Return the data's keys by the standard names that they stand for."""
     names = {name: getattr(args, f"{name}_feature") for name in FEATURES}
     names["messages"] = names.pop("chat")
-    values["features"] = {name: key for name, key in names.items() if key not in (None, name)}
-    return Recipe(options=options, **values)
+    return {name: key for name, key in names.items() if key not in (None, name)}
 
 
 def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:
@@ -415,7 +419,7 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
     run_path = Path(getattr(args, "run_path", None) or method.default_run_path(path))
     if args.resume and not (run_path / "run.json").exists():
         raise UsageError(f"--resume: {run_path} holds no run. Leave it out to start one.")
-    with _advice(args, run_path), progress_bar("training", "step") as bar:
+    with run_advice(args, run_path), progress_bar("training", "step") as bar:
         reporter = Reporter(args, bar)
         result = train_by(
             method,
@@ -503,7 +507,7 @@ def scores_dict(scores: Scores) -> dict[str, Any]:
 
 
 @contextmanager
-def _advice(args: argparse.Namespace, run_path: Path) -> Iterator[None]:
+def run_advice(args: argparse.Namespace, run_path: Path) -> Iterator[None]:
     """Add notes on how to resume a run, and how to start over, to an error that prevents or stops the run."""
     from afm_mlx.training.loop.run_folder import RunExistsError
 

@@ -17,6 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.active import attach_adapter
+from afm_mlx.adapters.mask_predictor import (
+    PREDICTOR_FOLDER,
+    MaskPredictor,
+    has_predictor,
+    read_head,
+)
+from afm_mlx.adapters.task_mask import has_mask
 from afm_mlx.checkpoint.finite import read_parameters
 from afm_mlx.checkpoint.safetensors_file import load_stored
 from afm_mlx.checkpoint.stored_layers import (
@@ -38,6 +45,7 @@ from afm_mlx.loading.resolve import (
     adapter_draft,
     model_draft,
     resolve_adapter,
+    resolve_mask,
     resolve_model,
 )
 from afm_mlx.model.model import Model
@@ -60,6 +68,7 @@ def load(
     trust_remote_code: bool = False,
     activation_bits: int = 16,
     force_adapter: bool = False,
+    mask: str | None = None,
 ) -> Any:
     """Load a model and its tokenizer, with mlx-lm's signature.
 
@@ -81,6 +90,8 @@ def load(
         trust_remote_code: let a folder's own code run; for mlx-lm's models only.
         activation_bits: 16, or 8 to let packed layers round their input to int8 where that is faster.
         force_adapter: run an adapter that was made for another model, if its shapes fit.
+        mask: task mask that was made for this model, as a path or a name like `adapter_path`: the model runs
+            with a part of its feed-forwards, and with the adapter if there is one.
 
     Returns:
         (model, tokenizer), or (model, tokenizer, config).
@@ -106,20 +117,31 @@ def load(
             f"{MODEL_TYPE!r} for an AFM model."
         )
     adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
+    mask_folder = None if mask is None else resolve_mask(mask, folder)
+    is_masked = mask is not None or (adapter is not None and has_mask(adapter))
     if not is_afm_config(values):
         from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 
         model, tokenizer, values = load_mlx_lm_folder(
-            folder, tokenizer_config, model_config, adapter, lazy, trust_remote_code
+            folder,
+            tokenizer_config,
+            model_config,
+            None if is_masked else adapter,
+            lazy,
+            trust_remote_code,
         )
+        if is_masked:
+            attach_adapter(model, adapter, mask=mask_folder)
     elif tokenizer_config:
         raise AFMError(
             f"tokenizer_config is {shown(dict(tokenizer_config))}: an AFM folder's tokenizer has no options."
         )
     else:
         model = load_model(folder, values, lazy=lazy)
-        if adapter is not None:
-            attach_adapter(model, adapter, base_folder=folder, force=force_adapter)
+        if adapter is not None or mask_folder is not None:
+            attach_adapter(
+                model, adapter, mask=mask_folder, base_folder=folder, force=force_adapter
+            )
         tokenizer = load_tokenizer(folder)
     set_activation_bits(model, activation_bits)
     warn_if_slow(model)
@@ -264,3 +286,27 @@ def _vocabulary_fault(
     if other := sum(wanted.get(piece) != token for piece, token in pieces.items()):
         return f"{other:,} of its tokenizer's {len(pieces):,} pieces are others, or have other ids"
     return ""
+
+
+# -- predictors of masks
+
+
+def load_predictor(folder: str | Path, model: ModelConfig) -> MaskPredictor:
+    """Load the predictor of a model's masks from the model's folder.
+
+    Raises:
+        ConfigError: if the folder has none, or it is for another model, or its config can't be used.
+        CheckpointError: if its files are damaged.
+    """
+    check_predictor(folder)
+    own = Path(folder) / PREDICTOR_FOLDER
+    return read_head(own, load_model(own), model)
+
+
+def check_predictor(folder: str | Path) -> None:
+    """Raise `ConfigError` if a model folder has no predictor of masks."""
+    if not has_predictor(folder):
+        raise ConfigError(
+            f"{folder} has no predictor of masks: it has no folder {PREDICTOR_FOLDER}. Train one with the "
+            "model (afm-mlx lora --fine-tune-type ifp), or make a mask of a task (afm-mlx prune)."
+        )

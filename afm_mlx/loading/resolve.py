@@ -98,6 +98,19 @@ def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
     )
 
 
+def resolve_mask(path_or_name: str | Path, model_folder: Path) -> Path:
+    """Return the folder of a task mask, found as `resolve_adapter` finds an adapter's."""
+    from afm_mlx.adapters.task_mask import MASK_CONFIG_NAME, MASK_NAME, has_mask
+
+    folder = resolve_adapter(path_or_name, model_folder)
+    if not has_mask(folder):
+        raise AFMError(
+            f"{folder} holds no task mask; a mask is a folder with {MASK_NAME} and {MASK_CONFIG_NAME}, which "
+            "afm-mlx prune makes."
+        )
+    return folder
+
+
 def model_draft(folder: str | Path) -> Path | None:
     """Return the folder of the draft model that comes with a model: `draft` in its folder; None without one."""
     from afm_mlx.tokenizer.vocabulary import DRAFT_FOLDER

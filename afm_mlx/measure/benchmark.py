@@ -33,7 +33,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.adapters.active import adapter_arrays, attach_random_adapters, detach_adapter
+from afm_mlx.adapters.active import (
+    adapter_arrays,
+    attach_random_adapters,
+    detach_adapter,
+    unread_bytes,
+)
 from afm_mlx.checkpoint.fingerprint import base_parameters
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine.engine import Engine
@@ -350,8 +355,9 @@ def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
     config: ModelConfig = model.args
     width = 1 if kv == "int8" and config.kv_bits == 8 else activation_dtype().size
     per_block = 2 * config.kv_dim * width
+    unread = unread_bytes(model)  # what a mask replaces
     return StepCost(
-        weight_bytes=sum(array.nbytes for array in base_parameters(model).values()),
+        weight_bytes=sum(array.nbytes for array in base_parameters(model).values()) - unread,
         adapter_bytes=sum(array.nbytes for array in adapter_arrays(model).values()),
         kv_bytes=round(case.batch * config.num_layers * per_block * case.mean_length),
         cache_bytes=case.batch * config.num_kv_layers * per_block * case.tokens,

@@ -1,15 +1,17 @@
-"""Linear layers with the norm before them, the adapters of a batch's rows, and the addition after them.
+"""Linear layers with the norm before them, the adapters and masks of the rows, and the addition after them.
 
 A `PackedLinear` does all of it in its own kernel. Any other layer (float, MLX's quantized ones, with LoRA) is
 called between norm and addition, and wrapped in an `AdaptedLinear` to add adapters.
 
-A layer's `adapters` (`LayerAdapters`) come from the model's `afm_mlx.adapters.active.ActiveAdapters`.
+A layer's `adapters` (`LayerAdapters`) and `mask` (`LayerMask`), and a feed-forward's `by_mask` (`ByMask`), come
+from the model's `afm_mlx.adapters.active.ActiveAdapters`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,10 +29,19 @@ from afm_mlx.kernels import (
     rms_norm,
 )
 from afm_mlx.kernels.reference import low_rank_product
-from afm_mlx.quantization.packed_layers import LayerAdapters, PackedEmbedding, PackedLinear
+from afm_mlx.quantization.packed_layers import (
+    LayerAdapters,
+    LayerMask,
+    PackedEmbedding,
+    PackedLinear,
+)
 
 ACTIVE = "_active_adapters"
 """Key of a model's adapters in its state, where MLX finds their arrays; no parameter, for the underscore."""
+
+
+ByMask: TypeAlias = Callable[[Callable[[mx.array], mx.array], mx.array], mx.array]
+"""Takes a function of rows and all rows (B, ...); calls the function for the rows of each task mask in turn."""
 
 
 class Normed(NamedTuple):
@@ -82,6 +93,17 @@ def swiglu(gate: nn.Module, up: nn.Module, x: Normed) -> mx.array:
             return packed_swiglu(x.x, a, b, options)
     normed = x.computed()
     return nn.silu(gate(normed)) * up(normed)
+
+
+def feed_forward(mlp: Any, x: Normed) -> mx.array:
+    """Return `x + down(silu(gate(norm(x))) * up(norm(x)))`, (B, L, D), of a block's `mlp` for x (B, L, D)."""
+
+    def compute(rows: mx.array) -> mx.array:
+        hidden = swiglu(mlp.gate_proj, mlp.up_proj, Normed(rows, x.norm))
+        return project(mlp.down_proj, hidden, rows)
+
+    by_mask: ByMask | None = getattr(mlp, "by_mask", None)
+    return compute(x.x) if by_mask is None else by_mask(compute, x.x)
 
 
 def head_logits(embedding: nn.Module, x: Normed) -> mx.array:
@@ -139,16 +161,28 @@ class LinearWrapper(nn.Module):
 
 
 class AdaptedLinear(LinearWrapper):
-    """`linear(x)` plus the active adapters' product, for layers whose kernel can't add adapters."""
+    """`linear(x)`, under the rows' task mask, plus the active adapters' product.
 
-    def __init__(self, linear: nn.Module, adapters: LayerAdapters):
+    For layers whose kernel can't add adapters.
+    """
+
+    def __init__(self, linear: nn.Module, adapters: LayerAdapters, mask: LayerMask | None = None):
         super().__init__(linear)
-        self.adapters = adapters
+        self.adapters, self.mask = adapters, mask
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map (B, ..., K) to (B, ..., N), in the dtype that `linear` returns."""
-        y, low_rank = self.linear(x), self.adapters(x.shape[0])
+        taken = None if self.mask is None else self.mask()
+        low_rank = self.adapters(x.shape[0])
+        y = (self.linear if taken is None else with_arrays(self.linear, taken))(x)
         return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
+
+
+def with_arrays(linear: nn.Module, arrays: Mapping[str, mx.array]) -> nn.Module:
+    """Return a copy of a linear layer that has these parameters, and shares the others."""
+    made = copy.copy(linear)
+    dict.update(made, arrays)
+    return made
 
 
 def adapters_layout(model: nn.Module) -> str:

@@ -33,7 +33,14 @@ from afm_mlx.config import MODEL_TYPE, ModelConfig
 from afm_mlx.kernels import HeadOptions, KeyValues, QueryRope, reads_tails, rms_norm
 from afm_mlx.model.attention import Positions, attend, attend_and_write, row_positions
 from afm_mlx.model.decode_step import DecodeStep
-from afm_mlx.model.fused_layers import Normed, head_argmax, head_logits, is_fusable, project, swiglu
+from afm_mlx.model.fused_layers import (
+    Normed,
+    feed_forward,
+    head_argmax,
+    head_logits,
+    is_fusable,
+    project,
+)
 from afm_mlx.model.kv_cache import KVCache, NoKVCache, TailWriter
 
 ModelCache: TypeAlias = Sequence[KVCache | NoKVCache]
@@ -112,8 +119,9 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_dim, config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.hidden_dim, bias=False)
 
-    def __call__(self, x: Normed, residual: mx.array) -> mx.array:
-        return project(self.down_proj, swiglu(self.gate_proj, self.up_proj, x), residual)
+    def __call__(self, x: Normed) -> mx.array:
+        """Return `x.x` plus the output for the normalized x, (B, L, D)."""
+        return feed_forward(self, x)
 
 
 class _Block(nn.Module):
@@ -136,7 +144,7 @@ class WritingBlock(_Block):
     ) -> tuple[mx.array, KeyValues]:
         """Return hidden states (B, L, D), and the keys and values of all tokens so far."""
         x, kv = self.self_attn(Normed(x, self.input_layernorm), positions, cache, residual=x)
-        return self.mlp(Normed(x, self.post_attention_layernorm), residual=x), kv
+        return self.mlp(Normed(x, self.post_attention_layernorm)), kv
 
 
 class ReuseBlock(_Block):
@@ -147,7 +155,7 @@ class ReuseBlock(_Block):
 
     def __call__(self, x: mx.array, positions: Positions, kv: KeyValues) -> mx.array:
         x = self.self_attn(Normed(x, self.input_layernorm), positions, kv, residual=x)
-        return self.mlp(Normed(x, self.post_attention_layernorm), residual=x)
+        return self.mlp(Normed(x, self.post_attention_layernorm))
 
 
 class Transformer(nn.Module):

@@ -20,7 +20,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from afm_mlx.kernels import NewToken, norm_rope
-from afm_mlx.model.fused_layers import Normed, project, project_each, swiglu
+from afm_mlx.model.fused_layers import Normed, feed_forward, project, project_each
 from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 _PERIODS = "_rope_periods"
@@ -37,9 +37,7 @@ class _ZooBlock:
         block: Any = self
         y = _attention(block.self_attn, Normed(x, block.input_layernorm), mask, cache)
         x = project(block.self_attn.o_proj, y, residual=x)
-        mlp = block.mlp
-        hidden = swiglu(mlp.gate_proj, mlp.up_proj, Normed(x, block.post_attention_layernorm))
-        return project(mlp.down_proj, hidden, residual=x)
+        return feed_forward(block.mlp, Normed(x, block.post_attention_layernorm))
 
 
 class LlamaBlock(_ZooBlock, llama.TransformerBlock):

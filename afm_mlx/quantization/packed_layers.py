@@ -8,7 +8,7 @@ the matrices of a mixture's experts. Parameters have the names of a model folder
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeAlias
 
 import mlx.core as mx
@@ -37,6 +37,9 @@ PARTS = ("weight", "scales", "biases", "table")
 
 LayerAdapters: TypeAlias = Callable[[int], LowRank | None]
 """Takes the number of rows of a batch; returns their adapters for one layer, None if none changes it."""
+
+LayerMask: TypeAlias = Callable[[], Mapping[str, mx.array] | None]
+"""Returns the parameters that replace a layer's under the rows' task mask, by name; None without a mask."""
 
 
 def activation_dtype() -> mx.Dtype:
@@ -112,9 +115,12 @@ class _Packed(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The matrix, or a stack's matrices one after the other, as an argument of operations in `kernels`."""
-        get = self.get
+        return self._packed_of(self)
+
+    def _packed_of(self, parameters: Mapping[str, mx.array]) -> PackedWeight:
+        get = parameters.get
         parts = get("scales"), get("biases"), get("table")
-        return flattened(PackedWeight(self["weight"], self.bits, self.mode, *parts))
+        return flattened(PackedWeight(parameters["weight"], self.bits, self.mode, *parts))
 
     @property
     def granularity(self) -> str:
@@ -146,7 +152,9 @@ class PackedLinear(_Packed):
     activations to int8, which is faster and less exact.
     """
 
-    adapters: LayerAdapters | None = None  # set if the layer's model is bound to adapters
+    # Set if the layer's model is bound to adapters.
+    adapters: LayerAdapters | None = None
+    mask: LayerMask | None = None
 
     def __init__(
         self, packed: PackedWeight, bias: mx.array | None = None, activation_bits: int = 16
@@ -162,14 +170,21 @@ class PackedLinear(_Packed):
         packed, low_rank, bits = self.operands(x.shape[0])
         adapters = () if low_rank is None else (low_rank,)
         y = matmul(x, packed, ProductOptions(adapters=adapters, activation_bits=bits))
-        return y + self["bias"].astype(y.dtype) if "bias" in self else y
+        return y + self._masked()["bias"].astype(y.dtype) if "bias" in self else y
 
     def operands(self, batch: int) -> tuple[PackedWeight, LowRank | None, int]:
         """Return the matrix, the adapters of a batch of `batch` rows (None if there are none), and the bits of
         activations.
+
+        Under a task mask, the matrix has the kept channels alone.
         """
         low_rank = None if self.adapters is None else self.adapters(batch)
-        return self.packed, low_rank, self._activation_bits
+        return self._packed_of(self._masked()), low_rank, self._activation_bits
+
+    def _masked(self) -> Mapping[str, mx.array]:
+        """Return the layer's parameters by name, under the rows' task mask if they have one."""
+        taken = None if self.mask is None else self.mask()
+        return self if taken is None else {**self, **taken}
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
         packed = self.packed

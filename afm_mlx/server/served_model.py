@@ -30,7 +30,13 @@ from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import AFMError, RequestError, TokenizerError
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
 from afm_mlx.loading.load import import_packages, load, load_drafts
-from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
+from afm_mlx.loading.resolve import (
+    EMBEDDED_MODEL,
+    model_adapters,
+    resolve_adapter,
+    resolve_mask,
+    resolve_model,
+)
 from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import activation_dtype
 from afm_mlx.server.chat_inputs import (
@@ -164,6 +170,7 @@ class ModelSource:
         drafts: False to load no draft model, whatever the server's settings say.
         load_options: further arguments of `load`.
         engine_options: further options of `Engine`.
+        masks: mapping from adapters' names to folders of task masks that they run with.
     """
 
     name: str
@@ -177,6 +184,7 @@ class ModelSource:
     drafts: bool = True
     load_options: Mapping[str, Any] = field(default_factory=dict)
     engine_options: Mapping[str, Any] = field(default_factory=dict)
+    masks: Mapping[str, Path] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -185,6 +193,7 @@ class ModelSource:
         *,
         name: str | None = None,
         adapter_path: str | Path | None = None,
+        mask: str | Path | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         **settings: Any,
     ) -> ModelSource:
@@ -195,6 +204,8 @@ class ModelSource:
             name: the model's id in the APIs; the last part of `source` by default.
             adapter_path: adapter of requests for the model's own id: a path, or the name of one that comes with
                 the model.
+            mask: task mask of requests for the model's own id, found like `adapter_path`; with an adapter, the
+                two have one name, ADAPTER+MASK.
             adapters: mapping from name to path of further adapters, besides those that come with the model.
             settings: further fields of the result.
 
@@ -211,8 +222,21 @@ class ModelSource:
                 raise RequestError(
                     f"The adapter {path} would have the name {default}, as {given[default]} has. Rename one."
                 )
+        masks = {}
+        if mask is not None:
+            place = resolve_mask(mask, folder)
+            path = place if default is None else given[default]
+            default = place.name if default is None else f"{default}+{place.name}"
+            if given.setdefault(default, path) != path:
+                raise RequestError(
+                    f"The mask {place} would have the name {default}, as {given[default]} has. Rename one."
+                )
+            if path != place:
+                masks[default] = place
         model_id = name or Path(source).name or folder.resolve().name
-        return cls(model_id, folder, model_adapters(folder) | given, default, **settings)
+        return cls(
+            model_id, folder, model_adapters(folder) | given, default, masks=masks, **settings
+        )
 
     def load(
         self,
@@ -237,7 +261,7 @@ class ModelSource:
                 force=self.force_adapters,
             )
             for each, path in self.adapters.items():
-                pool.register(each, path)
+                pool.register(each, path, mask=self.masks.get(each))
             engine_options = dict(self.engine_options)
             draft_model = options.draft_model if options and self.drafts else None
             if options and (draft_model is not None or options.prompt_lookup):

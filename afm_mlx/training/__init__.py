@@ -8,6 +8,7 @@ from afm_mlx.training.loop.run_folder import RunFolder, plot_metrics
 from afm_mlx.training.loop.trainer import RunOutcome, train
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
+from afm_mlx.training.methods.ifp_training import IFPTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.model_source import FreshSource
@@ -22,10 +23,13 @@ from afm_mlx.training.methods.train import (
     train_contrastive,
     train_draft,
     train_full,
+    train_ifp,
     train_lora,
     train_preferences,
     train_qat,
 )
+from afm_mlx.training.pruning.mask_training import RecoveryTraining
+from afm_mlx.training.pruning.prune import Pruning, prune
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import pack_qat, prepare_qat
 
@@ -38,12 +42,15 @@ __all__ = [
     "DraftTraining",
     "FreshSource",
     "FullTraining",
+    "IFPTraining",
     "LoRATraining",
     "PolicyTraining",
     "PreferenceLoss",
     "PreferenceTraining",
+    "Pruning",
     "QATTraining",
     "Recipe",
+    "RecoveryTraining",
     "RewardTraining",
     "RunFolder",
     "RunOutcome",
@@ -59,10 +66,12 @@ __all__ = [
     "pack_qat",
     "plot_metrics",
     "prepare_qat",
+    "prune",
     "train",
     "train_contrastive",
     "train_draft",
     "train_full",
+    "train_ifp",
     "train_lora",
     "train_preferences",
     "train_qat",

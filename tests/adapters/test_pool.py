@@ -41,6 +41,7 @@ def test_an_adapter_is_loaded_when_it_is_asked_for_and_then_stays(make_pool, mod
     assert described["adapters"][1] == {
         "name": "b", "source": str(tmp_path / "b"), "state": "resident", "bytes": size, "rank": 4,
         "fingerprint": first.fingerprint, "pinned": False, "rows": 1, "waiting": 0, "error": None,
+        "mask": None, "kept_share": None,
     }  # fmt: skip
     assert pool.name_of(first.fingerprint) == "b"
     assert state(pool, "a")["fingerprint"] is None

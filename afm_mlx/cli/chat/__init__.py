@@ -53,9 +53,10 @@ def run(args: argparse.Namespace) -> None:
         args.system_prompt,
         adapters,
         Thoughts(tokenizer, args.think),
+        model_options.prompt_masks(args, model, tokenizer, adapters),
     )
-    if args.adapter_path is not None:
-        dialogue.switch(args.adapter_path)
+    if (name := model_options.adapter_name(args)) is not None:
+        dialogue.switch(name)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         print(f"{args.model}: /help lists the commands, Ctrl-D leaves.")

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.prompt_masks import PromptMasks
 from afm_mlx.cli.thoughts import ThoughtPrinter, Thoughts
 from afm_mlx.engine.generation import GenerationResponse, stream_generate
 from afm_mlx.engine.prompt_cache import PromptCaches
@@ -40,6 +41,8 @@ class Dialogue:
         adapter: name of the adapter that answers, or None.
         last_response: final response of the last answer, with its figures; None before the first answer.
         prompt_tokens: number of tokens of the last question and the dialogue before it.
+
+    With `masks`, a dialogue without an adapter runs with the mask that its first question chooses.
     """
 
     def __init__(
@@ -50,10 +53,11 @@ class Dialogue:
         system_prompt: str | None = None,
         adapters: AdapterPool | None = None,
         thoughts: Thoughts | None = None,
+        masks: PromptMasks | None = None,
     ):
         self._model, self._tokenizer = model, tokenizer
         self._thoughts = thoughts or Thoughts(tokenizer, None)
-        self._new_cache, self._adapters = new_cache, adapters
+        self._new_cache, self._adapters, self._masks = new_cache, adapters, masks
         self.adapter: str | None = None
         self._system: list[Message] = []
         self.system = system_prompt
@@ -146,11 +150,14 @@ class Dialogue:
     ) -> GenerationResponse | None:
         prompt = self._encoded([*self._system, *self._question], open_answer=True)
         self.prompt_tokens = len(prompt)
+        adapter = self.adapter
+        if adapter is None and self._masks is not None:
+            adapter = self._masks.name_for(prompt)
         answer, stopped, last = "", False, None
         splitter, printer = self._thoughts.splitter(prompt), ThoughtPrinter()
         try:
             with (
-                self._caches.continuing(prompt, self.adapter) as run,
+                self._caches.continuing(prompt, adapter) as run,
                 closing(
                     stream_generate(
                         self._model,
@@ -158,7 +165,7 @@ class Dialogue:
                         run.rest,
                         prompt_cache=run.cache,
                         logprobs=False,
-                        adapter=self.adapter,
+                        adapter=adapter,
                         adapters=self._adapters,
                         **self._thoughts.options(prompt, seen=len(run.rest)),
                         **arguments,

@@ -170,30 +170,40 @@ class Batches:
 
     def __call__(self, step: int) -> Batch:
         """Return micro-batch number `step`, counted from 0 over all epochs."""
-        epoch, index = divmod(step, self.per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._plan = epoch, self._plan_epoch(epoch)
-        plan, width = self._plan, self._plan.widths[index]
+        placed = self.placed(step)
+        plan, index = self._plan, step % self.per_epoch
+        width = plan.widths[index]
         inputs, segments = np.zeros((2, self.batch_size, width), np.int32)
         positions, labels = np.zeros((2, plan.targets[index]), np.int32)
         weights = np.zeros(plan.targets[index], np.float32)
         done = 0
-        for line, row in enumerate(plan.batches[index]):
-            offset = 0
-            row_samples = plan.order[self._bounds[row] : self._bounds[row + 1]]
-            for segment, sample in enumerate(row_samples, start=1):
-                start, n = self._starts[sample], self._inputs[sample]
-                inputs[line, offset : offset + n] = self._tokens[start : start + n]
-                segments[line, offset : offset + n] = segment
-                scored = np.flatnonzero(self._weights[start + 1 : start + 1 + n] > 0)
-                target = slice(done, done + len(scored))
-                positions[target] = line * width + offset + scored
-                labels[target] = self._tokens[start + 1 + scored]
-                weights[target] = self._weights[start + 1 + scored]
-                offset, done = offset + n, target.stop
+        for line, offset, sample in placed:
+            start, n = self._starts[sample], self._inputs[sample]
+            inputs[line, offset : offset + n] = self._tokens[start : start + n]
+            # Samples of a row are numbered from 1.
+            segments[line, offset : offset + n] = segments[line, offset - 1] + 1 if offset else 1
+            scored = np.flatnonzero(self._weights[start + 1 : start + 1 + n] > 0)
+            target = slice(done, done + len(scored))
+            positions[target] = line * width + offset + scored
+            labels[target] = self._tokens[start + 1 + scored]
+            weights[target] = self._weights[start + 1 + scored]
+            done = target.stop
         # Only rows of several samples need segments.
         arrays = [inputs, segments if self.packed else None, positions, labels, weights]
         return Batch(*(None if array is None else mx.array(array) for array in arrays))
+
+    def placed(self, step: int) -> list[tuple[int, int, int]]:
+        """Return the row, the first token in it, and the index of each sample of micro-batch `step`."""
+        epoch, index = divmod(step, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._plan = epoch, self._plan_epoch(epoch)
+        found = []
+        for line, row in enumerate(self._plan.batches[index]):
+            offset = 0
+            for sample in self._plan.order[self._bounds[row] : self._bounds[row + 1]].tolist():
+                found.append((line, offset, sample))
+                offset += int(self._inputs[sample])
+        return found
 
     @cached_property
     def fingerprint(self) -> str:

@@ -33,6 +33,12 @@ R = TypeVar("R")
 Tree: TypeAlias = Any
 """Nested dictionaries and lists of arrays, as `nn.Module.parameters` returns them."""
 
+PER_CALL = "_per_call"
+"""Key of a tree of arrays that a layer has for one forward pass.
+
+A recomputed block takes it as an argument, so that gradients reach it, and the backward pass has it, too.
+"""
+
 Arrays: TypeAlias = mx.array | Sequence[mx.array]
 
 
@@ -84,8 +90,12 @@ def _recomputed(kind: type) -> type:
         parameters = self.trainable_parameters()
         dropouts = [m for m in self.modules() if isinstance(m, _KeyedDropout)]
 
-        def forward(traced: Tree, *args: object, **kwargs: object) -> object:
+        owners = [module for module in self.modules() if PER_CALL in module]
+
+        def forward(traced: Tree, per_call: Tree, *args: object, **kwargs: object) -> object:
             self.update(traced)
+            before = [owner.get(PER_CALL) for owner in owners]
+            _set_per_call(owners, per_call)
             for dropout, key in zip(dropouts, keys, strict=True):
                 dropout.__dict__["_key"] = key
             try:
@@ -93,14 +103,23 @@ def _recomputed(kind: type) -> type:
             finally:
                 # Traced arrays must not outlive the trace.
                 self.update(parameters)
+                _set_per_call(owners, before)
                 for dropout in dropouts:
                     dropout.__dict__["_key"] = None
 
         # Drawn outside the function: keys drawn inside would differ in the recomputation.
         keys = [mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32) for _ in dropouts]
-        return recomputed(forward)(parameters, *args, **kwargs)
+        per_call = [owner[PER_CALL] for owner in owners]
+        return recomputed(forward)(parameters, per_call, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call})
+
+
+def _set_per_call(owners: Sequence[nn.Module], trees: Sequence[Tree | None]) -> None:
+    for owner, tree in zip(owners, trees, strict=True):
+        owner.pop(PER_CALL, None)
+        if tree is not None:
+            owner[PER_CALL] = tree
 
 
 def recomputed(function: Callable[..., R]) -> Callable[..., R]:

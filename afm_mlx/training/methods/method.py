@@ -5,6 +5,7 @@
 | `FullTraining` | float weights | a model folder |
 | `DraftTraining` | float weights of a draft model | a model folder |
 | `QATTraining` | float weights that are rounded to a grid in the forward pass | a packed model folder |
+| `IFPTraining` (`ifp_training.py`) | float weights and a predictor of masks | a model folder |
 | `LoRATraining` (`lora_training.py`) | LoRA pairs on a frozen model | an adapter folder |
 | `ContrastiveTraining` (`contrastive_training.py`) | LoRA pairs for embeddings | an adapter folder |
 | `PreferenceTraining` (`preference_training.py`) | LoRA pairs by preferences | an adapter folder |
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -159,11 +160,13 @@ def save_model_folder(
     *,
     what: str,
     facts: Mapping[str, str],
+    add: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write a model folder that `afm_mlx.load` and mlx-lm read, whole or not at all.
 
     `values` is the content of config.json; the tokenizer files are the source's. `what` is a sentence for the
-    card that describes the weights, and `facts` are values for the card by their labels. Raises `AFMError` when
+    card that describes the weights, and `facts` are values for the card by their labels. `add` writes more
+    into the folder. Raises `AFMError` when
     `path` exists or can't be written.
     """
     path = Path(path)
@@ -183,6 +186,8 @@ def save_model_folder(
                 what=what,
                 facts=facts,
             )
+            if add is not None:
+                add(folder)
     except OSError as error:
         raise AFMError(f"The model folder {path} can't be written: {error}.") from None
     return path

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +26,7 @@ from afm_mlx.training.data.batches import (
     Batches,
     round_up,
 )
-from afm_mlx.training.data.samples import has_split, load_split
+from afm_mlx.training.data.samples import Sample, has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
@@ -176,6 +176,24 @@ def is_packed(recipe: Recipe, source: ModelSource) -> bool:
 
 def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
     """Read and tokenize the split "train", "valid" or "test"; raises as `read_data` does."""
+    samples, options = read_batches(recipe, source, split)
+    return Batches(samples, **options)
+
+
+class BatchOptions(TypedDict):
+    """The arguments of `Batches` that follow from a recipe and its data."""
+
+    batch_size: int
+    length: int
+    packed: bool
+    seed: int
+    shuffle: bool
+
+
+def read_batches(
+    recipe: Recipe, source: ModelSource, split: str
+) -> tuple[list[Sample], BatchOptions]:
+    """Read and tokenize a split, as `read_split` does; return its samples, and how to lay them out."""
     packed = is_packed(recipe, source)
     limit = max_sample_length(recipe, source)
     samples = load_split(
@@ -195,8 +213,7 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
             # Attention's memory grows with the square of a row, and four samples need little padding.
             wanted = min(wanted, max(longest, math.ceil(SAMPLES_OF_A_ROW * total / len(inputs))))
         length = min(round_up(wanted, ROW_MULTIPLE), length)
-    return Batches(
-        samples,
+    return samples, BatchOptions(
         batch_size=recipe.batch_size,
         length=length,
         packed=packed,
@@ -243,7 +260,7 @@ def make_plan(
         bits = quantization_of(source.values, source.folder).get("bits")
         memory = estimate_memory(
             model.args,
-            "lora" if ranks else {"draft": "full"}.get(kind, kind),
+            "lora" if ranks else {"draft": "full", "ifp": "full"}.get(kind, kind),
             batch_size=rows,
             length=length,
             rank=ranks[0] if ranks else 1,

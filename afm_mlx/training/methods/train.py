@@ -32,6 +32,7 @@ from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping, Testing, train
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
+from afm_mlx.training.methods.ifp_training import IFPTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import (
     WITHOUT_ADAPTER,
@@ -94,6 +95,16 @@ def train_full(
 ) -> TrainingResult:
     """Train float weights, all by default, and save a model folder. Other arguments: see `train_by`."""
     return train_by(method or FullTraining(), recipe, save_path, **options)
+
+
+def train_ifp(
+    recipe: Recipe,
+    save_path: str | Path,
+    method: IFPTraining | None = None,
+    **options: Unpack[RunArguments],
+) -> TrainingResult:
+    """Train a model with the predictor of its masks, and save its folder. Other arguments: see `train_by`."""
+    return train_by(method or IFPTraining(), recipe, save_path, **options)
 
 
 def train_lora(

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from afm_mlx.adapters.adapter_folder import EmbeddingUse, RewardUse, load_adapter
+from afm_mlx.adapters.task_mask import read_mask
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.load import load
 from tests.tools.cli import CONFIG, lines
@@ -204,6 +205,46 @@ def test_a_draft_model_from_random_weights(base, done, tmp_path, rng, monkeypatc
     assert model.args.num_layers == 1
     assert tokenizer.get_vocab() == load(teacher)[1].get_vocab()
     done("generate", "--model", out, "-p", "say x", "-m", 2)
+
+
+def test_a_model_with_a_predictor_of_masks(base, data, done, fails, tmp_path):
+    for file in data.glob("*.jsonl"):  # texts have no prompt
+        kept = [line for line in file.read_text().splitlines() if "text" not in json.loads(line)]
+        file.write_text("\n".join(kept) + "\n")
+    first, second, mask = (tmp_path / name for name in ("first", "second", "mask"))
+    kind = ("--fine-tune-type", "ifp", "--train")
+    own = ("--ifp-stage", "chunk", "--chunk-size", 8, "--ffn", 0.5, "--group", 8)
+    own += ("--predictor-rank", 4, "--mask-temperature", 0.5, "--binary-masks")
+    text = done(*base, *kind, *own, "--save-path", first)
+    for says in ("masks\n", "soft share", "overlap"):
+        assert says in text
+    _, _, _, *others = base
+    done("lora", "--model", first, *others, *kind, "--save-path", second)
+    run = json.loads((tmp_path / "second-run" / "run.json").read_text())
+    assert run["stage"] == "prompt"
+    assert "group=8, rank=4, temperature=0.5, binary=True" in run["predictor"]
+    prune = ("prune", "--model", second, "--criterion", "predictor", "--save-path", mask)
+    assert "Kept 50.0% of " in done(*prune, "--task", "You are an expert in words.")
+    assert read_mask(mask).task == "You are an expert in words."
+    answer = ("generate", "--model", second, "-p", "say x", "-m", 4, "--verbose", False)
+    texts = {done(*answer, "--mask", each) for each in ("auto", mask)}
+    assert all(texts)
+    for argv, says in (
+        (
+            (*answer, "--mask", "auto", "--prompt-cache-file", "x.safetensors"),
+            "--mask auto can't be combined",
+        ),
+        (("generate", "-p", "x", "--mask", "auto"), "has no predictor of masks"),
+        ((*base, *kind), "--save-path is missing"),
+        ((*base, *kind, "--rank", 4, "--save-path", mask), "--rank would do nothing"),
+        ((*base, "--ffn", 0.5), "--ffn would do nothing with --fine-tune-type lora"),
+        (prune, "--task or --data is missing"),
+        (
+            (*prune, "--task", "x", "--ffn", 0.5),
+            "--ffn would do nothing with --criterion predictor",
+        ),
+    ):
+        assert says in fails(*argv)
 
 
 def test_more_than_the_machine_has_memory_for(base, fails, tmp_path, monkeypatch):

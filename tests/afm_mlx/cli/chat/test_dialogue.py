@@ -5,10 +5,14 @@ import sys
 
 import pytest
 
+from afm_mlx.adapters.mask_predictor import MaskPredictor, PredictorConfig, small_model
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.prompt_masks import PromptMasks
 from afm_mlx.cli.chat.dialogue import Dialogue
 from afm_mlx.engine.generation import stream_generate
 from afm_mlx.errors import ContextLengthError
 from afm_mlx.loading.load import load
+from afm_mlx.model.model import Model
 
 
 @pytest.fixture
@@ -66,6 +70,27 @@ def test_a_cached_conversation_is_the_one_from_scratch(start, rng, system_prompt
             assert computed < whole - 10
     talk.conversation.reset()
     assert talk.scratch("the fox") == talk.ask("the fox")
+
+
+def test_the_first_question_chooses_the_mask(folder, tmp_path):
+    model, tokenizer = load(folder)
+    args = model.args
+    config = PredictorConfig(args.num_layers, args.ffn_dim, args.ffn_dim // 2, group=2)
+    predictor = MaskPredictor(Model(small_model(args)), config, seed=1)
+    pool = AdapterPool(model)
+    masks = PromptMasks(pool, predictor.eval(), tokenizer)
+    dialogue = Dialogue(model, tokenizer, model.make_cache, None, pool, masks=masks)
+    answers = []
+    for question in ("say x", "and y?"):
+        answers.append(dialogue.ask(question, lambda text: None, max_tokens=3))
+    assert all(answers)
+    (name,) = pool.registered
+    assert pool.load(name).mask is not None
+    dialogue.reset()
+    dialogue.ask("say something else", lambda text: None, max_tokens=3)
+    first = [{"role": "user", "content": "say something else"}]
+    prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)
+    assert masks.name_for(prompt) in pool.registered
 
 
 def test_an_interrupted_answer_stays_in_the_conversation(start):

@@ -1,0 +1,226 @@
+"""Make a task mask: find the feed-forward channels that a task needs, and train an adapter for what is cut."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from afm_mlx.cli.arguments import (
+    MAX_NUMBER,
+    Argument,
+    UsageError,
+    count_or_all,
+    flag_of,
+    integer,
+    number,
+    positive,
+)
+from afm_mlx.cli.output import print_json, progress_bar
+from afm_mlx.cli.signals import deferred_signals
+from afm_mlx.cli.training_runs import (
+    ALTERNATIVES as TRAINING_ALTERNATIVES,
+)
+from afm_mlx.cli.training_runs import (
+    Reporter,
+    features_of,
+    fields_given,
+    recipe_of,
+    run_advice,
+    size,
+    training_tables,
+)
+
+if TYPE_CHECKING:
+    from afm_mlx.training.pruning.mask_training import RecoveryTraining
+    from afm_mlx.training.pruning.prune import PruneResult
+
+LEARNING_RATE = 1e-3
+ALTERNATIVES = (
+    *TRAINING_ALTERNATIVES,
+    ("ffn", "target_bytes", "the kept share"),
+    ("ffn", "target_tokens_per_second", "the kept share"),
+    ("target_bytes", "target_tokens_per_second", "the kept share"),
+)
+
+# fmt: off
+_OWN = [
+    Argument("--save-path", None, "folder to make, which runs as an adapter; it must not exist", "mask"),
+]
+_MASK = [
+    Argument("--ffn", positive(1),
+             "kept share of the feed-forward channels, more than 0 and up to 1; 0.5 by default",
+             metavar="SHARE"),
+    Argument("--target-bytes", size,
+             "choose the share: a decode step reads at most this many bytes of weights, such as 570MB",
+             metavar="SIZE"),
+    Argument("--target-tokens-per-second", positive(MAX_NUMBER),
+             "choose the share: the speed of generating one answer, as measured on this machine", metavar="N"),
+    Argument("--criterion", ["activation", "gradient", "learned", "predictor"],
+             "activation, by default: how far a channel moves its block's output on the task's prompts and "
+             "answers; gradient: how far it moves the loss of the answers; learned: scores that are trained; "
+             "predictor: what the model's own predictor chooses for --task, or for the prompts of --data, if "
+             "it has one (lora --fine-tune-type ifp)"),
+    Argument("--group", integer(1),
+             "neighbouring channels that are kept or cut together; 16 by default, which fills a word of 2-bit "
+             "weights. Float models may have 1"),
+    Argument("--shares", ["equal", "sensitivity"],
+             "equal, by default: each block keeps the same share; sensitivity: blocks whose channels score "
+             "higher keep more"),
+    Argument("--task", None, "what the mask is for, as text; the mask keeps it", metavar="TEXT"),
+    Argument("--score-batches", count_or_all,
+             "batches of the pass that scores channels; -1 for all of the data, by default"),
+    Argument("--score-iters", integer(1), "steps that train the scores of --criterion learned; 200 by default"),
+    Argument("--score-learning-rate", positive(),
+             "highest learning rate of these steps; 0.05 by default"),
+]
+_RECOVERY = [
+    Argument("--recover", ["lora"],
+             "train a LoRA adapter that makes the cut model imitate the whole one, or --teacher"),
+    Argument("--rank", integer(1), "columns of A and rows of B; 16 by default"),
+    Argument("--scale", number(0), "factor of the adapter, which is alpha / rank; 0.5 by default"),
+    Argument("--dropout", number(0, 0.999),
+             "share of the adapter's inputs that is dropped in training; 0 by default"),
+    Argument("--keys", None,
+             "layers to adapt, by their names in a block, such as mlp.up_proj; all linear ones by default",
+             nargs="+", metavar="NAME"),
+    Argument("--save-dtype", ["float16", "float32"], "type of the saved adapter's numbers; float16 by default"),
+]
+# fmt: on
+ARGUMENTS = {
+    **training_tables(f"{LEARNING_RATE:g}", *_OWN),
+    "mask": _MASK,
+    "recovery": _RECOVERY,
+}
+_TRAINING = [row for table in ("training", "distillation", "run") for row in ARGUMENTS[table]]
+_SCORES_ONLY = ("score_iters", "score_learning_rate")
+_LENGTH = ("iters", "epochs", "learning_rate", "lr_schedule", "warmup_iters", "warmup_epochs")
+"""Arguments of training that have others in their place for scores."""
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.criterion == "predictor":
+        _predict(args)
+        return
+    if args.plot is not None:
+        raise UsageError(
+            "--plot is for lora and qat; a recovery's metrics are in SAVE_PATH-run/recovery/metrics.jsonl."
+        )
+    _check_use(args)
+    if args.teacher is None:
+        args.teacher = "self"
+    recipe = recipe_of(args, LEARNING_RATE)
+    from afm_mlx.training.pruning.prune import Pruning, prune
+
+    values = fields_given(args, Pruning)
+    if args.ffn is not None:
+        values["share"] = args.ffn
+    pruning, path = Pruning(**values), Path(args.save_path)
+    run_path = Path(f"{path}-run")
+    if args.resume and not (run_path / "run.json").exists():
+        raise UsageError(f"--resume: {run_path} holds no run. Leave it out to start one.")
+    with (
+        run_advice(args, run_path),
+        progress_bar("scoring", "batch") as scoring,
+        progress_bar("training", "step") as bar,
+    ):
+        reporter = Reporter(args, bar)
+        result = prune(
+            recipe,
+            path,
+            pruning,
+            _recovery(args),
+            resume=args.resume,
+            progress=scoring,
+            on_plan=reporter.on_plan,
+            on_event=reporter.on_event,
+            stopping=deferred_signals,
+        )
+    _print(args, result)
+
+
+def _predict(args: argparse.Namespace) -> None:
+    """Make a mask by the model's own predictor, which sets the kept share and the group."""
+    names = [row.name for row in (*_MASK, *_RECOVERY) if row.name not in ("criterion", "task")]
+    if given := [flag_of(name) for name in (*names, "teacher") if getattr(args, name)]:
+        raise UsageError(
+            f"{', '.join(given)} would do nothing with --criterion predictor, which has its share and "
+            "groups. Leave it out."
+        )
+    if args.data is None and not args.task:
+        raise UsageError("--task or --data is missing: what the predictor chooses the mask for.")
+    from afm_mlx.training.pruning.predicted_mask import predict_mask
+
+    features = features_of(args)
+    mask = predict_mask(
+        args.model, args.save_path, task=args.task or "", data=args.data, features=features
+    )
+    if args.json:
+        print_json({"model": str(args.model), "path": args.save_path, "share": mask.share})
+        return
+    print(
+        f"Kept {mask.share:.1%} of {mask.ffn_dim:,} channels in each block, in groups of {mask.group}"
+    )
+    print(f"Saved to {args.save_path}")
+
+
+def _check_use(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for arguments of training that nothing would be trained by."""
+    is_learned = args.criterion == "learned"
+    if not is_learned:
+        for name in _SCORES_ONLY:
+            if getattr(args, name) is not None:
+                raise UsageError(
+                    f"{flag_of(name)} would do nothing with --criterion {args.criterion or 'activation'}; it "
+                    "is for learned. Leave it out."
+                )
+    if args.recover is not None:
+        return
+    for row in [*_RECOVERY[1:], *_TRAINING]:
+        value, used = getattr(args, row.name, None), row.name in ("seed", "resume")
+        used = used or (is_learned and row in _TRAINING and row.name not in (*_LENGTH, "test"))
+        if not used and value not in (None, False, row.options["default"]):
+            raise UsageError(
+                f"{flag_of(row.name)} without --recover lora would do nothing. Add it, or leave this out."
+            )
+
+
+def _recovery(args: argparse.Namespace) -> RecoveryTraining | None:
+    from afm_mlx.training.pruning.mask_training import RecoveryTraining
+
+    if args.recover is None:
+        return None
+    own = {"keys": tuple(args.keys)} if args.keys else {}
+    return RecoveryTraining(**fields_given(args, RecoveryTraining) | own)
+
+
+def _print(args: argparse.Namespace, result: PruneResult) -> None:
+    mask = result.mask
+    if args.json:
+        print_json(
+            {
+                "model": str(args.model),
+                "data": str(args.data),
+                "path": str(result.path),
+                "criterion": mask.criterion,
+                "group": mask.group,
+                "share": mask.share,
+                "block_shares": result.block_shares,
+                "bytes_before": result.bytes_before,
+                "bytes_after": result.bytes_after,
+                "recovery_loss": None if result.outcome is None else result.outcome.best_loss,
+            }
+        )
+        return
+    least, most = min(result.block_shares), max(result.block_shares)
+    blocks = "in each block" if least == most else f"{least:.1%} to {most:.1%} by block"
+    print(f"Kept {mask.share:.1%} of {mask.ffn_dim:,} channels {blocks}, in groups of {mask.group}")
+    ratio = result.bytes_before / result.bytes_after
+    print(
+        f"A decode step reads {result.bytes_after / 1e6:,.2f} of {result.bytes_before / 1e6:,.2f} MB of "
+        f"weights, {ratio:.2f}x fewer"
+    )
+    if result.outcome is not None and result.outcome.best_loss is not None:
+        outcome = result.outcome
+        print(f"Best: Val loss {outcome.best_loss:.3f} after step {outcome.best_step}")
+    print(f"Saved to {result.path}")
