@@ -293,9 +293,9 @@ def _of_targets(
         for start in range(0, targets, chunk):
             rows = slice(start, min(start + chunk, targets))
             if is_frozen:
-                own_loss = partial(loss, rows)
-                own_loss = with_gradient(own_loss) if model.training else own_loss
-                found = own_loss(mx.depends([h[rows]], [after])[0])
+                inputs = mx.depends([h[rows]], [after])[0]
+                of_rows = partial(loss, rows)
+                found = with_gradient(of_rows)(inputs) if model.training else of_rows(inputs)
                 after = mx.depends([after], [found])[0]
             else:
                 # The logits are computed again in the backward pass, not kept. Gradients reach only the
