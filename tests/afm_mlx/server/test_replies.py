@@ -78,7 +78,9 @@ def test_texts_of_exceptions_stay_in_the_log(server, http, places, monkeypatch, 
         caplog.clear()
         failed = http.post(path, json=body)
         assert failed.status_code == 500
-        assert failed.headers["connection"] == "close"  # uvicorn closes it: the next request needs another
+        assert (
+            failed.headers["connection"] == "close"
+        )  # uvicorn closes it: the next request needs another
         error = failed.json()["error"]
         assert "its log says why" in error["message"]
         assert "Errno" not in json.dumps(error)

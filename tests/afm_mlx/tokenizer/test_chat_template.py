@@ -96,7 +96,10 @@ def test_arguments_may_be_decoded_or_json_text():
     ("source", "words"),
     [
         ("{% if %}", "The chat template in a/b.jinja is not valid Jinja"),
-        ("{{ raise_exception('no such role') }}", "in a/b.jinja refuses these messages: no such role"),
+        (
+            "{{ raise_exception('no such role') }}",
+            "in a/b.jinja refuses these messages: no such role",
+        ),
         ("{{ messages.append(1) }}", "in a/b.jinja failed: SecurityError"),
         ("{{ [cycler] | tojson }}", "in a/b.jinja failed: .*not JSON serializable"),
         ("{{ messages }}", r"messages\[0\] has 'response_format'.*in a/b.jinja"),
