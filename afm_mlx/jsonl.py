@@ -17,20 +17,26 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from afm_mlx.errors import DataError, shown
+from afm_mlx.errors import AFMError, DataError, shown
 from afm_mlx.files import read_file
+from afm_mlx.progress import Progress
+
+T = TypeVar("T")
 
 MAX_BYTES = 4 << 30
 """Maximum bytes of a data file, which is read whole."""
+
+_FAULTS_SHOWN = 5
 
 KINDS = (
     '{"text": ...}, {"messages": [...]}, {"prompt": ..., "completion": ...}, a list of messages, '
@@ -204,6 +210,44 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         yield where, record
+
+
+def parse_records(
+    path: Path,
+    parse: Callable[[Any, str], list[T]],
+    form: str,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> list[T]:
+    """Return what a function makes of each record of a data file and its "file:line".
+
+    Args:
+        path: file that `read_lines` can read.
+        parse: raises an `AFMError` for a record that can't be used.
+        form: forms of a record, for errors.
+        limit: number of first records; pass None for all.
+        progress: called after each record.
+
+    Raises:
+        DataError: names the first records that can't be used, with reasons, and the number of others.
+    """
+    found: list[T] = []
+    faults: list[str] = []
+    lines = list(itertools.islice(read_lines(path), limit))
+    for done, (where, line) in enumerate(lines, start=1):
+        try:
+            found += parse(parse_line(line), where)
+        except AFMError as error:
+            faults.append(f"{where}: {error}")
+        if progress is not None:
+            progress(done, len(lines))
+    if faults:
+        more = len(faults) - _FAULTS_SHOWN
+        rest = [f"... and {more} more."] if more > 0 else []
+        raise DataError("\n".join(faults[:_FAULTS_SHOWN] + rest))
+    if not found:
+        raise DataError(f"{path} holds no samples; each line must be one of {form}.")
+    return found
 
 
 class AppendedLines:

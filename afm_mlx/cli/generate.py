@@ -29,7 +29,14 @@ from afm_mlx.cli.arguments import (
     json_object,
     unavailable,
 )
-from afm_mlx.cli.output import input_bytes, note, one_line, print_answer, print_json
+from afm_mlx.cli.output import (
+    input_bytes,
+    note,
+    one_line,
+    print_answer,
+    print_json,
+    progress_bar,
+)
 from afm_mlx.cli.thoughts import THINK, ThoughtPrinter, Thoughts
 from afm_mlx.errors import CacheFileError, reason_of, shown
 from afm_mlx.loading.resolve import AUTO
@@ -356,7 +363,8 @@ def _search(
     engine_options = {name: options.pop(name) for name in names} | {"adapters": pool}
     if kv_bits is not None:
         engine_options["kv"] = kv_storage(model, kv_bits)
-    with redirect_stdout(sys.stderr):  # what the code of rewards prints
+    # What the code of rewards prints goes to standard error.
+    with redirect_stdout(sys.stderr), progress_bar("sampling", "answer") as progress:
         verify = reward(args.reward or args.verify)
         found = search(
             model,
@@ -369,6 +377,7 @@ def _search(
             answer_of=answer_of,
             adapter=model_options.adapter_name(args),
             engine_options=engine_options,
+            progress=progress,
             **options,
         )
         chosen = found.answers[0]

@@ -7,10 +7,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from afm_mlx.jsonl import AppendedLines
     from afm_mlx.measure.committee import Candidate, Ranked
     from afm_mlx.measure.rewards import Rewards
+    from afm_mlx.tokenizer.protocol import Tokenizer
 
 _OUTPUTS = ("pairs_to", "winners_to", "answers_to")
 
@@ -115,16 +116,36 @@ def _ranking(args: argparse.Namespace, **options: Any) -> Callable[..., Ranked]:
     return ranking
 
 
+@contextmanager
+def _loaded(
+    args: argparse.Namespace, base: Path
+) -> Iterator[tuple[nn.Module, Tokenizer, AdapterPool]]:
+    """Load the model in the folder `base`, its tokenizer, and a pool of its adapters."""
+    from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.loading.load import load
+
+    model, tokenizer = load(
+        base, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
+    )
+    with AdapterPool(model, base_folder=base, force=args.force) as pool:
+        yield model, tokenizer, pool
+
+
 def _given(args: argparse.Namespace) -> tuple[list[Ranked], CallForm]:
-    """Rank answers that exist already."""
+    """Rank answers that exist already; a model is loaded only for reward adapters."""
     from afm_mlx.guidance.call_forms import AFM_CALLS
+    from afm_mlx.loading.resolve import resolve_model
     from afm_mlx.measure.committee import read_answers
+    from afm_mlx.measure.reward_model import RewardModel
 
     for row in (*_SAMPLED, *CONSTRAINT):
         if getattr(args, row.name) != row.options["default"]:
             raise UsageError(f"{flag_of(row.name)} is for answers that are sampled; leave it out.")
-    found, ranking = read_answers(Path(args.pairs_from), args.limit), _ranking(args)
-    return [ranking(*each) for each in found], AFM_CALLS
+    found = read_answers(Path(args.pairs_from), args.limit)
+    with ExitStack() as stack:
+        loaded = cache(lambda: stack.enter_context(_loaded(args, resolve_model(args.model))))
+        ranking = _ranking(args, adapter=lambda path: RewardModel.in_pool(*loaded(), path))
+        return [ranking(*each) for each in found], AFM_CALLS
 
 
 def _sampled(args: argparse.Namespace, folder: Path) -> tuple[list[Ranked], CallForm]:
@@ -136,9 +157,7 @@ def _sampled(args: argparse.Namespace, folder: Path) -> tuple[list[Ranked], Call
         )
     if repeated := sorted({m for m in args.committee if args.committee.count(m) > 1}):
         raise UsageError(f"--committee names {', '.join(repeated)} more than once.")
-    from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.guidance.call_forms import AFM_CALLS, call_form
-    from afm_mlx.loading.load import load
     from afm_mlx.loading.resolve import resolve_adapter, resolve_model
     from afm_mlx.measure.committee import BASE, load_prompts, sample_answers
     from afm_mlx.measure.reward_model import RewardModel
@@ -148,14 +167,11 @@ def _sampled(args: argparse.Namespace, folder: Path) -> tuple[list[Ranked], Call
     prompts = load_prompts(Path(args.data), args.limit)
     base = resolve_model(args.model)
     paths = {name: resolve_adapter(name, base) for name in args.committee if name != BASE}
-    model, tokenizer = load(
-        base, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
-    )
-    sampler = model_options.sampler_of(args, model, tokenizer)
     calls = AFM_CALLS
-    if any(sample.get("tools") for _, sample in prompts):
-        calls = call_form(tokenizer)
-    with AdapterPool(model, base_folder=base, force=args.force) as pool:
+    with _loaded(args, base) as (model, tokenizer, pool):
+        sampler = model_options.sampler_of(args, model, tokenizer)
+        if any(sample.get("tools") for _, sample in prompts):
+            calls = call_form(tokenizer)
         for name, path in paths.items():
             pool.register(name, path)
         scorer = partial(RewardModel.in_pool, model, tokenizer, pool)

@@ -10,8 +10,8 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.signals import Terminated, deferred_signals
 from afm_mlx.errors import named, shown
 from afm_mlx.installation import install_command
+from afm_mlx.progress import Progress
 
 if TYPE_CHECKING:
     from afm_mlx.training.data.batches import AnyBatches
@@ -319,12 +320,15 @@ def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Reporter:
-    """Print a run's events in mlx-lm's format; on stderr with `--json`, above the bar on a terminal."""
+    """Print a run's events in mlx-lm's format; on stderr with `--json`, above the bars on a terminal.
 
-    def __init__(self, args: argparse.Namespace, bar: Callable[[int, int], None] | None):
+    `bar` shows steps; what is computed before the first one has a bar of its own, which `bars` closes.
+    """
+
+    def __init__(self, args: argparse.Namespace, bar: Progress | None, bars: ExitStack):
         self._stream = sys.stderr if args.json else sys.stdout
-        self._bar = bar
-        self._has_perplexity = args.teacher is None
+        self._bar, self._bars = bar, bars
+        self._preparing: Progress | None = None
         self._unit = "tokens"
         self._steps = 0  # of the whole run
         self._last: tuple[int, int] | None = (0, 0)  # step and tokens of the last report
@@ -349,7 +353,13 @@ class Reporter:
 
         match event:
             case Preparing():
-                self._print(f"Computing {event.what}")
+                if event.done == 0:
+                    self._print(f"Computing {event.what}")
+                    self._preparing = self._bars.enter_context(progress_bar("preparing", "batch"))
+                elif self._preparing is not None:
+                    self._preparing(event.done, event.total)
+                if event.done == event.total:
+                    self._bars.close()
             case Resumed():
                 self._last = None
                 self._print(f"Resumed after step {event.step}")
@@ -373,8 +383,7 @@ class Reporter:
                 )
             case Validation():
                 more = "".join(f", Val {metric_text(*each)}" for each in event.metrics.items())
-                if self._has_perplexity and self._unit == "tokens":
-                    # The exponential of a distance from a teacher means nothing.
+                if event.valid_perplexity is not None:
                     more = f", Val ppl {event.valid_perplexity:.3f}{more}"
                 self._print(f"Iter {event.step}: Val loss {event.valid_loss:.3f}{more}")
 
@@ -419,8 +428,8 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
     run_path = Path(getattr(args, "run_path", None) or method.default_run_path(path))
     if args.resume and not (run_path / "run.json").exists():
         raise UsageError(f"--resume: {run_path} holds no run. Leave it out to start one.")
-    with run_advice(args, run_path), progress_bar("training", "step") as bar:
-        reporter = Reporter(args, bar)
+    with run_advice(args, run_path), progress_bar("training", "step") as bar, ExitStack() as bars:
+        reporter = Reporter(args, bar, bars)
         result = train_by(
             method,
             recipe,

@@ -36,6 +36,7 @@ from afm_mlx.engine.request import CUT_OFF, Request
 from afm_mlx.engine.samplers import make_sampler
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
@@ -82,6 +83,7 @@ def search(
     answer_of: Callable[[str, Sequence[int]], str] = lambda text, tokens: text,
     seed: int | None = None,
     engine_options: dict[str, Any] | None = None,
+    progress: Progress | None = None,
     **request: Any,
 ) -> SearchResult:
     """Sample n answers to one prompt, and choose among them.
@@ -103,6 +105,7 @@ def search(
         answer_of: makes an answer of a sample's text and tokens; for example without thoughts.
         seed: seed of the first sample's random stream, from which all others are derived; None draws one.
         engine_options: options of `Engine`, such as its pool `adapters`; by default, 32 samples run together.
+        progress: called with the number of samples that have ended, and n.
         request: other fields of `Request`. The default sampler draws from the model's own distribution.
 
     Raises:
@@ -145,7 +148,10 @@ def search(
         return _number("value", value(answer(sample)), False) ** twist
 
     def by_line(samples: Sequence[Sample]) -> list[Sample]:
-        return _extended(engine, asked, samples, rng, by_line=True)
+        found = _extended(engine, asked, samples, rng, by_line=True)
+        if progress is not None:
+            progress(n - sum(not sample.is_whole for sample in found), n)
+        return found
 
     with wired_memory(model):
         if shared is not None:  # computes the prompt, with which all rows begin
@@ -155,7 +161,9 @@ def search(
                     raise response.error
         if value is None or n == 1:
             passes = (lambda sample: phi(sample) >= 1) if select == "first" else None
-            samples = _extended(engine, asked, [Sample()] * n, rng, passes=passes)
+            samples = _extended(
+                engine, asked, [Sample()] * n, rng, passes=passes, progress=progress
+            )
             weights = np.array([phi(sample) for sample in samples])
             has_mean = len(samples) == n and bool((weights >= 0).all())
             log_z = _log(weights.mean()) if has_mean else math.nan
@@ -239,6 +247,7 @@ def _extended(
     *,
     by_line: bool = False,
     passes: Callable[[Sample], bool] | None = None,
+    progress: Progress | None = None,
 ) -> list[Sample]:
     """Continue samples to their ends, or `by_line` until the next line of each ends.
 
@@ -279,6 +288,8 @@ def _extended(
             ended[i] = sample = _with_text(engine.tokenizer, asked, sample) if by_line else sample
             engine.cancel(response.row)
             del rows[response.row]
+            if progress is not None:
+                progress(len(ended), len(samples))
             if passes is not None and passes(sample):
                 for row in rows:
                     engine.cancel(row)

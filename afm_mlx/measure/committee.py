@@ -29,7 +29,7 @@ from afm_mlx.guidance.answer_parts import AnySplitter, read_answer, splitter_for
 from afm_mlx.guidance.call_forms import AFM_CALLS, CallForm
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.thoughts import ThoughtForm, thought_form
-from afm_mlx.jsonl import read_jsonl
+from afm_mlx.jsonl import parse_records
 from afm_mlx.measure.evaluation import answer_text, chat_request
 from afm_mlx.measure.rewards import PASSES, Answered, Rewards, messages_of, prompt_text
 from afm_mlx.model.wired_memory import wired_memory
@@ -40,6 +40,7 @@ from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 BASE = "base"
 """The member that is the model without an adapter."""
 PREFIX_MEMORY = 1 << 30  # bytes
+PROMPT_FORM = '{"prompt": ...} or {"messages": [...]}, with any keys that rewards look at'
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,11 @@ def load_prompts(path: Path, limit: int | None = None) -> list[tuple[str, dict[s
     """Read the "file:line" and the record of each prompt of a data file.
 
     Raises:
-        DataError: names the file and the line; see `prompt_of`.
+        DataError: names the first lines that can't be used; see `prompt_of`.
     """
-    found = []
-    for where, record in read_jsonl(path):
-        try:
-            sample = prompt_of(record)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from None
-        found.append((where, sample))
-        if len(found) == limit:
-            break
-    if not found:
-        raise DataError(f"{path} holds no prompts.")
-    return found
+    return parse_records(
+        path, lambda record, where: [(where, prompt_of(record))], PROMPT_FORM, limit
+    )
 
 
 def prompt_of(record: object) -> dict[str, Any]:
@@ -404,19 +396,20 @@ def read_answers(
     and, if known, "adapter", "tokens", and "is_whole": false for an answer that was cut off.
 
     Raises:
-        DataError: names the file and the line.
+        DataError: names the first lines that can't be used.
     """
-    found = []
-    for where, record in load_prompts(path, limit):
-        given = record.get("answers")
+
+    def parse(record: object, where: str) -> list[tuple[str, dict[str, Any], list[Candidate]]]:
+        sample = prompt_of(record)
+        given = sample.get("answers")
         listed = given if isinstance(given, list) else [None]
         items: list[dict[str, Any]] = [a if isinstance(a, dict) else {"answer": a} for a in listed]
         if not all(isinstance(a.get("answer"), str) for a in items):
             raise DataError(
-                f"{where}: 'answers' is {shown(given)}; a list of texts, or of {{\"answer\": ...}}, is needed."
+                f"'answers' is {shown(given)}; a list of texts, or of {{\"answer\": ...}}, is needed."
             )
         if len(items) < 2:
-            raise DataError(f"{where}: there are {len(items)} answers; a pair needs 2 at least.")
+            raise DataError(f"there are {len(items)} answers; a pair needs 2 at least.")
         answers = [
             Candidate(
                 str(a.get("adapter", "all")),
@@ -426,5 +419,6 @@ def read_answers(
             )
             for a in items
         ]
-        found.append((where, {k: v for k, v in record.items() if k != "answers"}, answers))
-    return found
+        return [(where, {k: v for k, v in sample.items() if k != "answers"}, answers)]
+
+    return parse_records(path, parse, f"{PROMPT_FORM}, and with 'answers'", limit)

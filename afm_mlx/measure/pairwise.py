@@ -146,6 +146,11 @@ def load_answer_pairs(
                 f"{answer.where} and {other.where} have the id {key} and different prompts; which one was "
                 "answered?"
             )
+        if answer.tools and other.tools and answer.tools != other.tools:
+            raise DataError(
+                f"{answer.where} and {other.where} have the same prompt and different tools; which ones were "
+                "offered?"
+            )
         pairs.append(AnswerPair(key, answer, other))
     if not pairs:
         raise DataError(
@@ -278,7 +283,7 @@ def assessment(answer: Answer, tools: Mapping[str, JudgeTool]) -> Question:
         "An answer will be checked by tools. Which ones are useful for it?",
         *lines,
         "Reply with JSON that has true or false for each.",
-        f"\nTask:\n{_prompt_text(answer.messages)}",
+        *_task(answer.messages, answer.tools),
         f"\nAnswer:\n{answer.text}",
     ]
     properties = {name: {"type": "boolean"} for name in tools}
@@ -293,7 +298,7 @@ def decision(
     """Make the question which of two answers, each with its reports, is better."""
     keys = "your reasons and what is better" if reasons else "what is better"
     text = [f"Which answer to the task is better? Reply with JSON: {keys}, {FIRST} or {SECOND}."]
-    text.append(f"\nTask:\n{_prompt_text(first[0].messages)}")
+    text += _task(first[0].messages, first[0].tools or second[0].tools)
     for place, (answer, reports) in ((FIRST, first), (SECOND, second)):
         text.append(f"\nThe {place} answer:\n{answer.text}")
         if reports:
@@ -315,11 +320,16 @@ def _question(text: Sequence[str], properties: dict[str, Any], where: str) -> Qu
     return Question([{"role": "user", "content": "\n".join(text)}], schema, where)
 
 
-def _prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a prompt as a text: the content of its only message, or all messages with their roles."""
+def _task(messages: Sequence[Mapping[str, Any]], tools: Any) -> list[str]:
+    """Return lines with a prompt, its only message or all messages with their roles, and its tools as JSON."""
+    lines = [f"{message['role']}: {message.get('content', '')}" for message in messages]
     if len(messages) == 1:
-        return str(messages[0].get("content", ""))
-    return "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
+        lines = [str(messages[0].get("content", ""))]
+    if tools := tools or messages[0].get("tools"):
+        listed = tools if isinstance(tools, list) else [tools]
+        lines += ["Tools that the answer may call:"]
+        lines += [json.dumps(tool, ensure_ascii=False) for tool in listed]
+    return ["\nTask:", *lines]
 
 
 @dataclass(frozen=True)

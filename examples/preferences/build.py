@@ -1,10 +1,14 @@
 """Teach the embedded model to answer briefly, by 300 preferences, and measure what that changes.
 
     python examples/preferences/build.py --out OUT --seed 0 [--objective dpo]
+    python examples/preferences/build.py --out OUT --seed 0 --choose 12 16 20 24 28
 
 Data of `short_answers.py` as JSONL, one `afm-mlx lora`, its test on held-out pairs, and a table: tokens of the
 greedy answers to the held-out prompts, and right answers in the seven tasks that the model knew before. A
 finished adapter is kept from an earlier run.
+
+`--choose` compares numbers of steps by data that the table is not made of: the prompts of valid.jsonl, and
+other chats of the seven tasks. It needs tamm (pip install '.[tamm]').
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import afm_mlx  # isort: skip
 
@@ -33,6 +38,7 @@ _TRAINING = (
     "lora --model afm-nano --objective {objective} --data {data} --adapter-path {adapter} --seed {seed} "
     "--rank 8 --iters {iters} --learning-rate 1e-3 --batch-size 8 --steps-per-eval 20 --val-batches -1"
 )
+_CHATS = 50  # chats of a task, on which steps are chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,18 +48,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of data and training")
     parser.add_argument("--objective", default="dpo", help="see afm-mlx lora --help")
     parser.add_argument("--iters", type=int, default=28, help="training steps of 8 pairs")
+    parser.add_argument("--choose", type=int, nargs="+", help="numbers of steps to compare")
     parser.add_argument("--limit", type=int, help="held-out prompts, and examples of each task")
     args = parser.parse_args(argv)
 
-    data, adapter = args.out / "data", args.out / args.objective
+    data = args.out / "data"
     data.mkdir(parents=True, exist_ok=True)
     for split, count in SIZES.items():
-        records = [json.dumps(pair) + "\n" for pair in pairs(args.seed, split, count)]
-        with atomic_write(data / f"{split}.jsonl") as path:
-            path.write_text("".join(records))
+        _write_lines(data / f"{split}.jsonl", pairs(args.seed, split, count))
+    split, examples = "test", resolve_model("afm-nano") / "evaluation.jsonl"
+    if args.choose is not None:
+        from tasks import test_samples
+
+        split, examples = "valid", args.out / "choice.jsonl"
+        _write_lines(examples, test_samples(args.seed + 1, _CHATS))
+    columns = {"no adapter": measure(data / f"{split}.jsonl", examples, None, args.limit)}
+    for iters in args.choose or [args.iters]:
+        adapter = args.out / f"{args.objective}-{iters}"
+        if status := _train(args, data, adapter, iters):
+            return status
+        found = measure(data / f"{split}.jsonl", examples, adapter, args.limit)
+        columns[f"{iters} steps"] = found
+    print(f"| | {' | '.join(columns)} |\n| --- |{' ---: |' * len(columns)}")
+    for name in columns["no adapter"]:
+        print(f"| {name} | {' | '.join(f'{found[name]:.1f}' for found in columns.values())} |")
+    return 0
+
+
+def _train(args: argparse.Namespace, data: Path, adapter: Path, iters: int) -> int:
+    """Train an adapter that is missing, test it on held-out pairs, and return the exit status."""
     if not (adapter / CONFIG_NAME).is_file():
         given = {"data": data, "adapter": adapter, "seed": args.seed}
-        given |= {"objective": args.objective, "iters": args.iters}
+        given |= {"objective": args.objective, "iters": iters}
         argv = [part.format(**given) for part in shlex.split(_TRAINING)]
         if (adapter / "run" / "run.json").exists():
             argv.append("--resume")
@@ -63,31 +89,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
         wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
         print(f"Trained in {wall:.0f} s, {cpu:.0f} s of processor time")
-    cli.main(
-        [
-            *shlex.split(f"lora --objective {args.objective} --test --data {data}"),
-            "--adapter-path",
-            str(adapter),
-        ]
-    )
-    before, after = (measure(data, path, args.limit) for path in (None, adapter))
-    print("| | no adapter | adapter |\n| --- | ---: | ---: |")
-    for name in before:
-        print(f"| {name} | {before[name]:.1f} | {after[name]:.1f} |")
-    return 0
+    test = [*shlex.split(f"lora --objective {args.objective} --test --data {data}")]
+    return cli.main([*test, "--adapter-path", str(adapter)]) if args.choose is None else 0
 
 
-def measure(data: Path, adapter: Path | None, limit: int | None) -> dict[str, float]:
-    """Return the mean tokens of greedy answers to held-out prompts, and right answers by task, in percent."""
+def _write_lines(path: Path, records: Iterable[Any]) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def measure(
+    prompts: Path, examples: Path, adapter: Path | None, limit: int | None
+) -> dict[str, float]:
+    """Return the mean tokens of greedy answers to prompts, and right answers by task, in percent."""
     model, tokenizer = afm_mlx.load("afm-nano", adapter_path=adapter and str(adapter))
-    records = [json.loads(line) for line in (data / "test.jsonl").open()][:limit]
+    records = [json.loads(line) for line in prompts.open()][:limit]
     chats = [[{"role": "user", "content": record["prompt"]}] for record in records]
-    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
-    answers = afm_mlx.batch_generate(model, tokenizer, prompts, max_tokens=100).texts
+    asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    answers = afm_mlx.batch_generate(model, tokenizer, asked, max_tokens=100).texts
     lengths = [len(tokenizer.encode(answer)) for answer in answers]
-    tasks = evaluate(
-        model, tokenizer, load_examples(resolve_model("afm-nano") / "evaluation.jsonl", limit)
-    ).tasks
+    tasks = evaluate(model, tokenizer, load_examples(examples, limit)).tasks
     right = {task: 100 * score.accuracy for task, score in tasks.items()}
     total = {"seven tasks, % right": mean(right.values())}
     return {"tokens of an answer": mean(lengths), **right, **total}

@@ -58,6 +58,8 @@ def toy_loss(model: nn.Module, batch: Batch) -> mx.array:
 class ToyBatches:
     """Random tokens whose successors follow a rule. A function of the seed and the number of a batch."""
 
+    unit = "tokens"
+
     def __init__(self, seed: int = 0, rows: int = 3, length: int = 8, per_epoch: int = 4):
         self.seed, self.rows, self.length, self.per_epoch = seed, rows, length, per_epoch
 

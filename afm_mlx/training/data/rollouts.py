@@ -37,7 +37,7 @@ from afm_mlx.files import atomic_write
 from afm_mlx.guidance.answer_parts import AnySplitter, splitter_for
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.thoughts import thought_form
-from afm_mlx.measure.committee import prompt_of, prompt_request
+from afm_mlx.measure.committee import PROMPT_FORM, prompt_of, prompt_request
 from afm_mlx.measure.evaluation import answer_text
 from afm_mlx.measure.rewards import Answered, Rewards, prompt_text
 from afm_mlx.model.wired_memory import wired_memory
@@ -47,8 +47,6 @@ from afm_mlx.training.data.samples import read_records
 
 WIDTH_MULTIPLE, TARGET_MULTIPLE, ANSWER_MULTIPLE = 16, 64, 8
 _PREFIXES = 1 << 30  # bytes of the prompts' keys and values during one batch of rollouts
-
-PROMPT_FORM = '{"prompt": ...} or {"messages": [...]}, with any keys that rewards look at'
 
 
 @dataclass(frozen=True)

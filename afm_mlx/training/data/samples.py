@@ -31,7 +31,7 @@ from afm_mlx.jsonl import (
     encode_text,
     is_data_file,
     parse_line,
-    read_lines,
+    parse_records,
 )
 from afm_mlx.measure.perplexity import cut
 from afm_mlx.progress import Progress
@@ -39,7 +39,6 @@ from afm_mlx.tokenizer.chat_messages import Message, checked_messages, checked_t
 from afm_mlx.tokenizer.protocol import Tokenizer
 
 SPLITS = ("train", "valid", "test")
-_FAULTS_SHOWN = 5
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 
@@ -141,30 +140,11 @@ def read_records(
 ) -> list[_T]:
     """Read a split of a data set, as `load_split` does, by a function of a record and its "file:line".
 
-    `kinds` describes records for errors; `progress` is called after each line.
-
-    Raises `DataError`, which names the first lines that can't be used, with reasons, and the number of others.
+    The other arguments and errors are as of `jsonl.parse_records`.
     """
     if split not in SPLITS:
         raise DataError(f"There is no split {split!r}; allowed are {', '.join(SPLITS)}.")
-    file = _file_of(Path(path), split)
-    found: list[_T] = []
-    faults: list[str] = []
-    lines = list(read_lines(file))
-    for done, (where, line) in enumerate(lines, start=1):
-        try:
-            found += parse(parse_line(line), where)
-        except AFMError as error:
-            faults.append(f"{where}: {error}")
-        if progress is not None:
-            progress(done, len(lines))
-    if faults:
-        more = len(faults) - _FAULTS_SHOWN
-        rest = [f"... and {more} more."] if more > 0 else []
-        raise DataError("\n".join(faults[:_FAULTS_SHOWN] + rest))
-    if not found:
-        raise DataError(f"{file} holds no samples; each line must be one of {kinds}.")
-    return found
+    return parse_records(_file_of(Path(path), split), parse, kinds, progress=progress)
 
 
 def _file_of(path: Path, split: str) -> Path:

@@ -18,6 +18,7 @@ gradients included, in the same time.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
@@ -27,6 +28,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from afm_mlx.errors import TrainingError
+from afm_mlx.model.fused_layers import silu_product
 
 R = TypeVar("R")
 
@@ -66,6 +68,21 @@ def recomputed_blocks(model: nn.Module) -> Iterator[None]:
     finally:
         for module, kind in changed.values():
             module.__class__ = kind
+
+
+@contextmanager
+def lean_swiglu(model: nn.Module) -> Iterator[None]:
+    """Let a model of mlx-lm compute SwiGLU by `silu_product`, which keeps less for the backward pass."""
+    kinds = {type(module).__module__ for module in model.modules()}
+    modules: list[Any] = [sys.modules[name] for name in kinds if name.startswith("mlx_lm.models.")]
+    before = [(module, module.swiglu) for module in modules if hasattr(module, "swiglu")]
+    try:
+        for module, _ in before:
+            module.swiglu = silu_product
+        yield
+    finally:
+        for module, swiglu in before:
+            module.swiglu = swiglu
 
 
 class _KeyedDropout(nn.Dropout):
@@ -152,6 +169,25 @@ def recomputed(function: Callable[..., R]) -> Callable[..., R]:
         return _filled(result, leaves)  # `result` is known once the function ran
 
     return call
+
+
+def with_gradient(function: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+    """Wrap a function of rows, (n, D) -> (n,), so that it computes their gradient together with its result.
+
+    Row i of the result must depend on row i alone. Nothing else is kept for the backward pass, which is one
+    product; as in `recomputed`, gradients reach only the argument.
+    """
+
+    @mx.custom_function
+    def both(h: mx.array) -> tuple[mx.array, mx.array]:
+        (found,), (slopes,) = mx.vjp(function, [h], [mx.ones(h.shape[0])])
+        return found, slopes
+
+    @both.vjp
+    def gradient(primal: mx.array, cotangents: Arrays, outputs: Sequence[mx.array]) -> mx.array:
+        return (cotangents[0][:, None] * outputs[1]).astype(primal.dtype)
+
+    return lambda h: both(h)[0]
 
 
 _FLOAT = object()

@@ -10,31 +10,44 @@ suits a draft model, whose tokens are useless if the target rejects them. T^2 ma
 independent of T (Hinton et al. 2015, arXiv 1503.02531, section 2). All losses are sums: the training loop
 divides by the sum of weights, so that every target counts the same in any micro-batch.
 
-Logits are computed for targets only, and with a large vocabulary for `CHUNK` targets at a time: the head runs
-again in the backward pass, and its logits are not kept. The 3B's logits of 8,192 targets would take 5 GB in
-float32, and their gradient another 5 GB.
+Logits are computed for targets only, and with a large vocabulary for some targets at a time (`chunk_of`). They
+are not kept: a frozen head computes the gradient of its input together with the losses, and a head that is
+trained runs again in the backward pass. The 3B's logits of 8,192 targets would take 5 GB in float32, and their
+gradient another 5 GB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.pooling import hidden_states
+from afm_mlx.quantization.packed_layers import PackedEmbedding
 from afm_mlx.training.data.batches import Batch
-from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed
+from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed, with_gradient
 
 CHUNK = 1024
-"""Number of targets whose logits are in memory at a time."""
+"""Number of targets whose logits are in memory at a time, if the head is trained, too.
+
+Each chunk then computes a gradient of the size of the head's matrix.
+"""
 
 WHOLE = 1 << 24
-"""Number of logits up to which they are kept rather than computed twice: 64 MB of float32."""
+"""Number of logits up to which they are kept: 64 MB of float32."""
+
+CHUNK_LOGITS = 1 << 23
+"""Number of logits of a chunk, if the head is frozen: 32 MB of float32.
+
+MLX allocates the results of some ten operations ahead of computing them: up to seven such arrays.
+"""
 
 DIVERGENCES = ("forward", "reverse")
 
@@ -152,7 +165,23 @@ def check_divergence(divergence: str) -> None:
 
 
 def _cross_entropy(logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
+    return _surprise(logits, labels)
+
+
+@mx.custom_function
+def _surprise(logits: mx.array, labels: mx.array) -> mx.array:
     return nn.losses.cross_entropy(logits, labels, reduction="none")
+
+
+@_surprise.vjp
+def _surprise_gradients(
+    primals: Sequence[mx.array], cotangent: mx.array, output: mx.array
+) -> tuple[mx.array, mx.array]:
+    # MLX's own holds a third array of the logits' size: the gradient of the label's logit, among zeros.
+    logits, labels = primals
+    found, labels = mx.softmax(logits, axis=-1) * cotangent[:, None], labels[:, None]
+    own = mx.take_along_axis(found, labels, axis=-1) - cotangent[:, None]
+    return mx.put_along_axis(found, labels, own, axis=-1), mx.zeros_like(labels[:, 0])
 
 
 def _divergence(first: mx.array, second: mx.array, temperature: float) -> mx.array:
@@ -172,6 +201,17 @@ def _shared(logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
 # -- targets, a chunk at a time
 
 
+def chunk_of(targets: int, vocabulary: int, is_frozen: bool) -> int:
+    """Return the number of targets whose logits are in memory at a time, of all `targets`.
+
+    `is_frozen` says that no part of the head is trained. Chunks are as large as each other, nearly.
+    """
+    if targets * vocabulary <= WHOLE:
+        return targets
+    most = max(1, CHUNK_LOGITS // vocabulary) if is_frozen else CHUNK
+    return -(-targets // -(-targets // most))
+
+
 class Targets(Protocol):
     """The arrays of a batch that say what is predicted, and from what; see `batches.Batch`."""
 
@@ -189,7 +229,7 @@ def log_probabilities(model: nn.Module, batch: Targets, temperature: float = 1.0
     """Return the log-probability of each label of a batch, (T,) float32, in nats; differentiable.
 
     Logits are divided by the temperature, as where answers are sampled. Padding has numbers, too, of no
-    meaning. Logits are in memory for `CHUNK` targets at a time.
+    meaning.
     """
 
     def surprise(logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
@@ -221,11 +261,13 @@ def _of_targets(
     targets = batch.labels.size
     own = _plain_head(model)
     has_head = own is not None or is_afm(model)  # `h` are states, not logits
-    if targets * (model.args.vocab_size if has_head else h.shape[-1]) <= WHOLE:
+    vocabulary = model.args.vocab_size if has_head else h.shape[-1]
+    if targets * vocabulary <= WHOLE:
         return loss(slice(targets), h)
     head = [own] if own is not None else []
     if is_afm(model):
         head = [model.model.embedding, model.model.output_norm]
+    is_frozen = not any(tree_flatten(module.trainable_parameters()) for module in head)
 
     def update(parameters: list[Tree]) -> None:
         for module, values in zip(head, parameters, strict=True):
@@ -246,14 +288,36 @@ def _of_targets(
     # MLX would run chunks in parallel. `after`, a 0, is an input and an output of each, so that forward passes
     # run one after the other, and so do backward passes, in the reverse order.
     parts, after = [], mx.array(0.0)
-    for start in range(0, targets, CHUNK):
-        rows = slice(start, min(start + CHUNK, targets))
-        # The logits are computed again in the backward pass, not kept. Gradients reach only the
-        # arguments of such a function, so the parameters are among them.
-        parameters = [module.trainable_parameters() for module in head]
-        found, after = recomputed(partial(part, rows))(parameters, h[rows], after)
-        parts.append(found)
+    chunk = chunk_of(targets, vocabulary, is_frozen)
+    with _dequantized_head(model):
+        for start in range(0, targets, chunk):
+            rows = slice(start, min(start + chunk, targets))
+            if is_frozen:
+                inputs = mx.depends([h[rows]], [after])[0]
+                of_rows = partial(loss, rows)
+                found = with_gradient(of_rows)(inputs) if model.training else of_rows(inputs)
+                after = mx.depends([after], [found])[0]
+            else:
+                # The logits are computed again in the backward pass, not kept. Gradients reach only the
+                # arguments of such a function, so the parameters are among them.
+                parameters = [module.trainable_parameters() for module in head]
+                found, after = recomputed(partial(part, rows))(parameters, h[rows], after)
+            parts.append(found)
     return mx.concatenate(parts) + after
+
+
+@contextmanager
+def _dequantized_head(model: nn.Module) -> Iterator[None]:
+    """In training, dequantize a packed head once for all chunks; kernels have no gradient."""
+    embedding = model.model.embedding if is_afm(model) else None
+    if not isinstance(embedding, PackedEmbedding) or not embedding.training:
+        yield
+        return
+    model.model.embedding = embedding.to_embedding()
+    try:
+        yield
+    finally:
+        model.model.embedding = embedding
 
 
 # -- both kinds of model

@@ -331,14 +331,19 @@ class RunFolder:
         with self._written(str(path)), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
-    def truncate_metrics(self, step: int) -> None:
-        """Remove from metrics.jsonl the lines of steps after `step`, and an incomplete last line."""
+    def truncate_metrics(self, step: int, *, evaluated: bool = True) -> None:
+        """Remove from metrics.jsonl the lines of steps after `step`, and an incomplete last line.
+
+        Without `evaluated`, the evaluation after `step` is removed, too: it will be made again.
+        """
         if not self.metrics_path.exists():
             return
         kept = ""
         for line in read_file(self.metrics_path, _MAX_BYTES).decode("utf-8").splitlines():
             with suppress(ValueError, KeyError, TypeError):
-                if json.loads(line)["step"] <= step:
+                record = json.loads(line)
+                last = step - (not evaluated and "valid_loss" in record)
+                if record["step"] <= last:
                     kept += f"{line}\n"
         with atomic_write(self.metrics_path) as path:
             path.write_text(kept, encoding="utf-8")

@@ -25,7 +25,7 @@ from mlx.utils import tree_map
 
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.training.data.batches import AnyBatch
-from afm_mlx.training.loop.gradient_checkpointing import Tree
+from afm_mlx.training.loop.gradient_checkpointing import Tree, lean_swiglu
 from afm_mlx.training.loop.losses import Loss, Metrics, loss_and_metrics
 from afm_mlx.training.loop.training_options import BETAS, EPS, Schedule
 
@@ -163,7 +163,8 @@ class TrainingStep:
             loss, metrics = loss_and_metrics(self.loss, self.model, batch)
             return loss.astype(mx.float32) / weight, metrics
 
-        found, gradients = mx.value_and_grad(scaled)(parameters)
+        with lean_swiglu(self.model):
+            found, gradients = mx.value_and_grad(scaled)(parameters)
         self.model.update(parameters)  # the model holds traced arrays
         return found, gradients
 

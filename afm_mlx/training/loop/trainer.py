@@ -29,7 +29,7 @@ from afm_mlx.errors import AFMError, CheckpointError, ConfigError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
-from afm_mlx.training.loop.losses import LOWER_IS_BETTER, Loss
+from afm_mlx.training.loop.losses import LOWER_IS_BETTER, Distillation, Loss
 from afm_mlx.training.loop.mean_loss import (
     Means,
     find_non_finite,
@@ -75,13 +75,13 @@ class Report:
 class Validation:
     """Event for `on_event`: the result of an evaluation, which is also a line of metrics.jsonl.
 
-    `step` is the last step before it, 0 before the first one. The perplexity means something for a cross-
-    entropy. `metrics` are means, whose names begin with "valid_" in metrics.jsonl.
+    `step` is the last step before it, 0 before the first one. Only a cross-entropy has a perplexity. `metrics`
+    are means, whose names begin with "valid_" in metrics.jsonl.
     """
 
     step: int
     valid_loss: float
-    valid_perplexity: float
+    valid_perplexity: float | None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -95,9 +95,11 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Preparing:
-    """Event for `on_event`: `what` is about to be computed, once, before the first step."""
+    """Event for `on_event`: `done` of `total` batches of what is computed once, before the first step."""
 
     what: str
+    done: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -329,6 +331,7 @@ class _Trainer:
         values = dataclasses.asdict(line)
         prefix = "valid_" if isinstance(line, Validation) else ""
         metrics = {f"{prefix}{name}": value for name, value in values.pop("metrics").items()}
+        values = {name: value for name, value in values.items() if value is not None}
         self.run.log(values | metrics)
         self.on_event(line)
 
@@ -353,8 +356,15 @@ class _Trainer:
         progress.must_evaluate = False
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
-        loss = means.loss
-        self._publish(Validation(progress.step, loss, perplexity(loss), means.metrics))
+        is_entropy = self.valid.unit == "tokens" and not isinstance(self.loss, Distillation)
+        self._publish(
+            Validation(
+                progress.step,
+                means.loss,
+                perplexity(means.loss) if is_entropy else None,
+                means.metrics,
+            )
+        )
 
     def _is_best(self, means: Means) -> bool:
         """Return True if no evaluation before was as good, by the metric `best_by`."""
@@ -417,7 +427,7 @@ class _Trainer:
         except (KeyError, TypeError) as error:
             fault = f"{self.run.checkpoint_path(steps[-1])} has a state of another kind: {error}."
             raise self.run.damaged(steps[-1], fault) from None
-        self.run.truncate_metrics(self.progress.step)
+        self.run.truncate_metrics(self.progress.step, evaluated=not self.progress.must_evaluate)
         self.on_event(Resumed(self.progress.step))
 
     def _save(self) -> None:

@@ -32,6 +32,7 @@ from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import KV_SCALES
 from afm_mlx.errors import AFMError, ConfigError, TrainingError
 from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
@@ -128,12 +129,16 @@ class Method:
         """Return the data to train on, with what only the prepared, untrained model can add to it.
 
         What takes long to compute is kept in the run's folder, for when it resumes; `on_event` gets `Preparing`
-        before it.
+        before it and after each of its batches.
         """
         return data
 
     def complete_test(
-        self, model: nn.Module, source: ModelSource, batches: AnyBatches
+        self,
+        model: nn.Module,
+        source: ModelSource,
+        batches: AnyBatches,
+        progress: Progress | None = None,
     ) -> AnyBatches:
         """Return the batches to test with, likewise, from a model that is not prepared."""
         return batches

@@ -16,11 +16,12 @@ from afm_mlx.adapters.adapter_folder import open_folder
 from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.guidance.call_forms import AFM_CALLS, call_form
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.measure.committee import PROMPT_FORM
 from afm_mlx.measure.reward_model import RewardModel
 from afm_mlx.measure.rewards import Reward, Rewards, make_rewards
+from afm_mlx.progress import Progress
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.data.rollouts import (
-    PROMPT_FORM,
     Answerer,
     RolloutBatch,
     Rollouts,
@@ -247,7 +248,11 @@ class PolicyTraining(LoRATraining):
         return DataSplits(with_model(data.train), with_model(data.valid), with_model(data.test))
 
     def complete_test(
-        self, model: nn.Module, source: ModelSource, batches: AnyBatches
+        self,
+        model: nn.Module,
+        source: ModelSource,
+        batches: AnyBatches,
+        progress: Progress | None = None,
     ) -> AnyBatches:
         assert isinstance(batches, Rollouts)
         rewards = self._made_rewards(source, model)

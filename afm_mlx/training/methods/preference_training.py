@@ -22,6 +22,7 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.errors import ConfigError
+from afm_mlx.progress import Progress
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.data.preferences import (
     PAIR_FORM,
@@ -130,8 +131,13 @@ class PreferenceTraining(LoRATraining):
             kept = run.kept(f"reference-{split}", key)
             if kept is None:
                 what = f"{len(batches):,} {batches.unit} ({split})"
-                on_event(Preparing(f"the reference's log-probabilities of {what}"))
-                found = self._reference(model, source, batches, training=split == "train")
+                what = f"the reference's log-probabilities of {what}"
+
+                def progress(done: int, total: int) -> None:
+                    on_event(Preparing(what, done, total))
+
+                progress(0, batches.per_epoch)
+                found = self._reference(model, source, batches, progress, split == "train")
                 kept = {_REFERENCE: mx.array(found)}
                 run.keep(f"reference-{split}", kept, key)
             return batches.with_reference(np.array(kept[_REFERENCE]))
@@ -143,15 +149,24 @@ class PreferenceTraining(LoRATraining):
         )
 
     def complete_test(
-        self, model: nn.Module, source: ModelSource, batches: AnyBatches
+        self,
+        model: nn.Module,
+        source: ModelSource,
+        batches: AnyBatches,
+        progress: Progress | None = None,
     ) -> AnyBatches:
         if not self._has_reference:
             return batches
         assert isinstance(batches, PreferenceBatches)
-        return batches.with_reference(self._reference(model, source, batches, training=False))
+        return batches.with_reference(self._reference(model, source, batches, progress))
 
     def _reference(
-        self, model: nn.Module, source: ModelSource, batches: PreferenceBatches, *, training: bool
+        self,
+        model: nn.Module,
+        source: ModelSource,
+        batches: PreferenceBatches,
+        progress: Progress | None,
+        training: bool = False,
     ) -> np.ndarray:
         """Return the reference's log-probabilities of all targets, (n_scored,) float32, by their numbers.
 
@@ -165,6 +180,8 @@ class PreferenceTraining(LoRATraining):
                 others = [] if batch.mismatched is None else [mismatched_answers(batch)]
                 for rows in (batch, *others):
                     found[np.array(rows.numbers)] = np.array(log_probabilities(model, rows))
+                if progress is not None:
+                    progress(step + 1, batches.per_epoch)
         return found[:-1]
 
     def manifest(self, model: nn.Module) -> dict[str, object]:

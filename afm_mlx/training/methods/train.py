@@ -177,8 +177,8 @@ def train_by(
         run_path: folder of checkpoints and metrics; pass None for `<path>-run`, or `<path>/run` of an adapter.
         resume: resume the run in `run_path`, which was started with the same arguments.
         on_plan: called with the `Plan` of the run before training starts.
-        on_event: called with each `Event` of the loop, with `Preparing` before what is computed once, and with
-            `Testing` before each test.
+        on_event: called with each `Event` of the loop, with `Preparing` while something is computed once, and
+            with `Testing` before each test.
         stopping: see `trainer.train`.
 
     Raises:
@@ -434,7 +434,8 @@ def measure_adapter(
         adapter_path: see `load_adapter`; pass None to measure only the base.
         method: reads the data and says what to measure; `LoRATraining` by default.
         on_data: called with the batches of the test split before measuring starts.
-        progress: called after each batch of a measurement with the number of finished and of all batches.
+        progress: called after each batch of a measurement, and of what is computed once for it, with the
+            numbers of finished and of all batches.
 
     Raises:
         AFMError: for data, a model or an adapter that can't be used.
@@ -452,7 +453,7 @@ def measure_adapter(
         on_data(batches)
     model = source.load()
     warn_if_slow(model)
-    batches = method.complete_test(model, source, batches)
+    batches = method.complete_test(model, source, batches, progress)
     measure = partial(
         measure_split,
         model,

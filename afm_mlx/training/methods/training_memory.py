@@ -12,7 +12,7 @@ For every token, MLX's automatic differentiation keeps in each block this many n
 
     residual stream, its norm, and both again after attention                          4 D
     queries after RoPE, after their norm, scaled; attention's output, heads merged     5 D
-    feed-forward: gate, its sigmoid, silu, up, and their product                       5 F
+    feed-forward: gate, up, and their product                                          3 F
     keys and values of a writing block: likewise, and their rounding to int8           11 K
     attention weights                                                                  H L
 
@@ -31,12 +31,13 @@ from afm_mlx.adapters.formats.pair_order import pair_targets
 from afm_mlx.config import ModelConfig, block_kinds
 from afm_mlx.errors import TrainingError
 from afm_mlx.measure.machine import machine_memory
-from afm_mlx.training.loop.losses import CHUNK, WHOLE
+from afm_mlx.training.loop.losses import chunk_of
 
 _WIDTHS_KEPT = 9.5  # D, see above; half of the queries' copies are freed early
-_FEED_FORWARD_KEPT = 5
+_FEED_FORWARD_KEPT = 3
 _KEYS_KEPT = 11
-_HEAD_COPIES = 3  # logits, their softmax, and their gradient, in float32
+_HEAD_COPIES = 3  # arrays like a chunk's logits, in float32
+_FROZEN_HEAD_COPIES = 7  # likewise; chunks are small, and MLX allocates some ahead
 _UPDATE_COPIES = 0.7  # of the trained weights in float32, while new and old ones exist
 _UPDATE_COPIES_AVERAGE = 1.7  # likewise, with an average
 _PENDING_ARRAYS = 20  # arrays that MLX computes before it frees any: its MLX_BFS_MAX_WIDTH
@@ -139,14 +140,14 @@ def estimate_memory(
         # One matrix is dequantized to float32 for a product, and the next one already.
         expanded = 2 * hidden * ffn * _FLOAT32
 
-    whole = targets * config.vocab_size <= WHOLE
-    chunk = targets if whole else min(targets, CHUNK)
-    head = _HEAD_COPIES * chunk * config.vocab_size * _FLOAT32
+    chunk = chunk_of(targets, config.vocab_size, is_frozen=bool(lora))
+    copies_of_logits = _FROZEN_HEAD_COPIES if lora else _HEAD_COPIES
+    head = copies_of_logits * chunk * config.vocab_size * _FLOAT32
     if lora:  # a packed embedding is dequantized for the product
         head += 0 if base_bits is None else embedding * _FLOAT32
     else:
         # The embedding has a gradient as input, one as head, and one of a chunk before it is added.
-        head += (2 if whole else 3) * embedding * size
+        head += (2 if chunk == targets else 3) * embedding * size
         head += embedding * (size + _FLOAT32) if kind == "qat" else 0
 
     return MemoryEstimate(

@@ -1,16 +1,20 @@
 """A tiny model folder, and ways to run a command on it."""
 
 import io
+import json
 import sys
 
+import mlx.core as mx
 import pytest
 
+from afm_mlx.adapters.adapter_folder import RewardUse
+from afm_mlx.adapters.reward_head import RewardHead, save_reward_head
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.cli import main
 from afm_mlx.config import ModelConfig
 from afm_mlx.loading.load import load
 from tests.tools import adapters
-from tests.tools.cli import write_folder
+from tests.tools.cli import CONFIG, write_folder
 from tests.tools.training_data import TRAINABLE, write_data
 
 
@@ -43,6 +47,18 @@ def make_adapter(folder, fingerprint, tmp_path, rng):
         return adapters.write_folder(tmp_path / name, tensors, scale, fingerprint)
 
     return make
+
+
+@pytest.fixture
+def reward_adapter(make_adapter, rng):
+    """The folder of a reward adapter of the tiny model."""
+    path = make_adapter("judge")
+    head = RewardHead(CONFIG.hidden_dim, RewardUse(()), seed=2)
+    head.reward = mx.array(rng.normal(size=CONFIG.hidden_dim).astype("float32"))
+    save_reward_head(path, head)
+    config = path / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "reward": {"grades": []}}))
+    return path
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import sys
 import mlx.core as mx
 import pytest
 
-from afm_mlx.adapters.adapter_folder import RewardUse
-from afm_mlx.adapters.reward_head import RewardHead, save_reward_head
 from afm_mlx.cli import generate as generate_command
 from afm_mlx.cli import main
 from afm_mlx.cli.chat import loop as chat_lines
@@ -16,7 +14,7 @@ from afm_mlx.engine.prompt_cache import save_prompt_cache
 from afm_mlx.loading.load import load
 from afm_mlx.measure.reward_model import RewardModel
 from afm_mlx.measure.rewards import Answered
-from tests.tools.cli import CONFIG, answer, example, lines, write_folder
+from tests.tools.cli import answer, example, lines, write_folder
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 from tests.tools.zoo_chats import write_family_folder
 
@@ -500,13 +498,10 @@ def test_samples_that_are_refused(folder, fails, check, tmp_path):
         assert problem in fails(*base, *argv)
 
 
-def test_a_reward_adapter_chooses_among_an_adapters_answers(folder, run, make_adapter, rng):
-    adapter, judge = make_adapter("mine"), make_adapter("judge")
-    head = RewardHead(CONFIG.hidden_dim, RewardUse(()), seed=2)
-    head.reward = mx.array(rng.normal(size=CONFIG.hidden_dim).astype("float32"))
-    save_reward_head(judge, head)
-    config = judge / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "reward": {"grades": []}}))
+def test_a_reward_adapter_chooses_among_an_adapters_answers(
+    folder, run, make_adapter, reward_adapter
+):
+    adapter, judge = make_adapter("mine"), reward_adapter
     argv = ("generate", "--model", folder, "-p", "A list", "-m", 12, "--temp", 1, "--seed", 4)
     argv += ("--best-of", 3, "--json")
     plain, ours, judged = (

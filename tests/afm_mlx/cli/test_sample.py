@@ -5,6 +5,8 @@ import json
 import pytest
 
 from afm_mlx.measure import committee
+from afm_mlx.measure.reward_model import RewardModel
+from afm_mlx.measure.rewards import Answered
 from tests.tools.cli import answer, lines
 
 PROMPTS = [{"prompt": "A list", "id": 1}, {"messages": [{"role": "user", "content": "A cat"}]}]
@@ -86,6 +88,21 @@ def test_pairs_from_answers(done, tmp_path):
     assert (figures["lines_pairs"], figures["lines_winners"]) == (1, 2)
     assert figures["best_of_all"] == pytest.approx(2 / 3)
     assert figures["adapters"]["all"]["reward"] == pytest.approx((1 / 3 + 0 + 1) / 3)
+
+
+def test_a_reward_adapter_ranks_given_answers(folder, run, reward_adapter, tmp_path):
+    given = [
+        {"prompt": "A list", "answers": ["one", "two", "three"]},
+        {"messages": [{"role": "user", "content": "A cat"}], "answers": ["four", "five"]},
+    ]
+    ranked = tmp_path / "ranked.jsonl"
+    argv = ["--pairs-from", lines(tmp_path / "given.jsonl", *given), "--rewards", reward_adapter]
+    status, _, err = run("sample", "--model", folder, *argv, "--answers-to", ranked)
+    assert (status, err) == (0, "")
+    scores = RewardModel.load(folder, reward_adapter)
+    for line, sample in zip(records(ranked), given, strict=True):
+        wanted = scores.of_all([Answered("", text, sample) for text in sample["answers"]])
+        assert [each["reward"] for each in line["answers"]] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_an_interrupted_run_continues(folder, run, prompts, length, tmp_path, monkeypatch):

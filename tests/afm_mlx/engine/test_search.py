@@ -187,10 +187,11 @@ def test_samples_share_their_prompt(model, tokenizer, prompt, chunks):
 
 
 def test_a_batch_may_be_smaller_than_n(model, tokenizer, prompt):
-    found = search(
-        model, tokenizer, prompt, 5, seed=1, max_tokens=4, engine_options={"max_batch": 2}
-    )
+    seen = []
+    options = {"engine_options": {"max_batch": 2}, "progress": lambda *counts: seen.append(counts)}
+    found = search(model, tokenizer, prompt, 5, seed=1, max_tokens=4, **options)
     assert len(found.answers) == 5
+    assert seen == [(done, 5) for done in range(1, 6)]
 
 
 def test_lines_are_resampled_under_a_constraint(model, tokenizer, prompt):
@@ -205,11 +206,22 @@ def test_lines_are_resampled_under_a_constraint(model, tokenizer, prompt):
         return 1e-3 ** answer.count("b")
 
     options = {"constraint": LINES, "max_tokens": 60, "seed": 5, "twist": 1}
-    found = search(model, tokenizer, prompt, 8, value=value, verify=verify, **options)
+    seen = []
+    found = search(
+        model,
+        tokenizer,
+        prompt,
+        8,
+        value=value,
+        verify=verify,
+        progress=lambda *counts: seen.append(counts),
+        **options,
+    )
     assert found == search(model, tokenizer, prompt, 8, value=value, verify=verify, **options)
     assert all(prefix.endswith("\n") for prefix in prefixes)
     assert {prefix.count("\n") for prefix in prefixes} >= {1, 2, 3, 4, 5}
     assert all(answer.count("\n") == 6 and set(answer) <= set("ab\n") for answer in answers)
+    assert (seen[0], seen[-1]) == ((0, 8), (8, 8))
     plain = search(model, tokenizer, prompt, 8, constraint=LINES, max_tokens=60, seed=5)
     least = min(answer.count("b") for answer in plain.answers)
     assert found.answers[0].count("b") < least

@@ -1,5 +1,7 @@
 """Pairs of answers and a judge: who wins, how sure that is, and what the place of an answer counts."""
 
+import dataclasses
+import json
 from itertools import cycle
 
 import pytest
@@ -122,6 +124,25 @@ def test_both_orders_are_asked_with_the_reports_of_useful_tools():
     assert "Checks of the second answer:\n- math: wrong: 2 + 2 = 5" in decisions[2]
 
 
+@each("place", ["of both answers", "in the first message", "of one answer only"])
+def test_the_judge_sees_the_tools_of_a_prompt(place):
+    tool = {"type": "function", "function": {"name": "search", "description": "Größe"}}
+    given = pair(0, "short", "a longer one")
+    answers = [dataclasses.replace(answer, tools=[tool]) for answer in (given.a, given.b)]
+    if place == "in the first message":
+        answers = [
+            dataclasses.replace(answer, messages=[{**answer.messages[0], "tools": [tool]}])
+            for answer in (given.a, given.b)
+        ]
+    elif place == "of one answer only":
+        answers[0] = given.a
+    judge = Scripted(longer)
+    judge_pairs(judge, [AnswerPair("0", *answers)], find_tools(["count"]))
+    offered = f"Task 0\nTools that the answer may call:\n{json.dumps(tool, ensure_ascii=False)}\n"
+    shown = [offered in text for text in judge.questions]
+    assert shown == [place != "of one answer only", True, True, True]
+
+
 def test_a_judge_that_needs_no_tool_has_no_reports():
     judge = Scripted(longer)
     found = judge_pairs(judge, [pair(0, "1 + 1 = 2", "2")], find_tools(["math"]))
@@ -210,11 +231,14 @@ PLAIN = {"prompt": "Hi", "answer": "1"}
         ([{**PLAIN, "id": 1}] * 2, "have the same id 1"),
         ([{**PLAIN, "prompt": "No"}], "have no prompt in common"),
         ([{**PLAIN, "id": 5, "prompt": "No"}], "have the id 5 and different prompts"),
+        ([{**PLAIN, "id": 6, "tools": [{"name": "g"}]}], "same prompt and different tools"),
     ],
 )
 def test_wrong_files_are_errors_that_name_the_line(tmp_path, a, says):
     file = lines(tmp_path / "a.jsonl", *a)
-    other = lines(tmp_path / "b.jsonl", PLAIN, {**PLAIN, "id": 5})
+    other = lines(
+        tmp_path / "b.jsonl", PLAIN, {**PLAIN, "id": 5}, {**PLAIN, "id": 6, "tools": [{}]}
+    )
     with pytest.raises(DataError, match=says):
         load_answer_pairs(file, other)
 

@@ -8,8 +8,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import activations, qwen2
 
-from afm_mlx.training.loop.gradient_checkpointing import recomputed, recomputed_blocks
+from afm_mlx.model.fused_layers import silu_product
+from afm_mlx.training.loop.gradient_checkpointing import (
+    lean_swiglu,
+    recomputed,
+    recomputed_blocks,
+)
 from afm_mlx.training.loop.step import AdamW, TrainingStep
 from tests.tools.compare import assert_close
 from tests.tools.models import random_config, random_model
@@ -53,6 +59,57 @@ def test_of_a_model_of_mlx_lm(rng):
     model = zoo_model("llama", 20, 1).train()
     tokens = mx.array(rng.integers(0, 20, (2, 5)))
     assert_same_gradients(model, lambda: mx.square(model(tokens)).mean())
+
+
+def test_a_swiglu_that_keeps_less(rng):
+    model = zoo_model("qwen2", 20, 1).train()
+    tokens = mx.array(rng.integers(0, 20, (2, 5)))
+    with lean_swiglu(model):
+        assert qwen2.swiglu is silu_product
+        value, got = gradients(model, lambda: mx.square(model(tokens)).mean())
+    assert qwen2.swiglu is activations.swiglu
+    wanted_value, wanted = gradients(model, lambda: mx.square(model(tokens)).mean())
+    assert value.item() == wanted_value.item()
+    for name, gradient in wanted.items():
+        assert_close(got[name], gradient, 1e-4, name)
+
+
+@pytest.mark.usefixtures("exact_memory")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_silu_product_keeps_its_inputs_only(request, rng, is_compiled):
+    if is_compiled:
+        request.getfixturevalue("compiled")
+    size, count = 1 << 16, 12
+
+    def peak(product):
+        def chain(x):
+            for _ in range(count):
+                x = product(mx.tanh(x), mx.sin(x))
+            return x.sum()
+
+        gradient, x = mx.grad(chain), mx.array(rng.normal(size=size).astype(np.float32))
+        mx.eval(x)
+        held = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval((mx.compile(gradient) if is_compiled else gradient)(x))
+        return (mx.get_peak_memory() - held) / (4 * size * count)
+
+    plain = peak(lambda gate, up: gate * mx.sigmoid(gate) * up)
+    assert peak(silu_product) < plain - 1.2
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_gradients_of_silu_product(rng, dtype):
+    gate, up, weights = (
+        mx.array(rng.normal(0, 4, (3, 50)).astype(np.float32)).astype(dtype) for _ in range(3)
+    )
+    got, wanted = (
+        mx.grad(lambda g, u, f=f: (weights * f(g, u)).sum(), argnums=(0, 1))(gate, up)
+        for f in (silu_product, lambda g, u: nn.silu(g) * u)
+    )
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == dtype
+        assert_close(one, other, 1e-5 if dtype == mx.float32 else 3e-2, least=1e-2)
 
 
 def test_dropout_draws_the_same_mask_both_times():

@@ -188,6 +188,11 @@ def test_metrics_are_cut_at_a_step(run):
         file.write('{"step": 6, "lo')
     run.truncate_metrics(6)
     assert [json.loads(line)["step"] for line in run.metrics_path.open()] == [0, 3, 6, 6]
+    run.log({"step": 6, "valid_loss": 0.2})
+    run.truncate_metrics(6)
+    assert len(metrics := run.metrics_path.read_text().splitlines()) == 5
+    run.truncate_metrics(6, evaluated=False)
+    assert run.metrics_path.read_text().splitlines() == metrics[:4]
     run.truncate_metrics(-1)
     assert run.metrics_path.read_text() == ""
 

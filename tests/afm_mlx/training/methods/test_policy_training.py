@@ -187,7 +187,15 @@ def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(recipe, tmp_path, la
         train_lora(recipe, tmp_path / "broken", method, on_event=on_event)
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [last]
     broken[0] = False
+
+    def killed(event):
+        if isinstance(event, Validation):
+            raise Break
+
+    with pytest.raises(Break):
+        train_lora(recipe, tmp_path / "broken", method, resume=True, on_event=killed)
     train_lora(recipe, tmp_path / "broken", method, resume=True)
+    assert metrics(tmp_path / "whole" / "run") == metrics(tmp_path / "broken" / "run")
     assert contents(tmp_path / "whole") == contents(tmp_path / "broken")
 
 

@@ -104,6 +104,7 @@ def test_dpo_of_a_packed_model(recipe, tmp_path, packing):
     for line, prefix in ((written[0], "valid_"), (written[1], "")):
         names = ("margin", "accuracy", "chosen", "rejected", "kl", "length")
         assert line.keys() >= {prefix + name for name in names}
+    assert not any("valid_perplexity" in line for line in written)
 
 
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "dpo"])
@@ -153,9 +154,9 @@ def test_a_resumed_run_ends_as_an_unbroken_one(recipe, tmp_path, monkeypatch):
     computed = []
     reference = PreferenceTraining._reference
 
-    def watched(self, *arguments, **options):
-        computed.append(options)
-        return reference(self, *arguments, **options)
+    def watched(self, *arguments):
+        computed.append(arguments)
+        return reference(self, *arguments)
 
     monkeypatch.setattr(PreferenceTraining, "_reference", watched)
     # One split's file is lost, another's is of other data.
@@ -167,12 +168,13 @@ def test_a_resumed_run_ends_as_an_unbroken_one(recipe, tmp_path, monkeypatch):
     watcher = Watcher()
     broken = train_preferences(recipe, tmp_path / "broken", METHOD, resume=True, **watcher.hooks())
     assert [event.step for event in watcher.events if isinstance(event, Resumed)] == [4]
-    assert computed == [{"training": False}] * 2
-    prepared = [event.what for event in watcher.events if isinstance(event, Preparing)]
+    assert len(computed) == 2
+    prepared = [dataclasses.astuple(e) for e in watcher.events if isinstance(e, Preparing)]
     log_probabilities = "the reference's log-probabilities of"
     assert prepared == [
-        f"{log_probabilities} 6 pairs (valid)",
-        f"{log_probabilities} 5 pairs (test)",
+        (f"{log_probabilities} {what}", done, 2)
+        for what in ("6 pairs (valid)", "5 pairs (test)")
+        for done in range(3)
     ]
     assert broken.outcome.best_loss == whole.outcome.best_loss
     assert_same_tensors(load_adapter(whole.path)[0], load_adapter(broken.path)[0])
