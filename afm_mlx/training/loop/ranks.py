@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -193,7 +194,7 @@ def join() -> Ranks:
         ConfigError: when the ranks run different versions, or the launcher's settings can't be used.
         RankLostError: when another rank has ended.
     """
-    before = _descriptors()
+    before = _sockets()
     try:
         with _ended_if_late():
             group = mx.distributed.init()
@@ -204,7 +205,7 @@ def join() -> Ranks:
         ) from None
     if group.size() == 1:
         return ALONE
-    _probe_connections(_descriptors() - before)
+    _probe_connections(_sockets() - before)
     ranks = Ranks(group)
     from afm_mlx import __version__
 
@@ -245,10 +246,15 @@ def _ended_if_late() -> Iterator[None]:
         guard.communicate()  # closes the pipe
 
 
-def _descriptors() -> set[int]:
-    with suppress(OSError):
-        return {int(name) for name in os.listdir("/dev/fd")}
-    return set()
+def _sockets() -> set[int]:
+    """Return the descriptors of this process that are sockets; none where there is no /dev/fd."""
+    found = set[int]()
+    with suppress(FileNotFoundError):
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            with suppress(OSError):  # the listing's own is closed
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    found.add(descriptor)
+    return found
 
 
 def _probe_connections(descriptors: set[int]) -> None:
