@@ -412,10 +412,10 @@ def data_line(name: str, split: AnyBatches) -> str:
 
 def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path: Path) -> None:
     """Train as `train_by` does; rank 0 prints progress and the result."""
-    from afm_mlx.training.loop.ranks import join
+    from afm_mlx.training.loop.ranks import join_ranks
     from afm_mlx.training.methods.train import train_by
 
-    is_first = join().is_first
+    is_first = join_ranks().is_first
 
     run_path = Path(getattr(args, "run_path", None) or method.default_run_path(path))
     if is_first and args.resume and not (run_path / "run.json").exists():

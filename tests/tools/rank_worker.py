@@ -25,7 +25,7 @@ class Job:
     """A call of `train_by` by all ranks.
 
     `changes` are fields of the recipe, by rank; the rank `killed[0]` ends before it exchanges anything of step
-    `killed[1]`; the rank `stopped` is told to stop during its first step.
+    `killed[1]`; the rank `stopped` has a stop signal before its first step.
     """
 
     method: Any
@@ -86,10 +86,10 @@ def run_ranks(folder: Path, size: int, *jobs: Job) -> list[Ended]:
 
 def main(folder: Path) -> None:
     from afm_mlx.errors import AFMError
-    from afm_mlx.training.loop.ranks import Ranks, join
+    from afm_mlx.training.loop.ranks import Ranks, join_ranks
     from afm_mlx.training.methods.train import train_by
 
-    rank, errors = join().rank, []
+    rank, errors = join_ranks().rank, []
     numbers, calls = Ranks.numbers, [0]
     for job in pickle.loads((folder / "jobs").read_bytes()):
         if job.killed is not None and job.killed[0] == rank:

@@ -60,7 +60,7 @@ class Divisible(Protocol):
 
 @dataclass
 class Ranks:
-    """This process among those of a run.
+    """This process among the processes of a run.
 
     Every method that exchanges something must be called by all ranks, in the same order. Each raises
     `RankLostError` when another rank is gone.
@@ -187,14 +187,14 @@ ALONE = Ranks()
 
 
 @functools.cache
-def join() -> Ranks:
+def join_ranks() -> Ranks:
     """Return this process's place among the ranks that `mlx.launch` started, or `ALONE`.
 
     Raises:
         ConfigError: when the ranks run different versions, or the launcher's settings can't be used.
         RankLostError: when another rank has ended.
     """
-    before = _sockets()
+    before = sockets()
     try:
         with _ended_if_late():
             group = mx.distributed.init()
@@ -205,7 +205,7 @@ def join() -> Ranks:
         ) from None
     if group.size() == 1:
         return ALONE
-    _probe_connections(_sockets() - before)
+    probe_connections(sockets() - before)
     ranks = Ranks(group)
     from afm_mlx import __version__
 
@@ -246,7 +246,7 @@ def _ended_if_late() -> Iterator[None]:
         guard.communicate()  # closes the pipe
 
 
-def _sockets() -> set[int]:
+def sockets() -> set[int]:
     """Return the descriptors of this process that are sockets; none where there is no /dev/fd."""
     found = set[int]()
     with suppress(FileNotFoundError):
@@ -257,7 +257,7 @@ def _sockets() -> set[int]:
     return found
 
 
-def _probe_connections(descriptors: set[int]) -> None:
+def probe_connections(descriptors: set[int]) -> None:
     """Let the system probe idle connections, so that they fail when the other machine is gone."""
     idle = getattr(socket, "TCP_KEEPIDLE", None) or getattr(socket, "TCP_KEEPALIVE", None)
     for descriptor in descriptors:

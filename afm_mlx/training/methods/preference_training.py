@@ -32,7 +32,7 @@ from afm_mlx.training.data.preferences import (
 )
 from afm_mlx.training.loop.losses import log_probabilities
 from afm_mlx.training.loop.preference_losses import OBJECTIVES, PreferenceLoss
-from afm_mlx.training.loop.ranks import join
+from afm_mlx.training.loop.ranks import join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import OnEvent, Preparing
 from afm_mlx.training.methods.lora_training import (
@@ -119,7 +119,7 @@ class PreferenceTraining(LoRATraining):
     ) -> DataSplits:
         if not self._has_reference:
             return data
-        ranks = join()
+        ranks = join_ranks()
         manifest = run.manifest if ranks.is_first else {}
         known = [manifest.get(name) for name in ("model_weights", "reference_adapter")]
 

@@ -28,7 +28,7 @@ from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Loss
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
-from afm_mlx.training.loop.ranks import ALONE, Ranks, join
+from afm_mlx.training.loop.ranks import ALONE, Ranks, join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping, Testing, train
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -175,7 +175,7 @@ def train_by(
         AFMError: for an argument, data, a model or a run that can't be used.
     """
     threads.check_process()
-    ranks = join()
+    ranks = join_ranks()
     if on_event is None or not ranks.is_first:
         on_event = lambda event: None  # noqa: E731
     path = Path(path)
@@ -443,7 +443,7 @@ def measure_adapter(
     on_data: Callable[[AnyBatches], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Measure test.jsonl without and with an adapter, without training.
+    """Measure test.jsonl without and with an adapter, without training; ranks split its batches.
 
     Args:
         recipe: model, data, and the batches' sizes.
@@ -462,9 +462,11 @@ def measure_adapter(
                 "(--train)."
             )
         load_adapter(adapter_path)  # raises before a model is loaded
-    source, method = ModelSource.open(recipe.model), method or LoRATraining()
+    ranks, source = join_ranks(), ModelSource.open(recipe.model)
+    method = method or LoRATraining()
     batches = method.read_split(recipe, source, "test")
-    if on_data is not None:
+    ranks.share(batches)  # raises if it can't be split
+    if on_data is not None and ranks.is_first:
         on_data(batches)
     model = source.load()
     warn_if_slow(model)
@@ -476,6 +478,7 @@ def measure_adapter(
         recipe.test_batches,
         progress=progress,
         loss=method.test_loss(),
+        ranks=ranks,
     )
     untrained, trained = measure(), None
     if adapter_path is not None:

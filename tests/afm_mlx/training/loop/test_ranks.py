@@ -20,7 +20,7 @@ from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
-from afm_mlx.training.methods.method import FullTraining, QATTraining
+from afm_mlx.training.methods.method import QATTraining
 from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.reward_training import RewardTraining
@@ -73,21 +73,16 @@ def preferences(recipe, tmp_path):
 
 def cases(recipe, preferences, size):
     """Methods and recipes, by name."""
-    accumulated = dataclasses.replace(OPTIONS, grad_accumulation_steps=2, ema_decay=0.8)
-    found = {
-        "ragged": (LoRATraining(rank=2, scale=2.0), recipe),
+    found = {"ragged": (LoRATraining(rank=2, scale=2.0), recipe)}
+    if size == 3:
+        return found
+    options = dataclasses.replace(recipe.options, grad_accumulation_steps=2, ema_decay=0.8)
+    taught = {"packing": True, "options": options, "teacher": "self", "distillation_weight": 0.5}
+    return found | {
+        "qat": (QATTraining(), dataclasses.replace(recipe, **taught)),
         "preferences": (PreferenceTraining(rank=2, scale=2.0), preferences),
+        "rewards": (RewardTraining(rank=2, scale=2.0), preferences),
     }
-    if size == 2:
-        packed = dataclasses.replace(recipe, packing=True, options=accumulated)
-        taught = dataclasses.replace(packed, teacher="self", distillation_weight=0.5)
-        rewards = dataclasses.replace(preferences, packing=None)
-        found |= {
-            "accumulated": (FullTraining(), packed),
-            "qat": (QATTraining(), taught),
-            "rewards": (RewardTraining(rank=2, scale=2.0), rewards),
-        }
-    return found
 
 
 def best(path, method):
@@ -97,6 +92,10 @@ def best(path, method):
 
 @each("size", [2, 3])
 def test_ranks_train_as_one_process_does(recipe, preferences, tmp_path, size):
+    short = dataclasses.replace(OPTIONS, iters=3, steps_per_eval=3)
+    recipe, preferences = (
+        dataclasses.replace(plan, options=short) for plan in (recipe, preferences)
+    )
     todo = cases(recipe, preferences, size)
     tmp_path = tmp_path / f"{size}-ranks"
     tmp_path.mkdir()
@@ -117,68 +116,63 @@ def test_ranks_train_as_one_process_does(recipe, preferences, tmp_path, size):
             assert_within(weights[key], array, 1e-6, f"{name}: {key}")
 
 
-@each("killed", [0, 1])
-def test_a_killed_rank_ends_all_and_its_run_resumes_to_the_bit(recipe, tmp_path, killed):
+def test_a_killed_rank_ends_all_and_its_run_resumes_to_the_bit(recipe, tmp_path):
     method = LoRATraining(rank=2, dropout=0.2, save_dtype="float32")
-    recipe = dataclasses.replace(recipe, test=False)
-    tmp_path = tmp_path / f"killed-{killed}"
-    tmp_path.mkdir()
-    unbroken, broken = (Job(method, recipe, tmp_path / name) for name in ("unbroken", "broken"))
-    ended = run_ranks(tmp_path, 2, unbroken, dataclasses.replace(broken, killed=(killed, 4)))
-    assert ended[killed].status == -signal.SIGKILL
-    lost = ended[1 - killed].errors
-    assert lost[0] == ""
-    assert lost[1].startswith(f"RankLostError: Rank {1 - killed} of 2 has lost another rank"), lost
-    if killed == 1:
-        assert "The last checkpoint is of step 3: " in lost[1]  # saved when the other was lost
-        assert "--resume" in lost[1]
-    assert RunFolder(tmp_path / "broken/run").steps()[-1] == (3 if killed == 1 else 2)
-    ended = run_ranks(tmp_path, 2, dataclasses.replace(broken, resume=True))
-    assert [rank.errors for rank in ended] == [[""], [""]], ended
-    saved = [job.path / "adapters.safetensors" for job in (unbroken, broken)]
-    assert saved[0].read_bytes() == saved[1].read_bytes()
+    options = dataclasses.replace(OPTIONS, steps_per_eval=4)
+    recipe = dataclasses.replace(recipe, options=options, test=False)
+    unbroken, *broken = (
+        Job(method, recipe, tmp_path / name) for name in ("unbroken", "lost-0", "lost-1")
+    )
+    for killed, job in enumerate(broken):
+        others = [] if killed else [unbroken]
+        ended = run_ranks(tmp_path, 2, *others, dataclasses.replace(job, killed=(killed, 4)))
+        assert ended[killed].status == -signal.SIGKILL
+        *whole, lost = ended[1 - killed].errors
+        assert whole == [""] * len(others)
+        assert lost.startswith(f"RankLostError: Rank {1 - killed} of 2 has lost another rank")
+        assert ("The last checkpoint is of step 3: " in lost and "--resume" in lost) == killed
+        # Rank 0 saves the last step when it loses another rank.
+        assert RunFolder(job.path / "run").steps()[-1] == (3 if killed else 2)
+    ended = run_ranks(tmp_path, 2, *(dataclasses.replace(job, resume=True) for job in broken))
+    assert [rank.errors for rank in ended] == [["", ""]] * 2, ended
+    wanted = (unbroken.path / "adapters.safetensors").read_bytes()
+    for job in broken:
+        assert (job.path / "adapters.safetensors").read_bytes() == wanted
 
 
-def test_all_stop_at_the_same_step_and_any_number_of_ranks_resumes(recipe, tmp_path):
+def test_ranks_that_stop_or_differ_end_together(recipe, tmp_path, spm_bpe, rng):
     method = LoRATraining(rank=2, save_dtype="float32")
-    job = Job(method, recipe, tmp_path / "stopped", stopped=1)
-    ended = run_ranks(tmp_path, 2, job)
-    assert [rank.errors for rank in ended] == [["KeyboardInterrupt: "]] * 2, ended
-    assert RunFolder(job.path / "run").steps() == [1]
-    train_by(method, recipe, job.path, resume=True)
-    alone = train_by(method, recipe, tmp_path / "alone")
-    wanted = best(alone.path, method)[0]
-    for key, array in best(job.path, method)[0].items():
-        assert_within(array, wanted[key], 1e-6, key)
-
-
-def test_ranks_that_differ_end_with_what_differs(recipe, tmp_path, spm_bpe, rng):
+    stopped = Job(method, recipe, tmp_path / "stopped", stopped=1)
     other = write_folder(
         tmp_path / "other/floats", spm_bpe, rng, dataclasses.replace(TRAINABLE, kv_bits=None)
     )
-    data = write_data(tmp_path / "others", rng)
-    rate = dataclasses.replace(OPTIONS, learning_rate=2e-3)
     changes = {
         "model_weights": {"model": other},
-        "data": {"data": data},
-        "learning_rate": {"options": rate},
+        "data": {"data": write_data(tmp_path / "others", rng)},
+        "learning_rate": {"options": dataclasses.replace(OPTIONS, learning_rate=2e-3)},
     }
-    jobs = [
-        Job(LoRATraining(), recipe, tmp_path / name, changes={1: change})
-        for name, change in changes.items()
+    differing = [
+        Job(method, recipe, tmp_path / name, changes={1: changes[name]}) for name in changes
     ]
-    for rank in run_ranks(tmp_path, 2, *jobs):
-        for name, error in zip(changes, rank.errors, strict=True):
+    for rank in run_ranks(tmp_path, 2, stopped, *differing):
+        assert rank.errors[0] == "KeyboardInterrupt: ", rank.stderr
+        for name, error in zip(changes, rank.errors[1:], strict=True):
             assert error.startswith("ConfigError: The ranks differ: "), error
             assert f"{name} is " in error
-    assert not any((job.path / "run").exists() for job in jobs)
+    assert not any((job.path / "run").exists() for job in differing)
+    # Any number of ranks resumes, such as one.
+    assert RunFolder(stopped.path / "run").steps() == [1]
+    train_by(method, recipe, stopped.path, resume=True)
+    wanted = best(train_by(method, recipe, tmp_path / "alone").path, method)[0]
+    for key, array in best(stopped.path, method)[0].items():
+        assert_within(array, wanted[key], 1e-6, key)
 
 
 LATE = """
 import sys
 from afm_mlx.training.loop import ranks
 ranks.JOIN_SECONDS = 1
-ranks.join()
+ranks.join_ranks()
 """
 VERSION = """
 import os
@@ -187,7 +181,7 @@ from afm_mlx.errors import AFMError
 from afm_mlx.training.loop import ranks
 afm_mlx.__version__ = "1." + os.environ["MLX_RANK"]
 try:
-    ranks.join()
+    ranks.join_ranks()
 except AFMError as error:
     raise SystemExit(str(error))
 """
@@ -266,11 +260,11 @@ def test_one_process_has_the_whole(rng):
     assert ALONE.share(whole) is whole
     assert ALONE.gather({"a": 1}) == [{"a": 1}]
     assert not ALONE.any(False)
-    assert ranks_module.join() is ALONE
+    assert ranks_module.join_ranks() is ALONE
 
 
 def test_what_can_not_be_split_is_refused(rng, recipe, preferences, monkeypatch):
-    monkeypatch.setattr("afm_mlx.training.methods.train.join", lambda: Ranks(Group(0, 5)))
+    monkeypatch.setattr("afm_mlx.training.methods.train.join_ranks", lambda: Ranks(Group(0, 5)))
     pairs = Path(recipe.data).parent / "pairs"
     pairs.mkdir()
     lines(pairs / "train.jsonl", *({"query": f"q {i}", "positive": f"p {i}"} for i in range(8)))
@@ -287,7 +281,7 @@ def test_what_can_not_be_split_is_refused(rng, recipe, preferences, monkeypatch)
 
 def test_the_system_probes_connections():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        before = ranks_module._sockets()
+        before = ranks_module.sockets()
         with socket.create_connection(server.getsockname()) as client:
-            ranks_module._probe_connections(ranks_module._sockets() - before)
+            ranks_module.probe_connections(ranks_module.sockets() - before)
             assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
