@@ -260,10 +260,16 @@ def _fail(message: str, status: int) -> int:
     except OSError:  # the terminal is closed, say
         _discard(sys.stdout)
     try:
-        print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}{_rank()}: {' '.join(message.split())}", file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
     return status
+
+
+def _rank() -> str:
+    """Return which of several processes this is, for messages; empty for one that nothing launched."""
+    rank = os.environ.get("MLX_RANK", "")
+    return f" (rank {rank})" if rank.isdecimal() else ""
 
 
 def _discard(stream: TextIO) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -456,6 +457,7 @@ def _test_adapter(args: argparse.Namespace) -> None:
     if args.teacher is not None:
         raise UsageError("--teacher would do nothing with --test alone; add --train to train.")
     recipe = recipe_of(args, LEARNING_RATES["lora"])
+    from afm_mlx.training.loop.ranks import join_ranks
     from afm_mlx.training.methods.train import measure_adapter
 
     path = ADAPTER_FOLDER if args.adapter_path is None else args.adapter_path
@@ -470,8 +472,11 @@ def _test_adapter(args: argparse.Namespace) -> None:
             print(f"Testing {path or 'the model'}; nothing is trained without --train")
             print(data_line("Test", data))
 
-    with progress_bar("testing", "batch") as bar:
+    is_first = join_ranks().is_first
+    with progress_bar("testing", "batch") if is_first else nullcontext() as bar:
         scores = measure_adapter(recipe, path or None, method, on_data=on_data, progress=bar)
+    if not is_first:
+        return
     if args.json:
         facts = {"model": str(args.model), "data": str(args.data), "adapter_path": path or None}
         print_json(facts | {"test": scores_dict(scores)})

@@ -10,8 +10,8 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -398,6 +398,8 @@ class Reporter:
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
     data, options = plan.data, plan.options
+    if plan.ranks > 1:
+        yield f"Ranks: {plan.ranks}, which split the rows of each batch"
     millions = f"{plan.trainable / 1e6:.3f}M/{plan.parameters / 1e6:.3f}M"
     yield f"Trainable parameters: {plan.trainable / plan.parameters:.3%} ({millions})"
     for name, split in (("Train", data.train), ("Valid", data.valid), ("Test", data.test)):
@@ -413,7 +415,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     rate = f"{options.learning_rate:g} after {options.warmup_iters:,} steps of warm-up, then {then}"
     yield f"Learning rate: {rate if options.lr_schedule is None else options.lr_schedule}"
     if plan.memory is not None:
-        yield f"Memory: up to about {plan.memory / 1e9:.2f} GB"
+        yield f"Memory: up to about {plan.memory / 1e9:.2f} GB" + " on each rank" * (plan.ranks > 1)
 
 
 def data_line(name: str, split: AnyBatches) -> str:
@@ -422,13 +424,17 @@ def data_line(name: str, split: AnyBatches) -> str:
 
 
 def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path: Path) -> None:
-    """Train as `train_by` does, and print progress and the result."""
+    """Train as `train_by` does; rank 0 prints progress and the result."""
+    from afm_mlx.training.loop.ranks import join_ranks
     from afm_mlx.training.methods.train import train_by
 
+    is_first = join_ranks().is_first
+
     run_path = Path(getattr(args, "run_path", None) or method.default_run_path(path))
-    if args.resume and not (run_path / "run.json").exists():
+    if is_first and args.resume and not (run_path / "run.json").exists():
         raise UsageError(f"--resume: {run_path} holds no run. Leave it out to start one.")
-    with run_advice(args, run_path), progress_bar("training", "step") as bar, ExitStack() as bars:
+    shown_bar = progress_bar("training", "step") if is_first else nullcontext()
+    with run_advice(args, run_path), shown_bar as bar, ExitStack() as bars:
         reporter = Reporter(args, bar, bars)
         result = train_by(
             method,
@@ -440,6 +446,8 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
             on_event=reporter.on_event,
             stopping=deferred_signals,
         )
+    if not is_first:
+        return
     if args.plot is not None:
         from afm_mlx.training.loop.run_folder import plot_metrics
 
@@ -472,7 +480,7 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
     print(f"Saved to {result.path}")
 
 
-_SHARES = ("accuracy", "recall_at_1")  # metrics that are shown in percent
+_SHARES = ("accuracy", "recall_at_1", "exchanges")  # metrics that are shown in percent
 
 
 def metric_text(name: str, value: float) -> str:

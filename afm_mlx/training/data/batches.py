@@ -11,6 +11,7 @@ of the same length are exchanged, and the rows are shuffled. So every epoch has 
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.errors import DataError
+from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.training.data.samples import Sample
 
 TARGET_MULTIPLE = 256
@@ -124,6 +125,7 @@ class Batches:
             raise DataError("There are no samples to make batches from; at least one is needed.")
         self.batch_size, self.length, self.packed = batch_size, length, packed
         self.seed, self.shuffle = seed, shuffle
+        self._rows = slice(None)  # of each batch
         sizes = np.array([len(sample.tokens) for sample in samples])
         self._starts = np.cumsum(sizes) - sizes
         self._inputs = sizes - 1  # input tokens of each sample
@@ -168,12 +170,24 @@ class Batches:
         rows, length = batch.inputs.shape
         return rows, length, batch.labels.size
 
+    def share(self, rank: int, size: int) -> Batches:
+        """Return the same batches with every row number `rank + i * size` alone, for i = 0, 1, ...
+
+        A batch that has no such row is padding. Raises `ConfigError` when no batch has a row for each rank.
+        """
+        check_rows(self.batch_size, size)
+        found = copy.copy(self)
+        found._rows = slice(rank, None, size)
+        found._epoch, found._plan = 0, found._plan_epoch(0)
+        return found
+
     def __call__(self, step: int) -> Batch:
         """Return micro-batch number `step`, counted from 0 over all epochs."""
         placed = self.placed(step)
         plan, index = self._plan, step % self.per_epoch
         width = plan.widths[index]
-        inputs, segments = np.zeros((2, self.batch_size, width), np.int32)
+        rows = len(range(self.batch_size)[:: self._rows.step])
+        inputs, segments = np.zeros((2, rows, width), np.int32)
         positions, labels = np.zeros((2, plan.targets[index]), np.int32)
         weights = np.zeros(plan.targets[index], np.float32)
         done = 0
@@ -261,14 +275,16 @@ class Batches:
             batches = _split(np.arange(len(self)), self.batch_size)
             if random is not None:
                 batches = [batches[i] for i in random.permutation(len(batches))]
+        batches = [rows[self._rows] for rows in batches]
         targets = np.add.reduceat(self._targets[order], self._bounds[:-1])
         widths, sizes = [self.length] * len(batches), [targets[rows].sum() for rows in batches]
         if self.packed:
             sizes = [max(sizes)] * len(batches)  # one shape for all steps
         else:
-            longest = [int(self._inputs[order[rows]].max()) for rows in batches]
+            longest = [int(self._inputs[order[rows]].max(initial=1)) for rows in batches]
             widths = [min(round_up(n, ROW_MULTIPLE), self.length) for n in longest]
-        return _Plan(order, batches, widths, [round_up(int(n), TARGET_MULTIPLE) for n in sizes])
+        sizes = [round_up(max(int(n), 1), TARGET_MULTIPLE) for n in sizes]
+        return _Plan(order, batches, widths, sizes)
 
 
 class _Plan(NamedTuple):
@@ -297,6 +313,15 @@ def sorted_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) ->
     """
     windows = _split(order, batch_size * _BATCHES_SORTED)
     return np.concatenate([w[np.argsort(lengths[w], kind="stable")] for w in windows])
+
+
+def check_rows(batch_size: int, ranks: int) -> None:
+    """Raise `ConfigError` if a batch has fewer rows than there are ranks to split it."""
+    if batch_size < ranks:
+        raise ConfigError(
+            f"batch_size is {batch_size}, and {ranks} ranks split each batch; allowed are {ranks} and more. "
+            "Use larger batches (--batch-size), or fewer ranks."
+        )
 
 
 def round_up(n: int, multiple: int) -> int:

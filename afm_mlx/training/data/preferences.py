@@ -28,12 +28,13 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.errors import DataError, shown
+from afm_mlx.errors import ConfigError, DataError, shown
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.training.data.batches import (
     ROW_MULTIPLE,
     SAMPLES_OF_A_ROW,
     TARGET_MULTIPLE,
+    check_rows,
     round_up,
     sorted_by_length,
 )
@@ -244,7 +245,7 @@ class PreferenceBatch(NamedTuple):
             answers come first, then the rejected ones in the same order. Of labelled answers, N is P.
         numbers: (T,) int32: index of each target in `PreferenceBatches.n_scored`; `n_scored` for padding.
         lengths: (N,) float32: tokens of each answer.
-        weights: (P,) float32: ones.
+        weights: (P,) float32: ones; 0 of a rank's sample that only keeps its batch from being empty.
         strengths: (P,) float32: see `PreferencePair`; None for labelled answers.
         is_good: (P,) bool: labels; None for pairs.
         good_share: () float32, over 0 and under 1: share of good answers in the data set; None for pairs.
@@ -321,6 +322,7 @@ class PreferenceBatches:
         self._strengths: Any = None  # (samples,), of pairs
         self._is_good: Any = None  # (samples,), of labelled answers
         self._reference: Any = None
+        self._part = slice(None)  # of each batch
         # The sequences of sample i have the numbers i and i + the number of samples.
         pairs = [sample for sample in samples if isinstance(sample, PreferencePair)]
         labelled = [sample for sample in samples if isinstance(sample, LabeledAnswer)]
@@ -402,17 +404,34 @@ class PreferenceBatches:
         found._reference = np.append(log_probabilities, 0).astype(np.float32)
         return found
 
-    def samples_of(self, step: int) -> np.ndarray:
-        """Return the indices of the pairs or labelled answers of micro-batch number `step`."""
+    def share(self, rank: int, size: int) -> PreferenceBatches:
+        """Return the same batches with every pair number `rank + i * size` alone, for i = 0, 1, ...
+
+        A batch that has no such pair has one without weight. Raises `ConfigError` when no batch has a pair for
+        each rank, and for labelled answers, whose losses depend on the mean over the batch.
+        """
+        if self._is_good is not None:
+            raise ConfigError(
+                f"kto's losses depend on the mean over a batch, which {size} ranks can't split. Start it "
+                "without mlx.launch, on one machine."
+            )
+        check_rows(self.batch_size, size)
+        found = copy.copy(self)
+        found._part = slice(rank, None, size)
+        return found
+
+    def samples_of(self, step: int) -> tuple[np.ndarray, mx.array]:
+        """Return the indices and weights of the pairs or labelled answers of micro-batch number `step`."""
         epoch, index = divmod(step, self.per_epoch)
         if epoch != self._epoch:
             self._epoch, self._plan = epoch, self._plan_epoch(epoch)
-        return self._plan[index]
+        whole = self._plan[index]
+        chosen = whole[self._part]
+        return (chosen, mx.ones(len(chosen))) if len(chosen) else (whole[:1], mx.zeros(1))
 
     def __call__(self, step: int) -> PreferenceBatch:
         """Return micro-batch number `step`, counted from 0 over all epochs."""
-        chosen = self.samples_of(step)
-        weights = mx.ones(len(chosen))
+        chosen, weights = self.samples_of(step)
         if self._is_good is None:
             rows = self._rows(np.concatenate([chosen, chosen + len(self)]))
             strengths = mx.array(self._strengths[chosen])

@@ -8,6 +8,7 @@ A grade is 0, 1 or 2, from worst to best, for any of `GRADED_AXES`. A pair witho
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class RewardBatch(NamedTuple):
         lengths: (2 P,) int32: tokens of each row.
         certainty: (P,) float32: probability that the chosen answer is the better one.
         grades: (2 P, 4) int32: grades in the order of `GRADED_AXES`, or `NO_GRADE`.
-        weights: (P,) float32: ones.
+        weights: (P,) float32: see `PreferenceBatch`.
     """
 
     inputs: mx.array
@@ -113,9 +114,15 @@ class RewardBatches:
         grades = self._grades.astype("<i4").tobytes()
         return sha256(self._batches.fingerprint.encode() + grades).hexdigest()
 
+    def share(self, rank: int, size: int) -> RewardBatches:
+        """Return the share of a rank, see `PreferenceBatches.share`."""
+        found = copy.copy(self)
+        found._batches = self._batches.share(rank, size)
+        return found
+
     def __call__(self, step: int) -> RewardBatch:
         """Return micro-batch number `step`, counted from 0 over all epochs."""
-        pairs = self._batches.samples_of(step)
+        pairs, weights = self._batches.samples_of(step)
         texts = [self._texts[i] for i in np.concatenate([pairs, pairs + len(self)])]
         lengths = np.array([len(text) for text in texts], np.int32)
         width = min(round_up(int(lengths.max()), ROW_MULTIPLE), self._longest)
@@ -128,7 +135,7 @@ class RewardBatches:
             mx.array(lengths),
             mx.array(self._certainty[pairs].astype(np.float32)),
             mx.array(grades),
-            mx.ones(len(pairs)),
+            weights,
         )
 
 

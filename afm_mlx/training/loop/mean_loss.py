@@ -16,7 +16,11 @@ from afm_mlx.errors import TrainingError
 from afm_mlx.training.data.batches import AnyBatch, AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree
 from afm_mlx.training.loop.losses import Loss, SplitMetrics, loss_and_metrics
+from afm_mlx.training.loop.ranks import ALONE, Ranks
 from afm_mlx.training.loop.step import random_key
+
+NO_WEIGHT = "no target of the batch has a weight"
+NOT_REPEATED = "it did not come back when the step was computed again, uncompiled"
 
 _GREAT = 1e18  # squares of such numbers overflow float32
 
@@ -35,13 +39,16 @@ def mean_loss(
     batches: AnyBatches,
     count: int = -1,
     progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Means:
     """Return means of a loss and its metrics over the first `count` batches, or all for -1, without dropout.
 
     The model is in eval mode afterwards. `progress` is called with the numbers of finished and of all batches.
+    Several `ranks` split each batch, and have the same result.
 
     Raises `TrainingError` when the loss is not finite; the error names the batch and the layer.
     """
+    batches = ranks.share(batches)
     model.eval()
     total, weight, targets = 0.0, 0.0, 0
     sums: dict[str, float] = defaultdict(float)
@@ -61,10 +68,13 @@ def mean_loss(
             sums[name] += each.item()
         if progress is not None:
             progress(index + 1, n)
-    means = {name: each / weight for name, each in sums.items()}
+    total, weight, targets, *values = ranks.numbers(total, weight, targets, *sums.values()).sum(
+        axis=0
+    )
+    means = {name: each / weight for name, each in zip(sums, map(float, values), strict=True)}
     if isinstance(loss, SplitMetrics):
         means |= loss.split_metrics(model, batches, count)
-    return Means(total / weight, means, targets)
+    return Means(float(total / weight), means, int(targets))
 
 
 def perplexity(loss: float) -> float:
@@ -89,7 +99,7 @@ def find_non_finite(
             return f"the parameter {name} is not finite ({text})"
     weight = sum((batch.weights.sum() for batch in batches), mx.array(0.0))
     if weight.item() == 0:
-        return "no target of the batch has a weight"
+        return NO_WEIGHT
     for batch in batches:
         key = random_key()
         with _watched(model) as calls:
@@ -104,7 +114,7 @@ def find_non_finite(
             return f"the loss is not finite ({text}), and every layer's output is"
         if gradients is not None and (text := _bad_gradient(gradients(batch, weight)[1], order)):
             return text
-    return "it did not come back when the step was computed again, uncompiled"
+    return NOT_REPEATED
 
 
 def _bad_gradient(gradients: Tree, order: list[str]) -> str:

@@ -229,7 +229,8 @@ class PreferenceLoss:
             losses, own = self._of_answers(model, batch, h, reference)
         else:
             losses, own = self._of_pairs(batch, h, reference)
-        return losses.sum(), {name: each.sum() for name, each in (own | metrics).items()}
+        figures = {name: mx.sum(batch.weights * each) for name, each in (own | metrics).items()}
+        return mx.sum(batch.weights * losses), figures
 
     def _of_pairs(
         self, batch: PreferenceBatch, h: mx.array, reference: mx.array

@@ -27,6 +27,7 @@ from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.training.data.batches import AnyBatch
 from afm_mlx.training.loop.gradient_checkpointing import Tree, lean_swiglu
 from afm_mlx.training.loop.losses import Loss, Metrics, loss_and_metrics
+from afm_mlx.training.loop.ranks import ALONE, Ranks
 from afm_mlx.training.loop.training_options import BETAS, EPS, Schedule
 
 
@@ -94,7 +95,8 @@ class TrainingStep:
 
     The gradient is of `sum of losses / sum of weights` over all micro-batches, so that accumulation changes
     only the memory. A step whose loss or gradient is not finite changes nothing; the graph contains this
-    choice. `optimizer` is initialised here. `max_norm` is the largest global norm of the gradient.
+    choice. `optimizer` is initialised here. `max_norm` is the largest global norm of the gradient. With several
+    `ranks`, the micro-batches are a rank's, and sums are over all ranks.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class TrainingStep:
         optimizer: AdamW,
         max_norm: float | None = None,
         ema_decay: float | None = None,
+        ranks: Ranks = ALONE,
     ):
         keep_compiler_out()
         self.model = model
@@ -111,6 +114,7 @@ class TrainingStep:
         self.optimizer = optimizer
         self.max_norm = math.inf if max_norm is None else max_norm
         self.ema_decay = ema_decay
+        self.ranks = ranks
         parameters = model.trainable_parameters()
         optimizer.init(parameters)
         self.average: Tree = {}  # (float32) of weights; changed in place, as `mx.compile` wants it
@@ -124,14 +128,18 @@ class TrainingStep:
 
     def __call__(self, batches: Sequence[AnyBatch]) -> StepResult:
         """Take one step on its micro-batches; with a single one, the result is not evaluated yet."""
-        before, key = self.model.parameters(), random_key()
+        before, key, ranks = self.model.parameters(), random_key(), self.ranks
         weight = sum((batch.weights.sum() for batch in batches[1:]), batches[0].weights.sum())
         targets = sum((batch.weights != 0).sum() for batch in batches)
         self._kind = type(batches[0])
         # Compiled functions take no None.
         arrays = [{k: v for k, v in batch._asdict().items() if v is not None} for batch in batches]
         try:
-            if len(batches) == 1:
+            if ranks.size > 1:
+                # A rank's mean, so that the mean of all ranks' gradients is the whole batch's.
+                of_all = ranks.numbers(weight.item(), targets.item()).sum(axis=0).tolist()
+                weight, targets = mx.array(of_all[0] / ranks.size), mx.array(int(of_all[1]))
+            elif len(batches) == 1:
                 (loss, metrics), norm = self._whole(arrays[0], weight)
                 return StepResult(loss, norm, weight, targets, metrics)
             loss, metrics = mx.array(0.0), {}
@@ -143,7 +151,10 @@ class TrainingStep:
                 loss = loss + part
                 metrics = {name: value + metrics.get(name, 0) for name, value in found.items()}
                 mx.eval(loss, metrics, gradients)  # one micro-batch's activations at a time
-            return StepResult(loss, self._update(loss, gradients), weight, targets, metrics)
+            loss, metrics, gradients = ranks.average((loss, metrics, gradients))
+            metrics = {name: value * ranks.size for name, value in metrics.items()}
+            norm = self._update(loss, gradients)
+            return StepResult(loss, norm, weight * ranks.size, targets, metrics)
         except BaseException:
             # A trace that ends early leaves traced arrays in the model and in MLX's generator.
             self.model.update(before)

@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, TrainingError
@@ -31,12 +32,15 @@ from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
 from afm_mlx.training.loop.losses import LOWER_IS_BETTER, Distillation, Loss
 from afm_mlx.training.loop.mean_loss import (
+    NO_WEIGHT,
+    NOT_REPEATED,
     Means,
     find_non_finite,
     mean_loss,
     perplexity,
     random_key,
 )
+from afm_mlx.training.loop.ranks import ALONE, RankLostError, Ranks
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
 from afm_mlx.training.loop.step import AdamW, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -68,7 +72,8 @@ class Report:
     tokens: int  # targets since step 1
     tokens_per_second: float  # since the previous report, without evaluation and saving
     peak_memory: int  # most bytes that MLX has held in this process
-    metrics: dict[str, float] = field(default_factory=dict)  # means, as of the loss
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Means, as of the loss; with several ranks also "exchanges", their share of the steps' time."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ class _Progress:
     weight: float = 0.0
     new_tokens: int = 0
     new_seconds: float = 0.0
+    exchange_seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # sums
 
 
@@ -171,6 +177,7 @@ def train(
     valid: AnyBatches | None = None,
     on_event: OnEvent | None = None,
     stopping: Stopping | None = None,
+    ranks: Ranks = ALONE,
 ) -> RunOutcome:
     """Train a model's trainable parameters in place, from the newest checkpoint of `run` if it has one.
 
@@ -186,7 +193,8 @@ def train(
         run: folder of checkpoints, best weights and metrics.
         valid: batches for evaluation; pass None for no evaluation.
         on_event: called with an `Event` at each resume, step, report, evaluation and checkpoint.
-        stopping: entered around the loop, see `Stopping`; its flag may be set by any thread.
+        stopping: entered around the loop, see `Stopping`; its flag may be set by any thread, of any rank.
+        ranks: of this process, see `ranks.join_ranks`. All have the same arguments; only rank 0 uses the folder.
 
     Returns:
         The outcome. The model has the weights of the lowest validation loss, or the last weights without
@@ -197,6 +205,7 @@ def train(
             when there is nothing to train.
         ConfigError: when `options.best_by` is no metric of the loss, or there are no validation batches.
         CheckpointError: when a checkpoint is damaged, or of another model.
+        RankLostError: when another rank has ended; the last step is in a checkpoint.
     """
     if not tree_flatten(model.trainable_parameters()):
         raise TrainingError(
@@ -213,8 +222,16 @@ def train(
         if options.grad_checkpoint:
             stack.enter_context(recomputed_blocks(model))
         flag = stack.enter_context(nullcontext(Flag()) if stopping is None else stopping())
-        trainer = _Trainer(model, loss, batches, options, run, valid, on_event or (lambda e: None))
-        return trainer.run_to_the_end(flag)
+        if on_event is None or not ranks.is_first:
+            on_event = _ignored
+        batches = ranks.share(batches)
+        trainer = _Trainer(model, loss, batches, options, run, valid, on_event, ranks)
+        with trainer.steps_kept():
+            return trainer.run_to_the_end(flag)
+
+
+def _ignored(event: Event) -> None:
+    pass
 
 
 @dataclass
@@ -226,12 +243,18 @@ class _Trainer:
     run: RunFolder
     valid: AnyBatches | None
     on_event: OnEvent
+    ranks: Ranks
 
     def __post_init__(self) -> None:
         options = self.options
         self.optimizer = AdamW(options.rates, options.weight_decay, options.betas, options.eps)
         self.step = TrainingStep(
-            self.model, self.loss, self.optimizer, options.clip_grad_norm, options.ema_decay
+            self.model,
+            self.loss,
+            self.optimizer,
+            options.clip_grad_norm,
+            options.ema_decay,
+            self.ranks,
         )
         self.progress = _Progress()
         self._grad_norm = 0.0  # norm of the last step's gradient
@@ -250,26 +273,31 @@ class _Trainer:
                 self._report()
             if step % options.steps_per_eval == 0 or is_last:
                 self._evaluate()
-            stops = is_last or progress.stopped_early or stop.is_set()
+            is_stopped = self.ranks.any(stop.is_set())  # by any rank's signal
+            stops = is_last or progress.stopped_early or is_stopped
             if step % options.save_every == 0 or stops:
                 self._save()
-            if stop.is_set():
+            if is_stopped:
+                stop.set()
                 raise KeyboardInterrupt
         if self.valid is None:
             progress.best_step = progress.step
             with self._averaged_weights():
                 self._save_best()
-        best = self.run.load_best()
-        if best is None:
-            raise CheckpointError(
-                f"{self.run.path} has lost its best weights. Start a new run in another folder."
-            )
-        weights, state = best
-        self.model.update(_filled(self.model.trainable_parameters(), weights, "best"))
+        if self.ranks.is_first:
+            best = self.run.load_best()
+            if best is None:
+                raise CheckpointError(
+                    f"{self.run.path} has lost its best weights. Start a new run in another folder."
+                )
+            weights, state = best
+            progress.best_step, progress.best_loss = state["step"], state["valid_loss"]
+            self.model.update(_filled(self.model.trainable_parameters(), weights, "best"))
+        self.model.update(self.ranks.from_first(self.model.trainable_parameters()))
         return RunOutcome(
             steps=progress.step,
-            best_step=state["step"],
-            best_loss=state["valid_loss"],
+            best_step=progress.best_step,
+            best_loss=progress.best_loss,
             stopped_early=progress.stopped_early,
             seconds=progress.seconds,
             tokens=progress.tokens,
@@ -277,10 +305,12 @@ class _Trainer:
         )
 
     def _take_step(self) -> None:
-        progress, key = self.progress, random_key()
+        progress, ranks = self.progress, self.ranks
+        if not ranks.is_first:  # other dropout than rank 0's, and the same after a resume
+            mx.random.seed(_key(self.options.seed, ranks.rank, progress.step))
+        key, exchanging = random_key(), ranks.seconds
         start, n = time.perf_counter(), self.options.grad_accumulation_steps
-        with self._steps_kept():
-            batches = [self.batches(progress.step * n + i) for i in range(n)]
+        batches = [self.batches(progress.step * n + i) for i in range(n)]
         self.model.train()
         result = self.step(batches)
         self.step.evaluate(result)
@@ -288,6 +318,8 @@ class _Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             mx.random.seed(key)  # the same dropout for the diagnosis
             cause = find_non_finite(self.model, self.loss, batches, self.step.gradients)
+            # Only the ranks whose rows are to blame can tell.
+            cause = min(ranks.gather(cause), key=(NOT_REPEATED, NO_WEIGHT).__contains__)
             options = self.options
             clip = options.clip_grad_norm
             raise TrainingError(
@@ -304,6 +336,7 @@ class _Trainer:
         progress.tokens += result.targets.item()
         progress.new_tokens += result.targets.item()
         progress.new_seconds += time.perf_counter() - start
+        progress.exchange_seconds += ranks.seconds - exchanging
         self._grad_norm = norm
         kept = self.options.clear_cache_threshold
         if kept is not None and mx.get_cache_memory() > kept:
@@ -322,8 +355,10 @@ class _Trainer:
             peak_memory=mx.get_peak_memory(),
             metrics={name: each / progress.weight for name, each in progress.metrics.items()},
         )
+        if self.ranks.size > 1:
+            report.metrics["exchanges"] = progress.exchange_seconds / progress.new_seconds
         progress.metrics = {}
-        progress.loss = progress.weight = progress.new_seconds = 0.0
+        progress.loss = progress.weight = progress.new_seconds = progress.exchange_seconds = 0.0
         progress.new_tokens = 0
         self._publish(report)
 
@@ -332,7 +367,8 @@ class _Trainer:
         prefix = "valid_" if isinstance(line, Validation) else ""
         metrics = {f"{prefix}{name}": value for name, value in values.pop("metrics").items()}
         values = {name: value for name, value in values.items() if value is not None}
-        self.run.log(values | metrics)
+        if self.ranks.is_first:
+            self.run.log(values | metrics)
         self.on_event(line)
 
     def _evaluate(self) -> None:
@@ -340,9 +376,10 @@ class _Trainer:
             return
         progress = self.progress
         progress.must_evaluate = True
-        with self._steps_kept(), self._averaged_weights():
+        count = self.options.val_batches
+        with self._averaged_weights():
             try:
-                means = mean_loss(self.model, self.loss, self.valid, self.options.val_batches)
+                means = mean_loss(self.model, self.loss, self.valid, count, ranks=self.ranks)
             except TrainingError as error:
                 raise TrainingError(
                     f"Validation after step {progress.step}: {error} {self.run.what_remains()} Try a lower "
@@ -378,15 +415,19 @@ class _Trainer:
         return values[name] < best if name in LOWER_IS_BETTER else values[name] > best
 
     @contextmanager
-    def _steps_kept(self) -> Iterator[None]:
-        """Write a checkpoint of the last step, if it has none, when a reward fails in the context."""
+    def steps_kept(self) -> Iterator[None]:
+        """Write a checkpoint of the last step, if it has none, when a reward or another rank fails."""
         try:
             yield
         except TrainingError:  # of the numbers, which would fail again
             raise
-        except AFMError:
-            if self.progress.step not in (0, *self.run.steps()):
+        except AFMError as error:
+            if self.ranks.is_first and self.progress.step not in (0, *self.run.steps()):
                 self._save()
+            if isinstance(error, RankLostError) and self.ranks.is_first:
+                raise RankLostError(
+                    f"{error} {self.run.what_remains()} Start all ranks again, to go on (--resume)."
+                ) from None
             raise
 
     @contextmanager
@@ -405,10 +446,23 @@ class _Trainer:
     def _save_best(self) -> None:
         weights = dict(tree_flatten(self.model.trainable_parameters()))
         state = {"step": self.progress.best_step, "valid_loss": self.progress.best_loss}
-        self.run.save_best(weights, state)
+        if self.ranks.is_first:
+            self.run.save_best(weights, state)
 
     def _begin(self) -> None:
-        """Start from the seed, or from the newest checkpoint."""
+        """Start from the seed, or from the newest checkpoint; other ranks start from rank 0's state."""
+        ranks, optimizer, average = self.ranks, self.optimizer.state, self.step.average
+        if ranks.is_first:
+            self._begin_first()
+        progress, self._grad_norm = ranks.gather(
+            [dataclasses.asdict(self.progress), self._grad_norm]
+        )[0]
+        self.progress = _Progress(**progress)
+        self.model.update(ranks.from_first(self.model.trainable_parameters()))
+        optimizer.update(ranks.from_first(optimizer))
+        average.update(ranks.from_first(average))
+
+    def _begin_first(self) -> None:
         steps = self.run.steps()
         if not steps:
             mx.random.seed(self.options.seed)
@@ -431,6 +485,8 @@ class _Trainer:
         self.on_event(Resumed(self.progress.step))
 
     def _save(self) -> None:
+        if not self.ranks.is_first:
+            return
         progress = self.progress
         progress.seconds = time.perf_counter() - self._started
         tensors = {
@@ -445,6 +501,11 @@ class _Trainer:
         }
         path = self.run.save(progress.step, tensors, state)
         self.on_event(CheckpointSaved(progress.step, path))
+
+
+def _key(*numbers: int) -> int:
+    """Return a seed of MLX's generator that differs for different numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:

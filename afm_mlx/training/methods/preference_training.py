@@ -33,6 +33,7 @@ from afm_mlx.training.data.preferences import (
 )
 from afm_mlx.training.loop.losses import log_probabilities
 from afm_mlx.training.loop.preference_losses import OBJECTIVES, PreferenceLoss
+from afm_mlx.training.loop.ranks import join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import OnEvent, Preparing
 from afm_mlx.training.methods.lora_training import (
@@ -119,8 +120,9 @@ class PreferenceTraining(LoRATraining):
     ) -> DataSplits:
         if not self._has_reference:
             return data
-        manifest = run.manifest
-        known = [manifest[name] for name in ("model_weights", "reference_adapter")]
+        ranks = join_ranks()
+        manifest = run.manifest if ranks.is_first else {}
+        known = [manifest.get(name) for name in ("model_weights", "reference_adapter")]
 
         def complete(batches: AnyBatches | None, split: str) -> Any:
             if batches is None:
@@ -128,8 +130,8 @@ class PreferenceTraining(LoRATraining):
             assert isinstance(batches, PreferenceBatches)
             # The fingerprint of the batches covers the tokens, and so the template.
             key = json.dumps([*known, batches.fingerprint])
-            kept = run.kept(f"reference-{split}", key)
-            if kept is None:
+            kept = run.kept(f"reference-{split}", key) if ranks.is_first else None
+            if not ranks.any(kept is not None):
                 what = f"{len(batches):,} {batches.unit} ({split})"
                 what = f"the reference's log-probabilities of {what}"
 
@@ -139,8 +141,10 @@ class PreferenceTraining(LoRATraining):
                 progress(0, batches.per_epoch)
                 found = self._reference(model, source, batches, progress, split == "train")
                 kept = {_REFERENCE: mx.array(found)}
-                run.keep(f"reference-{split}", kept, key)
-            return batches.with_reference(np.array(kept[_REFERENCE]))
+                if ranks.is_first:
+                    run.keep(f"reference-{split}", kept, key)
+            values = kept[_REFERENCE] if kept else mx.zeros(batches.n_scored)
+            return batches.with_reference(np.array(ranks.from_first(values)))
 
         return DataSplits(
             complete(data.train, "train"),

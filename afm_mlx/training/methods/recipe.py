@@ -28,6 +28,7 @@ from afm_mlx.training.data.batches import (
 )
 from afm_mlx.training.data.samples import Sample, has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
+from afm_mlx.training.loop.ranks import ALONE, Ranks
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.training_memory import estimate_memory
@@ -230,7 +231,8 @@ class Plan:
     trainable: int  # parameters
     data: DataSplits
     options: TrainingOptions
-    memory: int | None  # estimated bytes of the run; None for models of mlx-lm
+    memory: int | None  # estimated bytes of each rank; None for models of mlx-lm
+    ranks: int = 1  # which split each batch
 
     @property
     def steps_per_epoch(self) -> float:
@@ -244,6 +246,7 @@ def make_plan(
     teacher: nn.Module | None,
     data: DataSplits,
     options: TrainingOptions,
+    ranks: Ranks = ALONE,
 ) -> Plan:
     """Return the plan for training a prepared model; `kind` is `Method.kind`."""
     trainable = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
@@ -255,23 +258,23 @@ def make_plan(
             parameters -= sum(module[part].size for part in PARTS if part in module)
     memory = None
     if source.is_afm:
-        rows, length, targets = data.train.shape
-        ranks = [layer.rank for layer in lora_layers(model).values()]
+        rows, length, targets = ranks.share(data.train).shape
+        lora_ranks = [layer.rank for layer in lora_layers(model).values()]
         bits = quantization_of(source.values, source.folder).get("bits")
         memory = estimate_memory(
             model.args,
-            "lora" if ranks else {"draft": "full", "ifp": "full"}.get(kind, kind),
+            "lora" if lora_ranks else {"draft": "full", "ifp": "full"}.get(kind, kind),
             batch_size=rows,
             length=length,
-            rank=ranks[0] if ranks else 1,
+            rank=lora_ranks[0] if lora_ranks else 1,
             base_bits=bits if bits in BITS else None,
             dtype=activation_dtype(),
             grad_checkpoint=options.grad_checkpoint,
             ema=options.ema_decay is not None,
-            accumulates=options.grad_accumulation_steps > 1,
+            accumulates=options.grad_accumulation_steps > 1 or ranks.size > 1,
             targets=targets,
         ).total
         # A frozen model keeps nothing for a backward pass.
         frozen = {} if teacher is None else teacher.parameters()
         memory += sum(array.nbytes for _, array in tree_flatten(frozen))
-    return Plan(parameters, trainable, data, options, memory)
+    return Plan(parameters, trainable, data, options, memory, ranks.size)

@@ -28,6 +28,7 @@ from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Loss
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
+from afm_mlx.training.loop.ranks import ALONE, Ranks, join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping, Testing, train
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -185,16 +186,26 @@ def train_by(
         AFMError: for an argument, data, a model or a run that can't be used.
     """
     threads.check_process()
-    path, on_event = Path(path), on_event or (lambda event: None)
+    ranks = join_ranks()
+    if on_event is None or not ranks.is_first:
+        on_event = lambda event: None  # noqa: E731
+    path = Path(path)
     run_path = Path(run_path or method.default_run_path(path))
     # Check what can be checked before a model is loaded; opening `run_path` checks it again.
-    method.check_path(path, run_path, resume)
-    RunFolder(run_path).check(resume=resume)
+    if ranks.is_first:
+        method.check_path(path, run_path, resume)
+        RunFolder(run_path).check(resume=resume)
     source = ModelSource.open(recipe.model)
     method.check(recipe, source)
     teacher_source = open_teacher(recipe, source, method.may_imitate_itself)
     data = read_data(recipe, source, method.read_split)
     options = method.with_defaults(recipe.loop_options(data.train.per_epoch))
+    for split in (data.train, data.valid, data.test):
+        if split is not None:
+            ranks.share(split)  # raises if it can't be split
+    settings = _manifest(recipe, data, options)
+    test_data = (data.test and data.test.fingerprint, recipe.test_batches)
+    ranks.check_alike(settings | {"resume": resume, "test_data": test_data})
 
     model = source.load()
     warn_if_slow(model, "validation")  # training itself has no kernels
@@ -206,30 +217,45 @@ def train_by(
     teacher = None if teacher_source is None else load_teacher(recipe, teacher_source, source)
     loss = method.make_loss(recipe, teacher and teacher.model)
     method.prepare(model, source, data.train, options.seed)
-    plan = make_plan(model, source, method.kind, teacher and teacher.model, data, options)
+    plan = make_plan(model, source, method.kind, teacher and teacher.model, data, options, ranks)
     check_fits(plan.memory)
     manifest |= {} if teacher is None else teacher.manifest
-    manifest |= method.manifest(model) | _manifest(recipe, data, options)
+    manifest |= method.manifest(model) | settings
+    ranks.check_alike(manifest)
 
     def test(label: str | None) -> SplitScore | None:
         if data.test is None:
             return None
         on_event(Testing(label))
         target = teacher.model if teacher and method.measures_acceptance else None
-        return measure_split(model, data.test, recipe.test_batches, target, loss=method.test_loss())
+        loss = method.test_loss()
+        return measure_split(model, data.test, recipe.test_batches, target, loss=loss, ranks=ranks)
 
-    with (RunFolder.open if resume else RunFolder.create)(run_path, manifest) as run:
-        if on_plan is not None:
+    with _opened(run_path, manifest, resume, ranks) as run:
+        if on_plan is not None and ranks.is_first:
             on_plan(plan)
         data = method.complete_data(model, source, data, run, on_event)
         with method.as_untrained(model):
             untrained = test(method.untrained_label)
-        outcome = train(model, loss, data.train, options, run, data.valid, on_event, stopping)
+        outcome = train(
+            model, loss, data.train, options, run, data.valid, on_event, stopping, ranks
+        )
         method.round_as_saved(model)
         trained = test(None)
         scores = Scores(untrained, trained, method.untrained_label) if untrained else None
-        method.save(path, model, source, _facts(recipe, data, options, outcome, teacher, scores))
+        if ranks.is_first:
+            method.save(
+                path, model, source, _facts(recipe, data, options, outcome, teacher, scores)
+            )
+        ranks.numbers()  # no rank ends before the result is saved
     return TrainingResult(path, run_path, outcome, scores)
+
+
+def _opened(path: Path, manifest: dict[str, object], resume: bool, ranks: Ranks) -> RunFolder:
+    """Open the run's folder, which only rank 0 reads and writes."""
+    if not ranks.is_first:
+        return RunFolder(path)
+    return (RunFolder.open if resume else RunFolder.create)(path, manifest)
 
 
 def _manifest(recipe: Recipe, data: DataSplits, options: TrainingOptions) -> dict[str, object]:
@@ -402,20 +428,21 @@ def measure_split(
     teacher: nn.Module | None = None,
     progress: Callable[[int, int], None] | None = None,
     loss: Loss | None = None,
+    ranks: Ranks = ALONE,
 ) -> SplitScore:
     """Measure how well a model predicts the first `count` batches, or all for -1.
 
     The model is in eval mode afterwards. `teacher` is a draft model's target, to measure the acceptance.
     `progress` is called with the numbers of finished and of all batches. `loss` is the cross-entropy by
-    default.
+    default. Several `ranks` split each batch, and have the same result.
 
     Raises `TrainingError` when the loss is not finite; the error names the batch and the layer.
     """
     loss = loss or CrossEntropy()
-    means = mean_loss(model, loss, batches, count, progress)
+    means = mean_loss(model, loss, batches, count, progress, ranks)
     kept = None
     if teacher is not None:
-        kept = mean_loss(model, AcceptanceRate(teacher), batches, count).loss
+        kept = mean_loss(model, AcceptanceRate(teacher), batches, count, ranks=ranks).loss
     return SplitScore(means.loss, means.targets, kept, means.metrics, batches.unit)
 
 
@@ -427,7 +454,7 @@ def measure_adapter(
     on_data: Callable[[AnyBatches], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Measure test.jsonl without and with an adapter, without training.
+    """Measure test.jsonl without and with an adapter, without training; ranks split its batches.
 
     Args:
         recipe: model, data, and the batches' sizes.
@@ -447,9 +474,11 @@ def measure_adapter(
                 "(--train)."
             )
         load_adapter(adapter_path)  # raises before a model is loaded
-    source, method = ModelSource.open(recipe.model), method or LoRATraining()
+    ranks, source = join_ranks(), ModelSource.open(recipe.model)
+    method = method or LoRATraining()
     batches = method.read_split(recipe, source, "test")
-    if on_data is not None:
+    ranks.share(batches)  # raises if it can't be split
+    if on_data is not None and ranks.is_first:
         on_data(batches)
     model = source.load()
     warn_if_slow(model)
@@ -461,6 +490,7 @@ def measure_adapter(
         recipe.test_batches,
         progress=progress,
         loss=method.test_loss(),
+        ranks=ranks,
     )
     untrained, trained = measure(), None
     if adapter_path is not None:

@@ -1,0 +1,287 @@
+"""Several ranks train as one process does, end together, and lose nothing when one of them is killed."""
+
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from afm_mlx.errors import ConfigError
+from afm_mlx.training.data.batches import Batches
+from afm_mlx.training.data.samples import Sample
+from afm_mlx.training.loop import ranks as ranks_module
+from afm_mlx.training.loop.preference_losses import PreferenceLoss
+from afm_mlx.training.loop.ranks import ALONE, Ranks
+from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.loop.training_options import TrainingOptions
+from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
+from afm_mlx.training.methods.lora_training import LoRATraining
+from afm_mlx.training.methods.method import QATTraining
+from afm_mlx.training.methods.preference_training import PreferenceTraining
+from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.reward_training import RewardTraining
+from afm_mlx.training.methods.train import train_by
+from tests.tools.cases import each
+from tests.tools.cli import lines, write_folder
+from tests.tools.compare import assert_within
+from tests.tools.rank_worker import Job, run_ranks, start_ranks
+from tests.tools.training_data import TRAINABLE, write_data
+
+OPTIONS = TrainingOptions(
+    # A gradient that is nothing but rounding errors becomes a step of Adam: not with this eps.
+    iters=4,
+    learning_rate=1e-3,
+    eps=1e-4,
+    steps_per_eval=2,
+    save_every=2,
+    steps_per_report=2,
+    val_batches=-1,
+)
+
+
+@pytest.fixture
+def floats(tmp_path, spm_bpe, rng):
+    """A float model: int8 keys and values would turn a last bit into a step of their grid."""
+    return write_folder(
+        tmp_path / "floats", spm_bpe, rng, dataclasses.replace(TRAINABLE, kv_bits=None)
+    )
+
+
+@pytest.fixture
+def recipe(floats, tmp_path, rng):
+    # 9 samples, 4 to a batch: the last batch has fewer rows than there are ranks.
+    data = write_data(tmp_path / "data", rng)
+    return Recipe(data, OPTIONS, floats, batch_size=4, max_seq_length=96, packing=False, test=True)
+
+
+@pytest.fixture
+def preferences(recipe, tmp_path):
+    folder = tmp_path / "preferences"
+    folder.mkdir()
+    for split, count in (("train", 5), ("valid", 3), ("test", 3)):
+        records = [
+            {"prompt": f"say {i}", "chosen": f"{i}", "rejected": "no " * (i + 1)}
+            for i in range(count)
+        ]
+        lines(folder / f"{split}.jsonl", *records)
+    return dataclasses.replace(recipe, data=folder, packing=None)
+
+
+def cases(recipe, preferences, size):
+    """Methods and recipes, by name."""
+    found = {"ragged": (LoRATraining(rank=2, scale=2.0), recipe)}
+    if size == 3:
+        return found
+    options = dataclasses.replace(recipe.options, grad_accumulation_steps=2, ema_decay=0.8)
+    taught = {"packing": True, "options": options, "teacher": "self", "distillation_weight": 0.5}
+    return found | {
+        "qat": (QATTraining(), dataclasses.replace(recipe, **taught)),
+        "preferences": (PreferenceTraining(rank=2, scale=2.0), preferences),
+        "rewards": (RewardTraining(rank=2, scale=2.0), preferences),
+    }
+
+
+def best(path, method):
+    """The best weights of a run, in the precision of training, with the step and the validation loss."""
+    return RunFolder(method.default_run_path(path)).load_best()
+
+
+@each("size", [2, 3])
+def test_ranks_train_as_one_process_does(recipe, preferences, tmp_path, size):
+    short = dataclasses.replace(OPTIONS, iters=3, steps_per_eval=3)
+    recipe, preferences = (
+        dataclasses.replace(plan, options=short) for plan in (recipe, preferences)
+    )
+    todo = cases(recipe, preferences, size)
+    tmp_path = tmp_path / f"{size}-ranks"
+    tmp_path.mkdir()
+    jobs = [Job(*case, tmp_path / f"ranks-{name}") for name, case in todo.items()]
+    ended = run_ranks(tmp_path, size, *jobs)
+    for rank in ended:
+        assert rank.errors == [""] * len(jobs), rank.stderr
+        assert rank.status == 0
+    for job, (name, (method, plan)) in zip(jobs, todo.items(), strict=True):
+        alone = train_by(method, plan, tmp_path / f"alone-{name}")
+        (weights, state), (wanted, alone_state) = (
+            best(path, method) for path in (job.path, alone.path)
+        )
+        assert state["step"] == alone_state["step"], name
+        assert state["valid_loss"] == pytest.approx(alone_state["valid_loss"], rel=1e-5), name
+        assert weights.keys() == wanted.keys()
+        for key, array in wanted.items():
+            assert_within(weights[key], array, 1e-6, f"{name}: {key}")
+
+
+def test_a_killed_rank_ends_all_and_its_run_resumes_to_the_bit(recipe, tmp_path):
+    method = LoRATraining(rank=2, dropout=0.2, save_dtype="float32")
+    options = dataclasses.replace(OPTIONS, steps_per_eval=4)
+    recipe = dataclasses.replace(recipe, options=options, test=False)
+    unbroken, *broken = (
+        Job(method, recipe, tmp_path / name) for name in ("unbroken", "lost-0", "lost-1")
+    )
+    for killed, job in enumerate(broken):
+        others = [] if killed else [unbroken]
+        ended = run_ranks(tmp_path, 2, *others, dataclasses.replace(job, killed=(killed, 4)))
+        assert ended[killed].status == -signal.SIGKILL
+        *whole, lost = ended[1 - killed].errors
+        assert whole == [""] * len(others)
+        assert lost.startswith(f"RankLostError: Rank {1 - killed} of 2 has lost another rank")
+        assert ("The last checkpoint is of step 3: " in lost and "--resume" in lost) == killed
+        # Rank 0 saves the last step when it loses another rank.
+        assert RunFolder(job.path / "run").steps()[-1] == (3 if killed else 2)
+    ended = run_ranks(tmp_path, 2, *(dataclasses.replace(job, resume=True) for job in broken))
+    assert [rank.errors for rank in ended] == [["", ""]] * 2, ended
+    wanted = (unbroken.path / "adapters.safetensors").read_bytes()
+    for job in broken:
+        assert (job.path / "adapters.safetensors").read_bytes() == wanted
+
+
+def test_ranks_that_stop_or_differ_end_together(recipe, tmp_path, spm_bpe, rng):
+    method = LoRATraining(rank=2, save_dtype="float32")
+    stopped = Job(method, recipe, tmp_path / "stopped", stopped=1)
+    other = write_folder(
+        tmp_path / "other/floats", spm_bpe, rng, dataclasses.replace(TRAINABLE, kv_bits=None)
+    )
+    changes = {
+        "model_weights": {"model": other},
+        "data": {"data": write_data(tmp_path / "others", rng)},
+        "learning_rate": {"options": dataclasses.replace(OPTIONS, learning_rate=2e-3)},
+    }
+    differing = [
+        Job(method, recipe, tmp_path / name, changes={1: changes[name]}) for name in changes
+    ]
+    for rank in run_ranks(tmp_path, 2, stopped, *differing):
+        assert rank.errors[0] == "KeyboardInterrupt: ", rank.stderr
+        for name, error in zip(changes, rank.errors[1:], strict=True):
+            assert error.startswith("ConfigError: The ranks differ: "), error
+            assert f"{name} is " in error
+    assert not any((job.path / "run").exists() for job in differing)
+    # Any number of ranks resumes, such as one.
+    assert RunFolder(stopped.path / "run").steps() == [1]
+    train_by(method, recipe, stopped.path, resume=True)
+    wanted = best(train_by(method, recipe, tmp_path / "alone").path, method)[0]
+    for key, array in best(stopped.path, method)[0].items():
+        assert_within(array, wanted[key], 1e-6, key)
+
+
+LATE = """
+import sys
+from afm_mlx.training.loop import ranks
+ranks.JOIN_SECONDS = 1
+ranks.join_ranks()
+"""
+VERSION = """
+import os
+import afm_mlx
+from afm_mlx.errors import AFMError
+from afm_mlx.training.loop import ranks
+afm_mlx.__version__ = "1." + os.environ["MLX_RANK"]
+try:
+    ranks.join_ranks()
+except AFMError as error:
+    raise SystemExit(str(error))
+"""
+
+
+@each("present", [0, 1])
+def test_a_rank_that_is_alone_says_so_and_ends(tmp_path, present):
+    running = start_ranks(tmp_path, 2, ["-c", LATE])
+    running[1 - present].kill()
+    texts = [process.communicate(timeout=30)[1] for process in running]
+    assert running[present].returncode == -signal.SIGKILL
+    assert f"error: rank {present} has waited 1 s, and not all ranks are there" in texts[present]
+
+
+def test_ranks_of_two_versions_end_with_both(tmp_path):
+    for process in start_ranks(tmp_path, 2, ["-c", VERSION]):
+        text = process.communicate(timeout=30)[1]
+        assert process.returncode == 1
+        assert "The ranks differ: afm-mlx is '1.1' on rank 1 and '1.0' on rank 0." in text
+
+
+def test_the_command_prints_once(recipe, tmp_path):
+    launch = Path(sys.executable).with_name("mlx.launch")
+    flags = ["--backend", "ring", "-n", "2", "--starting-port", "42424"]
+    command = [launch, *flags, sys.executable, "-m", "afm_mlx", "lora", "--model", recipe.model,
+               "--data", recipe.data, "--iters", "2", "--batch-size", "2", "--rank", "2",
+               "--adapter-path", tmp_path / "adapter"]  # fmt: skip
+    run = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert run.stdout.count("Saved to") == 1, run.stderr
+    assert run.stdout.count("Ranks: 2, which split the rows of each batch") == 1
+    assert run.stdout.count("exchanges ") == 1
+    assert (tmp_path / "adapter/adapters.safetensors").exists()
+
+
+# -- shares
+
+
+class Group:
+    """What `Ranks` asks of a group."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+def batches_of(rng, packed):
+    lengths = rng.integers(2, 30, 11)
+    samples = [
+        Sample(rng.integers(1, 99, n).tolist(), [0.0] + [1.0] * (n - 1), f"line {i}")
+        for i, n in enumerate(lengths)
+    ]
+    return Batches(samples, batch_size=4, length=64, packed=packed, seed=1)
+
+
+def targets_of(batch):
+    """(token, successor, weight) of all targets."""
+    flat = np.array(batch.inputs).reshape(-1)
+    rows = zip(flat[np.array(batch.positions)], *map(np.array, batch[3:]), strict=True)
+    return sorted(row for row in rows if row[2] > 0)
+
+
+@each("packed", [True, False])
+@each("size", [2, 3])
+def test_the_shares_of_a_batch_are_the_batch(rng, packed, size):
+    whole = batches_of(rng, packed)
+    shares = [Ranks(Group(rank, size)).share(whole) for rank in range(size)]
+    for step in range(2 * whole.per_epoch):
+        parts = [share(step) for share in shares]
+        assert sorted(row for part in parts for row in targets_of(part)) == targets_of(whole(step))
+        assert all(len(part.inputs) == -(-4 // size) for part in parts)
+
+
+def test_one_process_has_the_whole(rng):
+    whole = batches_of(rng, True)
+    assert ALONE.share(whole) is whole
+    assert ALONE.gather({"a": 1}) == [{"a": 1}]
+    assert not ALONE.any(False)
+    assert ranks_module.join_ranks() is ALONE
+
+
+def test_what_can_not_be_split_is_refused(rng, recipe, preferences, monkeypatch):
+    monkeypatch.setattr("afm_mlx.training.methods.train.join_ranks", lambda: Ranks(Group(0, 5)))
+    pairs = Path(recipe.data).parent / "pairs"
+    pairs.mkdir()
+    lines(pairs / "train.jsonl", *({"query": f"q {i}", "positive": f"p {i}"} for i in range(8)))
+    contrastive = dataclasses.replace(recipe, data=pairs, packing=None, test=False)
+    kto = PreferenceTraining(loss=PreferenceLoss("kto"))
+    for method, plan, message in (
+        (LoRATraining(), recipe, "batch_size is 4, and 5 ranks split each batch"),
+        (ContrastiveTraining(), contrastive, "Batches of pairs are not split over ranks"),
+        (kto, preferences, "kto's losses depend on the mean over a batch"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train_by(method, plan, pairs.parent / "refused")
+
+
+def test_the_system_probes_connections():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = ranks_module.sockets()
+        with socket.create_connection(server.getsockname()) as client:
+            ranks_module.probe_connections(ranks_module.sockets() - before)
+            assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
