@@ -67,7 +67,7 @@ def decoding(model: Any, shares: tuple[float, ...], group: int, steps: int) -> F
                 batches[share] = BatchAdapters.everywhere(pool.load(str(share)))
             with active.using(batches[share]):
                 cost = step_cost(model, BenchmarkCase(16, steps, 1), "int8")
-                step_bytes[share] = cost.weight_bytes + cost.adapter_bytes + cost.kv_bytes
+                step_bytes[share] = cost.step_bytes
                 caches[share] = model.make_cache()
                 model.prefill(mx.zeros((1, 16), mx.int32), caches[share])
         for turn in range(steps + 3):  # the first ones trace the step, and warm up

@@ -73,10 +73,7 @@ def test_evaluate_and_bench(folder, mask, done, fails, tmp_path):
     )
     argv = ("bench", "--model", folder, "-p", 4, "-g", 3, "--num-trials", 1, "--output", "json")
     plain, masked = (json.loads(done(*argv, *more)) for more in ((), ("--mask", mask)))
-    read = [
-        r["results"][0]["weight_bytes"] + (r["results"][0]["adapter_bytes"] or 0)
-        for r in (plain, masked)
-    ]
+    read = [r["results"][0]["bytes_per_token"] for r in (plain, masked)]
     assert read[1] < read[0]
     assert "leave out" in fails(*argv, "--mask", mask, "--adapter-rank", 2)
 
