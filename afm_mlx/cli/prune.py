@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,8 +124,9 @@ def run(args: argparse.Namespace) -> None:
         run_advice(args, run_path),
         progress_bar("scoring", "batch") as scoring,
         progress_bar("training", "step") as bar,
+        ExitStack() as bars,
     ):
-        reporter = Reporter(args, bar)
+        reporter = Reporter(args, bar, bars)
         result = prune(
             recipe,
             path,
