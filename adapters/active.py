@@ -186,7 +186,8 @@ class ActiveAdapters(dict[str, Any]):
             module = modules[each.path]
             module.by_mask = self.by_mask
             if not is_afm(model):
-                module.__class__ = _by_mask_class(type(module))
+                kind: Any = type(module)
+                module.__class__ = _by_mask_class(kind)
 
     def by_mask(self, compute: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
         """Return `compute(x)` for x (B, ...), computed for the rows of one mask at a time."""

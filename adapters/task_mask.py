@@ -6,7 +6,7 @@ it equals the model whose other channels are multiplied by zero, and reads fewer
 different numbers of groups. The idea, with masks chosen by a task's description: Instruction-Following Pruning,
 arXiv 2501.02086.
 
-A folder holds a mask in two files, beside an adapter's files or without them:
+A folder holds a mask in two files, with an adapter's files or without them:
 
 - `mask.safetensors`: `kept` (blocks, ceil(groups / 8)) uint8, one bit for each group, the first in the lowest.
 - `mask_config.json`: the size of a group, the number of groups that each block keeps, the task's text, the
@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -46,7 +46,7 @@ GROUP = 16
 """Channels of a group unless a mask says another number: a 32-bit word of 2-bit codes in a row of `down`."""
 
 _VERSION = 1
-_MAX_GROUPS = 1 << 20  # a feed-forward of a million channels
+_MAX_CHANNELS = 1 << 25  # of all blocks together, more than any model has
 _ALIGNMENT = 128  # bytes: a cache line of Apple's processors
 _THREADS = 2
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -191,20 +191,19 @@ def read_mask(folder: str | Path) -> TaskMask:
                 "a mask: afm-mlx prune."
             )
     config = read_config_json(path)
-    group, ffn_dim, counts = (config.get(key) for key in ("group", "ffn_dim", "kept_groups"))
-    base = config.get("base_model_fingerprint")
-    is_group = type(group) is int and 0 < group <= _MAX_GROUPS
-    is_width = type(ffn_dim) is int and 0 < ffn_dim <= _MAX_GROUPS
+    group: Any = config.get("group")
+    ffn_dim: Any = config.get("ffn_dim")
+    counts: Any = config.get("kept_groups")
+    base, version = config.get("base_model_fingerprint"), config.get("format_version")
     are_counts = isinstance(counts, list) and all(type(n) is int and n > 0 for n in counts)
+    most = _MAX_CHANNELS // max(1, len(counts)) if are_counts else _MAX_CHANNELS
+    is_width = type(ffn_dim) is int and 0 < ffn_dim <= most
+    widths = f"a multiple of group, up to {most:,}"
+    is_group = type(group) is int and 0 < group <= _MAX_CHANNELS
     for name, value, holds, allowed in (
-        (
-            "format_version",
-            config.get("format_version"),
-            config.get("format_version") == _VERSION,
-            "1",
-        ),
+        ("format_version", version, version == _VERSION, "1"),
         ("group", group, is_group, "a number of channels"),
-        ("ffn_dim", ffn_dim, is_width and is_group and ffn_dim % group == 0, "a multiple of group"),
+        ("ffn_dim", ffn_dim, is_width and is_group and ffn_dim % group == 0, widths),
         ("kept_groups", counts, are_counts and counts, "a number of 1 or more for each block"),
         ("task", config.get("task"), is_text(config.get("task", "")), "a text"),
         ("criterion", config.get("criterion"), is_text(config.get("criterion", "")), "a text"),
@@ -365,13 +364,13 @@ class Cut(NamedTuple):
 
     array: mx.array  # evaluated
     axis: int  # 0 or 1; items are the same along the other one
-    index: np.ndarray  # of the items
+    items: np.ndarray  # their indices
     run: int  # neighbours along the axis that make an item
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = list(self.array.shape)
-        shape[self.axis] = len(self.index) * self.run
+        shape[self.axis] = len(self.items) * self.run
         return tuple(shape)
 
     @property
@@ -385,7 +384,7 @@ class Cut(NamedTuple):
         lead = array.shape[0] if axis else 1
         items = (each.view(f"V{item}").reshape(lead, -1) for each in (_bytes_of(array), out))
         # Without "clip", NumPy copies to another array first.
-        np.take(next(items), self.index, axis=1, out=next(items), mode="clip")
+        np.take(next(items), self.items, axis=1, out=next(items), mode="clip")
 
 
 Plan: TypeAlias = Mapping[str, Mapping[str, Cut]]
@@ -435,7 +434,7 @@ def _cut(array: mx.array, kept: np.ndarray, axis: int, name: str) -> Cut:
 
 
 def _run_length(kept: np.ndarray) -> int:
-    """Return the largest power of two such that aligned blocks of so many neighbours are kept or cut whole."""
+    """Return the largest power of two such that aligned runs of this length are kept or cut whole."""
     run = 1
     while kept.size % (2 * run) == 0:
         pairs = kept[::run].reshape(-1, 2)
@@ -447,7 +446,7 @@ def _run_length(kept: np.ndarray) -> int:
 
 def _bytes_of(array: mx.array) -> np.ndarray:
     """View an evaluated array's bytes, row-major; NumPy lacks bfloat16."""
-    view = memoryview(array)  # type: ignore[arg-type]
+    view = memoryview(array)
     return np.frombuffer(view.cast("B") if view.c_contiguous else view.tobytes(), np.uint8)
 
 

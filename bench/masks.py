@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.active import BatchAdapters, bind
@@ -24,7 +25,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.task_mask import GROUP, TaskMask, feed_forwards, write_mask
 from afm_mlx.cli.arguments import integer
 from afm_mlx.config import PRESETS
-from afm_mlx.measure.benchmark import Bench, BenchmarkCase, step_cost
+from afm_mlx.measure.benchmark import BenchmarkCase, step_cost
 from afm_mlx.measure.machine import threads_in_use
 from afm_mlx.measure.random_model import random_packed_model
 from bench.adapters import timed
@@ -47,32 +48,34 @@ def random_mask(model: Any, share: float, group: int, seed: int) -> TaskMask:
     return TaskMask(order < max(1, round(groups * share)), group)
 
 
-def decoding(
-    model: Any, shares: tuple[float, ...], group: int, rounds: int, generated: int
-) -> Figures:
-    """Measure tokens per second of one row and the bytes of its steps, by share."""
-    case, rates, step_bytes = BenchmarkCase(16, generated, 1), {}, {}
+def decoding(model: Any, shares: tuple[float, ...], group: int, steps: int) -> Figures:
+    """Measure seconds of single steps of one row, and count the bytes of a step, by share.
+
+    The shares take turns step by step, each with its own cache of 16 tokens and more.
+    """
+    active, token = bind(model), mx.zeros((1, 1), mx.int32)
+    batches: dict[float, BatchAdapters | None] = dict.fromkeys(shares)
+    caches: dict[float, Any] = {}
+    seconds: dict[float, list[float]] = {share: [] for share in shares}
+    step_bytes: dict[float, int] = {}
     with tempfile.TemporaryDirectory() as folder, AdapterPool(model) as pool:
-        batches: dict[float, BatchAdapters | None] = {}
         for index, share in enumerate(shares):
-            batches[share], rates[share] = None, []
             if share < 1:
                 place = Path(folder) / str(share)
                 write_mask(place, random_mask(model, share, group, index))
                 pool.register(str(share), place)
                 batches[share] = BatchAdapters.everywhere(pool.load(str(share)))
-        active = bind(model)
-        for turn in range(rounds + 1):  # the first one is a warm-up
+            with active.using(batches[share]):
+                cost = step_cost(model, BenchmarkCase(16, steps, 1), "int8")
+                step_bytes[share] = cost.step_bytes
+                caches[share] = model.make_cache()
+                model.prefill(mx.zeros((1, 16), mx.int32), caches[share])
+        for turn in range(steps + 3):  # the first ones trace the step, and warm up
             for share, batch in batches.items():
                 with active.using(batch):
-                    cost = step_cost(model, case, "int8")
-                    step_bytes[share] = cost.weight_bytes + cost.adapter_bytes + cost.kv_bytes
-                    bench = Bench(model, case, "int8", None, np.random.default_rng(turn))
-                    bench.run(4)
-                    _, seconds = bench.run(generated)
-                    if turn:
-                        rates[share].append((generated - 2) / seconds)
-    return {"tokens_per_second": rates, "bytes": step_bytes}
+                    taken = timed([lambda s=share: mx.eval(model.greedy(token, caches[s])[0])])
+                seconds[share] += taken if turn >= 3 else []
+    return {"step_seconds": seconds, "bytes": step_bytes}
 
 
 def swaps(model: Any, share: float, group: int, trials: int) -> Figures:
@@ -103,22 +106,21 @@ def swaps(model: Any, share: float, group: int, trials: int) -> Figures:
     }
 
 
-def measure(preset: str, group: int, rounds: int, generated: int) -> Figures:
+def measure(preset: str, group: int, rounds: int, steps: int) -> Figures:
     model = random_packed_model(PRESETS[preset])
     return {
         "swaps": swaps(model, 0.5, group, rounds),
-        "decoding": decoding(model, SHARES, group, rounds, generated),
+        "decoding": decoding(model, SHARES, group, steps),
     }
 
 
 def targets(figures: Figures) -> list[Target]:
     found, swap = figures["decoding"], figures["swaps"]
-    rates, nbytes = found["tokens_per_second"], found["bytes"]
+    steps, nbytes = found["step_seconds"], found["bytes"]
     rows = []
     for share in SHARES[1:]:
-        gains = [a / b for a, b in zip(rates[share], rates[1.0], strict=True)]
         promised = nbytes[1.0] / nbytes[share]
-        gain = statistics.median(gains)
+        gain = statistics.median(a / b for a, b in zip(steps[1.0], steps[share], strict=True))
         rows.append(
             Target(
                 f"share {share}: {gain:.2f} x as fast, over {promised:.2f} x fewer bytes",
@@ -138,21 +140,22 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.masks", description=__doc__)
     parser.add_argument("--preset", choices=list(PRESETS), default="afm-3b")
     parser.add_argument("--group", type=integer(1), default=GROUP, help="channels of a group")
-    parser.add_argument("--rounds", type=integer(1), default=7, help="measured runs of every case")
-    parser.add_argument("--generated", type=integer(3), default=24, help="tokens of an answer")
+    parser.add_argument("--rounds", type=integer(1), default=7, help="first swaps")
+    parser.add_argument("--steps", type=integer(3), default=100, help="steps with every share")
     parser.add_argument("--output", type=Path, help="folder for masks.json, all figures")
     options = parser.parse_args(argv)
     bystanders = Bystanders()
-    figures = measure(options.preset, options.group, options.rounds, options.generated)
+    figures = measure(options.preset, options.group, options.rounds, options.steps)
     others = bystanders.processors()
     print(
         f"{options.preset}, random weights of 2 bits, groups of {options.group}, {threads_in_use()} threads\n"
     )
-    rows = [["kept share", "tokens/s, median", "least", "most", "MB a step"]]
+    rows = [["kept share", "tokens/s, median", "quarter at most", "quarter at least", "MB a step"]]
     found = figures["decoding"]
-    for share, rates in found["tokens_per_second"].items():
-        numbers = (f"{f(rates):.1f}" for f in (statistics.median, min, max))
-        rows.append([str(share), *numbers, f"{found['bytes'][share] / 1e6:.0f}"])
+    for share, steps in found["step_seconds"].items():
+        late, middle, early = statistics.quantiles(sorted(1 / each for each in steps), n=4)
+        megabytes = found["bytes"][share] / 1e6
+        rows.append([str(share), *(f"{n:.1f}" for n in (middle, late, early)), f"{megabytes:.0f}"])
     print(markdown(rows))
     swap = figures["swaps"]
     for name in ("first", "write"):

@@ -245,7 +245,7 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
 
 
 def _mask_facts(path: str | Path) -> dict[str, Any]:
-    """Return the properties of a folder's task mask, as those of an adapter without LoRA."""
+    """Return the properties of a folder's task mask, by the names of an adapter's."""
     mask = read_mask(path)
     return {
         "adapter": str(path),

@@ -59,7 +59,9 @@ PAGES: dict[str, dict[str, str]] = {
     "guided.md": {},
     "index.md": {"make demo": "installs the package"},
     "kernels.md": {},
-    "masks.md": {},
+    "masks.md": {
+        "afm-mlx server": SERVES,
+    },
     "mlx-lm.md": {},
     "models.md": {"path/to/checkpoint": OWN_CHECKPOINT},
     "preferences.md": {},

@@ -103,5 +103,5 @@ def _add_command(commands: Any, name: str, line: str, command: Command) -> None:
     for argument in parser._actions:
         # Any text may be a path, or the name of a model or adapter.
         if argument.nargs != 0 and argument.type is None and argument.choices is None:
-            by_name = argument.dest in ("adapter", "adapter_path") and name != "lora"
+            by_name = argument.dest in ("adapter", "adapter_path", "mask") and name != "lora"
             argument.complete = _adapters_and_files() if by_name else FILE

@@ -144,10 +144,9 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
     )
     for name, path in named.items():
         pool.register(name, path)
-    if mask is not None and adapter_name(args) not in named:
-        name = adapter_name(args)
+    if mask is not None and (both := adapter_name(args)) is not None and both not in named:
         adapter = mask if args.adapter_path is None else named[args.adapter_path]
-        pool.register(name, adapter, mask=None if adapter is mask else mask)
+        pool.register(both, adapter, mask=None if adapter is mask else mask)
     return model, tokenizer, pool
 
 

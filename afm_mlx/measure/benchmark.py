@@ -137,6 +137,7 @@ class StepCost:
         cache_bytes: bytes of keys and values in the cache at the end of the case.
         operations: primitives in the graph of the step that compute something. On a GPU each is a dispatch, or
             more where MLX makes several kernels of one.
+        unread_bytes: bytes among `weight_bytes` that the step does not read, because a task mask replaces them.
     """
 
     weight_bytes: int
@@ -144,6 +145,12 @@ class StepCost:
     kv_bytes: int
     cache_bytes: int
     operations: int
+    unread_bytes: int = 0
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that a step reads: weights, adapter, keys and values."""
+        return self.model_bytes - self.unread_bytes + self.kv_bytes
 
     @property
     def model_bytes(self) -> int:
@@ -178,7 +185,7 @@ class BenchmarkResult:
         """Bytes read per token: a step's bytes over its rows."""
         if self.cost is None:
             return None
-        return (self.cost.model_bytes + self.cost.kv_bytes) / self.case.batch
+        return self.cost.step_bytes / self.case.batch
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -355,13 +362,13 @@ def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
     config: ModelConfig = model.args
     width = 1 if kv == "int8" and config.kv_bits == 8 else activation_dtype().size
     per_block = 2 * config.kv_dim * width
-    unread = unread_bytes(model)  # what a mask replaces
     return StepCost(
-        weight_bytes=sum(array.nbytes for array in base_parameters(model).values()) - unread,
+        weight_bytes=sum(array.nbytes for array in base_parameters(model).values()),
         adapter_bytes=sum(array.nbytes for array in adapter_arrays(model).values()),
         kv_bytes=round(case.batch * config.num_layers * per_block * case.mean_length),
         cache_bytes=case.batch * config.num_kv_layers * per_block * case.tokens,
         operations=count_operations(model, case.batch, kv),
+        unread_bytes=unread_bytes(model),
     )
 
 

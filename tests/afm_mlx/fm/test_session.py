@@ -6,13 +6,16 @@ import itertools
 import time
 import weakref
 
+import numpy as np
 import pytest
 
 from afm_mlx import fm
 from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.task_mask import write_mask
 from afm_mlx.engine.generation import generate
 from tests.afm_mlx.fm.conftest import entries, nano_adapters, roles, texts
 from tests.tools.cases import each
+from tests.tools.masks import draw_mask
 
 FORMAL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 TOPICS = "List the topics of this text: Taxes are due on June 13. We fly to Broburg on April 13."
@@ -251,6 +254,18 @@ async def test_options_are_honoured(nano, model):
         assert item.top[0] == (item.token, item.text, item.logprob)
         assert len(item.top) == 3
         assert item.logprob > item.top[1][2] > item.top[2][2]
+
+
+async def test_a_session_keeps_its_mask(nano, tmp_path):
+    model, _ = nano
+    write_mask(tmp_path / "half", draw_mask(model, np.random.default_rng(0), 0.9))
+    served = fm.SystemLanguageModel(model=nano, adapters={"half": tmp_path / "half"})
+    session = fm.LanguageModelSession(model=served, adapter="half")
+    answers = [await session.respond(text) for text in (FORMAL, "Hi")]
+    with AdapterPool(model) as pool:
+        pool.register("half", tmp_path / "half")
+        assert answers[0] == expected(nano, FORMAL, adapters=pool, adapter="half")
+        assert answers[1] == expected(nano, FORMAL, answers[0], "Hi", adapters=pool, adapter="half")
 
 
 async def test_adapters_are_chosen_for_sessions_and_for_requests(nano, model):

@@ -2,14 +2,19 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from afm_mlx.adapters.lora import add_lora, save_lora
+from afm_mlx.adapters.task_mask import read_mask, write_mask
+from afm_mlx.errors import RequestError
+from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server.model_registry import ModelRegistry
-from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.served_model import ModelSource, ServedModel
 from tests.tools.adapters import randomize_lora
 from tests.tools.engines import naive_greedy
+from tests.tools.masks import draw_mask
 from tests.tools.server import running_server
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 from tests.tools.zoo_chats import write_family_folder
@@ -133,6 +138,32 @@ def test_the_models_own_id_can_have_an_adapter():
         assert found == ["todo", "private"]
     finally:
         served.close()
+
+
+def test_the_models_own_id_can_have_a_mask(tmp_path):
+    """Alone it has its folder's name; with an adapter, the two have one name."""
+    source = ModelSource.of(name="mine")
+    mask = tmp_path / "half"
+    model, _ = load(source.folder)
+    write_mask(mask, draw_mask(model, np.random.default_rng(0)))
+    for options, name, rank in (
+        ({"mask": mask}, "half", 0),
+        ({"mask": mask, "adapter_path": ADAPTERS / "todo"}, "todo+half", 16),
+    ):
+        served = ServedModel.load(name="mine", **options)
+        try:
+            assert f"mine:{name}" in served.model_ids
+            models = ModelRegistry.of(served)
+            assert models.find("mine")[1] == models.find(f"mine:{name}")[1] == name
+            resident = served.pool.load(name)
+            assert resident.rank == rank
+            assert resident.mask.fingerprint == read_mask(mask).fingerprint
+        finally:
+            served.close()
+    other = tmp_path / "other" / "half"
+    write_mask(other, draw_mask(model, np.random.default_rng(1)))
+    with pytest.raises(RequestError, match="would have the name half"):
+        ModelSource.of(mask=mask, adapters={"half": other})
 
 
 def test_weights_are_freed_also_where_adapters_fail_to_close(monkeypatch):
