@@ -299,7 +299,7 @@ REFUSED_BY = {
         "--fine-tune-type draft --teacher x": "--save-path is missing",
         "--fine-tune-type draft --teacher x --save-path x --draft-preset afm-3b-draft": "both are given",
         "--draft-preset afm-3b-draft": "--draft-preset is for --fine-tune-type draft",
-        "--save-path x": "is for full and draft",
+        "--save-path x": "is for full, draft and ifp",
         "--adapter-path=": "--adapter-path is empty",
         "--preset apple": "choose from",
         "--preset toolkit --iters 3": "A warm-up of 1 epochs is",
