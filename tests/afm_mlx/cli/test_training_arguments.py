@@ -11,6 +11,7 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.training.loop.preference_losses import PreferenceLoss
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
+from afm_mlx.training.methods.ifp_training import IFPTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.policy_training import PolicyTraining
@@ -31,12 +32,14 @@ KINDS = (
     RewardTraining,
     FullTraining,
     DraftTraining,
+    IFPTraining,
     QATTraining,
 )
 # Code of the commands asks for these by name.
 NO_FIELDS = {
     "lora": "train fine_tune_type preset adapter_path save_path draft_preset alpha lora_parameters "
-    "resume_adapter_file pool json_schema regex choices grammar",
+    "resume_adapter_file pool json_schema regex choices grammar ifp_stage predictor_rank mask_temperature "
+    "binary_masks",
     "qat": "save_path run_path bits q_mode q_granularity q_group_size embedding_bits "
     "q_embedding_granularity quant_predicate",
 }
@@ -296,7 +299,7 @@ REFUSED_BY = {
         "--fine-tune-type draft --teacher x": "--save-path is missing",
         "--fine-tune-type draft --teacher x --save-path x --draft-preset afm-3b-draft": "both are given",
         "--draft-preset afm-3b-draft": "--draft-preset is for --fine-tune-type draft",
-        "--save-path x": "is for full and draft",
+        "--save-path x": "is for full, draft and ifp",
         "--adapter-path=": "--adapter-path is empty",
         "--preset apple": "choose from",
         "--preset toolkit --iters 3": "A warm-up of 1 epochs is",
