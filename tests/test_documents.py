@@ -93,6 +93,7 @@ PAGES: dict[str, dict[str, str]] = {
     "training.md": {
         "afm-mlx lora": HOURS,
         "afm-mlx qat": HOURS,
+        "mlx.launch": "starts several processes; test_ranks.py does",
         "--adapter-path my-adapter --prompt": "the adapter that the line before would train",
         "train_qat(": HOURS,
     },

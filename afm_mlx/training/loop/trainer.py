@@ -194,7 +194,7 @@ def train(
         valid: batches for evaluation; pass None for no evaluation.
         on_event: called with an `Event` at each resume, step, report, evaluation and checkpoint.
         stopping: entered around the loop, see `Stopping`; its flag may be set by any thread, of any rank.
-        ranks: of this process, see `ranks.join_ranks`. All have the same arguments; rank 0 uses the folder.
+        ranks: of this process, see `join_ranks`. All have the same arguments; only rank 0 uses the folder.
 
     Returns:
         The outcome. The model has the weights of the lowest validation loss, or the last weights without

@@ -21,13 +21,14 @@ from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import QATTraining
+from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.reward_training import RewardTraining
 from afm_mlx.training.methods.train import train_by
 from tests.tools.cases import each
 from tests.tools.cli import lines, write_folder
-from tests.tools.compare import assert_within
+from tests.tools.compare import assert_close, assert_within
 from tests.tools.rank_worker import Job, run_ranks, start_ranks
 from tests.tools.training_data import TRAINABLE, write_data
 
@@ -81,7 +82,6 @@ def cases(recipe, preferences, size):
     return found | {
         "qat": (QATTraining(), dataclasses.replace(recipe, **taught)),
         "preferences": (PreferenceTraining(rank=2, scale=2.0), preferences),
-        "rewards": (RewardTraining(rank=2, scale=2.0), preferences),
     }
 
 
@@ -92,7 +92,7 @@ def best(path, method):
 
 @each("size", [2, 3])
 def test_ranks_train_as_one_process_does(recipe, preferences, tmp_path, size):
-    short = dataclasses.replace(OPTIONS, iters=3, steps_per_eval=3)
+    short = dataclasses.replace(OPTIONS, iters=3, steps_per_eval=3, save_every=3)
     recipe, preferences = (
         dataclasses.replace(plan, options=short) for plan in (recipe, preferences)
     )
@@ -207,7 +207,7 @@ def test_the_command_prints_once(recipe, tmp_path):
     launch = Path(sys.executable).with_name("mlx.launch")
     flags = ["--backend", "ring", "-n", "2", "--starting-port", "42424"]
     command = [launch, *flags, sys.executable, "-m", "afm_mlx", "lora", "--model", recipe.model,
-               "--data", recipe.data, "--iters", "2", "--batch-size", "2", "--rank", "2",
+               "--data", recipe.data, "--iters", "2", "--batch-size", "2", "--max-seq-length", "96",
                "--adapter-path", tmp_path / "adapter"]  # fmt: skip
     run = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, stdin=subprocess.DEVNULL
@@ -253,6 +253,27 @@ def test_the_shares_of_a_batch_are_the_batch(rng, packed, size):
         parts = [share(step) for share in shares]
         assert sorted(row for part in parts for row in targets_of(part)) == targets_of(whole(step))
         assert all(len(part.inputs) == -(-4 // size) for part in parts)
+
+
+@each("method", [PreferenceTraining(), RewardTraining()])
+def test_the_losses_of_shares_add_up(preferences, method):
+    source = ModelSource.open(preferences.model)
+    whole, loss = method.read_split(preferences, source, "train"), method.test_loss()
+    model = source.load()
+    method.prepare(model, source, whole, 0)
+    if isinstance(method, PreferenceTraining):
+        whole = whole.with_reference(np.full(whole.n_scored, -1, np.float32))
+    # 5 pairs in two batches: the second one has no pair for the third rank.
+    shares = [Ranks(Group(rank, 3)).share(whole) for rank in range(3)]
+    weights = set()
+    for step in range(whole.per_epoch):
+        wanted, metrics = loss(model, whole(step))
+        parts = [loss(model, share(step)) for share in shares]
+        weights |= {share(step).weights.sum().item() for share in shares}
+        assert_close(sum(part for part, _ in parts), wanted, 1e-5)
+        for name, value in metrics.items():
+            assert_close(sum(found[name] for _, found in parts), value, 1e-5, name, least=1e-3)
+    assert weights == {0, 1}
 
 
 def test_one_process_has_the_whole(rng):
