@@ -53,9 +53,8 @@ class MaskRows(NamedTuple):
     """The rows of a batch that have the same task mask."""
 
     resident: ResidentAdapter | None  # one with the mask; None for rows without a mask
-    rows: (
-        mx.array | None
-    )  # (rows,) int32, indices into the batch; None if all rows of any batch have the mask
+    # (rows,) int32, indices into the batch; None if all rows of any batch have the mask
+    rows: mx.array | None
 
     @property
     def mask(self) -> TaskMask | None:
@@ -76,9 +75,8 @@ class BatchAdapters:
     scales: mx.array  # (adapters,) float32, alpha / rank of each
     # (B,) int32, each row's index into `residents`, -1 for none; None if all rows of any batch use the first
     slots: mx.array | None
-    masks: tuple[
-        MaskRows, ...
-    ] = ()  # several if rows differ in their masks; none if no row has one
+    # several if rows differ in their masks; none if no row has one
+    masks: tuple[MaskRows, ...] = ()
 
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:

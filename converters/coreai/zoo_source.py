@@ -102,9 +102,8 @@ class ZooSource(Source):
             AFMError: if RoPE does more than rotate the first half of a head against the second.
         """
         half = head_dim // 2
-        turned = (
-            np.arange(head_dim) < half
-        )  # the first half of the result has cosines, the second sines
+        # The first half of the result has cosines, the second sines.
+        turned = np.arange(head_dim) < half
         heads = np.stack(np.broadcast_arrays(turned, np.linspace(-1, 1, head_dim)))
         of_all = mx.broadcast_to(
             mx.array(heads, mx.float32)[None, :, None], (1, 2, length, head_dim)

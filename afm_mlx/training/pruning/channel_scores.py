@@ -121,9 +121,8 @@ def token_weights(batch: Batch) -> mx.array:
         return (batch.segments > 0).astype(mx.float32)
     rows, length = batch.inputs.shape
     scored = np.array(batch.positions)[np.array(batch.weights) > 0]
-    ends = np.zeros(
-        rows, np.int64
-    )  # a sample's last token is predicted, so the one before it is scored
+    # A sample's last token is predicted, so the one before it is scored.
+    ends = np.zeros(rows, np.int64)
     np.maximum.at(ends, scored // length, scored % length + 1)
     return mx.array(np.arange(length) < ends[:, None]).astype(mx.float32)
 
