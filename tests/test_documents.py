@@ -112,6 +112,7 @@ PAGES: dict[str, dict[str, str]] = {
         "afm-mlx lora": MINUTES,
         "afm-mlx evaluate": "the data of a reader, and the adapter that the line before would train",
     },
+    "../examples/masks/README.md": {"examples/masks/": HOURS},
     "../examples/nano/README.md": {"pip install": "installs the package", "examples/nano/": HOURS},
 }
 """Pages by their paths from docs/, and what of their blocks is parsed or compiled only, and why."""

@@ -106,7 +106,8 @@ def test_each_library_is_evaluated_once_in_a_step_of_its_own(model, monkeypatch)
 
     evaluated = []
     monkeypatch.setattr(runtime, "_compiled", compiled)
-    monkeypatch.setattr(mx, "eval", evaluated.append)
+    # Without the parameters that masks take channels of, which are a dict.
+    monkeypatch.setattr(mx, "eval", lambda x: isinstance(x, dict) or evaluated.append(x))
     names = []
     with dispatch.force("metal"):
         for name in warm_up(model, 3, drafts=True):
