@@ -285,8 +285,10 @@ def _check_program(path: Path, asset: Path, stated: Any) -> None:
     """
     program, digest = asset / _PROGRAM, hashlib.sha256()
     try:
-        # The size first: pipes and devices never end, and a file with holes can have any size.
-        if (found := program_facts(asset)) == stated:
+        found = program_facts(asset)
+        if not program.is_file():  # pipes and devices have the size 0, and never end
+            _fail(path, f"{named(f'{asset.name}/{_PROGRAM}')} is no regular file")
+        if found == stated:  # the size first: a file with holes can have any
             with program.open("rb") as file:
                 while chunk := file.read(_CHUNK):
                     digest.update(chunk)

@@ -135,6 +135,18 @@ def test_special_files(made, kind):
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "zeros"])
+def test_a_program_without_an_end_whose_size_and_checksum_are_stated(made, kind):
+    """A pipe or a device has the size 0: with that in the metadata it must not be read either."""
+    metadata, asset = made.bundle / "metadata.json", made.bundle / "tiny.aimodel"
+    values = json.loads(metadata.read_text())
+    with replaced_by_kind(asset / "main.mlirb", kind):
+        values["user_data"][PROGRAM] = program_facts(asset)
+        content, words = json.dumps(values).encode(), "main.mlirb is no regular file"
+        with replaced(metadata, content), pytest.raises(AFMError, match=words):
+            CoreAIBundle.read(made.bundle)
+
+
 def test_changed_adapters_are_right_or_give_one_error(rng, made, tmp_path):
     bundle, file = CoreAIBundle.read(made.bundle), tmp_path / "a.safetensors"
     shutil.copy(made.adapter, file)
