@@ -49,8 +49,10 @@ class CoreAIModel(ExportedModel):
     def __init__(self, bundle: str | Path, adapter: str | Path | None = None) -> None:
         self.bundle = CoreAIBundle.read(bundle)
         super().__init__(self.bundle.config, self.bundle.prompt_lengths)
-        found = self._adapter_of(adapter)  # compiling takes longer than to refuse one
+        found = self._adapter_of(adapter)  # an adapter is refused before functions are compiled
         self._runtime = _Runtime(self.bundle)
+        # A description can state any sizes: the function's own are compared before states get memory.
+        self._runtime.function(self.bundle.function_names()[0], 0)
         kind = np.int8 if self.bundle.config.kv_bits is not None else np.dtype(self.bundle.dtype)
         shape = self.bundle.state_shape()
         self._states = {
@@ -116,18 +118,20 @@ class _Runtime:
         self, name: str, length: int, inputs: Mapping[str, Any], states: Mapping[str, Any]
     ) -> np.ndarray:
         """Call a function for `length` tokens (0: a step), which writes into the states; return its logits."""
-        if name not in self._functions:
-            self._functions[name] = self._function(name, length)
-        outputs = self._await(self._functions[name](dict(inputs), state=dict(states)))
+        function = self.function(name, length)
+        outputs = self._await(function(dict(inputs), state=dict(states)))
         return outputs["logits"].numpy()
 
-    def _function(self, name: str, length: int) -> Any:
-        try:
-            function = self._model.load_function(name)
-        except (KeyError, RuntimeError) as error:
-            raise self._failed(error) from None
-        self._check(name, length, function.desc)
-        return function
+    def function(self, name: str, length: int) -> Any:
+        """Return a function, which is kept once it is loaded; raise `AFMError` if it takes other arrays."""
+        if name not in self._functions:
+            try:
+                function = self._model.load_function(name)
+            except (KeyError, RuntimeError) as error:
+                raise self._failed(error) from None
+            self._check(name, length, function.desc)
+            self._functions[name] = function
+        return self._functions[name]
 
     def _check(self, name: str, length: int, described: Any) -> None:
         """Raise unless a function has the inputs and states that the bundle's description means."""

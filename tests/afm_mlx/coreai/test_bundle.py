@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from afm_mlx.coreai import CoreAIModel
 from afm_mlx.coreai.adapter_file import read_adapter_arrays
-from afm_mlx.coreai.bundle import FACTS, CoreAIBundle
+from afm_mlx.coreai.bundle import FACTS, CoreAIBundle, ZooConfig
 from afm_mlx.errors import AFMError
 from tests.tools.cases import each
 from tests.tools.coreai import OWN
@@ -109,12 +109,15 @@ def test_functions_that_the_description_does_not_mean(bundle):
     """A description that was changed in both places, so that nothing but the functions contradicts it."""
     values = json.loads((bundle / "metadata.json").read_text())
     config = json.loads(values["user_data"][FACTS])["config"]
-    both(bundle, {"config": config | {"num_kv_heads": 1}, "prompt_lengths": [4, 13]})
-    runner = CoreAIModel(bundle)
+    both(bundle, {"prompt_lengths": [4, 13]})
     with pytest.raises(AFMError, match=r"Core AI can't run .*prompt_13"):
-        runner.prefill([1] * 13)
-    with pytest.raises(AFMError, match="step takes other arrays than its config means"):
-        runner.decode(0)
+        CoreAIModel(bundle).prefill([1] * 13)
+    most = dict.fromkeys(("num_kv_layers", "num_heads", "num_kv_heads"), 2**31 - 1)
+    zoo = ZooConfig(config["vocab_size"], 40, 32, 2, 4, 2, 8, 1e-5).to_dict() | most
+    for wrong in (config | {"num_kv_heads": 1}, zoo):  # the second one's states have 1.5e21 numbers
+        both(bundle, {"config": wrong})
+        with pytest.raises(AFMError, match="step takes other arrays than its config means"):
+            CoreAIModel(bundle)
 
 
 def test_an_adapter_is_refused_before_anything_is_compiled(bundle, monkeypatch):
