@@ -64,7 +64,8 @@ class ConversionOptions:
         ane: arrange the operators of a Core ML package for the Neural Engine.
         prompt_lengths: numbers of tokens that the prompts of a Core ML package or a Core AI bundle have; by
             default 64 and 512, with `ane` 32.
-        context: number of tokens that the states of a Core AI bundle hold; the model's context by default.
+        context: number of tokens that the states of a Core AI bundle hold; by default the model's context, of
+            mlx-lm's models at most 4,096.
         adapter_rank: largest rank of the adapters that functions of a Core AI bundle take as inputs; pass None
             for no such functions.
         adapter_functions: adapters, by path or by name in the model's folder, that get functions in a Core AI

@@ -66,7 +66,8 @@ ARGUMENTS = {
     ],
     "Core AI bundles": [
         Argument("--context", integer(1),
-                 "number of tokens that keys and values are kept for; the model's context by default",
+                 "number of tokens that keys and values are kept for; by default the model's context, of "
+                 "mlx-lm's models at most 4096",
                  metavar="TOKENS"),
         Argument("--adapter-rank", integer(1),
                  "also make functions that take an adapter of up to this rank as inputs",

@@ -55,7 +55,7 @@ class Columns(NamedTuple):
 class FunctionBuilder:
     """Builds one function, on activations x (L, features); call one of its three methods, once.
 
-    The blocks are AFM's; `zoo.py` has mlx-lm's.
+    The blocks are AFM's; `zoo_functions.py` has mlx-lm's.
 
     Products, attention and adapters are computed in `dtype`; norms, RoPE and the rounding of keys and values in
     float32, as the MLX model computes them.

@@ -69,7 +69,8 @@ class ZooSource(Source):
             if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
                 kind = f"{module.bits} bits of the mode {module.mode}"
                 raise AFMError(
-                    f"{folder}: {named(path)} has {kind}; Core AI bundles have 2, 4 and 8."
+                    f"{folder}: {named(path)} has {kind}; Core AI bundles have 2, 4 and 8 bits of affine, "
+                    "balanced and palette."
                 )
             if "bias" in module or getattr(module, "use_sliding", False):
                 what = "biases" if "bias" in module else "a sliding window"
