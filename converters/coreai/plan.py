@@ -69,8 +69,12 @@ def plan_bundle(
     config = dataclasses.replace(source.config, context_length=context or most)
     fingerprint = folder_fingerprint(source.config, folder)
     found = [resolve_adapter(adapter, folder) for adapter in adapters]
-    if len({path.stem for path in found}) < len(found):
-        raise AFMError("--adapter-functions has two adapters of the same name. Rename one of them.")
+    # Each gets a folder, and a Mac's file system takes names that differ in case alone as one.
+    if len({path.stem.casefold() for path in found}) < len(found):
+        raise AFMError(
+            "--adapter-functions has two adapters of the same name, if A and a are one letter. Rename one "
+            "of them."
+        )
     return BundlePlan(
         folder,
         source,

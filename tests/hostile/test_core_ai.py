@@ -24,6 +24,7 @@ from afm_mlx.coreai.bundle import (
 )
 from afm_mlx.errors import AFMError
 from afm_mlx.measure.coreai_report import examine_coreai
+from afm_mlx.measure.exported_models import ERROR_BOUND
 from tests.hostile.file_mutations import (
     change_inside,
     changed_bytes,
@@ -187,7 +188,8 @@ def test_programs_that_were_made_to_pass_run_in_a_process_of_their_own(rng, made
                 values["user_data"][PROGRAM] = program_facts(asset)
                 stack.enter_context(replaced(metadata, json.dumps(values).encode()))
                 report = examine_coreai(made.bundle, made.folder, quick=True, seed=1)
-            assert report["runs"][1]["runs_with"] == "Core AI"
+            found = report["runs"][1]
+            assert found["failure"] or found["error"] <= ERROR_BOUND
 
         return Case(f"{len(content)} bytes: {content[:300]!r}", run)
 

@@ -205,8 +205,10 @@ def test_adapters_with_functions_share_the_base_s_weights(rng, write_model, tmp_
 def test_refused_adapters_for_functions(rng, write_model, tmp_path):
     folder = write_model(packable(rng), adapters=["a", "adapter", "a b"])
     copy = shutil.copytree(folder / "adapters" / "a", tmp_path / "a")
+    other_case = shutil.copytree(copy, tmp_path / "A")
     config = copy / "adapter_config.json"
     for adapters, words in (
+        (["a", other_case], "two adapters of the same name, if A and a are one letter"),
         (["nowhere"], "There is no adapter 'nowhere'"),
         (["a", copy], "two adapters of the same name"),
         (["adapter"], r"adapter can't be the name of functions: .* 'adapter' is taken"),
