@@ -210,7 +210,8 @@ def describe_adapter(
     if is_mask_alone(path):
         return _mask_facts(path)
     tensors, config = read_adapter(path, base.config if base else None, alpha=alpha, finite=False)
-    return _facts(path, tensors, config)
+    facts = _facts(path, tensors, config)
+    return facts | {"mask": _mask_facts(path)["mask"]} if has_mask(path) else facts
 
 
 def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[str, Any]:
@@ -232,8 +233,6 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
         "stored_as": sorted(types),
         "base_model_fingerprint": config.base_model_fingerprint,
     }
-    if has_mask(path):
-        facts["mask"] = _mask_facts(path)["mask"]
     if config.reward is not None:
         facts["reward"] = {"grades": list(config.reward.grades)}
     if facts["format"] == "fmadapter":
@@ -288,6 +287,18 @@ def _mask_problems(path: str | Path, base: BaseFolder | None) -> list[str]:
     return problems
 
 
+def _signature_problems(package: Mapping[str, Any] | None, wanted: str | None) -> list[str]:
+    """Return why a package's facts, None for other formats, lack the wanted base signature."""
+    if wanted is None:
+        return []
+    if package is None:
+        return ["only .fmadapter packages have a base signature, and this is none"]
+    found = package["base_signature"]
+    if found == wanted:
+        return []
+    return [f"the package is for the base signature {named(found)}, not {named(wanted)}"]
+
+
 @dataclasses.dataclass
 class AdapterReport:
     """Problems of an adapter, a sentence for each, and its properties.
@@ -315,11 +326,13 @@ def verify_adapter(
     Names and shapes of all tensors, and the fingerprint, must fit `base`; an `.fmadapter` package must have
     `base_signature`. For `alpha`, see `read_adapter`.
     """
-    report = AdapterReport()
+    report, mask_facts = AdapterReport(), None
     if has_mask(path):
         report.problems += _mask_problems(path, base)
-        if report.problems or is_mask_alone(path):
-            report.facts = None if report.problems else _mask_facts(path)
+        mask_facts = None if report.problems else _mask_facts(path)
+        if is_mask_alone(path):
+            report.facts = mask_facts
+            report.problems += _signature_problems(None, base_signature)
             if base is None:
                 report.notes.append(_NO_BASE)
             return report
@@ -330,6 +343,8 @@ def verify_adapter(
             architecture = None
         tensors, config = read_adapter(path, architecture, alpha=alpha, finite=False)
         report.facts = _facts(path, tensors, config)
+        if mask_facts is not None:
+            report.facts["mask"] = mask_facts["mask"]
     except AFMError as error:
         report.problems.append(str(error))
         return report
@@ -356,16 +371,7 @@ def verify_adapter(
                 damaged = str(error)
         if damaged is not None:
             report.problems.append(f"its checksums do not fit ({damaged}): the file is damaged")
-    if base_signature is not None:
-        package = report.facts.get("package")
-        if package is None:
-            report.problems.append(
-                "only .fmadapter packages have a base signature, and this is none"
-            )
-        elif (found := package["base_signature"]) != base_signature:
-            report.problems.append(
-                f"the package is for the base signature {named(found)}, not {named(base_signature)}"
-            )
+    report.problems += _signature_problems(report.facts.get("package"), base_signature)
     bad = set(not_finite(tensors))
     report.problems += [f"{named(name)} holds NaN or infinity" for name in sorted(bad)]
     for name in sorted(set(tensors) - bad):

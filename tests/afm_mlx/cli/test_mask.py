@@ -112,6 +112,14 @@ def test_adapter_info_verify_and_convert(folder, mask, make_adapter, done, run, 
     status, out, _ = run("adapter", "verify", both, "--model", folder)
     assert status == 2
     assert "the mask is for 3 blocks of 16 channels" in out
+    signed = ("adapter", "verify", both, "--model", folder, "--base-signature", "0" * 40)
+    out = run(*signed)[1]
+    assert all(f"wrong: {each}" in out for each in ("the mask is for 3 blocks", "only .fmadapter"))
+    (both / MASK_NAME).unlink()
+    out = run(*signed)[1]
+    assert all(words in out for words in (f"{MASK_NAME} is missing", "wrong: only .fmadapter"))
+    out = run("adapter", "verify", mask, "--base-signature", "0" * 40)[1]
+    assert "wrong: only .fmadapter packages have a base signature" in out
     write_mask(both, read_mask(mask))
     argv = ("adapter", "convert", both, "--model", folder)
     done(*argv, "--to", "mlx-lm", "--output", tmp_path / "copy")
