@@ -27,7 +27,11 @@ def read_adapter_arrays(file: str | Path, bundle: CoreAIBundle) -> dict[str, np.
     config, rank = bundle.check_takes_adapters()
     remedy = "Write it again with afm-mlx adapter convert --to coreai."
     if not Path(file).is_file():  # a pipe has no end
-        raise AFMError(f"{file} can't be read as an adapter: it is missing, or no file. {remedy}")
+        own = ", ".join(bundle.adapters) or "none"
+        raise AFMError(
+            f"{file} can't be read as an adapter: it is missing, or no regular file, and the adapters with "
+            f"functions in {bundle.path} are {own}. {remedy}"
+        )
     try:
         with safe_open(str(file), framework="np") as stored:
             metadata = stored.metadata() or {}

@@ -72,7 +72,7 @@ class CoreAIModel(ExportedModel):
         self._use(*self._adapter_of(adapter))
 
     def _adapter_of(self, adapter: str | Path | None) -> tuple[str | None, dict[str, np.ndarray]]:
-        """Return the name in functions' names, and the arrays that the functions take."""
+        """Return the adapter's name in functions' names, None for no adapter, and the arrays they take."""
         if adapter is None or adapter in self.bundle.adapters:
             return (None if adapter is None else str(adapter)), {}
         return INPUTS, read_adapter_arrays(adapter, self.bundle)

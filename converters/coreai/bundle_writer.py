@@ -1,10 +1,10 @@
 """A planned Core AI bundle into files: the asset, the tokenizer, and metadata as in Apple's model zoo.
 
     NAME/
-      metadata.json    what `CoreAILanguageModel(resourcesAt:)` and `afm_mlx.coreai` read
-      NAME.aimodel/    the functions and their weights
-      tokenizer/       tokenizer.json, tokenizer_config.json, chat_template.jinja
-      adapters/NAME/   the same bundle for Apple's Swift code, with the functions of an adapter
+      metadata.json       what `CoreAILanguageModel(resourcesAt:)` and `afm_mlx.coreai` read
+      NAME.aimodel/       the functions and their weights
+      tokenizer/          tokenizer.json, tokenizer_config.json, chat_template.jinja
+      adapters/ADAPTER/   the same bundle for Apple's Swift code, with the functions of an adapter
 
 Source: apple/coreai-models, `python/src/coreai_models/export/bundle.py` (schema 0.2).
 """
@@ -83,7 +83,7 @@ def write_bundle(plan: BundlePlan, folder: Path, progress: Progress | None = Non
 
 
 def _write_view(folder: Path, adapter: str, metadata: dict[str, Any]) -> None:
-    """Write `adapters/NAME`: for Apple's Swift code the same bundle, whose `main` has the adapter."""
+    """Write `adapters/ADAPTER`: for Apple's Swift code the same bundle, whose `main` has the adapter."""
     view = folder / "adapters" / adapter
     view.mkdir(parents=True)
     (view / "tokenizer").symlink_to(Path("../../tokenizer"))

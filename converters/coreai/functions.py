@@ -251,7 +251,7 @@ class FunctionBuilder:
             normed = self._normed(x, f"{path}.input_layernorm.weight")
             q, k, v = self._qkv(normed, path)
             key_scale, value_scale = self._kv_scales(block)
-            k = self._placed(k, f"{path}.self_attn.k_norm", 1 / key_scale, columns)
+            k = self._positioned(k, f"{path}.self_attn.k_norm", 1 / key_scale, columns)
             self._write("keys", block, k, columns)
             v = self._heads(coreai.cast(v, np.float32))
             if config.kv_bits is not None:
@@ -307,7 +307,7 @@ class FunctionBuilder:
         config = self._config
         key_scale, value_scale = self._kv_scales(block)
         factor = key_scale / np.sqrt(config.head_dim)
-        q = self._placed(q, f"{path}.self_attn.q_norm", factor, columns)
+        q = self._positioned(q, f"{path}.self_attn.q_norm", factor, columns)
         # Queries of the heads that share keys are one below the other.
         q = coreai.reshape(coreai.cast(q, self._dtype), [config.num_kv_heads, -1, config.head_dim])
         k, v = (self._read(name, block, columns) for name in STATES)
@@ -345,10 +345,14 @@ class FunctionBuilder:
         qkv = self._linear(x, f"{path}.self_attn.qkv_proj")
         return self._split(qkv, [config.hidden_dim, config.kv_dim, config.kv_dim])
 
-    def _placed(self, x: Value, norm: str, factor: float, columns: Columns) -> Value:
-        """Return heads (heads, L, head_dim) float32 of projected queries or keys, times a factor."""
-        weight = self._source.vector(f"{norm}.weight")[half_split(self._config.head_dim)]
-        return self._rotated_and_normed(x, norm, weight * factor, columns)
+    def _positioned(self, x: Value, norm: str, factor: float, columns: Columns) -> Value:
+        """Return heads (heads, L, head_dim) float32 of projected queries or keys x (L, features).
+
+        They are after RoPE and the norm at the path `norm`, and times `factor`.
+        """
+        weight = self._source.vector(f"{norm}.weight")[half_split(self._config.head_dim)] * factor
+        rotated = self._rotated(self._heads(coreai.cast(x, np.float32)), columns)
+        return self._norm(rotated, self._constants.array(norm, weight.astype(np.float32)))
 
     def _linear(self, x: Value, path: str) -> Value:
         """Return x times the matrix at a path, plus the adapter's product."""
@@ -393,13 +397,6 @@ class FunctionBuilder:
         """Reshape (L, heads * head_dim) to (heads, L, head_dim)."""
         width = self._config.head_dim
         return _transposed(coreai.reshape(x, [-1, x.type.shape[1] // width, width]), 1, 0, 2)
-
-    def _rotated_and_normed(
-        self, x: Value, key: str, weight: np.ndarray, columns: Columns
-    ) -> Value:
-        """Return heads (heads, L, head_dim) float32 of projections x, after RoPE and a norm with `weight`."""
-        rotated = self._rotated(self._heads(coreai.cast(x, np.float32)), columns)
-        return self._norm(rotated, self._constants.array(key, weight.astype(np.float32)))
 
     def _rotated(self, heads: Value, columns: Columns) -> Value:
         """Apply RoPE to heads (heads, L, head_dim) float32, the first half of each against the second."""

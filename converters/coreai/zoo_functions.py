@@ -36,7 +36,7 @@ class ZooFunctionBuilder(FunctionBuilder):
     def _qkv(self, x: Value, path: str) -> list[Value]:
         return [self._linear(x, f"{path}.self_attn.{name}_proj") for name in "qkv"]
 
-    def _placed(self, x: Value, norm: str, factor: float, columns: Columns) -> Value:
+    def _positioned(self, x: Value, norm: str, factor: float, columns: Columns) -> Value:
         heads = self._heads(coreai.cast(x, np.float32))
         if self._source.has(f"{norm}.weight"):
             weight = self._source.vector(f"{norm}.weight")

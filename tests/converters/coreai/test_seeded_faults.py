@@ -92,9 +92,9 @@ def to_first_row(function):
 def no_negation(function):
     """RoPE without the minus sign: both halves are sums."""
 
-    def faulty(self, x, key, weight, columns):
+    def faulty(self, heads, columns):
         minus = functions.coreai.broadcasting_mul(columns.sin, np.array(-1, np.float32))
-        return function(self, x, key, weight, columns._replace(sin=minus))
+        return function(self, heads, columns._replace(sin=minus))
 
     return faulty
 
@@ -119,7 +119,7 @@ FAULTS = {
     "states one column late": (FunctionBuilder, "_write", columns_late),
     "RoPE of the next position": (FunctionBuilder, "_columns", other_columns(cos=1, sin=1)),
     "a mask that shows the next token": (FunctionBuilder, "_columns", other_columns(mask=1)),
-    "RoPE backwards": (FunctionBuilder, "_rotated_and_normed", no_negation),
+    "RoPE backwards": (FunctionBuilder, "_rotated", no_negation),
     "gate and up exchanged": (
         FunctionBuilder,
         "_linear",
