@@ -1,4 +1,4 @@
-"""Core AI bundles of AFM models: reading them, and running them by Apple's runtime, on Linux too.
+"""Core AI bundles, of AFM models and mlx-lm's: reading them, and running them by Apple's runtime, on Linux too.
 
 | file | content |
 | --- | --- |

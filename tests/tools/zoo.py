@@ -129,11 +129,12 @@ def zoo_config(model_type: str, vocab_size: int) -> dict[str, Any]:
     return sizes | _OWN.get(model_type, {})
 
 
-def zoo_model(model_type: str, vocab_size: int, seed: int) -> Any:
-    """A tiny random Llama, Qwen3, ... of mlx-lm."""
+def zoo_model(model_type: str, vocab_size: int, seed: int, **changes: Any) -> Any:
+    """A tiny random Llama, Qwen3, ... of mlx-lm; `changes` are values of its config."""
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
-    model = module.Model(module.ModelArgs.from_dict(zoo_config(model_type, vocab_size)))
+    values = zoo_config(model_type, vocab_size) | changes
+    model = module.Model(module.ModelArgs.from_dict(values))
     weights = []
     for name, weight in tree_flatten(model.parameters()):
         if weight.ndim > 1:  # sharper than mlx-lm draws them, and none of them zero
@@ -144,10 +145,12 @@ def zoo_model(model_type: str, vocab_size: int, seed: int) -> Any:
     return model.eval()
 
 
-def write_zoo_folder(folder: Path, model_type: str, model: Any, tokenizer_json: dict) -> None:
+def write_zoo_folder(
+    folder: Path, model_type: str, model: Any, tokenizer_json: dict, **changes: Any
+) -> None:
     folder.mkdir(parents=True)
-    vocab_size = model.args.vocab_size
-    (folder / "config.json").write_text(json.dumps(zoo_config(model_type, vocab_size)))
+    values = zoo_config(model_type, model.args.vocab_size) | changes
+    (folder / "config.json").write_text(json.dumps(values))
     mx.save_safetensors(
         str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
     )

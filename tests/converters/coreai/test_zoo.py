@@ -1,8 +1,5 @@
 """Bundles of mlx-lm's Llama and Qwen3, executed by Apple's runtime, against mlx-lm's own model."""
 
-import importlib
-import json
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -22,7 +19,7 @@ from afm_mlx.measure.coreai_report import examine_coreai
 from tests.tools.cases import each
 from tests.tools.compare import assert_close, error
 from tests.tools.coreai import Executed, make_states
-from tests.tools.zoo import word_tokenizer_json, zoo_config
+from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 VOCAB, LENGTH = 60, 6
 LLAMA3 = {
@@ -35,25 +32,18 @@ LLAMA3 = {
 
 
 def write_zoo(folder, rng, kind, bits=None, **fixed):
-    """A folder as mlx-lm writes it, and its quantization with groups of 32."""
-    values = zoo_config(kind, VOCAB) | fixed
-    module = importlib.import_module(f"mlx_lm.models.{kind}")
-    mx.random.seed(int(rng.integers(2**31)))
-    model = module.Model(module.ModelArgs.from_dict(values))
-    weights = [
-        (name, 4 * weight if weight.ndim > 1 else mx.array(rng.uniform(0.5, 2, weight.shape)))
+    """A folder as mlx-lm writes it, with drawn norms, and its quantization with groups of 32."""
+    model = zoo_model(kind, VOCAB, int(rng.integers(2**31)), **fixed)
+    norms = [
+        (name, mx.array(rng.uniform(0.5, 2, weight.shape), mx.float32))
         for name, weight in tree_flatten(model.parameters())
+        if weight.ndim == 1
     ]
-    model.load_weights([(name, weight.astype(mx.float32)) for name, weight in weights])
+    model.load_weights(norms, strict=False)
     if bits:
         nn.quantize(model, 32, bits)
-        values["quantization"] = {"group_size": 32, "bits": bits}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(values))
-    (folder / "tokenizer.json").write_text(json.dumps(word_tokenizer_json(VOCAB)))
-    mx.save_safetensors(
-        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
-    )
+        fixed["quantization"] = {"group_size": 32, "bits": bits}
+    write_zoo_folder(folder, kind, model, word_tokenizer_json(VOCAB), **fixed)
     return folder
 
 
