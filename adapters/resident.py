@@ -434,9 +434,7 @@ def _taken_tensors(
     taken = dict(tensors)
     for each in layers:
         channels = mask.channels(each.block)
-        for target in each.targets:
-            axis = int(target is not each.down)
-            name = f"{target.path}.lora_{'b' if axis else 'a'}"
+        for name, axis in each.lora_axes.items():
             if name in taken:
                 taken[name] = _Taken(taken[name], channels, axis)
     return taken

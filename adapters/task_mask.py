@@ -254,6 +254,12 @@ class FeedForward(NamedTuple):
         return self.gate, self.up, self.down
 
     @property
+    def lora_axes(self) -> dict[str, int]:
+        """The axis that the hidden channels have in LoRA tensors, by the tensors' names in adapter files."""
+        of_outputs = {f"{target.path}.lora_b": 1 for target in (self.gate, self.up)}
+        return of_outputs | {f"{self.down.path}.lora_a": 0}
+
+    @property
     def width(self) -> int:
         return sum(outputs for _, outputs in self.gate.shapes.values())
 
@@ -516,20 +522,11 @@ def expand_lora(
     result = dict(tensors)
     for each in layers:
         channels = mx.array(mask.channels(each.block))
-        for name in (
-            f"{each.gate.path}.lora_b",
-            f"{each.up.path}.lora_b",
-            f"{each.down.path}.lora_a",
-        ):
+        for name, axis in each.lora_axes.items():
             if name in result:
-                part, of_outputs = result[name], name.endswith("b")
-                shape = (
-                    (part.shape[0], mask.ffn_dim) if of_outputs else (mask.ffn_dim, part.shape[1])
-                )
-                whole = mx.zeros(shape, part.dtype)
-                if of_outputs:
-                    whole[:, channels] = part
-                else:
-                    whole[channels] = part
+                shape = list(result[name].shape)
+                shape[axis] = mask.ffn_dim
+                whole = mx.zeros(shape, result[name].dtype)
+                whole[(slice(None),) * axis + (channels,)] = result[name]
                 result[name] = whole
     return result
