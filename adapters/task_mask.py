@@ -141,6 +141,15 @@ def has_mask(folder: str | Path) -> bool:
     return (folder / MASK_NAME).is_file() or (folder / MASK_CONFIG_NAME).is_file()
 
 
+def check_has_mask(folder: str | Path) -> None:
+    """Raise `CheckpointError` if a folder holds no task mask."""
+    if not has_mask(folder):
+        raise CheckpointError(
+            f"{folder} holds no task mask; a mask is a folder with {MASK_NAME} and {MASK_CONFIG_NAME}, which "
+            "afm-mlx prune makes."
+        )
+
+
 def is_mask_alone(folder: str | Path) -> bool:
     """True if a folder holds a mask, and no adapter of any format."""
     # Names of adapters' files begin with this word in every format.

@@ -51,7 +51,9 @@ def test_commands_run_it(folder, mask, make_adapter, scratch, done, fails, chat,
         assert json.loads(done(*argv, *given))["text"] == wanted
     best = done(*argv, "--mask", mask, "--adapter-path", adapter, "--best-of", 2, "--temp", 1)
     assert json.loads(best)["text"]
-    assert "the model's own adapters are listed" in fails(*argv, "--mask", "nothing")
+    says = fails(*argv, "--mask", "nothing")
+    assert "There is no task mask 'nothing'" in says
+    assert "the model's own adapters are listed" in says
     assert "holds no task mask" in fails(*argv, "--mask", adapter)
     assert "has a task mask, and" in fails(*argv, "--adapter-path", mask, "--mask", mask)
 
