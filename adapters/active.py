@@ -107,7 +107,7 @@ class BatchAdapters:
         return " ".join([kind, *layouts, *(f"mask {each.layout}" for each in self.masks)])
 
     @cached_property
-    def by_mask(self) -> dict[str, Any]:
+    def mask_arrays(self) -> dict[str, Any]:
         """Arrays for rows that differ in their masks: rows and slots of each mask, and the way back."""
         rows = [each.rows for each in self.masks if each.rows is not None]
         order = np.argsort(np.concatenate([np.array(each) for each in rows]))
@@ -124,19 +124,23 @@ def _mask_rows(
 ) -> tuple[MaskRows, ...]:
     """Return the rows of each mask, in the order of layouts; nothing if no row has a mask."""
 
-    def print_of(row: ResidentAdapter | None) -> str:
+    def mask_fingerprint(row: ResidentAdapter | None) -> str:
         return "" if row is None or row.mask is None else row.mask.fingerprint
 
     found: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(print_of(row), []).append(index)
+        found.setdefault(mask_fingerprint(row), []).append(index)
     if set(found) == {""}:
         return ()
     made = [
         MaskRows(
             rows[each[0]] if mask else None,
             None if len(found) == 1 else mx.array(np.array(each, np.int32)),
-            tuple(slot for slot, resident in enumerate(residents) if print_of(resident) == mask),
+            tuple(
+                slot
+                for slot, resident in enumerate(residents)
+                if mask_fingerprint(resident) == mask
+            ),
         )
         for mask, each in found.items()
     ]
@@ -176,7 +180,7 @@ class ActiveAdapters(dict[str, Any]):
                     for each in self.batch.masks
                 ]
             if len(self.batch.masks) > 1:
-                self.update(self.batch.by_mask)
+                self.update(self.batch.mask_arrays)
 
     @contextlib.contextmanager
     def using(self, batch: BatchAdapters | None) -> Iterator[None]:

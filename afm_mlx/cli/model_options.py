@@ -170,12 +170,12 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
     )
     for name, path in named.items():
         pool.register(name, path)
-    name = adapter_name(args)
-    if mask is not None and name is not None and name not in named:
+    both = adapter_name(args)
+    if mask is not None and both is not None and both not in named:
         if args.adapter_path is None:
-            pool.register(name, mask)
+            pool.register(both, mask)
         else:
-            pool.register(name, named[args.adapter_path], mask=mask)
+            pool.register(both, named[args.adapter_path], mask=mask)
     return model, tokenizer, pool
 
 
