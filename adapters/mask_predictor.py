@@ -90,11 +90,6 @@ class PredictorConfig:
     def kept_groups(self) -> int:
         return self.kept // self.group
 
-    @property
-    def share(self) -> float:
-        """Kept channels as a share of all, in (0, 1]."""
-        return self.kept / self.ffn_dim
-
 
 class MaskPredictor(nn.Module):
     """Scores of all blocks' groups of channels, from prompts.
