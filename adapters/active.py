@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -79,9 +80,10 @@ class BatchAdapters:
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
         """Return adapters for a batch whose row i uses `rows[i]`, or none; up to `MAX_ADAPTERS` may differ."""
-        # Sorted by layout: batches whose rows have the same layouts in another order share a trace.
+        # Batches with the same layouts, and as many rows of a mask, share a trace in any order of rows.
         distinct = {id(row): row for row in rows if row is not None}.values()
-        residents = tuple(sorted(distinct, key=lambda resident: resident.layout))
+        counts = Counter(map(_mask_fingerprint, rows))
+        residents = tuple(sorted(distinct, key=lambda r: (r.layout, counts[_mask_fingerprint(r)])))
         if len(residents) > MAX_ADAPTERS:
             raise RequestError(
                 f"A batch has {len(residents)} different adapters; at most {MAX_ADAPTERS} run side by side."
@@ -119,17 +121,18 @@ class BatchAdapters:
         }
 
 
+def _mask_fingerprint(row: ResidentAdapter | None) -> str:
+    """Return the fingerprint of a row's mask; empty without one."""
+    return "" if row is None or row.mask is None else row.mask.fingerprint
+
+
 def _mask_rows(
     rows: Sequence[ResidentAdapter | None], residents: Sequence[ResidentAdapter]
 ) -> tuple[MaskRows, ...]:
     """Return the rows of each mask, in the order of layouts; nothing if no row has a mask."""
-
-    def mask_fingerprint(row: ResidentAdapter | None) -> str:
-        return "" if row is None or row.mask is None else row.mask.fingerprint
-
     found: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(mask_fingerprint(row), []).append(index)
+        found.setdefault(_mask_fingerprint(row), []).append(index)
     if set(found) == {""}:
         return ()
     made = [
@@ -139,7 +142,7 @@ def _mask_rows(
             tuple(
                 slot
                 for slot, resident in enumerate(residents)
-                if mask_fingerprint(resident) == mask
+                if _mask_fingerprint(resident) == mask
             ),
         )
         for mask, each in found.items()

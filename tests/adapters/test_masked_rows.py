@@ -139,7 +139,7 @@ def test_a_swap_of_masks_of_equal_widths_does_not_trace_again(make_model, write,
 
 
 def test_a_trace_adds_the_adapter_of_each_masks_rows(make_model, write, rng):
-    """Batches with other numbers of rows of two masks, of equal layouts, don't share a trace by mistake."""
+    """Batches with other numbers of rows of two masks, of equal layouts, share a trace, and are right."""
     model = make_model("packed")
     base = Base.of(model)
     folders = [write(model, name, equal=True, rank=4) for name in "ab"]
@@ -157,6 +157,7 @@ def test_a_trace_adds_the_adapter_of_each_masks_rows(make_model, write, rng):
     for row in ([0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 0, 0]):
         for got, i in zip(outputs(*row), row, strict=True):
             assert_close(got, alone[i][0], 2e-3, row)
+    assert len(model._step.keys) == 2  # of one row, and of three
 
 
 def test_an_adapter_and_a_mask_are_one(make_model, write):
