@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from afm_mlx.adapters.target_modules import (
     target_shapes,
     unwrap_layers,
 )
-from afm_mlx.adapters.task_mask import TaskMask, feed_forwards
+from afm_mlx.adapters.task_mask import feed_forwards
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS, LowRank, Part
@@ -55,16 +56,14 @@ class MaskRows(NamedTuple):
     resident: ResidentAdapter | None  # one with the mask; None for rows without a mask
     # (rows,) int32, indices into the batch; None if all rows of any batch have the mask
     rows: mx.array | None
-
-    @property
-    def mask(self) -> TaskMask | None:
-        return None if self.resident is None else self.resident.mask
+    slots: tuple[int, ...]  # indices into `BatchAdapters.residents` of the adapters with the mask
 
     @property
     def layout(self) -> str:
         """Text that is equal for rows that can share a traced step."""
         count = "all" if self.rows is None else str(self.rows.size)
-        return f"{'whole' if self.resident is None else self.resident.layout}:{count}"
+        kept = "whole" if self.resident is None else str(self.resident.layout)
+        return f"{kept}:{count}:{','.join(map(str, self.slots))}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +80,10 @@ class BatchAdapters:
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
         """Return adapters for a batch whose row i uses `rows[i]`, or none; up to `MAX_ADAPTERS` may differ."""
-        # Sorted by layout: batches whose rows have the same layouts in another order share a trace.
+        # Batches with the same layouts, and as many rows of a mask, share a trace in any order of rows.
         distinct = {id(row): row for row in rows if row is not None}.values()
-        residents = tuple(sorted(distinct, key=lambda resident: resident.layout))
+        counts = Counter(map(_mask_fingerprint, rows))
+        residents = tuple(sorted(distinct, key=lambda r: (r.layout, counts[_mask_fingerprint(r)])))
         if len(residents) > MAX_ADAPTERS:
             raise RequestError(
                 f"A batch has {len(residents)} different adapters; at most {MAX_ADAPTERS} run side by side."
@@ -91,12 +91,14 @@ class BatchAdapters:
         index = {id(resident): slot for slot, resident in enumerate(residents)}
         slots = [-1 if row is None else index[id(row)] for row in rows]
         scales = mx.array(np.array([resident.scale for resident in residents], np.float32))
-        return cls(residents, scales, mx.array(np.array(slots, np.int32)), _mask_rows(rows))
+        return cls(
+            residents, scales, mx.array(np.array(slots, np.int32)), _mask_rows(rows, residents)
+        )
 
     @classmethod
     def everywhere(cls, resident: ResidentAdapter) -> BatchAdapters:
         """Return adapters for a batch of any number of rows, all of which use one adapter."""
-        masks = () if resident.mask is None else (MaskRows(resident, None),)
+        masks = () if resident.mask is None else (MaskRows(resident, None, (0,)),)
         return cls((resident,), mx.array([resident.scale], mx.float32), None, masks)
 
     @property
@@ -106,27 +108,44 @@ class BatchAdapters:
         layouts = [str(resident.layout) for resident in self.residents]
         return " ".join([kind, *layouts, *(f"mask {each.layout}" for each in self.masks)])
 
+    @cached_property
+    def mask_arrays(self) -> dict[str, Any]:
+        """Arrays for rows that differ in their masks: rows and slots of each mask, and the way back."""
+        rows = [each.rows for each in self.masks if each.rows is not None]
+        order = np.argsort(np.concatenate([np.array(each) for each in rows]))
+        slots = np.array(self.slots)
+        return {
+            "mask_rows": rows,
+            "mask_order": mx.array(order.astype(np.int32)),
+            "mask_slots": [mx.array(slots[np.array(each)]) for each in rows],
+        }
 
-def _same(one: TaskMask | None, other: TaskMask | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.fingerprint == other.fingerprint
+
+def _mask_fingerprint(row: ResidentAdapter | None) -> str:
+    """Return the fingerprint of a row's mask; empty without one."""
+    return "" if row is None or row.mask is None else row.mask.fingerprint
 
 
-def _mask_rows(rows: Sequence[ResidentAdapter | None]) -> tuple[MaskRows, ...]:
-    """Return the rows of each mask, in the order of layouts."""
+def _mask_rows(
+    rows: Sequence[ResidentAdapter | None], residents: Sequence[ResidentAdapter]
+) -> tuple[MaskRows, ...]:
+    """Return the rows of each mask, in the order of layouts; nothing if no row has a mask."""
     found: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(
-            "" if row is None or row.mask is None else row.mask.fingerprint, []
-        ).append(index)
+        found.setdefault(_mask_fingerprint(row), []).append(index)
     if set(found) == {""}:
         return ()
-    if len(found) == 1:
-        return (MaskRows(rows[0], None),)
     made = [
-        MaskRows(rows[each[0]] if key else None, mx.array(np.array(each, np.int32)))
-        for key, each in found.items()
+        MaskRows(
+            rows[each[0]] if mask else None,
+            None if len(found) == 1 else mx.array(np.array(each, np.int32)),
+            tuple(
+                slot
+                for slot, resident in enumerate(residents)
+                if _mask_fingerprint(resident) == mask
+            ),
+        )
+        for mask, each in found.items()
     ]
     return tuple(sorted(made, key=lambda group: group.layout))
 
@@ -164,7 +183,7 @@ class ActiveAdapters(dict[str, Any]):
                     for each in self.batch.masks
                 ]
             if len(self.batch.masks) > 1:
-                self.update(_grouped(self.batch))
+                self.update(self.batch.mask_arrays)
 
     @contextlib.contextmanager
     def using(self, batch: BatchAdapters | None) -> Iterator[None]:
@@ -222,11 +241,8 @@ class ActiveAdapters(dict[str, Any]):
         parts = tuple(r.parts.get(path, _NO_PART) for r in residents)
         if is_cut:
             # Adapters of other masks have other shapes here, and none of the rows that are computed.
-            mask = masks[self._group].mask
-            parts = tuple(
-                part if _same(r.mask, mask) else _NO_PART
-                for r, part in zip(residents, parts, strict=True)
-            )
+            own = masks[self._group].slots
+            parts = tuple(part if i in own else _NO_PART for i, part in enumerate(parts))
         if not any(part.rank for part in parts):
             return None
         if is_cut and (taken := self.mask_of(path)) is not None:
@@ -253,18 +269,6 @@ def _by_mask_class(kind: type[nn.Module]) -> type[nn.Module]:
         return self.by_mask(partial(kind.__call__, self), x)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-
-
-def _grouped(batch: BatchAdapters) -> dict[str, Any]:
-    """Return the arrays that a batch needs whose rows have different masks."""
-    rows = [each.rows for each in batch.masks if each.rows is not None]
-    order = np.argsort(np.concatenate([np.array(each) for each in rows]))
-    slots = np.array(batch.slots)
-    return {
-        "mask_rows": rows,
-        "mask_order": mx.array(order.astype(np.int32)),
-        "mask_slots": [mx.array(slots[np.array(each)]) for each in rows],
-    }
 
 
 def bind(model: nn.Module) -> ActiveAdapters:

@@ -24,8 +24,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.adapters.soft_top_k import soft_top_k, top_k_mask
-from afm_mlx.adapters.task_mask import TaskMask
+from afm_mlx.adapters.soft_top_k import soft_top_k, top_k_mask, training_mask
+from afm_mlx.adapters.task_mask import GROUP, TaskMask
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, save_file
 from afm_mlx.config import ModelConfig, read_config_json
@@ -60,7 +60,7 @@ class PredictorConfig:
     blocks: int
     ffn_dim: int
     kept: int
-    group: int = 16
+    group: int = GROUP
     rank: int = RANK
     temperature: float = 1.0
     binary: bool = False
@@ -89,11 +89,6 @@ class PredictorConfig:
     @property
     def kept_groups(self) -> int:
         return self.kept // self.group
-
-    @property
-    def share(self) -> float:
-        """Kept channels as a share of all, in (0, 1]."""
-        return self.kept / self.ffn_dim
 
 
 class MaskPredictor(nn.Module):
@@ -126,7 +121,7 @@ class MaskPredictor(nn.Module):
 
     def training_masks(self, scores: mx.array) -> mx.array:
         """Return the masks of scores in training, (M, blocks, groups) float32; see `PredictorConfig.binary`."""
-        soft = mx.where(self.masks(mx.stop_gradient(scores)), self.soft(scores), 0.0)
+        soft = training_mask(scores, self.config.kept_groups, self.config.temperature)
         return soft + mx.stop_gradient((soft > 0) - soft) if self.config.binary else soft
 
     def masks(self, scores: mx.array) -> mx.array:
@@ -166,7 +161,7 @@ def small_model(config: ModelConfig) -> ModelConfig:
         hidden_dim=width,
         num_layers=2,
         num_kv_reuse_layers=0,
-        hidden_dim_scale_factor=3.25,
+        hidden_dim_scale_factor=ModelConfig.hidden_dim_scale_factor,
         kv_bits=None,
     )
 

@@ -35,13 +35,7 @@ import mlx.nn as nn
 
 from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.registry import AdapterChoice, Files, Lease, PoolEntry, Registry
-from afm_mlx.adapters.resident import (
-    Base,
-    OpenAdapter,
-    ResidentAdapter,
-    open_adapter,
-    open_sum,
-)
+from afm_mlx.adapters.resident import Base, OpenAdapter, ResidentAdapter, open_adapter, open_sum
 from afm_mlx.errors import AFMError, CheckpointError, RequestError
 from afm_mlx.threads import call
 

@@ -60,12 +60,11 @@ class PoolEntry:
     def describe(self) -> dict[str, object]:
         """Return the entry's facts as JSON values, for listings."""
         mask = None if self.resident is None else self.resident.mask
-        share = None if mask is None else mask.share
         return {
             "name": self.name,
             "source": self.origin,
             "mask": None if self.mask is None else str(self.mask),
-            "kept_share": share,
+            "kept_share": None if mask is None else mask.share,
             "state": self.state,
             "bytes": self.nbytes,
             "rank": None if self.resident is None else self.resident.rank,

@@ -37,13 +37,12 @@ from afm_mlx.adapters.adapter_folder import (
 from afm_mlx.adapters.compose import Term, weighted_sum
 from afm_mlx.adapters.target_modules import Shapes, ZooBase, target_shapes, zoo_base
 from afm_mlx.adapters.task_mask import (
-    MASK_CONFIG_NAME,
-    MASK_NAME,
     FeedForward,
     Gathered,
     MaskBase,
     Plan,
     TaskMask,
+    check_has_mask,
     gather,
     has_mask,
     is_mask_alone,
@@ -359,10 +358,7 @@ class OpenAdapter:
             raise RequestError(
                 f"{self.source} has a task mask, and {folder} is another one. Take an adapter without a mask."
             )
-        if not has_mask(folder):
-            raise CheckpointError(
-                f"{folder} holds no task mask; a mask is a folder with {MASK_NAME} and {MASK_CONFIG_NAME}."
-            )
+        check_has_mask(folder)
         stamps = _stamps(folder) | dict(self.stamps)
         mask, masks = read_mask(folder), self.base.masks
         if not isinstance(masks, MaskBase):
@@ -434,9 +430,7 @@ def _taken_tensors(
     taken = dict(tensors)
     for each in layers:
         channels = mask.channels(each.block)
-        for target in each.targets:
-            axis = int(target is not each.down)
-            name = f"{target.path}.lora_{'b' if axis else 'a'}"
+        for name, axis in each.lora_axes.items():
             if name in taken:
                 taken[name] = _Taken(taken[name], channels, axis)
     return taken
@@ -460,10 +454,8 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
     """
     stamps = _stamps(path)
     tensors: Mapping[str, Readable]
-    is_masked = has_mask(path)
     if is_mask_alone(path):
-        empty = OpenAdapter({}, 1.0, base, str(path), stamps, 0)
-        return empty.with_mask(path)
+        return OpenAdapter({}, 1.0, base, str(path), stamps, 0).with_mask(path)
     if (path / TENSORS_NAME).is_file() and (path / CONFIG_NAME).is_file():
         tensors, config = open_folder(path)
     else:
@@ -476,7 +468,7 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
     check_fingerprint(config, base.fingerprints, path)
     _, nbytes = plan_layout(tensors, base.shapes, path)
     opened = OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
-    return opened.with_mask(path) if is_masked else opened
+    return opened.with_mask(path) if has_mask(path) else opened
 
 
 def _stamps(path: Path) -> dict[Path, tuple[int, ...]]:

@@ -141,6 +141,15 @@ def has_mask(folder: str | Path) -> bool:
     return (folder / MASK_NAME).is_file() or (folder / MASK_CONFIG_NAME).is_file()
 
 
+def check_has_mask(folder: str | Path) -> None:
+    """Raise `CheckpointError` if a folder holds no task mask."""
+    if not has_mask(folder):
+        raise CheckpointError(
+            f"{folder} holds no task mask; a mask is a folder with {MASK_NAME} and {MASK_CONFIG_NAME}, which "
+            "afm-mlx prune makes."
+        )
+
+
 def is_mask_alone(folder: str | Path) -> bool:
     """True if a folder holds a mask, and no adapter of any format."""
     # Names of adapters' files begin with this word in every format.
@@ -252,6 +261,12 @@ class FeedForward(NamedTuple):
     @property
     def targets(self) -> tuple[TargetModule, TargetModule, TargetModule]:
         return self.gate, self.up, self.down
+
+    @property
+    def lora_axes(self) -> dict[str, int]:
+        """The axis that the hidden channels have in LoRA tensors, by the tensors' names in adapter files."""
+        of_outputs = {f"{target.path}.lora_b": 1 for target in (self.gate, self.up)}
+        return of_outputs | {f"{self.down.path}.lora_a": 0}
 
     @property
     def width(self) -> int:
@@ -516,20 +531,11 @@ def expand_lora(
     result = dict(tensors)
     for each in layers:
         channels = mx.array(mask.channels(each.block))
-        for name in (
-            f"{each.gate.path}.lora_b",
-            f"{each.up.path}.lora_b",
-            f"{each.down.path}.lora_a",
-        ):
+        for name, axis in each.lora_axes.items():
             if name in result:
-                part, of_outputs = result[name], name.endswith("b")
-                shape = (
-                    (part.shape[0], mask.ffn_dim) if of_outputs else (mask.ffn_dim, part.shape[1])
-                )
-                whole = mx.zeros(shape, part.dtype)
-                if of_outputs:
-                    whole[:, channels] = part
-                else:
-                    whole[channels] = part
+                shape = list(result[name].shape)
+                shape[axis] = mask.ffn_dim
+                whole = mx.zeros(shape, result[name].dtype)
+                whole[(slice(None),) * axis + (channels,)] = result[name]
                 result[name] = whole
     return result

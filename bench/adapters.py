@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -40,7 +39,7 @@ from afm_mlx.measure.benchmark import Bench, BenchmarkCase, count_operations
 from afm_mlx.measure.machine import measure_bandwidth, threads_in_use
 from afm_mlx.measure.random_model import random_packed_model
 from bench.bystanders import Bystanders
-from bench.targets import Target, markdown, target_rows
+from bench.targets import Target, markdown, report
 
 SWAP_SECONDS = 1e-3
 LOAD_SECONDS = 0.15
@@ -309,13 +308,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     counts = ", ".join(f"{name} {count}" for name, count in figures["operations"].items())
     print(f"\noperations a step: {counts}\n")
-    print(markdown(target_rows(targets(figures))))
-    if others is not None:
-        print(f"\nother processes kept {others:.2f} processors busy meanwhile")
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        facts = {"preset": options.preset, "processors_busy_with_others": others, **figures}
-        (options.output / "adapters.json").write_text(json.dumps(facts, indent=2))
+    path = None if options.output is None else options.output / "adapters.json"
+    report(targets(figures), others, path, {"preset": options.preset, **figures})
 
 
 def _milliseconds(seconds: Sequence[float]) -> str:

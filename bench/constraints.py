@@ -9,7 +9,6 @@ a machine's moods hit both alike. Answers are drawn at temperature 1, with and w
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.matcher import Matcher, fill_masks
 from afm_mlx.measure.random_model import random_packed_model
 from bench.bystanders import Bystanders
-from bench.targets import Target, markdown, target_rows
+from bench.targets import Target, report
 from bench.vocabulary import large_tokenizer
 
 ONE_ROW, EIGHT_ROWS = 1.03, 1.05  # of a step without a constraint
@@ -195,13 +194,8 @@ def main() -> None:
         mx.clear_cache()
     for name, found in figures.items():
         print(name, {key: round(value, 6) for key, value in found.items()})
-    print(markdown(target_rows(targets(figures))))
-    others = bystanders.processors()
-    if others is not None:
-        print(f"Others kept {others:.2f} processors busy.")
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "constraints.json").write_text(json.dumps(figures, indent=2) + "\n")
+    path = None if args.output is None else args.output / "constraints.json"
+    report(targets(figures), bystanders.processors(), path, figures)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ reads are fewer.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from functools import partial
@@ -30,7 +29,7 @@ from afm_mlx.measure.machine import threads_in_use
 from afm_mlx.measure.random_model import random_packed_model
 from bench.adapters import timed
 from bench.bystanders import Bystanders
-from bench.targets import Target, markdown, target_rows
+from bench.targets import Target, markdown, report
 
 SHARES = (1.0, 0.5, 0.25)
 OF_BYTES = 0.9
@@ -161,13 +160,8 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("first", "write"):
         times = ", ".join(f"{s * 1e3:.0f}" for s in swap[f"{name}_seconds"])
         print(f"{name}: {times} ms for {swap['bytes'] / 1e6:.0f} MB")
-    print(markdown(target_rows(targets(figures))))
-    if others is not None:
-        print(f"\nother processes kept {others:.2f} processors busy meanwhile")
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        facts = {"preset": options.preset, "processors_busy_with_others": others, **figures}
-        (options.output / "masks.json").write_text(json.dumps(facts, indent=2))
+    path = None if options.output is None else options.output / "masks.json"
+    report(targets(figures), others, path, {"preset": options.preset, **figures})
 
 
 if __name__ == "__main__":

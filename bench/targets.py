@@ -1,8 +1,12 @@
-"""Figures that were promised, and tables of them as Markdown."""
+"""Figures that were promised, tables of them as Markdown, and the end of a benchmark's report."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Target:
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
 
-def target_rows(found: list[Target]) -> list[list[str]]:
+def target_rows(found: Sequence[Target]) -> list[list[str]]:
     """Return the rows of a table of targets, the header first."""
     words = {True: "met", False: "missed", None: "not measured"}
     rows = [["target", "measured", "wanted", ""]]
@@ -52,3 +56,22 @@ def markdown(rows: list[list[str]]) -> str:
 
     rule = "|".join(["-" * (widths[0] + 2), *("-" * (w + 1) + ":" for w in widths[1:])])
     return "\n".join([line(rows[0]), f"|{rule}|", *map(line, rows[1:])])
+
+
+def report(
+    found: Sequence[Target], others: float | None, path: Path | None, facts: Mapping[str, Any]
+) -> None:
+    """Print targets and how many processors `others` kept busy, and write all `facts` to a JSON file.
+
+    Args:
+        found: the targets.
+        others: what `Bystanders.processors` returned; None if unknown.
+        path: the file, whose folder is made; None to write nothing.
+        facts: what the file holds, next to `processors_busy_with_others`.
+    """
+    print(markdown(target_rows(found)))
+    if others is not None:
+        print(f"\nother processes kept {others:.2f} processors busy meanwhile")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**facts, "processors_busy_with_others": others}, indent=2))

@@ -26,7 +26,7 @@ from afm_mlx.training.methods.training_memory import MemoryEstimate, estimate_me
 from bench.bystanders import Bystanders
 from bench.peer_afm import shrunk
 from bench.peer_protocol import Peer, PeerError
-from bench.targets import Target, markdown, target_rows
+from bench.targets import Target, markdown, report
 from bench.training_worker import RANK, Case
 
 Answers = dict[str, list[dict[str, Any]]]
@@ -277,21 +277,16 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{options.batch_size} x {options.length} tokens a step, {threads} threads\n")
     print(markdown(table(figures)))
     print()
-    print(markdown(target_rows(targets(figures))))
-    if others is not None:
-        print(f"\nother processes kept {others:.2f} processors busy meanwhile")
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        facts = {
-            "preset": options.preset,
-            "config": config.to_dict(),
-            "threads": threads,
-            "processors_busy_with_others": others,
-            "cases": {case.name: dataclasses.asdict(case) for case in found},
-            "answers": answers,
-            "figures": figures,
-        }
-        (options.output / "training.json").write_text(json.dumps(facts, indent=2))
+    facts = {
+        "preset": options.preset,
+        "config": config.to_dict(),
+        "threads": threads,
+        "cases": {case.name: dataclasses.asdict(case) for case in found},
+        "answers": answers,
+        "figures": figures,
+    }
+    path = None if options.output is None else options.output / "training.json"
+    report(targets(figures), others, path, facts)
 
 
 if __name__ == "__main__":

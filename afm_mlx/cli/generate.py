@@ -150,17 +150,15 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.engine.generation import stream_generate
 
     searches = args.best_of is not None or args.smc is not None
+    if args.mask == AUTO and (searches or args.prompt_cache_file is not None):
+        raise UsageError(
+            "--mask auto can't be combined with --best-of, --smc or --prompt-cache-file. Make the mask "
+            "first: afm-mlx prune --criterion predictor."
+        )
     pool = masks = None
-    if args.mask == AUTO:
-        if searches or args.prompt_cache_file is not None:
-            raise UsageError(
-                "--mask auto can't be combined with --best-of, --smc or --prompt-cache-file. Make the mask "
-                "first: afm-mlx prune --criterion predictor."
-            )
-        model, tokenizer, masked = model_options.load_with_adapters(args)
-        masks = model_options.prompt_masks(args, model, tokenizer, masked)
-    elif searches:  # reward adapters take turns with the one that answers
+    if searches or args.mask == AUTO:  # reward adapters take turns with the one that answers
         model, tokenizer, pool = model_options.load_with_adapters(args)
+        masks = model_options.prompt_masks(args, model, tokenizer, pool)
     else:
         model, tokenizer = model_options.load_model(args)
     for token in args.extra_eos_token:
@@ -182,12 +180,12 @@ def run(args: argparse.Namespace) -> None:
         options |= thoughts.options(prompt, constraint)
     elif constraint is not None:
         options |= {"constraint": constraint, "heal": True}
-    if pool is not None:
+    if searches and pool is not None:
         splitter = None if thoughts is None else partial(thoughts.splitter, prompt)
         _search(args, model, tokenizer, pool, text, prompt, form, splitter, options)
         return
     if masks is not None:
-        options |= {"adapter": masks.name_for(prompt), "adapters": masked}
+        options |= {"adapter": masks.name_for(prompt), "adapters": pool}
     with _cached(args, model, tokenizer, prompt) as (rest, prompt_cache):
         responses = stream_generate(
             model, tokenizer, rest, prompt_cache=prompt_cache, logprobs=False, **options

@@ -74,7 +74,7 @@ def adapter_name(args: argparse.Namespace) -> str | None:
 def prompt_masks(
     args: argparse.Namespace, model: Any, tokenizer: Any, pool: AdapterPool
 ) -> PromptMasks | None:
-    """Return what chooses masks by prompts, if `--mask` is auto.
+    """Return the masks that the model's predictor chooses for prompts if `--mask` is auto, else None.
 
     Raises `AFMError` if the model has no predictor of masks.
     """
@@ -170,9 +170,12 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
     )
     for name, path in named.items():
         pool.register(name, path)
-    if mask is not None and (both := adapter_name(args)) is not None and both not in named:
-        adapter = mask if args.adapter_path is None else named[args.adapter_path]
-        pool.register(both, adapter, mask=None if adapter is mask else mask)
+    both = adapter_name(args)
+    if mask is not None and both is not None and both not in named:
+        if args.adapter_path is None:
+            pool.register(both, mask)
+        else:
+            pool.register(both, named[args.adapter_path], mask=mask)
     return model, tokenizer, pool
 
 

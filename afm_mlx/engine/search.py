@@ -113,13 +113,7 @@ def search(
         IncompleteError: if every answer is cut off before its constraint is met.
         AFMError: as `Engine` does.
     """
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
-        raise RequestError(f"n is {shown(n)}; an integer of 1 or more is needed.")
-    if select not in SELECTS:
-        raise RequestError(f"select is {shown(select)}; allowed are {', '.join(SELECTS)}.")
-    if select in ("best", "first") and verify is None:
-        raise RequestError(f"select is {select!r}, which needs verify: what makes an answer good.")
-    _number("twist", twist, False)
+    _check(n, select, verify, twist)
     ids = encode_prompt(tokenizer, prompt)
     heal = request.get("constraint") is not None and isinstance(prompt, str) and value is None
     fields = {"sampler": make_sampler(1.0), "logprobs": False, "heal": heal, **request}
@@ -177,6 +171,17 @@ def search(
     if select in ("best", "first"):
         weights = np.array([phi(samples[i]) for i in whole])
     return SearchResult(*_chosen(answers, weights, select, key), log_z)
+
+
+def _check(n: object, select: str, verify: Callable[[str], float] | None, twist: float) -> None:
+    """Raise `RequestError` for arguments of `search` that can't be honoured."""
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
+        raise RequestError(f"n is {shown(n)}; an integer of 1 or more is needed.")
+    if select not in SELECTS:
+        raise RequestError(f"select is {shown(select)}; allowed are {', '.join(SELECTS)}.")
+    if select in ("best", "first") and verify is None:
+        raise RequestError(f"select is {select!r}, which needs verify: what makes an answer good.")
+    _number("twist", twist, False)
 
 
 def _chosen(

@@ -105,30 +105,17 @@ def load(
     keep_compiler_out()
     lazy = lazy and in_main_thread()
     folder = resolve_model(path_or_hf_repo, revision)
-    source, changes = folder / "config.json", {} if model_config is None else model_config
-    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
-        raise ConfigError(
-            f"model_config is {shown(changes)}; a mapping of config.json's keys to values is needed."
-        )
-    values = read_config_json(source) | dict(changes)
-    if not isinstance(values.get("model_type"), str):
-        raise ConfigError(
-            f"{source}: model_type is {shown(values.get('model_type'))}; it names the architecture, "
-            f"{MODEL_TYPE!r} for an AFM model."
-        )
+    values = _config_values(folder / "config.json", model_config)
     adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
     mask_folder = None if mask is None else resolve_mask(mask, folder)
-    is_masked = mask is not None or (adapter is not None and has_mask(adapter))
     if not is_afm_config(values):
         from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 
+        # mlx-lm's way to run an adapter knows no masks.
+        is_masked = mask is not None or (adapter is not None and has_mask(adapter))
+        plain = None if is_masked else adapter
         model, tokenizer, values = load_mlx_lm_folder(
-            folder,
-            tokenizer_config,
-            model_config,
-            None if is_masked else adapter,
-            lazy,
-            trust_remote_code,
+            folder, tokenizer_config, model_config, plain, lazy, trust_remote_code
         )
         if is_masked:
             attach_adapter(model, adapter, mask=mask_folder)
@@ -146,6 +133,22 @@ def load(
     set_activation_bits(model, activation_bits)
     warn_if_slow(model)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
+
+
+def _config_values(source: Path, changes: Mapping[str, object] | None) -> dict[str, Any]:
+    """Return a config.json's content with changes; raise `ConfigError` if it names no architecture."""
+    changes = {} if changes is None else changes
+    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
+        raise ConfigError(
+            f"model_config is {shown(changes)}; a mapping of config.json's keys to values is needed."
+        )
+    values = read_config_json(source) | dict(changes)
+    if not isinstance(values.get("model_type"), str):
+        raise ConfigError(
+            f"{source}: model_type is {shown(values.get('model_type'))}; it names the architecture, "
+            f"{MODEL_TYPE!r} for an AFM model."
+        )
+    return values
 
 
 def import_packages(folder: str | Path) -> None:
@@ -307,6 +310,6 @@ def check_predictor(folder: str | Path) -> None:
     """Raise `ConfigError` if a model folder has no predictor of masks."""
     if not has_predictor(folder):
         raise ConfigError(
-            f"{folder} has no predictor of masks: it has no folder {PREDICTOR_FOLDER}. Train one with the "
-            "model (afm-mlx lora --fine-tune-type ifp), or make a mask of a task (afm-mlx prune)."
+            f"{folder} has no predictor of masks, a folder {PREDICTOR_FOLDER}. Train one with the model "
+            " (afm-mlx lora --fine-tune-type ifp), or make a mask of a task (afm-mlx prune)."
         )

@@ -85,29 +85,28 @@ def model_adapters(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(folder.glob("adapters/*")) if path.is_dir()}
 
 
-def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
-    """Return the folder of an adapter, from a path that exists or the name of one that comes with the model."""
+def resolve_adapter(path_or_name: str | Path, model_folder: Path, what: str = "adapter") -> Path:
+    """Return the folder of an adapter, from a path that exists or the name of one that comes with the model.
+
+    `what` is the error's word for the adapter, such as "task mask".
+    """
     path, own = Path(os.path.expanduser(path_or_name)), model_adapters(model_folder)
     if str(path_or_name) and path.exists():
         return path
     if str(path_or_name) in own:
         return own[str(path_or_name)]
     raise AFMError(
-        f"There is no adapter {shown(str(path_or_name))}{did_you_mean(str(path_or_name), own)}: it is no path, "
+        f"There is no {what} {shown(str(path_or_name))}{did_you_mean(str(path_or_name), own)}: it is no path, "
         f"and the model's own adapters are {', '.join(own) or 'none'}."
     )
 
 
 def resolve_mask(path_or_name: str | Path, model_folder: Path) -> Path:
     """Return the folder of a task mask, found as `resolve_adapter` finds an adapter's."""
-    from afm_mlx.adapters.task_mask import MASK_CONFIG_NAME, MASK_NAME, has_mask
+    from afm_mlx.adapters.task_mask import check_has_mask
 
-    folder = resolve_adapter(path_or_name, model_folder)
-    if not has_mask(folder):
-        raise AFMError(
-            f"{folder} holds no task mask; a mask is a folder with {MASK_NAME} and {MASK_CONFIG_NAME}, which "
-            "afm-mlx prune makes."
-        )
+    folder = resolve_adapter(path_or_name, model_folder, "task mask")
+    check_has_mask(folder)
     return folder
 
 

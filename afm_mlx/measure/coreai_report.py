@@ -84,12 +84,13 @@ def examine_coreai(
         runs.append(mlx_run(model, quick))
         if progress is not None:
             progress(1, 2)
-        name = None if adapter is None else Path(adapter).stem
-        own = name in bundle.adapters
-        file = name if own or adapter is None else bundle.adapter_file(adapter)
+        given: str | Path | None = None
+        if adapter is not None:
+            name = Path(adapter).stem
+            given = name if name in bundle.adapters else bundle.adapter_file(adapter)
         facts: Facts = {"runs_with": "Core AI", "package": path.name}
         try:
-            facts |= in_own_process(run_bundle, path, file, references, quick)
+            facts |= in_own_process(run_bundle, path, given, references, quick)
         except (AFMError, RuntimeError) as error:
             facts["failure"] = failure_of(error)
         runs.append(facts)

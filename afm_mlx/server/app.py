@@ -133,7 +133,9 @@ async def _refused(request: Request, error: Exception) -> Response:
     response = error_response(models.failed(request, error), request.url.path)
     if not isinstance(error, ApiError | AFMError):
         _LOG.error("The request %s has failed.", REQUEST_ID.get())
-        response.headers["Connection"] = "close"  # as uvicorn does after an error raised again
+        response.headers["Connection"] = (
+            "close"  # uvicorn closes it: Starlette raises the error again
+        )
     return response
 
 

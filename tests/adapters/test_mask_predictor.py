@@ -76,7 +76,7 @@ def test_a_tasks_mask_has_the_highest_mean_scores(predictor, rng):
     assert (mask.kept == expected).all()
     assert (mask.group, mask.task, mask.criterion) == (4, "a task", "predictor")
     assert mask.base_model_fingerprint == "abc"
-    assert mask.share == pytest.approx(CONFIG.share)
+    assert mask.share == pytest.approx(16 / 52)
     assert (predictor.task_mask(prompts[:1]).kept == np.array(predictor.masks(scores[0]))).all()
     for nothing in ([], [[]], [[1], []]):
         with pytest.raises(RequestError, match="without tokens"):

@@ -138,6 +138,28 @@ def test_a_swap_of_masks_of_equal_widths_does_not_trace_again(make_model, write,
     assert mx.abs(outputs[0] - outputs[1]).max() > 1e-3
 
 
+def test_a_trace_adds_the_adapter_of_each_masks_rows(make_model, write, rng):
+    """Batches with other numbers of rows of two masks, of equal layouts, share a trace, and are right."""
+    model = make_model("packed")
+    base = Base.of(model)
+    folders = [write(model, name, equal=True, rank=4) for name in "ab"]
+    residents = [open_adapter(folder, base).read() for folder in folders]
+    active, token = bind(model), mx.array([[3]] * 3)
+
+    def outputs(*row):
+        cache = ragged_cache(model, [np.arange(1, 5)] * len(row), "float")
+        with active.using(BatchAdapters.of([residents[i] for i in row])):
+            found = model(token[: len(row)], cache)
+            mx.eval(found)
+        return found
+
+    alone = [outputs(0), outputs(1)]
+    for row in ([0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 0, 0]):
+        for got, i in zip(outputs(*row), row, strict=True):
+            assert_close(got, alone[i][0], 2e-3, row)
+    assert len(model._step.keys) == 2  # of one row, and of three
+
+
 def test_an_adapter_and_a_mask_are_one(make_model, write):
     model = make_model("packed")
     base, adapter, mask = Base.of(model), write(model, "a", None, rank=4), write(model, "m")

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
         "speculation": model_options.speculation_of(args, model, tokenizer, adapters.paths),
         **model_options.cache_options(args, model),
     }
+    masks = model_options.prompt_masks(args, model, tokenizer, adapters)
     dialogue = Dialogue(
         model,
         tokenizer,
@@ -53,9 +54,10 @@ def run(args: argparse.Namespace) -> None:
         args.system_prompt,
         adapters,
         Thoughts(tokenizer, args.think),
-        model_options.prompt_masks(args, model, tokenizer, adapters),
+        masks,
     )
-    if (name := model_options.adapter_name(args)) is not None:
+    name = model_options.adapter_name(args)
+    if name is not None and masks is None:  # masks run with the adapter
         dialogue.switch(name)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:

@@ -7,10 +7,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.adapters.mask_predictor import MaskPredictor, PredictorConfig, small_model
 from afm_mlx.adapters.task_mask import MASK_NAME, TaskMask, read_mask, write_mask
 from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.engine.generation import generate
 from afm_mlx.loading.load import load
+from afm_mlx.model.model import Model
 from tests.tools.cli import example, lines
 from tests.tools.masks import draw_mask
 
@@ -51,7 +53,9 @@ def test_commands_run_it(folder, mask, make_adapter, scratch, done, fails, chat,
         assert json.loads(done(*argv, *given))["text"] == wanted
     best = done(*argv, "--mask", mask, "--adapter-path", adapter, "--best-of", 2, "--temp", 1)
     assert json.loads(best)["text"]
-    assert "the model's own adapters are listed" in fails(*argv, "--mask", "nothing")
+    says = fails(*argv, "--mask", "nothing")
+    assert "There is no task mask 'nothing'" in says
+    assert "the model's own adapters are listed" in says
     assert "holds no task mask" in fails(*argv, "--mask", adapter)
     assert "has a task mask, and" in fails(*argv, "--adapter-path", mask, "--mask", mask)
 
@@ -133,3 +137,20 @@ def test_a_chat_begins_with_it(mask, make_adapter, scratch, chat):
     for options in ({"mask": mask}, {"mask": mask, "adapter_path": adapter}):
         flags = [part for k, v in options.items() for part in (f"--{k.replace('_', '-')}", v)]
         assert chat("A list", flags=flags)[0] == scratch(**options) + "\n"
+
+
+def test_a_chat_runs_chosen_masks_with_the_adapter(
+    folder, make_adapter, scratch, chat, monkeypatch, tmp_path
+):
+    adapter, (model, tokenizer) = make_adapter("adapter"), load(folder)
+    blocks, width = model.args.num_layers, model.args.ffn_dim
+    config = PredictorConfig(blocks, width, width // 2, group=width // 4)
+    predictor = MaskPredictor(Model(small_model(model.args)), config, seed=1).eval()
+    monkeypatch.setattr("afm_mlx.loading.load.load_predictor", lambda *_: predictor)
+    monkeypatch.setattr("afm_mlx.loading.load.check_predictor", lambda _: None)
+    prompt = tokenizer.apply_chat_template(LIST, add_generation_prompt=True)
+    write_mask(tmp_path / "chosen", predictor.task_mask([prompt]))
+    wanted = scratch(mask=tmp_path / "chosen", adapter_path=adapter)
+    assert wanted not in (scratch(adapter_path=adapter), scratch(mask=tmp_path / "chosen"))
+    flags = ("--mask", "auto", "--adapter-path", adapter)
+    assert chat("A list", flags=flags)[0] == wanted + "\n"
