@@ -247,7 +247,7 @@ def train_by(
             method.save(
                 path, model, source, _facts(recipe, data, options, outcome, teacher, scores)
             )
-        ranks.numbers()  # no rank ends before the result is saved
+        ranks.any(False)  # no rank ends before the result is saved
     return TrainingResult(path, run_path, outcome, scores)
 
 
