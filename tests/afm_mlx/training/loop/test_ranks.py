@@ -163,7 +163,7 @@ def test_two_ranks(recipe, preferences, breakable, tmp_path, spm_bpe, rng):
     check_resumes(broken, unbroken, tmp_path)
     # Any number of ranks resumes, such as one.
     assert RunFolder(stopped.path / "run").steps() == [1]
-    train_by(lora, recipe, stopped.path, resume=True)
+    train_by(lora, short, stopped.path, resume=True)
     check_as_one_process(stopped)
 
 
