@@ -21,6 +21,7 @@ from afm_mlx.training.loop.ranks import ALONE, Ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
+from afm_mlx.training.methods.ifp_training import IFPTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import QATTraining
 from afm_mlx.training.methods.model_source import ModelSource
@@ -28,6 +29,7 @@ from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.reward_training import RewardTraining
 from afm_mlx.training.methods.train import train_by
+from afm_mlx.training.pruning.prune import prune
 from tests.tools.cases import each
 from tests.tools.cli import lines, write_folder
 from tests.tools.compare import assert_close, assert_within
@@ -328,9 +330,17 @@ def test_what_can_not_be_split_is_refused(rng, recipe, preferences, monkeypatch)
         (LoRATraining(), recipe, "batch_size is 4, and 5 ranks split each batch"),
         (ContrastiveTraining(), contrastive, "Batches of pairs are not split over ranks"),
         (kto, preferences, "kto's losses depend on the mean over a batch"),
+        (
+            IFPTraining(stage="chunk", chunk_size=8),
+            recipe,
+            "Batches of tokens are not split over ranks in this kind",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             train_by(method, plan, pairs.parent / "refused")
+    monkeypatch.setattr("afm_mlx.training.pruning.prune.join_ranks", lambda: Ranks(Group(0, 2)))
+    with pytest.raises(ConfigError, match="made by one process, and this run has 2 ranks"):
+        prune(recipe, pairs.parent / "refused")
 
 
 def test_the_system_probes_connections():
