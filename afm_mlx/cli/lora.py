@@ -420,7 +420,7 @@ def _method_of(args: argparse.Namespace, **own: Any) -> LoRATraining:
 
 
 def _check_model_arguments(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for arguments that full or draft training can't use, or needs and lacks."""
+    """Raise `UsageError` for arguments that full, draft or ifp training can't use, or needs and lacks."""
     kind = args.fine_tune_type
     given = [row.name for row in (_ADAPTER_PATH, *_LORA) if getattr(args, row.name) is not None]
     if given:
