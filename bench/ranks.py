@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 PROCESS = [sys.executable, "-m", "afm_mlx"]
@@ -29,7 +30,7 @@ def write_data(folder: Path, samples: int) -> Path:
 
 
 def measure(folder: Path, data: Path, ranks: int, steps: int, rows: int) -> list[dict[str, float]]:
-    """Train for some steps, and return the lines of metrics.jsonl, each of one step, without the first."""
+    """Train for some steps, and return the lines of metrics.jsonl, each of one step."""
     adapter = folder / "adapter"
     command = [*PROCESS, "lora", "--data", str(data), "--iters", str(steps), "--adapter-path"]
     command += [str(adapter), "--batch-size", str(rows), "--no-packing", "--steps-per-report", "1"]
@@ -43,7 +44,7 @@ def measure(folder: Path, data: Path, ranks: int, steps: int, rows: int) -> list
     if done.returncode or not adapter.exists():
         sys.exit(f"{' '.join(command)} failed: {done.stderr}")
     lines = (adapter / "run/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines][1:]
+    return [json.loads(line) for line in lines]
 
 
 def main() -> None:
@@ -60,13 +61,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder)
                 data = write_data(path, args.rows * args.steps)
-                before = 0.0
-                for line in measure(path, data, ranks, args.steps, args.rows):
-                    tokens = line["tokens"] - before if before else None
-                    before = line["tokens"]
-                    if tokens is not None:
-                        found.append(tokens / line["tokens_per_second"])
-                        shares += [line["exchanges"]] if ranks > 1 else []
+                for before, line in pairwise(measure(path, data, ranks, args.steps, args.rows)):
+                    tokens = line["tokens"] - before["tokens"]
+                    found.append(tokens / line["tokens_per_second"])
+                    shares += [line["exchanges"]] if ranks > 1 else []
     alone, together = (statistics.median(each) for each in seconds.values())
     print(f"one process: {alone:.3f} s a step")
     share = statistics.median(shares)

@@ -32,6 +32,7 @@ from afm_mlx.cli.arguments import (
 from afm_mlx.cli.generate import CONSTRAINT, answer_constraint
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.training_runs import (
+    LORA_PARAMETERS,
     data_line,
     fields_given,
     fill,
@@ -163,17 +164,8 @@ _KIND = [
              "tokenizer, instead of --model"),
     Argument("--num-layers", integer(-1), "blocks that are trained, counted from the last; -1 for all", -1),
 ]
-_IN_LORA_PARAMETERS = [
-    Argument("--rank", integer(1), "columns of A and rows of B; 16 by default"),
-    Argument("--scale", number(0), "factor of the adapter, which is alpha / rank; 0.5 by default"),
-    Argument("--dropout", number(0, 0.999),
-             "share of the adapter's inputs that is dropped in training; 0 by default"),
-    Argument("--keys", None,
-             "layers to adapt, by their names in a block, such as mlp.up_proj; all linear ones by default",
-             nargs="+", metavar="NAME"),
-]
 _LORA = [
-    *_IN_LORA_PARAMETERS,
+    *LORA_PARAMETERS,
     Argument("--alpha", number(0), "scale * rank, instead of --scale"),
     Argument("--lora-parameters", json_object,
              "rank, scale, dropout and keys in one object, as in mlx-lm's YAML files"),
@@ -289,9 +281,9 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"{flags} would do nothing with --fine-tune-type {kind}; leave it out.")
     if kind == "lora":
         parser = Parser()
-        add_tables(parser, {"options": _IN_LORA_PARAMETERS})
+        add_tables(parser, {"options": LORA_PARAMETERS})
         parameters = [("--lora-parameters", *item) for item in (args.lora_parameters or {}).items()]
-        known = ", ".join(row.name for row in _IN_LORA_PARAMETERS)
+        known = ", ".join(row.name for row in LORA_PARAMETERS)
         values = checked_arguments(parameters, parser, known)
         drop_alternatives(values, args, _LORA_ALTERNATIVES)
         fill(args, values)
@@ -428,7 +420,7 @@ def _method_of(args: argparse.Namespace, **own: Any) -> LoRATraining:
 
 
 def _check_model_arguments(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for arguments that full or draft training can't use, or needs and lacks."""
+    """Raise `UsageError` for arguments that full, draft or ifp training can't use, or needs and lacks."""
     kind = args.fine_tune_type
     given = [row.name for row in (_ADAPTER_PATH, *_LORA) if getattr(args, row.name) is not None]
     if given:

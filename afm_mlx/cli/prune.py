@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from afm_mlx.cli import training_runs
 from afm_mlx.cli.arguments import (
     MAX_NUMBER,
     Argument,
@@ -14,15 +15,12 @@ from afm_mlx.cli.arguments import (
     count_or_all,
     flag_of,
     integer,
-    number,
     positive,
 )
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.signals import deferred_signals
 from afm_mlx.cli.training_runs import (
-    ALTERNATIVES as TRAINING_ALTERNATIVES,
-)
-from afm_mlx.cli.training_runs import (
+    LORA_PARAMETERS,
     Reporter,
     features_of,
     fields_given,
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 LEARNING_RATE = 1e-3
 ALTERNATIVES = (
-    *TRAINING_ALTERNATIVES,
+    *training_runs.ALTERNATIVES,
     ("ffn", "target_bytes", "the kept share"),
     ("ffn", "target_tokens_per_second", "the kept share"),
     ("target_bytes", "target_tokens_per_second", "the kept share"),
@@ -78,13 +76,7 @@ _MASK = [
 _RECOVERY = [
     Argument("--recover", ["lora"],
              "train a LoRA adapter that makes the cut model imitate the whole one, or --teacher"),
-    Argument("--rank", integer(1), "columns of A and rows of B; 16 by default"),
-    Argument("--scale", number(0), "factor of the adapter, which is alpha / rank; 0.5 by default"),
-    Argument("--dropout", number(0, 0.999),
-             "share of the adapter's inputs that is dropped in training; 0 by default"),
-    Argument("--keys", None,
-             "layers to adapt, by their names in a block, such as mlp.up_proj; all linear ones by default",
-             nargs="+", metavar="NAME"),
+    *LORA_PARAMETERS,
     Argument("--save-dtype", ["float16", "float32"], "type of the saved adapter's numbers; float16 by default"),
 ]
 # fmt: on

@@ -1,4 +1,4 @@
-"""What `lora` and `qat` share: tables of arguments, the recipe that they make, and the output of a run.
+"""Tables of arguments, recipes, and output of runs, for the commands that train: `lora`, `qat` and `prune`.
 
 An argument that has the name of a field of `Recipe`, `TrainingOptions` or a method's class sets that field. An
 argument that a preset may set is None unless given; the field's default then holds.
@@ -91,6 +91,15 @@ _DISTILLATION = [
     Argument("--distillation-divergence", ["forward", "reverse"],
              "forward, KL(teacher || model), by default; reverse, KL(model || teacher), for draft models"),
 ]
+LORA_PARAMETERS = [
+    Argument("--rank", integer(1), "columns of A and rows of B; 16 by default"),
+    Argument("--scale", number(0), "factor of the adapter, which is alpha / rank; 0.5 by default"),
+    Argument("--dropout", number(0, 0.999),
+             "share of the adapter's inputs that is dropped in training; 0 by default"),
+    Argument("--keys", None,
+             "layers to adapt, by their names in a block, such as mlp.up_proj; all linear ones by default",
+             nargs="+", metavar="NAME"),
+]
 _DATA = [
     Argument("--batch-size", integer(1, MAX_ROWS), "rows of a batch; 4 by default"),
     Argument("--max-seq-length", integer(2),
@@ -132,7 +141,7 @@ _RUN = [
 
 
 def training_tables(learning_rate: str, *own: Argument) -> Tables:
-    """Return tables of arguments: a command's `own`, and those that `lora` and `qat` share.
+    """Return tables of arguments: a command's `own`, and the ones of all commands that train.
 
     `learning_rate` describes the default of `--learning-rate`.
     """

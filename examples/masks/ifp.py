@@ -42,6 +42,7 @@ from afm_mlx.config import PRESETS
 from afm_mlx.loading.load import load_predictor
 from afm_mlx.model.model import Model
 from afm_mlx.training import FullTraining, IFPTraining, Recipe, TrainingOptions
+from afm_mlx.training.data.mask_batches import STAGES
 from afm_mlx.training.loop.masked_loss import add_masks, masked
 from afm_mlx.training.methods.method import Method, save_model_folder
 from afm_mlx.training.methods.model_source import ModelSource
@@ -60,7 +61,6 @@ SCALES: dict[str, dict[str, Any]] = {
 }
 ROW = 256
 VALID_LINES = 40
-STAGES = ("chunk", "prompt")
 DESCRIPTIONS = {
     "extract_event": "You are an expert in events. Fill in the event as JSON.",
     "call_tool": "You are an expert in tools. Call the right tool with its arguments.",
@@ -187,8 +187,7 @@ def write_random_model(folder: Path, args: argparse.Namespace, wide: bool) -> No
     for block in model.layers:
         for layer in (block.self_attn.out_proj, block.mlp.down_proj):
             layer.weight = mx.zeros_like(layer.weight)
-    shared = {key: source.values[key] for key in ("eos_token_id",)}
-    values = config.to_dict() | shared
+    values = config.to_dict() | {"eos_token_id": source.values["eos_token_id"]}
     save_model_folder(folder, model, values, source, what="Random weights.", facts={})
 
 
@@ -214,15 +213,15 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
         model.eval()
         scores = [scores_of(predictor, prompt) for prompt, _ in encoded]
         ways = {"ifp, per prompt": scores}
+        by_prompts = prompt_scores(predictor, tokenizer, args.seed)
         for way, of_task in (
-            ("ifp, per task by prompts", prompt_scores(predictor, tokenizer, args.seed)),
+            ("ifp, per task by prompts", by_prompts),
             ("ifp, per task by description", description_scores(predictor, tokenizer)),
         ):
             ways[way] = [of_task[sample["task"]] for sample in samples]
         mx.random.seed(args.seed)
         ways["ifp, random mask"] = [mx.random.normal(each.shape) for each in scores]
         others = list(DESCRIPTIONS)
-        by_prompts = prompt_scores(predictor, tokenizer, args.seed)
         ways["ifp, another task's mask"] = [
             by_prompts[others[(others.index(sample["task"]) + 1) % len(others)]]
             for sample in samples

@@ -3,9 +3,8 @@
     python examples/masks/task_masks.py --out OUT --seed 0
 
 For each task: training chats as JSONL, one `afm-mlx prune --recover lora` for each share, and the answers to
-held-out chats of all seven tasks, whose values never occur in training. A mask
-with its adapter is compared with the mask alone, and with a random mask of the same size. Run it again to go on
-where it was interrupted.
+held-out chats of all seven tasks, whose values never occur in training. A mask with its adapter is compared
+with the mask alone, and with a random mask of the same size. Run it again to go on where it was interrupted.
 """
 
 from __future__ import annotations

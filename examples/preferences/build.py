@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace, data: Path, adapter: Path, iters: int) -> int:
-    """Train an adapter that is missing, test it on held-out pairs, and return the exit status."""
+    """Train an adapter that is missing, test it on held-out pairs, and return the exit status.
+
+    With `--choose` it is not tested, because the held-out pairs must not choose the steps.
+    """
     if not (adapter / CONFIG_NAME).is_file():
         given = {"data": data, "adapter": adapter, "seed": args.seed}
         given |= {"objective": args.objective, "iters": iters}
@@ -89,8 +92,10 @@ def _train(args: argparse.Namespace, data: Path, adapter: Path, iters: int) -> i
             return status
         wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
         print(f"Trained in {wall:.0f} s, {cpu:.0f} s of processor time")
-    test = [*shlex.split(f"lora --objective {args.objective} --test --data {data}")]
-    return cli.main([*test, "--adapter-path", str(adapter)]) if args.choose is None else 0
+    if args.choose is not None:
+        return 0
+    test = ["lora", "--objective", args.objective, "--test", "--data", str(data)]
+    return cli.main([*test, "--adapter-path", str(adapter)])
 
 
 def _write_lines(path: Path, records: Iterable[Any]) -> None:

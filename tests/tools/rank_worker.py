@@ -61,7 +61,7 @@ def start_ranks(
         subprocess.Popen(
             [sys.executable, *command],
             env=values | {"MLX_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -113,7 +113,9 @@ def main(folder: Path) -> None:
         recipe = dataclasses.replace(job.recipe, **job.changes.get(rank, {}))
         try:
             train_by(job.method, recipe, job.path, resume=job.resume, stopping=stopping)
-            errors.append("")
+            # Rank 0 saves; all others wait for it.
+            is_saved = any(job.path.glob("*.safetensors"))
+            errors.append("" if is_saved else f"{job.path} is not saved yet")
         except (AFMError, KeyboardInterrupt) as error:
             errors.append(f"{type(error).__name__}: {error}")
         (folder / f"errors-{rank}").write_text(json.dumps(errors))

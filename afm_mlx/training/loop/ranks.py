@@ -95,8 +95,8 @@ class Ranks:
             return batches
         if not isinstance(batches, Divisible):
             raise ConfigError(
-                f"Batches of {batches.unit} are not split over ranks: each depends on the whole batch, or is "
-                f"sampled. This run has {self.size} ranks; start it without mlx.launch, on one machine."
+                f"Batches of {batches.unit} are not split over ranks in this kind of training. This run has "
+                f"{self.size} ranks; start it without mlx.launch, on one machine."
             )
         return batches.share(self.rank, self.size)
 

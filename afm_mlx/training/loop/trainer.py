@@ -223,15 +223,15 @@ def train(
             stack.enter_context(recomputed_blocks(model))
         flag = stack.enter_context(nullcontext(Flag()) if stopping is None else stopping())
         if on_event is None or not ranks.is_first:
-            on_event = _ignored
+            on_event = ignore_event
         batches = ranks.share(batches)
         trainer = _Trainer(model, loss, batches, options, run, valid, on_event, ranks)
         with trainer.steps_kept():
             return trainer.run_to_the_end(flag)
 
 
-def _ignored(event: Event) -> None:
-    pass
+def ignore_event(event: Event) -> None:
+    """Do nothing, for a run whose events nobody wants."""
 
 
 @dataclass

@@ -171,8 +171,9 @@ def save_model_folder(
 
     `values` is the content of config.json; the tokenizer files are the source's. `what` is a sentence for the
     card that describes the weights, and `facts` are values for the card by their labels. `add` writes more
-    into the folder. Raises `AFMError` when
-    `path` exists or can't be written.
+    into the folder.
+
+    Raises `AFMError` when `path` exists or can't be written.
     """
     path = Path(path)
     try:

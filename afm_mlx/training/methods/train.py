@@ -30,7 +30,14 @@ from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Loss
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
 from afm_mlx.training.loop.ranks import ALONE, Ranks, join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder
-from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping, Testing, train
+from afm_mlx.training.loop.trainer import (
+    Event,
+    RunOutcome,
+    Stopping,
+    Testing,
+    ignore_event,
+    train,
+)
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.ifp_training import IFPTraining
@@ -188,7 +195,7 @@ def train_by(
     threads.check_process()
     ranks = join_ranks()
     if on_event is None or not ranks.is_first:
-        on_event = lambda event: None  # noqa: E731
+        on_event = ignore_event
     path = Path(path)
     run_path = Path(run_path or method.default_run_path(path))
     # Check what can be checked before a model is loaded; opening `run_path` checks it again.
@@ -247,7 +254,7 @@ def train_by(
             method.save(
                 path, model, source, _facts(recipe, data, options, outcome, teacher, scores)
             )
-        ranks.numbers()  # no rank ends before the result is saved
+        ranks.any(False)  # no rank ends before the result is saved
     return TrainingResult(path, run_path, outcome, scores)
 
 

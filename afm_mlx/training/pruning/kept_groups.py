@@ -22,9 +22,8 @@ from afm_mlx.errors import ConfigError
 SHARES = ("equal", "sensitivity")
 """How a share is spread over blocks: the same for all, or more for blocks whose channels score higher."""
 
-_LEAST = (
-    0.5  # of the share, which every block keeps: scores of different blocks are alike only roughly
-)
+_LEAST = 0.5
+"""Part of its share that every block keeps: scores of different blocks are alike only roughly."""
 
 
 def group_scores(scores: np.ndarray, group: int) -> np.ndarray:
@@ -45,11 +44,9 @@ def kept_counts(scores: np.ndarray, share: float, shares: str = "equal") -> np.n
     least = max(1, math.floor(_LEAST * equal))
     ranked = -np.sort(-scores, axis=1)[:, least:]
     rest = np.argsort(-ranked, axis=None, kind="stable")[: blocks * (equal - least)]
-    return (
-        least + np.bincount(rest // (groups - least), minlength=blocks)
-        if rest.size
-        else np.full(blocks, equal)
-    )
+    if not rest.size:
+        return np.full(blocks, equal)
+    return least + np.bincount(rest // (groups - least), minlength=blocks)
 
 
 def kept_groups(scores: np.ndarray, counts: np.ndarray) -> np.ndarray:

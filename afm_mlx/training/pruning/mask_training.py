@@ -89,8 +89,7 @@ class MaskTraining(Method):
     ) -> None:
         kept = np.stack([np.array(block.mlp.selected()) for block in model.layers])
         base = folder_fingerprint(model.args, source.folder)
-        with atomic_folder(path) as folder:
-            write_mask(folder, TaskMask(kept, self.group, self.task, "learned", base))
+        save_mask(path, TaskMask(kept, self.group, self.task, "learned", base))
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,26 @@ class RecoveryTraining(LoRATraining):
             with atomic_folder(path) as folder:
                 save_adapter(folder, saved, self.config(model, source))
                 write_mask(folder, self._mask)
-                write_card(folder, self.card, facts)
+                _write_card(folder, self.card, facts)
         except OSError as error:
             raise AFMError(f"The folder {path} can't be written: {error}.") from None
 
 
-def write_card(folder: Path, card: str, facts: Mapping[str, str]) -> None:
+def save_mask(path: Path, mask: TaskMask, card: str = "") -> None:
+    """Write a mask's folder, whole or not at all, with a README.md if there is a text for it.
+
+    Raises `AFMError` when `path` exists or can't be written.
+    """
+    try:
+        with atomic_folder(path) as folder:
+            write_mask(folder, mask)
+            if card:
+                _write_card(folder, card, {})
+    except OSError as error:
+        raise AFMError(f"The folder {path} can't be written: {error}.") from None
+
+
+def _write_card(folder: Path, card: str, facts: Mapping[str, str]) -> None:
     """Write the README.md of a mask's folder: a text, and a table of facts by their labels."""
     rows = "".join(f"| {label} | {value} |\n" for label, value in facts.items())
     table = f"\n## Recovery\n\n| | |\n| --- | --- |\n{rows}" if rows else ""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from afm_mlx.adapters.task_mask import TaskMask, write_mask
+from afm_mlx.adapters.task_mask import TaskMask
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.config import ModelConfig
-from afm_mlx.errors import AFMError, ConfigError
-from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.errors import ConfigError
+from afm_mlx.files import refuse_existing
 from afm_mlx.loading.load import check_predictor, load_predictor
 from afm_mlx.tokenizer.first_prompt import first_prompt
 from afm_mlx.training.data.samples import load_split
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import MAX_SEQ_LENGTH
+from afm_mlx.training.pruning.mask_training import save_mask
 
 
 def predict_mask(
@@ -58,9 +59,5 @@ def predict_mask(
     config = ModelConfig.from_dict(source.values)
     predictor = load_predictor(source.folder, config)
     mask = predictor.task_mask(prompts, task, folder_fingerprint(config, source.folder))
-    try:
-        with atomic_folder(path) as folder:
-            write_mask(folder, mask)
-    except OSError as error:
-        raise AFMError(f"The mask {path} can't be written: {error}.") from None
+    save_mask(path, mask)
     return mask

@@ -22,15 +22,16 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx import threads
-from afm_mlx.adapters.task_mask import GROUP, MaskBase, TaskMask, read_mask, write_mask
+from afm_mlx.adapters.task_mask import GROUP, MaskBase, TaskMask, read_mask
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.config import ModelConfig
-from afm_mlx.errors import AFMError, ConfigError, shown
-from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.errors import ConfigError, shown
+from afm_mlx.files import refuse_existing
 from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.measure.benchmark import BenchmarkCase, run_case
 from afm_mlx.progress import Progress
 from afm_mlx.training.data.batches import Batches
+from afm_mlx.training.loop.ranks import join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping
 from afm_mlx.training.methods.method import Method
@@ -47,7 +48,7 @@ from afm_mlx.training.pruning.kept_groups import (
     share_for_speed,
     step_bytes,
 )
-from afm_mlx.training.pruning.mask_training import MaskTraining, RecoveryTraining, write_card
+from afm_mlx.training.pruning.mask_training import MaskTraining, RecoveryTraining, save_mask
 
 CRITERIA = ("activation", "gradient", "learned")
 _KEPT_SHARE = "share"  # name of the kept tensor
@@ -155,6 +156,10 @@ def prune(
         AFMError: for an argument, data, a model or a run that can't be used.
     """
     threads.check_process()
+    if (size := join_ranks().size) > 1:
+        raise ConfigError(
+            f"A mask is made by one process, and this run has {size} ranks; start it without mlx.launch."
+        )
     path, pruning = Path(path), pruning or Pruning()
     refuse_existing(path)
     source = ModelSource.open(recipe.model)
@@ -190,17 +195,17 @@ def prune(
             else:
                 mask = make_mask(source, batches, pruning, progress)
                 if run is not None:
-                    _write(made, mask)
+                    save_mask(made, mask)
         if run is not None:
             mask = read_mask(made)
-        card = _card(path.name, source, mask, batches, pruning, recipe, inside, rest)
+        before, after = inside + rest, round(inside * mask.share) + rest
+        card = _card(path.name, source, mask, batches, pruning, recipe, before, after)
         if recovery is None:
-            _write(path, mask, card)
+            save_mask(path, mask, card)
         else:
             recovery = dataclasses.replace(recovery, mask=mask, card=card)
             outcome = _train(recovery, recipe, path, run_path / "recovery", hooks)
-    after = round(inside * mask.share) + rest
-    return PruneResult(path, mask, inside + rest, after, outcome)
+    return PruneResult(path, mask, before, after, outcome)
 
 
 def make_mask(
@@ -244,17 +249,6 @@ def _train(
     is_begun = (run_path / "run.json").exists()
     arguments: RunArguments = {**hooks, "run_path": run_path, "resume": is_begun}
     return train_by(method, recipe, path, **arguments).outcome
-
-
-def _write(path: Path, mask: TaskMask, card: str = "") -> None:
-    """Write a mask's folder, whole or not at all, with a card if there is a text."""
-    try:
-        with atomic_folder(path) as folder:
-            write_mask(folder, mask)
-            if card:
-                write_card(folder, card, {})
-    except OSError as error:
-        raise AFMError(f"The folder {path} can't be written: {error}.") from None
 
 
 def _describe(source: ModelSource, group: int) -> tuple[int, int, str]:
@@ -317,11 +311,10 @@ def _card(
     batches: Batches,
     pruning: Pruning,
     recipe: Recipe,
-    inside: int,
-    rest: int,
+    before: int,
+    after: int,
 ) -> str:
     """Return the text of the folder's README.md: what was kept, by what, from what."""
-    after = round(inside * mask.share) + rest
     how = f"{pruning.criterion}, {pruning.shares} shares, seed {recipe.options.seed}"
     shares = "\n".join(
         f"| {block} | {width:,} | {width / mask.ffn_dim:.1%} |"
@@ -332,6 +325,6 @@ def _card(
         f"as an adapter does.\n\n| | |\n| --- | --- |\n| task | {mask.task or 'not described'} |\n"
         f"| data | {len(batches):,} samples, {batches.n_tokens:,} tokens |\n| criterion | {how} |\n"
         f"| kept | {mask.share:.1%} of {mask.ffn_dim:,} channels in {mask.blocks} blocks, groups of "
-        f"{mask.group} |\n| weights that a decode step reads | {after:,} of {inside + rest:,} bytes |\n\n"
+        f"{mask.group} |\n| weights that a decode step reads | {after:,} of {before:,} bytes |\n\n"
         f"## What each block keeps\n\n| block | channels | share |\n| ---: | ---: | ---: |\n{shares}\n"
     )

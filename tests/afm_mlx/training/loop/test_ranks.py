@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
+import afm_mlx
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.samples import Sample
@@ -19,6 +21,7 @@ from afm_mlx.training.loop.ranks import ALONE, Ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
+from afm_mlx.training.methods.ifp_training import IFPTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import QATTraining
 from afm_mlx.training.methods.model_source import ModelSource
@@ -26,6 +29,7 @@ from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.reward_training import RewardTraining
 from afm_mlx.training.methods.train import train_by
+from afm_mlx.training.pruning.prune import prune
 from tests.tools.cases import each
 from tests.tools.cli import lines, write_folder
 from tests.tools.compare import assert_close, assert_within
@@ -72,77 +76,68 @@ def preferences(recipe, tmp_path):
     return dataclasses.replace(recipe, data=folder, packing=None)
 
 
-def cases(recipe, preferences, size):
-    """Methods and recipes, by name."""
-    found = {"ragged": (LoRATraining(rank=2, scale=2.0), recipe)}
-    if size == 3:
-        return found
-    options = dataclasses.replace(recipe.options, grad_accumulation_steps=2, ema_decay=0.8)
-    taught = {"packing": True, "options": options, "teacher": "self", "distillation_weight": 0.5}
-    return found | {
-        "qat": (QATTraining(), dataclasses.replace(recipe, **taught)),
-        "preferences": (PreferenceTraining(rank=2, scale=2.0), preferences),
-    }
-
-
 def best(path, method):
     """The best weights of a run, in the precision of training, with the step and the validation loss."""
     return RunFolder(method.default_run_path(path)).load_best()
 
 
-@each("size", [2, 3])
-def test_ranks_train_as_one_process_does(recipe, preferences, tmp_path, size):
-    short = dataclasses.replace(OPTIONS, iters=3, steps_per_eval=3, save_every=3)
-    recipe, preferences = (
-        dataclasses.replace(plan, options=short) for plan in (recipe, preferences)
+def check_as_one_process(job):
+    """Train in one process, too, and compare the best weights."""
+    kind, alone = job.method.kind, train_by(job.method, job.recipe, Path(f"{job.path}-alone"))
+    (weights, state), (wanted, alone_state) = (
+        best(path, job.method) for path in (job.path, alone.path)
     )
-    todo = cases(recipe, preferences, size)
-    tmp_path = tmp_path / f"{size}-ranks"
-    tmp_path.mkdir()
-    jobs = [Job(*case, tmp_path / f"ranks-{name}") for name, case in todo.items()]
-    ended = run_ranks(tmp_path, size, *jobs)
-    for rank in ended:
-        assert rank.errors == [""] * len(jobs), rank.stderr
-        assert rank.status == 0
-    for job, (name, (method, plan)) in zip(jobs, todo.items(), strict=True):
-        alone = train_by(method, plan, tmp_path / f"alone-{name}")
-        (weights, state), (wanted, alone_state) = (
-            best(path, method) for path in (job.path, alone.path)
-        )
-        assert state["step"] == alone_state["step"], name
-        assert state["valid_loss"] == pytest.approx(alone_state["valid_loss"], rel=1e-5), name
-        assert weights.keys() == wanted.keys()
-        for key, array in wanted.items():
-            assert_within(weights[key], array, 1e-6, f"{name}: {key}")
+    assert state["step"] == alone_state["step"], kind
+    assert state["valid_loss"] == pytest.approx(alone_state["valid_loss"], rel=1e-5), kind
+    assert weights.keys() == wanted.keys()
+    for key, array in wanted.items():
+        assert_within(weights[key], array, 1e-6, f"{kind}: {key}")
 
 
-def test_a_killed_rank_ends_all_and_its_run_resumes_to_the_bit(recipe, tmp_path):
-    method = LoRATraining(rank=2, dropout=0.2, save_dtype="float32")
+def check_killed(job, rank, ended):
+    """Check how both ranks ended after the death of one before its fourth step.
+
+    Rank 0 saves the last step when it loses another rank.
+    """
+    assert ended[rank].status == -signal.SIGKILL
+    lost = ended[1 - rank].errors[-1]
+    assert lost.startswith(f"RankLostError: Rank {1 - rank} of 2 has lost another rank")
+    assert ("The last checkpoint is of step 3: " in lost and "--resume" in lost) == rank
+    assert RunFolder(job.path / "run").steps()[-1] == (3 if rank else 2)
+
+
+def check_resumes(job, unbroken, folder):
+    """Resume on two ranks, and compare with an unbroken run, to the bit."""
+    ended = run_ranks(folder, 2, dataclasses.replace(job, resume=True))
+    assert [rank.errors for rank in ended] == [[""]] * 2, ended
+    found, wanted = ((each.path / "adapters.safetensors").read_bytes() for each in (job, unbroken))
+    assert found == wanted
+
+
+@pytest.fixture
+def breakable(recipe, tmp_path):
+    """Two equal jobs, of which one can be broken."""
     options = dataclasses.replace(OPTIONS, steps_per_eval=4)
     recipe = dataclasses.replace(recipe, options=options, test=False)
-    unbroken, *broken = (
-        Job(method, recipe, tmp_path / name) for name in ("unbroken", "lost-0", "lost-1")
-    )
-    for killed, job in enumerate(broken):
-        others = [] if killed else [unbroken]
-        ended = run_ranks(tmp_path, 2, *others, dataclasses.replace(job, killed=(killed, 4)))
-        assert ended[killed].status == -signal.SIGKILL
-        *whole, lost = ended[1 - killed].errors
-        assert whole == [""] * len(others)
-        assert lost.startswith(f"RankLostError: Rank {1 - killed} of 2 has lost another rank")
-        assert ("The last checkpoint is of step 3: " in lost and "--resume" in lost) == killed
-        # Rank 0 saves the last step when it loses another rank.
-        assert RunFolder(job.path / "run").steps()[-1] == (3 if killed else 2)
-    ended = run_ranks(tmp_path, 2, *(dataclasses.replace(job, resume=True) for job in broken))
-    assert [rank.errors for rank in ended] == [["", ""]] * 2, ended
-    wanted = (unbroken.path / "adapters.safetensors").read_bytes()
-    for job in broken:
-        assert (job.path / "adapters.safetensors").read_bytes() == wanted
+    method = LoRATraining(rank=2, dropout=0.2, save_dtype="float32")
+    return [Job(method, recipe, tmp_path / name) for name in ("unbroken", "broken")]
 
 
-def test_ranks_that_stop_or_differ_end_together(recipe, tmp_path, spm_bpe, rng):
-    method = LoRATraining(rank=2, save_dtype="float32")
-    stopped = Job(method, recipe, tmp_path / "stopped", stopped=1)
+SHORT = dataclasses.replace(OPTIONS, iters=3, steps_per_eval=3, save_every=3)
+
+
+def test_two_ranks(recipe, preferences, breakable, tmp_path, spm_bpe, rng):
+    """One start of processes, for many jobs: they train, stop, differ, and lose a rank."""
+    lora = LoRATraining(rank=2, scale=2.0, save_dtype="float32")
+    options = dataclasses.replace(SHORT, grad_accumulation_steps=2, ema_decay=0.8)
+    preferences = dataclasses.replace(preferences, options=SHORT)
+    pairs = PreferenceTraining(rank=2, scale=2.0)
+    trained = [
+        Job(lora, dataclasses.replace(recipe, options=options), tmp_path / "ragged"),
+        Job(pairs, preferences, tmp_path / "pairs"),
+    ]
+    short = dataclasses.replace(recipe, options=SHORT)
+    stopped = Job(lora, short, tmp_path / "stopped", stopped=1)
     other = write_folder(
         tmp_path / "other/floats", spm_bpe, rng, dataclasses.replace(TRAINABLE, kv_bits=None)
     )
@@ -151,21 +146,53 @@ def test_ranks_that_stop_or_differ_end_together(recipe, tmp_path, spm_bpe, rng):
         "data": {"data": write_data(tmp_path / "others", rng)},
         "learning_rate": {"options": dataclasses.replace(OPTIONS, learning_rate=2e-3)},
     }
-    differing = [
-        Job(method, recipe, tmp_path / name, changes={1: changes[name]}) for name in changes
-    ]
-    for rank in run_ranks(tmp_path, 2, stopped, *differing):
-        assert rank.errors[0] == "KeyboardInterrupt: ", rank.stderr
-        for name, error in zip(changes, rank.errors[1:], strict=True):
+    differing = [Job(lora, recipe, tmp_path / name, changes={1: changes[name]}) for name in changes]
+    unbroken, broken = breakable
+    killed = dataclasses.replace(broken, killed=(1, 4))
+    ended = run_ranks(tmp_path, 2, *trained, stopped, *differing, unbroken, killed)
+    check_killed(broken, 1, ended)
+    for rank in ended:
+        *whole, interrupted = rank.errors[:3]
+        assert whole == ["", ""], rank.stderr
+        assert interrupted == "KeyboardInterrupt: "
+        for name, error in zip(changes, rank.errors[3:6], strict=True):
             assert error.startswith("ConfigError: The ranks differ: "), error
             assert f"{name} is " in error
+        assert rank.errors[6] == ""
     assert not any((job.path / "run").exists() for job in differing)
+    for job in trained:
+        check_as_one_process(job)
+    check_resumes(broken, unbroken, tmp_path)
     # Any number of ranks resumes, such as one.
     assert RunFolder(stopped.path / "run").steps() == [1]
-    train_by(method, recipe, stopped.path, resume=True)
-    wanted = best(train_by(method, recipe, tmp_path / "alone").path, method)[0]
-    for key, array in best(stopped.path, method)[0].items():
-        assert_within(array, wanted[key], 1e-6, key)
+    train_by(lora, short, stopped.path, resume=True)
+    check_as_one_process(stopped)
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_rank_0_resumes_from_its_last_checkpoint(breakable, tmp_path):
+    unbroken, broken = breakable
+    ended = run_ranks(tmp_path, 2, unbroken, dataclasses.replace(broken, killed=(0, 4)))
+    check_killed(broken, 0, ended)
+    check_resumes(broken, unbroken, tmp_path)
+
+
+@pytest.mark.slow
+def test_three_ranks_train_as_one_process_does(recipe, tmp_path):
+    """In a ring of three the neighbours of a rank are two others."""
+    recipe = dataclasses.replace(recipe, options=SHORT)
+    options = dataclasses.replace(SHORT, grad_accumulation_steps=2, ema_decay=0.8)
+    taught = dataclasses.replace(
+        recipe, packing=True, options=options, teacher="self", distillation_weight=0.5
+    )
+    jobs = [
+        Job(LoRATraining(rank=2, scale=2.0), recipe, tmp_path / "lora"),
+        Job(QATTraining(), taught, tmp_path / "qat"),
+    ]
+    for rank in run_ranks(tmp_path, 3, *jobs):
+        assert (rank.errors, rank.status) == (["", ""], 0), rank.stderr
+    for job in jobs:
+        check_as_one_process(job)
 
 
 LATE = """
@@ -173,17 +200,6 @@ import sys
 from afm_mlx.training.loop import ranks
 ranks.JOIN_SECONDS = 1
 ranks.join_ranks()
-"""
-VERSION = """
-import os
-import afm_mlx
-from afm_mlx.errors import AFMError
-from afm_mlx.training.loop import ranks
-afm_mlx.__version__ = "1." + os.environ["MLX_RANK"]
-try:
-    ranks.join_ranks()
-except AFMError as error:
-    raise SystemExit(str(error))
 """
 
 
@@ -196,26 +212,45 @@ def test_a_rank_that_is_alone_says_so_and_ends(tmp_path, present):
     assert f"error: rank {present} has waited 1 s, and not all ranks are there" in texts[present]
 
 
-def test_ranks_of_two_versions_end_with_both(tmp_path):
-    for process in start_ranks(tmp_path, 2, ["-c", VERSION]):
-        text = process.communicate(timeout=30)[1]
-        assert process.returncode == 1
-        assert "The ranks differ: afm-mlx is '1.1' on rank 1 and '1.0' on rank 0." in text
+def test_joining_ranks_compare_their_versions(monkeypatch):
+    found = []
+    monkeypatch.setattr(mx.distributed, "init", lambda: Group(0, 2))
+    monkeypatch.setattr(Ranks, "check_alike", lambda self, facts: found.append(facts))
+    assert ranks_module.join_ranks.__wrapped__().size == 2
+    assert found == [{"afm-mlx": afm_mlx.__version__, "mlx": mx.__version__}]
+
+
+def command(recipe, path):
+    """The arguments of Python for a short training by the command."""
+    return ["-m", "afm_mlx", "lora", "--model", str(recipe.model), "--data", str(recipe.data), "--iters", "2",
+            "--batch-size", "2", "--max-seq-length", "96", "--adapter-path", str(path)]  # fmt: skip
+
+
+def check_printed(text, path):
+    assert text.count("Saved to") == 1, text
+    assert text.count("Ranks: 2, which split the rows of each batch") == 1
+    assert text.count("exchanges ") == 1
+    assert (path / "adapters.safetensors").exists()
 
 
 def test_the_command_prints_once(recipe, tmp_path):
+    running = start_ranks(tmp_path, 2, command(recipe, tmp_path / "adapter"))
+    texts = [process.communicate(timeout=60)[0] for process in running]
+    check_printed("".join(texts), tmp_path / "adapter")
+
+
+@pytest.mark.slow  # mlx.launch polls without a pause: 4 s of processor time in 3 s
+def test_the_launcher_of_mlx_starts_ranks(recipe, tmp_path):
     launch = Path(sys.executable).with_name("mlx.launch")
     flags = ["--backend", "ring", "-n", "2", "--starting-port", "42424"]
-    command = [launch, *flags, sys.executable, "-m", "afm_mlx", "lora", "--model", recipe.model,
-               "--data", recipe.data, "--iters", "2", "--batch-size", "2", "--max-seq-length", "96",
-               "--adapter-path", tmp_path / "adapter"]  # fmt: skip
     run = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, stdin=subprocess.DEVNULL
+        [str(launch), *flags, sys.executable, *command(recipe, tmp_path / "adapter")],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
     )
-    assert run.stdout.count("Saved to") == 1, run.stderr
-    assert run.stdout.count("Ranks: 2, which split the rows of each batch") == 1
-    assert run.stdout.count("exchanges ") == 1
-    assert (tmp_path / "adapter/adapters.safetensors").exists()
+    assert run.returncode == 0, run.stderr
+    check_printed(run.stdout, tmp_path / "adapter")
 
 
 # -- shares
@@ -295,9 +330,17 @@ def test_what_can_not_be_split_is_refused(rng, recipe, preferences, monkeypatch)
         (LoRATraining(), recipe, "batch_size is 4, and 5 ranks split each batch"),
         (ContrastiveTraining(), contrastive, "Batches of pairs are not split over ranks"),
         (kto, preferences, "kto's losses depend on the mean over a batch"),
+        (
+            IFPTraining(stage="chunk", chunk_size=8),
+            recipe,
+            "Batches of tokens are not split over ranks in this kind",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             train_by(method, plan, pairs.parent / "refused")
+    monkeypatch.setattr("afm_mlx.training.pruning.prune.join_ranks", lambda: Ranks(Group(0, 2)))
+    with pytest.raises(ConfigError, match="made by one process, and this run has 2 ranks"):
+        prune(recipe, pairs.parent / "refused")
 
 
 def test_the_system_probes_connections():
