@@ -113,7 +113,7 @@ def test_functions_that_the_description_does_not_mean(bundle):
     runner = CoreAIModel(bundle)
     with pytest.raises(AFMError, match=r"Core AI can't run .*prompt_13"):
         runner.prefill([1] * 13)
-    with pytest.raises(AFMError, match="step takes other arrays than its config means"):
+    with pytest.raises(AFMError, match="step takes other arrays than the bundle's config says"):
         runner.decode(0)
 
 
