@@ -142,7 +142,7 @@ class MaskPredictor(nn.Module):
         """
         if not prompts or not all(map(len, prompts)):
             raise RequestError(
-                "A prompt without tokens needs no channels; give the predictor a text."
+                "A mask can't be chosen for a prompt without tokens. Give the predictor a text."
             )
         total = mx.zeros((self.config.blocks, self.config.groups))
         for prompt in prompts:

@@ -73,8 +73,8 @@ ARGUMENTS = {
                  "also make functions that take an adapter of up to this rank as inputs",
                  metavar="RANK"),
         Argument("--adapter-functions", None,
-                 "also make functions of adapters, which share the base's weights: names of adapters in the "
-                 "model's folder, or their paths",
+                 "also make functions with these adapters built in, which share the base's weights: names of "
+                 "adapters in the model's folder, or paths",
                  nargs="+", metavar="ADAPTER"),
         Argument("--minimum-os", None, "the oldest macOS and iOS; 27 by default", metavar="VERSION"),
     ],

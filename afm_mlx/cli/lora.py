@@ -138,8 +138,8 @@ _KIND = [
              "train: needed with --test only, which alone measures an adapter"),
     Argument("--fine-tune-type", list(LEARNING_RATES),
              "lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
-             "for speculative decoding, ifp all float weights with a predictor that chooses the feed-forward "
-             "channels for each prompt",
+             "for speculative decoding, ifp all float weights together with a predictor that chooses the "
+             "feed-forward channels for each prompt",
              "lora"),
     Argument("--objective", list(_OBJECTIVES),
              "contrastive trains an adapter for embeddings: lines are {\"query\", \"positive\", "
@@ -236,21 +236,22 @@ _POLICY = [
 ]
 _IFP = [
     Argument("--ifp-stage", ["chunk", "prompt"],
-             "where a mask comes from: chunk, for continued pre-training, is the chunk of text before; prompt, "
-             "by default, is a chat's first prompt"),
+             "text from which a mask is chosen: chunk, for continued pre-training: the chunk before; prompt, "
+             "by default: a chat's first prompt"),
     Argument("--chunk-size", integer(1), "tokens of a chunk; 256 by default"),
     Argument("--ffn", positive(1),
              "share of the feed-forward channels that each block keeps; 0.5 by default", metavar="SHARE"),
     Argument("--group", integer(1), "neighbouring channels that are kept or cut together; 16 by default"),
     Argument("--predictor", None,
-             "small model of the same vocabulary that a new predictor starts from, such as a draft model; by "
-             "default it is two blocks of random weights, by --seed",
+             "small model with the same vocabulary from which a new predictor starts, such as a draft model; "
+             "by default the predictor starts from two blocks of random weights, by --seed",
              metavar="FOLDER"),
     Argument("--predictor-rank", integer(1), "width of the predictor's head; 128 by default"),
     Argument("--mask-temperature", positive(),
-             "the lower, the nearer to 0 and 1 are the masks in training; 1 by default"),
+             "temperature of the masks in training: a lower one brings their numbers nearer to 0 and 1; 1 by "
+             "default"),
     Argument("--binary-masks", SWITCH,
-             "train with masks of zeros and ones instead of soft numbers, which the paper has; off by default"),
+             "train with masks of zeros and ones; off by default, for soft numbers as in the paper"),
 ]
 _REWARD = [
     Argument("--grade-weight", number(0),

@@ -41,9 +41,9 @@ LOADING = [
     MODEL,
     Argument("--adapter-path", None, "LoRA adapter: its path, or the name of one that comes with the model"),
     Argument("--mask", None,
-             "task mask that makes the model smaller: its path, or the name of one that comes with the model; "
-             "alone, or with --adapter-path. generate and chat take auto: the model's own predictor chooses "
-             "one for the first prompt", metavar="DIR"),
+             "task mask, with which the model reads only the feed-forward channels that a task needs: its "
+             "path, or the name of one that comes with the model; alone, or with --adapter-path. generate and "
+             "chat take auto: the model's own predictor chooses a mask for the first prompt", metavar="DIR"),
     Argument("--force", FLAG, "run an adapter that was made for another model, if its shapes fit"),
     ACTIVATION_BITS,
     TRUST_REMOTE_CODE,

@@ -51,15 +51,16 @@ _MASK = [
              "kept share of the feed-forward channels, more than 0 and up to 1; 0.5 by default",
              metavar="SHARE"),
     Argument("--target-bytes", size,
-             "choose the share: a decode step reads at most this many bytes of weights, such as 570MB",
+             "keep the largest share with which a decode step reads at most this many bytes of weights, such "
+             "as 570MB",
              metavar="SIZE"),
     Argument("--target-tokens-per-second", positive(MAX_NUMBER),
-             "choose the share: the speed of generating one answer, as measured on this machine", metavar="N"),
+             "keep the largest share with which this machine generates one answer at this speed", metavar="N"),
     Argument("--criterion", ["activation", "gradient", "learned", "predictor"],
              "activation, by default: how far a channel moves its block's output on the task's prompts and "
              "answers; gradient: how far it moves the loss of the answers; learned: scores that are trained; "
-             "predictor: what the model's own predictor chooses for --task, or for the prompts of --data, if "
-             "it has one (lora --fine-tune-type ifp)"),
+             "predictor: channels that the model's own predictor (lora --fine-tune-type ifp) chooses for "
+             "--task or for the prompts of --data"),
     Argument("--group", integer(1),
              "neighbouring channels that are kept or cut together; 16 by default, which fills a word of 2-bit "
              "weights. Float models may have 1"),
@@ -68,14 +69,14 @@ _MASK = [
              "higher keep more"),
     Argument("--task", None, "what the mask is for, as text; the mask keeps it", metavar="TEXT"),
     Argument("--score-batches", count_or_all,
-             "batches of the pass that scores channels; -1 for all of the data, by default"),
+             "batches from which channels are scored; -1, by default, for all of the data"),
     Argument("--score-iters", integer(1), "steps that train the scores of --criterion learned; 200 by default"),
     Argument("--score-learning-rate", positive(),
-             "highest learning rate of these steps; 0.05 by default"),
+             "highest learning rate of the steps of --score-iters; 0.05 by default"),
 ]
 _RECOVERY = [
     Argument("--recover", ["lora"],
-             "train a LoRA adapter that makes the cut model imitate the whole one, or --teacher"),
+             "train a LoRA adapter with which the cut model imitates the whole one, or --teacher"),
     *LORA_PARAMETERS,
     Argument("--save-dtype", ["float16", "float32"], "type of the saved adapter's numbers; float16 by default"),
 ]
@@ -138,11 +139,13 @@ def _predict(args: argparse.Namespace) -> None:
     names = [row.name for row in (*_MASK, *_RECOVERY) if row.name not in ("criterion", "task")]
     if given := [flag_of(name) for name in (*names, "teacher") if getattr(args, name)]:
         raise UsageError(
-            f"{', '.join(given)} would do nothing with --criterion predictor, which has its share and "
-            "groups. Leave it out."
+            f"{', '.join(given)} would do nothing with --criterion predictor: the predictor sets the share "
+            "and the groups. Leave it out."
         )
     if args.data is None and not args.task:
-        raise UsageError("--task or --data is missing: what the predictor chooses the mask for.")
+        raise UsageError(
+            "--criterion predictor needs --task or --data, which say what the mask is for."
+        )
     from afm_mlx.training.pruning.predicted_mask import predict_mask
 
     features = features_of(args)

@@ -150,7 +150,7 @@ class _Runtime:
         shape = bundle.state_shape()
         if found != wanted or states != {"keys": shape, "values": shape}:
             raise AFMError(
-                f"{self._path}: {name} takes other arrays than its config means. Make the bundle again "
+                f"{self._path}: {name} takes other arrays than the bundle's config says. Make the bundle again "
                 "with afm-mlx convert --to coreai."
             )
 

@@ -148,8 +148,8 @@ def load_answer_pairs(
             )
         if answer.tools and other.tools and answer.tools != other.tools:
             raise DataError(
-                f"{answer.where} and {other.where} have the same prompt and different tools; which ones were "
-                "offered?"
+                f"{answer.where} and {other.where} have the same prompt and different tools. Give both "
+                "the tools that were offered."
             )
         pairs.append(AnswerPair(key, answer, other))
     if not pairs:

@@ -100,7 +100,7 @@ def _adapter(path: Path, source: Source, fingerprint: str, dtype: Float) -> Adap
     """Read an adapter of any format that was made for the model."""
     if not is_function_suffix(path.stem):
         raise AFMError(
-            f"{path.name} can't be the name of functions: letters of English, digits, _ and - are allowed, and "
+            f"{path.name} can't be the name of functions: English letters, digits, _ and - are allowed, and "
             f"{INPUTS!r} is taken. Rename the adapter."
         )
     tensors, config = read_for(path, BaseFolder(source.config, fingerprint))

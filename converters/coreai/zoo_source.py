@@ -60,7 +60,7 @@ class ZooSource(Source):
         if not isinstance(model, llama.Model | qwen3.Model):
             raise AFMError(
                 f"{folder} is a model of type {shown(model.model_type)}; Core AI bundles are made of AFM "
-                "models and of those with mlx-lm's llama or qwen3 blocks."
+                "models and of models with mlx-lm's llama or qwen3 blocks."
             )
         self.matrices = {}
         self._modules = dict(model.named_modules())
@@ -69,13 +69,13 @@ class ZooSource(Source):
             if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
                 kind = f"{module.bits} bits of the mode {module.mode}"
                 raise AFMError(
-                    f"{folder}: {named(path)} has {kind}; Core AI bundles have 2, 4 and 8 bits of affine, "
-                    "balanced and palette."
+                    f"{folder}: {named(path)} has {kind}; Core AI bundles can have 2, 4 or 8 bits of the "
+                    "modes affine, balanced and palette."
                 )
             if "bias" in module or getattr(module, "use_sliding", False):
                 what = "biases" if "bias" in module else "a sliding window"
                 raise AFMError(
-                    f"{folder}: {named(path)} has {what}, which Core AI bundles have not."
+                    f"{folder}: {named(path)} has {what}, which Core AI bundles can't have."
                 )
         self._rope = self._modules["model.layers.0.self_attn"].rope
 
@@ -116,7 +116,7 @@ class ZooSource(Source):
         if np.abs(found[1] - wanted).max() > 1e-4 * np.abs(wanted).max():
             raise AFMError(
                 "The model's RoPE rotates neighbouring dimensions, or a part of a head, which Core AI bundles "
-                "of mlx-lm's models have not."
+                "of mlx-lm's models can't do."
             )
         return cos, sin
 

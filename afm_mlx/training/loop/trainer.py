@@ -426,7 +426,7 @@ class _Trainer:
                 self._save()
             if isinstance(error, RankLostError) and self.ranks.is_first:
                 raise RankLostError(
-                    f"{error} {self.run.what_remains()} Start all ranks again, to go on (--resume)."
+                    f"{error} {self.run.what_remains()} To continue, start all ranks again with --resume."
                 ) from None
             raise
 

@@ -81,8 +81,8 @@ class IFPTraining(FullTraining):
         source.refuse_quantized("Instruction-Following Pruning")
         if not source.is_afm:
             raise ConfigError(
-                f"{source.folder} is no AFM model, and a predictor of masks is trained with one. For other "
-                "models make masks by tasks: afm-mlx prune."
+                f"{source.folder} is no AFM model, and a predictor of masks is trained only with AFM models. "
+                "Choose an AFM model."
             )
         if has_predictor(source.folder):
             fixed = ("ffn", "group", "predictor", "rank", "temperature", "binary")

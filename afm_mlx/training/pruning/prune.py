@@ -268,7 +268,7 @@ def _check_model(source: ModelSource, group: int) -> None:
     """Raise `ConfigError` unless the model is an AFM model whose feed-forward holds whole groups."""
     if not source.is_afm:
         raise ConfigError(
-            f"{source.folder} is no AFM model, and only these have channels that are scored. Choose one."
+            f"{source.folder} is no AFM model, and masks are made only for AFM models. Choose an AFM model."
         )
     width = ModelConfig.from_dict(source.values, str(source.folder / "config.json")).ffn_dim
     if width % group:

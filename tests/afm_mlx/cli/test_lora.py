@@ -238,7 +238,7 @@ def test_a_model_with_a_predictor_of_masks(base, data, done, fails, tmp_path):
         ((*base, *kind), "--save-path is missing"),
         ((*base, *kind, "--rank", 4, "--save-path", mask), "--rank would do nothing"),
         ((*base, "--ffn", 0.5), "--ffn would do nothing with --fine-tune-type lora"),
-        (prune, "--task or --data is missing"),
+        (prune, "needs --task or --data"),
         (
             (*prune, "--task", "x", "--ffn", 0.5),
             "--ffn would do nothing with --criterion predictor",

@@ -116,7 +116,7 @@ def test_functions_that_the_description_does_not_mean(bundle):
     zoo = ZooConfig(config["vocab_size"], 40, 32, 2, 4, 2, 8, 1e-5).to_dict() | most
     for wrong in (config | {"num_kv_heads": 1}, zoo):  # the second one's states have 1.5e21 numbers
         both(bundle, {"config": wrong})
-        with pytest.raises(AFMError, match="step takes other arrays than its config means"):
+        with pytest.raises(AFMError, match="step takes other arrays than the bundle's config says"):
             CoreAIModel(bundle)
 
 

@@ -151,7 +151,7 @@ def test_refusals(rng, tmp_path):
                 "qwen3",
                 {"bits": 3},
                 {},
-                "has 3 bits of the mode affine; Core AI bundles have 2, 4 and 8 bits of affine",
+                "has 3 bits of the mode affine; Core AI bundles can have 2, 4 or 8 bits",
             ),
             ("llama", {}, {"context": 257}, "the model's context is 256 tokens"),
             ("llama", {}, {"adapter_rank": 4}, "no functions with adapters"),
