@@ -341,7 +341,12 @@ def test_requests_that_wait_for_a_model_count_as_waiting(folders, loads):
     limits = {"max_queue": 2, "max_batch": 1, "max_share": 1.0}
     with several_models(*folders, **limits) as server, ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(ask, server, "a") for _ in range(3)]
-        until(lambda: server.models.resources.admission.active == 3)
+
+        def all_wait():  # for a while: a request whose body was read takes another slot to wait
+            admission = server.models.resources.admission
+            return all(admission.active == 3 and not time.sleep(0.01) for _ in range(30))
+
+        until(all_wait)
         with pytest.raises(openai.RateLimitError):
             ask(server, "b")
         loads.opened.set()
