@@ -26,7 +26,7 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import dispatch
 from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache
 from afm_mlx.model.model import Model, is_afm
-from afm_mlx.model.pooling import normalize
+from afm_mlx.model.pooling import hidden_states, last_states, normalize
 from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 Entry = Any
@@ -94,7 +94,8 @@ class Prefill:
     """Rows whose pending tokens are being fed: prompts, or tokens that a constraint forces."""
 
     batch: RowBatch  # the B rows
-    # (B, most pending tokens - 1), padded on the right; a row's last pending token is its next decode step.
+    # (B, most tokens), padded on the right: all pending tokens of rows that become vectors, else all but the
+    # last, which is the row's next decode step.
     tokens: mx.array
     lengths: list[int]  # of the rows' tokens
     done: int = 0  # columns of `tokens` that are in the cache
@@ -104,20 +105,20 @@ class Prefill:
     generates: bool = True  # False if all rows end with their prompts, as all or none do
     # How the rows' hidden states become vectors, in one way for all; None if no vectors are wanted.
     pooling: str | None = None
-    has_vectors: bool = False  # True once these rows have them
-    # (B, hidden_dim) float32: the sum of the hidden states of the columns so far.
+    # (B, hidden_dim) float32: of the columns so far, the sum of the hidden states, or each row's last one.
     _states: mx.array | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
         pending = [row.pending for row in rows]
-        lengths = [len(tokens) - 1 for tokens in pending]
+        asked = rows[0].embedding
+        lengths = [row.prefill_length for row in rows]
         longest = max(lengths)
         padding = [longest - length for length in lengths]
         if any(padding):
             for entry in cache:
                 entry.prepare(lengths=lengths, right_padding=padding)
-        padded = [ids[:-1] + [0] * pad for ids, pad in zip(pending, padding, strict=True)]
+        padded = [ids[:n] + [0] * (longest - n) for ids, n in zip(pending, lengths, strict=True)]
         tokens = mx.array(padded, mx.int32).reshape(len(rows), longest)
         last = mx.array([ids[-1] for ids in pending], dtype=mx.int32)
         for row, length in zip(rows, lengths, strict=True):
@@ -125,8 +126,7 @@ class Prefill:
             row.pending = []
         batch = RowBatch(by_block, list(rows), cache, last, batch_adapters(rows))
         prefill = cls(batch, tokens, lengths, generates=rows[0].generates)
-        if (asked := rows[0].embedding) is not None:
-            prefill.pooling = asked.pooling
+        prefill.pooling = None if asked is None else asked.pooling
         starts = [span.start for i in range(len(rows)) if (span := prefill._scored_columns(i)[0])]
         prefill.scored_from = min(starts, default=None)
         return prefill
@@ -156,22 +156,36 @@ class Prefill:
     @property
     def is_whole(self) -> bool:
         """True once nothing of the prompts remains to be computed, except a last token that decodes."""
-        return not self.left and (self.pooling is None or self.has_vectors)
+        return not self.left
 
-    def add_states(self, hidden: mx.array) -> None:
-        """Add the hidden states (B, L, hidden_dim) of the next columns to the rows' sums."""
-        columns = self.done + mx.arange(hidden.shape[1])
-        is_token = columns < mx.array(self.lengths)[:, None]
-        added = mx.where(is_token[..., None], hidden.astype(mx.float32), 0).sum(axis=1)
-        self._states = added if self._states is None else self._states + added
+    def compute_states(self, model: nn.Module, tokens: mx.array) -> None:
+        """Feed the next columns, and keep what the rows' vectors need of their hidden states."""
+        width, cache = tokens.shape[1], self.batch.cache
+        left = mx.array(self.lengths) - self.done
+        if self.pooling == "mean":
+            is_token = mx.arange(width) < left[:, None]
+            hidden = hidden_states(model, tokens, cache).astype(mx.float32)
+            added = mx.where(is_token[..., None], hidden, 0).sum(axis=1)
+            self._states = added if self._states is None else self._states + added
+        elif not any(self.done < length <= self.done + width for length in self.lengths):
+            prefill_tokens(model, tokens, cache)
+            return
+        else:
+            last = last_states(model, tokens, mx.clip(left, 1, width), cache).astype(mx.float32)
+            # Of rows that have ended before, or go on, the kept one stays or is replaced later.
+            self._states = (
+                last if self._states is None else mx.where(left[:, None] > 0, last, self._states)
+            )
         mx.eval(self._states)
 
-    def take_vectors(self, last: mx.array) -> None:
-        """Have the rows take their vectors, with the hidden states (B, hidden_dim) of their last tokens."""
-        pooled = last.astype(mx.float32)
+    def take_vectors(self) -> None:
+        """Have the rows take their vectors, once their prompts are fed."""
+        assert self._states is not None
+        pooled = self._states
         if self.pooling == "mean":
-            counts = mx.array([len(row.request.prompt) for row in self.batch.rows])
-            pooled = (pooled if self._states is None else pooled + self._states) / counts[:, None]
+            pooled = (
+                pooled / mx.array([len(row.request.prompt) for row in self.batch.rows])[:, None]
+            )
         vectors = []
         for state, row in zip(pooled, self.batch.rows, strict=True):
             asked = row.embedding or Embedding()
@@ -180,7 +194,6 @@ class Prefill:
         mx.eval(vectors)
         for row, vector in zip(self.batch.rows, vectors, strict=True):
             row.take_vector(np.array(vector))
-        self.has_vectors = True
 
     def report(self) -> None:
         """Call the rows' `on_prefill` with how much of their prompts is done."""

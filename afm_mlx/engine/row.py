@@ -120,6 +120,11 @@ class Row:
         return self.pending[: len(self.pending) - 1 if last is None else last - 1]
 
     @property
+    def prefill_length(self) -> int:
+        """Number of pending tokens that are fed before the row decodes: all, if the row becomes a vector."""
+        return len(self.pending) - (self.embedding is None)
+
+    @property
     def generates(self) -> bool:
         """False if the row ends with its prompt: somebody waits for the whole answer, but not for a token."""
         return self.request.max_tokens != 0

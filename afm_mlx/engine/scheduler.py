@@ -41,7 +41,6 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.pooling import hidden_states
 
 BACKGROUND_SHARE = 0.125  # of the time, for rows that generate nothing, while others generate
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
@@ -198,12 +197,6 @@ class Scheduler:
 
     def _compute(self, prefill: Prefill, columns: int) -> None:
         """Compute a chunk of a prefill, and the vectors of rows that are then whole."""
-        if prefill.left:
-            self._compute_chunk(prefill, columns)
-        if prefill.pooling is not None and not prefill.left and prefill.batch.rows:
-            self._embed(prefill)
-
-    def _compute_chunk(self, prefill: Prefill, columns: int) -> None:
         batch = prefill.batch
         if len(batch.rows) == 1:
             row = batch.rows[0]
@@ -228,8 +221,8 @@ class Scheduler:
         with self._adapters.using(batch.adapters):
             if is_scored:
                 self._score(prefill, tokens)
-            elif prefill.pooling == "mean":
-                prefill.add_states(hidden_states(self._model, tokens, batch.cache))
+            elif prefill.pooling is not None:
+                prefill.compute_states(self._model, tokens)
             else:
                 prefill_tokens(self._model, tokens, batch.cache)
         prefill.done += tokens.shape[1]
@@ -237,22 +230,12 @@ class Scheduler:
             # Prompts that share a chunk are whole after it.
             row = batch.rows[0]
             self._prefixes.keep(row, batch.cache, 0, row.position - prefill.left)
+        if prefill.pooling is not None and prefill.is_whole:
+            prefill.take_vectors()
         mx.eval([entry.state for entry in batch.cache])
         mx.clear_cache()
         prefill.report()
         self._end_failed(prefill)
-
-    def _embed(self, prefill: Prefill) -> None:
-        """Feed rows their last tokens through all blocks, and have them take their vectors."""
-        batch = prefill.batch
-        for entry in batch.cache:
-            entry.finalize()
-        if self._caches.by_block:
-            reserve_columns(batch.cache, None, 1)
-        with self._adapters.using(batch.adapters):
-            hidden = hidden_states(self._model, batch.inputs[:, None], batch.cache)
-        prefill.take_vectors(hidden[:, 0])
-        mx.clear_cache()
 
     def _score(self, prefill: Prefill, tokens: mx.array) -> None:
         """Feed a chunk, and have its rows take the log-probabilities of their prompts' tokens."""
@@ -365,8 +348,8 @@ class Scheduler:
         """Begin the prefills of admitted rows and return them: short prompts share one."""
         groups: list[list[Row]] = []
         # Rows are padded to the longest, and rows of about one length have little padding.
-        for row in sorted(admitted, key=lambda row: (_kind(row), len(row.pending))):
-            fits = groups and (len(groups[-1]) + 1) * (len(row.pending) - 1) <= self._chunk
+        for row in sorted(admitted, key=lambda row: (_kind(row), row.prefill_length)):
+            fits = groups and (len(groups[-1]) + 1) * row.prefill_length <= self._chunk
             has_branch = row.branch or (
                 groups and groups[-1][-1].branch
             )  # its prefill pauses there

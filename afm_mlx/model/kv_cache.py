@@ -183,11 +183,14 @@ class KVCache:
             ContextLengthError: past `max_size` without a sliding window.
         """
         length = kv.shape[2]
-        if self.buffer is None:
-            self.buffer = kv[:, :, :0]
         self.settle()
-        self._ensure_capacity(length)
-        self._write(kv, self._columns)
+        if self.buffer is None:
+            # The first tokens are the buffer: rows that end with them, such as embeddings, need no capacity.
+            self._check_new(length)
+            self.buffer = kv
+        else:
+            self._ensure_capacity(length)
+            self._write(kv, self._columns)
         self._lengths = [n + length for n in self._lengths]
 
     def begin_with(self, buffer: mx.array) -> None:
@@ -282,8 +285,7 @@ class KVCache:
         if self.sliding_window and any(drops := self._drops(length)):
             self.buffer = _drop_columns(self.buffer, drops)
             self._forgotten = list(map(operator.add, self._forgotten, drops))
-        elif not self.sliding_window and self._padding is None:
-            self._check_bound(max(self._lengths) + length)
+        self._check_new(length)
         if self.size() + length > self.buffer.shape[2]:
             self._grow(self.size() + length)
 
@@ -292,6 +294,11 @@ class KVCache:
         columns = _whole_steps(max(needed, self.buffer.shape[2])) - self.buffer.shape[2]
         if columns:
             self.buffer = _padded(self.buffer, columns)
+
+    def _check_new(self, length: int) -> None:
+        """Raise `ContextLengthError` if `length` more tokens exceed the bound; padding has its check later."""
+        if not self.sliding_window and self._padding is None:
+            self._check_bound(max(self._lengths) + length)
 
     def _check_bound(self, needed: int) -> None:
         if self.max_size is not None and needed > self.max_size:

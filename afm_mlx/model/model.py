@@ -299,18 +299,33 @@ class Model(nn.Module):
         h = self._uncached(inputs, segments, shared)
         return h.reshape(-1, h.shape[-1])[positions]
 
-    def hidden_last(self, inputs: mx.array, lengths: mx.array) -> mx.array:
-        """Return the hidden states (B, hidden_dim) of each row's last token, without a cache, for `final_norm`.
+    def hidden_last(
+        self, inputs: mx.array, lengths: mx.array, cache: ModelCache | None = None
+    ) -> mx.array:
+        """Return the hidden states (B, hidden_dim) of the last of each row's next tokens, for `final_norm`.
 
         The reuse blocks, which write nothing that another token needs, run for these tokens alone. Rows of
-        `inputs` (B, L) are padded on the right, and `lengths` (B,) are integers of 1 or more.
+        `inputs` (B, L) are padded on the right, and `lengths` (B,) are integers of 1 to L. A cache grows by L
+        tokens; without one, tokens begin at position 0.
         """
         threads.check_process()
-        h, kv = self.model.write(inputs, row_positions(inputs), [None] * len(self.model.layers))
-        last = lengths - 1
-        h = mx.take_along_axis(h, last[:, None, None], axis=1)
-        sees = mx.arange(inputs.shape[1]) < lengths[:, None]
-        positions = Positions(last, sees[:, None, None])
+        if inputs.shape[1] == 1:
+            return self.hidden(inputs, cache)[:, 0]
+        if cache is None:
+            positions, writing = row_positions(inputs), [None] * len(self.model.layers)
+        else:
+            positions, writing = self._cached_positions(inputs, cache)
+        h, kv = self.model.write(inputs, positions, writing)
+        index = (lengths - 1)[:, None, None]
+        h = mx.take_along_axis(h, index, axis=1)
+        sees = positions.mask
+        if isinstance(sees, mx.array):
+            sees = mx.take_along_axis(sees, index[..., None], axis=2)
+        else:  # all rows begin at one position
+            sees = (
+                mx.arange(positions.offset + inputs.shape[1]) <= positions.offset + index[..., None]
+            )
+        positions = Positions(positions.offset + index[:, 0, 0], sees)
         for layer in self.model.kv_reuse_layers:
             h = layer(h, positions, kv)
         return h[:, 0]

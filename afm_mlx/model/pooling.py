@@ -42,6 +42,23 @@ def hidden_states(
     return _trunk(model)(inputs, cache=cache)
 
 
+def last_states(
+    model: nn.Module, inputs: mx.array, lengths: mx.array, cache: Sequence[Any] | None = None
+) -> mx.array:
+    """Return the output of the final norm, (B, hidden_dim), for the last of each row's next tokens.
+
+    Of an AFM model's reuse blocks, only these tokens run. Rows of `inputs` (B, L) are padded on the right, and
+    `lengths` (B,) are integers of 1 to L; for `cache` and errors, see `hidden_states`.
+    """
+    if is_afm(model):
+        return model.final_norm(model.hidden_last(inputs, lengths, cache))
+    return _last(hidden_states(model, inputs, cache), lengths)
+
+
+def _last(hidden: mx.array, lengths: mx.array) -> mx.array:
+    return mx.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+
 def check_states(model: nn.Module) -> None:
     """Raise `RequestError` if the final norm's output can't be had from a model."""
     if not is_afm(model):
@@ -72,10 +89,10 @@ def _trunk(model: nn.Module) -> Any:
 def pooled_states(model: nn.Module, inputs: mx.array, lengths: mx.array, pooling: str) -> mx.array:
     """Return one vector for each row of tokens, (B, D) float32: `pool` of `hidden_states`, without a cache.
 
-    Of an AFM model's reuse blocks, "last" runs one token of each row. For the other arguments, see `pool`.
+    For the other arguments, see `pool`.
     """
-    if pooling == "last" and is_afm(model):
-        return model.final_norm(model.hidden_last(inputs, lengths)).astype(mx.float32)
+    if pooling == "last":
+        return last_states(model, inputs, lengths).astype(mx.float32)
     return pool(hidden_states(model, inputs), lengths, pooling)
 
 
@@ -88,9 +105,7 @@ def pool(hidden: mx.array, lengths: mx.array, pooling: str) -> mx.array:
         pooling: "last" or "mean".
     """
     if pooling == "last":
-        return mx.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0].astype(
-            mx.float32
-        )
+        return _last(hidden, lengths).astype(mx.float32)
     if pooling == "mean":
         is_token = mx.arange(hidden.shape[1]) < lengths[:, None]
         kept = mx.where(is_token[..., None], hidden.astype(mx.float32), 0)

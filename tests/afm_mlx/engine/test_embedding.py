@@ -16,7 +16,7 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import DataError, EmbeddingError, RequestError
-from afm_mlx.model.model import Transformer
+from afm_mlx.model.model import ReuseBlock, Transformer
 from afm_mlx.model.pooling import hidden_states
 from afm_mlx.tokenizer.embedding_text import embedding_tokens
 from tests.tools.cases import all_pairs, each
@@ -113,31 +113,30 @@ def test_rows_of_all_kinds_leave_each_other_alone(rng, tokenizer, kind, speculat
 
 @pytest.mark.parametrize("kv_memory", [None, 1 << 24])
 def test_reuse_blocks_run_for_one_token_of_each_row(rng, model, tokenizer, monkeypatch, kv_memory):
-    whole, write = Transformer.__call__, Transformer.write
+    reuse, write = ReuseBlock.__call__, Transformer.write
     reused, written = [], []
 
-    def counted(self, inputs, *rest):
-        reused.append(inputs.shape)
-        return whole(self, inputs, *rest)
+    def counted(self, x, *rest):
+        reused.append(x.shape[:2])
+        return reuse(self, x, *rest)
 
     def counted_write(self, inputs, *rest):
         written.append(inputs.shape)
         return write(self, inputs, *rest)
 
     prompts = [some_prompt(rng, length) for length in (11, 21, 15)]
-    for pooling, wanted in (("last", [(3, 1)]), ("mean", [(3, 20), (3, 1)])):
-        model.eval()  # forgets the traced step
-        engine = Engine(model, tokenizer, prefill_step_size=60, kv_memory=kv_memory)
+    for pooling, wanted in (("last", (3, 1)), ("mean", (3, 21))):
+        engine = Engine(model, tokenizer, prefill_step_size=63, kv_memory=kv_memory)
         for prompt in prompts:
             engine.submit(Request(prompt, 0, embedding=Embedding(pooling)))
         with monkeypatch.context() as patched:
-            patched.setattr(Transformer, "__call__", counted)
+            patched.setattr(ReuseBlock, "__call__", counted)
             patched.setattr(Transformer, "write", counted_write)
             found = run(engine)
         for row, prompt in enumerate(prompts):
             assert_right(found[row][0].embedding, model, prompt, Embedding(pooling))
-        assert reused == wanted
-        assert written == [(3, 20), (3, 1)]
+        assert reused == [wanted] * len(model.model.kv_reuse_layers)
+        assert written == [(3, 21)]
         reused.clear()
         written.clear()
 

@@ -11,11 +11,13 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.lora import add_lora
+from afm_mlx.engine.batch import RowCaches, prefill_tokens
 from afm_mlx.errors import RequestError
 from afm_mlx.model.pooling import (
     check_states,
     hidden_dim_of,
     hidden_states,
+    last_states,
     normalize,
     pool,
     pooled_states,
@@ -120,6 +122,48 @@ def test_states_of_afm_are_the_input_of_the_embeddings_product(rng, kind):
     np.testing.assert_allclose(logits, model(prompt), atol=10 * atol)
     model.train()
     assert mx.allclose(hidden_states(model, prompt), states, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["float", "2-bit", "llama"])
+@pytest.mark.parametrize("starts", [(0, 0), (5, 5), (5, 9)])
+def test_last_states_behind_a_cache(rng, kind, starts):
+    """Rows that begin at one position, or at several, and end with padding; also with one token to come."""
+    model = tiny(rng, kind) if kind != "llama" else zoo_model(kind, VOCAB, 7)
+    prompts = [some_prompt(rng, start + 8) for start in starts]
+    caches = RowCaches(model, "float", None)
+    rows = [caches.make() for _ in prompts]
+    for row, prompt, start in zip(rows, prompts, starts, strict=True):
+        if start:
+            prefill_tokens(model, mx.array([prompt[:start]]), row)
+    batch = caches.merged(rows)
+    lengths = [8, 3]
+    for entry in batch:
+        entry.prepare(lengths=lengths, right_padding=[8 - length for length in lengths])
+    inputs = mx.array([prompt[start:] for prompt, start in zip(prompts, starts, strict=True)])
+    found = last_states(model, inputs, mx.array(lengths), batch)
+    for entry in batch:
+        entry.finalize()
+    known = [prompt[: s + n] for prompt, s, n in zip(prompts, starts, lengths, strict=True)]
+    atol = 2e-2 if kind == "2-bit" else 1e-5
+    for state, tokens in zip(found, known, strict=True):
+        assert mx.allclose(
+            state, hidden_states(model, mx.array([tokens]))[0, -1], atol=atol, rtol=0
+        )
+    one = last_states(model, mx.array([[7], [9]]), mx.array([1, 1]), batch)
+    for state, tokens, token in zip(one, known, (7, 9), strict=True):
+        wanted = hidden_states(model, mx.array([[*tokens, token]]))[0, -1]
+        assert mx.allclose(state, wanted, atol=atol, rtol=0)
+
+
+def test_the_last_state_in_a_sliding_window_sees_the_window(rng):
+    model, prompt = tiny(rng), mx.array([some_prompt(rng, 40)])
+    caches = [model.make_cache("float", 16, sliding_window=True) for _ in range(2)]
+    for cache in caches:
+        model.prefill(prompt[:, :20], cache)
+    found = last_states(model, prompt[:, 20:], mx.array([20]), caches[0])
+    wanted = hidden_states(model, prompt[:, 20:], caches[1])[:, -1]
+    assert mx.allclose(found, wanted, atol=1e-5, rtol=0)
+    assert not mx.allclose(found, hidden_states(model, prompt)[:, -1], atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("llama", "LlamaModel"), ("qwen3", "Qwen3Model")])
