@@ -47,15 +47,15 @@ struct VectorJob {
   const int8_t* x;  // digits in the layout of `vector_bytes`
   int digits;
   int bits;
-  // (rows, scale_stride), one per `group_bytes` of codes, zeros from the last one on to the next multiple of 16, and 16
-  // numbers that can be read behind the last row; null where a row has one scale, which is then left to the caller.
-  const float* scales;
+  // (rows, scale_stride), one per `group_bytes` of codes, and 16 numbers that can be read behind the last row; null where
+  // a row has one scale, which is then left to the caller.
+  Floats scales;
   int64_t scale_stride;
   int64_t group_bytes;
   float* out;  // (rows,): sums of code * digit value; with scales, unit * scale * code * digit value + offset * group_sum
   // Unread without scales.
-  const float* offsets;     // as `scales`
-  const float* group_sums;  // (scale_stride,), zeros from the last group on
+  Floats offsets;           // as `scales`, and of the same type
+  const float* group_sums;  // one per group, and zeros up to the next multiple of 16
   float unit;
 };
 

@@ -121,10 +121,10 @@ struct Isa {
   static Lanes set1(float v) { return _mm256_set1_ps(v); }
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm256_fmadd_ps(a, b, c); }
   // Lane i gets scales[i * count / 8].
-  static Lanes spread(const float* scales, int count) {
+  static Lanes spread(Lanes scales, int count) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i index = _mm256_srli_epi32(_mm256_mullo_epi32(lane, _mm256_set1_epi32(count)), 3);
-    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(scales), index);
+    return _mm256_permutevar8x32_ps(scales, index);
   }
   // out[i] = the sum of the lanes of v[i].
   static void reduce(const Lanes* v, float* out) {
@@ -479,7 +479,7 @@ void multiply_few(const MatrixJob& job) {
 }
 
 void vector_avx2(const VectorJob& job) {
-  if (job.scales != nullptr || job.bits == 8) return vector(job);
+  if (job.scales || job.bits == 8) return vector(job);
   const int64_t x_bytes = digit_bytes({job.bits, Isa::kBytes, job.digits}, job.row_bytes * 8 / job.bits);
   const MatrixJob alone = {job.codes, job.rows, job.row_bytes, job.x, 1, x_bytes, job.digits, job.bits, job.out, 0,
                            nullptr, {}};

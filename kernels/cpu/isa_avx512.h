@@ -147,10 +147,10 @@ struct Isa {
   static Lanes set1(float v) { return _mm512_set1_ps(v); }
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
   // Lane i gets scales[i * count / 16].
-  static Lanes spread(const float* scales, int count) {
+  static Lanes spread(Lanes scales, int count) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i index = _mm512_srli_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(count)), 4);
-    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(scales));
+    return _mm512_permutexvar_ps(index, scales);
   }
 
   // out[i] = the sum of the lanes of v[i].

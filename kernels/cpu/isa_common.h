@@ -347,6 +347,30 @@ void add_columns(const ColumnsJob& job) {
   }
 }
 
+// kLanes numbers from memory as floats.
+template <Number TYPE>
+inline Isa::Lanes lanes_at(const void* data, int64_t index) {
+  if constexpr (TYPE == Number::float32) return Isa::from_floats(static_cast<const float*>(data) + index);
+  const uint16_t* p = static_cast<const uint16_t*>(data) + index;
+  return TYPE == Number::bfloat16 ? Isa::from_bfloats(p) : Isa::from_halves(p);
+}
+
+// `count` numbers, and zeros: what is behind a row is another's, and may be NaN.
+template <Number TYPE>
+inline Isa::Lanes first_at(const void* data, int64_t index, int64_t count) {
+  alignas(64) float numbers[Isa::kLanes] = {};
+  load({data, TYPE}, index, count, numbers);
+  return Isa::from_floats(numbers);
+}
+
+// One number from memory in all lanes.
+template <Number TYPE>
+inline Isa::Lanes lane_at(const void* data, int64_t index) {
+  if constexpr (TYPE == Number::float32) return Isa::set1(static_cast<const float*>(data)[index]);
+  const uint16_t v = static_cast<const uint16_t*>(data)[index];
+  return Isa::set1(TYPE == Number::bfloat16 ? from_bf16(v) : from_f16(v));
+}
+
 // ---- Codes times one vector
 
 constexpr int64_t kPrefetch = 2048;  // bytes ahead of what is being multiplied; measured
@@ -392,28 +416,30 @@ inline void multiply_rows(const VectorJob& job, int64_t row, Isa::Lanes* lanes) 
 
 // The same with scales that change along a row: a group is a whole number of registers (exactly one, if ONE), or a
 // register is a whole number of groups, each of them a whole number of lanes. A group's lanes become floats unreduced.
-template <int BITS, int DIGITS, int ROWS, bool ONE>
+// Scales become floats in registers: a pass of its own would keep codes waiting.
+template <int BITS, int DIGITS, int ROWS, bool ONE, Number TYPE>
 inline void multiply_groups(const VectorJob& job, int64_t row, Isa::Lanes* out) {
   using Sums = typename Isa::template Sums<BITS, DIGITS>;
   constexpr int64_t kBlock = int64_t{Isa::kBytes} * (8 / BITS) * DIGITS;
   const uint8_t* codes = job.codes + row * job.row_bytes;
-  const float* scales = job.scales + row * job.scale_stride;
+  int64_t scale = row * job.scale_stride;  // of the first row
   const int8_t* x = job.x;
   RowsPrefetcher<ROWS> prefetcher(codes, job.row_bytes);
   Isa::Lanes lanes[ROWS];
   for (int r = 0; r < ROWS; ++r) lanes[r] = Isa::zero();
   int64_t left = job.row_bytes;
   if (ONE) {
-    for (; left > 0; left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock, ++scales) {
+    for (; left > 0; left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock, ++scale) {
       prefetcher.next();
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r) {
         const Isa::Lanes products = Sums::products(Isa::load(codes + r * job.row_bytes), x);
-        lanes[r] = Isa::multiply_add(products, Isa::set1(scales[r * job.scale_stride]), lanes[r]);
+        const Isa::Lanes same = lane_at<TYPE>(job.scales.data, scale + r * job.scale_stride);
+        lanes[r] = Isa::multiply_add(products, same, lanes[r]);
       }
     }
   } else if (job.group_bytes >= Isa::kBytes) {
-    for (; left > 0; left -= job.group_bytes, ++scales) {
+    for (; left > 0; left -= job.group_bytes, ++scale) {
       Sums sums[ROWS];
       for (int r = 0; r < ROWS; ++r) sums[r].clear();
       for (int64_t b = 0; b < job.group_bytes; b += Isa::kBytes, codes += Isa::kBytes, x += kBlock) {
@@ -425,45 +451,54 @@ inline void multiply_groups(const VectorJob& job, int64_t row, Isa::Lanes* out) 
       }
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r) {
-        lanes[r] = Isa::multiply_add(sums[r].total(), Isa::set1(scales[r * job.scale_stride]), lanes[r]);
+        const Isa::Lanes same = lane_at<TYPE>(job.scales.data, scale + r * job.scale_stride);
+        lanes[r] = Isa::multiply_add(sums[r].total(), same, lanes[r]);
       }
     }
   } else {
     const int count = static_cast<int>(Isa::kBytes / job.group_bytes);
-    for (; left >= Isa::kBytes; left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock, scales += count) {
+    for (; left >= Isa::kBytes; left -= Isa::kBytes, codes += Isa::kBytes, x += kBlock, scale += count) {
       prefetcher.next();
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r) {
         const Isa::Lanes products = Sums::products(Isa::load(codes + r * job.row_bytes), x);
-        lanes[r] = Isa::multiply_add(products, Isa::spread(scales + r * job.scale_stride, count), lanes[r]);
+        const Isa::Lanes scales = lanes_at<TYPE>(job.scales.data, scale + r * job.scale_stride);
+        lanes[r] = Isa::multiply_add(products, Isa::spread(scales, count), lanes[r]);
       }
     }
     for (int r = 0; left > 0 && r < ROWS; ++r) {
       const Isa::Lanes products = Sums::products(Isa::load_part(codes + r * job.row_bytes, left), x);
-      lanes[r] = Isa::multiply_add(products, Isa::spread(scales + r * job.scale_stride, count), lanes[r]);
+      const Isa::Lanes scales = first_at<TYPE>(job.scales.data, scale + r * job.scale_stride, left / job.group_bytes);
+      lanes[r] = Isa::multiply_add(products, Isa::spread(scales, count), lanes[r]);
     }
   }
-  const float* offsets = job.offsets + row * job.scale_stride;
   const int64_t groups = job.row_bytes / job.group_bytes;
-  for (int r = 0; r < ROWS; ++r, offsets += job.scale_stride) {
+  for (int r = 0; r < ROWS; ++r) {
+    const int64_t offset = (row + r) * job.scale_stride;
     Isa::Lanes sums = Isa::zero();
-    for (int64_t g = 0; g < groups; g += Isa::kLanes) {
-      sums = Isa::multiply_add(Isa::from_floats(offsets + g), Isa::from_floats(job.group_sums + g), sums);
+    int64_t g = 0;
+    for (; g + Isa::kLanes <= groups; g += Isa::kLanes) {
+      const Isa::Lanes offsets = lanes_at<TYPE>(job.offsets.data, offset + g);
+      sums = Isa::multiply_add(offsets, Isa::from_floats(job.group_sums + g), sums);
+    }
+    if (g < groups) {
+      const Isa::Lanes offsets = first_at<TYPE>(job.offsets.data, offset + g, groups - g);
+      sums = Isa::multiply_add(offsets, Isa::from_floats(job.group_sums + g), sums);
     }
     out[r] = Isa::multiply_add(lanes[r], Isa::set1(job.unit), sums);
   }
 }
 
-template <int BITS, int DIGITS, bool ONE>
+template <int BITS, int DIGITS, bool ONE, Number TYPE>
 inline void multiply_grouped_rows(const VectorJob& job, int64_t row, int count, Isa::Lanes* lanes) {
   constexpr int kRows = Isa::group_rows<BITS, DIGITS>();
   int r = 0;
-  for (; r + kRows <= count; r += kRows) multiply_groups<BITS, DIGITS, kRows, ONE>(job, row + r, lanes + r);
-  for (; r < count; ++r) multiply_groups<BITS, DIGITS, 1, ONE>(job, row + r, lanes + r);
+  for (; r + kRows <= count; r += kRows) multiply_groups<BITS, DIGITS, kRows, ONE, TYPE>(job, row + r, lanes + r);
+  for (; r < count; ++r) multiply_groups<BITS, DIGITS, 1, ONE, TYPE>(job, row + r, lanes + r);
 }
 
-template <int BITS, int DIGITS>
-void multiply_vector(const VectorJob& job) {
+template <int BITS, int DIGITS, Number TYPE>
+void multiply_typed_vector(const VectorJob& job) {
   constexpr int kRows = Isa::rows<BITS, DIGITS>();
   alignas(64) float out[Isa::kLanes];
   for (int64_t row = 0; row < job.rows; row += Isa::kLanes) {
@@ -471,18 +506,25 @@ void multiply_vector(const VectorJob& job) {
     Isa::Lanes lanes[Isa::kLanes];
     const int count = static_cast<int>(smaller(Isa::kLanes, job.rows - row));
     int r = 0;
-    if (job.scales == nullptr) {
+    if (!job.scales) {
       for (; r + kRows <= count; r += kRows) multiply_rows<BITS, DIGITS, kRows>(job, row + r, lanes + r);
       for (; r < count; ++r) multiply_rows<BITS, DIGITS, 1>(job, row + r, lanes + r);
     } else if (job.group_bytes == Isa::kBytes) {
-      multiply_grouped_rows<BITS, DIGITS, true>(job, row, count, lanes);
+      multiply_grouped_rows<BITS, DIGITS, true, TYPE>(job, row, count, lanes);
     } else {
-      multiply_grouped_rows<BITS, DIGITS, false>(job, row, count, lanes);
+      multiply_grouped_rows<BITS, DIGITS, false, TYPE>(job, row, count, lanes);
     }
     for (r = count; r < Isa::kLanes; ++r) lanes[r] = Isa::zero();
     Isa::reduce(lanes, out);
     std::memcpy(job.out + row, out, count * sizeof(float));
   }
+}
+
+template <int BITS, int DIGITS>
+void multiply_vector(const VectorJob& job) {
+  if (job.scales.type == Number::bfloat16) return multiply_typed_vector<BITS, DIGITS, Number::bfloat16>(job);
+  if (job.scales.type == Number::float16) return multiply_typed_vector<BITS, DIGITS, Number::float16>(job);
+  multiply_typed_vector<BITS, DIGITS, Number::float32>(job);
 }
 
 void vector(const VectorJob& job) {

@@ -6,14 +6,6 @@
 namespace afm {
 namespace {
 
-// kLanes numbers from memory as floats.
-template <Number TYPE>
-inline Isa::Lanes lanes_at(const void* data, int64_t index) {
-  if constexpr (TYPE == Number::float32) return Isa::from_floats(static_cast<const float*>(data) + index);
-  const uint16_t* p = static_cast<const uint16_t*>(data) + index;
-  return TYPE == Number::bfloat16 ? Isa::from_bfloats(p) : Isa::from_halves(p);
-}
-
 // ---- A
 
 // Four pending sums hide an addition's latency, and reads of four rows the memory's: asking ahead gained nothing.

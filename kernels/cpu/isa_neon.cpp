@@ -97,9 +97,8 @@ struct Isa {
   static Lanes set1(float v) { return vdupq_n_f32(v); }
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return vfmaq_f32(c, a, b); }
   // Lane i gets scales[i * count / 4], for 2 or 4 of them.
-  static Lanes spread(const float* scales, int count) {
-    const float32x4_t v = vld1q_f32(scales);
-    return count == 4 ? v : vzip1q_f32(v, v);
+  static Lanes spread(Lanes scales, int count) {
+    return count == 4 ? scales : vzip1q_f32(scales, scales);
   }
   // out[i] = the sum of the lanes of v[i].
   static void reduce(const Lanes* v, float* out) {

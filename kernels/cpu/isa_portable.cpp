@@ -85,9 +85,9 @@ struct Isa {
     return lanes;
   }
   // Lane i gets scales[i * count / kLanes].
-  static Lanes spread(const float* scales, int count) {
+  static Lanes spread(Lanes scales, int count) {
     Lanes lanes;
-    for (int i = 0; i < kLanes; ++i) lanes.v[i] = scales[i * count / kLanes];
+    for (int i = 0; i < kLanes; ++i) lanes.v[i] = scales.v[i * count / kLanes];
     return lanes;
   }
   // out[i] = the sum of the lanes of v[i].

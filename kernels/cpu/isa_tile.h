@@ -95,7 +95,7 @@ struct GroupLines : CodeLines<TILE, BITS> {
         Tile::multiply_unit(at, line_bytes, part, unit, sums);
         Isa::Lanes scale[kTileLines];
         for (int r = 0; r < kTileLines; ++r) {
-          scale[r] = within > 1 ? Isa::spread(scales[r] + group, within) : Isa::set1(scales[r][group]);
+          scale[r] = within > 1 ? Isa::spread(Isa::from_floats(scales[r] + group), within) : Isa::set1(scales[r][group]);
         }
         for (int i = 0; i < kSums; ++i) lanes[i] = Isa::multiply_add(sums[i], scale[i % kTileLines], lanes[i]);
       }

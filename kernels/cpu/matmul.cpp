@@ -161,8 +161,8 @@ void multiply_grouped(const Prepared& x, const Pass& pass, const PackedMatrix& w
   std::fill(sums + w.groups, sums + grid.stride, 0.0f);
   for (int64_t i = 0; i < pass.count; ++i, out += rows) {
     for (int64_t g = 0; g < w.groups; ++g) sums[g] = grid.factor * pass.sums[i * w.groups + g];
-    k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, grid.slopes, grid.stride,
-              group_bytes, out, grid.offsets, sums, pass.scales[i]});
+    k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, {grid.slopes}, grid.stride,
+              group_bytes, out, {grid.offsets}, sums, pass.scales[i]});
   }
 }
 
@@ -182,7 +182,7 @@ void multiply_rows(const Prepared& x, const Pass& pass, const PackedMatrix& w, c
       prefetcher.next_share();
       for (int64_t i = 0; i < pass.count; ++i) {
         k.vector({codes_of(w, begin + row), std::min(step, rows - row), row_bytes(w), pass.vector(i), pass.digits,
-                  w.bits, nullptr, 0, 0, out + i * rows + row, nullptr, nullptr, 1});
+                  w.bits, {}, 0, 0, out + i * rows + row, {}, nullptr, 1});
       }
     }
   }
@@ -256,6 +256,39 @@ void add_outliers(const Prepared& x, const PackedMatrix& w, const Grid& grid, in
 // Rows whose scales and biases as float32 stay in the first-level cache until one vector meets them.
 constexpr int64_t kGridRows = 32;
 
+// Rows behind whose scales the 16 numbers of `VectorJob` are there; 0 if kernels can't read scales and biases in place.
+int64_t rows_in_place(const PackedMatrix& w) {
+  if (w.mode == Mode::affine && w.biases.type != w.scales.type) return 0;
+  return std::max<int64_t>(w.rows - (15 + w.groups) / w.groups, 0);
+}
+
+// out (rows,) = products of one vector with rows [begin, end), none of them past `rows_in_place`. Scales and biases are
+// read where they are, while codes are: turned into float32 before, they took as long as the codes.
+void multiply_in_place(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
+                       RowScratch& scratch) {
+  const bool affine = w.mode == Mode::affine;
+  const float factor = affine ? 1 : -middle(w);
+  const int64_t rows = end - begin, padded = round_up(w.groups, 16);
+  const auto from_begin = [&](Floats of) {
+    return Floats{static_cast<const char*>(of.data) + begin * w.groups * size_of(of.type), of.type};
+  };
+  const Floats scales = from_begin(w.scales), offsets = affine ? from_begin(w.biases) : scales;
+  float* sums = scratch.blocks.get<float>(padded);
+  for (const Pass& pass : *x.passes) {
+    const bool first = pass.vectors == nullptr;
+    float* product = first ? out : scratch.further.get<float>(rows);
+    for (int64_t g = 0; g < padded; ++g) sums[g] = g < w.groups ? factor * pass.sums[g] : 0;
+    kernels().vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(0), pass.digits, w.bits, scales, w.groups,
+                      row_bytes(w) / w.groups, product, offsets, sums, pass.scales[0]});
+    if (!first) add_pass(pass, rows, product, out);
+  }
+  if (x.outliers == nullptr || x.outliers->count == 0) return;
+  for (int64_t row = begin, count; row < end; row += count, out += count) {
+    count = std::min(kGridRows, end - row);
+    add_outliers(x, w, grid_of_groups(w, row, row + count, scratch), row, row + count, out);
+  }
+}
+
 // Prefetches scales and biases of up to `rows` rows from `begin` on.
 void prefetch_grid(const PackedMatrix& w, int64_t begin, int64_t rows) {
   for (const Floats& of : {w.scales, w.biases}) {
@@ -270,11 +303,18 @@ void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t e
               float* out, RowScratch& scratch) {
   if (x.path == Path::floats) return multiply_floats(x, w, begin, end, out, scratch);
   if (w.mode == Mode::palette) return multiply_palette(x, w, begin, end, ahead, out, scratch);
-  if (x.path == Path::vector && x.count == 1 && is_grouped(w) && end - begin > kGridRows) {
-    for (; begin < end; begin += kGridRows, out += kGridRows) {
-      multiply(x, w, begin, std::min(begin + kGridRows, end), ahead, out, scratch);
+  if (x.path == Path::vector && x.count == 1 && is_grouped(w)) {
+    if (const int64_t first = std::clamp(rows_in_place(w), begin, end); begin < first) {
+      multiply_in_place(x, w, begin, first, out, scratch);
+      if (first < end) multiply(x, w, first, end, ahead, out + (first - begin), scratch);
+      return;
     }
-    return;
+    if (end - begin > kGridRows) {
+      for (; begin < end; begin += kGridRows, out += kGridRows) {
+        multiply(x, w, begin, std::min(begin + kGridRows, end), ahead, out, scratch);
+      }
+      return;
+    }
   }
   if (is_grouped(w)) prefetch_grid(w, end, end - begin);
   const Grid grid = is_grouped(w) ? grid_of_groups(w, begin, end, scratch) : grid_of_rows(w, begin, end, scratch);

@@ -80,7 +80,7 @@ void test_columns(const Kernels& k, const uint8_t* codes, int64_t rows, int64_t 
 // `largest_codes`, all codes are, and digits: of two, the low one is -128 in all columns but the first.
 void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t cols, int64_t group, bool largest_codes) {
   const int64_t row_bytes = cols * bits / 8, groups = group > 0 ? cols / group : 1;
-  const int64_t stride = (groups + 15) / 16 * 16;
+  const int64_t padded = (groups + 15) / 16 * 16, stride = draw() % 2 ? groups : padded;
   uint8_t* codes = array<uint8_t>(rows * row_bytes);
   for (int64_t i = 0; i < rows * row_bytes; ++i) codes[i] = static_cast<uint8_t>(largest_codes ? 255 : draw());
   float* x = array<float>(cols);
@@ -95,9 +95,19 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
       offsets[n * stride + g] = draw_float();
     }
   }
+  // Numbers of a type, with what is none behind the last row's.
+  const Number type = static_cast<Number>(draw() % 3);
+  const float none[16] = {NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN};
+  float* typed[2] = {array<float>(rows * stride), array<float>(rows * stride)};
+  for (int i = 0; i < 2; ++i) {
+    float* numbers = i ? offsets : scales;
+    k.store(numbers, rows * stride, typed[i], 0, type);
+    k.load({typed[i], type}, 0, rows * stride, numbers);
+    k.store(none, 16, typed[i], rows * stride, type);
+  }
   const Layout layout = {bits, k.vector_bytes, digits};
   int8_t* planes = array<int8_t>(digit_bytes(layout, cols));
-  float* sums = array<float>(stride);
+  float* sums = array<float>(padded);
   float unit;
   float* rest = array<float>(cols);
   memcpy(rest, x, cols * sizeof(float));
@@ -116,8 +126,8 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
     expect(sums[g], sum, 1e-5 * largest * cols, "sums");
   }
   float* out = array<float>(rows);
-  const float* per_group = group > 0 ? scales : nullptr;
-  k.vector({codes, rows, row_bytes, planes, digits, bits, per_group, stride, row_bytes / groups, out, offsets, sums, unit});
+  const Floats per_group = {group > 0 ? typed[0] : nullptr, type}, added = {typed[1], type};
+  k.vector({codes, rows, row_bytes, planes, digits, bits, per_group, stride, row_bytes / groups, out, added, sums, unit});
   for (int64_t n = 0; n < rows; ++n) {
     double wanted = 0, gross = group > 0 ? unit : 1;
     for (int64_t g = 0; group > 0 && g < groups; ++g) {
@@ -135,6 +145,7 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
   }
   test_columns(k, codes, rows, cols, bits, group, scales, stride, x);
   free(codes), free(x), free(rest), free(scales), free(offsets), free(planes), free(sums), free(out);
+  free(typed[0]), free(typed[1]);
 }
 
 // Codes times some vectors: as they are, with scales of groups unless these are 0, or of palettes whose first table has

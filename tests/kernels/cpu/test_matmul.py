@@ -170,6 +170,40 @@ def test_scales_of_half_types(ops, rng, isas):
             compare.assert_same(got, wanted, (format_, dtype, rows))
 
 
+def test_one_vector_meets_scales_where_they_are(ops, rng, isas):
+    """In float32 the same bits, with an outlier too; and a row without numbers spoils no other row's product."""
+    cases = all_pairs(
+        BITS, (1, 3, 16, 19), (1, 2, 40, 70), DTYPES, ("same", "float32"), ("balanced", "affine")
+    )
+    for _ in isas():
+        for bits, groups, n, dtype, of_biases, mode in cases:
+            weight = packed_weight(
+                Spec("packed_matmul", dtype, 1, 1, 64 * groups, n, bits, mode, "group", 64), rng
+            )
+            numbers = weight._asdict() | {"scales": weight.scales.astype(dtype)}
+            if mode == "affine":
+                kind = dtype if of_biases == "same" else mx.float32
+                numbers["biases"] = weight.biases.astype(kind)
+            given = PackedWeight(**numbers)
+            wide = {
+                name: value.astype(mx.float32)
+                for name, value in numbers.items()
+                if name in ("scales", "biases") and value is not None
+            }
+            x = draw(rng, (1, 64 * groups))
+            x[0, 5] = 3000
+            got, wanted = (ops.packed_matmul(x, w, PLAIN) for w in (given, given._replace(**wide)))
+            compare.assert_same(got, wanted, (bits, groups, n, dtype, mode))
+            spoilt = np.array(given.scales.astype(mx.float32))
+            spoilt[n // 2] = np.nan
+            found = ops.packed_matmul(
+                x, given._replace(scales=mx.array(spoilt).astype(dtype)), PLAIN
+            )
+            others = np.arange(n) != n // 2
+            assert np.isnan(np.array(found)[0, n // 2])
+            np.testing.assert_array_equal(np.array(found)[0, others], np.array(got)[0, others])
+
+
 # -- activations as integers
 
 
