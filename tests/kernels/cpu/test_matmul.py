@@ -171,7 +171,7 @@ def test_scales_of_half_types(ops, rng, isas):
 
 
 def test_one_vector_meets_scales_where_they_are(ops, rng, isas):
-    """In float32 the same bits, with an outlier too; and a row without numbers spoils no other row's product."""
+    """In float32 the same bits, with an outlier too; and a row of NaN spoils no other row's product."""
     cases = all_pairs(
         BITS, (1, 3, 16, 19), (1, 2, 40, 70), DTYPES, ("same", "float32"), ("balanced", "affine")
     )
