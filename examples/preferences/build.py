@@ -4,11 +4,11 @@
     python examples/preferences/build.py --out OUT --seed 0 --choose 12 16 20 24 28
 
 Data of `short_answers.py` as JSONL, one `afm-mlx lora`, its test on held-out pairs, and a table: tokens of the
-greedy answers to the held-out prompts, and right answers in the seven tasks that the model knew before. A
-finished adapter is kept from an earlier run.
+greedy answers to the held-out prompts, and right answers to 200 held-out chats of each of the seven tasks that
+the model knew before. A finished adapter is kept from an earlier run. It needs tamm (pip install '.[tamm]').
 
 `--choose` compares numbers of steps by data that the table is not made of: the prompts of valid.jsonl, and
-other chats of the seven tasks. It needs tamm (pip install '.[tamm]').
+other chats of the seven tasks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 import afm_mlx  # isort: skip
 
 from short_answers import pairs
+from tasks import test_samples
 
 from afm_mlx import cli
 from afm_mlx.adapters.adapter_folder import CONFIG_NAME
 from afm_mlx.files import atomic_write
-from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import evaluate, load_examples
 
 SIZES = {"train": 300, "valid": 40, "test": 100}
@@ -38,7 +38,7 @@ _TRAINING = (
     "lora --model afm-nano --objective {objective} --data {data} --adapter-path {adapter} --seed {seed} "
     "--rank 8 --iters {iters} --learning-rate 1e-3 --batch-size 8 --steps-per-eval 20 --val-batches -1"
 )
-_CHATS = 50  # chats of a task, on which steps are chosen
+_CHATS = 200  # of each task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,12 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     data.mkdir(parents=True, exist_ok=True)
     for split, count in SIZES.items():
         _write_lines(data / f"{split}.jsonl", pairs(args.seed, split, count))
-    split, examples = "test", resolve_model("afm-nano") / "evaluation.jsonl"
-    if args.choose is not None:
-        from tasks import test_samples
-
-        split, examples = "valid", args.out / "choice.jsonl"
-        _write_lines(examples, test_samples(args.seed + 1, _CHATS))
+    split, draw = ("test", 0) if args.choose is None else ("valid", args.seed + 1)
+    examples = args.out / f"tasks-{split}.jsonl"
+    _write_lines(examples, test_samples(draw, _CHATS))
     columns = {"no adapter": measure(data / f"{split}.jsonl", examples, None, args.limit)}
     for iters in args.choose or [args.iters]:
         adapter = args.out / f"{args.objective}-{iters}"
