@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -169,7 +169,7 @@ def prune_experts(
     *,
     progress: Progress | None = None,
     on_stage: Callable[[str], None] | None = None,
-    **training: Any,
+    **training: Unpack[RunArguments],
 ) -> ExpertPruneResult:
     """Remove experts of a mixture-of-experts model of mlx-lm, float or packed, and save the smaller model.
 
