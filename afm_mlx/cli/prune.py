@@ -70,10 +70,10 @@ _MASK = [
              "activation, the default for masks: how far a channel moves its block's output on the task's "
              "prompts and answers; gradient: how far it moves the loss of the answers; learned: scores that "
              "are trained; predictor: channels that the model's own predictor (lora --fine-tune-type ifp) "
-             "chooses for --task or for the prompts of --data. Of experts: reap, the default: gate times length of the "
-             "outputs, as a mean over the expert's tokens; man and msan: length, and its square, without "
-             "gates; ean: lengths of the outputs' dimensions; frequency: number of tokens; router: experts with "
-             "short rows in the router stay, without data; random"),
+             "chooses for --task or for the prompts of --data. Of experts: reap, the default: gate times "
+             "length of the outputs, as a mean over the expert's tokens; man and msan: length, and its square, "
+             "without gates; ean: lengths of the outputs' dimensions; frequency: number of tokens; router: "
+             "experts with short rows in the router stay, without data; random"),
     Argument("--group", integer(1),
              "neighbouring channels that are kept or cut together; 16 by default, which fills a word of 2-bit "
              "weights. Float models may have 1"),

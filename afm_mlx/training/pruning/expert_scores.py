@@ -27,9 +27,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from afm_mlx.adapters.target_modules import linear_weight
 from afm_mlx.errors import ConfigError
 from afm_mlx.progress import Progress
-from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.quantize_model import replace_modules
 from afm_mlx.training.pruning.expert_layers import ExpertLayer
 
@@ -232,11 +232,7 @@ def router_scores(model: nn.Module, layer: ExpertLayer) -> np.ndarray:
         module = modules.get(path)
         if own != "weight" or module is None:
             continue
-        weight = module.dequantize() if isinstance(module, PackedLinear) else module.weight
-        if isinstance(module, nn.QuantizedLinear):
-            parts = module.scales, module.get("biases")
-            weight = mx.dequantize(weight, *parts, module.group_size, module.bits, module.mode)
-        norms = mx.linalg.norm(weight.astype(mx.float32), axis=-1)
+        norms = mx.linalg.norm(linear_weight(module), axis=-1)
         return -np.array(norms, np.float64).reshape(-1)
     raise ConfigError(
         f"The block of {layer.path} has no router with a matrix; choose another criterion."
