@@ -32,7 +32,7 @@ from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.loading.mlx_lm_models import load_mlx_lm_model
 from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
 from afm_mlx.progress import Progress
-from afm_mlx.training.loop.ranks import join_ranks
+from afm_mlx.ranks import join_ranks
 from afm_mlx.training.methods.method import FullTraining, save_model_folder
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe

@@ -43,7 +43,7 @@ def test_a_model_is_packed_and_unpacked(folder, done, tmp_path):
 
 
 def test_a_packed_model_gets_an_adapter_for_its_errors(folder, done, tmp_path):
-    flags = ("-q", "--q-bits", 2, "--svd-adapter", 4)
+    flags = ("-q", "--q-bits", 4, "--svd-adapter", 4)
     text = done("convert", "--model", folder, "--mlx-path", tmp_path / "packed", *flags)
     assert text.endswith("Its adapter of rank 4: --adapter-path svd\n")
     flags = ("--adapter-path", "svd", "--prompt", "a", "-m", 2)

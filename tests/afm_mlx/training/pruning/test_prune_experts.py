@@ -12,7 +12,7 @@ from afm_mlx.checkpoint.weights import load_weights
 from afm_mlx.converters.convert import convert
 from afm_mlx.errors import ConfigError
 from afm_mlx.loading.load import load
-from afm_mlx.training.loop.ranks import Ranks
+from afm_mlx.ranks import Ranks
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.pruning.expert_layers import ExpertLayer, cut_parameters
