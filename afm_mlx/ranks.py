@@ -129,11 +129,12 @@ class Ranks:
     def each_row(self, items: Sequence[T], work: Callable[[list[T]], np.ndarray]) -> np.ndarray:
         """Return a row of float32 for each item, (items, width), as `each` does."""
         own = np.array(self._own(items, work), np.float32)
-        if self.size == 1:
+        if self.size == 1 or not items:
             return own
         width, most = (int(n) for n in self.numbers(own.shape[-1], len(own)).max(axis=0))
         padded = np.zeros((most, width), np.float32)
-        padded[: len(own)] = own
+        if len(own):
+            padded[: len(own)] = own
         rows = self._gather(padded.tobytes()).view(np.float32).reshape(self.size, most, width)
         counts = [len(items[rank :: self.size]) for rank in range(self.size)]
         found = self._in_order([part[:n] for part, n in zip(rows, counts, strict=True)])
@@ -146,7 +147,7 @@ class Ranks:
         with self.watched():
             return work(own)
 
-    def _in_order(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
+    def _in_order(self, parts: Sequence[Any]) -> list[Any]:
         return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
 
     @contextmanager
@@ -310,9 +311,8 @@ def join_ranks() -> Ranks:
     connections = sockets() - before
     probe_connections(connections)
     ranks = Ranks(group, connections=frozenset(connections))
-    from afm_mlx import __version__
-
-    ranks.check_alike({"afm-mlx": __version__, "mlx": mx.__version__})
+    version = sys.modules["afm_mlx"].__version__  # an import would be of all rooms above
+    ranks.check_alike({"afm-mlx": version, "mlx": mx.__version__})
     return ranks
 
 
