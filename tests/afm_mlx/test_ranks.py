@@ -98,7 +98,13 @@ def test_commands_split_their_work(tmp_path, spm_bpe, rng, capsys):
     (tmp_path / "texts.txt").write_text("a cat\nthe sea\ntax law\n")
     model = ["--model", str(folder)]
     evaluate = ["evaluate", *model, "--data", str(tmp_path / "examples.jsonl"), "--json"]
+    lines(tmp_path / "prompts.jsonl", *({"prompt": f"q {i}"} for i in range(3)))
+    reward = "def length(prompt, answer, sample):\n    return -len(answer)\n"
+    (tmp_path / "mine.py").write_text(reward)
+    sample = ["sample", *model, "--data", str(tmp_path / "prompts.jsonl"), "--samples", "2"]
+    sample += ["-m", "9", "--rewards", f"{tmp_path / 'mine.py'}:length", "--json", "--answers-to"]
     measured = [
+        [*sample, str(tmp_path / "answers.jsonl")],
         ["perplexity", *model, "--json"],
         [*evaluate, "--show-errors", "9"],
         ["embed", *model, str(tmp_path / "texts.txt")],
@@ -108,20 +114,26 @@ def test_commands_split_their_work(tmp_path, spm_bpe, rng, capsys):
         ["perplexity", *model, "--seed=1"],
         ["embed", *model, "-"],
         ["evaluate", *model, "--reward", "x"],
+        ["sample", "--pairs-from", "x", "--verify", "x", "--json"],
     ]
     running = start_ranks(tmp_path, 2, ["-c", COMMANDS, json.dumps(measured + refused)])
     (out, err), (other_out, other_err) = (p.communicate(timeout=120) for p in running)
     statuses = [0] * len(measured) + [2] * len(refused)
     assert [int(line.split()[1]) for line in other_out.splitlines()] == statuses, other_err
     for text in (err, other_err):
-        *_, first, second, third, rest = text.split("status\n")
+        *_, first, second, third, fourth, rest = text.split("status\n")
         assert "The ranks differ: the command is " in first
         assert "standard input can't be split over 2 ranks" in second
         assert "--reward is for one process, and this run has 2 ranks" in third
+        assert "--pairs-from is for one process, and this run has 2 ranks" in fourth
         assert not rest
+    answers = (tmp_path / "answers.jsonl").read_text()
+    assert len(answers.splitlines()) == 3
+    (tmp_path / "answers.jsonl").unlink()
     for argv, got in zip(measured, out.split("status 0\n"), strict=False):
         assert main(argv) == 0
         assert_alike(values_of(got), values_of(capsys.readouterr().out))
+    assert (tmp_path / "answers.jsonl").read_text() == answers
 
 
 def values_of(output):
