@@ -75,7 +75,7 @@ def split_weights(source: Path, folder: Path, rank: int) -> dict[str, mx.array]:
         rank: number of singular vectors of each layer.
 
     Returns:
-        The adapter's tensors, float16. What they lack by rounding stays in the weights.
+        The adapter's tensors, float16. The weights keep what rounding takes from them.
     """
     ignored = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "adapters")
     shutil.copytree(source, folder, ignore=ignored)

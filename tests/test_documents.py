@@ -63,6 +63,7 @@ PAGES: dict[str, dict[str, str]] = {
     "masks.md": {
         "afm-mlx server": SERVES,
         "--fine-tune-type ifp": HOURS,
+        "--model MIXTURE": "needs a mixture of experts; test_prune.py makes a small one",
         "--model second": "the model that the lines before would train",
     },
     "mlx-lm.md": {},

@@ -31,6 +31,7 @@ from afm_mlx.training.methods.train import (
 )
 from afm_mlx.training.pruning.mask_training import RecoveryTraining
 from afm_mlx.training.pruning.prune import Pruning, prune
+from afm_mlx.training.pruning.prune_experts import ExpertPruning, prune_experts
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import pack_qat, prepare_qat
 
@@ -41,6 +42,7 @@ __all__ = [
     "CrossEntropy",
     "Distillation",
     "DraftTraining",
+    "ExpertPruning",
     "FreshSource",
     "FullTraining",
     "IFPTraining",
@@ -70,6 +72,7 @@ __all__ = [
     "plot_metrics",
     "prepare_qat",
     "prune",
+    "prune_experts",
     "train",
     "train_contrastive",
     "train_draft",

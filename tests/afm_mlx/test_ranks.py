@@ -143,7 +143,7 @@ def values_of(output):
 
 
 def assert_alike(got, wanted):
-    """Equal but for times, and for the rounding of other batches."""
+    """Raise unless values are equal, except times and the rounding of other batches."""
     if isinstance(wanted, dict):
         assert got.keys() == wanted.keys()
         for name in wanted.keys() - {"seconds", "tokens_per_second"}:
