@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import gc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,17 +143,17 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.ranks import join_ranks
 
     ranks = join_ranks()
-    if ranks.size > 1 and source is not None:
+    if ranks.size > 1 and source in ("reward", "pairwise"):
         raise UsageError(
-            f"{flag_of(source)} is for one process, and this run has {ranks.size} ranks, which split examples "
-            "of a file only. Start it without mlx.launch."
+            f"{flag_of(source)} is for one process, and this run has {ranks.size} ranks. Start it without "
+            "mlx.launch."
         )
     if args.reward or args.pairwise:
         (_run_reward if args.reward else _run_pairwise)(args)
         return
     choices = _choices(args)
     if args.tasks:
-        _run_tasks(args, choices)
+        _run_tasks(args, choices, ranks)
     elif args.compare:
         _compare_examples(args, choices, ranks)
     else:
@@ -197,7 +198,7 @@ def _loading(args: argparse.Namespace, choice: _Choice) -> dict[str, Any]:
 # -- tasks of lm-evaluation-harness
 
 
-def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
+def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice], ranks: Ranks) -> None:
     from lm_eval.utils import make_table
 
     from afm_mlx.measure.harness_model import HarnessModel
@@ -216,9 +217,11 @@ def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
             args.max_tokens,
             args.chat_template_args,
             args.seed,
-            progress_bar,
+            partial(progress_bar, is_shown=ranks.is_first),
+            ranks,
             **_loading(args, choice),
         )
+        model_options.check_ranks(args, ranks, model.model, names)
         is_chat = args.apply_chat_template
         kept.append(model.keep_answers(folder))
         _report_answers(choice.name, kept, model.answer_count)
@@ -244,13 +247,17 @@ def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
             raise
         scores.append(question_scores(results))
         found[choice.name] = {"results": results["results"], "file": str(file)}
-        if not args.json:
+        if ranks.is_first and not args.json:
             print(f"Model: {choice.name}\nResults: {file}")
             for column in ("results", "groups"):
                 if column in results:
                     print(make_table(results, column))
         del model, results
         gc.collect()  # before the next model comes
+    for path in kept:
+        path.unlink(missing_ok=True)
+    if not ranks.is_first:
+        return
     if args.json:
         print_json(
             {
@@ -260,8 +267,6 @@ def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
         )
     elif args.compare:
         _print_comparison(choices, scores)
-    for path in kept:
-        path.unlink(missing_ok=True)
 
 
 def _report_answers(name: str, kept: Sequence[Path], count: int) -> None:
