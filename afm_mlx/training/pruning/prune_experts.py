@@ -195,7 +195,7 @@ def prune_experts(
     path, pruning = Path(path), pruning or ExpertPruning()
     refuse_existing(path)
     source = current = ModelSource.open(recipe.model)
-    whole = experts = _Experts.of(source)
+    whole = _Experts.of(source)
     if pruning.train:
         source.refuse_quantized("training between rounds")
     target = whole.rounded(pruning.share * whole.number)
@@ -209,6 +209,7 @@ def prune_experts(
     kept: dict[str, np.ndarray] = {}
     with place_beside(path) as place:
         for index in range(1, pruning.rounds + 1):
+            experts = whole if index == 1 else _Experts.of(current)
             removed = (whole.number - target) * index / pruning.rounds
             number = whole.rounded(whole.number - removed)
             if on_stage is not None:
@@ -229,7 +230,6 @@ def prune_experts(
                 folder = place / f"trained-{index}"
                 train_by(FullTraining(), step, folder, **hooks)
             current = ModelSource.open(folder)
-            experts = _Experts.of(current)
         after = measure_perplexity(current.load(), source.tokenizer, measured)
         assert before is not None
         result = ExpertPruneResult(
@@ -329,8 +329,14 @@ def _built_shapes(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     from mlx_lm import utils
 
     config = {k: v for k, v in values.items() if k not in ("quantization", "quantization_config")}
-    architecture, arguments = utils._get_classes(config)
-    return model_shapes(architecture(arguments.from_dict(config)))
+    try:
+        architecture, arguments = utils._get_classes(config)
+        return model_shapes(architecture(arguments.from_dict(config)))
+    except Exception as error:  # a config may make mlx-lm raise anything
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"mlx-lm can't build a model of type {shown(config.get('model_type'))}: {reason}."
+        ) from error
 
 
 def _expert_numbers(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:

@@ -267,6 +267,24 @@ def test_models_without_experts_are_refused(model, recipe, rng, tmp_path):
             prune_experts(recipe(folder), tmp_path / "small")
 
 
+def test_one_expert_may_be_left(recipe, tokens, rng, tmp_path):
+    changes = {**KINDS["mixtral"], "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = zoo_model("mixtral", VOCAB, int(rng.integers(2**31)), **changes)
+    folder = tmp_path / "float"
+    write_zoo_folder(folder, "mixtral", model, word_tokenizer_json(VOCAB), **changes)
+    result = prune_experts(recipe(folder), tmp_path / "small", ExpertPruning(0.5))
+    whole, small = load(folder)[0], load(tmp_path / "small")[0]
+    assert_close(small(tokens), drop(whole, result.kept)(tokens), 1e-5)
+
+
+def test_models_that_mlx_lm_does_not_know_are_refused(recipe, tmp_path):
+    (tmp_path / "other").mkdir()
+    config = {"model_type": "no_such_type", "num_experts": 4}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="can't build a model of type 'no_such_type'"):
+        prune_experts(recipe(tmp_path / "other"), tmp_path / "small")
+
+
 @pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
 def test_packed_weights_are_not_trained(folder, recipe, tmp_path):
     packed = convert(folder, tmp_path / "packed", quantize=True, q_bits=4, q_group_size=32)
