@@ -56,7 +56,7 @@ PAGES: dict[str, dict[str, str]] = {
     "coreml.md": without_coremltools("--to coreml"),
     "dependencies.md": {},
     "doctor.md": {"afm-mlx doctor": "a minute; its own tests run it with small problems"},
-    "examples.md": {},
+    "examples.md": {"astc_study.py": "takes a minute; test_astc_study.py has smaller matrices"},
     "guided.md": {},
     "index.md": {"make demo": "installs the package"},
     "kernels.md": {},
