@@ -1,14 +1,14 @@
-"""Weights in ASTC blocks of 6 x 6 (3.56 bits) after the largest singular vectors, as in Apple's server model: a study.
+"""Weights in ASTC blocks of 6 x 6 (3.56 bits) after the largest singular vectors, as in Apple's server model.
 
     python examples/astc_study.py
 
-prints relative errors of ASTC's HDR blocks, and of plain formats of as many bits, for a random matrix and for one
-whose singular values fall. GPUs decode such blocks when they read textures; MLX reads none, so this is no format
-here. `afm-mlx convert -q --svd-adapter` is the part that helps.
+prints relative errors of ASTC's HDR blocks, and of plain formats of as many bits, for a random matrix and for
+one whose singular values fall. GPUs decode such blocks when they read textures; MLX reads none, so this is no
+format here. `afm-mlx convert -q --svd-adapter` is the part that helps.
 
 A block is a luminance HDR block (mode 2) with a full grid of 6 x 6 weights of 6 levels: 17 bits of header, two
-endpoints of 8 bits, 94 bits of weights. Values are made positive first: the minimum of a block is kept in 16 bits.
-Levels are exact fifths between the endpoints, where the standard rounds to 64ths.
+endpoints of 8 bits, 94 bits of weights. Values are made positive first: the minimum of a block is kept in 16
+bits. Levels are exact fifths between the endpoints, where the standard rounds to 64ths.
 
 Sources: arXiv 2507.13575; Khronos Data Format Specification 1.3, chapter 23 (ASTC).
 """
@@ -100,7 +100,7 @@ def affine(bits: int) -> Callable[[np.ndarray], np.ndarray]:
 def errors(
     matrix: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray], ranks: tuple[int, ...] = RANKS
 ) -> list[float]:
-    """Return the relative errors in percent when the largest singular vectors are kept apart, by their number."""
+    """Return the relative errors in percent with the largest singular vectors kept apart, by their number."""
     u, s, v = np.linalg.svd(matrix, full_matrices=False)
     found = []
     for rank in ranks:

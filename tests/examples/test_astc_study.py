@@ -1,4 +1,4 @@
-"""The study of ASTC blocks: the decoder on every input, and the figures of docs/examples.md at a smaller size."""
+"""The study of ASTC blocks: the decoder on every input, and figures of docs/examples.md at a smaller size."""
 
 import struct
 import sys
