@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.config import block_kinds
@@ -55,6 +56,17 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
         return layer.packed.in_dims, layer.packed.out_dims
     outputs, inputs = layer.weight.shape
     return (inputs * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else inputs), outputs
+
+
+def linear_weight(layer: nn.Module) -> mx.array:
+    """Return the matrix (outputs, inputs) float32 of a float, packed or MLX-quantized linear layer."""
+    if isinstance(layer, PackedLinear):
+        return layer.dequantize()
+    weight = layer.weight
+    if isinstance(layer, nn.QuantizedLinear):
+        settings = layer.group_size, layer.bits, layer.mode
+        weight = mx.dequantize(weight, layer.scales, layer.get("biases"), *settings)
+    return weight.astype(mx.float32)
 
 
 def target_modules(model: nn.Module) -> list[TargetModule]:

@@ -12,11 +12,13 @@ import mlx.nn as nn
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, shown
+from afm_mlx.json_values import MAX_RANK
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import Predicate, layer_rules
 from afm_mlx.quantization.rule import QuantizationRule
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+SVD_OF = ("error", "weights")
 TARGETS = ("afm-mlx", "mlx-lm", "coreml", "coreai")
 PROMPT_LENGTHS = (64, 512)
 NEURAL_ENGINE_PROMPT_LENGTHS = (32,)
@@ -60,6 +62,10 @@ class ConversionOptions:
             `mixed_bits`. The model is read into memory for that, and the folder gets a `sensitivity.json`.
         data: the text for `target_bpw`: a `.jsonl` or `.txt` file, or a folder with `train.jsonl`; by default
             the model folder's `heldout.jsonl`.
+        svd_adapter: rank of an adapter of singular vectors, which is written to the folder `adapters/svd` of
+            the packed model; see `svd_adapter`.
+        svd_of: "error", by default, for singular vectors of the packed layers' errors; "weights" for the
+            vectors of the weights, of which only the rest is packed.
         dequantize: write packed layers as floats.
         ane: arrange the operators of a Core ML package for the Neural Engine.
         prompt_lengths: numbers of tokens that the prompts of a Core ML package or a Core AI bundle have; by
@@ -86,6 +92,8 @@ class ConversionOptions:
     quant_predicate: str | Predicate | None = None
     target_bpw: float | None = None
     data: str | Path | None = None
+    svd_adapter: int | None = None
+    svd_of: str | None = None
     dequantize: bool = False
     ane: bool = False
     prompt_lengths: Sequence[int] | None = None
@@ -113,13 +121,26 @@ class ConversionOptions:
         if self.quantize and self.dequantize:
             raise AFMError("quantize and dequantize (-q and -d) exclude each other; choose one.")
         names = [name for name in vars(self) if name.startswith("q_")]
-        names += ["quant_predicate", "target_bpw", "data"]
+        names += ["quant_predicate", "target_bpw", "data", "svd_adapter"]
         given = [name for name in names if getattr(self, name) is not None]
         if given and not self.quantize:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise AFMError(
                 f"{flags} without -q (quantize) would do nothing. Add -q, or leave it out."
             )
+        if self.svd_of is not None and self.svd_adapter is None:
+            raise AFMError(
+                "--svd-of without --svd-adapter RANK would do nothing. Add it, or leave it out."
+            )
+        for name, value, allowed in (
+            ("svd-of", self.svd_of, (None, *SVD_OF)),
+            ("svd-adapter", self.svd_adapter, (None, *range(1, MAX_RANK + 1))),
+        ):
+            if value not in allowed:
+                raise AFMError(
+                    f"--{name} is {shown(value)}; allowed are "
+                    f"{'error and weights' if name == 'svd-of' else f'ranks of 1 to {MAX_RANK}'}."
+                )
         if self.q_bits is not None and isinstance(self.quant_predicate, str):
             raise AFMError("--q-bits and --quant-predicate both say how many bits; choose one.")
         if self.q_bits is not None and self.target_bpw is not None:

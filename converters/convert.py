@@ -12,10 +12,12 @@ The first two locate a model's parameters, and `folder_writer.py` writes them.
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from afm_mlx.checkpoint.stored_layers import quantization_of
 from afm_mlx.checkpoint.toolkit_checkpoint import check_archive, is_toolkit_config
 from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions
@@ -25,6 +27,7 @@ from afm_mlx.converters.coreml.plan import plan_package
 from afm_mlx.converters.mixed_bits import Mix, calibration_file, check_mlx_format, mix_of_folder
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model
+from afm_mlx.converters.svd_adapter import split_weights, write_error_adapter, write_svd_adapter
 from afm_mlx.converters.toolkit import write_toolkit
 from afm_mlx.coreai.availability import import_coreai
 from afm_mlx.coreai.bundle import SUFFIX
@@ -76,7 +79,9 @@ def convert(
     source = Path(model) if os.path.exists(model) else resolve_model(model)
     kind = detect(source)
     try:
-        if chosen.is_export:
+        if chosen.svd_adapter is not None:
+            _convert_with_adapter(source, kind, mlx_path, options, progress, measuring)
+        elif chosen.is_export:
             _check_exported(source, kind, chosen)
             if chosen.for_core_ml:
                 _convert_to_core_ml(source, mlx_path, chosen, progress)
@@ -101,6 +106,42 @@ def convert(
             "there is room and permission to write."
         ) from None
     return mlx_path
+
+
+def _convert_with_adapter(
+    source: Path,
+    kind: str,
+    mlx_path: Path,
+    options: dict[str, Any],
+    progress: Progress | None,
+    measuring: Progress | None,
+) -> None:
+    """Pack a model, and write an adapter of singular vectors into its folder."""
+    own = ("svd_adapter", "svd_of")
+    packing = {name: value for name, value in options.items() if name not in own}
+    rank, of_weights = options["svd_adapter"], options.get("svd_of") == "weights"
+    if kind != "toolkit":
+        config = source / "config.json"
+        stored = quantization_of(read_config_json(config), config)
+        ConversionOptions(**packing).check_source(source, bool(stored))
+    mlx_path.parent.mkdir(parents=True, exist_ok=True)
+    # Float weights, or what is left of them, are written to the output's disk for a while.
+    with place_beside(mlx_path) as place:
+        name = source.resolve().name
+        if of_weights or kind == "toolkit":
+            source = convert(source, place / "float" / name, dtype=options.get("dtype"))
+        if of_weights:
+            folder = place / "rest" / name
+            tensors = split_weights(source, folder, rank)
+            shutil.rmtree(source)
+            source = folder
+        packed = place / "packed" / mlx_path.name
+        convert(source, packed, progress=progress, measuring=measuring, **packing)
+        if of_weights:
+            write_svd_adapter(packed, tensors, rank)
+        else:
+            write_error_adapter(source, packed, rank)
+        packed.rename(mlx_path)
 
 
 def _check_exported(source: Path, kind: str, options: ConversionOptions) -> None:

@@ -40,7 +40,7 @@ COMMANDS = {
     "convert": "make a model folder from a checkpoint or another folder",
     "lora": "train an adapter, or all float weights",
     "qat": "train a model for 2- or 4-bit weights (quantization-aware training)",
-    "prune": "find the feed-forward channels that a task needs, and write them as a task mask",
+    "prune": "write a task mask of the feed-forward channels that a task needs, or remove experts",
     "sample": "sample answers from several adapters, and write the best for training",
     "adapter": "info, convert, verify, compose: show, convert, check or add up adapters",
     "bench": "measure tokens per second, memory, and the share of the memory bandwidth",

@@ -54,6 +54,13 @@ ARGUMENTS = {
                  "text that --target-bpw measures on: a .jsonl or .txt file, or a folder with train.jsonl; the "
                  "model folder's heldout.jsonl by default",
                  metavar="PATH"),
+        Argument("--svd-adapter", integer(1),
+                 "write an adapter of this rank to the folder adapters/svd of the packed model, which "
+                 "approximates what packing changes: to run, or to train on",
+                 metavar="RANK"),
+        Argument("--svd-of", ["error", "weights"],
+                 "what --svd-adapter is made of: error, by default, the packed layers' errors; weights, the "
+                 "weights, of which only the rest is packed, so that the model needs the adapter"),
         Argument("-d --dequantize", FLAG, "write packed layers as float weights"),
     ],
     "Core ML packages": [
@@ -110,3 +117,5 @@ def run(args: argparse.Namespace) -> None:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     weights = describe_stored_weights(folder)
     print(f"{folder}: {size / 1e6:,.1f} MB, {weights['bits_per_weight']:.3f} bits per weight")
+    if args.svd_adapter is not None:
+        print(f"Its adapter of rank {args.svd_adapter}: --adapter-path svd")

@@ -48,15 +48,22 @@ ARGUMENTS = {
 
 def run(args: argparse.Namespace) -> None:
     from afm_mlx.engine.embedding import embed
+    from afm_mlx.ranks import join_ranks
 
     output = None if args.output is None else Path(args.output)
     if output is not None and output.suffix not in (".jsonl", ".npy"):
         raise UsageError(f"--output is {shown(args.output)}; a name in .jsonl or .npy is needed.")
     if output is not None:
         refuse_existing(output)
+    ranks = join_ranks()
+    if ranks.size > 1 and args.file == "-":
+        raise UsageError(
+            f"standard input can't be split over {ranks.size} ranks; name a file that all of them have."
+        )
     texts = list(_texts(args.file))
     model, tokenizer = model_options.load_model(args)
-    with progress_bar("embed", "text") as progress:
+    model_options.check_ranks(args, ranks, model, texts)
+    with progress_bar("embed", "text", ranks.is_first) as progress:
         vectors = embed(
             model,
             tokenizer,
@@ -68,7 +75,10 @@ def run(args: argparse.Namespace) -> None:
             batch_size=args.batch_size,
             center=args.center,
             progress=progress,
+            ranks=ranks,
         )
+    if not ranks.is_first:
+        return
     if output is None:
         for line in _lines(vectors):
             print(line)

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import gc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from afm_mlx.measure.evaluation import Evaluation, TaskScore
     from afm_mlx.measure.perplexity import Perplexity
     from afm_mlx.measure.reward_model import RewardModel
+    from afm_mlx.ranks import Ranks
 
 TEST_SET = "evaluation.jsonl"
 MAX_TOKENS = 1 << 20
@@ -138,16 +140,24 @@ def run(args: argparse.Namespace) -> None:
         for row in rows if name != source else ():
             if getattr(args, row.name) != row.options["default"]:
                 raise UsageError(f"{flag_of(row.name)} {need}; leave it out.")
+    from afm_mlx.ranks import join_ranks
+
+    ranks = join_ranks()
+    if ranks.size > 1 and source in ("reward", "pairwise"):
+        raise UsageError(
+            f"{flag_of(source)} is for one process, and this run has {ranks.size} ranks. Start it without "
+            "mlx.launch."
+        )
     if args.reward or args.pairwise:
         (_run_reward if args.reward else _run_pairwise)(args)
         return
     choices = _choices(args)
     if args.tasks:
-        _run_tasks(args, choices)
+        _run_tasks(args, choices, ranks)
     elif args.compare:
-        _compare_examples(args, choices)
+        _compare_examples(args, choices, ranks)
     else:
-        _run_examples(args, choices[0])
+        _run_examples(args, choices[0], ranks)
 
 
 def _choices(args: argparse.Namespace) -> list[_Choice]:
@@ -188,7 +198,7 @@ def _loading(args: argparse.Namespace, choice: _Choice) -> dict[str, Any]:
 # -- tasks of lm-evaluation-harness
 
 
-def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
+def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice], ranks: Ranks) -> None:
     from lm_eval.utils import make_table
 
     from afm_mlx.measure.harness_model import HarnessModel
@@ -207,9 +217,11 @@ def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
             args.max_tokens,
             args.chat_template_args,
             args.seed,
-            progress_bar,
+            partial(progress_bar, is_shown=ranks.is_first),
+            ranks,
             **_loading(args, choice),
         )
+        model_options.check_ranks(args, ranks, model.model, names)
         is_chat = args.apply_chat_template
         kept.append(model.keep_answers(folder))
         _report_answers(choice.name, kept, model.answer_count)
@@ -235,13 +247,17 @@ def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
             raise
         scores.append(question_scores(results))
         found[choice.name] = {"results": results["results"], "file": str(file)}
-        if not args.json:
+        if ranks.is_first and not args.json:
             print(f"Model: {choice.name}\nResults: {file}")
             for column in ("results", "groups"):
                 if column in results:
                     print(make_table(results, column))
         del model, results
         gc.collect()  # before the next model comes
+    for path in kept:
+        path.unlink(missing_ok=True)
+    if not ranks.is_first:
+        return
     if args.json:
         print_json(
             {
@@ -251,8 +267,6 @@ def _run_tasks(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
         )
     elif args.compare:
         _print_comparison(choices, scores)
-    for path in kept:
-        path.unlink(missing_ok=True)
 
 
 def _report_answers(name: str, kept: Sequence[Path], count: int) -> None:
@@ -473,19 +487,21 @@ def _test_set(args: argparse.Namespace, choice: _Choice) -> Path:
 
 
 def _evaluated(
-    args: argparse.Namespace, model: Any, tokenizer: Any, examples: Any
+    args: argparse.Namespace, model: Any, tokenizer: Any, examples: Any, ranks: Ranks
 ) -> dict[bool, Evaluation]:
     from afm_mlx.measure.evaluation import evaluate
 
+    model_options.check_ranks(args, ranks, model, [dataclasses.astuple(e) for e in examples])
     found = {}
     for constrained in _CONSTRAINED[args.constrained]:
-        with progress_bar("answering", "example") as progress:
-            options = {"batch_size": args.batch_size, "constrained": constrained}
+        with progress_bar("answering", "example", ranks.is_first) as progress:
+            options: dict[str, Any] = {"batch_size": args.batch_size, "ranks": ranks}
+            options["constrained"] = constrained
             found[constrained] = evaluate(model, tokenizer, examples, progress=progress, **options)
     return found
 
 
-def _compare_examples(args: argparse.Namespace, choices: Sequence[_Choice]) -> None:
+def _compare_examples(args: argparse.Namespace, choices: Sequence[_Choice], ranks: Ranks) -> None:
     from afm_mlx.loading.load import load
     from afm_mlx.measure.evaluation import load_examples, question_scores
 
@@ -495,7 +511,7 @@ def _compare_examples(args: argparse.Namespace, choices: Sequence[_Choice]) -> N
     scores = []
     for choice in choices:
         model, tokenizer = load(choice.model, **_loading(args, choice))
-        evaluations = _evaluated(args, model, tokenizer, examples)
+        evaluations = _evaluated(args, model, tokenizer, examples, ranks)
         scores.append(
             {
                 (task, "constrained" if constrained else "accuracy"): score
@@ -505,6 +521,8 @@ def _compare_examples(args: argparse.Namespace, choices: Sequence[_Choice]) -> N
         )
         del model, tokenizer
         gc.collect()
+    if not ranks.is_first:
+        return
     if args.json:
         values = [{f"{t},{m}": score.value for (t, m), score in found.items()} for found in scores]
         names = [choice.name for choice in choices]
@@ -514,7 +532,7 @@ def _compare_examples(args: argparse.Namespace, choices: Sequence[_Choice]) -> N
         _print_comparison(choices, scores)
 
 
-def _run_examples(args: argparse.Namespace, choice: _Choice) -> None:
+def _run_examples(args: argparse.Namespace, choice: _Choice, ranks: Ranks) -> None:
     from afm_mlx.loading.load import load
     from afm_mlx.loading.resolve import resolve_model
     from afm_mlx.measure.evaluation import load_examples
@@ -523,12 +541,16 @@ def _run_examples(args: argparse.Namespace, choice: _Choice) -> None:
     folder, data = resolve_model(choice.model), _test_set(args, choice)
     examples = load_examples(data, args.limit)
     model, tokenizer = load(choice.model, **_loading(args, choice))
-    evaluations = _evaluated(args, model, tokenizer, examples)
+    evaluations = _evaluated(args, model, tokenizer, examples, ranks)
     perplexity = None
     if (folder / HELD_OUT).is_file():
         pieces = cut(load_documents(folder / HELD_OUT, tokenizer))
-        with progress_bar("perplexity", "sample") as progress:
-            perplexity = measure_perplexity(model, tokenizer, pieces, args.batch_size, progress)
+        with progress_bar("perplexity", "sample", ranks.is_first) as progress:
+            perplexity = measure_perplexity(
+                model, tokenizer, pieces, args.batch_size, progress, ranks
+            )
+    if not ranks.is_first:
+        return
     args.model = choice.model
     if args.json:
         print_json(_as_json(args, data, evaluations, perplexity))

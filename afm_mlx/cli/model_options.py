@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from afm_mlx.adapters.prompt_masks import PromptMasks
     from afm_mlx.engine.request import Sampler
     from afm_mlx.engine.speculation.drafting import Speculation
+    from afm_mlx.ranks import Ranks
     from afm_mlx.tokenizer.protocol import Tokenizer
 
 MAX_SEED = 2**64 - 1
@@ -63,6 +64,22 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
         force_adapter=args.force,
         mask=args.mask,
     )
+
+
+def check_ranks(args: argparse.Namespace, ranks: Ranks, model: nn.Module, data: Any) -> None:
+    """Raise `ConfigError` on every rank if the ranks' commands, weights or data (a JSON value) differ."""
+    if ranks.size == 1:
+        return
+    import hashlib
+    import json
+
+    from mlx.utils import tree_flatten
+
+    from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
+
+    weights = arrays_fingerprint(None, dict(tree_flatten(model.parameters())))
+    digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
+    ranks.check_alike({"the command": args.command_line, "model_weights": weights, "data": digest})
 
 
 def adapter_name(args: argparse.Namespace) -> str | None:

@@ -89,9 +89,14 @@ def _text(value: Any) -> str:
 
 
 @contextmanager
-def progress_bar(description: str, unit: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a function of (done, total) that draws a bar on stderr; None if stderr is not a terminal."""
-    if not sys.stderr.isatty():
+def progress_bar(
+    description: str, unit: str, is_shown: bool = True
+) -> Iterator[Callable[[int, int], None] | None]:
+    """Yield a function of (done, total) that draws a bar on stderr.
+
+    Yield None if stderr is not a terminal, or the bar is not shown, as on other ranks than the first.
+    """
+    if not is_shown or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm

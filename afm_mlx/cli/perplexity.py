@@ -34,6 +34,7 @@ ARGUMENTS = {
 def run(args: argparse.Namespace) -> None:
     from afm_mlx.loading.resolve import resolve_model
     from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
+    from afm_mlx.ranks import join_ranks
 
     data = Path(args.data_path or resolve_model(args.model) / HELD_OUT)
     if args.data_path is None and not data.is_file():
@@ -42,11 +43,15 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no file or folder {data}; data sets of the hub are not fetched."
         )
+    ranks = join_ranks()
     model, tokenizer = model_options.load_model(args)
     documents = load_documents(data, tokenizer)
     pieces = cut(documents, args.sequence_length, args.num_samples, args.seed)
-    with progress_bar("perplexity", "sample") as progress:
-        result = measure_perplexity(model, tokenizer, pieces, args.batch_size, progress)
+    model_options.check_ranks(args, ranks, model, pieces)
+    with progress_bar("perplexity", "sample", ranks.is_first) as progress:
+        result = measure_perplexity(model, tokenizer, pieces, args.batch_size, progress, ranks)
+    if not ranks.is_first:
+        return
     if args.json:
         facts = {"model": args.model, "data": str(data), **dataclasses.asdict(result)}
         print_json(facts | {"tokens_per_second": result.tokens_per_second})

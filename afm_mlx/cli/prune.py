@@ -1,8 +1,11 @@
-"""Make a task mask: find the feed-forward channels that a task needs, and train an adapter for what is cut."""
+"""Make a model smaller, by data: a task mask keeps the feed-forward channels that a task needs, and `--experts`
+removes experts of a mixture.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +18,7 @@ from afm_mlx.cli.arguments import (
     count_or_all,
     flag_of,
     integer,
+    number,
     positive,
 )
 from afm_mlx.cli.output import print_json, progress_bar
@@ -35,8 +39,10 @@ if TYPE_CHECKING:
     from afm_mlx.training.pruning.prune import PruneResult
 
 LEARNING_RATE = 1e-3
+FULL_LEARNING_RATE = 1e-5
 ALTERNATIVES = (
     *training_runs.ALTERNATIVES,
+    ("ffn", "experts", "what is cut"),
     ("ffn", "target_bytes", "the kept share"),
     ("ffn", "target_tokens_per_second", "the kept share"),
     ("target_bytes", "target_tokens_per_second", "the kept share"),
@@ -44,8 +50,12 @@ ALTERNATIVES = (
 
 # fmt: off
 _OWN = [
-    Argument("--save-path", None, "folder to make, which runs as an adapter; it must not exist", "mask"),
+    Argument("--save-path", None,
+             "folder to make, which must not exist: a mask, which runs as an adapter (mask by default), or the "
+             "model with fewer experts (pruned by default)"),
 ]
+_CHANNELS = ("activation", "gradient", "learned", "predictor")
+_EXPERTS = ("reap", "man", "msan", "ean", "frequency", "router", "random")
 _MASK = [
     Argument("--ffn", positive(1),
              "kept share of the feed-forward channels, more than 0 and up to 1; 0.5 by default",
@@ -56,11 +66,14 @@ _MASK = [
              metavar="SIZE"),
     Argument("--target-tokens-per-second", positive(MAX_NUMBER),
              "keep the largest share with which this machine generates one answer at this speed", metavar="N"),
-    Argument("--criterion", ["activation", "gradient", "learned", "predictor"],
-             "activation, by default: how far a channel moves its block's output on the task's prompts and "
-             "answers; gradient: how far it moves the loss of the answers; learned: scores that are trained; "
-             "predictor: channels that the model's own predictor (lora --fine-tune-type ifp) chooses for "
-             "--task or for the prompts of --data"),
+    Argument("--criterion", [*_CHANNELS, *_EXPERTS],
+             "activation, the default for masks: how far a channel moves its block's output on the task's "
+             "prompts and answers; gradient: how far it moves the loss of the answers; learned: scores that "
+             "are trained; predictor: channels that the model's own predictor (lora --fine-tune-type ifp) "
+             "chooses for --task or for the prompts of --data. Of experts: reap, the default: gate times "
+             "length of the outputs, as a mean over the expert's tokens; man and msan: length, and its square, "
+             "without gates; ean: lengths of the outputs' dimensions; frequency: number of tokens; router: "
+             "experts with short rows in the router stay, without data; random"),
     Argument("--group", integer(1),
              "neighbouring channels that are kept or cut together; 16 by default, which fills a word of 2-bit "
              "weights. Float models may have 1"),
@@ -69,30 +82,51 @@ _MASK = [
              "higher keep more"),
     Argument("--task", None, "what the mask is for, as text; the mask keeps it", metavar="TEXT"),
     Argument("--score-batches", count_or_all,
-             "batches from which channels are scored; -1, by default, for all of the data"),
+             "batches from which channels are scored, or texts for experts; -1, by default, for all of the "
+             "data"),
     Argument("--score-iters", integer(1), "steps that train the scores of --criterion learned; 200 by default"),
     Argument("--score-learning-rate", positive(),
              "highest learning rate of the steps of --score-iters; 0.05 by default"),
 ]
+_FEWER = [
+    Argument("--experts", number(0, 1),
+             "kept share of the experts of each layer, in place of a mask: the result is a model folder",
+             metavar="SHARE"),
+    Argument("--rounds", integer(1),
+             "remove experts in this many rounds, and score those that are left before each; 1 by default"),
+]
 _RECOVERY = [
-    Argument("--recover", ["lora"],
-             "train a LoRA adapter with which the cut model imitates the whole one, or --teacher"),
+    Argument("--recover", ["lora", "full"],
+             "lora: train a LoRA adapter with which the cut model imitates the whole one, or --teacher; full, "
+             "with --experts: train all weights after each round"),
     *LORA_PARAMETERS,
     Argument("--save-dtype", ["float16", "float32"], "type of the saved adapter's numbers; float16 by default"),
 ]
 # fmt: on
 ARGUMENTS = {
-    **training_tables(f"{LEARNING_RATE:g}", *_OWN),
+    **training_tables(f"{LEARNING_RATE:g}, or {FULL_LEARNING_RATE:g} with --recover full,", *_OWN),
     "mask": _MASK,
+    "experts": _FEWER,
     "recovery": _RECOVERY,
 }
 _TRAINING = [row for table in ("training", "distillation", "run") for row in ARGUMENTS[table]]
 _SCORES_ONLY = ("score_iters", "score_learning_rate")
 _LENGTH = ("iters", "epochs", "learning_rate", "lr_schedule", "warmup_iters", "warmup_epochs")
 """Arguments of training that have others in their place for scores."""
+_OF_EXPERTS = ("criterion", "score_batches", "recover")
+"""Arguments of masks that `--experts` has, too."""
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.experts is not None:
+        _prune_experts(args)
+        return
+    args.save_path = args.save_path or "mask"
+    if args.rounds is not None or args.criterion in _EXPERTS or args.recover == "full":
+        raise UsageError(
+            f"--rounds, --recover full and the criteria {', '.join(_EXPERTS)} are for experts. Add --experts "
+            "SHARE, or leave them out."
+        )
     if args.criterion == "predictor":
         _predict(args)
         return
@@ -161,6 +195,64 @@ def _predict(args: argparse.Namespace) -> None:
     print(f"Saved to {args.save_path}")
 
 
+def _prune_experts(args: argparse.Namespace) -> None:
+    """Remove experts of a model, and report its size and perplexity."""
+    args.save_path = args.save_path or "pruned"
+    unused = [row for row in (*_MASK, *_RECOVERY[1:]) if row.name not in _OF_EXPERTS]
+    given = [flag_of(row.name) for row in unused if getattr(args, row.name) is not None]
+    given += [flag_of(name) for name in ("resume", "plot") if getattr(args, name)]
+    if given or args.criterion in _CHANNELS or args.recover == "lora":
+        what = ", ".join(given) or f"--criterion {args.criterion}"
+        what = "--recover lora" if not given and args.recover == "lora" else what
+        raise UsageError(f"{what} is not for --experts. Leave it out.")
+    _check_training(args, "--recover full")
+    recipe = recipe_of(args, FULL_LEARNING_RATE)
+    from afm_mlx.training.pruning.prune_experts import ExpertPruning, prune_experts
+
+    values = {"criterion": args.criterion, "rounds": args.rounds, "score_texts": args.score_batches}
+    pruning = ExpertPruning(
+        share=args.experts,
+        seed=args.seed,
+        train=args.recover == "full",
+        **{name: value for name, value in values.items() if value is not None},
+    )
+    with (
+        progress_bar("scoring", "text") as scoring,
+        progress_bar("training", "step") as bar,
+        ExitStack() as bars,
+    ):
+        reporter = Reporter(args, bar, bars)
+        result = prune_experts(
+            recipe,
+            args.save_path,
+            pruning,
+            progress=scoring,
+            on_stage=reporter.line,
+            on_plan=reporter.on_plan,
+            on_event=reporter.on_event,
+            stopping=deferred_signals,
+        )
+    if args.json:
+        facts = dataclasses.asdict(result) | {"model": str(args.model), "path": str(result.path)}
+        kept = {name: ids.tolist() for name, ids in result.kept.items()}
+        print_json(facts | {"criterion": pruning.criterion, "kept": kept})
+        return
+    share = result.experts_after / result.experts_before
+    print(
+        f"Kept {result.experts_after} of {result.experts_before} experts ({share:.1%}) in each of "
+        f"{len(result.kept)} layers"
+    )
+    print(
+        f"Weights: {result.bytes_after / 1e6:,.2f} of {result.bytes_before / 1e6:,.2f} MB, "
+        f"{result.bytes_before / result.bytes_after:.2f}x fewer"
+    )
+    print(
+        f"Perplexity: {result.perplexity_after:.3f}, {result.perplexity_before:.3f} before "
+        f"({result.tokens:,} tokens of {args.data})"
+    )
+    print(f"Saved to {result.path}")
+
+
 def _check_use(args: argparse.Namespace) -> None:
     """Raise `UsageError` for arguments of training that nothing would be trained by."""
     is_learned = args.criterion == "learned"
@@ -171,6 +263,11 @@ def _check_use(args: argparse.Namespace) -> None:
                     f"{flag_of(name)} would do nothing with --criterion {args.criterion or 'activation'}; it "
                     "is for learned. Leave it out."
                 )
+    _check_training(args, "--recover lora", is_learned)
+
+
+def _check_training(args: argparse.Namespace, recover: str, is_learned: bool = False) -> None:
+    """Raise `UsageError` for arguments of training without `recover`, which would use them."""
     if args.recover is not None:
         return
     for row in [*_RECOVERY[1:], *_TRAINING]:
@@ -178,7 +275,7 @@ def _check_use(args: argparse.Namespace) -> None:
         used = used or (is_learned and row in _TRAINING and row.name not in (*_LENGTH, "test"))
         if not used and value not in (None, False, row.options["default"]):
             raise UsageError(
-                f"{flag_of(row.name)} without --recover lora would do nothing. Add it, or leave this out."
+                f"{flag_of(row.name)} without {recover} would do nothing. Add it, or leave this out."
             )
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from afm_mlx.jsonl import AppendedLines
     from afm_mlx.measure.committee import Candidate, Ranked
     from afm_mlx.measure.rewards import Rewards
+    from afm_mlx.ranks import Ranks
     from afm_mlx.tokenizer.protocol import Tokenizer
 
 _OUTPUTS = ("pairs_to", "winners_to", "answers_to")
@@ -85,12 +86,23 @@ def run(args: argparse.Namespace) -> None:
         )
     for path in outputs.values():
         refuse_existing(path)
+    from afm_mlx.ranks import join_ranks
+
+    ranks = join_ranks()
+    if ranks.size > 1 and args.pairs_from is not None:
+        raise UsageError(
+            f"--pairs-from is for one process, and this run has {ranks.size} ranks, which split prompts that "
+            "are answered. Start it without mlx.launch."
+        )
     if len({path.absolute() for path in outputs.values()}) < len(outputs):
         raise UsageError("two outputs have one name; give each its own.")
     if args.pairs_from is not None:
         ranked, form = _given(args)
     else:
-        ranked, form = _sampled(args, next((path.parent for path in outputs.values()), Path()))
+        folder = next((path.parent for path in outputs.values()), Path())
+        ranked, form = _sampled(args, folder, ranks)
+    if not ranks.is_first:
+        return
     _report(args, ranked, _write(outputs, ranked, form))
 
 
@@ -148,8 +160,8 @@ def _given(args: argparse.Namespace) -> tuple[list[Ranked], CallForm]:
         return [ranking(*each) for each in found], AFM_CALLS
 
 
-def _sampled(args: argparse.Namespace, folder: Path) -> tuple[list[Ranked], CallForm]:
-    """Sample and rank answers; keep them in a file of a folder until all are there."""
+def _sampled(args: argparse.Namespace, folder: Path, ranks: Ranks) -> tuple[list[Ranked], CallForm]:
+    """Sample and rank answers, to prompts that ranks split; keep them in a file until all are there."""
     if args.temp == 0 and args.samples > 1:
         raise UsageError(
             f"--samples is {args.samples}, and at --temp 0 all answers of an adapter are alike. Raise --temp, "
@@ -157,9 +169,11 @@ def _sampled(args: argparse.Namespace, folder: Path) -> tuple[list[Ranked], Call
         )
     if repeated := sorted({m for m in args.committee if args.committee.count(m) > 1}):
         raise UsageError(f"--committee names {', '.join(repeated)} more than once.")
+    import numpy as np
+
     from afm_mlx.guidance.call_forms import AFM_CALLS, call_form
     from afm_mlx.loading.resolve import resolve_adapter, resolve_model
-    from afm_mlx.measure.committee import BASE, load_prompts, sample_answers
+    from afm_mlx.measure.committee import BASE, Candidate, Ranked, load_prompts, sample_answers
     from afm_mlx.measure.reward_model import RewardModel
 
     form = answer_constraint(args)
@@ -176,34 +190,48 @@ def _sampled(args: argparse.Namespace, folder: Path) -> tuple[list[Ranked], Call
             pool.register(name, path)
         scorer = partial(RewardModel.in_pool, model, tokenizer, pool)
         ranking = _ranking(args, form=calls, adapter=scorer)
-        kept = _kept_answers(args, folder, model, pool, constraint, prompts)
-        ranked = _ranked_again(kept, prompts, ranking)
-        answered = sample_answers(
-            model,
-            tokenizer,
-            prompts,
-            args.committee,
-            args.samples,
-            max_tokens=args.max_tokens,
-            sampler=sampler,
-            seed=args.seed,
-            constraint=constraint,
-            at_limit=args.at_limit,
-            begin=len(ranked),
-            batch_size=args.batch_size,
-            adapters=pool if paths else None,
-        )
-        try:
-            with progress_bar("sample", "prompt") as progress:
-                for answers in answered:
+        model_options.check_ranks(args, ranks, model, prompts)
+        kept = _kept_answers(args, folder, model, pool, constraint, prompts, ranks)
+
+        def answered(own: list[int]) -> list[Any]:
+            mine = [prompts[index] for index in own]
+            ranked = _ranked_again(kept, mine, ranking)
+            found = sample_answers(
+                model,
+                tokenizer,
+                prompts,
+                args.committee,
+                args.samples,
+                max_tokens=args.max_tokens,
+                sampler=sampler,
+                seed=args.seed,
+                constraint=constraint,
+                at_limit=args.at_limit,
+                chosen=own[len(ranked) :],
+                batch_size=args.batch_size,
+                adapters=pool if paths else None,
+            )
+            with progress_bar("sample", "prompt", ranks.is_first) as progress:
+                for answers in found:
                     kept.append([list(asdict(each).values()) for each in answers])
-                    ranked.append(ranking(*prompts[len(ranked)], answers))
+                    ranked.append(ranking(*mine[len(ranked)], answers))
                     if progress is not None:
-                        progress(len(ranked), len(prompts))
+                        progress(len(ranked), len(mine))
+            return [
+                (list(map(astuple, one.candidates)), one.rewards.tolist(), one.checks.tolist())
+                for one in ranked
+            ]
+
+        try:
+            values = ranks.each(range(len(prompts)), answered)
         except (KeyboardInterrupt, Terminated) as stopped:
             stopped.add_note(f"The answers so far are in {kept.path}: the same command continues.")
             raise
     kept.path.unlink(missing_ok=True)
+    ranked = []
+    for (where, sample), (candidates, rewards, checks) in zip(prompts, values, strict=True):
+        found = [Candidate(*each) for each in candidates]
+        ranked.append(Ranked(sample, where, found, np.array(rewards), np.array(checks)))
     return ranked, calls
 
 
@@ -214,6 +242,7 @@ def _kept_answers(
     pool: AdapterPool,
     constraint: Constraint | None,
     prompts: Sequence[tuple[str, Mapping[str, Any]]],
+    ranks: Ranks,
 ) -> AppendedLines:
     """Return the file of the answers so far, whose name depends on all that answers depend on."""
     from mlx.utils import tree_flatten
@@ -231,6 +260,7 @@ def _kept_answers(
         getattr(args, name) for name in ("samples", "max_tokens", "at_limit", "activation_bits")
     ]
     head = [__version__, adapters, sampling, [*others, repr(constraint)], prompts]
+    head += [[ranks.rank, ranks.size]] if ranks.size > 1 else []
     digest = arrays_fingerprint(head, dict(tree_flatten(model.parameters())))
     return AppendedLines(folder / f"answers-{digest[:16]}.jsonl")
 

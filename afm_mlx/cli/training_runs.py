@@ -345,10 +345,11 @@ class Reporter:
 
     def on_plan(self, plan: Plan) -> None:
         self._steps = plan.options.iters
+        self._last = (0, 0)  # of this run: there may be several
         self.trainable = plan.trainable
         self._unit = plan.data.train.unit
         for line in _plan_lines(plan):
-            self._print(line)
+            self.line(line)
 
     def on_event(self, event: Event) -> None:
         from afm_mlx.training.loop.trainer import (
@@ -363,7 +364,7 @@ class Reporter:
         match event:
             case Preparing():
                 if event.done == 0:
-                    self._print(f"Computing {event.what}")
+                    self.line(f"Computing {event.what}")
                     self._preparing = self._bars.enter_context(progress_bar("preparing", "batch"))
                 elif self._preparing is not None:
                     self._preparing(event.done, event.total)
@@ -371,12 +372,12 @@ class Reporter:
                     self._bars.close()
             case Resumed():
                 self._last = None
-                self._print(f"Resumed after step {event.step}")
+                self.line(f"Resumed after step {event.step}")
             case Stepped():
                 if self._bar is not None:
                     self._bar(event.step, self._steps)
             case Testing():
-                self._print(f"Testing {event.what or 'what was trained'}")
+                self.line(f"Testing {event.what or 'what was trained'}")
             case Report():
                 speed, unit = "", self._unit.capitalize()
                 if self._last is not None:
@@ -385,7 +386,7 @@ class Reporter:
                     speed = f"It/sec {(event.step - step) / seconds:.3f}, "
                 self._last = event.step, event.tokens
                 more = "".join(f", {metric_text(*each)}" for each in event.metrics.items())
-                self._print(
+                self.line(
                     f"Iter {event.step}: Train loss {event.loss:.3f}, Learning Rate {event.learning_rate:.3e}, "
                     f"{speed}{unit}/sec {event.tokens_per_second:.3f}, Trained {unit} {event.tokens}, "
                     f"Peak mem {event.peak_memory / 1e9:.3f} GB{more}"
@@ -394,9 +395,10 @@ class Reporter:
                 more = "".join(f", Val {metric_text(*each)}" for each in event.metrics.items())
                 if event.valid_perplexity is not None:
                     more = f", Val ppl {event.valid_perplexity:.3f}{more}"
-                self._print(f"Iter {event.step}: Val loss {event.valid_loss:.3f}{more}")
+                self.line(f"Iter {event.step}: Val loss {event.valid_loss:.3f}{more}")
 
-    def _print(self, line: str) -> None:
+    def line(self, line: str) -> None:
+        """Print a line above the bar."""
         if self._bar is None:
             print(line, file=self._stream, flush=True)
             return
@@ -434,7 +436,7 @@ def data_line(name: str, split: AnyBatches) -> str:
 
 def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path: Path) -> None:
     """Train as `train_by` does; rank 0 prints progress and the result."""
-    from afm_mlx.training.loop.ranks import join_ranks
+    from afm_mlx.ranks import join_ranks
     from afm_mlx.training.methods.train import train_by
 
     is_first = join_ranks().is_first

@@ -16,6 +16,7 @@ from afm_mlx.engine.request import Embedding, Request
 from afm_mlx.errors import AFMError, DataError, EmbeddingError, RequestError, shown
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.progress import Progress
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.tokenizer.embedding_text import embedding_tokens, query_text
 from afm_mlx.tokenizer.protocol import Tokenizer
 
@@ -35,6 +36,7 @@ def embed(
     center: bool = False,
     progress: Progress | None = None,
     kv: str = "float",
+    ranks: Ranks = ALONE,
     **engine_options: Any,
 ) -> np.ndarray:
     """Compute a vector for each text; the dot product of two of them is their cosine similarity.
@@ -57,6 +59,7 @@ def embed(
         center: subtract the mean of all n vectors, which vectors of untrained models have in common.
         progress: called with (texts done, n).
         kv: storage of keys and values, "float" or "int8" (`Model.make_cache`).
+        ranks: processes that split the texts; all get all vectors.
         engine_options: further options of `Engine`.
 
     Returns:
@@ -84,7 +87,12 @@ def embed(
     engine.prepare(Request([0], 0, embedding=Embedding(pooling, dimensions)))  # raises at once
     prompts = [_tokens(tokenizer, text, i, pooling, instruction) for i, text in enumerate(texts)]
     wheres = [f"Text {index}" for index in range(len(prompts))]
-    vectors = prompt_vectors(engine, prompts, asked, wheres, adapter=adapter, progress=progress)
+
+    def computed(own: list[int]) -> np.ndarray:
+        mine, names = [prompts[i] for i in own], [wheres[i] for i in own]
+        return prompt_vectors(engine, mine, asked, names, adapter=adapter, progress=progress)
+
+    vectors = ranks.each_row(range(len(prompts)), computed)
     return centered(vectors, dimensions) if center else vectors
 
 

@@ -204,7 +204,7 @@ def sample_answers(
     seed: int = 0,
     constraint: Constraint | None = None,
     at_limit: str = "error",
-    begin: int = 0,
+    chosen: Sequence[int] | None = None,
     batch_size: int = 16,
     **engine_options: Any,
 ) -> Iterator[list[Candidate]]:
@@ -217,12 +217,12 @@ def sample_answers(
         samples: K, answers of each member to each prompt.
         max_tokens, sampler, constraint, at_limit: as for `Request`.
         seed: answers depend on it, on the numbers of prompt, member and sample, and on nothing else.
-        begin: number of first prompts to leave out: of an earlier run, for example.
+        chosen: numbers of the prompts to answer, in that order; all by default.
         batch_size: rows that run at the same time.
         engine_options: further options of `Engine`.
 
     Yields:
-        For each prompt from `begin` on, K answers of the first member, then of the second, and so on.
+        For each chosen prompt, K answers of the first member, then of the second, and so on.
 
     Raises:
         DataError: names the prompt that can't be answered.
@@ -249,8 +249,9 @@ def sample_answers(
 
     shared = PrefixCache(PREFIX_MEMORY) if samples > 1 else None
     engine = Engine(model, tokenizer, max_batch=batch_size, prefix_cache=shared, **engine_options)
+    numbers = range(len(prompts)) if chosen is None else chosen
     with wired_memory(model):
-        for answers in _answered(engine, map(asked, range(begin, len(prompts))), samples):
+        for answers in _answered(engine, map(asked, numbers), samples):
             yield [each.candidate for each in answers]
 
 

@@ -42,6 +42,7 @@ from afm_mlx.jsonl import read_jsonl
 from afm_mlx.measure.comparison import Score
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.progress import Progress
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.tokenizer.chat_messages import parse_tool_calls
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
@@ -190,6 +191,7 @@ def evaluate(
     batch_size: int = 16,
     constrained: bool = False,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Let a model answer every example.
 
@@ -202,6 +204,7 @@ def evaluate(
         batch_size: examples in a batch.
         constrained: True to generate under each example's constraint, if it has one.
         progress: called with the numbers of answers done and in all.
+        ranks: processes that split the examples.
 
     Raises:
         DataError: if an example's messages are not valid, or do not fit in the context.
@@ -212,15 +215,19 @@ def evaluate(
     has_tools = any(example.all_tools for example in examples)
     form = _form(tokenizer) if has_tools else AFM_CALLS
     thoughts = thought_form(tokenizer)
-    requests = [_request(tokenizer, e, constrained, form, thoughts) for e in examples]
-    splitters = [
-        None if e.compare == CALLS else splitter_for(None, (), thoughts, request.prompt)
-        for e, request in zip(examples, requests, strict=True)
-    ]
     engine = Engine(model, tokenizer, max_batch=batch_size)
-    wheres = [example.where for example in examples]
-    # An answer that is too long, or fills the context, is wrong.
-    answers = run_requests(engine, requests, splitters, wheres, progress, ignored=CUT_OFF)
+
+    def answered(own: list[Example]) -> list[str]:
+        requests = [_request(tokenizer, e, constrained, form, thoughts) for e in own]
+        splitters = [
+            None if e.compare == CALLS else splitter_for(None, (), thoughts, request.prompt)
+            for e, request in zip(own, requests, strict=True)
+        ]
+        wheres = [example.where for example in own]
+        # An answer that is too long, or fills the context, is wrong.
+        return run_requests(engine, requests, splitters, wheres, progress, ignored=CUT_OFF)
+
+    answers = ranks.each(examples, answered)
     graded = [GradedAnswer(e, answer, form) for e, answer in zip(examples, answers, strict=True)]
     return Evaluation(graded, time.perf_counter() - start)
 

@@ -46,6 +46,7 @@ from afm_mlx.measure.evaluation import answer_text
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.progress import Progress
+from afm_mlx.ranks import ALONE, Ranks
 
 Bars = Callable[[str, str], AbstractContextManager[Progress | None]]
 """Called with a description and a unit; returns a context with a function that reports progress, or None."""
@@ -75,10 +76,12 @@ class HarnessModel(TemplateLM):
         chat_template_args: variables for the chat template, such as {"enable_thinking": False}.
         seed: seed of answers that a task wants sampled.
         bars: makes progress bars.
+        ranks: processes that split requests; each has all answers.
         loading: other options of `load`, such as `adapter_path`.
 
     Attributes:
         model, tokenizer: what `load` returned.
+        ranks: the argument.
         max_length: tokens that a context and its continuation or answer have together, at most.
         answer_count: number of answers that `keep_answers` has found in the file.
 
@@ -94,6 +97,7 @@ class HarnessModel(TemplateLM):
         chat_template_args: Mapping[str, Any] | None = None,
         seed: int = 123,
         bars: Bars = _no_bars,
+        ranks: Ranks = ALONE,
         **loading: Any,
     ):
         super().__init__()
@@ -106,6 +110,7 @@ class HarnessModel(TemplateLM):
         length = "context_length" if is_afm(self.model) else "max_position_embeddings"
         self.max_length: int = getattr(self.model.args, length, None) or sys.maxsize
         self._bars = bars
+        self.ranks = ranks
         self._answers: dict[str, Any] = {}  # by request
         self._file: AppendedLines | None = None
         self.answer_count = 0
@@ -192,18 +197,29 @@ class HarnessModel(TemplateLM):
     ) -> list[Any]:
         """Return the answers to requests; `answer` keeps an answer to each that has none, by its key."""
         repeats = Counter[str]()
-        keys, left = [], {}
+        keys, asked = [], {}
+        # Ranks split contexts, whose continuations share a prefill.
+        contexts = defaultdict[str, list[str]](list)
         for request in requests:
             key = hash_args(kind, request.args)
             if kind == "generate_until" and normalize_gen_kwargs(request.args[1])["do_sample"]:
                 repeats[key] += 1
                 key += f"-{repeats[key]}"
             keys.append(key)
-            if key not in self._answers:
-                left[key] = request
-        if left:
-            answer(left)
-        return [self._answers[key] for key in keys]
+            if key not in asked:
+                contexts[request.args[0]].append(key)
+            asked[key] = request
+
+        def answered(own: list[list[str]]) -> list[dict[str, Any]]:
+            mine = [key for group in own for key in group]
+            if left := {key: asked[key] for key in mine if key not in self._answers}:
+                answer(left)
+            return [{key: self._answers[key] for key in group} for group in own]
+
+        found: dict[str, Any] = {}
+        for answers in self.ranks.each([*contexts.values()], answered):
+            found |= answers
+        return [found[key] for key in keys]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -340,6 +356,8 @@ class HarnessModel(TemplateLM):
             DataError: if the file is damaged.
         """
         options = [__version__, self.max_tokens, self.seed, repr(sorted(self._loading.items()))]
+        if self.ranks.size > 1:
+            options += [self.ranks.rank, self.ranks.size]
         name = arrays_fingerprint(options, dict(tree_flatten(self.model.parameters())))
         self._file = AppendedLines(folder / f"answers-{name[:16]}.jsonl")
         try:

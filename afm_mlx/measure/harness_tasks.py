@@ -67,6 +67,8 @@ def run_tasks(
 ) -> tuple[Results, Path]:
     """Let a model answer tasks; write the results as lm-eval does, and return them and their file.
 
+    Of several ranks, only the first one writes.
+
     Args:
         model: the model; `name` is what results call it.
         tasks: what `find_tasks` returned.
@@ -109,6 +111,8 @@ def run_tasks(
             # Of their YAML files, or of `datasets`: no such file, no such data set, no connection.
             reason = f"{type(error).__name__}: {' '.join(reason_of(error).split())}"
             raise DataError(f"lm-eval can't run {', '.join(names)}: {reason}") from error
+    if not model.ranks.is_first:
+        return results, folder
     samples = results["samples"]
     tracker.save_results_aggregated({k: v for k, v in results.items() if k != "samples"}, samples)
     config = tracker.general_config_tracker

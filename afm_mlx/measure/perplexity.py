@@ -36,6 +36,7 @@ from afm_mlx.jsonl import (
 )
 from afm_mlx.measure.continuations import score_continuations
 from afm_mlx.progress import Progress
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.tokenizer.protocol import Tokenizer
 
 SEQUENCE_LENGTH = 512  # tokens of a piece, mlx-lm's default
@@ -159,8 +160,9 @@ def measure_perplexity(
     pieces: Sequence[Sequence[int]],
     batch_size: int = 8,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> Perplexity:
-    """Measure the perplexity of pieces of documents from `cut`.
+    """Measure the perplexity of pieces of documents from `cut`, which ranks split.
 
     Raises:
         DataError: if there are fewer than two tokens to score.
@@ -169,7 +171,13 @@ def measure_perplexity(
     if scored < 2:
         raise DataError(f"The documents have {scored} tokens to predict; at least 2 are needed.")
     start = time.perf_counter()
-    losses = token_losses(model, tokenizer, pieces, batch_size, progress).astype(np.float64)
+
+    def measured(own: list[Sequence[int]]) -> list[list[float]]:
+        found = token_losses(model, tokenizer, own, batch_size, progress)
+        ends = np.cumsum([len(piece) - 1 for piece in own])[:-1]
+        return [part.tolist() for part in np.split(found, ends)]
+
+    losses = np.concatenate(ranks.each(pieces, measured)).astype(np.float64)
     seconds = time.perf_counter() - start
     perplexity = math.exp(losses.mean())
     # By the delta method: the error of exp(x) is exp(x) times the error of x.

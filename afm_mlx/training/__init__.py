@@ -1,10 +1,10 @@
 """Training: full weights, LoRA adapters, and quantization-aware training, with one loop."""
 
+from afm_mlx.ranks import Ranks, join_ranks
 from afm_mlx.training.data.batches import Batch, Batches
 from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation
 from afm_mlx.training.loop.preference_losses import PreferenceLoss
-from afm_mlx.training.loop.ranks import Ranks, join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder, plot_metrics
 from afm_mlx.training.loop.trainer import RunOutcome, train
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -31,6 +31,7 @@ from afm_mlx.training.methods.train import (
 )
 from afm_mlx.training.pruning.mask_training import RecoveryTraining
 from afm_mlx.training.pruning.prune import Pruning, prune
+from afm_mlx.training.pruning.prune_experts import ExpertPruning, prune_experts
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import pack_qat, prepare_qat
 
@@ -41,6 +42,7 @@ __all__ = [
     "CrossEntropy",
     "Distillation",
     "DraftTraining",
+    "ExpertPruning",
     "FreshSource",
     "FullTraining",
     "IFPTraining",
@@ -70,6 +72,7 @@ __all__ = [
     "plot_metrics",
     "prepare_qat",
     "prune",
+    "prune_experts",
     "train",
     "train_contrastive",
     "train_draft",

@@ -40,3 +40,11 @@ def test_a_model_is_packed_and_unpacked(folder, done, tmp_path):
     done("convert", "--model", packed, "--mlx-path", whole, "-d")
     ours, theirs = (load(path)[0].layers[0].mlp.up_proj for path in (packed, whole))
     assert mx.array_equal(ours.dequantize(), theirs.weight)
+
+
+def test_a_packed_model_gets_an_adapter_for_its_errors(folder, done, tmp_path):
+    flags = ("-q", "--q-bits", 4, "--svd-adapter", 4)
+    text = done("convert", "--model", folder, "--mlx-path", tmp_path / "packed", *flags)
+    assert text.endswith("Its adapter of rank 4: --adapter-path svd\n")
+    flags = ("--adapter-path", "svd", "--prompt", "a", "-m", 2)
+    done("generate", "--model", tmp_path / "packed", *flags)

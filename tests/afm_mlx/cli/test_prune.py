@@ -6,6 +6,7 @@ import pytest
 
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.task_mask import read_mask
+from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 SHORT = ("--iters", 2, "--batch-size", 2, "--max-seq-length", 96)
 
@@ -52,6 +53,18 @@ def test_json_and_a_target(base, run, tmp_path):
         (("--target-bytes", 10), "target_bytes is 10, and that is out of reach"),
         (("--resume",), "mask-run holds no run. Leave it out to start one"),
         (("--plot", "x.png"), "--plot is for lora and qat"),
+        (("--rounds", 2), "are for experts. Add --experts SHARE"),
+        (("--criterion", "reap"), "are for experts. Add --experts SHARE"),
+        (("--recover", "full"), "are for experts. Add --experts SHARE"),
+        (("--experts", 0.5), "has no layers with several experts"),
+        (("--experts", 0.5, "--ffn", 0.5), "--ffn and --experts both say what is cut"),
+        (("--experts", 0.5, "--group", 8, "--resume"), "--group, --resume is not for --experts"),
+        (
+            ("--experts", 0.5, "--criterion", "gradient"),
+            "--criterion gradient is not for --experts",
+        ),
+        (("--experts", 0.5, "--recover", "lora"), "--recover lora is not for --experts"),
+        (("--experts", 0.5, "--iters", 2), "--iters without --recover full would do nothing"),
     ],
 )
 def test_what_is_refused(base, fails, tmp_path, argv, message):
@@ -66,3 +79,26 @@ def test_a_run_that_exists_says_how_to_go_on(base, fails, tmp_path):
     error = fails(*base, "--recover", "lora", *SHORT)
     assert "mask-run holds a training run already. To go on with it: afm-mlx prune " in error
     assert "--resume. To start over, choose another folder (--save-path)." in error
+
+
+def test_a_model_with_fewer_experts(done, run, rng, tmp_path):
+    model = zoo_model("qwen3_moe", 64, int(rng.integers(2**31)))
+    write_zoo_folder(tmp_path / "moe", "qwen3_moe", model, word_tokenizer_json(64))
+    lines = [" ".join(f"w{i}" for i in rng.integers(2, 64, 30)) for _ in range(4)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    base = ("prune", "--model", tmp_path / "moe", "--data", data, "--experts", 0.5)
+    lines = done(*base, "--save-path", tmp_path / "small").splitlines()
+    assert lines[0] == "Round 1 of 1: 8 to 4 experts"
+    assert lines[1] == "Kept 4 of 8 experts (50.0%) in each of 2 layers"
+    assert lines[2].startswith("Weights: 0.")
+    assert lines[3].startswith("Perplexity: ")
+    assert lines[4] == f"Saved to {tmp_path / 'small'}"
+    more = ("--criterion", "ean", "--rounds", 2, "--recover", "full", *SHORT, "--json")
+    status, text, _ = run(*base, "--save-path", tmp_path / "trained", *more)
+    facts = json.loads(text)
+    assert (status, facts["criterion"], facts["experts_after"]) == (0, "ean", 4)
+    assert [len(ids[0]) for ids in facts["kept"].values()] == [4, 4]
+    assert facts["perplexity_after"] != facts["perplexity_before"]
+    config = json.loads((tmp_path / "trained" / "config.json").read_text())
+    assert config["num_experts"] == 4

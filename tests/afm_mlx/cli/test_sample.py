@@ -124,9 +124,9 @@ def test_an_interrupted_run_continues(folder, run, prompts, length, tmp_path, mo
 
     sample_answers, begun = committee.sample_answers, []
 
-    def interrupted(*args, begin, **options):
-        begun.append(begin)
-        for answers in sample_answers(*args, begin=begin, **options):
+    def interrupted(*args, chosen, **options):
+        begun.append(chosen)
+        for answers in sample_answers(*args, chosen=chosen, **options):
             yield answers
             if len(begun) == 1:
                 raise KeyboardInterrupt
@@ -139,7 +139,7 @@ def test_an_interrupted_run_continues(folder, run, prompts, length, tmp_path, mo
     status, out, err = run(*argv, "--answers-to", part)
     assert status == 0
     assert "has answers to 1 prompts" in err
-    assert begun == [0, 1]
+    assert begun == [[0, 1], [1]]
     assert "seen" not in out
     assert part.read_text() == whole.read_text()
     assert not list(tmp_path.glob("answers-*"))

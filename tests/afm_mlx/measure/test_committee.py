@@ -79,7 +79,7 @@ def test_samples_depend_on_their_numbers_alone(model, tokenizer, pool):
     assert [len(each) for each in whole] == [6, 6, 6]
     assert [each.member for each in whole[0]] == ["a"] * 3 + ["base"] * 3
     assert len({each.answer for each in whole[0]}) > 3
-    assert answers(seed=4, begin=1, batch_size=3) == whole[1:]
+    assert answers(seed=4, chosen=[1], batch_size=3) == whole[1:2]
     assert answers(seed=5) != whole
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import ClassVar
 
 import lm_eval
 import mlx.core as mx
@@ -21,6 +22,7 @@ from afm_mlx.errors import ContextLengthError, DataError
 from afm_mlx.measure import harness_model
 from afm_mlx.measure.harness_model import HarnessModel
 from afm_mlx.measure.harness_tasks import find_tasks
+from afm_mlx.ranks import Ranks
 from tests.tools.adapters import draw_tensors
 from tests.tools.adapters import write_folder as write_adapter
 from tests.tools.cases import each
@@ -360,6 +362,35 @@ def test_equal_requests_are_scored_once(model, monkeypatch):
     pairs = requests("loglikelihood", ("a", " b"), ("a", " b"), ("a", " c"))
     found = model.loglikelihood(pairs)
     assert (found[0] == found[1], found[0] == found[2], counts) == (True, False, [2])
+
+
+class OneAfterTheOther(Ranks):
+    """Two ranks in one process, one after the other."""
+
+    seen: ClassVar[list[int]] = []
+
+    @property
+    def size(self):
+        return 2
+
+    def each(self, items, work):
+        parts = [json.loads(json.dumps(work(list(items[rank::2])))) for rank in range(2)]
+        self.seen.extend(map(len, parts))
+        return [parts[i % 2][i // 2] for i in range(len(items))]
+
+
+def test_ranks_split_contexts(model, folder):
+    split = HarnessModel(str(folder), batch_size=4, ranks=OneAfterTheOther())
+    scored = [(f"q {i}", text) for i in range(3) for text in (" one", " two")]
+    wanted = model.loglikelihood(requests("loglikelihood", *scored))
+    got = split.loglikelihood(requests("loglikelihood", *scored))
+    np.testing.assert_allclose([s for s, _ in got], [s for s, _ in wanted], atol=1e-4)
+    assert all(isinstance(answer, tuple) for answer in got)
+    assert split.ranks.seen == [2, 1]
+    asked = [(f"q {i}", {"until": ["\n"], "max_gen_toks": 6}) for i in range(3)]
+    assert split.generate_until(requests("generate_until", *asked)) == model.generate_until(
+        requests("generate_until", *asked)
+    )
 
 
 def test_progress_is_reported(folder):

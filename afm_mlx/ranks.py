@@ -1,10 +1,12 @@
-"""The ranks of a run: processes that train one model together, and what they exchange, by `mx.distributed`.
+"""The ranks of a run: processes that work together, and what they exchange, by `mx.distributed`.
 
     mlx.launch -n 2 afm-mlx lora ...
+    mlx.launch -n 2 afm-mlx evaluate ...
 
-Each rank computes the gradients of its share of each batch, divided by the weights of all ranks' targets. The
-sum over ranks is what one process computes of the whole batch, and every rank takes the same step. Rank 0 alone
-reads and writes the run's folder.
+In training, each rank computes the gradients of its share of each batch, divided by the weights of all ranks'
+targets. The sum over ranks is what one process computes of the whole batch, and every rank takes the same step.
+Elsewhere, rank r of n computes items r, r + n, r + 2n, ..., and all ranks get all results. Rank 0 alone prints
+and writes files.
 
 A rank that ends closes its connections, and the exchanges of all others fail at once (MLX's ring). A machine
 that vanishes closes nothing: the system probes idle connections, and lets them fail after `SILENCE` seconds.
@@ -14,6 +16,7 @@ one after `JOIN_SECONDS`.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -21,11 +24,12 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,11 +37,14 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from afm_mlx.errors import AFMError, ConfigError, shown
-from afm_mlx.training.data.batches import AnyBatches
-from afm_mlx.training.loop.gradient_checkpointing import Tree
 
 JOIN_SECONDS = 10.0
 """Seconds in which all ranks must start."""
+
+T = TypeVar("T")
+Batches = TypeVar("Batches")
+Tree: TypeAlias = Any
+"""Arrays in dicts and lists."""
 
 SILENCE = 8
 """Seconds after which a machine that answers no probe counts as gone."""
@@ -51,7 +58,7 @@ class RankLostError(AFMError):
 class Divisible(Protocol):
     """Batches that ranks can split."""
 
-    def share(self, rank: int, size: int) -> AnyBatches:
+    def share(self, rank: int, size: int) -> Any:
         """Return the batches with the rank's rows alone; all ranks' rows are the whole batch.
 
         Raises `ConfigError` when there are fewer rows than ranks, or the rows depend on each other.
@@ -68,10 +75,12 @@ class Ranks:
     Attributes:
         rank, size: number of this process, from 0, and of all.
         seconds: spent in exchanges, with the time that this rank waited for others.
+        connections: descriptors of the sockets to other ranks.
     """
 
     group: mx.distributed.Group | None = None
     seconds: float = 0.0
+    connections: frozenset[int] = frozenset()
 
     @property
     def rank(self) -> int:
@@ -86,7 +95,7 @@ class Ranks:
         """True for the rank that writes, prints and saves."""
         return self.rank == 0
 
-    def share(self, batches: AnyBatches) -> AnyBatches:
+    def share(self, batches: Batches) -> Batches:
         """Return this rank's share of batches.
 
         Raises `ConfigError` when they can't be split.
@@ -94,11 +103,88 @@ class Ranks:
         if self.size == 1:
             return batches
         if not isinstance(batches, Divisible):
+            unit = getattr(batches, "unit", "data")
             raise ConfigError(
-                f"Batches of {batches.unit} are not split over ranks in this kind of training. This run has "
+                f"Batches of {unit} are not split over ranks in this kind of training. This run has "
                 f"{self.size} ranks; start it without mlx.launch, on one machine."
             )
         return batches.share(self.rank, self.size)
+
+    # -- items
+
+    def each(self, items: Sequence[T], work: Callable[[list[T]], Sequence[Any]]) -> list[Any]:
+        """Return a JSON value for each item, of which each rank computes its own.
+
+            texts = join_ranks().each(prompts, lambda own: batch_generate(model, tokenizer, own).texts)
+
+        Args:
+            items: the items, the same on all ranks.
+            work: takes this rank's items, and returns a value for each; not called without items.
+
+        Raises:
+            RankLostError: within a few seconds of another rank's end.
+        """
+        return self._in_order(self.gather(self._own(items, work)))
+
+    def each_row(self, items: Sequence[T], work: Callable[[list[T]], np.ndarray]) -> np.ndarray:
+        """Return a row of float32 for each item, (items, width), as `each` does."""
+        own = np.array(self._own(items, work), np.float32)
+        if self.size == 1 or not items:
+            return own
+        width, most = (int(n) for n in self.numbers(own.shape[-1], len(own)).max(axis=0))
+        padded = np.zeros((most, width), np.float32)
+        if len(own):
+            padded[: len(own)] = own
+        rows = self._gather(padded.tobytes()).view(np.float32).reshape(self.size, most, width)
+        counts = [len(items[rank :: self.size]) for rank in range(self.size)]
+        found = self._in_order([part[:n] for part, n in zip(rows, counts, strict=True)])
+        return np.array(found, np.float32).reshape(len(items), width)
+
+    def _own(self, items: Sequence[T], work: Callable[[list[T]], Any]) -> Any:
+        own = list(items[self.rank :: self.size])
+        if not own and self.size > 1:
+            return []
+        with self.watched():
+            return work(own)
+
+    def _in_order(self, parts: Sequence[Any]) -> list[Any]:
+        return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise `RankLostError` in the context, about a second after another rank has ended.
+
+        For long work without exchanges, where no rank ends unless it fails.
+        """
+        if not self.connections:
+            yield
+            return
+        ended, lost, worker = threading.Event(), threading.Event(), threading.get_ident()
+
+        def interrupt(error: object) -> None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker), error)
+
+        def watch() -> None:
+            while not ended.wait(1):
+                if any(map(_is_closed, self.connections)):
+                    lost.set()
+                    # Not a signal: programs in the background may ignore it.
+                    interrupt(ctypes.py_object(_RankEnded))
+                    return
+
+        watcher = threading.Thread(target=watch, name="ranks", daemon=True)
+        watcher.start()
+        try:
+            try:
+                yield
+            finally:
+                ended.set()
+                watcher.join()
+            if lost.is_set():
+                interrupt(None)
+                raise _RankEnded
+        except _RankEnded:
+            raise self._lost("its connection is closed") from None
 
     # -- exchanges
 
@@ -174,12 +260,29 @@ class Ranks:
             found = exchange()
             mx.eval(found)
         except RuntimeError as error:
-            raise RankLostError(
-                f"Rank {self.rank} of {self.size} has lost another rank, whose own message says why ({error})."
-            ) from None
+            raise self._lost(error) from None
         finally:
             self.seconds += time.perf_counter() - start
         return found
+
+    def _lost(self, reason: object) -> RankLostError:
+        return RankLostError(
+            f"Rank {self.rank} of {self.size} has lost another rank, whose own message says why ({reason})."
+        )
+
+
+class _RankEnded(BaseException):
+    """Raised in a thread that is computing, when another rank has ended."""
+
+
+def _is_closed(descriptor: int) -> bool:
+    """True if the other end of a connection is closed, and all that it sent was received."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        try:
+            return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except ConnectionError:
+            return True
+    return False  # nothing to receive, or no connection
 
 
 ALONE = Ranks()
@@ -205,11 +308,11 @@ def join_ranks() -> Ranks:
         ) from None
     if group.size() == 1:
         return ALONE
-    probe_connections(sockets() - before)
-    ranks = Ranks(group)
-    from afm_mlx import __version__
-
-    ranks.check_alike({"afm-mlx": __version__, "mlx": mx.__version__})
+    connections = sockets() - before
+    probe_connections(connections)
+    ranks = Ranks(group, connections=frozenset(connections))
+    version = sys.modules["afm_mlx"].__version__  # an import would be of all rooms above
+    ranks.check_alike({"afm-mlx": version, "mlx": mx.__version__})
     return ranks
 
 
