@@ -244,7 +244,7 @@ class TrackConfig:
 
 
 def parameter_shapes(config: TrackConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of a float model's parameters: tracks, or tracks times experts, come first."""
+    """Return the names and shapes of a float model's parameters; tracks, or all experts, are the first axis."""
     tracks, width, dim = config.num_tracks, config.hidden_dim, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, width)}
     for layer in range(config.num_layers_per_track):
@@ -278,7 +278,7 @@ def parameter_shapes(config: TrackConfig) -> dict[str, tuple[int, ...]]:
 
 
 TRACK_PRESETS: dict[str, TrackConfig] = {
-    # The defaults of tamm's class: 147,803,703,296 parameters. Apple has published no sizes of its server model.
+    # The defaults of tamm's class: 147,803,703,296 parameters. Apple has published no sizes of its server.
     "tamm-default": TrackConfig(),
     # Small enough to train on a CPU.
     "pt-moe-tiny": TrackConfig(

@@ -2,7 +2,8 @@
 
 | source | written by |
 | --- | --- |
-| a toolkit checkpoint: a folder with `base-model.pt`, or a `.pt` file with its config | `toolkit.py`; of a parallel-track model `tracks.py` |
+| a toolkit checkpoint: a folder with `base-model.pt`, or a `.pt` file with its config | `toolkit.py` |
+| the same of a parallel-track model | `tracks.py`, which writes such checkpoints, too |
 | a folder of an AFM model, ours or mlx-lm's | `mlx_lm.py`; for Core ML `coreml/`, for Core AI `coreai/` |
 | any other model that mlx-lm knows, as a folder or a hub id | `other_models.py`, through mlx-lm |
 

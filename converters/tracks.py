@@ -95,7 +95,7 @@ def _tamm_shape(config: TrackConfig, name: str, shape: tuple[int, ...]) -> tuple
     """Return the shape that tamm gives a parameter of our name and shape."""
     if len(shape) < 3:
         return shape
-    rows, outputs, inputs = shape
+    _, outputs, inputs = shape
     experts = (config.num_experts,) if ".experts." in name else ()
     return (config.num_tracks, *experts, inputs, outputs)
 

@@ -116,6 +116,7 @@ def open_mlx_lm_model(
         model, config = load_mlx_lm_model(folder, model_config, trust_remote_code)
         kinds = PackedLinear | PackedExperts
         is_theirs = is_theirs and not any(isinstance(module, kinds) for module in model.modules())
+        is_theirs = is_theirs and config["model_type"] != TRACK_MODEL
         if is_theirs:
             model = utils.load_adapters(model, str(adapter))
             model.embedding_use = None if adapter is None else embedding_use(adapter)

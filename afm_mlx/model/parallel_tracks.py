@@ -31,6 +31,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from afm_mlx.errors import ConfigError
+from afm_mlx.model.fused_layers import LinearWrapper
 from afm_mlx.track_config import TrackConfig
 
 ModelArgs = TrackConfig
@@ -79,7 +80,8 @@ def _apply(module: Any, x: mx.array) -> mx.array:
 
 def project(layer: nn.Module, x: mx.array) -> mx.array:
     """Return each track's product, (T, B, S, N), of x (T or 1, B, S, K) and the track's matrix."""
-    tracks, rows = layer.weight.shape[0], x.shape[1:-1]
+    matrices = layer.linear if isinstance(layer, LinearWrapper) else layer
+    tracks, rows = matrices["weight"].shape[0], x.shape[1:-1]
     y = layer(x.reshape(x.shape[0], -1, x.shape[-1]), mx.arange(tracks, dtype=mx.uint32))
     return y.reshape(tracks, *rows, -1)
 
@@ -151,6 +153,9 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.num_experts, self.k = args.num_experts, args.num_experts_per_token
         self.cap = args.experts_router_logits_cap
+        self.observer: Callable[[Routing], object] | None = None  # is shown every decision
+        # Computes experts for the rows of one adapter at a time; see `ActiveAdapters.by_slot`.
+        self.by_slot: Callable[..., mx.array] | None = None
         self.router = _linear(args, args.hidden_dim, args.num_experts)
         self.experts = SwitchGLU(
             args.hidden_dim, args.sparse_feed_forward_hidden_dim, args.num_tracks * args.num_experts
@@ -159,11 +164,11 @@ class SparseMLP(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """Return (T, B, S, D) for normalized states x (T, B, S, D)."""
         routing = self.route(x)
-        if (observer := self.__dict__.get("observer")) is not None:
-            observer(routing)
-        # Of equal types in a table: tracks hold their experts one after the other.
+        if self.observer is not None:
+            self.observer(routing)
         first = mx.arange(0, x.shape[0] * self.num_experts, self.num_experts)
-        y = self.experts(x, routing.experts + first[:, None, None, None])
+        chosen = routing.experts + first[:, None, None, None]
+        y = self.experts(x, chosen) if self.by_slot is None else self.by_slot(self.experts, x, chosen)
         return (y * routing.weights[..., None]).sum(axis=-2).astype(x.dtype)
 
     def route(self, x: mx.array) -> Routing:

@@ -1,4 +1,4 @@
-"""PT-MoE equals tamm's in every switch, with and without caches; tracks, experts and routers are what they say."""
+"""PT-MoE equals tamm's in every switch, with and without caches; tracks and experts are what they say."""
 
 import dataclasses
 import json
