@@ -98,7 +98,9 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
             target = TargetModule(path, key, index, layer, sections.get(key))
             if target.is_stack:
                 count, outputs = target.linear["weight"].shape[:2]
-                target = target._replace(sections=tuple(range(outputs, (count + 1) * outputs, outputs)))
+                target = target._replace(
+                    sections=tuple(range(outputs, (count + 1) * outputs, outputs))
+                )
             found.append(target)
     return found
 

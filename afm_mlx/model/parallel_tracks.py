@@ -31,7 +31,6 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.model.fused_layers import LinearWrapper
 from afm_mlx.track_config import TrackConfig
 
 ModelArgs = TrackConfig
@@ -80,8 +79,8 @@ def _apply(module: Any, x: mx.array) -> mx.array:
 
 def project(layer: nn.Module, x: mx.array) -> mx.array:
     """Return each track's product, (T, B, S, N), of x (T or 1, B, S, K) and the track's matrix."""
-    matrices = layer.linear if isinstance(layer, LinearWrapper) else layer
-    tracks, rows = matrices["weight"].shape[0], x.shape[1:-1]
+    matrices = layer.linear if "linear" in layer else layer  # in a wrapper, ours or mlx-lm's
+    tracks, rows = matrices.weight.shape[0], x.shape[1:-1]
     y = layer(x.reshape(x.shape[0], -1, x.shape[-1]), mx.arange(tracks, dtype=mx.uint32))
     return y.reshape(tracks, *rows, -1)
 
@@ -168,7 +167,11 @@ class SparseMLP(nn.Module):
             self.observer(routing)
         first = mx.arange(0, x.shape[0] * self.num_experts, self.num_experts)
         chosen = routing.experts + first[:, None, None, None]
-        y = self.experts(x, chosen) if self.by_slot is None else self.by_slot(self.experts, x, chosen)
+        y = (
+            self.experts(x, chosen)
+            if self.by_slot is None
+            else self.by_slot(self.experts, x, chosen)
+        )
         return (y * routing.weights[..., None]).sum(axis=-2).astype(x.dtype)
 
     def route(self, x: mx.array) -> Routing:
@@ -292,10 +295,12 @@ class Model(nn.Module):
 
     @property
     def quant_predicate(self) -> Callable[[str, nn.Module], bool | dict[str, int]]:
-        """Rule of mlx-lm's `quantize_model`: routers have 8 bits."""
+        """Rule of mlx-lm's `quantize_model`: routers have 8 bits, or stay float if no group fits."""
 
         def predicate(path: str, module: nn.Module) -> bool | dict[str, int]:
-            return {"group_size": 64, "bits": 8} if path.endswith("router") else True
+            if not path.endswith("router"):
+                return True
+            return self.args.hidden_dim % 64 == 0 and {"group_size": 64, "bits": 8}
 
         return predicate
 
