@@ -325,10 +325,11 @@ class Model(nn.Module):
             if array.ndim == 0:  # a scale of all
                 return array
             rows = array.shape[0] // size  # tracks, or the experts of tracks
-            return mx.contiguous(array[rank * rows : (rank + 1) * rows])
+            own = mx.contiguous(array[rank * rows : (rank + 1) * rows])
+            mx.eval(own)  # MLX reads arrays whole: one at a time is in memory
+            return own
 
         for name in ("layers", "dispatch_norms", "combine_norms"):
             for module in self.model.get(name, ()):
                 module.update(tree_map(share, module.parameters()))
-                mx.eval(module.parameters())  # one layer at a time is read whole
         self.model.group = group
