@@ -67,6 +67,9 @@ LOWER_IS_BETTER = (
     "rejected_reward",
     "length",
     "cut_off",
+    "balance",
+    "router_z",
+    "load_max",
 )
 """Metrics of which the lowest value is the best; of others it is the highest."""
 
