@@ -60,7 +60,7 @@ class TargetModule(NamedTuple):
 def linear_shape(layer: nn.Module) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of a float, packed or MLX-quantized linear layer.
 
-    The outputs of a stack of matrices are those of all of them.
+    For a stack of matrices, these are the outputs of all matrices.
     """
     if isinstance(layer, PackedLinear | PackedExperts):
         return layer.packed.in_dims, layer.packed.out_dims

@@ -235,7 +235,7 @@ class TrackConfig:
         return self.num_parameters - skipped
 
     def kv_values(self, tokens: int) -> int:
-        """Return the number of keys and values that a row of so many tokens keeps."""
+        """Return the number of keys and values that a row of `tokens` tokens keeps."""
         columns = (
             min(tokens, self.window) if self.is_local(layer) else tokens
             for layer in range(self.num_layers_per_track)

@@ -8,7 +8,7 @@ Notable choices:
 
 - Tracks are an axis of every array. States are (T, B, S, D), weights of a layer are one mlx-lm `SwitchLinear`
   whose index is the track, and the experts of all tracks are one `SwitchGLU`, whose index is
-  `track * num_experts + expert`. So packing, adapters of experts and fast kernels are those of any mixture.
+  `track * num_experts + expert`. So any mixture's packing and kernels will do.
 - In the cache, tracks are heads: (B, T * kv_heads, S, head_dim), so any cache of mlx-lm will do. Local layers
   have a rotating one of `local_attention_window_size + 1` tokens.
 - Tracks are equal until a segment's first layer, so the axis of tracks is 1 wide there, and broadcast.

@@ -44,12 +44,13 @@ def balance_loss(logits: mx.array, experts: mx.array, is_token: mx.array) -> mx.
     Args:
         logits: (T, B, S, E) float32 of all tracks.
         experts: (T, B, S, k) integers, the chosen experts.
-        is_token: (B, S), false for padding. A row of padding counts as one that chooses nothing.
+        is_token: (B, S), false for padding. A row of padding does not count.
     """
     shares, tokens = expert_shares(experts, logits.shape[-1], is_token)
     probabilities = mx.softmax(logits, axis=-1, precise=True) * is_token[..., None]
     means = probabilities.sum(axis=2) / tokens
-    return (shares * means).sum(axis=-1).mean() * logits.shape[-1]
+    rows = mx.maximum(is_token.any(axis=-1).sum(), 1)
+    return (shares * means).sum() * logits.shape[-1] / (rows * logits.shape[0])
 
 
 def expert_shares(experts: mx.array, count: int, is_token: mx.array) -> tuple[mx.array, mx.array]:

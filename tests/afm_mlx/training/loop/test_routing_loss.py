@@ -61,6 +61,11 @@ def test_padding_has_no_part(rng):
     ):
         assert_close(loss(9), loss(6), 1e-6)
     assert balance_loss(logits, experts, mx.zeros((1, 9))).item() == 0
+    twice = [mx.concatenate([each, each], axis=1) for each in (logits, experts)]
+    with_a_row_of_padding = mx.concatenate([is_token, mx.zeros((1, 9), mx.bool_)])
+    assert_close(
+        balance_loss(*twice, with_a_row_of_padding), balance_loss(logits, experts, is_token), 1e-6
+    )
 
 
 def batch_of(rng):
