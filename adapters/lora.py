@@ -85,7 +85,9 @@ class LoRALinear(LinearWrapper):
 class LoRAStack(LoRALinear):
     """A stack of matrices with a pair for each, called as the stack is."""
 
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+    def __call__(  # type: ignore[override]  # as a stack is called
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
         """Map x (..., M, K) to (..., M, N) with the matrices and pairs at `indices` (...)."""
         y, product = self.linear(x, indices, sorted_indices), self.dropout(x)
         for factors in zip(*self.pairs, strict=True):
