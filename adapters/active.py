@@ -43,7 +43,7 @@ from afm_mlx.adapters.task_mask import feed_forwards
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS, LowRank, Part
-from afm_mlx.model.fused_layers import ACTIVE, AdaptedLinear, LinearWrapper
+from afm_mlx.model.fused_layers import ACTIVE, AdaptedLinear, AdaptedStack, LinearWrapper
 from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import LayerAdapters, PackedLinear
 
@@ -109,6 +109,21 @@ class BatchAdapters:
         return " ".join([kind, *layouts, *(f"mask {each.layout}" for each in self.masks)])
 
     @cached_property
+    def slot_arrays(self) -> dict[str, Any]:
+        """Arrays for rows that differ in their adapters: rows of each slot, and the way back."""
+        slots = np.array(self.slots)
+        rows = [np.flatnonzero(slots == slot) for slot in self.slots_in_use]
+        return {
+            "slot_rows": [mx.array(each.astype(np.int32)) for each in rows],
+            "slot_order": mx.array(np.argsort(np.concatenate(rows)).astype(np.int32)),
+        }
+
+    @cached_property
+    def slots_in_use(self) -> list[int]:
+        """The distinct slots of rows, ascending; -1 is of rows without an adapter."""
+        return [0] if self.slots is None else sorted(set(self.slots.tolist()))
+
+    @cached_property
     def mask_arrays(self) -> dict[str, Any]:
         """Arrays for rows that differ in their masks: rows and slots of each mask, and the way back."""
         rows = [each.rows for each in self.masks if each.rows is not None]
@@ -157,10 +172,12 @@ class ActiveAdapters(dict[str, Any]):
     the arrays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_stacks: bool = False) -> None:
         super().__init__()
+        self.has_stacks = has_stacks  # whether adapters change stacks of matrices
         self.batch: BatchAdapters | None = None
         self._group = 0  # index of the mask whose rows are computed
+        self._slot: int | None = None  # of the rows that are computed; None if they may differ
         self._cut: frozenset[str] = frozenset()  # paths of the layers that masks cut
 
     @property
@@ -184,6 +201,8 @@ class ActiveAdapters(dict[str, Any]):
                 ]
             if len(self.batch.masks) > 1:
                 self.update(self.batch.mask_arrays)
+            if self.has_stacks and len(self.batch.slots_in_use) > 1:
+                self.update(self.batch.slot_arrays)
 
     @contextlib.contextmanager
     def using(self, batch: BatchAdapters | None) -> Iterator[None]:
@@ -220,6 +239,25 @@ class ActiveAdapters(dict[str, Any]):
             self._group = 0
         return mx.concatenate(results)[self["mask_order"]]
 
+    def by_slot(self, compute: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
+        """Return `compute(*arrays)`, whose second axis is of rows, computed for rows of one adapter at a time.
+
+        For experts: they sort tokens, after which nobody knows whose rows they are of.
+        """
+        if self.batch is None:
+            return compute(*arrays)
+        results, slots, rows = [], self.batch.slots_in_use, self.get("slot_rows")
+        try:
+            for index, slot in enumerate(slots):
+                self._slot = slot
+                own = arrays if rows is None else [mx.take(a, rows[index], axis=1) for a in arrays]
+                results.append(compute(*own))
+        finally:
+            self._slot = None
+        if rows is None:
+            return results[0]
+        return mx.take(mx.concatenate(results, axis=1), self["slot_order"], axis=1)
+
     def mask_of(self, path: str) -> Mapping[str, mx.array] | None:
         """Return the parameters of a layer under the mask of the rows that are computed; None without one."""
         masks = self.get("masks")
@@ -232,6 +270,24 @@ class ActiveAdapters(dict[str, Any]):
         """Return a function from a batch's number of rows to the target's `LowRank`, or to None without one."""
         outputs = sum(width for _, width in target.shapes.values())
         return partial(self._low_rank, target.path, target.sections or (outputs,))
+
+    def of_stack(self, target: TargetModule) -> Callable[[], LowRank | None]:
+        """Return a function to the `LowRank` of a stack's target, or to None without one."""
+        assert target.sections is not None
+        return partial(self._low_rank_of_stack, target.path, target.sections)
+
+    def _low_rank_of_stack(self, path: str, sections: tuple[int, ...]) -> LowRank | None:
+        if self.batch is None:
+            return None
+        parts = tuple(r.parts.get(path, _NO_PART) for r in self.batch.residents)
+        slots = self.get("slots")
+        if self._slot is not None:
+            parts = tuple(p if i == self._slot else _NO_PART for i, p in enumerate(parts))
+            slots = mx.array([self._slot])
+        if not any(part.rank for part in parts):
+            return None
+        slots = _first_slots(1) if slots is None else slots
+        return LowRank(tuple(self["numbers"]), parts, self["scales"], slots, sections)
 
     def _low_rank(self, path: str, sections: tuple[int, ...], batch: int) -> LowRank | None:
         if self.batch is None:
@@ -280,7 +336,8 @@ def bind(model: nn.Module) -> ActiveAdapters:
     found = active_adapters(model)
     if found is not None:
         return found
-    active, targets = ActiveAdapters(), target_modules(model)
+    targets = target_modules(model)
+    active = ActiveAdapters(any(target.is_stack for target in targets))
     if not targets:
         raise RequestError("No block of this model has a linear layer that can carry an adapter.")
     if any(isinstance(target.layer, LinearWrapper) for target in targets):
@@ -291,7 +348,13 @@ def bind(model: nn.Module) -> ActiveAdapters:
     with contextlib.suppress(RequestError):  # what loads a mask says why the model takes none
         active.bind_feed_forwards(model)
     wrapped: list[tuple[str, nn.Module]] = []
+    for module in model.modules() if active.has_stacks else ():
+        if hasattr(module, "by_slot"):
+            module.by_slot = active.by_slot
     for target in targets:
+        if target.is_stack:
+            wrapped.append((target.path, AdaptedStack(target.layer, active.of_stack(target))))
+            continue
         adapters, mask = active.of_layer(target), partial(active.mask_of, target.path)
         if isinstance(target.layer, PackedLinear):
             target.layer.adapters, target.layer.mask = adapters, mask
@@ -311,6 +374,8 @@ def unbind(model: nn.Module) -> None:
         if isinstance(target.layer, PackedLinear):
             target.layer.adapters = target.layer.mask = None
     for module in model.modules():
+        if getattr(module, "by_slot", None) is not None:
+            module.by_slot = None
         if module.__dict__.pop("by_mask", None) is not None and not is_afm(model):
             module.__class__ = type(module).__base__
 

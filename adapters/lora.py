@@ -82,6 +82,21 @@ class LoRALinear(LinearWrapper):
         return f"rank={self.rank}, scale={self.scale}, sections={len(self.pairs)}"
 
 
+class LoRAStack(LoRALinear):
+    """A stack of matrices with a pair for each, called as the stack is."""
+
+    def __call__(  # type: ignore[override]  # as a stack is called
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        """Map x (..., M, K) to (..., M, N) with the matrices and pairs at `indices` (...)."""
+        y, product = self.linear(x, indices, sorted_indices), self.dropout(x)
+        for factors in zip(*self.pairs, strict=True):
+            product = mx.gather_mm(
+                product, mx.stack(factors), rhs_indices=indices, sorted_indices=sorted_indices
+            )
+        return y + (self.scale * product).astype(y.dtype)
+
+
 def add_lora(
     model: nn.Module,
     rank: int,
@@ -141,7 +156,12 @@ def add_lora(
     replace_layers(
         model,
         [
-            (target.path, LoRALinear(target.layer, rank, scale, dropout, target.sections, key))
+            (
+                target.path,
+                (LoRAStack if target.is_stack else LoRALinear)(
+                    target.layer, rank, scale, dropout, target.sections, key
+                ),
+            )
             for target, key in zip(chosen, random, strict=True)
         ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -13,8 +14,9 @@ from afm_mlx.config import block_kinds
 from afm_mlx.kernels import dispatch
 from afm_mlx.model.fused_layers import LinearWrapper
 from afm_mlx.model.model import is_afm
-from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear, is_stack
 from afm_mlx.quantization.quantize_model import replace_modules
+from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
 
 Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
 """`TargetModule.shapes` of every target module, by its path."""
@@ -34,7 +36,13 @@ class TargetModule(NamedTuple):
     key: str  # within the block, such as `mlp.up_proj`
     block: int
     layer: nn.Module  # the linear layer, or the wrapper around it
-    sections: tuple[int, ...] | None  # end of each projection's outputs in a fused layer, else None
+    # end of the outputs of each projection in a fused layer, or of each matrix in a stack, else None
+    sections: tuple[int, ...] | None
+
+    @property
+    def is_stack(self) -> bool:
+        """True if the layer is a stack of matrices, each of which has a LoRA pair."""
+        return is_stack(self.linear)
 
     @property
     def linear(self) -> nn.Module:
@@ -51,11 +59,14 @@ class TargetModule(NamedTuple):
 
 
 def linear_shape(layer: nn.Module) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of a float, packed or MLX-quantized linear layer."""
-    if isinstance(layer, PackedLinear):
+    """Return the numbers of inputs and outputs of a float, packed or MLX-quantized linear layer.
+
+    For a stack of matrices, these are the outputs of all matrices.
+    """
+    if isinstance(layer, PackedLinear | PackedExperts):
         return layer.packed.in_dims, layer.packed.out_dims
-    outputs, inputs = layer.weight.shape
-    return (inputs * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else inputs), outputs
+    *stack, outputs, inputs = layer.weight.shape
+    return (inputs * 32 // layer.bits if "scales" in layer else inputs), math.prod(stack) * outputs
 
 
 def linear_weight(layer: nn.Module) -> mx.array:
@@ -70,7 +81,10 @@ def linear_weight(layer: nn.Module) -> mx.array:
 
 
 def target_modules(model: nn.Module) -> list[TargetModule]:
-    """Return the linear layers of all blocks, block by block; a wrapper counts as the layer that it wraps."""
+    """Return the linear layers of all blocks, block by block; a wrapper counts as the layer that it wraps.
+
+    Stacks of matrices count in models of parallel tracks; in other mixtures, adapters leave experts alone.
+    """
     blocks = {id(block): index for index, block in enumerate(model.layers)}
     paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
     sections: dict[str, tuple[int, ...]] = {}  # of fused layers, by their keys
@@ -78,6 +92,7 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
         for matrix in kind.matrices:
             if len(matrix.projections) > 1:
                 sections[matrix.name] = tuple(accumulate(p.outputs for p in matrix.projections))
+    takes_stacks = getattr(model, "model_type", None) == TRACK_MODEL
     found = []
     for index, block in enumerate(model.layers):
         inside: tuple[str, ...] = ()
@@ -87,10 +102,18 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
                 continue
             if isinstance(layer, LinearWrapper):
                 inside = (*inside, f"{key}.")
-            elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear):
+            elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear) and not (
+                takes_stacks and is_stack(layer)
+            ):
                 continue
             path = f"{paths[index]}.{key}"
-            found.append(TargetModule(path, key, index, layer, sections.get(key)))
+            target = TargetModule(path, key, index, layer, sections.get(key))
+            if target.is_stack:
+                count, outputs = target.linear["weight"].shape[:2]
+                target = target._replace(
+                    sections=tuple(range(outputs, (count + 1) * outputs, outputs))
+                )
+            found.append(target)
     return found
 
 

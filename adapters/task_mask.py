@@ -282,6 +282,11 @@ def feed_forwards(model: nn.Module) -> list[FeedForward]:
     """
     owners: dict[str, dict[str, TargetModule]] = {}
     for target in target_modules(model):
+        if target.is_stack:
+            raise RequestError(
+                "This model can't run with task masks: its feed-forwards are stacks of matrices, of tracks or "
+                "of experts."
+            )
         owner, _, last = target.path.rpartition(".")
         if last in _PROJECTIONS:
             owners.setdefault(owner, {})[last] = target

@@ -19,7 +19,7 @@ from afm_mlx.quantization.rule import QuantizationRule
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 SVD_OF = ("error", "weights")
-TARGETS = ("afm-mlx", "mlx-lm", "coreml", "coreai")
+TARGETS = ("afm-mlx", "mlx-lm", "coreml", "coreai", "tamm")
 PROMPT_LENGTHS = (64, 512)
 NEURAL_ENGINE_PROMPT_LENGTHS = (32,)
 """One fixed length: others report that the Neural Engine runs no longer write to a state (Anemll#27)."""
@@ -44,7 +44,8 @@ class ConversionOptions:
         dtype: "float16", "bfloat16" or "float32" for weights and adapters; pass None to keep the source's. For
             a Core ML package or a Core AI bundle the type that it computes in: float16 by default, or float32.
         to: "afm-mlx"; "mlx-lm" for a folder that mlx-lm itself reads, without our additions; "coreml" for a
-            Core ML package, or "coreai" for a Core AI bundle, of a model folder.
+            Core ML package, or "coreai" for a Core AI bundle, of a model folder; "tamm" for a checkpoint of a
+            parallel-track model's folder, as tamm loads it.
         quantize: pack linear layers and embeddings. The options `q_...`, `quant_predicate`, `target_bpw` and
             `data` say how, and are refused without it.
         q_bits: 2, 4 or 8; 2 for balanced weights by default, else 4.

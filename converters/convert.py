@@ -3,6 +3,7 @@
 | source | written by |
 | --- | --- |
 | a toolkit checkpoint: a folder with `base-model.pt`, or a `.pt` file with its config | `toolkit.py` |
+| the same of a parallel-track model | `tracks.py`, which writes such checkpoints, too |
 | a folder of an AFM model, ours or mlx-lm's | `mlx_lm.py`; for Core ML `coreml/`, for Core AI `coreai/` |
 | any other model that mlx-lm knows, as a folder or a hub id | `other_models.py`, through mlx-lm |
 
@@ -29,6 +30,7 @@ from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model
 from afm_mlx.converters.svd_adapter import split_weights, write_error_adapter, write_svd_adapter
 from afm_mlx.converters.toolkit import write_toolkit
+from afm_mlx.converters.tracks import write_tamm_checkpoint
 from afm_mlx.coreai.availability import import_coreai
 from afm_mlx.coreai.bundle import SUFFIX
 from afm_mlx.coreml.availability import REINSTALL, import_coremltools
@@ -36,6 +38,7 @@ from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder, place_beside, refuse_existing
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.progress import Progress
+from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
 
 __all__ = ["ConversionOptions", "convert", "detect"]
 
@@ -78,6 +81,10 @@ def convert(
     mlx_path = Path(mlx_path)
     source = Path(model) if os.path.exists(model) else resolve_model(model)
     kind = detect(source)
+    if chosen.to == "tamm" and kind != TRACK_MODEL:
+        raise AFMError(
+            f"--to tamm is for models of type {TRACK_MODEL!r}, and {source} is of type {shown(kind)}."
+        )
     try:
         if chosen.svd_adapter is not None:
             _convert_with_adapter(source, kind, mlx_path, options, progress, measuring)
@@ -99,7 +106,10 @@ def convert(
                     mix.write(folder)
         else:
             with atomic_folder(mlx_path) as folder:
-                write_other_model(source, folder, kind, chosen, measuring)
+                if chosen.to == "tamm":
+                    write_tamm_checkpoint(source, folder, chosen)
+                else:
+                    write_other_model(source, folder, kind, chosen, measuring)
     except OSError as error:
         raise AFMError(
             f"Converting {model} to {mlx_path} failed: {error}. Check that the source can be read and that "

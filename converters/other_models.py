@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files
 from afm_mlx.checkpoint.stored_layers import quantization_of, stored_settings
 from afm_mlx.config import read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions
@@ -18,7 +19,11 @@ from afm_mlx.converters.folder_writer import mlx_rule, to_mlx_format
 from afm_mlx.converters.mixed_bits import calibration_file, check_mlx_format, choose_mix
 from afm_mlx.errors import AFMError, named, shown
 from afm_mlx.installation import package_problem
-from afm_mlx.loading.mlx_lm_models import has_packed_layers, load_mlx_lm_model
+from afm_mlx.loading.mlx_lm_models import (
+    has_packed_layers,
+    load_mlx_lm_model,
+    register_models,
+)
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import (
     PackedEmbedding,
@@ -35,6 +40,7 @@ from afm_mlx.quantization.quantize_model import (
     with_quantization,
 )
 from afm_mlx.quantization.rule import QuantizationRule, rule_of
+from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
 
 _MLX_LM_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _MLX_LM_RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
@@ -73,6 +79,8 @@ def write_other_model(
         raise AFMError(
             f"{source} is a model of the architecture {shown(kind)}, which mlx-lm can't convert: {reason}"
         ) from error
+    if kind == TRACK_MODEL:  # mlx-lm writes no SentencePiece model
+        copy_tokenizer_files(source, inner)
     for path in list(inner.iterdir()):
         shutil.move(path, folder / path.name)
     inner.rmdir()
@@ -91,6 +99,7 @@ def _is_mlx_lm_format(options: ConversionOptions) -> bool:
 def _write_by_mlx_lm(source: Path, inner: Path, options: ConversionOptions) -> None:
     from mlx_lm.convert import convert
 
+    register_models()
     if isinstance(options.quant_predicate, str) and options.quant_predicate not in _MLX_LM_RECIPES:
         raise AFMError(
             f"The recipe {shown(options.quant_predicate)} is for AFM models; others take "

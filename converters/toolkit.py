@@ -48,6 +48,7 @@ from afm_mlx.config import ModelConfig, parameter_shapes
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.folder_writer import FolderWriter
 from afm_mlx.converters.mlx_lm import check_mlx_lm_computes
+from afm_mlx.converters.tracks import is_tamm_config, write_tracks
 from afm_mlx.errors import AFMError, CheckpointError, named, shown
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.float_to_codes import Rows
@@ -110,6 +111,9 @@ def write_toolkit(
         AFMError: if the checkpoint is damaged, contradicts its config, or can't be converted with the options.
     """
     weights, config_path, spm = find_files(source)
+    if is_tamm_config(config_path):
+        write_tracks(weights, config_path, spm, folder, options, progress)
+        return
     config = read_toolkit_config(config_path)
     if options.for_mlx_lm:
         check_mlx_lm_computes(config.model, weights)

@@ -75,6 +75,10 @@ PAGES: dict[str, dict[str, str]] = {
         "afm-mlx qat": HOURS,
         "afm-mlx evaluate --model two-bit": "the model that the line before would train",
     },
+    "server-model.md": {
+        "path/to/checkpoint": OWN_CHECKPOINT,
+        "--model my-tracks": "the model that the lines before would make",
+    },
     "server.md": {"pip install": "installs the package", "afm-mlx server": SERVES},
     "operations.md": {"afm-mlx server": SERVES},
     "embeddings.md": {},

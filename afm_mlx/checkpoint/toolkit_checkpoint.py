@@ -219,7 +219,7 @@ _ARCHITECTURE_DEFAULTS: dict[str, Any] = {
     "rope_theta": 500000.0,
 }
 # Fields for training or tamm only, which don't change what the trained model computes.
-_WITHOUT_EFFECT = set(
+WITHOUT_EFFECT = set(
     """
     attention_dropout_p hidden_dropout_p include_loss_layer output_hidden_states output_attentions
     sdpa_implementation active_adapter pretrained_path pretrained device dtype freeze_params metadata model_id
@@ -271,13 +271,13 @@ def read_toolkit_config(path: str | Path) -> ToolkitConfig:
         ConfigError: for another model type, unknown keys, and options that this package can't honour.
     """
     values = read_config_json(path)
-    kind = _type_name(values)
+    kind = type_name(values)
     if kind != "AFMTextV7Config":
         raise ConfigError(
             f"{path}: __tamm_type__ is {shown(values.get('__tamm_type__'))}; AFMTextV7Config is the "
             "architecture that can be converted."
         )
-    known = set(_ARCHITECTURE_DEFAULTS) | _WITHOUT_EFFECT
+    known = set(_ARCHITECTURE_DEFAULTS) | WITHOUT_EFFECT
     unknown = sorted(set(values) - known - {"__tamm_type__", "adapters", "arch_optimizers"})
     if unknown:
         raise ConfigError(
@@ -290,7 +290,7 @@ def read_toolkit_config(path: str | Path) -> ToolkitConfig:
         fields["num_kv_heads"] = fields["num_heads"]
     optimizers = _objects(values, "arch_optimizers", path)
     for name, entry in optimizers.items():
-        if _type_name(entry) != "KVQuantArchOptimizer":
+        if type_name(entry) != "KVQuantArchOptimizer":
             raise ConfigError(
                 f"{path}: arch_optimizers {shown(name)} is {shown(entry.get('__tamm_type__'))}; "
                 "KVQuantArchOptimizer is the one that can be converted."
@@ -309,7 +309,8 @@ def read_toolkit_config(path: str | Path) -> ToolkitConfig:
     return ToolkitConfig(ModelConfig.from_dict(fields, source=str(path)), adapters)
 
 
-def _type_name(values: Mapping[str, Any]) -> str:
+def type_name(values: Mapping[str, Any]) -> str:
+    """Return the name of the class that a config of tamm's is for."""
     return str(values.get("__tamm_type__")).split(":")[-1]
 
 
@@ -321,7 +322,7 @@ def _objects(values: Mapping[str, Any], key: str, path: str | Path) -> dict[str,
 
 
 def _adapter(entry: Mapping[str, Any], where: str) -> LoRASpec | str:
-    if _type_name(entry) != "LoRAModelAdapter":
+    if type_name(entry) != "LoRAModelAdapter":
         return str(entry.get("__tamm_type__"))
     rank, alpha, dropout = entry.get("rank", 8), entry.get("alpha"), entry.get("dropout_p", 0)
     alpha = rank if alpha is None else alpha

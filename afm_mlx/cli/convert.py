@@ -17,9 +17,10 @@ ARGUMENTS = {
         Argument("--mlx-path", None, "folder to make; it must not exist", "mlx_model"),
         Argument("--dtype", ["float16", "bfloat16", "float32"],
                  "type of the weights; by default the source's"),
-        Argument("--to", ["afm-mlx", "mlx-lm", "coreml", "coreai"],
+        Argument("--to", ["afm-mlx", "mlx-lm", "coreml", "coreai", "tamm"],
                  "mlx-lm: a folder that unmodified mlx-lm reads, with affine layers in place of balanced "
-                 "ones. coreml and coreai make a Core ML package and a Core AI bundle of a model folder",
+                 "ones. coreml and coreai make a Core ML package and a Core AI bundle of a model folder, tamm "
+                 "a checkpoint of a parallel-track model's folder",
                  "afm-mlx"),
         unavailable("--upload-repo", "nothing is uploaded; `hf upload` does that"),
         unavailable("--trust-remote-code", "no code of the source is run here", nargs=0),

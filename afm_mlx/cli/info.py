@@ -9,12 +9,14 @@ from afm_mlx.cli.model_options import JSON
 from afm_mlx.cli.output import print_facts, print_json
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
+from afm_mlx.track_config import TRACK_PRESETS
 
 # fmt: off
 ARGUMENTS = {
     "options": [
         Argument("--model", None, f"model folder or hub id; the embedded model ({EMBEDDED_MODEL}) by default"),
-        Argument("--preset", list(PRESETS), "figures of an architecture, without any weights"),
+        Argument("--preset", [*PRESETS, *TRACK_PRESETS],
+                 "figures of an architecture, without any weights"),
         JSON,
     ],
 }
@@ -27,7 +29,9 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.loading.resolve import resolve_model
     from afm_mlx.measure import describe
 
-    if args.preset is not None:
+    if args.preset in TRACK_PRESETS:
+        facts = {"preset": args.preset, **describe.describe_tracks(TRACK_PRESETS[args.preset])}
+    elif args.preset is not None:
         facts = {"preset": args.preset, **describe.describe_config(PRESETS[args.preset])}
     else:
         name = args.model or EMBEDDED_MODEL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,14 +24,23 @@ from afm_mlx.checkpoint.stored_layers import (
 )
 from afm_mlx.checkpoint.weights import load_weights
 from afm_mlx.config import read_config_json
-from afm_mlx.errors import AFMError, CheckpointError, named
+from afm_mlx.errors import AFMError, CheckpointError, named, shown
 from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
 from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear
 from afm_mlx.threads import give_way
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from afm_mlx.tokenizer.vocabulary import tokenizer_files
+from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
+
+
+def register_models() -> None:
+    """Let mlx-lm find the architectures that this package defines in mlx-lm's protocol."""
+    from afm_mlx.model import parallel_tracks
+
+    sys.modules.setdefault(f"mlx_lm.models.{TRACK_MODEL}", parallel_tracks)
 
 
 def load_mlx_lm_folder(
@@ -64,6 +74,12 @@ def load_mlx_lm_tokenizer(
 
     `config` is the content of the folder's config.json, `tokenizer_config` has options of the tokenizer.
     """
+    if config.get("model_type") == TRACK_MODEL and (folder / "tokenizer.model").is_file():
+        if tokenizer_config:
+            raise AFMError(
+                f"tokenizer_config is {shown(dict(tokenizer_config))}: AFM's tokenizer has no options."
+            )
+        return load_tokenizer(folder)
     from mlx_lm import utils
 
     from afm_mlx.tokenizer.zoo_tokenizer import ZooTokenizer
@@ -100,6 +116,7 @@ def open_mlx_lm_model(
         model, config = load_mlx_lm_model(folder, model_config, trust_remote_code)
         kinds = PackedLinear | PackedExperts
         is_theirs = is_theirs and not any(isinstance(module, kinds) for module in model.modules())
+        is_theirs = is_theirs and config["model_type"] != TRACK_MODEL
         if is_theirs:
             model = utils.load_adapters(model, str(adapter))
             model.embedding_use = None if adapter is None else embedding_use(adapter)
@@ -143,6 +160,7 @@ def load_mlx_lm_model(
     """Load a model, its arrays unread, and the content of config.json; packed layers stay as stored."""
     from mlx_lm import utils
 
+    register_models()
     options = {"lazy": True, "trust_remote_code": trust_remote_code}
     changes, source = dict(model_config or {}), folder / "config.json"
     values = read_config_json(source) | changes

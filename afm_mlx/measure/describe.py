@@ -28,6 +28,8 @@ from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from afm_mlx.tokenizer.vocabulary import tokenizer_folder
+from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
+from afm_mlx.track_config import TrackConfig
 
 _PRODUCT = 512  # rows and columns of the product that is timed
 _SECONDS_TO_TIME = 0.1
@@ -49,6 +51,8 @@ def describe_folder(folder: Path) -> Facts:
     if config is not None:
         check_folder_tensors(config, quantization, tensors, source)
         facts = describe_config(config)
+    elif values.get("model_type") == TRACK_MODEL:
+        facts = describe_tracks(TrackConfig.from_dict(values))
     else:
         facts = {
             "model_type": values.get("model_type"),
@@ -97,6 +101,42 @@ def describe_config(config: ModelConfig) -> Facts:
         "kv_cache": {
             "bytes_per_token": per_token,
             "bytes_at_full_context": {k: v * config.context_length for k, v in per_token.items()},
+        },
+    }
+
+
+def describe_tracks(config: TrackConfig) -> Facts:
+    """Describe an architecture of parallel tracks."""
+    layers = range(config.num_layers_per_track)
+    context, widths = config.max_position_embeddings, {"bfloat16": 2, "float32": 4}
+    return {
+        "model_type": TRACK_MODEL,
+        "architecture": {
+            "tracks": config.num_tracks,
+            "layers_per_track": config.num_layers_per_track,
+            "exchanges_between_tracks": config.num_segments,
+            "layers_with_a_window": sum(map(config.is_local, layers)),
+            "window": config.window,
+            "layers_with_experts": sum(map(config.is_sparse, layers)),
+            "experts_per_track": config.num_experts,
+            "experts_per_token": config.num_experts_per_token,
+            "hidden_dim": config.hidden_dim,
+            "ffn_dim": config.dense_feed_forward_hidden_dim,
+            "expert_ffn_dim": config.sparse_feed_forward_hidden_dim,
+            "heads_per_track": config.num_heads,
+            "kv_heads_per_track": config.kv_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "rope_theta": config.rope_theta,
+            "context_length": context,
+            "parameters": config.num_parameters,
+            "active_parameters": config.num_active_parameters,
+        },
+        "kv_cache": {
+            "bytes_per_token_within_the_window": {
+                k: w * config.kv_values(1) for k, w in widths.items()
+            },
+            "bytes_at_full_context": {k: w * config.kv_values(context) for k, w in widths.items()},
         },
     }
 

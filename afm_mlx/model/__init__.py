@@ -11,5 +11,6 @@
 | `pooling.py` | hidden states to vectors of texts |
 | `zoo_blocks.py` | mlx-lm's Llama and Qwen3 blocks by our operations, on a CPU |
 | `zoo_kv_cache.py` | keys and values of these blocks |
+| `parallel_tracks.py` | the parallel-track mixture of experts, in mlx-lm's protocol |
 | `wired_memory.py` | memory that macOS keeps resident while a model runs |
 """

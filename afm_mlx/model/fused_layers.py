@@ -28,7 +28,7 @@ from afm_mlx.kernels import (
     packed_swiglu,
     rms_norm,
 )
-from afm_mlx.kernels.reference import low_rank_product
+from afm_mlx.kernels.reference import low_rank_factors, low_rank_product
 from afm_mlx.quantization.packed_layers import (
     LayerAdapters,
     LayerMask,
@@ -201,6 +201,41 @@ class AdaptedLinear(LinearWrapper):
         low_rank = self.adapters(x.shape[0])
         y = (self.linear if taken is None else with_arrays(self.linear, taken))(x)
         return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
+
+
+class AdaptedStack(LinearWrapper):
+    """A stack of matrices, called as the stack is, plus the product of the active adapters' pairs.
+
+    `adapters` takes no number of rows. It has a slot for each row of the batch if M counts rows times tokens,
+    in this order; else one slot for all.
+    """
+
+    def __init__(self, linear: nn.Module, adapters: Callable[[], LowRank | None]):
+        super().__init__(linear)
+        self.adapters = adapters
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Map x (..., M, K) to (..., M, N) with the matrices and pairs at `indices` (...)."""
+        y = self.linear(x, indices, sorted_indices)
+        if (low_rank := self.adapters()) is None:
+            return y
+        slots = low_rank.slots
+        if slots.size > 1:
+            slots = mx.repeat(slots, x.shape[-2] // slots.size)[:, None]
+        for slot, part in enumerate(low_rank.parts):
+            if not part.rank:
+                continue
+            a, b = low_rank_factors(low_rank, slot, x.shape[-1])
+            count = len(low_rank.sections)
+            product = x.astype(mx.float32)
+            for factor in (a, b):  # (count, rank, K) and (count, N, rank)
+                factor = factor.reshape(count, -1, factor.shape[-1]).swapaxes(-1, -2)
+                product = mx.gather_mm(
+                    product, factor, rhs_indices=indices, sorted_indices=sorted_indices
+                )
+            added = low_rank.scales[slot] * product
+            y = y + mx.where(slots == slot, added, 0).astype(y.dtype)
+        return y
 
 
 def with_arrays(linear: nn.Module, arrays: Mapping[str, mx.array]) -> nn.Module:

@@ -333,6 +333,11 @@ def is_experts(layer: nn.Module, quantized: bool = False) -> bool:
     return module is not None and type(layer) is getattr(module, kind)
 
 
+def is_stack(layer: nn.Module) -> bool:
+    """True if a layer is a stack of matrices: mlx-lm's `SwitchLinear`, quantized or not, or `PackedExperts`."""
+    return isinstance(layer, PackedExperts) or is_experts(layer) or is_experts(layer, True)
+
+
 def flattened(packed: PackedWeight) -> PackedWeight:
     """Return the matrices of a stack one after the other, (experts * N, K); a matrix as it is."""
     if packed.codes.ndim == 2:

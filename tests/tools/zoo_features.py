@@ -10,6 +10,7 @@ import asyncio
 import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
@@ -37,6 +38,7 @@ from afm_mlx.loading.load import load
 from afm_mlx.measure.evaluation import Example, evaluate
 from afm_mlx.measure.perplexity import measure_perplexity
 from afm_mlx.model.pooling import hidden_states
+from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.recipe import Recipe
@@ -347,13 +349,29 @@ def _lora(guest: Guest, name: str, model: Path, **options: Any) -> Path:
     return guest.place / name
 
 
+def _for_stock(guest: Guest, path: Path) -> Path:
+    """An adapter as stock mlx-lm reads it: pairs of a stack's matrices are one tensor there."""
+    if guest.kind != TRACK_MODEL:
+        return path
+    stacks: dict[str, list[mx.array]] = {}
+    tensors = mx.load(str(path / "adapters.safetensors"))
+    for name in sorted(tensors, key=lambda name: int(name.rpartition(".")[2])):
+        stacks.setdefault(name.rpartition(".")[0], []).append(tensors[name].T)
+    folder = path.with_name(f"{path.name}-stock")
+    folder.mkdir()
+    shutil.copy(path / "adapter_config.json", folder)
+    stacked = {name: mx.stack(matrices) for name, matrices in stacks.items()}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), stacked)
+    return folder
+
+
 @feature("LoRA adapters, trained and swapped")
 def _adapters(guest: Guest) -> None:
     path = _lora(guest, "adapter", guest.folder)
     floats = guest.folder
     if guest.is_packed:
         floats = convert(guest.folder, guest.place / "dequantized", dequantize=True)
-    adapted = mlx_lm.load(str(floats), adapter_path=str(path))[0]
+    adapted = mlx_lm.load(str(floats), adapter_path=str(_for_stock(guest, path)))[0]
     prompt = guest.prompt(12)
     wanted = [guest.greedy(prompt, 8), guest.greedy(prompt, 8, adapted)]
     assert wanted[0] != wanted[1]
@@ -370,7 +388,7 @@ def _recovery(guest: Guest) -> None:
     packed, floats = _packed(guest), guest.place / "recovery-floats"
     path = _lora(guest, "recovery", packed, teacher=guest.floats)
     convert(packed, floats, dequantize=True)
-    adapted = mlx_lm.load(str(floats), adapter_path=str(path))[0]
+    adapted = mlx_lm.load(str(floats), adapter_path=str(_for_stock(guest, path)))[0]
     logits = _assert_same_logits(guest, load(packed, adapter_path=str(path))[0], adapted)
     assert error(logits, mlx_lm.load(str(floats))[0](mx.array([guest.prompt(9)]))) > 0.01
 

@@ -25,12 +25,16 @@ from afm_mlx.converters.convert import convert
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.loading.load import load
+from afm_mlx.loading.mlx_lm_models import register_models
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server import answer_events
+from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
+from afm_mlx.track_config import TrackConfig
 from tests.tools.engines import run
 from tests.tools.model_scripts import FollowsText
 from tests.tools.models import random_config, random_model
 from tests.tools.server import RunningServer, running_server
+from tests.tools.tracks import random_tracks, write_tracks_folder
 from tests.tools.zoo_chats import write_family_folder
 
 ARCHITECTURES: dict[str, tuple[str, str | None]] = {
@@ -47,6 +51,7 @@ ARCHITECTURES: dict[str, tuple[str, str | None]] = {
     "LFM2": ("lfm2", "lfm2"),
     "Falcon-H1": ("falcon_h1", "falcon h1"),
     "Mamba 2": ("mamba2", None),
+    "PT-MoE": (TRACK_MODEL, None),
 }
 """The `model_type`, and the family of tokenizer and template; None for afm-nano's, or without a template."""
 QUESTION = {"role": "user", "content": "How is it in Porto?"}
@@ -61,6 +66,21 @@ _SIZES = {
     "kv_bits": 8,
     "context_length": 1024,
 }
+_TRACKS = TrackConfig(
+    vocab_size=4096,
+    num_tracks=2,
+    num_layers_per_track=4,
+    num_layers_per_track_per_sync_point=2,
+    hidden_dim=64,
+    attention_hidden_dim=32,
+    dense_feed_forward_hidden_dim=64,
+    sparse_feed_forward_hidden_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    num_experts=4,
+    rope_theta=10000.0,
+    local_attention_window_size=23,
+)
 
 
 @dataclass
@@ -81,6 +101,10 @@ class Guest:
             self.floats = self.place / "floats"
         if self.kind == "afm7":
             _write_afm(self.floats)
+        elif self.kind == TRACK_MODEL:
+            register_models()  # stock mlx-lm runs our definition of the architecture
+            write_tracks_folder(self.folder, random_tracks(_TRACKS, 0), eos_token_id=[4, 2])
+            _copy_tokenizer(self.folder)
         elif (
             self.kind == "mamba2"
         ):  # the original models have a byte-level tokenizer, and no template
@@ -196,10 +220,15 @@ def _write_afm(folder: Path) -> None:
     folder.mkdir()
     values = {**config.to_dict(), "eos_token_id": [4, 2]}
     (folder / "config.json").write_text(json.dumps(values))
+    _copy_tokenizer(folder)
+    save_weights(folder, dict(tree_flatten(random_model(config, rng).parameters())))
+
+
+def _copy_tokenizer(folder: Path) -> None:
+    """Copy afm-nano's tokenizer and template."""
     for path in resolve_model("afm-nano").iterdir():
         if path.name.startswith("tokenizer") or path.suffix == ".jinja":
             shutil.copy(path, folder)
-    save_weights(folder, dict(tree_flatten(random_model(config, rng).parameters())))
 
 
 def _prefer_plain_text(folder: Path) -> None:

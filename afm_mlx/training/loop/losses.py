@@ -67,6 +67,9 @@ LOWER_IS_BETTER = (
     "rejected_reward",
     "length",
     "cut_off",
+    "balance",
+    "router_z",
+    "load_max",
 )
 """Metrics of which the lowest value is the best; of others it is the highest."""
 
@@ -348,8 +351,8 @@ def _logits(model: nn.Module, h: mx.array) -> mx.array:
     return h.astype(mx.float32)
 
 
-PLAIN_HEADS = ("llama", "qwen2", "qwen3")
-"""Models of mlx-lm whose logits are one product of the states behind the final norm, and nothing else."""
+PLAIN_HEADS = ("llama", "qwen2", "qwen3", "parallel_tracks")
+"""Modules of models whose logits are one product of the states behind the final norm, and nothing else."""
 
 
 def _plain_head(model: nn.Module) -> nn.Module | None:

@@ -36,8 +36,10 @@ from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
 from afm_mlx.training.data.batches import AnyBatches, Batches
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
+from afm_mlx.training.loop.routing_loss import RoutingLoss
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import OnEvent
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -208,6 +210,8 @@ class FullTraining(Method):
 
     Args:
         num_layers: number of trained blocks, counted from the last; -1 for the whole model.
+
+    A model of parallel tracks is trained to use its experts evenly, too; see `routing_loss`.
     """
 
     num_layers: int = -1
@@ -215,6 +219,17 @@ class FullTraining(Method):
 
     def check(self, recipe: Recipe, source: ModelSource) -> None:
         source.refuse_quantized("training of all weights")
+
+    def make_loss(self, recipe: Recipe, teacher: nn.Module | None) -> Loss:
+        loss = super().make_loss(recipe, teacher)
+        if ModelSource.open(recipe.model).values.get("model_type") != TRACK_MODEL:
+            return loss
+        if recipe.options.grad_checkpoint:
+            raise ConfigError(
+                "grad_checkpoint: routers of a model of parallel tracks have losses, and their logits don't "
+                "outlast a recomputed block. Leave --grad-checkpoint out."
+            )
+        return RoutingLoss(loss)
 
     def prepare(
         self, model: nn.Module, source: ModelSource, batches: AnyBatches, seed: int

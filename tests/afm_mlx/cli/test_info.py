@@ -9,6 +9,8 @@ import afm_mlx
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.load import load
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from afm_mlx.track_config import TrackConfig
+from tests.tools.tracks import SMALL, random_tracks, write_tracks_folder
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 
@@ -53,3 +55,19 @@ def test_info_of_other_architectures(tmp_path, done, fails):
     count = sum(array.size for _, array in tree_flatten(model.parameters()))
     assert facts["weights"]["parameters"] == count
     assert "config.json is missing" in fails("info", "--model", tmp_path)
+
+
+def test_info_of_parallel_tracks(tmp_path, done):
+    facts = json.loads(done("info", "--preset", "tamm-default", "--json"))
+    assert facts["architecture"]["parameters"] == 147_803_703_296
+    assert facts["architecture"]["active_parameters"] == 15_834_122_240
+    assert facts["architecture"]["exchanges_between_tracks"] == 12
+    model = random_tracks(TrackConfig(**SMALL), 1)
+    folder = write_tracks_folder(tmp_path / "model", model)
+    facts = json.loads(done("info", "--model", folder, "--json"))
+    assert facts["architecture"]["parameters"] == facts["weights"]["parameters"]
+    cache = model.make_cache()
+    model(mx.zeros((1, 1), mx.int32), cache)
+    assert facts["kv_cache"]["bytes_per_token_within_the_window"]["float32"] == sum(
+        2 * entry.keys[:, :, :1].nbytes for entry in cache
+    )

@@ -1,0 +1,158 @@
+"""A small parallel-track mixture of experts on afm-nano's data, against a dense model of equal active size.
+
+    python examples/pt_moe/train.py --out DIR --steps 6000 --seed 0
+
+Trains both from random weights on the same batches in the same order, packs the mixture in 4 bits, and measures
+exact answers to the embedded model's held-out chats of seven tasks, by teacher forcing. `report.json` in DIR
+holds the shares, and the entropy of the experts' load; `pt-moe.png` is drawn from the run's metrics. Run it
+again to resume.
+
+Needs `pip install ".[tamm,train]"` in the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import afm_mlx  # noqa: F401  before mlx.core, for its matrix products
+
+# isort: split
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from afm_mlx import load
+from afm_mlx.config import PRESETS
+from afm_mlx.converters.convert import convert
+from afm_mlx.model import parallel_tracks
+from afm_mlx.model.model import Model
+from afm_mlx.track_config import TRACK_PRESETS
+from afm_mlx.training import FullTraining, Recipe, TrainingOptions, plot_metrics
+from afm_mlx.training.methods.method import save_model_folder
+from afm_mlx.training.methods.model_source import ModelSource
+from afm_mlx.training.methods.train import train_by
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "nano"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
+import docstrings
+from ifp import encode, exact_share, print_event, read_samples
+from write_data import draw_lines
+
+TRACKS = TRACK_PRESETS["pt-moe-tiny"]
+# The same number of weights for each token, within 1 %.
+DENSE = dataclasses.replace(PRESETS["afm-nano"], num_layers=5, num_kv_reuse_layers=0, kv_bits=None)
+NAMES = ("pt-moe", "dense")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of all results")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument(
+        "--rows", type=int, default=32, help="samples in a step, of some 108 tokens"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--limit", type=int, default=50, help="measured chats of each task")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_data(args)
+    for name in NAMES:
+        train(name, args)
+    plot_metrics(args.out / "pt-moe-run" / "metrics.jsonl", args.out / "pt-moe.png")
+    packed = args.out / "pt-moe-4bit"
+    if not packed.exists():
+        convert(args.out / "pt-moe", packed, quantize=True, q_bits=4)
+    report = measure(args)
+    (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+def write_data(args: argparse.Namespace) -> None:
+    """Write the chats and texts that the embedded model learned from, each seen once."""
+    folder = args.out / "data"
+    if (folder / "valid.jsonl").exists():
+        return
+    folder.mkdir(exist_ok=True)
+    texts = docstrings.gather()
+    lines = draw_lines(texts.docstrings + texts.further, args.seed, args.steps * args.rows, 200)
+    for name, of_file in zip(("train", "valid"), lines, strict=True):
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in of_file)
+        (folder / f"{name}.jsonl").write_text(text)
+
+
+def train(name: str, args: argparse.Namespace) -> None:
+    """Train one of the models; what exists is left alone, and an interrupted run goes on."""
+    start, path = args.out / f"{name}-start", args.out / name
+    if path.exists():
+        return
+    if not start.exists():
+        write_random_model(name, start, args.seed)
+    options = TrainingOptions(
+        iters=args.steps,
+        learning_rate=args.learning_rate,
+        warmup_iters=min(100, args.steps // 10),
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        clip_grad_norm=1.0,
+        steps_per_report=20,
+        steps_per_eval=max(args.steps // 10, 1),
+        save_every=max(args.steps // 20, 1),
+        seed=args.seed,
+    )
+    recipe = Recipe(
+        args.out / "data",
+        options,
+        start,
+        batch_size=args.rows,
+        max_seq_length=512,
+        packing=False,
+    )
+    run = args.out / f"{name}-run"
+    print(name, flush=True)
+    train_by(FullTraining(), recipe, path, run_path=run, resume=run.exists(), on_event=print_event)
+
+
+def write_random_model(name: str, folder: Path, seed: int) -> None:
+    """Write a model folder with random weights, whose blocks begin as the identity."""
+    source = ModelSource.open("afm-nano")
+    mx.random.seed(seed)
+    model: Any = parallel_tracks.Model(TRACKS) if name == "pt-moe" else Model(DENSE)
+    config, weights = model.args, []
+    for key, array in tree_flatten(model.parameters()):
+        if key.endswith(("out_proj.weight", "down_proj.weight")):
+            array = mx.zeros_like(array)
+        elif "embed" in key:  # it is also the head, and starts small, as in GPT-2
+            array = mx.random.normal(array.shape) * 0.02
+        weights.append((key, array))
+    model.load_weights(weights)
+    values = config.to_dict() | {"eos_token_id": source.values["eos_token_id"]}
+    save_model_folder(folder, model, values, source, what="Random weights.", facts={})
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the share of exact answers of each task, and read the load of experts in the validation."""
+    samples, found = read_samples(args.limit), {}
+    for name in (*NAMES, "pt-moe-4bit"):
+        model, tokenizer = load(args.out / name)
+        encoded = [encode(sample, tokenizer) for sample in samples]
+        found[name] = exact_share(model, samples, encoded, None)
+    lines = (args.out / "pt-moe-run" / "metrics.jsonl").read_text().splitlines()
+    loads = [json.loads(line).get("valid_load_entropy") for line in lines]
+    return {
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "active_parameters": {
+            "pt-moe": TRACKS.num_active_parameters,
+            "dense": DENSE.num_parameters,
+        },
+        "load_entropy": [load for load in loads if load is not None][-1],
+        "accuracy": found,
+    }
+
+
+if __name__ == "__main__":
+    main()
