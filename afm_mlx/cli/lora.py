@@ -450,7 +450,7 @@ def _test_adapter(args: argparse.Namespace) -> None:
     if args.teacher is not None:
         raise UsageError("--teacher would do nothing with --test alone; add --train to train.")
     recipe = recipe_of(args, LEARNING_RATES["lora"])
-    from afm_mlx.training.loop.ranks import join_ranks
+    from afm_mlx.ranks import join_ranks
     from afm_mlx.training.methods.train import measure_adapter
 
     path = ADAPTER_FOLDER if args.adapter_path is None else args.adapter_path

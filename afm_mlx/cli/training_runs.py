@@ -434,7 +434,7 @@ def data_line(name: str, split: AnyBatches) -> str:
 
 def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path: Path) -> None:
     """Train as `train_by` does; rank 0 prints progress and the result."""
-    from afm_mlx.training.loop.ranks import join_ranks
+    from afm_mlx.ranks import join_ranks
     from afm_mlx.training.methods.train import train_by
 
     is_first = join_ranks().is_first

@@ -86,7 +86,7 @@ def run_ranks(folder: Path, size: int, *jobs: Job) -> list[Ended]:
 
 def main(folder: Path) -> None:
     from afm_mlx.errors import AFMError
-    from afm_mlx.training.loop.ranks import Ranks, join_ranks
+    from afm_mlx.ranks import Ranks, join_ranks
     from afm_mlx.training.methods.train import train_by
 
     rank, errors = join_ranks().rank, []

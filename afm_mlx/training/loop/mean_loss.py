@@ -16,7 +16,7 @@ from afm_mlx.errors import TrainingError
 from afm_mlx.training.data.batches import AnyBatch, AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree
 from afm_mlx.training.loop.losses import Loss, SplitMetrics, loss_and_metrics
-from afm_mlx.training.loop.ranks import ALONE, Ranks
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.loop.step import random_key
 
 NO_WEIGHT = "no target of the batch has a weight"

@@ -40,7 +40,7 @@ from afm_mlx.training.loop.mean_loss import (
     perplexity,
     random_key,
 )
-from afm_mlx.training.loop.ranks import ALONE, RankLostError, Ranks
+from afm_mlx.ranks import ALONE, RankLostError, Ranks
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
 from afm_mlx.training.loop.step import AdamW, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions

@@ -28,7 +28,7 @@ from afm_mlx.training.data.batches import (
 )
 from afm_mlx.training.data.samples import Sample, has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
-from afm_mlx.training.loop.ranks import ALONE, Ranks
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.training_memory import estimate_memory

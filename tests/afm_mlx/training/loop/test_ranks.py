@@ -15,9 +15,9 @@ import afm_mlx
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.samples import Sample
-from afm_mlx.training.loop import ranks as ranks_module
+from afm_mlx import ranks as ranks_module
 from afm_mlx.training.loop.preference_losses import PreferenceLoss
-from afm_mlx.training.loop.ranks import ALONE, Ranks
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
@@ -197,7 +197,7 @@ def test_three_ranks_train_as_one_process_does(recipe, tmp_path):
 
 LATE = """
 import sys
-from afm_mlx.training.loop import ranks
+from afm_mlx import ranks
 ranks.JOIN_SECONDS = 1
 ranks.join_ranks()
 """

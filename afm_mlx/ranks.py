@@ -1,15 +1,17 @@
-"""The ranks of a run: processes that train one model together, and what they exchange, by `mx.distributed`.
+"""The ranks of a run: processes that work on one model together, and what they exchange, by `mx.distributed`.
 
     mlx.launch -n 2 afm-mlx lora ...
+    mlx.launch -n 2 afm-mlx generate ...
 
-Each rank computes the gradients of its share of each batch, divided by the weights of all ranks' targets. The
-sum over ranks is what one process computes of the whole batch, and every rank takes the same step. Rank 0 alone
-reads and writes the run's folder.
+In training, each rank computes the gradients of its share of each batch, divided by the weights of all ranks'
+targets. The sum over ranks is what one process computes of the whole batch, and every rank takes the same step.
+Rank 0 alone reads and writes the run's folder.
 
 A rank that ends closes its connections, and the exchanges of all others fail at once (MLX's ring). A machine
 that vanishes closes nothing: the system probes idle connections, and lets them fail after `SILENCE` seconds.
 MLX's ring waits for absent ranks without an end, where no handler of Python runs: another process ends this
-one after `JOIN_SECONDS`.
+one after `JOIN_SECONDS`. Exchanges inside of a model's graph never return when they fail: `Ranks.watch` has a
+thread look at the connections, and end this process.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from select import select
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,14 +37,21 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from afm_mlx.errors import AFMError, ConfigError, shown
-from afm_mlx.training.data.batches import AnyBatches
-from afm_mlx.training.loop.gradient_checkpointing import Tree
+
+Tree = TypeVar("Tree")
+"""Arrays in nested lists, tuples and dicts."""
 
 JOIN_SECONDS = 10.0
 """Seconds in which all ranks must start."""
 
 SILENCE = 8
 """Seconds after which a machine that answers no probe counts as gone."""
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks of `Ranks.watch` at the connections."""
+
+_INLINE = 1024
+"""Bytes of a JSON value that rank 0 sends in one exchange; a longer value takes a second one."""
 
 
 class RankLostError(AFMError):
@@ -51,7 +62,7 @@ class RankLostError(AFMError):
 class Divisible(Protocol):
     """Batches that ranks can split."""
 
-    def share(self, rank: int, size: int) -> AnyBatches:
+    def share(self, rank: int, size: int) -> Any:
         """Return the batches with the rank's rows alone; all ranks' rows are the whole batch.
 
         Raises `ConfigError` when there are fewer rows than ranks, or the rows depend on each other.
@@ -72,6 +83,8 @@ class Ranks:
 
     group: mx.distributed.Group | None = None
     seconds: float = 0.0
+    connections: frozenset[int] = frozenset()  # descriptors of the sockets to other ranks
+    _watch: threading.Thread | None = field(default=None, repr=False)
 
     @property
     def rank(self) -> int:
@@ -86,8 +99,8 @@ class Ranks:
         """True for the rank that writes, prints and saves."""
         return self.rank == 0
 
-    def share(self, batches: AnyBatches) -> AnyBatches:
-        """Return this rank's share of batches.
+    def share(self, batches: Any) -> Any:
+        """Return this rank's share of batches (`afm_mlx.training.data.batches.AnyBatches`).
 
         Raises `ConfigError` when they can't be split.
         """
@@ -123,6 +136,19 @@ class Ranks:
         return [
             json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)
         ]
+
+    def first(self, value: Any) -> Any:
+        """Return rank 0's JSON value; the values of other ranks are ignored."""
+        if self.size == 1:
+            return value
+        data = json.dumps(value).encode() if self.is_first else b""
+        head = len(data).to_bytes(8, "little") + data[: _INLINE - 8]
+        found = self._of_first(head, _INLINE)
+        length = int.from_bytes(found[:8], "little")
+        text = found[8 : 8 + length]
+        if length > len(text):
+            text += self._of_first(data[_INLINE - 8 :], length - len(text))
+        return json.loads(text)
 
     def average(self, tree: Tree) -> Tree:
         """Return the mean over ranks of each array of a tree, whose shapes are equal on all ranks."""
@@ -161,6 +187,55 @@ class Ranks:
                     "and options."
                 )
 
+    # -- waiting and watching
+
+    def wait_for_first(self) -> None:
+        """Sleep until rank 0 begins an exchange, where MLX's own wait would keep a core busy.
+
+        Returns at once without sockets (JACCL), and when a connection was closed.
+        """
+        if self.connections:
+            select(self.connections, [], [])
+
+    def watch(self, lost: Callable[[str], object]) -> None:
+        """From now on, have a thread call `lost(message)` soon after a connection was closed, and end the process.
+
+        `end_watch` ends it, before a rank ends in good order.
+        """
+        if not self.connections or self._watch is not None:
+            return
+        ended = self._ended = threading.Event()
+        sockets = [socket.socket(fileno=os.dup(each)) for each in self.connections]
+
+        def look() -> None:
+            while not ended.wait(LOOK_SECONDS):
+                if any(map(_is_closed, sockets)) and not ended.wait(LOOK_SECONDS):
+                    lost(self._lost_message("a connection was closed"))
+                    _end(1)
+
+        self._watch = threading.Thread(target=look, name="afm-mlx ranks", daemon=True)
+        self._watch.start()
+
+    def end_watch(self) -> None:
+        """Have the thread of `watch` end, because this rank or others are about to."""
+        if self._watch is not None:
+            self._ended.set()
+            self._watch.join()
+            self._watch = None
+
+    def _lost_message(self, reason: object) -> str:
+        return f"Rank {self.rank} of {self.size} has lost another rank, whose own message says why ({reason})."
+
+    # -- bytes
+
+    def _of_first(self, data: bytes, length: int) -> bytes:
+        """Return rank 0's bytes, `length` of them; shorter data is filled up."""
+        own = np.zeros(length, np.uint8)
+        own[: len(data)] = np.frombuffer(data, np.uint8)
+        sent = mx.array(own)
+        found = self._exchanged(sent, lambda: mx.distributed.all_sum(sent, group=self.group))
+        return np.array(found).tobytes()
+
     def _gather(self, data: bytes) -> np.ndarray:
         """Return all ranks' bytes, (size, length) uint8; the lengths are equal."""
         own = mx.array(np.frombuffer(data, np.uint8))
@@ -174,9 +249,7 @@ class Ranks:
             found = exchange()
             mx.eval(found)
         except RuntimeError as error:
-            raise RankLostError(
-                f"Rank {self.rank} of {self.size} has lost another rank, whose own message says why ({error})."
-            ) from None
+            raise RankLostError(self._lost_message(error)) from None
         finally:
             self.seconds += time.perf_counter() - start
         return found
@@ -205,8 +278,9 @@ def join_ranks() -> Ranks:
         ) from None
     if group.size() == 1:
         return ALONE
-    probe_connections(sockets() - before)
-    ranks = Ranks(group)
+    connections = sockets() - before
+    probe_connections(connections)
+    ranks = Ranks(group, connections=frozenset(connections))
     from afm_mlx import __version__
 
     ranks.check_alike({"afm-mlx": __version__, "mlx": mx.__version__})
@@ -255,6 +329,23 @@ def sockets() -> set[int]:
                 if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                     found.add(descriptor)
     return found
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """True if the other side of a connection has ended, or its machine is gone."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _end(status: int) -> NoReturn:
+    """End the process at once: the thread that waits for an exchange can't be woken."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
 
 
 def probe_connections(descriptors: set[int]) -> None:
