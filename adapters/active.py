@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,8 +231,8 @@ class ActiveAdapters(dict[str, Any]):
 
     def of_layer(self, target: TargetModule) -> LayerAdapters:
         """Return a function from a batch's number of rows to the target's `LowRank`, or to None without one."""
-        outputs = sum(width for _, width in target.shapes.values())
-        return partial(self._low_rank, target.path, target.sections or (outputs,))
+        widths = [width for _, width in target.part_shapes.values()]
+        return partial(self._low_rank, target.path, tuple(accumulate(widths)))
 
     def _low_rank(self, path: str, sections: tuple[int, ...], batch: int) -> LowRank | None:
         if self.batch is None:

@@ -35,7 +35,13 @@ from afm_mlx.adapters.adapter_folder import (
     open_folder,
 )
 from afm_mlx.adapters.compose import Term, weighted_sum
-from afm_mlx.adapters.target_modules import Shapes, ZooBase, target_shapes, zoo_base
+from afm_mlx.adapters.target_modules import (
+    Shapes,
+    ZooBase,
+    target_modules,
+    target_shapes,
+    zoo_base,
+)
 from afm_mlx.adapters.task_mask import (
     FeedForward,
     Gathered,
@@ -57,6 +63,7 @@ from afm_mlx.json_values import FLOAT16_MAX
 from afm_mlx.kernels import BLOCK, Part
 from afm_mlx.kernels.cpu.memory import unfilled
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.split_model import ranks_of
 
 _SAMPLES = 256
 _THREADS = 2  # 133 MB took 119 ms on two cores, and 188 ms with one thread; more were not tried
@@ -311,6 +318,9 @@ class Base(NamedTuple):
     fingerprints: Collection[str] | None  # that an adapter may name; None accepts any adapter
     config: ModelConfig | ZooBase | None = None
     masks: MaskBase | RequestError | None = None  # the error says why the model takes no masks
+    # What a rank takes of each tensor (`TargetModule.channels`), and the shapes that are left; None for all.
+    channels: Mapping[str, np.ndarray] | None = None
+    part_shapes: Shapes | None = None
 
     @classmethod
     def of(
@@ -319,8 +329,10 @@ class Base(NamedTuple):
         """Describe a model in memory, with LoRA layers or without; `force` accepts adapters of other models.
 
         The fingerprint of `base_folder`, the model's folder, is accepted too: the fingerprint of arrays in
-        memory depends on the type that the device computes in.
+        memory depends on the type that the device computes in. Ranks that hold parts of a model know no other.
         """
+        if ranks_of(model) is not None:
+            return cls._of_part(model, base_folder, force)
         if not is_afm(model):
             zoo = zoo_base(model)
             return cls(zoo.shapes, None, zoo, _mask_base(model))
@@ -330,6 +342,22 @@ class Base(NamedTuple):
             if base_folder is not None:
                 fingerprints.add(folder_fingerprint(model.args, base_folder))
         return cls(target_shapes(model), fingerprints, model.args, _mask_base(model))
+
+
+    @classmethod
+    def _of_part(cls, model: nn.Module, base_folder: str | Path | None, force: bool) -> Base:
+        is_known = is_afm(model) and base_folder is not None and not force
+        fingerprints = {folder_fingerprint(model.args, base_folder)} if is_known else None
+        targets = target_modules(model)
+        channels = {name: kept for each in targets for name, kept in each.channels.items()}
+        return cls(
+            target_shapes(model),
+            fingerprints,
+            model.args if is_afm(model) else zoo_base(model),
+            RequestError("Task masks are for models that one process holds."),
+            channels,
+            {each.path: each.part_shapes for each in targets},
+        )
 
 
 def _mask_base(model: nn.Module) -> MaskBase | RequestError:
@@ -376,7 +404,7 @@ class OpenAdapter:
     @property
     def shapes(self) -> Shapes:
         """The shapes that LoRA pairs have in memory: behind a mask, with the kept channels alone."""
-        shapes = dict(self.base.shapes)
+        shapes = dict(self.base.part_shapes or self.base.shapes)
         if self.mask is not None and isinstance(self.base.masks, MaskBase):
             for each in self.base.masks.layers:
                 width = self.mask.widths[each.block]
@@ -436,6 +464,16 @@ def _taken_tensors(
     return taken
 
 
+def _part_tensors(
+    tensors: Mapping[str, Readable], channels: Mapping[str, np.ndarray]
+) -> dict[str, Readable]:
+    """Return LoRA tensors with a rank's channels alone."""
+    return {
+        name: _Taken(tensor, channels[name], 0 if is_a(name) else 1) if name in channels else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def open_masked(path: str | Path | None, mask: str | Path | None, base: Base) -> OpenAdapter:
     """Open an adapter, a folder's task mask, or both as one; raises as `open_adapter`."""
     if path is None:
@@ -466,7 +504,11 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
         with reading(path):
             mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
-    _, nbytes = plan_layout(tensors, base.shapes, path)
+    shapes = base.shapes
+    if base.channels is not None and base.part_shapes is not None:
+        plan_layout(tensors, shapes, path)  # raises if the whole doesn't fit
+        tensors, shapes = _part_tensors(for_numpy(tensors, path), base.channels), base.part_shapes
+    _, nbytes = plan_layout(tensors, shapes, path)
     opened = OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
     return opened.with_mask(path) if has_mask(path) else opened
 
@@ -495,7 +537,7 @@ def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str
     scale, terms = weighted_sum(adapters, [weight for _, weight in parts])
     tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
     stamps = {path: stamp for part, _ in parts for path, stamp in part.stamps.items()}
-    _, nbytes = plan_layout(tensors, base.shapes, source)
+    _, nbytes = plan_layout(tensors, base.part_shapes or base.shapes, source)
     return OpenAdapter(tensors, scale, base, source, stamps, nbytes)
 
 

@@ -85,6 +85,8 @@ class Ranks:
     seconds: float = 0.0
     connections: frozenset[int] = frozenset()  # descriptors of the sockets to other ranks
     _watch: threading.Thread | None = field(default=None, repr=False)
+    _ended: threading.Event = field(default_factory=threading.Event, repr=False)
+    _problem: str = ""
 
     @property
     def rank(self) -> int:
@@ -141,6 +143,8 @@ class Ranks:
         """Return rank 0's JSON value; the values of other ranks are ignored."""
         if self.size == 1:
             return value
+        if self._problem:
+            raise RankLostError(self._problem)
         data = json.dumps(value).encode() if self.is_first else b""
         head = len(data).to_bytes(8, "little") + data[: _INLINE - 8]
         found = self._of_first(head, _INLINE)
@@ -209,12 +213,18 @@ class Ranks:
 
         def look() -> None:
             while not ended.wait(LOOK_SECONDS):
-                if any(map(_is_closed, sockets)) and not ended.wait(LOOK_SECONDS):
-                    lost(self._lost_message("a connection was closed"))
+                is_lost = any(map(_is_closed, sockets))
+                # The other threads have a second to end by themselves.
+                if (is_lost or self._problem) and not ended.wait(LOOK_SECONDS):
+                    lost(self._problem or self._lost_message("a connection was closed"))
                     _end(1)
 
         self._watch = threading.Thread(target=look, name="afm-mlx ranks", daemon=True)
         self._watch.start()
+
+    def fail(self, problem: str) -> None:
+        """Raise `RankLostError` at further exchanges, and end a process with `watch`: the ranks differ."""
+        self._problem = self._problem or problem
 
     def end_watch(self) -> None:
         """Have the thread of `watch` end, because this rank or others are about to."""
@@ -278,7 +288,7 @@ def join_ranks() -> Ranks:
         ) from None
     if group.size() == 1:
         return ALONE
-    connections = sockets() - before
+    connections = {each for each in sockets() - before if _is_connected(each)}
     probe_connections(connections)
     ranks = Ranks(group, connections=frozenset(connections))
     from afm_mlx import __version__
@@ -329,6 +339,16 @@ def sockets() -> set[int]:
                 if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                     found.add(descriptor)
     return found
+
+
+def _is_connected(descriptor: int) -> bool:
+    """True for a socket with another end; MLX's ring leaves sockets open that only listened."""
+    with socket.socket(fileno=os.dup(descriptor)) as found:
+        try:
+            found.getpeername()
+        except OSError:
+            return False
+    return True
 
 
 def _is_closed(connection: socket.socket) -> bool:

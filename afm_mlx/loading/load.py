@@ -121,11 +121,11 @@ def load(
 
         # mlx-lm's way to run an adapter knows no masks.
         is_masked = mask is not None or (adapter is not None and has_mask(adapter))
-        plain = None if is_masked else adapter
+        plain = None if is_masked or is_split else adapter
         model, tokenizer, values = load_mlx_lm_folder(
             folder, tokenizer_config, model_config, plain, lazy, trust_remote_code, ranks
         )
-        if is_masked:
+        if is_masked or (is_split and adapter is not None):
             attach_adapter(model, adapter, mask=mask_folder)
     elif tokenizer_config:
         raise AFMError(
