@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> None:
         model, tokenizer = model_options.load_model(args, ranks)
     if split_runs.follows(ranks, model, tokenizer):
         return
-    with split_runs.leading(model):
+    with split_runs.leading(ranks):
         _run(args, text, form, searches, model, tokenizer, pool, masks)
 
 

@@ -6,6 +6,7 @@ The other ranks load their part of the model, and follow rank 0's engines (`afm_
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -73,12 +74,13 @@ def follows(
         return False
     from afm_mlx.engine.lockstep import follow
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and rank 0 decides
     follow(model, tokenizer, adapters=adapters)
     return True
 
 
 @contextmanager
-def leading(model: Any) -> Iterator[None]:
+def leading(ranks: Ranks | None) -> Iterator[None]:
     """At the end of the context, in good order or with an error, let the other ranks end."""
     try:
         yield
@@ -87,4 +89,4 @@ def leading(model: Any) -> Iterator[None]:
         from afm_mlx.ranks import RankLostError
 
         with suppress(RankLostError):
-            dismiss(model)
+            dismiss(ranks)

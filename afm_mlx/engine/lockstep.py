@@ -279,9 +279,8 @@ def say_adapter(model: nn.Module, name: str, path: str | None) -> None:
         ranks.first({"event": "adapter", "engine": -1, "gone": [], "name": name, "path": path})
 
 
-def dismiss(model: nn.Module) -> None:
+def dismiss(ranks: Ranks | None) -> None:
     """On rank 0, end `follow` on the other ranks."""
-    ranks = ranks_of(model)
     if ranks is not None and ranks.is_first:
         ranks.end_watch()
         ranks.first({"event": "end", "engine": -1, "gone": []})

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     ranks = split_runs.joined(args, [args.model], ("mask", "adapter_memory"))
     model, tokenizer, adapters = model_options.load_with_adapters(args, ranks)
     if not split_runs.follows(ranks, model, tokenizer, adapters):
-        with split_runs.leading(model):
+        with split_runs.leading(ranks):
             _chat(args, model, tokenizer, adapters)
 
 
