@@ -343,7 +343,6 @@ class Base(NamedTuple):
                 fingerprints.add(folder_fingerprint(model.args, base_folder))
         return cls(target_shapes(model), fingerprints, model.args, _mask_base(model))
 
-
     @classmethod
     def _of_part(cls, model: nn.Module, base_folder: str | Path | None, force: bool) -> Base:
         is_known = is_afm(model) and base_folder is not None and not force

@@ -42,7 +42,9 @@ def joined(args: argparse.Namespace, models: Iterable[str], refused: Iterable[st
     from afm_mlx.checkpoint.fingerprint import weights_fingerprint
     from afm_mlx.loading.resolve import resolve_model
 
-    given = [flag_of(name) for name in refused if getattr(args, name, None) not in (None, False, [])]
+    given = [
+        flag_of(name) for name in refused if getattr(args, name, None) not in (None, False, [])
+    ]
     if given:
         raise UsageError(
             f"{given[0]} can't be used with a model that is split over {ranks.size} ranks. Leave it out, or "
@@ -74,7 +76,9 @@ def follows(
         return False
     from afm_mlx.engine.lockstep import follow
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and rank 0 decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends Ctrl-C to all, and rank 0 decides
     follow(model, tokenizer, adapters=adapters)
     return True
 

@@ -107,7 +107,9 @@ class Lead:
             try:
                 yield
             except BaseException as error:
-                self._ranks.fail(f"A step of the ranks has failed ({type(error).__name__}: {error}).")
+                self._ranks.fail(
+                    f"A step of the ranks has failed ({type(error).__name__}: {error})."
+                )
                 raise
 
 

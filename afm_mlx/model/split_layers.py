@@ -154,7 +154,7 @@ def joined_logits(embedding: nn.Module, logits: mx.array) -> mx.array:
         return logits
     if missing := vocabulary.share - logits.shape[-1]:
         width = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
-        logits = mx.pad(logits, width, mx.array(-math.inf, logits.dtype))
+        logits = mx.pad(logits, width, constant_values=mx.array(-math.inf, logits.dtype))
     joined = mx.distributed.all_gather(logits[None], group=vocabulary.group)
     joined = mx.moveaxis(joined, 0, -2)
     return joined.reshape(*joined.shape[:-2], -1)[..., : vocabulary.whole]

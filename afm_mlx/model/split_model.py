@@ -42,7 +42,9 @@ def split_model(model: Any, ranks: Ranks) -> None:
     else:
         _split_zoo(model, ranks.group)
     for _, array in tree_flatten(model.parameters()):
-        mx.eval(array)  # all at once, MLX would read several whole tensors before it takes the parts
+        mx.eval(
+            array
+        )  # all at once, MLX would read several whole tensors before it takes the parts
         mx.clear_cache()
     model.ranks = ranks
 

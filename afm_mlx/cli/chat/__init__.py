@@ -26,7 +26,11 @@ ARGUMENTS = {
         Argument(
             "--max-tokens -m", count_or_all, "maximum tokens per answer; -1 for no limit", 256
         ),
-        unavailable("--pipeline", "start the command with mlx.launch to split the model over machines", nargs=0),
+        unavailable(
+            "--pipeline",
+            "start the command with mlx.launch to split the model over machines",
+            nargs=0,
+        ),
     ],
     "draft tokens, which make answers faster and do not change them": model_options.SPECULATION,
     "sampling": model_options.sampling_arguments(seed=0),
