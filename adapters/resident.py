@@ -345,8 +345,9 @@ class Base(NamedTuple):
 
     @classmethod
     def _of_part(cls, model: nn.Module, base_folder: str | Path | None, force: bool) -> Base:
-        is_known = is_afm(model) and base_folder is not None and not force
-        fingerprints = {folder_fingerprint(model.args, base_folder)} if is_known else None
+        fingerprints = None
+        if is_afm(model) and base_folder is not None and not force:
+            fingerprints = {folder_fingerprint(model.args, base_folder)}
         targets = target_modules(model)
         channels = {name: kept for each in targets for name, kept in each.channels.items()}
         return cls(

@@ -202,7 +202,7 @@ class Ranks:
             select(self.connections, [], [])
 
     def watch(self, lost: Callable[[str], object]) -> None:
-        """From now on, have a thread call `lost(message)` soon after a connection was closed, and end the process.
+        """Have a thread call `lost(message)` soon after a connection was closed, and end the process.
 
         `end_watch` ends it, before a rank ends in good order.
         """
@@ -291,9 +291,8 @@ def join_ranks() -> Ranks:
     connections = {each for each in sockets() - before if _is_connected(each)}
     probe_connections(connections)
     ranks = Ranks(group, connections=frozenset(connections))
-    from afm_mlx import __version__
-
-    ranks.check_alike({"afm-mlx": __version__, "mlx": mx.__version__})
+    version = sys.modules["afm_mlx"].__version__
+    ranks.check_alike({"afm-mlx": version, "mlx": mx.__version__})
     return ranks
 
 

@@ -78,7 +78,7 @@ def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
 
 
 def weights_fingerprint(folder: str | Path) -> str:
-    """Compute the fingerprint of a folder of any architecture from its config.json and samples of its tensors."""
+    """Compute the fingerprint of a folder of any architecture from config.json and tensors' samples."""
     folder = Path(folder)
     tensors = sorted(stored_tensors(folder).items())
     return _digest(

@@ -138,7 +138,7 @@ def named_adapters(given: list[tuple[str, str]]) -> dict[str, str]:
 def load_with_adapters(
     args: argparse.Namespace, ranks: Ranks | None = None
 ) -> tuple[Any, Any, AdapterPool]:
-    """Load the model, or a rank's part; return it, its tokenizer, and a pool of all adapters that the arguments name.
+    """Load the model, or a rank's part; return it, its tokenizer, and a pool of the adapters in the arguments.
 
     Commands without the arguments `ADAPTERS` have `--adapter-path` and `--mask` alone, which are registered
     as one, under their `adapter_name`.

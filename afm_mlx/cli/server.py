@@ -94,7 +94,7 @@ ARGUMENTS = {
         Argument("--strict", FLAG,
                  "refuse what would have no effect: hints, unknown fields, other providers' tools. Without it "
                  "they are accepted, and named in the header x-afm-ignored"),
-        unavailable("--pipeline", "start the command with mlx.launch to split the model over machines", nargs=0),
+        unavailable("--pipeline", "start the command with mlx.launch to split the model", nargs=0),
         unavailable("--chat-template", "put chat_template.jinja into the model folder"),
         unavailable("--use-default-chat-template",
                     "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
@@ -214,7 +214,9 @@ def run(args: argparse.Namespace) -> None:
     found = _models(args, ranks)
     if ranks is not None and not ranks.is_first:
         alone = dataclasses.replace(settings, draft_model=None, prompt_lookup=False)
-        served = found[0].source.load(alone)
+        source = found[0].source
+        assert source is not None
+        served = source.load(alone)
         split_runs.follows(ranks, served.model, served.tokenizer, served.pool)
         served.close()
         return
@@ -233,7 +235,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _models(args: argparse.Namespace, ranks: Ranks | None) -> list[HostedModel]:
-    """Find the models that the arguments name, of which ranks load a part each; raise `AFMError` for what does not exist."""
+    """Find the models in the arguments, of which `ranks` load a part each; `AFMError` for missing ones."""
     from afm_mlx.server.hosted_model import HostedModel
     from afm_mlx.server.served_model import ModelSource
 

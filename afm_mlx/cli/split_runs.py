@@ -74,7 +74,7 @@ def follows(
     """On a rank other than 0, follow rank 0 to its end, and return True; on rank 0, return False."""
     if ranks is None or ranks.is_first:
         return False
-    from afm_mlx.engine.lockstep import follow
+    from afm_mlx.engine.follow import follow
 
     signal.signal(
         signal.SIGINT, signal.SIG_IGN

@@ -152,7 +152,7 @@ def stream_generate(
         heal: True if a prompt may end within a word; by default if it is text and there is a constraint.
         num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; pass None for as many as pay.
         speculation: other ways to draft, in place of `draft_model` and `num_draft_tokens`.
-        prefix_cache: has the keys and values of earlier prompts' beginnings, and gets those of this run.
+        prefix_cache: has the keys and values of earlier prompts' beginnings, and gets the run's, too.
 
     Raises:
         AFMError: for what can't be honoured in the arguments or the prompt.

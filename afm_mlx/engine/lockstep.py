@@ -1,13 +1,12 @@
 """The engines of a split model's ranks in step: rank 0's engine decides, and all others do the same.
 
-    rank 0: Engine.submit, cancel, step  ->  an event  ->  other ranks: follow
+    rank 0: Engine.submit, cancel, step  ->  an event  ->  other ranks: follow (`follow.py`)
 
-Only rank 0 has callers. Before its engine does anything, it sends what (`Lead.say`), and every other rank runs an
-engine with the same rows over its own part of the model and of the keys and values. What an engine decides by
-time, memory or random numbers, rank 0 decides for all: which rows begin (`Scheduler`), how many tokens are
-drafted and which (`Drafting`), and each token that a sampler draws (`agreed`). Everything else follows from
-equal requests and tokens, constraints too. A checksum of the rows goes with every step, so ranks that differ end
-with an error.
+Only rank 0 has callers. Its engine sends what it does (`Lead.say`), and every other rank runs an engine with the
+same rows over its own part of the model and of the keys and values. What an engine decides by time, memory or
+random numbers, rank 0 decides for all: which rows begin (`Scheduler`), how many tokens are drafted and which
+(`Drafting`), and each token that a sampler draws (`agreed`). Everything else follows from equal requests and
+tokens, constraints too. A checksum of the rows goes with every step: ranks that differ end with an error.
 
 `Request`s travel as JSON, without samplers and callbacks, which only rank 0 calls.
 """
@@ -19,26 +18,20 @@ import itertools
 import signal
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
 from afm_mlx.engine.row import Row
-from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.model.split_model import ranks_of
-from afm_mlx.ranks import RankLostError, Ranks
+from afm_mlx.ranks import Ranks
 from afm_mlx.threads import in_main_thread
-from afm_mlx.tokenizer.protocol import Tokenizer
-
-if TYPE_CHECKING:
-    from afm_mlx.engine.engine import Engine
 
 _NUMBERS = itertools.count()
 _ended: list[int] = []
@@ -59,7 +52,7 @@ class Lead:
         options: the engine's options, as keyword arguments of `Engine`.
     """
 
-    def __init__(self, engine: Engine, ranks: Ranks, options: dict[str, Any]):
+    def __init__(self, engine: object, ranks: Ranks, options: dict[str, Any]):
         self._ranks, self._number = ranks, next(_NUMBERS)
         caches: PrefixCache | None = options.pop("prefix_cache")
         if caches is not None:
@@ -81,8 +74,8 @@ class Lead:
         """Raise `RequestError` for a request that other ranks can't follow."""
         if request.cache is not None:
             raise RequestError(
-                "The request has a prompt cache, and the model is split over ranks, of which each has a part of "
-                "the keys and values. Give the engine a prefix cache instead."
+                "The request has a prompt cache, and each rank has a part of a split model's keys and values. "
+                "Give the engine a prefix cache instead."
             )
         for function in (request.sampler, *request.logits_processors):
             if function is not None and not _is_ours(function):
@@ -205,73 +198,7 @@ def _most_likely(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
-# -- ranks after the first
-
-
-def follow(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    *,
-    adapters: AdapterPool | None = None,
-) -> None:
-    """On a rank other than 0, do what rank 0's engines do, until `dismiss` is called there.
-
-    Args:
-        model, tokenizer: what `load` returns with `ranks`.
-        adapters: a pool with rank 0's adapters.
-
-    Raises:
-        RankLostError: when another rank has ended.
-        OutOfStepError: when the ranks differ.
-        AFMError: when rank 0 uses what this rank does not have.
-    """
-    from afm_mlx.engine.engine import Engine
-
-    ranks = ranks_of(model)
-    assert ranks is not None
-    engines: dict[int, Engine] = {}
-    prefixes: dict[int, PrefixCache] = {}
-
-    def begin(number: int, options: dict[str, Any]) -> None:
-        options["adapters"] = adapters if options["adapters"] else None
-        # Rank 0 alone drafts.
-        options["speculation"] = Speculation(prompt_lookup=True) if options["speculation"] else None
-        if (kept := options.get("prefix_cache")) is not None:
-            prefix_number, budget = kept
-            if prefix_number not in prefixes:
-                prefixes[prefix_number] = PrefixCache(budget)
-            options["prefix_cache"] = prefixes[prefix_number]
-        engines[number] = Engine(model, tokenizer, **options)
-
-    def register(number: int, name: str, path: str | None) -> None:
-        assert adapters is not None
-        adapters.unregister(name) if path is None else adapters.register(name, path)
-
-    handlers: dict[str, Callable[..., object]] = {
-        "engine": begin,
-        "adapter": register,
-        "submit": lambda number, **facts: engines[number].follow_submit(**facts),
-        "cancel": lambda number, row: engines[number].cancel(row),
-        "drop_started": lambda number: engines[number].drop_started(),
-        "step": lambda number, rows: engines[number].follow_step(rows),
-    }
-    while True:
-        ranks.wait_for_first()
-        facts = ranks.first(None)
-        event, number = facts.pop("event"), facts.pop("engine")
-        for gone in facts.pop("gone"):
-            engines.pop(gone, None)
-        if event == "end":
-            ranks.end_watch()
-            return
-        try:
-            handlers[event](number, **facts)
-        except (RankLostError, OutOfStepError):
-            raise
-        except AFMError:
-            if event in ("engine", "step"):
-                raise
-            # Rank 0's caller has the same error.
+# -- events without an engine
 
 
 def say_adapter(model: nn.Module, name: str, path: str | None) -> None:

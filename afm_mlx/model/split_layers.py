@@ -1,7 +1,7 @@
 """Layers that hold a part of their matrix: the other ranks hold the rest, and each computes its part.
 
 A part of the outputs needs no exchange. With a part of the inputs, a product is a sum over ranks. A part of a
-vocabulary gives zeros for the other tokens' rows, which are added up, and a part of the logits, which are joined.
+vocabulary gives zeros for other tokens' rows, which are added up, and a part of the logits, which are joined.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.packed_layers import PackedLinear
 
 
 class Cut(NamedTuple):
@@ -91,7 +91,8 @@ def keep_inputs(layer: Any, group: mx.distributed.Group, name: str) -> None:
     layer.cut = Cut(1, inputs, ((rank * share, (rank + 1) * share),))
     layer.group = group
     if not isinstance(layer, PackedLinear):
-        layer.__class__ = _summing(type(layer))
+        kind: Any = type(layer)
+        layer.__class__ = _summing(kind)
 
 
 def keep_vocabulary(embedding: Any, group: mx.distributed.Group) -> None:
@@ -101,7 +102,8 @@ def keep_vocabulary(embedding: Any, group: mx.distributed.Group) -> None:
     start = min(group.rank() * share, whole - 1)
     keep_outputs(embedding, [(start, min(start + share, whole))], "The embedding")
     embedding.vocabulary = Vocabulary(group, start, share, whole)
-    embedding.__class__ = _partial_embedding(type(embedding))
+    kind: Any = type(embedding)
+    embedding.__class__ = _partial_embedding(kind)
 
 
 def _inputs(layer: Any) -> int:

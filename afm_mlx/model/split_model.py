@@ -102,7 +102,7 @@ def _shares(
 def _split_zoo(model: Any, group: mx.distributed.Group) -> None:
     size = group.size()
     kind = type(model).__module__.rpartition(".")[2]
-    inner = getattr(model, "model", None)
+    inner: Any = getattr(model, "model", None)
     if not hasattr(model, "shard") and not hasattr(inner, "pipeline"):
         raise ConfigError(
             f"mlx-lm can't split a {kind} model: its class has neither shard nor pipeline. Run it on one "

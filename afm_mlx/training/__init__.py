@@ -1,10 +1,10 @@
 """Training: full weights, LoRA adapters, and quantization-aware training, with one loop."""
 
+from afm_mlx.ranks import Ranks, join_ranks
 from afm_mlx.training.data.batches import Batch, Batches
 from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation
 from afm_mlx.training.loop.preference_losses import PreferenceLoss
-from afm_mlx.ranks import Ranks, join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder, plot_metrics
 from afm_mlx.training.loop.trainer import RunOutcome, train
 from afm_mlx.training.loop.training_options import TrainingOptions

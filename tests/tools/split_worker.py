@@ -1,4 +1,4 @@
-"""Requests to a model that is split over ranks of this machine: `split_answers` starts them, each runs this module."""
+"""Requests to a split model: `split_answers` starts ranks on this machine, and each runs this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.lockstep import dismiss, follow
+from afm_mlx.engine.follow import follow
+from afm_mlx.engine.lockstep import dismiss
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation

@@ -28,7 +28,7 @@ ARGUMENTS = {
         ),
         unavailable(
             "--pipeline",
-            "start the command with mlx.launch to split the model over machines",
+            "start the command with mlx.launch to split the model",
             nargs=0,
         ),
     ],

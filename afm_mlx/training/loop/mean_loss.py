@@ -13,10 +13,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.errors import TrainingError
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.data.batches import AnyBatch, AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree
 from afm_mlx.training.loop.losses import Loss, SplitMetrics, loss_and_metrics
-from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.loop.step import random_key
 
 NO_WEIGHT = "no target of the batch has a weight"

@@ -24,10 +24,10 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from afm_mlx.kernels.replay import keep_compiler_out
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.data.batches import AnyBatch
 from afm_mlx.training.loop.gradient_checkpointing import Tree, lean_swiglu
 from afm_mlx.training.loop.losses import Loss, Metrics, loss_and_metrics
-from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.loop.training_options import BETAS, EPS, Schedule
 
 

@@ -28,6 +28,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.ranks import ALONE, RankLostError, Ranks
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed_blocks
 from afm_mlx.training.loop.losses import LOWER_IS_BETTER, Distillation, Loss
@@ -40,7 +41,6 @@ from afm_mlx.training.loop.mean_loss import (
     perplexity,
     random_key,
 )
-from afm_mlx.ranks import ALONE, RankLostError, Ranks
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
 from afm_mlx.training.loop.step import AdamW, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions

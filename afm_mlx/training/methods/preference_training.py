@@ -23,6 +23,7 @@ import numpy as np
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.progress import Progress
+from afm_mlx.ranks import join_ranks
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.data.preferences import (
     PAIR_FORM,
@@ -33,7 +34,6 @@ from afm_mlx.training.data.preferences import (
 )
 from afm_mlx.training.loop.losses import log_probabilities
 from afm_mlx.training.loop.preference_losses import OBJECTIVES, PreferenceLoss
-from afm_mlx.ranks import join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import OnEvent, Preparing
 from afm_mlx.training.methods.lora_training import (

@@ -19,6 +19,7 @@ from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.kernels import BITS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.data.batches import (
     ROW_MULTIPLE,
     SAMPLES_OF_A_ROW,
@@ -28,7 +29,6 @@ from afm_mlx.training.data.batches import (
 )
 from afm_mlx.training.data.samples import Sample, has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
-from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.training_memory import estimate_memory

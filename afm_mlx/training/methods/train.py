@@ -25,10 +25,10 @@ from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.loading.missing_kernels import warn_if_slow
+from afm_mlx.ranks import ALONE, Ranks, join_ranks
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Loss
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
-from afm_mlx.ranks import ALONE, Ranks, join_ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import (
     Event,

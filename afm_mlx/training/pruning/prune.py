@@ -30,8 +30,8 @@ from afm_mlx.files import refuse_existing
 from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.measure.benchmark import BenchmarkCase, run_case
 from afm_mlx.progress import Progress
-from afm_mlx.training.data.batches import Batches
 from afm_mlx.ranks import join_ranks
+from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping
 from afm_mlx.training.methods.method import Method

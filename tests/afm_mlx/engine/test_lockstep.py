@@ -8,8 +8,6 @@ import time
 import urllib.request
 
 import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
 import pytest
 
 from afm_mlx.engine.engine import Engine

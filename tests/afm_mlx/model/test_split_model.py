@@ -20,8 +20,8 @@ from afm_mlx.model.split_model import split_model, split_problem
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.ranks import Ranks
 from tests.tools.cases import each
-from tests.tools.compare import assert_close
 from tests.tools.cli import CONFIG
+from tests.tools.compare import assert_close
 from tests.tools.zoo import zoo_model
 
 OUTPUTS, INPUTS = 24, 64
@@ -48,7 +48,10 @@ def alone(monkeypatch):
 
 def packed(kind, rng, bias=False):
     codes = mx.array(rng.integers(0, 16, (OUTPUTS, INPUTS)))
-    floats = lambda *shape: mx.array(rng.uniform(0.5, 1.5, shape).astype(np.float32))
+
+    def floats(*shape):
+        return mx.array(rng.uniform(0.5, 1.5, shape).astype(np.float32))
+
     options = {"bias": floats(OUTPUTS)} if bias else {}
     if kind == "tensor":
         return PackedLinear.from_codes(codes, 4, scales=floats(), **options)
@@ -175,9 +178,9 @@ def test_parts_of_a_vocabulary(rng, monkeypatch, rows, is_packed):
 
 @each("size, words", [(1, ""), (2, ""), (3, "2 heads of keys"), (4, "2 heads of keys")])
 def test_heads_are_shared_equally(size, words):
-    assert (words in split_problem(CONFIG, size)) and bool(split_problem(CONFIG, size)) == bool(
-        words
-    )
+    problem = split_problem(CONFIG, size)
+    assert words in problem
+    assert bool(problem) == bool(words)
 
 
 def test_feed_forwards_are_shared_equally():

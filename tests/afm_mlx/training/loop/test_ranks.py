@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import afm_mlx
+from afm_mlx import ranks as ranks_module
 from afm_mlx.errors import ConfigError
+from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.samples import Sample
-from afm_mlx import ranks as ranks_module
 from afm_mlx.training.loop.preference_losses import PreferenceLoss
-from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
