@@ -93,6 +93,7 @@ class ResidentAdapter:
     layout: int  # a number that adapters with equal `parts` and with masks of equal widths share
     mask: TaskMask | None = None  # None, too, for a mask that keeps all channels
     gathered: Gathered | None = None  # what the mask keeps of the base
+    whole: str = ""  # of a part: digest of the whole adapter's numbers, equal on all ranks
 
     @property
     def nbytes(self) -> int:
@@ -379,6 +380,7 @@ class OpenAdapter:
     nbytes: int  # that the adapter will take in memory
     mask: TaskMask | None = None
     plan: Plan | None = None  # of the mask
+    whole: str = ""  # see `ResidentAdapter.whole`
 
     def with_mask(self, folder: Path) -> OpenAdapter:
         """Return the adapter with a folder's task mask; raise `AFMError` if the mask does not fit the base."""
@@ -417,6 +419,7 @@ class OpenAdapter:
     def read(self) -> ResidentAdapter:
         """Read the numbers into memory, or raise `CheckpointError` if a file has changed or holds NaN."""
         resident = build_resident(self.tensors, self.scale, self.shapes, self.source)
+        resident = replace(resident, whole=self.whole)
         if self.mask is not None and self.plan:
             digest = hashlib.sha256(f"{resident.fingerprint} {self.mask.fingerprint}".encode())
             resident = replace(
@@ -464,6 +467,15 @@ def _taken_tensors(
     return taken
 
 
+def _whole_digest(tensors: Mapping[str, Readable], scale: float) -> str:
+    """Return 64 hex digits that are equal for equal adapters."""
+    digest, read = hashlib.sha256(repr(scale).encode()), TensorReader()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].shape}".encode())
+        digest.update(np.ascontiguousarray(read(tensors[name])).view(np.uint8).data)
+    return digest.hexdigest()
+
+
 def _part_tensors(
     tensors: Mapping[str, Readable], channels: Mapping[str, np.ndarray]
 ) -> dict[str, Readable]:
@@ -504,12 +516,14 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
         with reading(path):
             mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
-    shapes = base.shapes
+    shapes, whole = base.shapes, ""
     if base.channels is not None and base.part_shapes is not None:
         plan_layout(tensors, shapes, path)  # raises if the whole doesn't fit
-        tensors, shapes = _part_tensors(for_numpy(tensors, path), base.channels), base.part_shapes
+        tensors = for_numpy(tensors, path)
+        whole = _whole_digest(tensors, config.scale)
+        tensors, shapes = _part_tensors(tensors, base.channels), base.part_shapes
     _, nbytes = plan_layout(tensors, shapes, path)
-    opened = OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
+    opened = OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes, whole=whole)
     return opened.with_mask(path) if has_mask(path) else opened
 
 
@@ -538,7 +552,8 @@ def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str
     tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
     stamps = {path: stamp for part, _ in parts for path, stamp in part.stamps.items()}
     _, nbytes = plan_layout(tensors, base.part_shapes or base.shapes, source)
-    return OpenAdapter(tensors, scale, base, source, stamps, nbytes)
+    whole = " ".join(f"{weight} {part.whole}" for part, weight in parts if part.whole)
+    return OpenAdapter(tensors, scale, base, source, stamps, nbytes, whole=whole)
 
 
 def check_fingerprint(

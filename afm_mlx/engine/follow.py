@@ -9,12 +9,10 @@ import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.lockstep import OutOfStepError
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import AFMError
 from afm_mlx.model.split_model import ranks_of
-from afm_mlx.ranks import RankLostError
 from afm_mlx.tokenizer.protocol import Tokenizer
 
 
@@ -53,7 +51,13 @@ def follow(
 
     def register(number: int, name: str, path: str | None) -> None:
         assert adapters is not None
-        adapters.unregister(name) if path is None else adapters.register(name, path)
+        problem = ""
+        try:
+            adapters.unregister(name) if path is None else adapters.register(name, path)
+        except AFMError as error:
+            problem = str(error)
+        assert ranks is not None
+        ranks.gather(problem)
 
     handlers: dict[str, Callable[..., object]] = {
         "engine": begin,
@@ -72,11 +76,4 @@ def follow(
         if event == "end":
             ranks.end_watch()
             return
-        try:
-            handlers[event](number, **facts)
-        except (RankLostError, OutOfStepError):
-            raise
-        except AFMError:
-            if event in ("engine", "step"):
-                raise
-            # Rank 0's caller has the same error.
+        handlers[event](number, **facts)

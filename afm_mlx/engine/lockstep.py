@@ -202,10 +202,18 @@ def _most_likely(logprobs: mx.array) -> mx.array:
 
 
 def say_adapter(model: nn.Module, name: str, path: str | None) -> None:
-    """On rank 0, have the other ranks register an adapter, or remove it from their pools if `path` is None."""
+    """On rank 0, have the other ranks register an adapter, or remove it from their pools if `path` is None.
+
+    Raises:
+        RequestError: the error of a rank that can't.
+    """
     ranks = ranks_of(model)
     if ranks is not None and ranks.is_first:
         ranks.first({"event": "adapter", "engine": -1, "gone": [], "name": name, "path": path})
+        problems = ranks.gather("")
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise RequestError(f"{problem} (rank {rank})")
 
 
 def dismiss(ranks: Ranks | None) -> None:

@@ -385,20 +385,28 @@ class Scheduler:
         """Return the rows whose adapters all ranks have loaded; the others respond with the first error."""
         if self._ranks is None or all(row.lease is None for row in rows):
             return rows
-        problems: dict[str, str] = {}
+        own: list[tuple[str, str]] = []  # why it failed, and the digest of the whole adapter
         for row in rows:
             while row.lease is not None and not row.lease.ready and row.lease.error is None:
                 self._adapters.wait([row], 1.0)
-            if row.lease is not None and row.lease.error is not None:
-                problems[str(row.id)] = f"{row.lease.error} (rank {self._ranks.rank})"
-        for each in reversed(self._ranks.gather(problems)):
-            problems |= each
-        for row in rows:
-            if (problem := problems.get(str(row.id))) is not None:
+            lease = row.lease
+            failed = "" if lease is None or lease.error is None else str(lease.error)
+            own.append((failed, "" if lease is None or failed else lease.resident.whole))
+        left = []
+        for row, *found in zip(rows, *self._ranks.gather(own), strict=True):
+            problem = next((f"{text} (rank {i})" for i, (text, _) in enumerate(found) if text), "")
+            if not problem and len({whole for _, whole in found}) > 1:
+                problem = (
+                    f"The adapter {row.request.adapter} is another one on rank 0 than on other ranks. Copy the "
+                    "same files to all machines."
+                )
+            if problem:
                 row.release()
                 response = TokenResponse(row.id, -1, "", None, "error", RequestError(problem))
                 self.early.append((row, response))
-        return [row for row in rows if str(row.id) not in problems]
+            else:
+                left.append(row)
+        return left
 
     def _in_turn(self, running: Sequence[Row]) -> list[Row]:
         before = Counter(row.request.client for row in running)

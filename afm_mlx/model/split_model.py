@@ -2,7 +2,8 @@
 
 Heads, the feed-forward's channels and an AFM model's vocabulary are split; norms are not. The outputs of the
 products that follow are added up over ranks, twice in a block, and all ranks have the same hidden states. A zoo
-model is split by mlx-lm's own `shard`, or by blocks (`pipeline`) if it has no other.
+model is split by its own method `shard`, in which our packed layers take the place of MLX's. Pipelines of mlx-lm,
+whose ranks have other blocks and caches, don't run in step in the engine.
 """
 
 from __future__ import annotations
@@ -102,18 +103,11 @@ def _shares(
 def _split_zoo(model: Any, group: mx.distributed.Group) -> None:
     size = group.size()
     kind = type(model).__module__.rpartition(".")[2]
-    inner: Any = getattr(model, "model", None)
-    if not hasattr(model, "shard") and not hasattr(inner, "pipeline"):
-        raise ConfigError(
-            f"mlx-lm can't split a {kind} model: its class has neither shard nor pipeline. Run it on one "
-            "machine."
-        )
     if not hasattr(model, "shard"):
-        try:
-            inner.pipeline(group)
-        except ValueError as error:
-            raise ConfigError(f"The model's blocks can't be split: {named(str(error))}.") from None
-        return
+        raise ConfigError(
+            f"mlx-lm can't split the matrices of a {kind} model: its class has no method shard. Run it in one "
+            "process."
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(model.args, name, None)
         if isinstance(count, int) and count % size:

@@ -81,7 +81,11 @@ async def load_adapter(request: Request) -> Response:
                 code="name_taken",
             )
         await served.workers.run("adapters", lambda: _load(pool, body, path))
-        await _say(served, body.name, path)
+        try:
+            await _say(served, body.name, path)
+        except AFMError as error:
+            await served.workers.run("adapters", lambda: pool.unregister(body.name))
+            raise bad_request(str(error), "path") from error
         return json_response(await _one(served, body.name), 201)
 
 

@@ -30,6 +30,7 @@ class Job:
     waves: Sequence[Sequence[Request]]
     adapters: Mapping[str, Path] = field(default_factory=dict)
     draft: Path | None = None
+    others: Mapping[str, Path] = field(default_factory=dict)  # adapters of ranks other than 0
     cancelled: int = -1  # index of a request of the first wave that is cancelled after three steps
 
 
@@ -37,7 +38,7 @@ def answers(job: Job, ranks: Ranks = ALONE) -> list[Any]:
     """The responses to a job's requests, in order; on ranks other than 0, nothing."""
     model, tokenizer = load(job.model, ranks=ranks)
     pool = AdapterPool(model, base_folder=job.model)
-    for name, path in job.adapters.items():
+    for name, path in (job.adapters if ranks.is_first else {**job.adapters, **job.others}).items():
         pool.register(name, path)
     if not ranks.is_first:
         follow(model, tokenizer, adapters=pool)

@@ -90,7 +90,15 @@ def test_two_ranks_answer_as_one_process(tmp_path, spm_bpe, rng):
         Job(floats, [[*mixed(rng)[:2], constrained]], draft=draft),
         Job(zoo, [mixed(rng)[:4]]),
     ]
-    found = split_answers(tmp_path, 2, *jobs)
+    asked = [Request(prompt(rng, 8), 2, adapter=name) for name in ("all", "some", None)]
+    gone = write_adapter(tmp_path / "gone", draw_tensors(model, rng, 2))
+    (gone / "adapters.safetensors").write_bytes(b"")
+    others = {"all": adapters["some"], "some": gone}
+    differing = Job(floats, [asked], adapters, others=others)
+    *found, refused = split_answers(tmp_path, 2, *jobs, differing)
+    assert "another one on rank 0 than on other ranks" in refused[0]["end"][1]
+    assert refused[1]["end"][1].endswith("(rank 1)")
+    assert refused[2]["end"] == ("length", "")
     for job, split in zip(jobs, found, strict=True):
         check_equal(split, answers(job))
 

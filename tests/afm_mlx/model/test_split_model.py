@@ -193,7 +193,7 @@ def test_feed_forwards_are_shared_equally():
     [
         ("llama", 3, "num_attention_heads is 4"),
         ("qwen3", 4, "num_key_value_heads is 2"),
-        ("mamba2", 2, "neither shard nor pipeline"),
+        ("mamba2", 2, "no method shard"),
     ],
 )
 def test_zoo_models_that_can_not_be_split(kind, size, words):
