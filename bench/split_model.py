@@ -1,8 +1,8 @@
 """Compare a model that one process holds with the same model over several ranks of this machine.
 
 A model of a real shape with random packed weights answers prompts, some of them with an adapter, alone and over
-ranks. Each process has one thread. Memory is the most that MLX held at a time in one process, while it loaded the
-model and answered; and the process's own maximum, Python and libraries included.
+ranks. Each process has one thread. Memory is the most that MLX held at a time in one process, while it loaded
+the model and answered; and the process's own maximum, Python and libraries included.
 
     python -m bench.split_model --preset afm-3b --ranks 2 --rows 8
 """

@@ -2,8 +2,8 @@
 
 Heads, the feed-forward's channels and an AFM model's vocabulary are split; norms are not. The outputs of the
 products that follow are added up over ranks, twice in a block, and all ranks have the same hidden states. A zoo
-model is split by its own method `shard`, in which our packed layers take the place of MLX's. Pipelines of mlx-lm,
-whose ranks have other blocks and caches, don't run in step in the engine.
+model is split by its own method `shard`, in which our packed layers take the place of MLX's. Ranks of mlx-lm's
+pipelines have different blocks and caches, so these don't run in step in the engine.
 """
 
 from __future__ import annotations
