@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -268,8 +269,8 @@ class ActiveAdapters(dict[str, Any]):
 
     def of_layer(self, target: TargetModule) -> LayerAdapters:
         """Return a function from a batch's number of rows to the target's `LowRank`, or to None without one."""
-        outputs = sum(width for _, width in target.shapes.values())
-        return partial(self._low_rank, target.path, target.sections or (outputs,))
+        widths = [width for _, width in target.part_shapes.values()]
+        return partial(self._low_rank, target.path, tuple(accumulate(widths)))
 
     def of_stack(self, target: TargetModule) -> Callable[[], LowRank | None]:
         """Return a function to the `LowRank` of a stack's target, or to None without one."""

@@ -35,7 +35,13 @@ from afm_mlx.adapters.adapter_folder import (
     open_folder,
 )
 from afm_mlx.adapters.compose import Term, weighted_sum
-from afm_mlx.adapters.target_modules import Shapes, ZooBase, target_shapes, zoo_base
+from afm_mlx.adapters.target_modules import (
+    Shapes,
+    ZooBase,
+    target_modules,
+    target_shapes,
+    zoo_base,
+)
 from afm_mlx.adapters.task_mask import (
     FeedForward,
     Gathered,
@@ -57,6 +63,7 @@ from afm_mlx.json_values import FLOAT16_MAX
 from afm_mlx.kernels import BLOCK, Part
 from afm_mlx.kernels.cpu.memory import unfilled
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.split_model import ranks_of
 
 _SAMPLES = 256
 _THREADS = 2  # 133 MB took 119 ms on two cores, and 188 ms with one thread; more were not tried
@@ -86,6 +93,7 @@ class ResidentAdapter:
     layout: int  # a number that adapters with equal `parts` and with masks of equal widths share
     mask: TaskMask | None = None  # None, too, for a mask that keeps all channels
     gathered: Gathered | None = None  # what the mask keeps of the base
+    whole: str = ""  # of a part: digest of the whole adapter's numbers, equal on all ranks
 
     @property
     def nbytes(self) -> int:
@@ -311,6 +319,9 @@ class Base(NamedTuple):
     fingerprints: Collection[str] | None  # that an adapter may name; None accepts any adapter
     config: ModelConfig | ZooBase | None = None
     masks: MaskBase | RequestError | None = None  # the error says why the model takes no masks
+    # What a rank takes of each tensor (`TargetModule.channels`), and the shapes that are left; None for all.
+    channels: Mapping[str, np.ndarray] | None = None
+    part_shapes: Shapes | None = None
 
     @classmethod
     def of(
@@ -319,8 +330,10 @@ class Base(NamedTuple):
         """Describe a model in memory, with LoRA layers or without; `force` accepts adapters of other models.
 
         The fingerprint of `base_folder`, the model's folder, is accepted too: the fingerprint of arrays in
-        memory depends on the type that the device computes in.
+        memory depends on the type that the device computes in. Ranks that hold parts of a model know no other.
         """
+        if ranks_of(model) is not None:
+            return cls._of_part(model, base_folder, force)
         if not is_afm(model):
             zoo = zoo_base(model)
             return cls(zoo.shapes, None, zoo, _mask_base(model))
@@ -330,6 +343,22 @@ class Base(NamedTuple):
             if base_folder is not None:
                 fingerprints.add(folder_fingerprint(model.args, base_folder))
         return cls(target_shapes(model), fingerprints, model.args, _mask_base(model))
+
+    @classmethod
+    def _of_part(cls, model: nn.Module, base_folder: str | Path | None, force: bool) -> Base:
+        fingerprints = None
+        if is_afm(model) and base_folder is not None and not force:
+            fingerprints = {folder_fingerprint(model.args, base_folder)}
+        targets = target_modules(model)
+        channels = {name: kept for each in targets for name, kept in each.channels.items()}
+        return cls(
+            target_shapes(model),
+            fingerprints,
+            model.args if is_afm(model) else zoo_base(model),
+            RequestError("Task masks are for models that one process holds."),
+            channels,
+            {each.path: each.part_shapes for each in targets},
+        )
 
 
 def _mask_base(model: nn.Module) -> MaskBase | RequestError:
@@ -351,6 +380,7 @@ class OpenAdapter:
     nbytes: int  # that the adapter will take in memory
     mask: TaskMask | None = None
     plan: Plan | None = None  # of the mask
+    whole: str = ""  # see `ResidentAdapter.whole`
 
     def with_mask(self, folder: Path) -> OpenAdapter:
         """Return the adapter with a folder's task mask; raise `AFMError` if the mask does not fit the base."""
@@ -376,7 +406,7 @@ class OpenAdapter:
     @property
     def shapes(self) -> Shapes:
         """The shapes that LoRA pairs have in memory: behind a mask, with the kept channels alone."""
-        shapes = dict(self.base.shapes)
+        shapes = dict(self.base.part_shapes or self.base.shapes)
         if self.mask is not None and isinstance(self.base.masks, MaskBase):
             for each in self.base.masks.layers:
                 width = self.mask.widths[each.block]
@@ -389,6 +419,7 @@ class OpenAdapter:
     def read(self) -> ResidentAdapter:
         """Read the numbers into memory, or raise `CheckpointError` if a file has changed or holds NaN."""
         resident = build_resident(self.tensors, self.scale, self.shapes, self.source)
+        resident = replace(resident, whole=self.whole)
         if self.mask is not None and self.plan:
             digest = hashlib.sha256(f"{resident.fingerprint} {self.mask.fingerprint}".encode())
             resident = replace(
@@ -436,6 +467,25 @@ def _taken_tensors(
     return taken
 
 
+def _whole_digest(tensors: Mapping[str, Readable], scale: float) -> str:
+    """Return 64 hex digits that are equal for equal adapters."""
+    digest, read = hashlib.sha256(repr(scale).encode()), TensorReader()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].shape}".encode())
+        digest.update(np.ascontiguousarray(read(tensors[name])).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _part_tensors(
+    tensors: Mapping[str, Readable], channels: Mapping[str, np.ndarray]
+) -> dict[str, Readable]:
+    """Return LoRA tensors with a rank's channels alone."""
+    return {
+        name: _Taken(tensor, channels[name], 0 if is_a(name) else 1) if name in channels else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def open_masked(path: str | Path | None, mask: str | Path | None, base: Base) -> OpenAdapter:
     """Open an adapter, a folder's task mask, or both as one; raises as `open_adapter`."""
     if path is None:
@@ -466,8 +516,14 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
         with reading(path):
             mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
-    _, nbytes = plan_layout(tensors, base.shapes, path)
-    opened = OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
+    shapes, whole = base.shapes, ""
+    if base.channels is not None and base.part_shapes is not None:
+        plan_layout(tensors, shapes, path)  # raises if the whole doesn't fit
+        tensors = for_numpy(tensors, path)
+        whole = _whole_digest(tensors, config.scale)
+        tensors, shapes = _part_tensors(tensors, base.channels), base.part_shapes
+    _, nbytes = plan_layout(tensors, shapes, path)
+    opened = OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes, whole=whole)
     return opened.with_mask(path) if has_mask(path) else opened
 
 
@@ -495,8 +551,9 @@ def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str
     scale, terms = weighted_sum(adapters, [weight for _, weight in parts])
     tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
     stamps = {path: stamp for part, _ in parts for path, stamp in part.stamps.items()}
-    _, nbytes = plan_layout(tensors, base.shapes, source)
-    return OpenAdapter(tensors, scale, base, source, stamps, nbytes)
+    _, nbytes = plan_layout(tensors, base.part_shapes or base.shapes, source)
+    whole = " ".join(f"{weight} {part.whole}" for part, weight in parts if part.whole)
+    return OpenAdapter(tensors, scale, base, source, stamps, nbytes, whole=whole)
 
 
 def check_fingerprint(

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from afm_mlx.config import block_kinds
 from afm_mlx.kernels import dispatch
 from afm_mlx.model.fused_layers import LinearWrapper
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.split_layers import Cut
 from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear, is_stack
 from afm_mlx.quantization.quantize_model import replace_modules
 from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
@@ -50,12 +52,49 @@ class TargetModule(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of each LoRA pair, by the suffix of its tensors' names: "", or ".0", ".1", ..."""
+        """(inputs, outputs) of each LoRA pair, by the suffix of its tensors' names: "", or ".0", ".1", ...
+
+        Of the whole layer, if ranks hold parts of it.
+        """
         inputs, outputs = linear_shape(self.linear)
+        cut: Cut | None = getattr(self.linear, "cut", None)
+        if cut is not None:
+            outputs, inputs = (cut.whole, inputs) if cut.axis == 0 else (outputs, cut.whole)
         if self.sections is None:
             return {"": (inputs, outputs)}
         widths = (end - start for start, end in pairwise([0, *self.sections]))
         return {f".{i}": (inputs, width) for i, width in enumerate(widths)}
+
+    @property
+    def channels(self) -> dict[str, np.ndarray]:
+        """Rows of A, or columns of B, that belong to a rank's part of the layer, by the names of tensors.
+
+        Empty if this process holds the whole layer.
+        """
+        cut: Cut | None = getattr(self.linear, "cut", None)
+        if cut is None:
+            return {}
+        kept = np.concatenate([np.arange(*each) for each in cut.ranges])
+        if cut.axis == 1:
+            return {f"{self.path}.lora_a{end}": kept for end in self.shapes}
+        found, start = {}, 0
+        for end, (_, width) in self.shapes.items():
+            own = kept[(kept >= start) & (kept < start + width)]
+            found[f"{self.path}.lora_b{end}"] = own - start
+            start += width
+        return found
+
+    @property
+    def part_shapes(self) -> dict[str, tuple[int, int]]:
+        """`shapes` of a rank's part of the layer."""
+        channels = self.channels
+        return {
+            end: (
+                channels[a].size if (a := f"{self.path}.lora_a{end}") in channels else inputs,
+                channels[b].size if (b := f"{self.path}.lora_b{end}") in channels else outputs,
+            )
+            for end, (inputs, outputs) in self.shapes.items()
+        }
 
 
 def linear_shape(layer: nn.Module) -> tuple[int, int]:

@@ -2,16 +2,18 @@
 
     mlx.launch -n 2 afm-mlx lora ...
     mlx.launch -n 2 afm-mlx evaluate ...
+    mlx.launch -n 2 afm-mlx generate ...
 
 In training, each rank computes the gradients of its share of each batch, divided by the weights of all ranks'
 targets. The sum over ranks is what one process computes of the whole batch, and every rank takes the same step.
-Elsewhere, rank r of n computes items r, r + n, r + 2n, ..., and all ranks get all results. Rank 0 alone prints
-and writes files.
+In evaluations, rank r of n computes items r, r + n, r + 2n, ..., and all get all results. To generate, all
+ranks run one model together. Rank 0 alone prints and writes files.
 
 A rank that ends closes its connections, and the exchanges of all others fail at once (MLX's ring). A machine
 that vanishes closes nothing: the system probes idle connections, and lets them fail after `SILENCE` seconds.
 MLX's ring waits for absent ranks without an end, where no handler of Python runs: another process ends this
-one after `JOIN_SECONDS`.
+one after `JOIN_SECONDS`. Exchanges inside of a model's graph never return when they fail: `Ranks.watch` has a
+thread look at the connections, and end this process.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from dataclasses import dataclass, field
+from select import select
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -48,6 +51,12 @@ Tree: TypeAlias = Any
 
 SILENCE = 8
 """Seconds after which a machine that answers no probe counts as gone."""
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks of `Ranks.watch` at the connections."""
+
+_INLINE = 1024
+"""Bytes of a JSON value that rank 0 sends in one exchange; a longer value takes a second one."""
 
 
 class RankLostError(AFMError):
@@ -80,7 +89,10 @@ class Ranks:
 
     group: mx.distributed.Group | None = None
     seconds: float = 0.0
-    connections: frozenset[int] = frozenset()
+    connections: frozenset[int] = frozenset()  # descriptors of the sockets to other ranks
+    _watch: threading.Thread | None = field(default=None, repr=False)
+    _ended: threading.Event = field(default_factory=threading.Event, repr=False)
+    _problem: str = ""
 
     @property
     def rank(self) -> int:
@@ -210,6 +222,21 @@ class Ranks:
             json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)
         ]
 
+    def first(self, value: Any) -> Any:
+        """Return rank 0's JSON value; the values of other ranks are ignored."""
+        if self.size == 1:
+            return value
+        if self._problem:
+            raise RankLostError(self._problem)
+        data = json.dumps(value).encode() if self.is_first else b""
+        head = len(data).to_bytes(8, "little") + data[: _INLINE - 8]
+        found = self._of_first(head, _INLINE)
+        length = int.from_bytes(found[:8], "little")
+        text = found[8 : 8 + length]
+        if length > len(text):
+            text += self._of_first(data[_INLINE - 8 :], length - len(text))
+        return json.loads(text)
+
     def average(self, tree: Tree) -> Tree:
         """Return the mean over ranks of each array of a tree, whose shapes are equal on all ranks."""
         if self.size == 1:
@@ -247,6 +274,57 @@ class Ranks:
                     "and options."
                 )
 
+    # -- waiting and watching
+
+    def wait_for_first(self) -> None:
+        """Sleep until rank 0 begins an exchange, where MLX's own wait would keep a core busy.
+
+        Returns at once without sockets (JACCL), and when a connection was closed.
+        """
+        if self.connections:
+            select(self.connections, [], [])
+
+    def watch(self, lost: Callable[[str], object]) -> None:
+        """Have a thread call `lost(message)` soon after a connection was closed, and end the process.
+
+        `end_watch` ends it, before a rank ends in good order.
+        """
+        if not self.connections or self._watch is not None:
+            return
+        ended = self._ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(LOOK_SECONDS):
+                is_lost = any(map(_is_closed, self.connections))
+                # The other threads have a second to end by themselves.
+                if (is_lost or self._problem) and not ended.wait(LOOK_SECONDS):
+                    lost(self._problem or str(self._lost("a connection was closed")))
+                    _end(1)
+
+        self._watch = threading.Thread(target=look, name="afm-mlx ranks", daemon=True)
+        self._watch.start()
+
+    def fail(self, problem: str) -> None:
+        """Raise `RankLostError` at further exchanges, and end a process with `watch`: the ranks differ."""
+        self._problem = self._problem or problem
+
+    def end_watch(self) -> None:
+        """Have the thread of `watch` end, because this rank or others are about to."""
+        if self._watch is not None:
+            self._ended.set()
+            self._watch.join()
+            self._watch = None
+
+    # -- bytes
+
+    def _of_first(self, data: bytes, length: int) -> bytes:
+        """Return rank 0's bytes, `length` of them; shorter data is filled up."""
+        own = np.zeros(length, np.uint8)
+        own[: len(data)] = np.frombuffer(data, np.uint8)
+        sent = mx.array(own)
+        found = self._exchanged(sent, lambda: mx.distributed.all_sum(sent, group=self.group))
+        return np.array(found).tobytes()
+
     def _gather(self, data: bytes) -> np.ndarray:
         """Return all ranks' bytes, (size, length) uint8; the lengths are equal."""
         own = mx.array(np.frombuffer(data, np.uint8))
@@ -276,13 +354,15 @@ class _RankEnded(BaseException):
 
 
 def _is_closed(descriptor: int) -> bool:
-    """True if the other end of a connection is closed, and all that it sent was received."""
+    """True if the other end of a connection is closed and all of its data received, or its machine gone."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         try:
             return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except ConnectionError:
+        except BlockingIOError:
+            return False
+        except OSError:
             return True
-    return False  # nothing to receive, or no connection
+    return False  # this process has closed it
 
 
 ALONE = Ranks()
@@ -308,7 +388,7 @@ def join_ranks() -> Ranks:
         ) from None
     if group.size() == 1:
         return ALONE
-    connections = sockets() - before
+    connections = {each for each in sockets() - before if _is_connected(each)}
     probe_connections(connections)
     ranks = Ranks(group, connections=frozenset(connections))
     version = sys.modules["afm_mlx"].__version__  # an import would be of all rooms above
@@ -358,6 +438,23 @@ def sockets() -> set[int]:
                 if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                     found.add(descriptor)
     return found
+
+
+def _is_connected(descriptor: int) -> bool:
+    """True for a socket with another end; MLX's ring leaves sockets open that only listened."""
+    with socket.socket(fileno=os.dup(descriptor)) as found:
+        try:
+            found.getpeername()
+        except OSError:
+            return False
+    return True
+
+
+def _end(status: int) -> NoReturn:
+    """End the process at once: the thread that waits for an exchange can't be woken."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
 
 
 def probe_connections(descriptors: set[int]) -> None:

@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.safetensors_file import StoredTensor, array_bytes, float_values
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.config import ModelConfig
+from afm_mlx.config import ModelConfig, read_config_json
 
 _SAMPLES = 256
 _READ_WHOLE = 1 << 16  # up to this many bytes are read at once, faster than single elements
@@ -74,6 +74,16 @@ def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
     tensors = sorted(stored_tensors(folder).items())
     return _digest(
         _architecture(config), ((n, t.shape, t.dtype, _sample_stored(t)) for n, t in tensors)
+    )
+
+
+def weights_fingerprint(folder: str | Path) -> str:
+    """Compute the fingerprint of a folder of any architecture from config.json and tensors' samples."""
+    folder = Path(folder)
+    tensors = sorted(stored_tensors(folder).items())
+    return _digest(
+        read_config_json(folder / "config.json"),
+        ((n, t.shape, t.dtype, _sample_stored(t)) for n, t in tensors),
     )
 
 

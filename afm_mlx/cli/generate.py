@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import model_options
+from afm_mlx.cli import model_options, split_runs
 from afm_mlx.cli.arguments import (
     FLAG,
     MAX_ROWS,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.adapters.prompt_masks import PromptMasks
     from afm_mlx.engine.generation import GenerationResponse
     from afm_mlx.guidance.answer_parts import AnySplitter
     from afm_mlx.guidance.constraint import Constraint
@@ -128,6 +129,8 @@ ARGUMENTS = {
     "KV cache": model_options.CACHE,
 }
 # fmt: on
+_WHOLE_ONLY = ("mask", "prompt_cache_file", "best_of", "smc")
+"""Arguments that need the whole model in one process."""
 ALTERNATIVES = (
     *(
         (one, other, "what the answer must look like")
@@ -147,20 +150,37 @@ def run(args: argparse.Namespace) -> None:
             "--prefill-response can't be combined with a constraint, which holds for the whole answer."
         )
     _check_search(args)
-    from afm_mlx.engine.generation import stream_generate
-
     searches = args.best_of is not None or args.smc is not None
     if args.mask == AUTO and (searches or args.prompt_cache_file is not None):
         raise UsageError(
             "--mask auto can't be combined with --best-of, --smc or --prompt-cache-file. Make the mask "
             "first: afm-mlx prune --criterion predictor."
         )
+    ranks = split_runs.joined(args, [args.model], _WHOLE_ONLY)
     pool = masks = None
     if searches or args.mask == AUTO:  # reward adapters take turns with the one that answers
         model, tokenizer, pool = model_options.load_with_adapters(args)
         masks = model_options.prompt_masks(args, model, tokenizer, pool)
     else:
-        model, tokenizer = model_options.load_model(args)
+        model, tokenizer = model_options.load_model(args, ranks)
+    if split_runs.follows(ranks, model, tokenizer):
+        return
+    with split_runs.leading(ranks):
+        _run(args, text, form, searches, model, tokenizer, pool, masks)
+
+
+def _run(
+    args: argparse.Namespace,
+    text: str,
+    form: AnswerConstraint | None,
+    searches: bool,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    pool: AdapterPool | None,
+    masks: PromptMasks | None,
+) -> None:
+    from afm_mlx.engine.generation import stream_generate
+
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     is_text = args.ignore_chat_template or not tokenizer.has_chat_template

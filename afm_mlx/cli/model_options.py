@@ -52,8 +52,8 @@ LOADING = [
 # fmt: on
 
 
-def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Load the model that the arguments of `LOADING` name; return it and its tokenizer."""
+def load_model(args: argparse.Namespace, ranks: Ranks | None = None) -> tuple[Any, Any]:
+    """Load the model that the arguments of `LOADING` name, or a rank's part; return it and its tokenizer."""
     from afm_mlx.loading.load import load
 
     return load(
@@ -63,6 +63,7 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
         activation_bits=args.activation_bits,
         force_adapter=args.force,
         mask=args.mask,
+        ranks=ranks,
     )
 
 
@@ -150,8 +151,10 @@ def named_adapters(given: list[tuple[str, str]]) -> dict[str, str]:
     return dict(given)
 
 
-def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]:
-    """Load the model; return it, its tokenizer, and a pool of all adapters that the arguments name.
+def load_with_adapters(
+    args: argparse.Namespace, ranks: Ranks | None = None
+) -> tuple[Any, Any, AdapterPool]:
+    """Load the model, or a rank's part; return it, its tokenizer, and a pool of the adapters in the arguments.
 
     Commands without the arguments `ADAPTERS` have `--adapter-path` and `--mask` alone, which are registered
     as one, under their `adapter_name`.
@@ -180,7 +183,10 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, AdapterPool]
         check_predictor(folder)
     mask = None if args.mask in (None, AUTO) else resolve_mask(args.mask, folder)
     model, tokenizer = load(
-        folder, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
+        folder,
+        trust_remote_code=args.trust_remote_code,
+        activation_bits=args.activation_bits,
+        ranks=ranks,
     )
     pool = AdapterPool(
         model, budget=getattr(args, "adapter_memory", None), base_folder=folder, force=args.force

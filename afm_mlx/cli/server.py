@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import model_options
+from afm_mlx.cli import model_options, split_runs
 from afm_mlx.cli.arguments import (
     FLAG,
     MAX_ROWS,
@@ -36,9 +36,14 @@ from afm_mlx.loading.resolve import (
 )
 
 if TYPE_CHECKING:
+    from afm_mlx.ranks import Ranks
     from afm_mlx.server.hosted_model import HostedModel
     from afm_mlx.server.server_options import ServerOptions
 
+_WHOLE_ONLY = (
+    *("mask", "adapter_memory", "memory", "keep_alive", "models_dir", "prompt_cache_folder"),
+)
+"""Arguments that need the whole model in one process, or decide by each process's own memory and time."""
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY"
 MAX_KEY_FILE_BYTES = 1 << 20
 _LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
@@ -89,7 +94,7 @@ ARGUMENTS = {
         Argument("--strict", FLAG,
                  "refuse what would have no effect: hints, unknown fields, other providers' tools. Without it "
                  "they are accepted, and named in the header x-afm-ignored"),
-        unavailable("--pipeline", "models run on one machine", nargs=0),
+        unavailable("--pipeline", "start the command with mlx.launch to split the model", nargs=0),
         unavailable("--chat-template", "put chat_template.jinja into the model folder"),
         unavailable("--use-default-chat-template",
                     "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
@@ -203,9 +208,21 @@ def run(args: argparse.Namespace) -> None:
         level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.root.level))
-    with deferred_signals() as stop:
+    ranks = split_runs.joined(args, args.model or [EMBEDDED_MODEL], _WHOLE_ONLY)
+    if ranks is not None and len(args.model) > 1:
+        raise UsageError(f"{ranks.size} ranks serve one model together; give one --model.")
+    found = _models(args, ranks)
+    if ranks is not None and not ranks.is_first:
+        alone = dataclasses.replace(settings, draft_model=None, prompt_lookup=False)
+        source = found[0].source
+        assert source is not None
+        served = source.load(alone)
+        split_runs.follows(ranks, served.model, served.tokenizer, served.pool)
+        served.close()
+        return
+    with split_runs.leading(ranks), deferred_signals() as stop:
         listening = bind(settings)  # a port in use is known before the model is loaded
-        models = ModelRegistry(_models(args), settings)
+        models = ModelRegistry(found, settings)
         first = models.default
         if args.model or not args.models_dir:
             models.load_now(first)
@@ -217,8 +234,8 @@ def run(args: argparse.Namespace) -> None:
             stop.clear()  # it was stopped in good order: nothing was interrupted
 
 
-def _models(args: argparse.Namespace) -> list[HostedModel]:
-    """Find the models that the arguments name; raise `AFMError` for what does not exist."""
+def _models(args: argparse.Namespace, ranks: Ranks | None) -> list[HostedModel]:
+    """Find the models in the arguments, of which `ranks` load a part each; `AFMError` for missing ones."""
     from afm_mlx.server.hosted_model import HostedModel
     from afm_mlx.server.served_model import ModelSource
 
@@ -258,6 +275,7 @@ def _models(args: argparse.Namespace) -> list[HostedModel]:
                 load_options={
                     "trust_remote_code": args.trust_remote_code,
                     "activation_bits": args.activation_bits,
+                    "ranks": ranks,
                 },
             )
         )

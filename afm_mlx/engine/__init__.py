@@ -9,6 +9,7 @@
 | `prompt_scores.py` | log-probabilities of prompts |
 | `decoding.py` | a decode step: inputs, submit, read back, draw, verify draft tokens |
 | `engine.py` | the loop: requests in, responses out |
+| `lockstep.py`, `follow.py` | the engines of a split model's ranks: what rank 0 sends, what others do |
 | `generation.py` | `generate`, `stream_generate`, `batch_generate`, and the typed and async variants |
 | `embedding.py` | `embed`, vectors of many texts |
 | `async_engine.py` | one engine for all tasks of asyncio |

@@ -285,7 +285,7 @@ class RowCaches:
         filled = [entry for entry in cache if isinstance(entry, KVCache) and not entry.empty()]
         if not filled:
             return
-        heads, dim = 2 * self._model.args.num_kv_heads, self._model.args.head_dim
+        heads, dim = 2 * self._model.kv_heads, self._model.args.head_dim
         for index, entry in enumerate(filled):
             entry.settle()
             shape, dtype = entry.buffer.shape, entry.buffer.dtype

@@ -29,6 +29,7 @@ from afm_mlx.engine.batch import (
     verify,
     verify_greedy,
 )
+from afm_mlx.engine.lockstep import agreed
 from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.request import TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
@@ -39,6 +40,7 @@ from afm_mlx.engine.speculation.drafting import Drafting
 from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.split_model import ranks_of
 
 # This many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch,
 # where the other rows wait for them, and the row's cache is taken out and put back.
@@ -83,6 +85,7 @@ class DecodeBatch:
         self._model, self._is_afm = model, is_afm(model)
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
         self._scheduler, self._drafting = scheduler, drafting
+        self._ranks = ranks_of(model)
         self.batch = RowBatch(caches.by_block)
         self._zoo_step = DecodeStep()
         self.submitted: SubmittedStep | None = None
@@ -152,6 +155,7 @@ class DecodeBatch:
         self._logits, rows = None, list(self.batch.rows)
         forced = {i: row.pending.pop(0) for i, row in enumerate(rows) if row.pending}
         tokens, max_logits, logprobs = sample(rows, logits, self.batch.inputs, forced)
+        tokens, max_logits = agreed(self._ranks, tokens, max_logits)
         ids = frozenset(rows[i].id for i in forced)
         for row in rows:
             row.sampled += row.id not in ids
@@ -361,7 +365,7 @@ def _verify(
     inputs = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens in fed], mx.int32)
     first = [len(tokens) - len(draft.fed) for tokens, draft in zip(fed, drafts, strict=True)]
     if not any(draft.row.needs_logits for draft in drafts):
-        tokens, max_logits = verify_greedy(model, inputs, cache)
+        tokens, max_logits = agreed(ranks_of(model), *verify_greedy(model, inputs, cache))
         mx.eval(tokens, max_logits)
         pairs = zip(drafts, first, tokens.tolist(), max_logits.tolist(), strict=True)
         return [{i: (t[f + i], m[f + i], None) for i in d.drawn} for d, f, t, m in pairs]
@@ -378,6 +382,7 @@ def _verify(
         for b, i in places
     ]
     tokens, max_logits, logprobs = draw(draws, logits[rows, columns])
+    tokens, max_logits = agreed(ranks_of(model), tokens, max_logits)
     mx.eval(tokens, max_logits)
     values = zip(places, tokens.tolist(), max_logits.tolist(), strict=True)
     for n, ((b, i), token, max_logit) in enumerate(values):

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +29,7 @@ import mlx.nn as nn
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.batch import RowCaches, vocab_size_of
 from afm_mlx.engine.decoding import DecodeBatch
+from afm_mlx.engine.lockstep import Lead, check_in_step, request_of
 from afm_mlx.engine.prefix_cache import PrefixCache, RowPrefixes
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import AnswerText, Row, RowAdapters
@@ -40,6 +41,7 @@ from afm_mlx.kernels.cpu.memory import release_freed_memory
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.pooling import hidden_dim_of
+from afm_mlx.model.split_model import ranks_of
 from afm_mlx.threads import Home
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.protocol import Tokenizer
@@ -145,6 +147,21 @@ class Engine:
         self.prefill_step_size = chunk
         self._home = Home()
         call = self._home.call
+        self._lead: Lead | None = None  # of a split model's rank 0
+        ranks = ranks_of(model)
+        if ranks is not None and ranks.is_first:
+            options = {
+                "max_batch": max_batch,
+                "prefill_step_size": prefill_step_size,
+                "max_kv_size": max_kv_size,
+                "sliding_window": sliding_window,
+                "kv": kv,
+                "adapters": adapters,
+                "speculation": speculation,
+                "prefix_cache": prefix_cache,
+                "kv_memory": kv_memory,
+            }
+            self._lead = call(Lead, self, ranks, options)
         call(self._home.take_in, model.state, "The model")
         self._adapters = call(RowAdapters, model, adapters)
         self._caches = RowCaches(
@@ -156,7 +173,7 @@ class Engine:
         drafts: tuple[int, list[RowCaches]] = (0, [])
         if speculation is not None:
             speculation.check(model, sliding_window)
-            self._drafting = Drafting(speculation, model, end_tokens, chunk, by_block)
+            self._drafting = Drafting(speculation, model, end_tokens, chunk, by_block, ranks)
             drafts = self._drafting.surplus, self._drafting.draft_caches
         self._prefixes: RowPrefixes | None = None
         if prefix_cache is not None:
@@ -210,6 +227,8 @@ class Engine:
                 f"The request is {shown(request)}; a Request is needed, such as Request(token_ids)."
             )
         request = request.checked(vocab_size_of(self.model))
+        if self._lead is not None:
+            self._lead.check(request)
         if request.embedding is not None and (asked := request.embedding.dimensions or 0) > (
             most := self.embedding_dim
         ):
@@ -229,6 +248,26 @@ class Engine:
         return self._home.call(self._submit, prepared)
 
     def _submit(self, prepared: Prepared) -> int:
+        request = prepared.request
+        seed = request.seed or 0
+        if request.seed is None and request.sampler is not None:
+            seed = int(mx.random.randint(0, 2**31 - 1).item())
+        row = self._queue(prepared, seed)
+        if self._lead is not None:
+            self._lead.submit(row, request, prepared.hidden, seed)
+        return row
+
+    def follow_submit(self, row: int, values: dict[str, Any], hidden: int, seed: int) -> None:
+        """Queue a request of rank 0's engine (`request_values`), whose row has the id `row` there."""
+        request, matcher = request_of(values), None
+        if request.constraint is not None:
+            from afm_mlx.guidance.matcher import Matcher
+
+            matcher = Matcher(request.constraint, self.tokenizer)
+        self._ids = itertools.count(row)
+        self._home.call(self._queue, Prepared(request, matcher, hidden), seed)
+
+    def _queue(self, prepared: Prepared, seed: int) -> int:
         request, matcher = prepared.request, prepared.matcher
         given = request.cache
         cache = self._caches.make() if given is None else self._caches.checked(given)
@@ -246,9 +285,6 @@ class Engine:
         if matcher is not None and isinstance(self.tokenizer, AFMTokenizer):
             # A constraint's text may begin with a space.
             detokenizer = self.tokenizer.inner_detokenizer
-        seed = request.seed or 0
-        if request.seed is None and request.sampler is not None:
-            seed = int(mx.random.randint(0, 2**31 - 1).item())
         text = AnswerText(detokenizer, request.stop, prepared.hidden)
         fixed = self.tokenizer.eos_token_ids, vocab_size_of(self.model)
         row = Row(
@@ -291,6 +327,8 @@ class Engine:
         self._home.call(self._cancel, row_id)
 
     def _cancel(self, row_id: int) -> None:
+        if self._lead is not None:
+            self._lead.say("cancel", row=row_id)
         self._scheduler.cancel(row_id)
         if any(row.id == row_id for row in self._decode.batch.rows):
             self._decode.leave({row_id})
@@ -309,6 +347,8 @@ class Engine:
         return self._home.call(self._drop_started)
 
     def _drop_started(self) -> list[int]:
+        if self._lead is not None:
+            self._lead.say("drop_started")
         started = self._decode.drop_all() + self._scheduler.drop_started()
         if self._drafting is not None:
             self._drafting.forget([row.id for row in started])
@@ -368,6 +408,17 @@ class Engine:
         return self._home.call(self._step)
 
     def _step(self) -> list[TokenResponse]:
+        if self._lead is None:
+            return self._advance()
+        with self._lead.step(self._scheduler.waiting, self._scheduler.running):
+            return self._advance()
+
+    def follow_step(self, rows: int) -> None:
+        """Take a step of rank 0's engine; raise `OutOfStepError` unless `rows` is this engine's `checksum`."""
+        check_in_step(rows, self._scheduler.waiting, self._scheduler.running)
+        self._home.call(self._advance)
+
+    def _advance(self) -> list[TokenResponse]:
         scheduler, decode, prefixes = self._scheduler, self._decode, self._prefixes
         # 1) Prompts: waiting rows are admitted, a chunk goes into the cache, and whole ones join the batch.
         if scheduler.waiting or scheduler.prefills:

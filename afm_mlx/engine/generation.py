@@ -26,6 +26,7 @@ from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.batch import fit_empty, kind_of
 from afm_mlx.engine.draft_length import DraftCounts
 from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import (
     LogitsProcessor,
     PromptLogprobs,
@@ -118,6 +119,7 @@ def stream_generate(
     heal: bool | None = None,
     num_draft_tokens: int | None = None,
     speculation: Speculation | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
 
@@ -150,6 +152,7 @@ def stream_generate(
         heal: True if a prompt may end within a word; by default if it is text and there is a constraint.
         num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; pass None for as many as pay.
         speculation: other ways to draft, in place of `draft_model` and `num_draft_tokens`.
+        prefix_cache: has the keys and values of earlier prompts' beginnings, and gets the run's, too.
 
     Raises:
         AFMError: for what can't be honoured in the arguments or the prompt.
@@ -166,6 +169,7 @@ def stream_generate(
         model, _caches([prompt_cache], 1), kv_bits, max_kv_size, sliding_window
     )
     options |= {"prefill_step_size": prefill_step_size, "speculation": speculation}
+    options["prefix_cache"] = prefix_cache
     engine = Engine(model, tokenizer, adapters=adapters, **options)
     request = Request(
         prompt=encode_prompt(tokenizer, prompt),

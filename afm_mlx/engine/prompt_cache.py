@@ -198,7 +198,7 @@ def _check_tensors(
             else f"the tensor {name}, which no cache has"
         )
         raise CacheFileError(f"{path} has {fault} ({len(differing)} such). It is damaged.")
-    heads, dim = model.args.num_kv_heads, model.args.head_dim
+    heads, dim = model.kv_heads, model.args.head_dim
     for name, tensor in stored.items():
         shape = tensor.shape
         if not name.endswith(".rows") and (len(shape) != 4 or (shape[1], shape[3]) != (heads, dim)):

@@ -41,6 +41,8 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.split_model import ranks_of
+from afm_mlx.ranks import Ranks
 
 BACKGROUND_SHARE = 0.125  # of the time, for rows that generate nothing, while others generate
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
@@ -100,6 +102,7 @@ class Scheduler:
         self._model = model
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
         self._memory, self._max_batch = memory, max_batch
+        self._ranks = ranks_of(model)
         # Maximum number of prompt tokens per step, of all rows: at any time, and while other rows decode.
         self._chunk, self._chunk_while_decoding = chunk, chunk_while_decoding
         # Responses that the next step returns: of rows that can't start, or begin with forced tokens.
@@ -192,6 +195,8 @@ class Scheduler:
         elsewhere = (row for other in self._group.others(self) for row in other.running)
         if generating or others_decode or any(row.generates for row in elsewhere):
             is_due = time.perf_counter() >= self._background_from
+            if self._ranks is not None:
+                is_due = self._ranks.first(is_due)
             return background if is_due else generating
         return background
 
@@ -292,6 +297,8 @@ class Scheduler:
         places = {kind: self._max_batch - taken[kind] for kind in (True, False)}
         if not any(places[row.generates] > 0 for row in self.waiting):
             return []
+        if self._ranks is not None and not self._ranks.is_first:
+            return self._admitted_with_first(self._ranks)
         admitted: list[Row] = []
         left: list[Row] = []
         overtaken: list[Row] = []
@@ -324,11 +331,65 @@ class Scheduler:
                 running.append(row)
                 for other in overtaken:
                     other.overtaken += row.lease is not None
+        if self._ranks is not None:
+            kept = {row.id for row in left}
+            self._ranks.first(
+                {
+                    "admitted": [row.id for row in admitted],
+                    "refused": [row.id for row in self.waiting if row.id not in kept],
+                }
+            )
         self._keep(left)
+        return self._begun(admitted)
+
+    def _admitted_with_first(self, ranks: Ranks) -> list[Row]:
+        """Do what `_admitted` does on rank 0, whose rows are admitted; wait for their adapters."""
+        chosen = ranks.first(None)
+        rows = {row.id: row for row in self.waiting}
+        admitted = [rows[each] for each in chosen["admitted"]]
+        gone = set(chosen["admitted"]) | set(chosen["refused"])
+        for each in chosen["refused"]:
+            if each not in chosen["admitted"]:
+                rows[each].release()
+                error = RequestError("Rank 0 has refused the request.")
+                self.early.append((rows[each], TokenResponse(each, -1, "", None, "error", error)))
+        self._keep([row for row in self.waiting if row.id not in gone])
+        return self._begun(admitted)
+
+    def _begun(self, admitted: Sequence[Row]) -> list[Row]:
+        """Begin the rows that can start on all ranks, and look up what is known of their prompts."""
+        admitted = self._with_adapters(list(admitted))
         if self._prefixes is not None:
             for row in admitted:
                 self._prefixes.begin(row)
         return admitted
+
+    def _with_adapters(self, rows: list[Row]) -> list[Row]:
+        """Return the rows whose adapters all ranks have loaded; the others respond with the first error."""
+        if self._ranks is None or all(row.lease is None for row in rows):
+            return rows
+        own: list[tuple[str, str]] = []  # why it failed, and the digest of the whole adapter
+        for row in rows:
+            while row.lease is not None and not row.lease.ready and row.lease.error is None:
+                self._adapters.wait([row], 1.0)
+            lease = row.lease
+            failed = "" if lease is None or lease.error is None else str(lease.error)
+            own.append((failed, "" if lease is None or failed else lease.resident.whole))
+        left = []
+        for row, *found in zip(rows, *self._ranks.gather(own), strict=True):
+            problem = next((f"{text} (rank {i})" for i, (text, _) in enumerate(found) if text), "")
+            if not problem and len({whole for _, whole in found}) > 1:
+                problem = (
+                    f"The adapter {row.request.adapter} is another one on rank 0 than on other ranks. Copy the "
+                    "same files to all machines."
+                )
+            if problem:
+                row.release()
+                response = TokenResponse(row.id, -1, "", None, "error", RequestError(problem))
+                self.early.append((row, response))
+            else:
+                left.append(row)
+        return left
 
     def _in_turn(self, running: Sequence[Row]) -> list[Row]:
         before = Counter(row.request.client for row in running)

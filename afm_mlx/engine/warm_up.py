@@ -86,7 +86,7 @@ def _step(model: Model, rows: int, tokens: int, columns: int, kv: str) -> None:
     """Begin a step over a cache of some columns, in a block of each kind and the head."""
     entry = model.make_cache(kv)[0]
     assert isinstance(entry, KVCache)
-    shape = (1, 2 * model.args.num_kv_heads, columns, model.args.head_dim)
+    shape = (1, 2 * model.kv_heads, columns, model.args.head_dim)
     entry.begin_with(
         mx.zeros(shape, mx.int8 if entry.int8 else model.model.output_norm.weight.dtype)
     )

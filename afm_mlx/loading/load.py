@@ -49,7 +49,9 @@ from afm_mlx.loading.resolve import (
     resolve_model,
 )
 from afm_mlx.model.model import Model
+from afm_mlx.model.split_model import split_model
 from afm_mlx.quantization.packed_layers import activation_dtype, set_activation_bits
+from afm_mlx.ranks import Ranks
 from afm_mlx.threads import in_main_thread, in_mlx_thread
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
@@ -69,6 +71,7 @@ def load(
     activation_bits: int = 16,
     force_adapter: bool = False,
     mask: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:
     """Load a model and its tokenizer, with mlx-lm's signature.
 
@@ -92,6 +95,8 @@ def load(
         force_adapter: run an adapter that was made for another model, if its shapes fit.
         mask: task mask that was made for this model, as a path or a name like `adapter_path`: the model runs
             with a part of its feed-forwards, and with the adapter if there is one.
+        ranks: processes (`join_ranks`) of which each loads a part of the model, for an `Engine` on each; pass
+            None to load it whole.
 
     Returns:
         (model, tokenizer), or (model, tokenizer, config).
@@ -104,6 +109,9 @@ def load(
     """
     keep_compiler_out()
     lazy = lazy and in_main_thread()
+    is_split = ranks is not None and ranks.size > 1
+    if is_split and mask is not None:
+        raise ConfigError("Task masks are for models that one process holds; leave out the mask.")
     folder = resolve_model(path_or_hf_repo, revision)
     values = _config_values(folder / "config.json", model_config)
     adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
@@ -113,18 +121,18 @@ def load(
 
         # mlx-lm's way to run an adapter knows no masks.
         is_masked = mask is not None or (adapter is not None and has_mask(adapter))
-        plain = None if is_masked else adapter
+        plain = None if is_masked or is_split else adapter
         model, tokenizer, values = load_mlx_lm_folder(
-            folder, tokenizer_config, model_config, plain, lazy, trust_remote_code
+            folder, tokenizer_config, model_config, plain, lazy, trust_remote_code, ranks
         )
-        if is_masked:
+        if is_masked or (is_split and adapter is not None):
             attach_adapter(model, adapter, mask=mask_folder)
     elif tokenizer_config:
         raise AFMError(
             f"tokenizer_config is {shown(dict(tokenizer_config))}: an AFM folder's tokenizer has no options."
         )
     else:
-        model = load_model(folder, values, lazy=lazy)
+        model = load_model(folder, values, lazy=lazy, ranks=ranks)
         if adapter is not None or mask_folder is not None:
             attach_adapter(
                 model, adapter, mask=mask_folder, base_folder=folder, force=force_adapter
@@ -161,7 +169,12 @@ def import_packages(folder: str | Path) -> None:
             importlib.import_module("transformers").AutoTokenizer  # noqa: B018  # imported when it is named
 
 
-def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:
+def load_model(
+    folder: Path,
+    values: Mapping[str, Any] | None = None,
+    lazy: bool = False,
+    ranks: Ranks | None = None,
+) -> Model:
     """Load the model of an AFM folder, without its tokenizer.
 
     Float weights are cast to the activation dtype, except the scales of int8 keys and values (float32).
@@ -169,7 +182,7 @@ def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool
     Args:
         folder: holds config.json and safetensors.
         values: content of config.json, if it was read already.
-        lazy: leave the weights unread until they are used; see `load`.
+        lazy, ranks: see `load`.
 
     Raises:
         ConfigError, CheckpointError: name the file, and the key or the tensor.
@@ -192,6 +205,10 @@ def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool
     model.load_weights(rest, strict=False)
     settle_scales(model)
     model.eval()
+    if ranks is not None and ranks.size > 1:
+        weights.clear()  # or whole tensors would stay in memory once their parts are read
+        rest.clear()
+        split_model(model, ranks)
     if not lazy:
         prefer_huge_pages(read_parameters(model, folder).values())
     return model

@@ -28,7 +28,9 @@ from afm_mlx.errors import AFMError, CheckpointError, named, shown
 from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
+from afm_mlx.model.split_model import split_model
 from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear
+from afm_mlx.ranks import Ranks
 from afm_mlx.threads import give_way
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
@@ -50,10 +52,12 @@ def load_mlx_lm_folder(
     adapter: Path | None = None,
     lazy: bool = False,
     trust_remote_code: bool = False,
+    ranks: Ranks | None = None,
 ) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
     """Load model, tokenizer and config as `mlx_lm.load` does, with our packed layers where they can be used.
 
-    Adapters of mlx-lm expect MLX's own layers, so with an adapter these are not replaced. Adapters of other
+    `ranks` each load a part of the model. Adapters of mlx-lm expect MLX's own layers, so with an adapter these
+    are not replaced. Adapters of other
     formats, and adapters of a model that is stored in this package's formats, are run by this package.
 
     Raises:
@@ -62,6 +66,8 @@ def load_mlx_lm_folder(
     model, config = open_mlx_lm_model(folder, model_config, adapter, trust_remote_code)
     tokenizer = load_mlx_lm_tokenizer(folder, config, tokenizer_config)
     give_way()  # other models may be running in this thread
+    if ranks is not None:
+        split_model(model, ranks)
     if not lazy:
         read_model(model, folder)
     return model, tokenizer, config

@@ -42,6 +42,7 @@ class Traceable(Protocol):
     """A model whose `forward` can be traced."""
 
     args: ModelConfig
+    kv_heads: int
     training: bool
     state: Any  # every array that `forward` uses, in nested dicts and lists
 
@@ -132,7 +133,7 @@ class DecodeStep(threading.local):
         def compute(tokens: mx.array, ends: mx.array, traced: Sequence[TailWriter]) -> T:
             return head(model, model.forward(tokens, Positions(ends - 1, None, ends), traced))
 
-        sizes = 2 * model.args.num_kv_heads, model.args.head_dim
+        sizes = 2 * model.kv_heads, model.args.head_dim
         opened = open_tails(cache, *sizes, inputs.shape[1])
         return self._run(model, inputs, lengths, cache, opened, head, _TracedCache, compute)
 

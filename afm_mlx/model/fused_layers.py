@@ -29,6 +29,7 @@ from afm_mlx.kernels import (
     rms_norm,
 )
 from afm_mlx.kernels.reference import low_rank_factors, low_rank_product
+from afm_mlx.model.split_layers import best_token, joined_logits
 from afm_mlx.quantization.packed_layers import (
     LayerAdapters,
     LayerMask,
@@ -64,7 +65,11 @@ def project(
     if is_fusable(layer):
         x, norm = x if isinstance(x, Normed) else (x, None)
         packed, adapters, bits = layer.operands(x.shape[0])
-        return packed_matmul(x, packed, _options(norm, bits, residual, (packed, adapters)))
+        if (group := layer.group) is None:
+            return packed_matmul(x, packed, _options(norm, bits, residual, (packed, adapters)))
+        residual = residual if group.rank() == 0 else None
+        part = packed_matmul(x, packed, _options(norm, bits, residual, (packed, adapters)))
+        return mx.distributed.all_sum(part, group=group)
     assert not isinstance(x, AttentionPartials)
     y = layer(x.computed() if isinstance(x, Normed) else x)
     return y if residual is None else residual + y
@@ -137,7 +142,8 @@ def head_logits(embedding: nn.Module, x: Normed) -> mx.array:
     Returns logits (..., vocab_size).
     """
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
-        return packed_matmul(x.x, embedding.packed, _options(x.norm, embedding.activation_bits))
+        options = _options(x.norm, embedding.activation_bits)
+        return joined_logits(embedding, packed_matmul(x.x, embedding.packed, options))
     return embedding.as_linear(rms_norm(x.x, x.norm.weight, x.norm.eps))
 
 
@@ -148,7 +154,8 @@ def head_argmax(embedding: nn.Module, x: Normed) -> tuple[mx.array, mx.array]:
         Its token, (...) uint32; and the logit, (...), NaN or infinity if any logit is NaN or +infinity.
     """
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
-        return packed_argmax(x.x, embedding.packed, _options(x.norm, embedding.activation_bits))
+        options = _options(x.norm, embedding.activation_bits)
+        return best_token(embedding, *packed_argmax(x.x, embedding.packed, options))
     logits = head_logits(embedding, x)
     return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
 
@@ -199,6 +206,11 @@ class AdaptedLinear(LinearWrapper):
         """Map (B, ..., K) to (B, ..., N), in the dtype that `linear` returns."""
         taken = None if self.mask is None else self.mask()
         low_rank = self.adapters(x.shape[0])
+        if (group := getattr(self.linear, "group", None)) is not None:
+            y = self.linear.partial(x)  # masks are not split
+            if low_rank is not None:
+                y = y + low_rank_product(x, low_rank).astype(y.dtype)
+            return mx.distributed.all_sum(y, group=group)
         y = (self.linear if taken is None else with_arrays(self.linear, taken))(x)
         return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
 

@@ -62,6 +62,7 @@ class WritingAttention(nn.Module):
     def set_config(self, config: ModelConfig) -> None:
         """Set the config; if it has int8 scales, set them to 1, for a checkpoint or calibration to replace."""
         self._config = config
+        self.kv_heads = config.num_kv_heads
         if config.kv_bits:
             self.quant_key_scale = mx.array(1.0)
             self.quant_value_scale = mx.array(1.0)
@@ -74,7 +75,7 @@ class WritingAttention(nn.Module):
             self.k_norm.weight,
             self.quant_key_scale if int8 else None,
             self.quant_value_scale if int8 else None,
-            config.num_kv_heads,
+            self.kv_heads,
             config.rope_theta,
             config.rms_norm_eps,
         )
@@ -192,6 +193,9 @@ class Model(nn.Module):
 
     Args:
         config: the architecture. Weights start random; `afm_mlx.load` fills them.
+
+    Attributes:
+        kv_heads: heads of keys, and of values, that this process has: all, or a rank's share (`split_model`).
     """
 
     def __init__(self, config: ModelConfig):
@@ -201,6 +205,7 @@ class Model(nn.Module):
         self.model_type = MODEL_TYPE
         self.model = Transformer(config)
         self._step = DecodeStep()
+        self.kv_heads = config.num_kv_heads
 
     def __call__(self, inputs: mx.array, cache: ModelCache | None = None) -> mx.array:
         """Return the logits (B, L, vocab_size), in the activation dtype, for the next L tokens of every row.

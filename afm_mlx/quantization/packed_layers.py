@@ -152,6 +152,8 @@ class PackedLinear(_Packed):
     activations to int8, which is faster and less exact.
     """
 
+    # Set if the layer has a part of the inputs: products are added up over these ranks.
+    group: mx.distributed.Group | None = None
     # Set if the layer's model is bound to adapters.
     adapters: LayerAdapters | None = None
     mask: LayerMask | None = None
@@ -170,6 +172,8 @@ class PackedLinear(_Packed):
         packed, low_rank, bits = self.operands(x.shape[0])
         adapters = () if low_rank is None else (low_rank,)
         y = matmul(x, packed, ProductOptions(adapters=adapters, activation_bits=bits))
+        if self.group is not None:
+            y = mx.distributed.all_sum(y, group=self.group)
         return y + self._masked()["bias"].astype(y.dtype) if "bias" in self else y
 
     def operands(self, batch: int) -> tuple[PackedWeight, LowRank | None, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.engine.lockstep import say_adapter
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.field_rules import Fields, Honoured
@@ -78,6 +81,11 @@ async def load_adapter(request: Request) -> Response:
                 code="name_taken",
             )
         await served.workers.run("adapters", lambda: _load(pool, body, path))
+        try:
+            await _say(served, body.name, path)
+        except AFMError as error:
+            await served.workers.run("adapters", lambda: pool.unregister(body.name))
+            raise bad_request(str(error), "path") from error
         return json_response(await _one(served, body.name), 201)
 
 
@@ -123,8 +131,15 @@ async def delete_adapter(request: Request) -> Response:
         served = lease.served
         _refuse_own(served, name)
         await _done(served, name, _pool(served).unregister)
+        await _say(served, name, None)
         deleted = {"id": f"{served.name}:{name}", "object": "adapter", "deleted": True}
         return json_response(deleted)
+
+
+async def _say(served: ServedModel, name: str, path: Path | None) -> None:
+    """Have the other ranks of a split model register an adapter, or remove it if `path` is None."""
+    place = None if path is None else str(path)
+    await asyncio.wrap_future(threads.submit(say_adapter, served.model, name, place))
 
 
 def _lease(request: Request) -> tuple[ModelLease, str]:

@@ -8,10 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import model_options
+from afm_mlx.cli import model_options, split_runs
 from afm_mlx.cli.arguments import Argument, UsageError, count_or_all, unavailable
 from afm_mlx.cli.thoughts import THINK, Thoughts
+
+if TYPE_CHECKING:
+    from afm_mlx.adapters.pool import AdapterPool
 
 ARGUMENTS = {
     "options": [
@@ -22,7 +26,11 @@ ARGUMENTS = {
         Argument(
             "--max-tokens -m", count_or_all, "maximum tokens per answer; -1 for no limit", 256
         ),
-        unavailable("--pipeline", "running on several machines is not available", nargs=0),
+        unavailable(
+            "--pipeline",
+            "start the command with mlx.launch to split the model",
+            nargs=0,
+        ),
     ],
     "draft tokens, which make answers faster and do not change them": model_options.SPECULATION,
     "sampling": model_options.sampling_arguments(seed=0),
@@ -31,11 +39,18 @@ ARGUMENTS = {
 
 
 def run(args: argparse.Namespace) -> None:
+    ranks = split_runs.joined(args, [args.model], ("mask", "adapter_memory"))
+    model, tokenizer, adapters = model_options.load_with_adapters(args, ranks)
+    if not split_runs.follows(ranks, model, tokenizer, adapters):
+        with split_runs.leading(ranks):
+            _chat(args, model, tokenizer, adapters)
+
+
+def _chat(args: argparse.Namespace, model: Any, tokenizer: Any, adapters: AdapterPool) -> None:
     from afm_mlx.cli.chat.dialogue import Dialogue
     from afm_mlx.cli.chat.loop import ChatLoop, Lines
     from afm_mlx.model.model import is_afm
 
-    model, tokenizer, adapters = model_options.load_with_adapters(args)
     if not tokenizer.has_chat_template:
         raise UsageError(
             f"{args.model} has no chat template; use afm-mlx generate, which needs none."

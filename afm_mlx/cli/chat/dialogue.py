@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,17 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.prompt_masks import PromptMasks
 from afm_mlx.cli.thoughts import ThoughtPrinter, Thoughts
 from afm_mlx.engine.generation import GenerationResponse, stream_generate
-from afm_mlx.engine.prompt_cache import PromptCaches
+from afm_mlx.engine.prefix_cache import PrefixCache
+from afm_mlx.engine.prompt_cache import Continuation, PromptCaches
 from afm_mlx.errors import AFMError, RequestError, TokenizerError, reason_of, shown
 from afm_mlx.files import atomic_write, read_file
+from afm_mlx.model.split_model import ranks_of
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
 from afm_mlx.tokenizer.protocol import Tokenizer
 
 MAX_BYTES = 4 << 20
 """Maximum bytes of a conversation file: a million tokens, more than any context."""
+_PREFIX_BYTES = 1 << 30
 _KEYS = ("messages", "adapter")
 
 
@@ -58,6 +61,8 @@ class Dialogue:
         self._model, self._tokenizer = model, tokenizer
         self._thoughts = thoughts or Thoughts(tokenizer, None)
         self._new_cache, self._adapters, self._masks = new_cache, adapters, masks
+        # Each rank of a split model has its part of the keys and values: no prompt cache holds them.
+        self._prefixes = None if ranks_of(model) is None else PrefixCache(_PREFIX_BYTES)
         self.adapter: str | None = None
         self._system: list[Message] = []
         self.system = system_prompt
@@ -155,15 +160,19 @@ class Dialogue:
             adapter = self._masks.name_for(prompt)
         answer, stopped, last = "", False, None
         splitter, printer = self._thoughts.splitter(prompt), ThoughtPrinter()
+        caches: AbstractContextManager[Continuation] = self._caches.continuing(prompt, adapter)
+        if self._prefixes is not None:
+            caches = nullcontext(Continuation([], prompt))
         try:
             with (
-                self._caches.continuing(prompt, adapter) as run,
+                caches as run,
                 closing(
                     stream_generate(
                         self._model,
                         self._tokenizer,
                         run.rest,
-                        prompt_cache=run.cache,
+                        prompt_cache=run.cache if self._prefixes is None else None,
+                        prefix_cache=self._prefixes,
                         logprobs=False,
                         adapter=adapter,
                         adapters=self._adapters,

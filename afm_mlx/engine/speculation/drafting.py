@@ -18,6 +18,7 @@ from afm_mlx.engine.speculation.draft_tokens import Draft, Drafter, PromptLookup
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import is_afm
+from afm_mlx.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ class Speculation:
 
 
 class Drafting:
-    """Drafts tokens for an engine's rows; for `by_block`, see `RowCaches`."""
+    """Drafts tokens for an engine's rows; for `by_block`, see `RowCaches`.
+
+    Of the ranks of a split model, the first one drafts, and the others are sent its draft tokens.
+    """
 
     def __init__(
         self,
@@ -92,7 +96,9 @@ class Drafting:
         end_tokens: Collection[int],
         prefill_step_size: int,
         by_block: bool = False,
+        ranks: Ranks | None = None,
     ):
+        self._ranks = ranks
         self.costs = StepCosts()  # of the model's steps
         self.overall = Acceptance()  # of all rows' draft tokens
         self._fixed = options.num_draft_tokens
@@ -138,6 +144,12 @@ class Drafting:
         for row in rows:
             if row.draft_counts is None:
                 row.draft_counts = DraftCounts(self.overall.child())
+        if not rows or self._ranks is None:
+            return self._plan(rows)
+        count: int = self._ranks.first(self._plan(rows) if self._ranks.is_first else None)
+        return count
+
+    def _plan(self, rows: Sequence[Row]) -> int:
         drafting = self._drafting(rows)
         if not drafting:
             return 0
@@ -159,6 +171,24 @@ class Drafting:
 
     def drafts(self, rows: Sequence[Row], count: int, limit: int) -> list[Draft]:
         """Return what each row is fed next: up to `count` draft tokens, and no more than `limit` in all."""
+        if self._ranks is None:
+            return self._drafted(rows, count, limit)
+        if self._ranks.is_first:
+            drafts = self._drafted(rows, count, limit)
+            tokens = [[draft.fed[i] for i in draft.proposed] for draft in drafts]
+            errors = [None if row.error is None else str(row.error) for row in rows]
+            self._ranks.first([tokens, errors])
+            return drafts
+        tokens, errors = self._ranks.first(None)
+        for row, error in zip(rows, errors, strict=True):
+            if error is not None:
+                row.error = row.error or RequestError(error)
+        drafts = [self._draft(r, 1 if r.error else min(limit, _most_tokens(r))) for r in rows]
+        for draft, proposed in zip(drafts, tokens, strict=True):
+            draft.extend(proposed)
+        return drafts
+
+    def _drafted(self, rows: Sequence[Row], count: int, limit: int) -> list[Draft]:
         start = time.perf_counter()
         drafts = [self._draft(row, min(limit, _most_tokens(row))) for row in rows]
         drafting = {row.id for row, _ in self._drafting(rows)}

@@ -1,0 +1,169 @@
+"""Models that one machine does not hold: every rank has a part of each matrix (tensor parallel).
+
+Heads, the feed-forward's channels and an AFM model's vocabulary are split; norms are not. The outputs of the
+products that follow are added up over ranks, twice in a block, and all ranks have the same hidden states. A zoo
+model is split by its own method `shard`, in which our packed layers take the place of MLX's. Ranks of mlx-lm's
+pipelines have different blocks and caches, so these don't run in step in the engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from afm_mlx.config import ModelConfig
+from afm_mlx.errors import ConfigError, named
+from afm_mlx.model.model import Model, is_afm
+from afm_mlx.model.split_layers import keep_inputs, keep_outputs, keep_vocabulary
+from afm_mlx.ranks import Ranks
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """Return the ranks that hold a model's parts; None if this process holds it whole."""
+    return getattr(model, "ranks", None)
+
+
+def split_model(model: Any, ranks: Ranks) -> None:
+    """Leave a rank's part in a model whose arrays are unread, and read it, a tensor at a time.
+
+    Raises:
+        ConfigError: if the model can't be split over this number of ranks.
+    """
+    if ranks.group is None:
+        return
+    if is_afm(model):
+        _split_afm(model, ranks.group)
+    else:
+        _split_zoo(model, ranks.group)
+    for _, array in tree_flatten(model.parameters()):
+        mx.eval(
+            array
+        )  # all at once, MLX would read several whole tensors before it takes the parts
+        mx.clear_cache()
+    model.ranks = ranks
+
+
+def _split_afm(model: Model, group: mx.distributed.Group) -> None:
+    config, size = model.args, group.size()
+    if problem := split_problem(config, size):
+        raise ConfigError(problem)
+    widths = [config.hidden_dim, config.kv_dim, config.kv_dim]
+    sections = list(pairwise(accumulate(widths, initial=0)))
+    blocks = {id(block) for block in model.layers}
+    for path, block in model.named_modules():
+        if id(block) not in blocks:
+            continue
+        attention, mlp = block.self_attn, block.mlp
+        if "qkv_proj" in attention:
+            keep_outputs(attention.qkv_proj, _shares(sections, group), f"{path}.self_attn.qkv_proj")
+            attention.kv_heads //= size
+        else:
+            keep_outputs(attention.q_proj, _shares(sections[:1], group), f"{path}.self_attn.q_proj")
+        keep_inputs(attention.out_proj, group, f"{path}.self_attn.out_proj")
+        for name in ("gate_proj", "up_proj"):
+            keep_outputs(mlp[name], _shares([(0, config.ffn_dim)], group), f"{path}.mlp.{name}")
+        keep_inputs(mlp.down_proj, group, f"{path}.mlp.down_proj")
+    keep_vocabulary(model.model.embedding, group)
+    model.kv_heads //= size
+
+
+def split_problem(config: ModelConfig, size: int) -> str:
+    """Return why an AFM model can't be split over `size` ranks; "" if it can."""
+    for what, count in (
+        ("heads of keys and values", config.num_kv_heads),
+        ("feed-forward channels", config.ffn_dim),
+    ):
+        if count % size:
+            return (
+                f"The model has {count} {what}, which {size} ranks can't share equally. Start a number of "
+                f"ranks that divides {count}."
+            )
+    return ""
+
+
+def _shares(
+    sections: Sequence[tuple[int, int]], group: mx.distributed.Group
+) -> list[tuple[int, int]]:
+    """Return a rank's share of each section of a layer's outputs."""
+    rank, size = group.rank(), group.size()
+    each = [(start, (end - start) // size) for start, end in sections]
+    return [(start + rank * share, start + (rank + 1) * share) for start, share in each]
+
+
+# -- models of mlx-lm
+
+
+def _split_zoo(model: Any, group: mx.distributed.Group) -> None:
+    size = group.size()
+    kind = type(model).__module__.rpartition(".")[2]
+    if not hasattr(model, "shard"):
+        raise ConfigError(
+            f"mlx-lm can't split the matrices of a {kind} model: its class has no method shard. Run it in one "
+            "process."
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(model.args, name, None)
+        if isinstance(count, int) and count % size:
+            raise ConfigError(
+                f"The model's {name} is {count}, which {size} ranks can't share equally. Start a number of "
+                f"ranks that divides {count}."
+            )
+    try:
+        with _own_shard_linear(model):
+            model.shard(group)
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"mlx-lm can't split this {kind} model over {size} ranks: {named(str(error))}."
+        ) from None
+
+
+@contextmanager
+def _own_shard_linear(model: nn.Module) -> Iterator[None]:
+    """Have `shard` of mlx-lm's models cut layers in place, packed ones too, and not make MLX's own."""
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def shard_linear(
+        layer: Any,
+        sharding: str,
+        *,
+        segments: int | list[int] = 1,
+        group: mx.distributed.Group | None = None,
+    ) -> Any:
+        assert group is not None
+        name = names.get(id(layer), "A layer")
+        if sharding == "sharded-to-all":
+            if segments != 1:
+                raise ConfigError(f"{name} joins several inputs, which ranks can't share.")
+            keep_inputs(layer, group, name)
+            return layer
+        rows = layer["weight"].shape[0]
+        if isinstance(segments, int):
+            ends = [rows * (i + 1) // segments for i in range(segments)]
+        else:
+            ends = [int(each * rows) if each < 1 else int(each) for each in segments] + [rows]
+        sections = list(pairwise([0, *ends]))
+        if uneven := [end - start for start, end in sections if (end - start) % group.size()]:
+            raise ConfigError(f"{name} has {uneven[0]} outputs, which ranks can't share equally.")
+        keep_outputs(layer, _shares(sections, group), name)
+        return layer
+
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("mlx_lm.models.") and hasattr(module, "shard_linear")
+    ]
+    theirs = [module.shard_linear for module in modules]
+    for module in modules:
+        vars(module)["shard_linear"] = shard_linear
+    try:
+        yield
+    finally:
+        for module, function in zip(modules, theirs, strict=True):
+            vars(module)["shard_linear"] = function

@@ -1,0 +1,263 @@
+"""Ranks that hold parts of a model answer as one process does, and end together."""
+
+import json
+import signal
+import socket
+import threading
+import time
+import urllib.request
+
+import mlx.core as mx
+import pytest
+
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.lockstep import (
+    Lead,
+    OutOfStepError,
+    check_in_step,
+    checksum,
+    request_of,
+    request_values,
+)
+from afm_mlx.engine.prefix_cache import PrefixCache
+from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
+from afm_mlx.engine.samplers import make_logits_processors, make_sampler
+from afm_mlx.errors import RequestError
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.loading.load import load
+from afm_mlx.ranks import RankLostError, Ranks
+from tests.tools.adapters import draw_tensors
+from tests.tools.adapters import write_folder as write_adapter
+from tests.tools.cases import each
+from tests.tools.cli import process, write_folder
+from tests.tools.compare import assert_close
+from tests.tools.rank_worker import start_ranks
+from tests.tools.split_worker import Job, answers, split_answers
+from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
+
+PENALTY = make_logits_processors(repetition_penalty=1.5)
+
+
+def prompt(rng, length, vocab_size=100):
+    return rng.integers(10, vocab_size, length).tolist()
+
+
+def mixed(rng):
+    """Requests of all kinds, more than a batch takes."""
+    drawn = make_sampler(1.0, top_p=0.9)
+    return [
+        Request(prompt(rng, 70), 5),
+        Request(prompt(rng, 5), 6, sampler=drawn, seed=3),
+        Request(prompt(rng, 9), 60, sampler=drawn, seed=4),
+        Request(prompt(rng, 6), 5, logits_processors=PENALTY),
+        Request(prompt(rng, 40), 0, prompt_logprobs=PromptLogprobs(1, 2)),
+        Request(prompt(rng, 11), 0, embedding=Embedding("mean")),
+        Request(prompt(rng, 8), 3, logprobs=False),
+    ]
+
+
+def check_equal(found, wanted, near=1e-4):
+    assert len(found) == len(wanted)
+    for index, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert ours["tokens"] == theirs["tokens"], index
+        assert (ours.get("end"), ours.get("cached")) == (theirs.get("end"), theirs.get("cached"))
+        for name in ("scores", "vector"):
+            if name in theirs:
+                assert_close(ours[name], theirs[name], near, name)
+
+
+def test_two_ranks_answer_as_one_process(tmp_path, spm_bpe, rng):
+    """One start of processes: AFM and zoo models, rows of all kinds, adapters, drafts."""
+    floats = write_folder(tmp_path / "floats", spm_bpe, rng)
+    model, _ = load(floats)
+    adapters = {}
+    for name, keys in (("all", ""), ("some", "mlp")):
+        adapters[name] = tmp_path / name
+        write_adapter(adapters[name], draw_tensors(model, rng, 2, keys))
+    with_adapters = [
+        Request(prompt(rng, 8), 4, adapter=name)
+        for name in ("all", "some", {"all": 0.5, "some": 1.0})
+    ]
+    colors = Constraint.regex("(red|green|blue)[0-9]{2}")
+    constrained = Request(prompt(rng, 7), 30, constraint=colors)
+    first = mixed(rng)
+    longer = Request([*first[0].prompt, *prompt(rng, 4)], 4)  # the prefix cache has its beginning
+    draft = write_folder(tmp_path / "draft", spm_bpe, rng)
+    zoo = tmp_path / "qwen3"
+    write_zoo_folder(zoo, "qwen3", zoo_model("qwen3", 128, 1), word_tokenizer_json(128))
+    jobs = [
+        Job(floats, [[*first, *with_adapters, constrained], [longer]], adapters, cancelled=2),
+        Job(floats, [[*mixed(rng)[:2], constrained]], draft=draft),
+        Job(zoo, [mixed(rng)[:4]]),
+    ]
+    asked = [Request(prompt(rng, 8), 2, adapter=name) for name in ("all", "some", None)]
+    gone = write_adapter(tmp_path / "gone", draw_tensors(model, rng, 2))
+    (gone / "adapters.safetensors").write_bytes(b"")
+    others = {"all": adapters["some"], "some": gone}
+    differing = Job(floats, [asked], adapters, others=others)
+    *found, refused = split_answers(tmp_path, 2, *jobs, differing)
+    assert "another one on rank 0 than on other ranks" in refused[0]["end"][1]
+    assert refused[1]["end"][1].endswith("(rank 1)")
+    assert refused[2]["end"] == ("length", "")
+    for job, split in zip(jobs, found, strict=True):
+        check_equal(split, answers(job))
+
+
+# -- commands
+
+
+def stdout(running):
+    texts = [each.communicate(timeout=60) for each in running]
+    return [out for out, _ in texts], [err for _, err in texts]
+
+
+def test_the_command_prints_once(tmp_path):
+    command = ["generate", "hello", "--max-tokens", "6", "--json"]
+    running = start_ranks(tmp_path, 2, ["-m", "afm_mlx", *command])
+    (first, second), errors = stdout(running)
+    assert [each.returncode for each in running] == [0, 0], errors
+    alone = json.loads(process(*command).stdout)
+    found = json.loads(first)
+    assert (found["tokens"], second) == (alone["tokens"], "")
+    assert found["peak_memory_gb"] < 0.7 * alone["peak_memory_gb"]
+
+
+def ask(port, index, **fields):
+    body = {"model": "afm-nano", "prompt": f"{index} boats", "max_tokens": 12, **fields}
+    address = f"http://127.0.0.1:{port}/v1/completions"
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]
+
+
+def test_a_server_of_two_ranks_answers_and_ends_when_it_loses_one(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    running = start_ranks(
+        tmp_path,
+        2,
+        ["-m", "afm_mlx", "server", "--port", str(port), "--log-level", "ERROR"],
+    )
+    assert "is served at" in running[0].stdout.readline()
+    texts = {}
+
+    def one(index):
+        adapter = ["", ":todo", ":triage"][index % 3]
+        texts[index] = ask(port, index, model=f"afm-nano{adapter}", temperature=index % 2)
+
+    clients = [threading.Thread(target=one, args=(index,)) for index in range(8)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    assert set(texts) == set(range(8))
+    assert texts[0]["text"] == ask(port, 0, temperature=0)["text"]
+    running[1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    error = running[0].communicate(timeout=30)[1]
+    assert time.monotonic() - killed < 10
+    assert running[0].returncode == 1
+    assert "error: Rank 0 of 2 has lost another rank, whose own message says why" in error
+
+
+# -- what rank 0 sends
+
+
+class Group:
+    """What `Ranks` asks of a group."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+@each(
+    "request_",
+    [
+        Request([1, 2], 3),
+        Request([1], 0, prompt_logprobs=PromptLogprobs(1, 2, (3, 4))),
+        Request([1], 0, embedding=Embedding("mean", 4, False)),
+        Request([1], 5, constraint=Constraint.choices(["a", "b"]), stop=["x"], client="me"),
+        Request([1], adapter={"a": 0.5}, keeps_prefix=False, draft=False, at_limit="complete"),
+    ],
+)
+def test_a_request_travels_as_json(request_):
+    request_ = request_.checked(100)
+    found = request_of(json.loads(json.dumps(request_values(request_)))).checked(100)
+    assert found == request_
+
+
+@each(
+    "drawn", [{"sampler": make_sampler(1.0)}, {"logits_processors": make_logits_processors({1: 2})}]
+)
+def test_other_ranks_need_logits_where_rank_0_draws(drawn):
+    values = json.loads(json.dumps(request_values(Request([1], **drawn).checked(100))))
+    assert request_of(values).sampler(mx.array([[0.0, 2.0, 1.0]])).item() == 1
+
+
+def lead(monkeypatch, said):
+    monkeypatch.setattr(Ranks, "first", lambda self, value: said.append(value))
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    options = {"prefix_cache": None, "adapters": None, "speculation": None}
+    return owner, Lead(owner, Ranks(Group(0, 2)), options)
+
+
+def test_what_other_ranks_can_not_follow_is_refused(monkeypatch, tmp_path):
+    _, ours = lead(monkeypatch, [])
+    for request, words in (
+        (Request([1], cache=[]), "prompt cache"),
+        (Request([1], sampler=lambda x: x), "make_sampler"),
+        (Request([1], logits_processors=[lambda t, x: x]), "make_sampler"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            ours.check(request)
+    ours.check(Request([1], sampler=make_sampler(0.5)))
+    with pytest.raises(RequestError, match="folder"):
+        kept = PrefixCache(1 << 20, tmp_path)
+        Lead(object(), Ranks(Group(0, 2)), {"prefix_cache": kept})
+
+
+def test_engines_that_are_gone_are_dropped(monkeypatch):
+    said = []
+    owner, ours = lead(monkeypatch, said)
+    number = said[0]["engine"]
+    del owner
+    ours.say("cancel", row=1)
+    assert number in said[-1]["gone"]
+
+
+def test_a_step_that_fails_ends_all_exchanges(monkeypatch):
+    ranks = Ranks(Group(0, 2))
+    monkeypatch.setattr(Ranks, "_of_first", lambda self, data, length: data.ljust(length))
+    ours = Lead(
+        type("Owner", (), {})(), ranks, {"prefix_cache": None, "adapters": 1, "speculation": 1}
+    )
+    with pytest.raises(ZeroDivisionError), ours.step([], []):
+        raise ZeroDivisionError("no")
+    with pytest.raises(
+        RankLostError, match=r"A step of the ranks has failed \(ZeroDivisionError: no\)"
+    ):
+        ours.say("cancel", row=1)
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step(monkeypatch):
+    _, ours = lead(monkeypatch, [])
+    done = []
+    with pytest.raises(KeyboardInterrupt), ours.step([], []):
+        signal.raise_signal(signal.SIGINT)
+        done.append(True)
+    assert done
+
+
+def test_rows_that_differ_are_out_of_step(spm_bpe, tmp_path, rng):
+    model, tokenizer = load(write_folder(tmp_path / "floats", spm_bpe, rng))
+    engine = Engine(model, tokenizer)
+    engine.submit(Request([5, 6, 7], 4))
+    rows = engine._scheduler.waiting
+    check_in_step(checksum(rows, []), rows, [])
+    with pytest.raises(OutOfStepError, match="out of step"):
+        check_in_step(checksum(rows, []), [], rows)
