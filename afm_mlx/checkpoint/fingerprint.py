@@ -6,7 +6,7 @@ floating-point types count as one), and up to 256 elements that are an odd numbe
 quick: a 3B model gives 160,000 numbers, not 6 GB. It is no protection against forgery.
 
 Of an AFM model, the architecture is all of `ModelConfig` except `context_length`, which changes no weight. Of a
-model of mlx-lm, it is all settings of `model.args` that differ from mlx-lm's defaults, those of RoPE included.
+model of mlx-lm, it is all settings of `model.args` that differ from mlx-lm's defaults, such as RoPE's.
 
 Floating-point elements are hashed as float32, integers unchanged. So a model that was loaded as bfloat16 and
 widened to float32 has the fingerprint of its file; one that was rounded to fewer bits has another, for its

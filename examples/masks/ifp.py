@@ -98,6 +98,7 @@ DESCRIPTIONS = {
     "answer_from_tool": "You are an expert in tools. Answer from the result of the tool.",
 }
 PROMPTS_OF_A_TASK = 16
+PROMPTS_OF_START = 128
 NEW, KNOWN = "mean of new tasks", "mean of known tasks"
 Line = dict[str, Any]
 Encoded = tuple[list[int], list[int]]
@@ -134,8 +135,9 @@ def main() -> None:
 
 def write_data(args: argparse.Namespace) -> None:
     """Write the lines of both stages, each of which sees its data once: chats and texts, then chats alone."""
-    texts = docstrings.gather()
-    texts = random.Random(args.seed).sample(texts.docstrings + texts.further, 1 << 12)
+    found = docstrings.gather()
+    texts = found.docstrings + found.further
+    random.Random(args.seed).shuffle(texts)
     count = args.steps // 2 * args.rows * ROW // CHAT + args.rows * ROW // CHAT
     for stage in STAGES:
         folder = args.out / f"data-{stage}"
@@ -317,7 +319,7 @@ def first_predictor(dense: Model, source: ModelSource, args: argparse.Namespace)
 def prompt_states(body: Model, tokenizer: Any, seed: int) -> np.ndarray:
     """Return the predictor's states (N, D) at the ends of prompts, and at three places within each."""
     rng, states = random.Random(seed), []
-    for line in islice(draw_chats(f"prompts-{seed}"), 128):
+    for line in islice(draw_chats(f"prompts-{seed}"), PROMPTS_OF_START):
         prompt = encode_prompt(line, tokenizer)
         lengths = [len(prompt), *(rng.randint(16, len(prompt)) for _ in range(3))]
         tokens = mx.array([prompt] * len(lengths))
