@@ -329,19 +329,17 @@ class Base(NamedTuple):
     ) -> Base:
         """Describe a model in memory, with LoRA layers or without; `force` accepts adapters of other models.
 
-        The fingerprint of `base_folder`, the model's folder, is accepted too: the fingerprint of arrays in
+        The fingerprint of `base_folder`, an AFM model's folder, is accepted too: the fingerprint of arrays in
         memory depends on the type that the device computes in. Ranks that hold parts of a model know no other.
         """
         if ranks_of(model) is not None:
             return cls._of_part(model, base_folder, force)
+        fingerprints = None if force else {base_model_fingerprint(model)}
         if not is_afm(model):
             zoo = zoo_base(model)
-            return cls(zoo.shapes, None, zoo, _mask_base(model))
-        fingerprints = None
-        if not force:
-            fingerprints = {base_model_fingerprint(model)}
-            if base_folder is not None:
-                fingerprints.add(folder_fingerprint(model.args, base_folder))
+            return cls(zoo.shapes, fingerprints, zoo, _mask_base(model))
+        if fingerprints is not None and base_folder is not None:
+            fingerprints.add(folder_fingerprint(model.args, base_folder))
         return cls(target_shapes(model), fingerprints, model.args, _mask_base(model))
 
     @classmethod

@@ -50,6 +50,7 @@ _MAX_CHANNELS = 1 << 25  # of all blocks together, more than any model has
 _ALIGNMENT = 128  # bytes: a cache line of Apple's processors
 _THREADS = 2
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_MAKE = "make a mask (afm-mlx prune for AFM models, write_mask in Python for others)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +146,8 @@ def check_has_mask(folder: str | Path) -> None:
     """Raise `CheckpointError` if a folder holds no task mask."""
     if not has_mask(folder):
         raise CheckpointError(
-            f"{folder} holds no task mask; a mask is a folder with {MASK_NAME} and {MASK_CONFIG_NAME}, which "
-            "afm-mlx prune makes."
+            f"{folder} holds no task mask; a mask is a folder with {MASK_NAME} and {MASK_CONFIG_NAME}. Copy it "
+            f"again, or {_MAKE}."
         )
 
 
@@ -196,8 +197,8 @@ def read_mask(folder: str | Path) -> TaskMask:
     for file, other in ((path, MASK_NAME), (tensors, MASK_CONFIG_NAME)):
         if not file.is_file():
             raise CheckpointError(
-                f"{file} is missing; a mask is {file.name} and {other}. Copy the whole folder again, or make "
-                "a mask: afm-mlx prune."
+                f"{file} is missing; a mask is {file.name} and {other}. Copy the whole folder again, or "
+                f"{_MAKE}."
             )
     config = read_config_json(path)
     group: Any = config.get("group")
@@ -234,7 +235,7 @@ def read_mask(folder: str | Path) -> TaskMask:
     unpacked = np.unpackbits(bits.read().reshape(shape), axis=1, bitorder="little")
     edited = CheckpointError(
         f"{tensors} has other bits than {MASK_CONFIG_NAME} says: one of the files was edited or damaged. "
-        "Copy the folder again, or make the mask again (afm-mlx prune)."
+        f"Copy the folder again, or {_MAKE}."
     )
     if unpacked[:, groups:].any() or not unpacked.any(axis=1).all():
         raise edited
@@ -358,7 +359,7 @@ class MaskBase(NamedTuple):
             raise CheckpointError(
                 f"The mask {source} is for {mask.blocks} blocks with feed-forwards of {mask.ffn_dim:,} "
                 f"channels, and this model has {blocks} of {width:,}. Take the model that it was made for, or "
-                "make a mask for this one: afm-mlx prune."
+                f"{_MAKE}."
             )
 
     def plan(self, mask: TaskMask) -> Plan:
@@ -447,7 +448,7 @@ def _cut(array: mx.array, kept: np.ndarray, axis: int, name: str) -> Cut:
         raise CheckpointError(
             f"The mask keeps groups of {_run_length(kept)} channels, and {named(name)} holds channels in units "
             f"of {per}, which can't be cut. Make a mask whose group is a multiple of {per}: afm-mlx prune "
-            f"--group {per}."
+            f"--group {per} for AFM models, write_mask in Python for others."
         )
     run = _run_length(chosen)  # one item each, which copies faster
     return Cut(array, axis, np.flatnonzero(chosen[::run]), run)

@@ -396,6 +396,14 @@ def join_ranks() -> Ranks:
     return ranks
 
 
+def refuse_ranks(what: str) -> None:
+    """Raise `ConfigError` if this process is one of several ranks; `what` is what one process makes."""
+    if (size := join_ranks().size) > 1:
+        raise ConfigError(
+            f"{what} is made by one process, and this run has {size} ranks; start it without mlx.launch."
+        )
+
+
 _GUARD = """
 import os, select, signal, sys
 if not select.select([0], [], [], float(sys.argv[2]))[0]:

@@ -1,10 +1,12 @@
 """Fingerprints: 64 hex digits of SHA-256 that identify a model.
 
-Prompt caches and adapters hold the fingerprint of their model, so that they are never used with another one. It
-covers the architecture (all of `ModelConfig` except `context_length`, which changes no weight) and, for each
-tensor in the order of names, its name, its shape, its type (all floating-point types count as one), and up to
-256 elements that are an odd number apart. Sampling keeps it quick: a 3B model gives 160,000 numbers, not 6 GB.
-It is no protection against forgery.
+Prompt caches, adapters and masks hold the fingerprint of their model, so that they are never used with another
+one. It covers the architecture and, for each tensor in the order of names, its name, its shape, its type (all
+floating-point types count as one), and up to 256 elements that are an odd number apart. Sampling keeps it
+quick: a 3B model gives 160,000 numbers, not 6 GB. It is no protection against forgery.
+
+Of an AFM model, the architecture is all of `ModelConfig` except `context_length`, which changes no weight. Of a
+model of mlx-lm, it is all settings of `model.args` that differ from mlx-lm's defaults, such as RoPE's.
 
 Floating-point elements are hashed as float32, integers unchanged. So a model that was loaded as bfloat16 and
 widened to float32 has the fingerprint of its file; one that was rounded to fewer bits has another, for its
@@ -14,6 +16,7 @@ keep them.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -45,12 +48,12 @@ def model_fingerprint(config: ModelConfig, parameters: Mapping[str, mx.array]) -
 
 
 def base_model_fingerprint(model: nn.Module) -> str:
-    """Compute the fingerprint of an AFM model in memory, without its adapters and LoRA layers."""
-    return model_fingerprint(model.args, base_parameters(model))
+    """Compute the fingerprint of a model in memory, AFM's or mlx-lm's, without its adapters and LoRA layers."""
+    return arrays_fingerprint(_architecture(model.args), base_parameters(model))
 
 
 def base_parameters(model: nn.Module) -> dict[str, mx.array]:
-    """Return the parameters of an AFM model by their names in a folder, without LoRA layers.
+    """Return the parameters of a model by their names in a folder, without LoRA layers.
 
     Names in a folder lack `.linear`, the attribute of a wrapper (`afm_mlx.model.fused_layers`) for its layer.
     """
@@ -106,12 +109,16 @@ def _sample_stored(tensor: StoredTensor) -> np.ndarray:
     return tensor.read_elements(range(0, stride * count, stride))
 
 
-def _architecture(config: ModelConfig) -> dict[str, Any]:
-    return {k: v for k, v in config.to_dict().items() if k != "context_length"}
+def _architecture(config: Any) -> dict[str, Any]:
+    if isinstance(config, ModelConfig):
+        return {k: v for k, v in config.to_dict().items() if k != "context_length"}
+    # Defaults are left out, because a newer mlx-lm may have more settings.
+    settings = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
+    return {field.name: value for field, value in settings if value != field.default}
 
 
 def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:
-    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True, default=str).encode())
     for name, shape, dtype, raw in tensors:
         floating = mx.issubdtype(dtype, mx.floating)
         kind = "float" if floating else str(dtype).removeprefix("mlx.core.")

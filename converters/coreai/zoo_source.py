@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.converters.conversion_options import prompt_lengths
 from afm_mlx.converters.coreai.plan import BundlePlan, check_context
 from afm_mlx.converters.graph_source import Float, Source, StoredMatrix, check_held
@@ -134,7 +134,7 @@ def plan_zoo_bundle(
     The model is read into memory. By default, the states hold `CONTEXT` tokens, or the model's context if that
     is less.
     """
-    model, values = open_mlx_lm_model(folder)
+    model, _ = open_mlx_lm_model(folder)
     source = ZooSource(model, folder)
     read_model(model, folder)
     args: Any = model.args
@@ -151,12 +151,11 @@ def plan_zoo_bundle(
         head_dim=args.head_dim or args.hidden_size // attention.n_heads,
         rms_norm_eps=float(args.rms_norm_eps),
     )
-    head = {**config.to_dict(), "context_length": None, "model_type": values.get("model_type")}
     return BundlePlan(
         folder,
         source,
         config,
-        arrays_fingerprint(head, dict(tree_flatten(model.parameters()))),
+        base_model_fingerprint(model),
         np.dtype(dtype),
         prompt_lengths(lengths, config.context_length, False),
         None,

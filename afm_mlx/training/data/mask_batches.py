@@ -15,6 +15,7 @@ earlier chunks keep their own, so that a text takes one pass.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
@@ -131,6 +132,13 @@ class MaskBatches:
     @property
     def shape(self) -> tuple[int, int, int]:
         return self._batches.shape
+
+    @property
+    def prompts_shape(self) -> tuple[int, int]:
+        """The mean number of prompts of a batch, and the tokens of the longest prompt, both padded."""
+        lengths = [last - first for own in self._prompts for first, last in own.spans]
+        count = math.ceil(len(lengths) / self.per_epoch)
+        return round_up(count, _PROMPTS_MULTIPLE), round_up(max(lengths), ROW_MULTIPLE)
 
     @cached_property
     def fingerprint(self) -> str:

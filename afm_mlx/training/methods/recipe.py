@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,11 +27,13 @@ from afm_mlx.training.data.batches import (
     Batches,
     round_up,
 )
+from afm_mlx.training.data.mask_batches import MaskBatches
 from afm_mlx.training.data.samples import Sample, has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
+from afm_mlx.training.loop.masked_loss import PREDICTOR
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.training_memory import estimate_memory
+from afm_mlx.training.methods.training_memory import estimate_memory, predictor_memory
 
 MAX_WARMUP = 100  # steps, for `warmup_share`
 
@@ -261,19 +263,31 @@ def make_plan(
         rows, length, targets = ranks.share(data.train).shape
         lora_ranks = [layer.rank for layer in lora_layers(model).values()]
         bits = quantization_of(source.values, source.folder).get("bits")
-        memory = estimate_memory(
+        loop: dict[str, Any] = {
+            "dtype": activation_dtype(),
+            "ema": options.ema_decay is not None,
+            "accumulates": options.grad_accumulation_steps > 1 or ranks.size > 1,
+        }
+        estimate = estimate_memory(
             model.args,
-            "lora" if lora_ranks else {"draft": "full", "ifp": "full"}.get(kind, kind),
+            "lora" if lora_ranks else {"draft": "full"}.get(kind, kind),
             batch_size=rows,
             length=length,
             rank=lora_ranks[0] if lora_ranks else 1,
             base_bits=bits if bits in BITS else None,
-            dtype=activation_dtype(),
             grad_checkpoint=options.grad_checkpoint,
-            ema=options.ema_decay is not None,
-            accumulates=options.grad_accumulation_steps > 1 or ranks.size > 1,
             targets=targets,
-        ).total
+            **loop,
+        )
+        if PREDICTOR in model:
+            assert isinstance(data.train, MaskBatches)
+            predictor = model[PREDICTOR]
+            prompts, width = data.train.prompts_shape
+            head = predictor.w1.size + predictor.w2.size
+            estimate += predictor_memory(
+                predictor.body.args, head, prompts=prompts, length=width, **loop
+            )
+        memory = estimate.total
         # A frozen model keeps nothing for a backward pass.
         frozen = {} if teacher is None else teacher.parameters()
         memory += sum(array.nbytes for _, array in tree_flatten(frozen))

@@ -23,6 +23,7 @@ The constants follow from the operations in `afm_mlx.model.model`, and were chec
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -70,6 +71,11 @@ class MemoryEstimate:
         backward = self.activations + self.expanded + self.head
         return self.held + self.accumulated + max(backward, self.gradients + self.update)
 
+    def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
+        """Return the estimate for two models that train in one step."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return MemoryEstimate(*(one + another for one, another in pairs))
+
 
 def estimate_memory(
     config: ModelConfig,
@@ -89,7 +95,8 @@ def estimate_memory(
 
     Args:
         config: architecture.
-        kind: "full", "lora" (all linear layers of all blocks), or "qat" (all linear layers and the embedding).
+        kind: "full", "lora" (all linear layers of all blocks), "qat" (all linear layers and the embedding), or
+            "ifp" (all weights, and masks of the feed-forwards; for the predictor, see `predictor_memory`).
         batch_size, length: rows and tokens of a micro-batch.
         rank: rank of LoRA pairs.
         base_bits: bits of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least;
@@ -122,7 +129,8 @@ def estimate_memory(
         update += _PENDING_ARRAYS * hidden * ffn * _FLOAT32
 
     # Numbers per token that a block keeps for its backward pass.
-    reuse = _WIDTHS_KEPT * hidden + _FEED_FORWARD_KEPT * ffn + config.num_heads * length
+    feed_forward = (_FEED_FORWARD_KEPT + (kind == "ifp")) * ffn  # the product again, with its mask
+    reuse = _WIDTHS_KEPT * hidden + feed_forward + config.num_heads * length
     writing = reuse + _KEYS_KEPT * config.kv_dim
     if grad_checkpoint:
         per_token = config.num_layers * hidden + config.kv_values_per_token + writing
@@ -160,6 +168,47 @@ def estimate_memory(
         activations=int(batch_size * length * size * per_token),
         expanded=expanded,
         head=head,
+    )
+
+
+def predictor_memory(
+    config: ModelConfig,
+    head: int,
+    *,
+    prompts: int,
+    length: int,
+    dtype: mx.Dtype = mx.bfloat16,
+    ema: bool = False,
+    accumulates: bool = False,
+) -> MemoryEstimate:
+    """Estimate what a predictor of masks adds to a training step.
+
+    Args:
+        config: architecture of the predictor's body.
+        head: number of weights of its head, in float32.
+        prompts, length: prompts of a micro-batch, and tokens of each, padding included.
+        dtype, ema, accumulates: see `estimate_memory`.
+    """
+    body = estimate_memory(
+        config,
+        batch_size=prompts,
+        length=length,
+        dtype=dtype,
+        ema=ema,
+        accumulates=accumulates,
+        targets=1,
+    )
+    numbers = head * _FLOAT32
+    return body + MemoryEstimate(
+        weights=numbers,
+        optimizer=2 * numbers,
+        average=numbers if ema else 0,
+        gradients=numbers,
+        accumulated=numbers if accumulates else 0,
+        update=int(numbers * (_UPDATE_COPIES_AVERAGE if ema else _UPDATE_COPIES)),
+        activations=0,
+        expanded=0,
+        head=-body.head,  # a body that predicts no tokens has no logits
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from afm_mlx import threads
 from afm_mlx.adapters.task_mask import TaskMask
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.config import ModelConfig
@@ -13,6 +14,7 @@ from afm_mlx.files import refuse_existing
 from afm_mlx.loading.load import check_predictor, load_predictor
 from afm_mlx.tokenizer.first_prompt import first_prompt
 from afm_mlx.training.data.samples import load_split
+from afm_mlx.ranks import refuse_ranks
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import MAX_SEQ_LENGTH
 from afm_mlx.training.pruning.mask_training import save_mask
@@ -40,6 +42,8 @@ def predict_mask(
     Raises:
         AFMError: when there is neither a task nor data, or model, data or `path` can't be used.
     """
+    threads.check_process()
+    refuse_ranks("A mask")
     path = Path(path)
     refuse_existing(path)
     source = ModelSource.open(model)

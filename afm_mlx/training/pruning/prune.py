@@ -30,7 +30,7 @@ from afm_mlx.files import refuse_existing
 from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.measure.benchmark import BenchmarkCase, run_case
 from afm_mlx.progress import Progress
-from afm_mlx.ranks import join_ranks
+from afm_mlx.ranks import refuse_ranks
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping
@@ -156,10 +156,7 @@ def prune(
         AFMError: for an argument, data, a model or a run that can't be used.
     """
     threads.check_process()
-    if (size := join_ranks().size) > 1:
-        raise ConfigError(
-            f"A mask is made by one process, and this run has {size} ranks; start it without mlx.launch."
-        )
+    refuse_ranks("A mask")
     path, pruning = Path(path), pruning or Pruning()
     refuse_existing(path)
     source = ModelSource.open(recipe.model)

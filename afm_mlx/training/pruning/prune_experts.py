@@ -32,7 +32,7 @@ from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.loading.mlx_lm_models import load_mlx_lm_model
 from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
 from afm_mlx.progress import Progress
-from afm_mlx.ranks import join_ranks
+from afm_mlx.ranks import refuse_ranks
 from afm_mlx.training.methods.method import FullTraining, save_model_folder
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe
@@ -188,10 +188,7 @@ def prune_experts(
         AFMError: for an argument, data or a model that can't be used.
     """
     threads.check_process()
-    if (size := join_ranks().size) > 1:
-        raise ConfigError(
-            f"Experts are removed by one process, and this run has {size} ranks; start it without mlx.launch."
-        )
+    refuse_ranks("A model with fewer experts")
     path, pruning = Path(path), pruning or ExpertPruning()
     refuse_existing(path)
     source = current = ModelSource.open(recipe.model)

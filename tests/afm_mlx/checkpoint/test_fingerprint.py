@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from afm_mlx.checkpoint.fingerprint import folder_fingerprint, model_fingerprint
+from afm_mlx.adapters.lora import add_lora
+from afm_mlx.checkpoint.fingerprint import (
+    base_model_fingerprint,
+    folder_fingerprint,
+    model_fingerprint,
+)
 from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.config import PRESETS
 from tests.tools.models import random_config, random_model
+from tests.tools.zoo import zoo_model
 
 NANO = PRESETS["afm-nano"]
 
@@ -51,6 +57,28 @@ def test_it_tells_models_apart(model):
     assert len(set(found.values())) == len(found)
     longer = dataclasses.replace(config, context_length=8192)
     assert model_fingerprint(longer, arrays) == found["itself"]
+
+
+def test_it_tells_models_of_mlx_lm_apart(rng):
+    seed = int(rng.integers(2**31))
+    model = zoo_model("llama", 64, seed)
+    found = [base_model_fingerprint(model)]
+    assert base_model_fingerprint(zoo_model("llama", 64, seed)) == found[0]
+    add_lora(model, 2, 0.5)
+    assert base_model_fingerprint(model) == found[0]
+    for changes in ({"rope_theta": 2e4}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}):
+        found.append(base_model_fingerprint(zoo_model("llama", 64, seed, **changes)))
+    found.append(base_model_fingerprint(zoo_model("llama", 64, seed + 1)))
+    assert len(set(found)) == len(found)
+
+    @dataclasses.dataclass
+    class Newer(type(model.args)):
+        later: bool = False
+
+    model.args = Newer(**vars(model.args))
+    assert base_model_fingerprint(model) == found[0]
+    model.args.later = True
+    assert base_model_fingerprint(model) not in found
 
 
 def test_a_change_of_some_columns_or_rows_is_seen():

@@ -11,6 +11,7 @@ from afm_mlx.adapters.active import BatchAdapters, attach_adapter, bind, detach_
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.target_modules import target_modules
 from afm_mlx.adapters.task_mask import TaskMask, apply_mask, read_mask, write_mask
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.checkpoint.stored_layers import repack_mlx_layers
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
@@ -228,6 +229,18 @@ def test_zoo_models(rng, tmp_path, tokenizer, kind, stored):
             assert np.abs(logprobs_of(found[row]) - wanted).max() < 5e-3
     detach_adapter(model)
     assert [type(block.mlp) for block in model.layers] == kinds
+
+
+def test_a_mask_of_another_zoo_model_is_refused(rng, tmp_path):
+    first, second = (
+        zoo_model("llama", SIZES["vocab_size"], int(rng.integers(2**31))) for _ in "ab"
+    )
+    kept = draw_mask(first, rng, 0.5, group=32, equal=True).kept
+    write_mask(tmp_path / "m", TaskMask(kept, 32, "", "", base_model_fingerprint(first)))
+    attach_adapter(first, tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"The task mask .* was made for the model with"):
+        attach_adapter(second, tmp_path / "m")
+    attach_adapter(second, tmp_path / "m", force=True)
 
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen3_moe"])

@@ -29,6 +29,7 @@ from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.reward_training import RewardTraining
 from afm_mlx.training.methods.train import train_by
+from afm_mlx.training.pruning.predicted_mask import predict_mask
 from afm_mlx.training.pruning.prune import prune
 from tests.tools.cases import each
 from tests.tools.cli import lines, write_folder
@@ -338,9 +339,13 @@ def test_what_can_not_be_split_is_refused(rng, recipe, preferences, monkeypatch)
     ):
         with pytest.raises(ConfigError, match=message):
             train_by(method, plan, pairs.parent / "refused")
-    monkeypatch.setattr("afm_mlx.training.pruning.prune.join_ranks", lambda: Ranks(Group(0, 2)))
-    with pytest.raises(ConfigError, match="made by one process, and this run has 2 ranks"):
-        prune(recipe, pairs.parent / "refused")
+    monkeypatch.setattr(ranks_module, "join_ranks", lambda: Ranks(Group(0, 2)))
+    for make in (
+        lambda path: prune(recipe, path),
+        lambda path: predict_mask("afm-nano", path, task="physics"),
+    ):
+        with pytest.raises(ConfigError, match="made by one process, and this run has 2 ranks"):
+            make(pairs.parent / "refused")
 
 
 def test_the_system_probes_connections():

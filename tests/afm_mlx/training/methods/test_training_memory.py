@@ -7,12 +7,17 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.lora import add_lora
+from afm_mlx.adapters.mask_predictor import MaskPredictor, PredictorConfig
 from afm_mlx.config import PRESETS
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.loop.step import AdamW
-from afm_mlx.training.methods.training_memory import estimate_memory, lora_parameters
+from afm_mlx.training.methods.training_memory import (
+    estimate_memory,
+    lora_parameters,
+    predictor_memory,
+)
 from bench.training_worker import Case, measure
 from tests.tools.models import random_config
 
@@ -55,6 +60,25 @@ def test_what_lora_holds_is_counted_but_for_scales(rng, bits, dtype):
         config, "lora", rank=rank, base_bits=bits, batch_size=1, length=64, dtype=dtype
     )
     assert (found.weights, found.gradients) == (base + lora, lora)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_what_a_predictor_of_masks_adds_is_counted(rng, dtype):
+    body = Model(random_config(rng, kv_bits=None))
+    body.set_dtype(dtype)
+    predictor, optimizer = MaskPredictor(body, PredictorConfig(3, 64, 16, 4, 5)), AdamW(1e-3)
+    optimizer.init(predictor.trainable_parameters())
+    head = predictor.w1.size + predictor.w2.size
+    found = predictor_memory(body.args, head, prompts=8, length=16, dtype=dtype)
+    assert found.weights == bytes_of(predictor.parameters())
+    numbers = [optimizer.state[name] for name in ("step", "learning_rate")]
+    assert found.optimizer == bytes_of(optimizer.state) - bytes_of(numbers)
+    assert found.gradients == 4 * sum(a.size for _, a in tree_flatten(predictor.parameters()))
+    assert found.head == 0
+    alone = estimate_memory(body.args, "ifp", batch_size=2, length=16, dtype=dtype)
+    assert (alone + found).held == alone.held + found.held
+    plain = estimate_memory(body.args, batch_size=2, length=16, dtype=dtype)
+    assert alone.activations > plain.activations
 
 
 @pytest.mark.parametrize(("vocab_size", "chunk"), [(256, 4096), (65_536, 128)])
