@@ -316,9 +316,9 @@ class Model(nn.Module):
         threads.check_process()
         if inputs.shape[1] == 1:
             return self.hidden(inputs, cache)[:, 0]
-        if cache is None:
-            positions, writing = row_positions(inputs), [None] * len(self.model.layers)
-        else:
+        positions = row_positions(inputs)
+        writing: Sequence[TailWriter | None] = [None] * len(self.model.layers)
+        if cache is not None:
             positions, writing = self._cached_positions(inputs, cache)
         h, kv = self.model.write(inputs, positions, writing)
         index = (lengths - 1)[:, None, None]

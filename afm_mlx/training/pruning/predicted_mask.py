@@ -12,9 +12,9 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.errors import ConfigError
 from afm_mlx.files import refuse_existing
 from afm_mlx.loading.load import check_predictor, load_predictor
+from afm_mlx.ranks import refuse_ranks
 from afm_mlx.tokenizer.first_prompt import first_prompt
 from afm_mlx.training.data.samples import load_split
-from afm_mlx.ranks import refuse_ranks
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import MAX_SEQ_LENGTH
 from afm_mlx.training.pruning.mask_training import save_mask
