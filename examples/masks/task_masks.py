@@ -102,7 +102,7 @@ class Report:
         self._path, self._examples = out / "report.json", out / "questions.jsonl"
         if not self._examples.is_file():
             out.mkdir(parents=True, exist_ok=True)
-            # The seed 0 made the questions that ship with the model, by which settings were chosen.
+            # Seed 0 made the 50 questions of each task that ship with the model.
             lines = (json.dumps(sample) for sample in tasks.test_samples(1, questions))
             self._examples.write_text("".join(f"{line}\n" for line in lines))
         known = self._path.is_file()
