@@ -102,7 +102,7 @@ class Report:
         self._path, self._examples = out / "report.json", out / "questions.jsonl"
         if not self._examples.is_file():
             out.mkdir(parents=True, exist_ok=True)
-            # The seed 0 made the questions that ship with the model, by which settings were chosen.
+            # Seed 0 made the 50 questions of each task that ship with the model.
             lines = (json.dumps(sample) for sample in tasks.test_samples(1, questions))
             self._examples.write_text("".join(f"{line}\n" for line in lines))
         known = self._path.is_file()
@@ -229,7 +229,7 @@ def run(report: Report, args: argparse.Namespace, task: str, kind: str) -> None:
                 on_event=on_event,
             )
     for step in (step for step in SAVED if step < steps and (not step or task in args.compared)):
-        report.add(name_of(task, kind, step), folder / f"step-{step}", [task], _FEW)
+        report.add(name_of(task, kind, step), folder / f"step-{step}", [task])
     report.add(name_of(task, kind, steps), folder / f"step-{steps}", [task])
 
 
@@ -264,6 +264,7 @@ def tables(figures: Figures, chosen: Sequence[str], steps: int) -> str:
         for task in chosen
         if name_of(task, RANDOM, steps) in figures
         for kind in COLORS
+        if name_of(task, kind, steps) in figures
     ]
     by_step = ["right answers to, with", *(f"{step} steps" for step in saved)]
     return _table(heads, rows) + "\n" + _table(by_step, others)
@@ -288,7 +289,8 @@ def plot_steps(figures: Figures, compared: Sequence[str], path: Path) -> None:
                 for name, found in figures.items()
                 if name.startswith(start)
             )
-            axes.plot(*zip(*points, strict=True), "o-", color=color, label=kind)
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", color=color, label=kind)
         axes.axhline(100 * figures[WHOLE][task], color="#999999", ls=":", label=WHOLE)
         axes.set(title=task, xlabel="steps of recovery", ylabel="right answers, %", ylim=(-3, 103))
         axes.grid(alpha=0.3)
