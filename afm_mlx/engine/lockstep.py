@@ -29,8 +29,7 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
 from afm_mlx.engine.row import Row
 from afm_mlx.errors import AFMError, RequestError, shown
-from afm_mlx.model.split_model import ranks_of
-from afm_mlx.ranks import Ranks
+from afm_mlx.ranks import Ranks, ranks_of
 from afm_mlx.threads import in_main_thread
 
 _NUMBERS = itertools.count()
