@@ -63,7 +63,7 @@ from afm_mlx.json_values import FLOAT16_MAX
 from afm_mlx.kernels import BLOCK, Part
 from afm_mlx.kernels.cpu.memory import unfilled
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.split_model import ranks_of
+from afm_mlx.ranks import ranks_of
 
 _SAMPLES = 256
 _THREADS = 2  # 133 MB took 119 ms on two cores, and 188 ms with one thread; more were not tried

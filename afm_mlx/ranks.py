@@ -369,6 +369,11 @@ ALONE = Ranks()
 """A run of one process."""
 
 
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """Return the ranks that hold a model's parts; None if this process holds it whole."""
+    return getattr(model, "ranks", None)
+
+
 @functools.cache
 def join_ranks() -> Ranks:
     """Return this process's place among the ranks that `mlx.launch` started, or `ALONE`.

@@ -81,6 +81,10 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "server.md": {"pip install": "installs the package", "afm-mlx server": SERVES},
     "operations.md": {"afm-mlx server": SERVES},
+    "several-machines.md": {
+        "mlx.launch": "starts several processes; test_lockstep.py does",
+        "join_ranks": "the script of such a process; test_lockstep.py has one",
+    },
     "embeddings.md": {},
     "scores.md": {
         "--tasks arc_easy": "fetches data sets",

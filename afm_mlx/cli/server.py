@@ -234,7 +234,7 @@ def run(args: argparse.Namespace) -> None:
             stop.clear()  # it was stopped in good order: nothing was interrupted
 
 
-def _models(args: argparse.Namespace, ranks: Ranks | None) -> list[HostedModel]:
+def _models(args: argparse.Namespace, ranks: Ranks | None = None) -> list[HostedModel]:
     """Find the models in the arguments, of which `ranks` load a part each; `AFMError` for missing ones."""
     from afm_mlx.server.hosted_model import HostedModel
     from afm_mlx.server.served_model import ModelSource

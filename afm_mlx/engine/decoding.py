@@ -40,7 +40,7 @@ from afm_mlx.engine.speculation.drafting import Drafting
 from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.split_model import ranks_of
+from afm_mlx.ranks import ranks_of
 
 # This many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch,
 # where the other rows wait for them, and the row's cache is taken out and put back.

@@ -41,7 +41,7 @@ from afm_mlx.kernels.cpu.memory import release_freed_memory
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.pooling import hidden_dim_of
-from afm_mlx.model.split_model import ranks_of
+from afm_mlx.ranks import ranks_of
 from afm_mlx.threads import Home
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.protocol import Tokenizer

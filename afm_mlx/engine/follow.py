@@ -12,7 +12,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import AFMError
-from afm_mlx.model.split_model import ranks_of
+from afm_mlx.ranks import ranks_of
 from afm_mlx.tokenizer.protocol import Tokenizer
 
 

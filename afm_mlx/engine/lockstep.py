@@ -3,8 +3,8 @@
     rank 0: Engine.submit, cancel, step  ->  an event  ->  other ranks: follow (`follow.py`)
 
 Only rank 0 has callers. Its engine sends what it does (`Lead.say`), and every other rank runs an engine with
-the same rows over its own part of the model and the cache. What an engine decides by time, memory or
-random numbers, rank 0 decides for all: which rows begin (`Scheduler`), how many tokens are drafted and which
+the same rows over its own part of the model and of the keys and values. What an engine decides by time, memory
+or random numbers, rank 0 decides for all: which rows begin (`Scheduler`), how many tokens are drafted and which
 (`Drafting`), and each token that a sampler draws (`agreed`). Everything else follows from equal requests and
 tokens, constraints too. A checksum of the rows goes with every step: ranks that differ end with an error.
 
@@ -29,8 +29,7 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
 from afm_mlx.engine.row import Row
 from afm_mlx.errors import AFMError, RequestError, shown
-from afm_mlx.model.split_model import ranks_of
-from afm_mlx.ranks import Ranks
+from afm_mlx.ranks import Ranks, ranks_of
 from afm_mlx.threads import in_main_thread
 
 _NUMBERS = itertools.count()

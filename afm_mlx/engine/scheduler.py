@@ -41,8 +41,7 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.split_model import ranks_of
-from afm_mlx.ranks import Ranks
+from afm_mlx.ranks import Ranks, ranks_of
 
 BACKGROUND_SHARE = 0.125  # of the time, for rows that generate nothing, while others generate
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free

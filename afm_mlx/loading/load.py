@@ -49,7 +49,6 @@ from afm_mlx.loading.resolve import (
     resolve_model,
 )
 from afm_mlx.model.model import Model
-from afm_mlx.model.split_model import split_model
 from afm_mlx.quantization.packed_layers import activation_dtype, set_activation_bits
 from afm_mlx.ranks import Ranks
 from afm_mlx.threads import in_main_thread, in_mlx_thread
@@ -208,6 +207,8 @@ def load_model(
     if ranks is not None and ranks.size > 1:
         weights.clear()  # or whole tensors would stay in memory once their parts are read
         rest.clear()
+        from afm_mlx.model.split_model import split_model
+
         split_model(model, ranks)
     if not lazy:
         prefer_huge_pages(read_parameters(model, folder).values())

@@ -28,7 +28,6 @@ from afm_mlx.errors import AFMError, CheckpointError, named, shown
 from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
-from afm_mlx.model.split_model import split_model
 from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear
 from afm_mlx.ranks import Ranks
 from afm_mlx.threads import give_way
@@ -66,7 +65,9 @@ def load_mlx_lm_folder(
     model, config = open_mlx_lm_model(folder, model_config, adapter, trust_remote_code)
     tokenizer = load_mlx_lm_tokenizer(folder, config, tokenizer_config)
     give_way()  # other models may be running in this thread
-    if ranks is not None:
+    if ranks is not None and ranks.size > 1:
+        from afm_mlx.model.split_model import split_model
+
         split_model(model, ranks)
     if not lazy:
         read_model(model, folder)

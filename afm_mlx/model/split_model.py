@@ -25,11 +25,6 @@ from afm_mlx.model.split_layers import keep_inputs, keep_outputs, keep_vocabular
 from afm_mlx.ranks import Ranks
 
 
-def ranks_of(model: nn.Module) -> Ranks | None:
-    """Return the ranks that hold a model's parts; None if this process holds it whole."""
-    return getattr(model, "ranks", None)
-
-
 def split_model(model: Any, ranks: Ranks) -> None:
     """Leave a rank's part in a model whose arrays are unread, and read it, a tensor at a time.
 

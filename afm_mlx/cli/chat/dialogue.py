@@ -19,7 +19,7 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.prompt_cache import Continuation, PromptCaches
 from afm_mlx.errors import AFMError, RequestError, TokenizerError, reason_of, shown
 from afm_mlx.files import atomic_write, read_file
-from afm_mlx.model.split_model import ranks_of
+from afm_mlx.ranks import ranks_of
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
 from afm_mlx.tokenizer.protocol import Tokenizer
 

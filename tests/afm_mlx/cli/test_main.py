@@ -89,7 +89,7 @@ def test_what_the_user_got_wrong_is_one_line(fails):
         "generat": "did you mean generate?",
         "adapter conver": "did you mean convert?",
         "generate --model no/such/folder": "There is no folder no/such/folder",
-        "chat --pipeline": "several machines",
+        "chat --pipeline": "mlx.launch",
     }.items():
         assert says in fails(*argv.split())
 

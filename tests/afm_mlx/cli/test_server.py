@@ -48,7 +48,7 @@ def test_settings_come_from_flags_files_and_the_environment(tmp_path, monkeypatc
         (["--port", "65536"], "out of range"),
         (["--allowed-origins", "*"], "--cors-origin"),
         (["--prompt-concurrency", "8"], "--prefill-step-size"),
-        (["--pipeline"], "one machine"),
+        (["--pipeline"], "mlx.launch"),
         (["--chat-template-args", "[1]"], "JSON object"),
     ],
 )

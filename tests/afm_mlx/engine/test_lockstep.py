@@ -1,5 +1,6 @@
 """Ranks that hold parts of a model answer as one process does, and end together."""
 
+import dataclasses
 import json
 import signal
 import socket
@@ -29,7 +30,7 @@ from afm_mlx.ranks import RankLostError, Ranks
 from tests.tools.adapters import draw_tensors
 from tests.tools.adapters import write_folder as write_adapter
 from tests.tools.cases import each
-from tests.tools.cli import process, write_folder
+from tests.tools.cli import CONFIG, process, write_folder
 from tests.tools.compare import assert_close
 from tests.tools.rank_worker import start_ranks
 from tests.tools.split_worker import Job, answers, split_answers
@@ -68,7 +69,8 @@ def check_equal(found, wanted, near=1e-4):
 
 def test_two_ranks_answer_as_one_process(tmp_path, spm_bpe, rng):
     """One start of processes: AFM and zoo models, rows of all kinds, adapters, drafts."""
-    floats = write_folder(tmp_path / "floats", spm_bpe, rng)
+    config = dataclasses.replace(CONFIG, num_layers=2)
+    floats = write_folder(tmp_path / "floats", spm_bpe, rng, config)
     model, _ = load(floats)
     adapters = {}
     for name, keys in (("all", ""), ("some", "mlp")):
@@ -82,7 +84,7 @@ def test_two_ranks_answer_as_one_process(tmp_path, spm_bpe, rng):
     constrained = Request(prompt(rng, 7), 30, constraint=colors)
     first = mixed(rng)
     longer = Request([*first[0].prompt, *prompt(rng, 4)], 4)  # the prefix cache has its beginning
-    draft = write_folder(tmp_path / "draft", spm_bpe, rng)
+    draft = write_folder(tmp_path / "draft", spm_bpe, rng, config)
     zoo = tmp_path / "qwen3"
     write_zoo_folder(zoo, "qwen3", zoo_model("qwen3", 128, 1), word_tokenizer_json(128))
     jobs = [
