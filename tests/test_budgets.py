@@ -20,11 +20,11 @@ OF_OURS = 20
 MODULES = {
     "import afm_mlx": 60,
     "import afm_mlx.cli.generate": 100,
-    "import afm_mlx.engine": 400,
-    "from afm_mlx import load": 400,
+    "import afm_mlx.engine": 410,
+    "from afm_mlx import load": 410,
 }
 """That are imported beyond those that Python starts with: a number that no busy machine changes."""
-MEGABYTES = {"*.safetensors": 5.5, "*.json*": 0.6, "*.py": 3.3}
+MEGABYTES = {"*.safetensors": 5.5, "*.json*": 0.6, "*.py": 3.5}
 """Of files in the wheel by their kind; compiled code comes to it."""
 
 
