@@ -124,6 +124,7 @@ def test_a_run_resumes_at_any_step(recipe, tmp_path, objective, updates, micro_b
 
 CODE = """
 import dataclasses, sys
+sys.modules["torch"] = None  # transformers would import it, which takes a second
 from tests.afm_mlx.training.methods.test_policy_training import METHOD, OPTIONS
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.reward_training import RewardTraining
