@@ -48,7 +48,6 @@ PAGES: dict[str, dict[str, str]] = {
     "benchmarks.md": {
         "afm-mlx bench": LARGE,
         "make costs": "needs clang, and minutes",
-        "tests.metal.zoo_steps": "test_cost.py compares its table with the page",
         "python -m bench.": MEASURES,
     },
     "chat.md": {},
