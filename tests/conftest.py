@@ -3,11 +3,13 @@
 A failure prints the command that repeats it, and the test's variables: a test may go through many cases.
 """
 
+import functools
 import gc
 import os
 import reprlib
 import shlex
 import signal
+import ssl
 from pathlib import Path
 
 import afm_mlx  # noqa: F401  before mlx.core is imported, so that all tests run on the same BLAS
@@ -24,6 +26,8 @@ SEED = int(os.environ.get("AFM_TEST_SEED") or 0)
 os.environ.setdefault("AFM_MLX_SELFTEST", "0")
 os.environ.setdefault("AFM_MLX_CACHE", str(Path(__file__).parent.parent / "build" / "cache"))
 os.environ.setdefault("HF_DATASETS_CACHE", f"{os.environ['AFM_MLX_CACHE']}/datasets")  # of lm-eval
+# Each HTTP client reads the system's certificates, which takes longer than a small answer.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 # `nohup` and scripts' background jobs are started with these ignored, which the command line would honour.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,5 +1,7 @@
 """Architectures that every format of the benchmarks can hold."""
 
+import os
+
 import pytest
 
 from tests.tools.models import random_config
@@ -26,3 +28,13 @@ def zoo_sizes(rng):
         "head_dim": 128,
         "vocab_size": 64,
     }
+
+
+@pytest.fixture
+def no_torch(tmp_path, monkeypatch):
+    """Peers have no torch, which transformers would import: a second for each of them."""
+    folder = tmp_path / "no-torch"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    paths = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))

@@ -5,6 +5,7 @@ import sys
 import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import Llama3RoPE
 
@@ -39,6 +40,7 @@ def test_the_folder_is_mlx_lms_and_runs_packed(tmp_path, rng, zoo_sizes, name):
     assert_close(ours(tokens), mx.array(logits), 1e-2)
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_mlx_lm_is_measured_on_the_same_folder(tmp_path, zoo_sizes):
     write_folder(CONFIGS["qwen3-4b"] | zoo_sizes, tmp_path / "zoo")
     arguments = zoo_model("qwen3-4b").mlx_lm_arguments(tmp_path / "zoo")

@@ -101,6 +101,7 @@ def test_peers_take_turns_and_medians_are_over_rounds(rng, capsys):
     assert medians[EXACT]["deep"] == np.median(deep)
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_the_whole_comparison_on_small_models(config, zoo_sizes, tmp_path, monkeypatch, capsys):
     """Ours exact and int8, each in a process of its own; what it writes is what it prints."""
     monkeypatch.setitem(peer_afm.PRESETS, "afm-3b", config)

@@ -91,6 +91,8 @@ def test_the_compiler_is_out_on_a_cpu_and_back_on_a_gpu(monkeypatch):
 
 
 SCRIPT = """
+import sys
+sys.modules["torch"] = None  # transformers would import it, which takes a second
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

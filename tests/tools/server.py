@@ -41,7 +41,7 @@ class RunningServer:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
 
     def http(self, **options: Any) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=120, **options)
+        return httpx2.Client(base_url=self.url, timeout=120, verify=False, **options)
 
 
 @contextmanager

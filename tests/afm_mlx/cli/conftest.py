@@ -13,9 +13,18 @@ from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.cli import main
 from afm_mlx.config import ModelConfig
 from afm_mlx.loading.load import load
+from afm_mlx.measure import machine
+from afm_mlx.measure.machine import Bandwidth
 from tests.tools import adapters
 from tests.tools.cli import CONFIG, write_folder
 from tests.tools.training_data import TRAINABLE, write_data
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A bandwidth without the gigabyte."""
+    measured = Bandwidth(2e9, "by hand")
+    monkeypatch.setattr(machine, "measure_bandwidth", lambda threads: measured)
 
 
 @pytest.fixture

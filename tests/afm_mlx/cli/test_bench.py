@@ -13,14 +13,6 @@ from afm_mlx.config import PRESETS
 from afm_mlx.errors import AFMError
 from afm_mlx.measure import benchmark, machine
 from afm_mlx.measure.benchmark import run_case
-from afm_mlx.measure.machine import Bandwidth
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """A bandwidth without the gigabyte."""
-    measured = Bandwidth(2e9, "by hand")
-    monkeypatch.setattr(machine, "measure_bandwidth", lambda threads: measured)
 
 
 @pytest.fixture

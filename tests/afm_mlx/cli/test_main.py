@@ -16,6 +16,7 @@ import afm_mlx
 from afm_mlx.cli import COMMANDS, chat, generate, info, main
 from afm_mlx.cli.arguments import parse
 from afm_mlx.loading import resolve
+from tests.tools.cases import all_pairs
 from tests.tools.cli import ROOT, lines, process, write_folder
 
 HEAVY = "mlx prompt_toolkit numpy transformers mlx_lm tokenizers sentencepiece yaml tqdm".split()
@@ -176,24 +177,25 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["info", "--preset", "afm-3b"], ["generate", "-m", "2"]], ids=" ".join
+    ("argv", "unbuffered", "why"),
+    all_pairs(
+        [["--help"], ["info", "--preset", "afm-3b"], ["generate", "-m", "2"]],
+        ["", "1"],
+        ["No space left on device", "it is closed"],
+    ),
 )
-def test_output_that_cannot_be_written_is_one_line(argv, unbuffered):
+def test_output_that_cannot_be_written_is_one_line(argv, unbuffered, why):
     run = f"[sys.executable, '-m', 'afm_mlx', *{argv}]"
     closed = f"import os, sys; os.close(1); os.execv(sys.executable, {run})"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
-    for command, why in (
-        (["-m", "afm_mlx", *argv], "No space left on device"),
-        (["-c", closed], "it is closed"),
-    ):
-        with open("/dev/full", "w") as full:
-            pipes = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
-            done = subprocess.run([sys.executable, *command], env=environment, **pipes)
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"afm-mlx: error: standard output can't be written: {why}.")
-        assert done.stderr.count("\n") == 1
+    command = ["-c", closed] if "closed" in why else ["-m", "afm_mlx", *argv]
+    with open("/dev/full", "w") as full:
+        pipes = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run([sys.executable, *command], env=environment, **pipes)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"afm-mlx: error: standard output can't be written: {why}.")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_full_disk_is_one_line(fails, monkeypatch, tmp_path):

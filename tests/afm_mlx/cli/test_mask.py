@@ -65,6 +65,7 @@ def test_commands_run_it(folder, mask, make_adapter, scratch, done, fails, chat,
     assert facts[0]["perplexity"] != pytest.approx(facts[1]["perplexity"], rel=1e-3)
 
 
+@pytest.mark.usefixtures("quick")
 def test_evaluate_and_bench(folder, mask, done, fails, tmp_path):
     data = lines(tmp_path / "test.jsonl", example("a", "A list", "one"))
     argv = ("evaluate", "--model", folder, "--data", data, "--show-errors", 1)

@@ -13,6 +13,7 @@ pytestmark = [
 WHY = "the C++ extension isn't there: nobody built it; build it"
 
 
+@pytest.mark.usefixtures("quick")
 def test_each_command_that_runs_a_model_says_that_it_is_slow(trainable_folder, data, tmp_path, run):
     words = tmp_path / "words.txt"
     words.write_text("some words to be measured, and some more of them")

@@ -211,10 +211,10 @@ def test_an_answer_that_ends_by_itself_or_is_cancelled_leaves_all_of_it(rng, mod
     plain = Engine(model, tokenizer)
     engine = Engine(model, tokenizer, prefix_cache=PrefixCache(LARGE), prefill_step_size=32)
     prompt = some_prompt(rng, 40)
-    said = answer(plain, prompt, 20)[0]
+    said = answer(plain, prompt, 12)[0]
     end = said.index(said[7])
     tokenizer.eos_token_ids = {said[end]}
-    tokens, _ = answer(engine, prompt, 20)
+    tokens, _ = answer(engine, prompt, 12)
     assert tokens == said[: end + 1]
     tokenizer.eos_token_ids = set()
     second = [*prompt, *tokens, 1, 2, 3]
@@ -245,12 +245,12 @@ def test_a_callers_cache_goes_from_turn_to_turn(rng, model, tokenizer, fed, spec
     is_counted = type(model).__module__.rpartition(".")[2] != "mamba2"
     for turn in range(3):
         if turn == 1:
-            said = answer(plain, prompt, 20)[0]
+            said = answer(plain, prompt, 12)[0]
             tokenizer.eos_token_ids = {said[7]}
-        wanted = answer(plain, prompt, 20)[0]
+        wanted = answer(plain, prompt, 12)[0]
         fed.clear()
         with caches.continuing(prompt) as lent:
-            lent.answer, _ = answer(engine, lent.rest, 20, cache=lent.cache)
+            lent.answer, _ = answer(engine, lent.rest, 12, cache=lent.cache)
             new = len(lent.rest)
         assert lent.answer == wanted
         known = {
@@ -272,7 +272,7 @@ def test_snapshots_count_and_are_evicted_before_their_pages(rng, model, tokenize
     prefixes = PrefixCache(2 * probe.nbytes)
     engine = Engine(model, tokenizer, prefix_cache=prefixes)
     prompts = [some_prompt(rng, int(rng.integers(1, 3 * PAGE))) for _ in range(6)]
-    for _ in range(18):
+    for _ in range(12):
         index = int(rng.integers(len(prompts)))
         prompt = prompts[index]
         tokens, _ = answer(engine, prompt, 4)

@@ -159,7 +159,7 @@ def check(floats, chats, rng, count):
 
 
 def test_concurrent_sessions_answer_as_alone(floats, chats, rng):
-    check(floats, chats, rng, 8)
+    check(floats, chats, rng, 4)
 
 
 @pytest.mark.slow

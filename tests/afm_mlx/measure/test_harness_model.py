@@ -114,12 +114,12 @@ def prove(kind, place, count, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_scores_and_answers_are_those_of_mlx_lm_and_of_the_server(kind, tmp_path, monkeypatch):
-    likelihoods, texts, scores = prove(kind, tmp_path, 8, monkeypatch)
-    assert len(set(likelihoods)) == 32
+    likelihoods, texts, scores = prove(kind, tmp_path, 4, monkeypatch)
+    assert len(set(likelihoods)) == 16
     if kind == "AFM":
         assert {is_greedy for _, is_greedy in likelihoods} == {True, False}
         assert scores["nano_choices"]["acc,none"] > 0.6
-        assert len(set(texts)) >= 6
+        assert len(set(texts)) >= 3
 
 
 @pytest.mark.slow

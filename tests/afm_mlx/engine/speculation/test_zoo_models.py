@@ -33,7 +33,7 @@ def made(rng, kind):
     return model
 
 
-def requests_of(rng, lengths=(40, 70, 33, 2, 1), count=24):
+def requests_of(rng, lengths=(40, 70, 33, 2, 1), count=16):
     """Greedy and sampled requests whose prompts are shorter and longer than the models' windows."""
     sampled = [{}, {"sampler": make_sampler(0.7), "seed": int(rng.integers(2**40))}]
     return [
@@ -70,7 +70,7 @@ def test_answers_are_the_ones_without_draft_tokens(rng, tokenizer, kind):
     model, requests = made(rng, kind), requests_of(rng)
     wanted = [tokens for tokens, *_ in outcome(model, tokenizer, requests)]
     answers = {tuple(r.prompt): w for r, w in zip(requests, wanted, strict=True)}
-    for rate, count in ((0.0, 3), (0.5, 7), (0.9, int(rng.integers(1, 8))), (1.0, 5)):
+    for rate, count in ((0.0, 3), (0.5, 7), (0.9, int(rng.integers(1, 8)))):
         drafter = KnownAnswers(rng, answers, rate, VOCAB)
         speculation = Speculation(drafter, num_draft_tokens=count)
         found = outcome(model, tokenizer, requests, speculation=speculation, max_batch=3)
@@ -176,7 +176,7 @@ def test_a_model_drafts_for_another(rng, tokenizer, kind, target):
     assert [tokens for tokens, *_ in found] == wanted
     accepted = sum(counts.accepted for *_, counts in found)
     assert accepted < sum(counts.proposed for *_, counts in found)
-    assert target != "same kind" or accepted > 20
+    assert target != "same kind" or accepted > 12
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])

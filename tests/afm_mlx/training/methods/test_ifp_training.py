@@ -70,7 +70,9 @@ def test_both_stages_and_what_is_saved(recipe, tmp_path, chats):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_resumed_run_ends_as_an_unbroken_one(recipe, tmp_path, chats, checkpointing):
-    options = dataclasses.replace(recipe.options, grad_checkpoint=checkpointing)
+    options = dataclasses.replace(
+        recipe.options, iters=4, steps_per_eval=2, grad_checkpoint=checkpointing
+    )
     recipe = dataclasses.replace(recipe, options=options)
     method = dataclasses.replace(METHOD, stage="prompt", binary=True)
     whole = train_ifp(recipe, tmp_path / "whole", method)

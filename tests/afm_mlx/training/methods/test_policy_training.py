@@ -99,28 +99,32 @@ def test_rewards_rise(recipe, tmp_path, objective):
 
 
 @pytest.mark.parametrize(
-    ("objective", "updates", "micro_batches"), [("grpo", 3, 2), ("rloo", None, 1), ("mdloo", 2, 1)]
+    ("objective", "updates", "micro_batches", "breaks"),
+    [
+        ("grpo", 3, 2, (2, 4, 5)),  # the third update of a rollout, its first and its second
+        ("rloo", None, 1, (3,)),
+        ("mdloo", 2, 1, (4,)),  # the second update
+    ],
 )
-def test_a_run_resumes_at_any_step(recipe, tmp_path, rng, objective, updates, micro_batches):
+def test_a_run_resumes_at_any_step(recipe, tmp_path, objective, updates, micro_batches, breaks):
     method = dataclasses.replace(METHOD, objective=objective, updates_per_rollout=updates)
     options = dataclasses.replace(OPTIONS, grad_accumulation_steps=micro_batches)
     recipe = dataclasses.replace(recipe, options=options, batch_size=3)
     train_lora(recipe, tmp_path / "whole", method)
-    for number, step in enumerate(
-        (2, 4, 5)
-    ):  # the third update of a rollout, its first and its second
+    for number, step in enumerate(breaks):
         with pytest.raises(Break):
             train_lora(
                 recipe, tmp_path / "broken", method, resume=number > 0, on_event=break_at(step)
             )
     events = []
     train_lora(recipe, tmp_path / "broken", method, resume=True, on_event=events.append)
-    assert events[0] == Resumed(4)
+    assert events[0] == Resumed(breaks[-1] - 1)
     assert contents(tmp_path / "whole") == contents(tmp_path / "broken")
 
 
 CODE = """
 import dataclasses, sys
+sys.modules["torch"] = None  # transformers would import it, which takes a second
 from tests.afm_mlx.training.methods.test_policy_training import METHOD, OPTIONS
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.reward_training import RewardTraining
@@ -163,10 +167,9 @@ def test_a_kill_at_any_moment(recipe, tmp_path, rng):
             assert (array == found[1][name][key]).all().item(), (name, key)
 
 
-@pytest.mark.parametrize(("last", "split"), [(2, "train"), (3, "valid"), (6, "valid")])
-def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(recipe, tmp_path, last, split):
+def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(recipe, tmp_path):
     """In the step after the last one, or in the evaluation after it."""
-    broken = [False]
+    broken, last = [False], 0
 
     def reward(prompt, answer, sample):
         if broken[0]:
@@ -177,26 +180,27 @@ def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(recipe, tmp_path, la
     options = dataclasses.replace(OPTIONS, save_every=100, ema_decay=0.5)
     recipe = dataclasses.replace(recipe, options=options)
     train_lora(recipe, tmp_path / "whole", method)
-    events = []
 
     def on_event(event):
         events.append(event)
         broken[0] = isinstance(event, Report) and event.step == last
 
-    with pytest.raises(RewardError, match=rf"{split}.jsonl:\d: the reward mine raised ValueError"):
-        train_lora(recipe, tmp_path / "broken", method, on_event=on_event)
-    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [last]
-    broken[0] = False
-
     def killed(event):
         if isinstance(event, Validation):
             raise Break
 
-    with pytest.raises(Break):
-        train_lora(recipe, tmp_path / "broken", method, resume=True, on_event=killed)
-    train_lora(recipe, tmp_path / "broken", method, resume=True)
-    assert metrics(tmp_path / "whole" / "run") == metrics(tmp_path / "broken" / "run")
-    assert contents(tmp_path / "whole") == contents(tmp_path / "broken")
+    for last, split in ((2, "train"), (3, "valid"), (6, "valid")):
+        path, events = tmp_path / f"broken-{last}", []
+        words = rf"{split}.jsonl:\d: the reward mine raised ValueError"
+        with pytest.raises(RewardError, match=words):
+            train_lora(recipe, path, method, on_event=on_event)
+        assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [last]
+        broken[0] = False
+        with pytest.raises(Break):
+            train_lora(recipe, path, method, resume=True, on_event=killed)
+        train_lora(recipe, path, method, resume=True)
+        assert metrics(tmp_path / "whole" / "run") == metrics(path / "run")
+        assert contents(tmp_path / "whole") == contents(path)
 
 
 def test_a_reference_adapter_and_a_reward_adapter(recipe, data, tmp_path):

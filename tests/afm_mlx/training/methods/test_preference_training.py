@@ -110,7 +110,8 @@ def test_dpo_of_a_packed_model(recipe, tmp_path, packing):
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "dpo"])
 def test_every_objective_learns(packed, rng, tmp_path, objective):
     data = write_preferences(tmp_path / "data", rng, WORDS, labels=objective == "kto")
-    recipe = Recipe(data, OPTIONS, packed, batch_size=4)
+    options = dataclasses.replace(OPTIONS, iters=4)
+    recipe = Recipe(data, options, packed, batch_size=4)
     method = dataclasses.replace(METHOD, loss=PreferenceLoss(objective, delta=1.0))
     watcher = Watcher()
     result = train_preferences(recipe, tmp_path / "adapter", method, **watcher.hooks())
