@@ -40,7 +40,13 @@ def test_signatures_are_mlx_lms():
     shared = [name for name in of(mlx_lm.stream_generate) if name not in ("kwargs", "stream")]
     assert of(stream_generate)[: len(shared)] == shared
     assert of(generate)[:4] == of(mlx_lm.generate)[:4]
-    assert of(afm_mlx.load) == [*of(mlx_lm.load), "activation_bits", "force_adapter", "mask"]
+    assert of(afm_mlx.load) == [
+        *of(mlx_lm.load),
+        "activation_bits",
+        "force_adapter",
+        "mask",
+        "ranks",
+    ]
     ours, theirs = (
         {field.name for field in fields(kind)}
         for kind in (generation.GenerationResponse, GenerationResponse)

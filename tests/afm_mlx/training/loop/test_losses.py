@@ -12,12 +12,14 @@ from afm_mlx.adapters.lora import add_lora
 from afm_mlx.errors import ConfigError
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.track_config import TrackConfig
 from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop import losses
 from afm_mlx.training.loop.losses import AcceptanceRate, CrossEntropy, Distillation
 from tests.tools.cases import each
 from tests.tools.compare import assert_close, assert_same_tensors
 from tests.tools.models import random_config, random_model
+from tests.tools.tracks import SMALL, random_tracks
 from tests.tools.zoo import zoo_model
 
 VOCAB = 61
@@ -211,12 +213,24 @@ def test_a_model_of_the_zoo(model, rng, taught):
         loss(student, batch._replace(segments=mx.ones((2, 7), mx.int32)))
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("kind", [*losses.PLAIN_HEADS, "gemma3_text"])
+UNTIED = [kind for kind in losses.PLAIN_HEADS if kind != "parallel_tracks"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_tied"),
+    [
+        *((kind, True) for kind in (*losses.PLAIN_HEADS, "gemma3_text")),
+        *((kind, False) for kind in UNTIED),
+    ],
+)
 def test_log_probabilities_of_the_zoo(in_chunks, rng, kind, is_tied):
     """Of states and a head where the head is known, else of the model's logits; whole, and in chunks."""
-    model, batch = zoo_model(kind, VOCAB, seed=1), random_batch(rng)
-    if not is_tied and kind in losses.PLAIN_HEADS:
+    if kind == "parallel_tracks":
+        model = random_tracks(TrackConfig(**SMALL | {"vocab_size": VOCAB}), seed=1)
+    else:
+        model = zoo_model(kind, VOCAB, seed=1)
+    batch = random_batch(rng)
+    if not is_tied:
         model.args.tie_word_embeddings = False
         model.lm_head = nn.Linear(model.args.hidden_size, VOCAB, bias=False)
     model.unfreeze()
