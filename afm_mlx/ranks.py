@@ -89,7 +89,7 @@ class Ranks:
 
     group: mx.distributed.Group | None = None
     seconds: float = 0.0
-    connections: frozenset[int] = frozenset()  # descriptors of the sockets to other ranks
+    connections: frozenset[int] = frozenset()
     _watch: threading.Thread | None = field(default=None, repr=False)
     _ended: threading.Event = field(default_factory=threading.Event, repr=False)
     _problem: str = ""
@@ -226,8 +226,6 @@ class Ranks:
         """Return rank 0's JSON value; the values of other ranks are ignored."""
         if self.size == 1:
             return value
-        if self._problem:
-            raise RankLostError(self._problem)
         data = json.dumps(value).encode() if self.is_first else b""
         head = len(data).to_bytes(8, "little") + data[: _INLINE - 8]
         found = self._of_first(head, _INLINE)
@@ -305,11 +303,11 @@ class Ranks:
         self._watch.start()
 
     def fail(self, problem: str) -> None:
-        """Raise `RankLostError` at further exchanges, and end a process with `watch`: the ranks differ."""
+        """Have all further exchanges raise `RankLostError`, and a process with `watch` end."""
         self._problem = self._problem or problem
 
     def end_watch(self) -> None:
-        """Have the thread of `watch` end, because this rank or others are about to."""
+        """End the thread of `watch`, because this rank or others are about to end in good order."""
         if self._watch is not None:
             self._ended.set()
             self._watch.join()
@@ -332,13 +330,17 @@ class Ranks:
         return np.array(found).reshape(self.size, -1)
 
     def _exchanged(self, own: Any, exchange: Callable[[], Any]) -> Any:
+        if self._problem:  # an exchange after one that has failed may never return
+            raise RankLostError(self._problem)
         mx.eval(own)  # before: its errors and its time are no exchange's
         start = time.perf_counter()
         try:
             found = exchange()
             mx.eval(found)
         except RuntimeError as error:
-            raise self._lost(error) from None
+            lost = self._lost(error)
+            self.fail(str(lost))
+            raise lost from None
         finally:
             self.seconds += time.perf_counter() - start
         return found

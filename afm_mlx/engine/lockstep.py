@@ -218,5 +218,7 @@ def say_adapter(model: nn.Module, name: str, path: str | None) -> None:
 def dismiss(ranks: Ranks | None) -> None:
     """On rank 0, end `follow` on the other ranks."""
     if ranks is not None and ranks.is_first:
-        ranks.end_watch()
-        ranks.first({"event": "end", "engine": -1, "gone": []})
+        try:
+            ranks.first({"event": "end", "engine": -1, "gone": []})
+        finally:
+            ranks.end_watch()  # not before: the exchange never returns if another rank ends now

@@ -17,6 +17,7 @@ from afm_mlx.engine.lockstep import (
     OutOfStepError,
     check_in_step,
     checksum,
+    dismiss,
     request_of,
     request_values,
 )
@@ -122,6 +123,16 @@ def test_the_command_prints_once(tmp_path):
     found = json.loads(first)
     assert (found["tokens"], second) == (alone["tokens"], "")
     assert found["peak_memory_gb"] < 0.7 * alone["peak_memory_gb"]
+
+
+def test_a_command_ends_when_it_loses_a_rank(tmp_path):
+    command = ["generate", "hello", "--max-tokens", "900", "--regex", "[ab]{800}"]
+    running = start_ranks(tmp_path, 2, ["-m", "afm_mlx", *command])
+    assert running[0].stdout.read(1)
+    running[1].send_signal(signal.SIGKILL)
+    error = running[0].communicate(timeout=30)[1]
+    assert running[0].returncode in (1, 2)
+    assert "error: Rank 0 of 2 has lost another rank, whose own message says why" in error
 
 
 def ask(port, index, **fields):
@@ -234,7 +245,7 @@ def test_engines_that_are_gone_are_dropped(monkeypatch):
 
 def test_a_step_that_fails_ends_all_exchanges(monkeypatch):
     ranks = Ranks(Group(0, 2))
-    monkeypatch.setattr(Ranks, "_of_first", lambda self, data, length: data.ljust(length))
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: x)
     ours = Lead(
         type("Owner", (), {})(), ranks, {"prefix_cache": None, "adapters": 1, "speculation": 1}
     )
@@ -244,6 +255,41 @@ def test_a_step_that_fails_ends_all_exchanges(monkeypatch):
         RankLostError, match=r"A step of the ranks has failed \(ZeroDivisionError: no\)"
     ):
         ours.say("cancel", row=1)
+
+
+def test_nothing_is_exchanged_after_a_failed_exchange(monkeypatch):
+    called = []
+
+    def all_sum(x, group):
+        called.append(x)
+        raise RuntimeError("connection lost")
+
+    monkeypatch.setattr(mx.distributed, "all_sum", all_sum)
+    ranks = Ranks(Group(0, 2))
+    for _ in range(2):
+        with pytest.raises(RankLostError, match=r"another rank.*\(connection lost\)"):
+            ranks.first(1)
+    assert len(called) == 1
+
+
+def test_the_last_exchange_is_watched(monkeypatch):
+    one, other = socket.socketpair()
+    with one, other:
+        ranks, watching = Ranks(Group(0, 2), connections=frozenset([one.fileno()])), []
+
+        def first(*_):
+            watching.append(is_watched())
+            raise RankLostError
+
+        def is_watched():
+            return "afm-mlx ranks" in [thread.name for thread in threading.enumerate()]
+
+        monkeypatch.setattr(Ranks, "first", first)
+        ranks.watch(print)
+        with pytest.raises(RankLostError):
+            dismiss(ranks)
+        assert watching == [True]
+        assert not is_watched()
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step(monkeypatch):
