@@ -125,6 +125,27 @@ def test_the_command_prints_once(tmp_path):
     assert found["peak_memory_gb"] < 0.7 * alone["peak_memory_gb"]
 
 
+BY_RANK = """
+import os, sys
+from afm_mlx.cli import main
+
+for names in ("ab", "ac"):
+    model = names[int(os.environ["MLX_RANK"])]
+    print(main(["generate", "hello", "-m", "2", "--json", "--model", f"{sys.argv[1]}/{model}"]), file=sys.stderr)
+"""
+
+
+def test_ranks_may_have_one_model_in_different_folders(tmp_path, spm_bpe, rng):
+    a = write_folder(tmp_path / "a", spm_bpe, rng)
+    write_folder(tmp_path / "b", spm_bpe, rng)
+    (tmp_path / "c").symlink_to(a)
+    _, errors = stdout(start_ranks(tmp_path, 2, ["-c", BY_RANK, str(tmp_path)]))
+    for text in errors:
+        error, *statuses = [line for line in text.splitlines() if line]
+        assert "error: The ranks differ: the model is '" in error
+        assert statuses == ["2", "0"]
+
+
 def test_a_command_ends_when_it_loses_a_rank(tmp_path):
     command = ["generate", "hello", "--max-tokens", "900", "--regex", "[ab]{800}"]
     running = start_ranks(tmp_path, 2, ["-m", "afm_mlx", *command])
