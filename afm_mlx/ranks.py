@@ -53,7 +53,7 @@ SILENCE = 8
 """Seconds after which a machine that answers no probe counts as gone."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks of `Ranks.watch` at the connections."""
+"""Seconds between two looks at the connections, by `Ranks.watch` and `Ranks.raising_when_lost`."""
 
 _INLINE = 1024
 """Bytes of a JSON value that rank 0 sends in one exchange; a longer value takes a second one."""
@@ -131,7 +131,8 @@ class Ranks:
 
         Args:
             items: the items, the same on all ranks.
-            work: takes this rank's items, and returns a value for each; not called without items.
+            work: takes this rank's items, and returns a value for each; not called on a rank without items,
+                but called in a run of one process.
 
         Raises:
             RankLostError: within a few seconds of another rank's end.
@@ -156,17 +157,18 @@ class Ranks:
         own = list(items[self.rank :: self.size])
         if not own and self.size > 1:
             return []
-        with self.watched():
+        with self.raising_when_lost():
             return work(own)
 
     def _in_order(self, parts: Sequence[Any]) -> list[Any]:
         return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def raising_when_lost(self) -> Iterator[None]:
         """Raise `RankLostError` in the context, about a second after another rank has ended.
 
-        For long work without exchanges, where no rank ends unless it fails.
+        For long work in Python without exchanges, where no rank ends unless it fails. `watch` is for exchanges
+        inside of a model's graph, which no error ends.
         """
         if not self.connections:
             yield
@@ -177,12 +179,10 @@ class Ranks:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker), error)
 
         def watch() -> None:
-            while not ended.wait(1):
-                if any(map(_is_closed, self.connections)):
-                    lost.set()
-                    # Not a signal: programs in the background may ignore it.
-                    interrupt(ctypes.py_object(_RankEnded))
-                    return
+            if self._is_lost(ended):
+                lost.set()
+                # Not a signal: programs in the background may ignore it.
+                interrupt(ctypes.py_object(_RankEnded))
 
         watcher = threading.Thread(target=watch, name="ranks", daemon=True)
         watcher.start()
@@ -292,12 +292,10 @@ class Ranks:
         ended = self._ended = threading.Event()
 
         def look() -> None:
-            while not ended.wait(LOOK_SECONDS):
-                is_lost = any(map(_is_closed, self.connections))
-                # The other threads have a second to end by themselves.
-                if (is_lost or self._problem) and not ended.wait(LOOK_SECONDS):
-                    lost(self._problem or str(self._lost("a connection was closed")))
-                    _end(1)
+            # The other threads have a second to end by themselves.
+            if self._is_lost(ended) and not ended.wait(LOOK_SECONDS):
+                lost(self._problem or str(self._lost("a connection was closed")))
+                _end(1)
 
         self._watch = threading.Thread(target=look, name="afm-mlx ranks", daemon=True)
         self._watch.start()
@@ -312,6 +310,13 @@ class Ranks:
             self._ended.set()
             self._watch.join()
             self._watch = None
+
+    def _is_lost(self, ended: threading.Event) -> bool:
+        """Wait; return True once another rank has ended or an exchange failed, False once `ended` is set."""
+        while not ended.wait(LOOK_SECONDS):
+            if self._problem or any(map(_is_closed, self.connections)):
+                return True
+        return False
 
     # -- bytes
 
@@ -404,10 +409,10 @@ def join_ranks() -> Ranks:
 
 
 def refuse_ranks(what: str) -> None:
-    """Raise `ConfigError` if this process is one of several ranks; `what` is what one process makes."""
+    """Raise `ConfigError` if this process is one of several ranks; `what` needs a single process."""
     if (size := join_ranks().size) > 1:
         raise ConfigError(
-            f"{what} is made by one process, and this run has {size} ranks; start it without mlx.launch."
+            f"{what} needs a single process, and this run has {size} ranks; start it without mlx.launch."
         )
 
 
