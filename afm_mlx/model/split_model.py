@@ -159,7 +159,7 @@ def _own_sharding(model: nn.Module) -> Iterator[None]:
         is_packed = isinstance(layer, PackedLinear | PackedExperts)
         if is_packed and (layer.mode == "palette" or layer["scales"].ndim < layer["weight"].ndim):
             raise ConfigError(
-                f"{names.get(id(layer), 'A layer')} has no scales of groups, and ranks can't share such experts. "
+                f"{names.get(id(layer), 'A layer')} has no scales of groups, which ranks need to share it. "
                 "Convert the model with --q-granularity group, or run it in one process."
             )
         mlx_shard_inplace(layer, *args, **options)

@@ -11,6 +11,7 @@ import urllib.request
 import mlx.core as mx
 import pytest
 
+from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.lockstep import (
     Lead,
@@ -18,6 +19,7 @@ from afm_mlx.engine.lockstep import (
     check_in_step,
     checksum,
     dismiss,
+    register_adapter,
     request_of,
     request_values,
 )
@@ -27,6 +29,7 @@ from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.errors import RequestError
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.loading.load import load
+from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.ranks import RankLostError, Ranks
 from tests.tools.adapters import draw_tensors
 from tests.tools.adapters import write_folder as write_adapter
@@ -131,7 +134,8 @@ from afm_mlx.cli import main
 
 for names in ("ab", "ac"):
     model = names[int(os.environ["MLX_RANK"])]
-    print(main(["generate", "hello", "-m", "2", "--json", "--model", f"{sys.argv[1]}/{model}"]), file=sys.stderr)
+    argv = ["generate", "hello", "-m", "2", "--json", "--model", f"{sys.argv[1]}/{model}"]
+    print(main(argv), file=sys.stderr)
 """
 
 
@@ -156,22 +160,27 @@ def test_a_command_ends_when_it_loses_a_rank(tmp_path):
     assert "error: Rank 0 of 2 has lost another rank, whose own message says why" in error
 
 
+def post(port, path, body, method="POST"):
+    headers = {"content-type": "application/json"}
+    address, data = f"http://127.0.0.1:{port}/v1/{path}", json.dumps(body).encode()
+    request = urllib.request.Request(address, data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
 def ask(port, index, **fields):
     body = {"model": "afm-nano", "prompt": f"{index} boats", "max_tokens": 12, **fields}
-    address = f"http://127.0.0.1:{port}/v1/completions"
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["choices"][0]
+    return post(port, "completions", body)["choices"][0]
 
 
 def test_a_server_of_two_ranks_answers_and_ends_when_it_loses_one(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
+    folder = ["--adapter-folder", str(resolve_model("afm-nano") / "adapters")]
     running = start_ranks(
         tmp_path,
         2,
-        ["-m", "afm_mlx", "server", "--port", str(port), "--log-level", "ERROR"],
+        ["-m", "afm_mlx", "server", "--port", str(port), "--log-level", "ERROR", *folder],
     )
     assert "is served at" in running[0].stdout.readline()
     texts = {}
@@ -187,6 +196,11 @@ def test_a_server_of_two_ranks_answers_and_ends_when_it_loses_one(tmp_path):
         client.join()
     assert set(texts) == set(range(8))
     assert texts[0]["text"] == ask(port, 0, temperature=0)["text"]
+    for _ in range(2):  # the name is free again on all ranks
+        post(port, "adapters", {"name": "mine", "path": "todo"})
+        named = ask(port, 4, model="afm-nano:mine", temperature=0)
+        assert named["text"] == texts[4]["text"]
+        post(port, "adapters/mine", None, "DELETE")
     running[1].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     error = running[0].communicate(timeout=30)[1]
@@ -253,6 +267,21 @@ def test_what_other_ranks_can_not_follow_is_refused(monkeypatch, tmp_path):
     with pytest.raises(RequestError, match="folder"):
         kept = PrefixCache(1 << 20, tmp_path)
         Lead(object(), Ranks(Group(0, 2)), {"prefix_cache": kept})
+
+
+def test_an_adapter_is_registered_on_all_ranks_or_none(monkeypatch, spm_bpe, tmp_path, rng):
+    model, _ = load(write_folder(tmp_path / "floats", spm_bpe, rng))
+    pool, said, problem = AdapterPool(model), [], "no such path"
+    adapter = write_adapter(tmp_path / "adapter", draw_tensors(model, rng, 2))
+    monkeypatch.setattr(Ranks, "first", lambda self, event: said.append(event["path"]))
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, problem])
+    model.ranks = Ranks(Group(0, 2))
+    with pytest.raises(RequestError, match=r"no such path \(rank 1\)"):
+        register_adapter(model, pool, "mine", adapter)
+    assert (said, pool.registered) == ([str(adapter), None], [])
+    problem = ""
+    register_adapter(model, pool, "mine", adapter)
+    assert pool.registered == ["mine"]
 
 
 def test_engines_that_are_gone_are_dropped(monkeypatch):
