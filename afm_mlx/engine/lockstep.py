@@ -163,15 +163,14 @@ def agreed(
 
 # -- requests as JSON
 
-_PLAIN = (
-    *("prompt", "max_tokens", "stop", "logprobs", "adapter", "at_limit", "keeps_prefix"),
-    *("draft", "client"),
-)
+_OF_RANK_0 = ("sampler", "seed", "logits_processors", "cache", "on_prefill", "heal")
+"""Fields of a request that only rank 0 uses; all others travel."""
 
 
 def request_values(request: Request) -> dict[str, Any]:
     """Return what other ranks need of a checked request, as JSON values."""
-    values: dict[str, Any] = {name: getattr(request, name) for name in _PLAIN}
+    names = [each.name for each in dataclasses.fields(request) if each.name not in _OF_RANK_0]
+    values: dict[str, Any] = {name: getattr(request, name) for name in names}
     for name in ("prompt_logprobs", "embedding", "constraint"):
         value = getattr(request, name)
         values[name] = None if value is None else dataclasses.asdict(value)
