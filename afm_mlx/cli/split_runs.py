@@ -56,7 +56,11 @@ def joined(args: argparse.Namespace, models: Iterable[str], refused: Iterable[st
         {flag_of(name): str(getattr(args, name)) for name in names}
         | {"device": str(mx.default_device())}
         # Not by name: each machine may have the model elsewhere.
-        | {"the model": " ".join(weights_fingerprint(resolve_model(name)) for name in models)}
+        | {
+            "the model's fingerprint": " ".join(
+                map(weights_fingerprint, map(resolve_model, models))
+            )
+        }
     )
     return ranks
 

@@ -146,7 +146,7 @@ def test_ranks_may_have_one_model_in_different_folders(tmp_path, spm_bpe, rng):
     _, errors = stdout(start_ranks(tmp_path, 2, ["-c", BY_RANK, str(tmp_path)]))
     for text in errors:
         error, *statuses = [line for line in text.splitlines() if line]
-        assert "error: The ranks differ: the model is '" in error
+        assert "error: The ranks differ: the model's fingerprint is '" in error
         assert statuses == ["2", "0"]
 
 
