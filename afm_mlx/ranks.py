@@ -9,8 +9,9 @@ targets. The sum over ranks is what one process computes of the whole batch, and
 In evaluations, rank r of n computes items r, r + n, r + 2n, ..., and all get all results. To generate, all
 ranks run one model together. Rank 0 alone prints and writes files.
 
-A rank that ends closes its connections, and the exchanges of all others fail at once (MLX's ring). A machine
-that vanishes closes nothing: the system probes idle connections, and lets them fail after `SILENCE` seconds.
+A rank that ends closes its connections, and the exchanges of all others fail at once (MLX's ring). An exchange
+after a failed one may never return, so there is none. A machine that vanishes closes nothing: the system probes
+idle connections, and lets them fail after `SILENCE` seconds.
 MLX's ring waits for absent ranks without an end, where no handler of Python runs: another process ends this
 one after `JOIN_SECONDS`. Exchanges inside of a model's graph never return when they fail: `Ranks.watch` has a
 thread look at the connections, and end this process.
