@@ -330,7 +330,8 @@ class Base(NamedTuple):
         """Describe a model in memory, with LoRA layers or without; `force` accepts adapters of other models.
 
         The fingerprint of `base_folder`, an AFM model's folder, is accepted too: the fingerprint of arrays in
-        memory depends on the type that the device computes in. Ranks that hold parts of a model know no other.
+        memory depends on the type that the device computes in. A rank's part of a model has no fingerprint in
+        memory: without `base_folder`, and in models of mlx-lm, any adapter whose shapes fit is accepted there.
         """
         if ranks_of(model) is not None:
             return cls._of_part(model, base_folder, force)

@@ -9,8 +9,9 @@ targets. The sum over ranks is what one process computes of the whole batch, and
 In evaluations, rank r of n computes items r, r + n, r + 2n, ..., and all get all results. To generate, all
 ranks run one model together. Rank 0 alone prints and writes files.
 
-A rank that ends closes its connections, and the exchanges of all others fail at once (MLX's ring). A machine
-that vanishes closes nothing: the system probes idle connections, and lets them fail after `SILENCE` seconds.
+A rank that ends closes its connections, and the exchanges of all others fail at once (MLX's ring). An exchange
+after a failed one may never return, so there is none. A machine that vanishes closes nothing: the system probes
+idle connections, and lets them fail after `SILENCE` seconds.
 MLX's ring waits for absent ranks without an end, where no handler of Python runs: another process ends this
 one after `JOIN_SECONDS`. Exchanges inside of a model's graph never return when they fail: `Ranks.watch` has a
 thread look at the connections, and end this process.
@@ -53,7 +54,7 @@ SILENCE = 8
 """Seconds after which a machine that answers no probe counts as gone."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks of `Ranks.watch` at the connections."""
+"""Seconds between two looks at the connections, by `Ranks.watch` and `Ranks.raising_when_lost`."""
 
 _INLINE = 1024
 """Bytes of a JSON value that rank 0 sends in one exchange; a longer value takes a second one."""
@@ -89,7 +90,7 @@ class Ranks:
 
     group: mx.distributed.Group | None = None
     seconds: float = 0.0
-    connections: frozenset[int] = frozenset()  # descriptors of the sockets to other ranks
+    connections: frozenset[int] = frozenset()
     _watch: threading.Thread | None = field(default=None, repr=False)
     _ended: threading.Event = field(default_factory=threading.Event, repr=False)
     _problem: str = ""
@@ -131,7 +132,8 @@ class Ranks:
 
         Args:
             items: the items, the same on all ranks.
-            work: takes this rank's items, and returns a value for each; not called without items.
+            work: takes this rank's items, and returns a value for each; not called on a rank without items,
+                but called in a run of one process.
 
         Raises:
             RankLostError: within a few seconds of another rank's end.
@@ -156,17 +158,18 @@ class Ranks:
         own = list(items[self.rank :: self.size])
         if not own and self.size > 1:
             return []
-        with self.watched():
+        with self.raising_when_lost():
             return work(own)
 
     def _in_order(self, parts: Sequence[Any]) -> list[Any]:
         return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def raising_when_lost(self) -> Iterator[None]:
         """Raise `RankLostError` in the context, about a second after another rank has ended.
 
-        For long work without exchanges, where no rank ends unless it fails.
+        For long work in Python without exchanges, where no rank ends unless it fails. `watch` is for exchanges
+        inside of a model's graph, which no error ends.
         """
         if not self.connections:
             yield
@@ -177,12 +180,10 @@ class Ranks:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker), error)
 
         def watch() -> None:
-            while not ended.wait(1):
-                if any(map(_is_closed, self.connections)):
-                    lost.set()
-                    # Not a signal: programs in the background may ignore it.
-                    interrupt(ctypes.py_object(_RankEnded))
-                    return
+            if self._is_lost(ended):
+                lost.set()
+                # Not a signal: programs in the background may ignore it.
+                interrupt(ctypes.py_object(_RankEnded))
 
         watcher = threading.Thread(target=watch, name="ranks", daemon=True)
         watcher.start()
@@ -226,8 +227,6 @@ class Ranks:
         """Return rank 0's JSON value; the values of other ranks are ignored."""
         if self.size == 1:
             return value
-        if self._problem:
-            raise RankLostError(self._problem)
         data = json.dumps(value).encode() if self.is_first else b""
         head = len(data).to_bytes(8, "little") + data[: _INLINE - 8]
         found = self._of_first(head, _INLINE)
@@ -294,26 +293,31 @@ class Ranks:
         ended = self._ended = threading.Event()
 
         def look() -> None:
-            while not ended.wait(LOOK_SECONDS):
-                is_lost = any(map(_is_closed, self.connections))
-                # The other threads have a second to end by themselves.
-                if (is_lost or self._problem) and not ended.wait(LOOK_SECONDS):
-                    lost(self._problem or str(self._lost("a connection was closed")))
-                    _end(1)
+            # The other threads have a second to end by themselves.
+            if self._is_lost(ended) and not ended.wait(LOOK_SECONDS):
+                lost(self._problem or str(self._lost("a connection was closed")))
+                _end(1)
 
         self._watch = threading.Thread(target=look, name="afm-mlx ranks", daemon=True)
         self._watch.start()
 
     def fail(self, problem: str) -> None:
-        """Raise `RankLostError` at further exchanges, and end a process with `watch`: the ranks differ."""
+        """Have all further exchanges raise `RankLostError`, and a process with `watch` end."""
         self._problem = self._problem or problem
 
     def end_watch(self) -> None:
-        """Have the thread of `watch` end, because this rank or others are about to."""
+        """End the thread of `watch`, because this rank or others are about to end in good order."""
         if self._watch is not None:
             self._ended.set()
             self._watch.join()
             self._watch = None
+
+    def _is_lost(self, ended: threading.Event) -> bool:
+        """Wait; return True once another rank has ended or an exchange failed, False once `ended` is set."""
+        while not ended.wait(LOOK_SECONDS):
+            if self._problem or any(map(_is_closed, self.connections)):
+                return True
+        return False
 
     # -- bytes
 
@@ -332,13 +336,17 @@ class Ranks:
         return np.array(found).reshape(self.size, -1)
 
     def _exchanged(self, own: Any, exchange: Callable[[], Any]) -> Any:
+        if self._problem:  # an exchange after one that has failed may never return
+            raise RankLostError(self._problem)
         mx.eval(own)  # before: its errors and its time are no exchange's
         start = time.perf_counter()
         try:
             found = exchange()
             mx.eval(found)
         except RuntimeError as error:
-            raise self._lost(error) from None
+            lost = self._lost(error)
+            self.fail(str(lost))
+            raise lost from None
         finally:
             self.seconds += time.perf_counter() - start
         return found
@@ -402,10 +410,10 @@ def join_ranks() -> Ranks:
 
 
 def refuse_ranks(what: str) -> None:
-    """Raise `ConfigError` if this process is one of several ranks; `what` is what one process makes."""
+    """Raise `ConfigError` if this process is one of several ranks; `what` needs a single process."""
     if (size := join_ranks().size) > 1:
         raise ConfigError(
-            f"{what} is made by one process, and this run has {size} ranks; start it without mlx.launch."
+            f"{what} needs a single process, and this run has {size} ranks; start it without mlx.launch."
         )
 
 

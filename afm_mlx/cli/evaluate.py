@@ -140,18 +140,13 @@ def run(args: argparse.Namespace) -> None:
         for row in rows if name != source else ():
             if getattr(args, row.name) != row.options["default"]:
                 raise UsageError(f"{flag_of(row.name)} {need}; leave it out.")
-    from afm_mlx.ranks import join_ranks
+    from afm_mlx.ranks import join_ranks, refuse_ranks
 
-    ranks = join_ranks()
-    if ranks.size > 1 and source in ("reward", "pairwise"):
-        raise UsageError(
-            f"{flag_of(source)} is for one process, and this run has {ranks.size} ranks. Start it without "
-            "mlx.launch."
-        )
-    if args.reward or args.pairwise:
+    if source in ("reward", "pairwise"):
+        refuse_ranks(flag_of(source))
         (_run_reward if args.reward else _run_pairwise)(args)
         return
-    choices = _choices(args)
+    choices, ranks = _choices(args), join_ranks()
     if args.tasks:
         _run_tasks(args, choices, ranks)
     elif args.compare:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -466,7 +465,7 @@ def _test_adapter(args: argparse.Namespace) -> None:
             print(data_line("Test", data))
 
     is_first = join_ranks().is_first
-    with progress_bar("testing", "batch") if is_first else nullcontext() as bar:
+    with progress_bar("testing", "batch", is_first) as bar:
         scores = measure_adapter(recipe, path or None, method, on_data=on_data, progress=bar)
     if not is_first:
         return

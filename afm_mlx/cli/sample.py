@@ -86,14 +86,11 @@ def run(args: argparse.Namespace) -> None:
         )
     for path in outputs.values():
         refuse_existing(path)
-    from afm_mlx.ranks import join_ranks
+    from afm_mlx.ranks import join_ranks, refuse_ranks
 
     ranks = join_ranks()
-    if ranks.size > 1 and args.pairs_from is not None:
-        raise UsageError(
-            f"--pairs-from is for one process, and this run has {ranks.size} ranks, which split prompts that "
-            "are answered. Start it without mlx.launch."
-        )
+    if args.pairs_from is not None:
+        refuse_ranks("--pairs-from")
     if len({path.absolute() for path in outputs.values()}) < len(outputs):
         raise UsageError("two outputs have one name; give each its own.")
     if args.pairs_from is not None:

@@ -55,7 +55,12 @@ def joined(args: argparse.Namespace, models: Iterable[str], refused: Iterable[st
     ranks.check_alike(
         {flag_of(name): str(getattr(args, name)) for name in names}
         | {"device": str(mx.default_device())}
-        | {f"model {name}": weights_fingerprint(resolve_model(name)) for name in models}
+        # Not by name: each machine may have the model elsewhere.
+        | {
+            "the model's fingerprint": " ".join(
+                map(weights_fingerprint, map(resolve_model, models))
+            )
+        }
     )
     return ranks
 
@@ -76,9 +81,8 @@ def follows(
         return False
     from afm_mlx.engine.follow import follow
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends Ctrl-C to all, and rank 0 decides
+    # A terminal sends Ctrl-C to all ranks, and rank 0 decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow(model, tokenizer, adapters=adapters)
     return True
 

@@ -11,7 +11,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -444,7 +444,7 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
     run_path = Path(getattr(args, "run_path", None) or method.default_run_path(path))
     if is_first and args.resume and not (run_path / "run.json").exists():
         raise UsageError(f"--resume: {run_path} holds no run. Leave it out to start one.")
-    shown_bar = progress_bar("training", "step") if is_first else nullcontext()
+    shown_bar = progress_bar("training", "step", is_first)
     with run_advice(args, run_path), shown_bar as bar, ExitStack() as bars:
         reporter = Reporter(args, bar, bars)
         result = train_by(

@@ -20,11 +20,13 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
 from afm_mlx.engine.row import Row
@@ -161,15 +163,14 @@ def agreed(
 
 # -- requests as JSON
 
-_PLAIN = (
-    *("prompt", "max_tokens", "stop", "logprobs", "adapter", "at_limit", "keeps_prefix"),
-    *("draft", "client"),
-)
+_OF_RANK_0 = ("sampler", "seed", "logits_processors", "cache", "on_prefill", "heal")
+"""Fields of a request that only rank 0 uses; all others travel."""
 
 
 def request_values(request: Request) -> dict[str, Any]:
     """Return what other ranks need of a checked request, as JSON values."""
-    values: dict[str, Any] = {name: getattr(request, name) for name in _PLAIN}
+    names = [each.name for each in dataclasses.fields(request) if each.name not in _OF_RANK_0]
+    values: dict[str, Any] = {name: getattr(request, name) for name in names}
     for name in ("prompt_logprobs", "embedding", "constraint"):
         value = getattr(request, name)
         values[name] = None if value is None else dataclasses.asdict(value)
@@ -200,23 +201,48 @@ def _most_likely(logprobs: mx.array) -> mx.array:
 # -- events without an engine
 
 
-def say_adapter(model: nn.Module, name: str, path: str | None) -> None:
-    """On rank 0, have the other ranks register an adapter, or remove it from their pools if `path` is None.
+def register_adapter(model: nn.Module, pool: AdapterPool, name: str, path: Path) -> None:
+    """Register an adapter in the pools of all ranks that hold the model, or in none.
+
+    Call it in the thread of the model's engines: a request can't name the adapter before all ranks know it.
 
     Raises:
-        RequestError: the error of a rank that can't.
+        AFMError: the error of a rank that can't.
     """
+    pool.register(name, path)
     ranks = ranks_of(model)
-    if ranks is not None and ranks.is_first:
-        ranks.first({"event": "adapter", "engine": -1, "gone": [], "name": name, "path": path})
-        problems = ranks.gather("")
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise RequestError(f"{problem} (rank {rank})")
+    try:
+        problems = _change_adapter(ranks, name, str(path))
+    except AFMError:
+        pool.unregister(name)
+        raise
+    if problems:
+        unregister_adapter(model, pool, name)
+        raise RequestError(problems[0])
+
+
+def unregister_adapter(model: nn.Module, pool: AdapterPool, name: str) -> None:
+    """Remove an adapter from the pools of all ranks that hold the model; other ranks may lack it.
+
+    Raises:
+        RequestError: as `AdapterPool.unregister` does on this rank.
+    """
+    pool.unregister(name)
+    _change_adapter(ranks_of(model), name, None)
+
+
+def _change_adapter(ranks: Ranks | None, name: str, path: str | None) -> list[str]:
+    """On rank 0, have the other ranks do the same; return the errors of those that can't."""
+    if ranks is None:
+        return []
+    ranks.first({"event": "adapter", "engine": -1, "gone": [], "name": name, "path": path})
+    return [f"{text} (rank {rank})" for rank, text in enumerate(ranks.gather("")) if text]
 
 
 def dismiss(ranks: Ranks | None) -> None:
     """On rank 0, end `follow` on the other ranks."""
     if ranks is not None and ranks.is_first:
-        ranks.end_watch()
-        ranks.first({"event": "end", "engine": -1, "gone": []})
+        try:
+            ranks.first({"event": "end", "engine": -1, "gone": []})
+        finally:
+            ranks.end_watch()  # not before: the exchange never returns if another rank ends now

@@ -331,13 +331,9 @@ class Scheduler:
                 for other in overtaken:
                     other.overtaken += row.lease is not None
         if self._ranks is not None:
-            kept = {row.id for row in left}
-            self._ranks.first(
-                {
-                    "admitted": [row.id for row in admitted],
-                    "refused": [row.id for row in self.waiting if row.id not in kept],
-                }
-            )
+            kept = {row.id for row in (*left, *admitted)}
+            refused = [row.id for row in self.waiting if row.id not in kept]
+            self._ranks.first({"admitted": [row.id for row in admitted], "refused": refused})
         self._keep(left)
         return self._begun(admitted)
 
@@ -345,14 +341,12 @@ class Scheduler:
         """Do what `_admitted` does on rank 0, whose rows are admitted; wait for their adapters."""
         chosen = ranks.first(None)
         rows = {row.id: row for row in self.waiting}
-        admitted = [rows[each] for each in chosen["admitted"]]
-        gone = set(chosen["admitted"]) | set(chosen["refused"])
+        admitted = [rows.pop(each) for each in chosen["admitted"]]
         for each in chosen["refused"]:
-            if each not in chosen["admitted"]:
-                rows[each].release()
-                error = RequestError("Rank 0 has refused the request.")
-                self.early.append((rows[each], TokenResponse(each, -1, "", None, "error", error)))
-        self._keep([row for row in self.waiting if row.id not in gone])
+            row, error = rows.pop(each), RequestError("Rank 0 has refused the request.")
+            row.release()
+            self.early.append((row, TokenResponse(each, -1, "", None, "error", error)))
+        self._keep([*rows.values()])
         return self._begun(admitted)
 
     def _begun(self, admitted: Sequence[Row]) -> list[Row]:

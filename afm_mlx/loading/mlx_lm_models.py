@@ -55,9 +55,9 @@ def load_mlx_lm_folder(
 ) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
     """Load model, tokenizer and config as `mlx_lm.load` does, with our packed layers where they can be used.
 
-    `ranks` each load a part of the model. Adapters of mlx-lm expect MLX's own layers, so with an adapter these
-    are not replaced. Adapters of other
-    formats, and adapters of a model that is stored in this package's formats, are run by this package.
+    With several `ranks`, each loads a part of the model. Adapters of mlx-lm expect MLX's own layers, so with an
+    adapter these are not replaced. Adapters of other formats, and adapters of a model that is stored in this
+    package's formats, are run by this package.
 
     Raises:
         CheckpointError: if mlx-lm can't load it, or its packed layers or numbers are damaged.

@@ -16,12 +16,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import shard_inplace as mlx_shard_inplace
 from mlx.utils import tree_flatten
 
 from afm_mlx.config import ModelConfig
-from afm_mlx.errors import ConfigError, named
+from afm_mlx.errors import AFMError, ConfigError, named
 from afm_mlx.model.model import Model, is_afm
 from afm_mlx.model.split_layers import keep_inputs, keep_outputs, keep_vocabulary
+from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear
 from afm_mlx.ranks import Ranks
 
 
@@ -38,9 +40,8 @@ def split_model(model: Any, ranks: Ranks) -> None:
     else:
         _split_zoo(model, ranks.group)
     for _, array in tree_flatten(model.parameters()):
-        mx.eval(
-            array
-        )  # all at once, MLX would read several whole tensors before it takes the parts
+        # All at once, MLX would read several whole tensors before it takes the parts.
+        mx.eval(array)
         mx.clear_cache()
     model.ranks = ranks
 
@@ -111,8 +112,10 @@ def _split_zoo(model: Any, group: mx.distributed.Group) -> None:
                 f"ranks that divides {count}."
             )
     try:
-        with _own_shard_linear(model):
+        with _own_sharding(model):
             model.shard(group)
+    except AFMError:
+        raise
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"mlx-lm can't split this {kind} model over {size} ranks: {named(str(error))}."
@@ -120,8 +123,11 @@ def _split_zoo(model: Any, group: mx.distributed.Group) -> None:
 
 
 @contextmanager
-def _own_shard_linear(model: nn.Module) -> Iterator[None]:
-    """Have `shard` of mlx-lm's models cut layers in place, packed ones too, and not make MLX's own."""
+def _own_sharding(model: nn.Module) -> Iterator[None]:
+    """Have `shard` of mlx-lm's models cut layers in place, packed ones too, and not make MLX's own.
+
+    Experts are cut by MLX, which knows scales of groups alone; other packed experts are refused.
+    """
     names = {id(module): name for name, module in model.named_modules()}
 
     def shard_linear(
@@ -149,16 +155,25 @@ def _own_shard_linear(model: nn.Module) -> Iterator[None]:
         keep_outputs(layer, _shares(sections, group), name)
         return layer
 
-    modules = [
-        module
+    def shard_inplace(layer: Any, *args: Any, **options: Any) -> None:
+        is_packed = isinstance(layer, PackedLinear | PackedExperts)
+        if is_packed and (layer.mode == "palette" or layer["scales"].ndim < layer["weight"].ndim):
+            raise ConfigError(
+                f"{names.get(id(layer), 'A layer')} has no scales of groups, which ranks need to share it. "
+                "Convert the model with --q-granularity group, or run it in one process."
+            )
+        mlx_shard_inplace(layer, *args, **options)
+
+    theirs = [
+        (vars(module), function.__name__, vars(module)[function.__name__], function)
         for name, module in list(sys.modules.items())
-        if name.startswith("mlx_lm.models.") and hasattr(module, "shard_linear")
+        for function in (shard_linear, shard_inplace)
+        if name.startswith("mlx_lm.models.") and hasattr(module, function.__name__)
     ]
-    theirs = [module.shard_linear for module in modules]
-    for module in modules:
-        vars(module)["shard_linear"] = shard_linear
+    for values, name, _, own in theirs:
+        values[name] = own
     try:
         yield
     finally:
-        for module, function in zip(modules, theirs, strict=True):
-            vars(module)["shard_linear"] = function
+        for values, name, before, _ in theirs:
+            values[name] = before

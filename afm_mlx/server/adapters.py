@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.lockstep import say_adapter
+from afm_mlx.engine.lockstep import register_adapter, unregister_adapter
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.field_rules import Fields, Honoured
@@ -80,25 +81,17 @@ async def load_adapter(request: Request) -> Response:
                 param="name",
                 code="name_taken",
             )
-        await served.workers.run("adapters", lambda: _load(pool, body, path))
         try:
-            await _say(served, body.name, path)
+            await _on_all_ranks(register_adapter, served, body.name, path)
+            load = pool.pin if body.pinned else pool.load
+            try:
+                await served.workers.run("adapters", lambda: load(body.name))
+            except AFMError:
+                await _on_all_ranks(unregister_adapter, served, body.name)
+                raise
         except AFMError as error:
-            await served.workers.run("adapters", lambda: pool.unregister(body.name))
             raise bad_request(str(error), "path") from error
         return json_response(await _one(served, body.name), 201)
-
-
-def _load(pool: AdapterPool, body: LoadRequest, path: Path) -> None:
-    try:
-        pool.register(body.name, path)
-    except AFMError as error:
-        raise bad_request(str(error), "path") from error
-    try:
-        pool.pin(body.name) if body.pinned else pool.load(body.name)
-    except AFMError as error:
-        pool.unregister(body.name)
-        raise bad_request(str(error), "path") from error
 
 
 async def change_adapter(request: Request) -> Response:
@@ -119,7 +112,8 @@ async def change_adapter(request: Request) -> Response:
             raise HTTPException(404)
         if action == "unload":
             _refuse_own(served, name)
-        await _done(served, name, actions[action])
+        run = partial(served.workers.run, "adapters", lambda: actions[action](name))
+        await _done(served, name, run)
         return json_response(await _one(served, name))
 
 
@@ -130,16 +124,14 @@ async def delete_adapter(request: Request) -> Response:
     async with lease:
         served = lease.served
         _refuse_own(served, name)
-        await _done(served, name, _pool(served).unregister)
-        await _say(served, name, None)
+        await _done(served, name, lambda: _on_all_ranks(unregister_adapter, served, name))
         deleted = {"id": f"{served.name}:{name}", "object": "adapter", "deleted": True}
         return json_response(deleted)
 
 
-async def _say(served: ServedModel, name: str, path: Path | None) -> None:
-    """Have the other ranks of a split model register an adapter, or remove it if `path` is None."""
-    place = None if path is None else str(path)
-    await asyncio.wrap_future(threads.submit(say_adapter, served.model, name, place))
+async def _on_all_ranks(change: Callable[..., None], served: ServedModel, *args: Any) -> None:
+    """Call `register_adapter` or `unregister_adapter` in the thread of the engine."""
+    await asyncio.wrap_future(threads.submit(change, served.model, _pool(served), *args))
 
 
 def _lease(request: Request) -> tuple[ModelLease, str]:
@@ -149,7 +141,7 @@ def _lease(request: Request) -> tuple[ModelLease, str]:
     return models.lease(request, model if colon else None), name
 
 
-async def _done(served: ServedModel, name: str, action: Callable[[str], Any]) -> None:
+async def _done(served: ServedModel, name: str, action: Callable[[], Awaitable[Any]]) -> None:
     pool = _pool(served)
     if name not in pool.registered:
         raise ApiError(
@@ -159,7 +151,7 @@ async def _done(served: ServedModel, name: str, action: Callable[[str], Any]) ->
             code="adapter_not_found",
         )
     try:
-        await served.workers.run("adapters", lambda: action(name))
+        await action()
     except RequestError as error:  # rows use it, or others leave it no memory
         raise ApiError(409, str(error), code="adapter_in_use") from error
     except AFMError as error:

@@ -26,7 +26,7 @@ for count in (7, 1, 0):
     rows = ranks.each_row(range(count), lambda own: np.outer(own, [1, 1 / 3, 1e-9]))
     assert rows.dtype == np.float32
     found[count] = [values, rows.tolist()]
-with ranks.watched():
+with ranks.raising_when_lost():
     time.sleep(1.2)  # nobody has ended
 try:
     ranks.check_alike({"rank": ranks.rank})
@@ -71,7 +71,7 @@ def test_items_are_split_and_ranks_end_together(tmp_path, size):
 def test_one_process_has_all_items():
     assert ALONE.each([1, 2], lambda own: [i + 1 for i in own]) == [2, 3]
     assert ALONE.each_row([1, 2], lambda own: np.ones((2, 3))).shape == (2, 3)
-    with ALONE.watched():
+    with ALONE.raising_when_lost():
         pass
 
 
@@ -124,8 +124,8 @@ def test_commands_split_their_work(tmp_path, spm_bpe, rng, capsys):
         *_, first, second, third, fourth, rest = text.split("status\n")
         assert "The ranks differ: the command is " in first
         assert "standard input can't be split over 2 ranks" in second
-        assert "--reward is for one process, and this run has 2 ranks" in third
-        assert "--pairs-from is for one process, and this run has 2 ranks" in fourth
+        assert "--reward needs a single process, and this run has 2 ranks" in third
+        assert "--pairs-from needs a single process, and this run has 2 ranks" in fourth
         assert not rest
     answers = (tmp_path / "answers.jsonl").read_text()
     assert len(answers.splitlines()) == 3

@@ -26,6 +26,7 @@ from afm_mlx.tokenizer.protocol import Tokenizer
 MAX_BYTES = 4 << 20
 """Maximum bytes of a conversation file: a million tokens, more than any context."""
 _PREFIX_BYTES = 1 << 30
+"""Maximum bytes of a split model's keys and values that a chat keeps for its next answer, on each rank."""
 _KEYS = ("messages", "adapter")
 
 

@@ -11,12 +11,15 @@ import urllib.request
 import mlx.core as mx
 import pytest
 
+from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.lockstep import (
     Lead,
     OutOfStepError,
     check_in_step,
     checksum,
+    dismiss,
+    register_adapter,
     request_of,
     request_values,
 )
@@ -26,6 +29,7 @@ from afm_mlx.engine.samplers import make_logits_processors, make_sampler
 from afm_mlx.errors import RequestError
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.loading.load import load
+from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.ranks import RankLostError, Ranks
 from tests.tools.adapters import draw_tensors
 from tests.tools.adapters import write_folder as write_adapter
@@ -124,22 +128,59 @@ def test_the_command_prints_once(tmp_path):
     assert found["peak_memory_gb"] < 0.7 * alone["peak_memory_gb"]
 
 
+BY_RANK = """
+import os, sys
+from afm_mlx.cli import main
+
+for names in ("ab", "ac"):
+    model = names[int(os.environ["MLX_RANK"])]
+    argv = ["generate", "hello", "-m", "2", "--json", "--model", f"{sys.argv[1]}/{model}"]
+    print(main(argv), file=sys.stderr)
+"""
+
+
+def test_ranks_may_have_one_model_in_different_folders(tmp_path, spm_bpe, rng):
+    a = write_folder(tmp_path / "a", spm_bpe, rng)
+    write_folder(tmp_path / "b", spm_bpe, rng)
+    (tmp_path / "c").symlink_to(a)
+    _, errors = stdout(start_ranks(tmp_path, 2, ["-c", BY_RANK, str(tmp_path)]))
+    for text in errors:
+        error, *statuses = [line for line in text.splitlines() if line]
+        assert "error: The ranks differ: the model's fingerprint is '" in error
+        assert statuses == ["2", "0"]
+
+
+def test_a_command_ends_when_it_loses_a_rank(tmp_path):
+    command = ["generate", "hello", "--max-tokens", "900", "--regex", "[ab]{800}"]
+    running = start_ranks(tmp_path, 2, ["-m", "afm_mlx", *command])
+    assert running[0].stdout.read(1)
+    running[1].send_signal(signal.SIGKILL)
+    error = running[0].communicate(timeout=30)[1]
+    assert running[0].returncode in (1, 2)
+    assert "error: Rank 0 of 2 has lost another rank, whose own message says why" in error
+
+
+def post(port, path, body, method="POST"):
+    headers = {"content-type": "application/json"}
+    address, data = f"http://127.0.0.1:{port}/v1/{path}", json.dumps(body).encode()
+    request = urllib.request.Request(address, data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
 def ask(port, index, **fields):
     body = {"model": "afm-nano", "prompt": f"{index} boats", "max_tokens": 12, **fields}
-    address = f"http://127.0.0.1:{port}/v1/completions"
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["choices"][0]
+    return post(port, "completions", body)["choices"][0]
 
 
 def test_a_server_of_two_ranks_answers_and_ends_when_it_loses_one(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
+    folder = ["--adapter-folder", str(resolve_model("afm-nano") / "adapters")]
     running = start_ranks(
         tmp_path,
         2,
-        ["-m", "afm_mlx", "server", "--port", str(port), "--log-level", "ERROR"],
+        ["-m", "afm_mlx", "server", "--port", str(port), "--log-level", "ERROR", *folder],
     )
     assert "is served at" in running[0].stdout.readline()
     texts = {}
@@ -155,6 +196,11 @@ def test_a_server_of_two_ranks_answers_and_ends_when_it_loses_one(tmp_path):
         client.join()
     assert set(texts) == set(range(8))
     assert texts[0]["text"] == ask(port, 0, temperature=0)["text"]
+    for _ in range(2):  # the name is free again on all ranks
+        post(port, "adapters", {"name": "mine", "path": "todo"})
+        named = ask(port, 4, model="afm-nano:mine", temperature=0)
+        assert named["text"] == texts[4]["text"]
+        post(port, "adapters/mine", None, "DELETE")
     running[1].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     error = running[0].communicate(timeout=30)[1]
@@ -223,6 +269,21 @@ def test_what_other_ranks_can_not_follow_is_refused(monkeypatch, tmp_path):
         Lead(object(), Ranks(Group(0, 2)), {"prefix_cache": kept})
 
 
+def test_an_adapter_is_registered_on_all_ranks_or_none(monkeypatch, spm_bpe, tmp_path, rng):
+    model, _ = load(write_folder(tmp_path / "floats", spm_bpe, rng))
+    pool, said, problem = AdapterPool(model), [], "no such path"
+    adapter = write_adapter(tmp_path / "adapter", draw_tensors(model, rng, 2))
+    monkeypatch.setattr(Ranks, "first", lambda self, event: said.append(event["path"]))
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, problem])
+    model.ranks = Ranks(Group(0, 2))
+    with pytest.raises(RequestError, match=r"no such path \(rank 1\)"):
+        register_adapter(model, pool, "mine", adapter)
+    assert (said, pool.registered) == ([str(adapter), None], [])
+    problem = ""
+    register_adapter(model, pool, "mine", adapter)
+    assert pool.registered == ["mine"]
+
+
 def test_engines_that_are_gone_are_dropped(monkeypatch):
     said = []
     owner, ours = lead(monkeypatch, said)
@@ -234,7 +295,7 @@ def test_engines_that_are_gone_are_dropped(monkeypatch):
 
 def test_a_step_that_fails_ends_all_exchanges(monkeypatch):
     ranks = Ranks(Group(0, 2))
-    monkeypatch.setattr(Ranks, "_of_first", lambda self, data, length: data.ljust(length))
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: x)
     ours = Lead(
         type("Owner", (), {})(), ranks, {"prefix_cache": None, "adapters": 1, "speculation": 1}
     )
@@ -244,6 +305,41 @@ def test_a_step_that_fails_ends_all_exchanges(monkeypatch):
         RankLostError, match=r"A step of the ranks has failed \(ZeroDivisionError: no\)"
     ):
         ours.say("cancel", row=1)
+
+
+def test_nothing_is_exchanged_after_a_failed_exchange(monkeypatch):
+    called = []
+
+    def all_sum(x, group):
+        called.append(x)
+        raise RuntimeError("connection lost")
+
+    monkeypatch.setattr(mx.distributed, "all_sum", all_sum)
+    ranks = Ranks(Group(0, 2))
+    for _ in range(2):
+        with pytest.raises(RankLostError, match=r"another rank.*\(connection lost\)"):
+            ranks.first(1)
+    assert len(called) == 1
+
+
+def test_the_last_exchange_is_watched(monkeypatch):
+    one, other = socket.socketpair()
+    with one, other:
+        ranks, watching = Ranks(Group(0, 2), connections=frozenset([one.fileno()])), []
+
+        def first(*_):
+            watching.append(is_watched())
+            raise RankLostError
+
+        def is_watched():
+            return "afm-mlx ranks" in [thread.name for thread in threading.enumerate()]
+
+        monkeypatch.setattr(Ranks, "first", first)
+        ranks.watch(print)
+        with pytest.raises(RankLostError):
+            dismiss(ranks)
+        assert watching == [True]
+        assert not is_watched()
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step(monkeypatch):

@@ -18,6 +18,8 @@ from afm_mlx.model.split_layers import (
 )
 from afm_mlx.model.split_model import split_model, split_problem
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.quantize_model import quantize_model
+from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.ranks import Ranks
 from tests.tools.cases import each
 from tests.tools.cli import CONFIG
@@ -199,6 +201,32 @@ def test_feed_forwards_are_shared_equally():
 def test_zoo_models_that_can_not_be_split(kind, size, words):
     with pytest.raises(ConfigError, match=words):
         split_model(zoo_model(kind, 64, 1), Ranks(Group(0, size)))
+
+
+@each("granularity, is_split", [("group", True), ("row", False), ("tensor", False)])
+def test_packed_experts_are_split_with_scales_of_groups(granularity, is_split):
+    sizes = {"moe_intermediate_size": 64, "head_dim": 16}
+    model = zoo_model("qwen3_moe", 64, 1, **sizes)
+    group_size = 32 if is_split else None
+    quantize_model(model, {}, QuantizationRule(4, "balanced", granularity, group_size))
+    if is_split:
+        split_model(model, Ranks(Group(0, 2)))
+        experts = model.layers[0].mlp.switch_mlp
+        assert experts.gate_proj.scales.shape == (8, 32, 2)
+        assert experts.down_proj.scales.shape == (8, 64, 1)
+        return
+    with pytest.raises(
+        ConfigError, match=r"^model.layers.0.mlp.switch_mlp.gate_proj has no scales"
+    ):
+        split_model(model, Ranks(Group(0, 2)))
+
+
+def test_an_error_of_a_layer_stays_as_it_is():
+    """Not wrapped into a second sentence, with a second full stop."""
+    model = zoo_model("qwen3", 64, 1)
+    quantize_model(model, {}, QuantizationRule(4, group_size=32))
+    with pytest.raises(ConfigError, match=r"^model.layers.0.self_attn.o_proj has 32 inputs"):
+        split_model(model, Ranks(Group(0, 2)))
 
 
 def test_one_process_holds_the_whole_model():

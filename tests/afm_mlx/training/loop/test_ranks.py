@@ -344,7 +344,7 @@ def test_what_can_not_be_split_is_refused(rng, recipe, preferences, monkeypatch)
         lambda path: prune(recipe, path),
         lambda path: predict_mask("afm-nano", path, task="physics"),
     ):
-        with pytest.raises(ConfigError, match="made by one process, and this run has 2 ranks"):
+        with pytest.raises(ConfigError, match="needs a single process, and this run has 2 ranks"):
             make(pairs.parent / "refused")
 
 
