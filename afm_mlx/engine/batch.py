@@ -105,13 +105,13 @@ class Prefill:
     generates: bool = True  # False if all rows end with their prompts, as all or none do
     # How the rows' hidden states become vectors, in one way for all; None if no vectors are wanted.
     pooling: str | None = None
-    # (B, hidden_dim) float32: of the columns so far, the sum of the hidden states, or each row's last one.
+    # (B, hidden_dim) float32: with "mean" the sum of each row's hidden states so far, with "last" the state of
+    # the row's last token once it is fed.
     _states: mx.array | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
         pending = [row.pending for row in rows]
-        asked = rows[0].embedding
         lengths = [row.prefill_length for row in rows]
         longest = max(lengths)
         padding = [longest - length for length in lengths]
@@ -126,7 +126,7 @@ class Prefill:
             row.pending = []
         batch = RowBatch(by_block, list(rows), cache, last, batch_adapters(rows))
         prefill = cls(batch, tokens, lengths, generates=rows[0].generates)
-        prefill.pooling = None if asked is None else asked.pooling
+        prefill.pooling = None if (asked := rows[0].embedding) is None else asked.pooling
         starts = [span.start for i in range(len(rows)) if (span := prefill._scored_columns(i)[0])]
         prefill.scored_from = min(starts, default=None)
         return prefill
@@ -172,7 +172,7 @@ class Prefill:
             return
         else:
             last = last_states(model, tokens, mx.clip(left, 1, width), cache).astype(mx.float32)
-            # Of rows that have ended before, or go on, the kept one stays or is replaced later.
+            # A row that ended in an earlier chunk keeps its state; one that goes on gets it in a later chunk.
             self._states = (
                 last if self._states is None else mx.where(left[:, None] > 0, last, self._states)
             )
@@ -183,9 +183,8 @@ class Prefill:
         assert self._states is not None
         pooled = self._states
         if self.pooling == "mean":
-            pooled = (
-                pooled / mx.array([len(row.request.prompt) for row in self.batch.rows])[:, None]
-            )
+            counts = mx.array([len(row.request.prompt) for row in self.batch.rows])
+            pooled = pooled / counts[:, None]
         vectors = []
         for state, row in zip(pooled, self.batch.rows, strict=True):
             asked = row.embedding or Embedding()

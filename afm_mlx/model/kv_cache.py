@@ -187,7 +187,7 @@ class KVCache:
         if self.buffer is None:
             # The first tokens are the buffer: rows that end with them, such as embeddings, need no capacity.
             self._check_new(length)
-            self.buffer = kv
+            self.buffer = _handle(kv)
         else:
             self._ensure_capacity(length)
             self._write(kv, self._columns)
@@ -226,7 +226,8 @@ class KVCache:
         Raises:
             ContextLengthError: past `max_size`.
         """
-        self._check_bound(max(self._lengths) + count)
+        if self._padding is None:  # as in `_check_new`
+            self._check_bound(max(self._lengths) + count)
         if not self.fits_in_tail(count):
             self.settle()
             shape = (len(self._lengths), heads, TAIL, head_dim)
@@ -341,7 +342,7 @@ class KVCache:
     def finalize(self) -> None:
         """Stop counting the padding as tokens; the next tokens overwrite it."""
         if self._padding is not None:
-            self._lengths = list(map(operator.sub, self._lengths, self._padding))
+            self.trim_rows(self._padding)
             self._padding = None
             self._check_bound(max(self._lengths))
 

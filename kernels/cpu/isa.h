@@ -82,7 +82,9 @@ struct MatrixJob {
 // Blocks of the vectors are 64 codes long (see Layout).
 struct GroupedJob {
   MatrixJob job;
-  const float* scales;  // as in VectorJob
+  // (rows, scale_stride), one per `group_bytes` of codes, zeros from the last one on to the next multiple of 16, and 16
+  // numbers that can be read behind the last row.
+  const float* scales;
   int64_t scale_stride;
   int64_t group_bytes;
 };

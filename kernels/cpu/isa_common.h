@@ -355,7 +355,8 @@ inline Isa::Lanes lanes_at(const void* data, int64_t index) {
   return TYPE == Number::bfloat16 ? Isa::from_bfloats(p) : Isa::from_halves(p);
 }
 
-// `count` numbers, and zeros: what is behind a row is another's, and may be NaN.
+// The first `count` of kLanes numbers from memory as floats, zeros in the other lanes: behind a row is another row, whose
+// numbers may be NaN.
 template <Number TYPE>
 inline Isa::Lanes first_at(const void* data, int64_t index, int64_t count) {
   alignas(64) float numbers[Isa::kLanes] = {};
@@ -416,13 +417,13 @@ inline void multiply_rows(const VectorJob& job, int64_t row, Isa::Lanes* lanes) 
 
 // The same with scales that change along a row: a group is a whole number of registers (exactly one, if ONE), or a
 // register is a whole number of groups, each of them a whole number of lanes. A group's lanes become floats unreduced.
-// Scales become floats in registers: a pass of its own would keep codes waiting.
+// Scales become floats in registers: converted before, they would keep codes waiting.
 template <int BITS, int DIGITS, int ROWS, bool ONE, Number TYPE>
 inline void multiply_groups(const VectorJob& job, int64_t row, Isa::Lanes* out) {
   using Sums = typename Isa::template Sums<BITS, DIGITS>;
   constexpr int64_t kBlock = int64_t{Isa::kBytes} * (8 / BITS) * DIGITS;
   const uint8_t* codes = job.codes + row * job.row_bytes;
-  int64_t scale = row * job.scale_stride;  // of the first row
+  int64_t scale = row * job.scale_stride;  // index of the first row's next scale
   const int8_t* x = job.x;
   RowsPrefetcher<ROWS> prefetcher(codes, job.row_bytes);
   Isa::Lanes lanes[ROWS];
@@ -434,8 +435,7 @@ inline void multiply_groups(const VectorJob& job, int64_t row, Isa::Lanes* out) 
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r) {
         const Isa::Lanes products = Sums::products(Isa::load(codes + r * job.row_bytes), x);
-        const Isa::Lanes same = lane_at<TYPE>(job.scales.data, scale + r * job.scale_stride);
-        lanes[r] = Isa::multiply_add(products, same, lanes[r]);
+        lanes[r] = Isa::multiply_add(products, lane_at<TYPE>(job.scales.data, scale + r * job.scale_stride), lanes[r]);
       }
     }
   } else if (job.group_bytes >= Isa::kBytes) {
@@ -451,8 +451,8 @@ inline void multiply_groups(const VectorJob& job, int64_t row, Isa::Lanes* out) 
       }
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r) {
-        const Isa::Lanes same = lane_at<TYPE>(job.scales.data, scale + r * job.scale_stride);
-        lanes[r] = Isa::multiply_add(sums[r].total(), same, lanes[r]);
+        const Isa::Lanes factor = lane_at<TYPE>(job.scales.data, scale + r * job.scale_stride);
+        lanes[r] = Isa::multiply_add(sums[r].total(), factor, lanes[r]);
       }
     }
   } else {

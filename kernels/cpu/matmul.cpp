@@ -256,14 +256,15 @@ void add_outliers(const Prepared& x, const PackedMatrix& w, const Grid& grid, in
 // Rows whose scales and biases as float32 stay in the first-level cache until one vector meets them.
 constexpr int64_t kGridRows = 32;
 
-// Rows behind whose scales the 16 numbers of `VectorJob` are there; 0 if kernels can't read scales and biases in place.
+// How many rows, from the first on, have scales and biases that `VectorJob` can read in place: 16 more numbers follow in
+// the arrays. 0 if scales and biases have different types.
 int64_t rows_in_place(const PackedMatrix& w) {
   if (w.mode == Mode::affine && w.biases.type != w.scales.type) return 0;
   return std::max<int64_t>(w.rows - (15 + w.groups) / w.groups, 0);
 }
 
-// out (rows,) = products of one vector with rows [begin, end), none of them past `rows_in_place`. Scales and biases are
-// read where they are, while codes are: turned into float32 before, they took as long as the codes.
+// out (end - begin,) = products of one vector with rows [begin, end), end <= rows_in_place(w). Scales and biases are
+// read in place, together with the codes: converted to float32 before, they took as long as the codes.
 void multiply_in_place(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
                        RowScratch& scratch) {
   const bool affine = w.mode == Mode::affine;
@@ -304,9 +305,9 @@ void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t e
   if (x.path == Path::floats) return multiply_floats(x, w, begin, end, out, scratch);
   if (w.mode == Mode::palette) return multiply_palette(x, w, begin, end, ahead, out, scratch);
   if (x.path == Path::vector && x.count == 1 && is_grouped(w)) {
-    if (const int64_t first = std::clamp(rows_in_place(w), begin, end); begin < first) {
-      multiply_in_place(x, w, begin, first, out, scratch);
-      if (first < end) multiply(x, w, first, end, ahead, out + (first - begin), scratch);
+    if (const int64_t split = std::clamp(rows_in_place(w), begin, end); begin < split) {
+      multiply_in_place(x, w, begin, split, out, scratch);
+      if (split < end) multiply(x, w, split, end, ahead, out + (split - begin), scratch);
       return;
     }
     if (end - begin > kGridRows) {

@@ -204,7 +204,7 @@ def test_states_without_a_number_end_their_row_alone(rng, model, tokenizer, monk
         def spoil(self, h, broken=broken):
             states = norm(self, h)
             is_first = mx.arange(h.shape[0]) == 0
-            return mx.where(is_first[:, None, None], broken, states)
+            return mx.where(is_first[:, None], broken, states)
 
         monkeypatch.setattr(type(model), "final_norm", spoil)
         prompts = [some_prompt(rng, 9), some_prompt(rng, 9)]
@@ -214,8 +214,8 @@ def test_states_without_a_number_end_their_row_alone(rng, model, tokenizer, monk
         (bad,), (good,) = (found[row] for row in rows)
         assert (bad.finish_reason, bad.embedding) == ("error", None)
         assert isinstance(bad.error, EmbeddingError)
-        assert np.isfinite(good.embedding).all()
         monkeypatch.setattr(type(model), "final_norm", norm)
+        assert_right(good.embedding, model, prompts[1], Embedding())
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

@@ -27,13 +27,11 @@ def test_one_entry_per_block_and_none_for_those_that_store_nothing(rng):
     model = random_model(config, rng)
     cache = model.make_cache()
     assert len(cache) == len(model.layers) == 5
-    for columns in (
-        3,
-        STEP,
-    ):  # a prompt's first tokens take what they need, and then capacity grows in steps
+    # A prompt's first tokens take what they need; then capacity grows in steps.
+    for capacity in (3, STEP):
         model.prefill(mx.array([[1, 2, 3]]), cache)
         assert [layer.empty() for layer in cache] == [False] * 3 + [True] * 2
-        wanted = columns * config.kv_values_per_token  # a byte each
+        wanted = capacity * config.kv_values_per_token  # a byte each
         assert sum(layer.nbytes for layer in cache) == wanted
 
 
@@ -184,6 +182,37 @@ def test_padding_is_disowned(rng):
     assert mx.array_equal(
         batch.in_use()[0, :, :4], mx.concatenate([part[0, :, :3], new[0]], axis=1)
     )
+
+
+@pytest.mark.parametrize("int8", [True, False])
+def test_padding_in_the_tail_is_disowned(rng, int8):
+    """The last column of a padded prompt is fed as a decode step feeds it; the bound counts no padding."""
+    caches, parts = zip(*(filled(rng, n, int8=int8, max_size=9) for n in (6, 2)), strict=True)
+    batch = KVCache.merge(caches)
+    batch.prepare(lengths=[2, 5], right_padding=[3, 0])
+    part = columns(rng, 2, 4, int8)
+    batch.update(part)
+    part = mx.concatenate([part, decoded(rng, batch, 1)], axis=2)
+    batch.finalize()
+    assert batch.lengths == [8, 7]
+    new = decoded(rng, batch, 1)
+    found = batch.in_use()
+    for row, fed in enumerate((2, 5)):
+        wanted = mx.concatenate(
+            [parts[row], part[row : row + 1, :, :fed], new[row : row + 1]], axis=2
+        )
+        assert mx.array_equal(found[row : row + 1, :, : wanted.shape[2]], wanted)
+    with pytest.raises(ContextLengthError, match="bounded to 9 tokens and 10"):
+        batch.open_tail(4, 4)
+
+
+def test_the_first_tokens_stay_the_callers(rng):
+    cache, part = KVCache(), columns(rng, 1, 4)
+    before = np.array(part)
+    cache.update(part)
+    cache.trim(2)
+    cache.update(columns(rng, 1, 1))
+    np.testing.assert_array_equal(np.array(part), before)
 
 
 def test_trim_and_copies_of_a_prefix_are_independent(rng):
