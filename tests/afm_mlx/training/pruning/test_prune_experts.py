@@ -314,6 +314,6 @@ def test_several_ranks_are_refused(recipe, tmp_path, monkeypatch):
         def size(self):
             return 2
 
-    monkeypatch.setattr("afm_mlx.training.pruning.prune_experts.join_ranks", lambda: Ranks(Group()))
+    monkeypatch.setattr("afm_mlx.ranks.join_ranks", lambda: Ranks(Group()))
     with pytest.raises(ConfigError, match="this run has 2 ranks; start it without"):
         prune_experts(recipe("afm-nano"), tmp_path / "small")
