@@ -7,8 +7,8 @@ one whose singular values fall. GPUs decode such blocks when they read textures;
 format here. `afm-mlx convert -q --svd-adapter` is the part that helps.
 
 A block is a luminance HDR block (mode 2) with a full grid of 6 x 6 weights of 6 levels: 17 bits of header, two
-endpoints of 8 bits, 94 bits of weights, 127 of 128 bits. Values are made positive first: the minimum of a block is kept in 16
-bits. Levels are exact fifths between the endpoints, where the standard rounds to 64ths.
+endpoints of 8 bits, 94 bits of weights, 127 of 128 bits. Values are made positive first: the minimum of a block
+is kept in 16 bits. Levels are exact fifths between the endpoints, where the standard rounds to 64ths.
 
 Sources: arXiv 2507.13575; Khronos Data Format Specification 1.3, chapter 23 (ASTC).
 """
