@@ -115,8 +115,9 @@ def _architecture(config: Any) -> dict[str, Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    is_plain = field.default_factory is dataclasses.MISSING
-    return field.default if is_plain else field.default_factory()
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
 
 
 def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:
