@@ -217,7 +217,7 @@ def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> Adap
     """Return the config for an adapter folder of the model's LoRA layers.
 
     `base_folder` is the folder that the base was loaded from, for its fingerprint; None for the fingerprint of
-    the arrays in memory, which depends on the device. Models of mlx-lm's zoo have no fingerprint.
+    the arrays in memory, which depends on the device. Adapters of mlx-lm's models get none.
     """
     layers = lora_layers(model)
     if not layers:

@@ -44,21 +44,26 @@ from afm_mlx.adapters.task_mask import (
     read_mask,
     write_mask,
 )
-from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.checkpoint.finite import not_finite
 from afm_mlx.config import ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.json_values import FLOAT16_MAX, is_text
-from afm_mlx.loading.mlx_lm_models import open_mlx_lm_model
+from afm_mlx.loading.mlx_lm_models import open_mlx_lm_model, read_model
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseFolder:
-    """Architecture and fingerprint of a base model; models of mlx-lm's zoo have no fingerprint."""
+    """Architecture and fingerprint of a base model.
+
+    Adapters of mlx-lm's models have no fingerprint, only their task masks: `fingerprint` is None for such a
+    model, and `zoo_folder` is its folder.
+    """
 
     config: Architecture
     fingerprint: str | None
+    zoo_folder: Path | None = None
 
     @classmethod
     def read(cls, folder: Path) -> BaseFolder:
@@ -66,7 +71,7 @@ class BaseFolder:
         source = folder / "config.json"
         values = read_config_json(source)
         if not is_afm_config(values) and is_text(values.get("model_type")):
-            return cls(zoo_base(open_mlx_lm_model(folder)[0]), None)
+            return cls(zoo_base(open_mlx_lm_model(folder)[0]), None, folder)
         config = ModelConfig.from_dict(values, source=str(source))
         return cls(config, folder_fingerprint(config, folder))
 
@@ -74,6 +79,14 @@ class BaseFolder:
     def known(self) -> set[str] | None:
         """Fingerprints that an adapter may name; None accepts any adapter."""
         return None if self.fingerprint is None else {self.fingerprint}
+
+    def mask_fingerprints(self) -> set[str] | None:
+        """Return the fingerprints that a task mask may name; reads the weights of a model of mlx-lm."""
+        if self.zoo_folder is None:
+            return self.known
+        model, _ = open_mlx_lm_model(self.zoo_folder)
+        read_model(model, self.zoo_folder)
+        return {base_model_fingerprint(model)}
 
 
 def base_of(adapter: Path) -> BaseFolder | None:
@@ -273,7 +286,8 @@ def _mask_problems(path: str | Path, base: BaseFolder | None) -> list[str]:
         mask = read_mask(path)
         if base is None:
             return []
-        check_base(mask.base_model_fingerprint, base.known, path, "task mask")
+        if mask.base_model_fingerprint is not None:
+            check_base(mask.base_model_fingerprint, base.mask_fingerprints(), path, "task mask")
     except AFMError as error:
         problems.append(str(error))
     else:

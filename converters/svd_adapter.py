@@ -60,8 +60,9 @@ def write_error_adapter(source: Path, packed: Path, rank: int) -> None:
     """Write the adapter of a packed folder's errors into it; `source` is the folder of the float model."""
     floats = {target.path: linear_weight(target.linear) for target in _targets(source)}
     pairs = _Pairs(rank)
-    targets = [target for target in _targets(packed) if _is_packed(target.linear)]
-    for target in targets:
+    for target in _targets(packed):
+        if mx.issubdtype(target.linear.weight.dtype, mx.floating):
+            continue
         pairs.add(target, floats.pop(target.path) - linear_weight(target.linear))
     write_svd_adapter(packed, pairs.tensors, rank)
 
@@ -86,9 +87,10 @@ def split_weights(source: Path, folder: Path, rank: int) -> dict[str, mx.array]:
         tensor = stored[spec.name]
         if spec.name not in targets:
             return [tensor.read()]
-        weight = mx.array(tensor.read()).view(tensor.dtype).reshape(tensor.shape)
-        taken = pairs.add(targets[spec.name], weight.astype(mx.float32))
-        return [array_bytes((weight.astype(mx.float32) - taken).astype(tensor.dtype))]
+        weight = mx.array(tensor.read()).view(tensor.dtype).astype(mx.float32)
+        weight = weight.reshape(-1, tensor.shape[-1])  # of a stack, one matrix after the other
+        taken = pairs.add(targets[spec.name], weight)
+        return [array_bytes((weight - taken).astype(tensor.dtype))]
 
     specs = [TensorSpec(t.name, t.shape, t.dtype) for t in stored.values()]
     write_weights(folder, specs, read)
@@ -132,10 +134,6 @@ class _Pairs:
             self.tensors[f"{target.path}.lora_b{suffix}"] = b
             products.append((a.astype(mx.float32) @ b.astype(mx.float32)).T)
         return mx.concatenate(products)
-
-
-def _is_packed(layer: nn.Module) -> bool:
-    return type(layer) is not nn.Linear
 
 
 def _open(folder: Path) -> nn.Module:

@@ -74,20 +74,17 @@ def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:
 
 def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
     """Compute the fingerprint of a model folder from samples of its tensors; equal to `model_fingerprint`."""
-    tensors = sorted(stored_tensors(folder).items())
-    return _digest(
-        _architecture(config), ((n, t.shape, t.dtype, _sample_stored(t)) for n, t in tensors)
-    )
+    return _stored_digest(_architecture(config), folder)
 
 
 def weights_fingerprint(folder: str | Path) -> str:
     """Compute the fingerprint of a folder of any architecture from config.json and tensors' samples."""
-    folder = Path(folder)
+    return _stored_digest(read_config_json(Path(folder, "config.json")), folder)
+
+
+def _stored_digest(head: Any, folder: str | Path) -> str:
     tensors = sorted(stored_tensors(folder).items())
-    return _digest(
-        read_config_json(folder / "config.json"),
-        ((n, t.shape, t.dtype, _sample_stored(t)) for n, t in tensors),
-    )
+    return _digest(head, ((n, t.shape, t.dtype, _sample_stored(t)) for n, t in tensors))
 
 
 def _stride(size: int) -> tuple[int, int]:
@@ -114,7 +111,13 @@ def _architecture(config: Any) -> dict[str, Any]:
         return {k: v for k, v in config.to_dict().items() if k != "context_length"}
     # Defaults are left out, because a newer mlx-lm may have more settings.
     settings = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
-    return {field.name: value for field, value in settings if value != field.default}
+    return {field.name: value for field, value in settings if value != _default(field)}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
 
 
 def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:

@@ -124,8 +124,8 @@ def run(args: argparse.Namespace) -> None:
     args.save_path = args.save_path or "mask"
     if args.rounds is not None or args.criterion in _EXPERTS or args.recover == "full":
         raise UsageError(
-            f"--rounds, --recover full and the criteria {', '.join(_EXPERTS)} are for experts. Add --experts "
-            "SHARE, or leave them out."
+            f"--rounds, --recover full and the criteria {', '.join(_EXPERTS)} need --experts SHARE. Add it, or "
+            "leave them out."
         )
     if args.criterion == "predictor":
         _predict(args)
@@ -201,10 +201,10 @@ def _prune_experts(args: argparse.Namespace) -> None:
     unused = [row for row in (*_MASK, *_RECOVERY[1:]) if row.name not in _OF_EXPERTS]
     given = [flag_of(row.name) for row in unused if getattr(args, row.name) is not None]
     given += [flag_of(name) for name in ("resume", "plot") if getattr(args, name)]
-    if given or args.criterion in _CHANNELS or args.recover == "lora":
-        what = ", ".join(given) or f"--criterion {args.criterion}"
-        what = "--recover lora" if not given and args.recover == "lora" else what
-        raise UsageError(f"{what} is not for --experts. Leave it out.")
+    given += [f"--criterion {args.criterion}"] if args.criterion in _CHANNELS else []
+    given += ["--recover lora"] if args.recover == "lora" else []
+    if given:
+        raise UsageError(f"{', '.join(given)} can't be used with --experts. Leave it out.")
     _check_training(args, "--recover full")
     recipe = recipe_of(args, FULL_LEARNING_RATE)
     from afm_mlx.training.pruning.prune_experts import ExpertPruning, prune_experts

@@ -1,5 +1,8 @@
 """Adapters of singular vectors: the best approximation of a rank, and models that they bring nearer."""
 
+import json
+import re
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,7 +15,10 @@ from afm_mlx.converters.svd_adapter import low_rank
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import resolve_adapter
+from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
+from afm_mlx.track_config import TrackConfig
 from tests.tools.compare import assert_same, error
+from tests.tools.tracks import SMALL, random_tracks, write_tracks_folder
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 VOCAB, RANK = 64, 4
@@ -45,15 +51,22 @@ def floats(request, rng, tmp_path, make_checkpoint):
     """A float folder, AFM's or mlx-lm's, whose layers' singular values fall."""
     if request.param == "afm":
         folder = convert(make_checkpoint().folder, tmp_path / "float")
+    elif request.param == TRACK_MODEL:
+        widths = dict.fromkeys(re.findall(r"\S*hidden_dim", " ".join(SMALL)), 32)
+        config = TrackConfig(**SMALL | widths)
+        folder = write_tracks_folder(
+            tmp_path / "float", random_tracks(config, int(rng.integers(2**31)))
+        )
+        (folder / "tokenizer.json").write_text(json.dumps(word_tokenizer_json(VOCAB)))
     else:
         folder = tmp_path / "float"
         model = zoo_model(request.param, VOCAB, int(rng.integers(2**31)))
         write_zoo_folder(folder, request.param, model, word_tokenizer_json(VOCAB))
     weights = load_weights(folder)
     for name, array in weights.items():
-        if array.ndim == 2 and "embed" not in name:
+        if array.ndim > 1 and not re.search("embed|norm", name):
             u, s, v = np.linalg.svd(np.array(array.astype(mx.float32)), full_matrices=False)
-            falling = (u * (s[0] * np.arange(1, len(s) + 1) ** -0.7)) @ v
+            falling = (u * (s[..., :1] * np.arange(1, s.shape[-1] + 1) ** -0.7)[..., None, :]) @ v
             weights[name] = mx.array(falling.astype(np.float32))
     (path,) = folder.glob("*.safetensors")
     mx.save_safetensors(str(path), weights, {"format": "mlx"})
@@ -65,11 +78,13 @@ def matrices(model):
 
 
 def added(folder, model):
-    """What an adapter adds to each layer's matrix."""
+    """What an adapter adds to the matrices of layers that it has."""
     tensors, config = load_adapter(folder / "adapters" / "svd")
     assert (config.scale, config.rank) == (1.0, RANK)
     found = {}
     for target in target_modules(model):
+        if not any(name.startswith(f"{target.path}.lora_") for name in tensors):
+            continue
         pairs = [
             [np.array(tensors[f"{target.path}.lora_{side}{suffix}"], np.float32) for side in "ab"]
             for suffix in target.shapes
@@ -87,6 +102,8 @@ CASES = [
     ("llama", {"q_mode": "balanced"}),
     ("qwen3_moe", AFFINE),
     ("llama", {"q_mode": "mxfp4"}),
+    (TRACK_MODEL, AFFINE),
+    (TRACK_MODEL, {"q_mode": "balanced"}),
 ]
 
 
@@ -100,6 +117,9 @@ def test_the_error_of_packing_is_approximated_best(floats, options, rng, tmp_pat
     wanted, got, more = matrices(whole), matrices(packed), added(folder, packed)
     for target in target_modules(packed):
         difference = wanted[target.path] - got[target.path]
+        if target.path not in more:  # a router, float
+            assert not difference.any()
+            continue
         ends = target.sections or (len(difference),)
         rest = np.split(difference, ends[:-1])
         left = np.concatenate([part - best(part, RANK) for part in rest])
@@ -111,7 +131,9 @@ def test_the_error_of_packing_is_approximated_best(floats, options, rng, tmp_pat
     assert error(adapted(tokens), whole(tokens)) < error(packed(tokens), whole(tokens))
 
 
-@pytest.mark.parametrize(("floats", "options"), [CASES[0], CASES[2]], indirect=["floats"])
+@pytest.mark.parametrize(
+    ("floats", "options"), [CASES[0], CASES[2], CASES[-1]], indirect=["floats"]
+)
 def test_the_largest_vectors_of_the_weights_are_not_packed(floats, options, tmp_path):
     options = {"quantize": True, **options}
     folder = convert(floats, tmp_path / "packed", svd_adapter=RANK, svd_of="weights", **options)
@@ -126,7 +148,7 @@ def test_the_largest_vectors_of_the_weights_are_not_packed(floats, options, tmp_
         scale = np.linalg.norm(matrix)
         assert np.linalg.norm(more[target.path] - largest) < 2e-3 * scale
         both = np.linalg.norm(matrix - rest[target.path] - more[target.path])
-        assert both < 0.9 * np.linalg.norm(matrix - alone[target.path])
+        assert both < max(0.9 * np.linalg.norm(matrix - alone[target.path]), 1e-6 * scale)
     load(folder, adapter_path=str(folder / "adapters" / "svd"))
     assert not list(tmp_path.glob(".*"))
 

@@ -199,7 +199,8 @@ def predictor_memory(
         targets=1,
     )
     numbers = head * _FLOAT32
-    return body + MemoryEstimate(
+    # A body that predicts no tokens has no logits.
+    return dataclasses.replace(body, head=0) + MemoryEstimate(
         weights=numbers,
         optimizer=2 * numbers,
         average=numbers if ema else 0,
@@ -208,7 +209,7 @@ def predictor_memory(
         update=int(numbers * (_UPDATE_COPIES_AVERAGE if ema else _UPDATE_COPIES)),
         activations=0,
         expanded=0,
-        head=-body.head,  # a body that predicts no tokens has no logits
+        head=0,
     )
 
 

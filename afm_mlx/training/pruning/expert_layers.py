@@ -20,13 +20,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from afm_mlx.errors import ConfigError
+from afm_mlx.errors import ConfigError, named
+from afm_mlx.quantization.packed_layers import PARTS
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json that can hold a router's number of experts."""
 
-_PARTS = ("scales", "biases", "table", "global_scale")
-"""Parameters that a packed matrix has besides its `weight`."""
+_PARTS = (*PARTS, "global_scale")
+"""Parameters of a packed matrix, ours or mlx-lm's."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,14 @@ def expert_layers(whole: Shapes, small: Shapes, experts: int, fewer: int) -> lis
         The layers in the order of their blocks.
 
     Raises:
-        ConfigError: if a parameter has another number of entries than its experts.
+        ConfigError: if a parameter has another number of entries than its experts, or only one of the two
+            models has it.
     """
+    if differing := whole.keys() ^ small.keys():
+        raise ConfigError(
+            f"A model of this architecture with {fewer} experts has other parameters than one with {experts}, "
+            f"such as {named(min(differing))}; so its experts can't be removed."
+        )
     axes: dict[str, int] = {}
     tables: dict[str, int] = {}  # entries, by path
     for name, shape in whole.items():
@@ -116,8 +123,7 @@ def cut_parameters(
     found = {}
     for name, axis in layer.axes.items():
         stem = name.removesuffix("weight")
-        parts = [f"{stem}{part}" for part in _PARTS] if name.endswith(".weight") else []
-        for part in [name, *parts]:
+        for part in [f"{stem}{part}" for part in _PARTS] if name.endswith(".weight") else [name]:
             array = parameters.get(part)
             if array is None or array.ndim == 0:  # one scale for all
                 continue

@@ -29,7 +29,7 @@ from afm_mlx.errors import ConfigError, shown
 from afm_mlx.files import place_beside, refuse_existing
 from afm_mlx.jsonl import data_file
 from afm_mlx.loading.missing_kernels import warn_if_slow
-from afm_mlx.loading.mlx_lm_models import load_mlx_lm_model
+from afm_mlx.loading.mlx_lm_models import load_mlx_lm_model, register_models
 from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
 from afm_mlx.progress import Progress
 from afm_mlx.ranks import refuse_ranks
@@ -48,7 +48,6 @@ from afm_mlx.training.pruning.expert_layers import (
 from afm_mlx.training.pruning.expert_scores import (
     CRITERIA,
     OBSERVED,
-    ExpertSums,
     kept_experts,
     observe_experts,
     router_scores,
@@ -65,7 +64,7 @@ class ExpertPruning:
     Args:
         share: kept share of each layer's experts, in (0, 1).
         criterion: how experts are scored, see `expert_scores`.
-        rounds: number of rounds; each removes about the same number of experts.
+        rounds: number of rounds; each removes about the same number of experts, at least one.
         score_texts: number of texts, up to 512 tokens each, that experts are scored on; -1 for all.
         seed: seed of the choice of texts and of the criterion "random".
         train: train all weights after each round, by the recipe.
@@ -143,19 +142,21 @@ class _Experts:
             "model, afm-mlx prune --ffn makes a task mask."
         )
 
-    def check(self, number: int, sums: ExpertSums, layer: ExpertLayer) -> None:
-        """Raise `ConfigError` unless a router can choose among `number` experts."""
-        if number < sums.k:
-            raise ConfigError(
-                f"{number} of {self.number} experts would be kept, and {layer.path} computes {sums.k} for each "
-                f"token. Keep a share of {sums.k / self.number:.3g} or more."
-            )
-        inside = number // self.sections
-        if self.sections > 1 and (inside < 2 or inside * self.chosen_sections < sums.k):
-            raise ConfigError(
-                f"{inside} experts would be kept in each of {self.sections} groups, of which the router "
-                f"chooses {self.chosen_sections}, and then {sums.k} experts. Keep more."
-            )
+    def check(self, model: nn.Module, number: int, text: list[int]) -> None:
+        """Raise `ConfigError` unless all routers can choose among `number` experts; computes a text."""
+        found = observe_experts(model, self.layers, [text], with_gates=False)
+        for layer, sums in zip(self.layers, found, strict=True):
+            if number < sums.k:
+                raise ConfigError(
+                    f"{number} of {self.number} experts would be kept, and {layer.path} computes {sums.k} for "
+                    f"each token. Keep a share of {sums.k / self.number:.3g} or more."
+                )
+            inside = number // self.sections
+            if self.sections > 1 and (inside < 2 or inside * self.chosen_sections < sums.k):
+                raise ConfigError(
+                    f"{inside} experts would be kept in each of {self.sections} groups, of which the router "
+                    f"chooses {self.chosen_sections}, and then {sums.k} experts. Keep more."
+                )
 
     def rounded(self, number: float) -> int:
         """Return a number of experts that is the same in each section."""
@@ -171,7 +172,7 @@ def prune_experts(
     on_stage: Callable[[str], None] | None = None,
     **training: Unpack[RunArguments],
 ) -> ExpertPruneResult:
-    """Remove experts of a mixture-of-experts model of mlx-lm, float or packed, and save the smaller model.
+    """Remove experts of a mixture of mlx-lm or of parallel tracks, float or packed, and save the smaller model.
 
     Perplexity is measured before and after on test.jsonl of the data's folder, else on valid.jsonl, else on
     train.jsonl.
@@ -200,35 +201,43 @@ def prune_experts(
         raise ConfigError(
             f"A share of {pruning.share:g} keeps all {whole.number} experts; choose a smaller one."
         )
+    removable = (whole.number - target) // whole.sections
+    if pruning.rounds > removable:
+        raise ConfigError(
+            f"rounds is {pruning.rounds}, and {target} of {whole.number} experts would be kept, so some rounds "
+            f"would remove none; allowed are 1 to {removable}."
+        )
     texts = cut(_documents(recipe, source), num_samples=pruning.score_texts, seed=pruning.seed)
     measured = cut(load_documents(recipe.data, source.tokenizer), num_samples=_MEASURED)
-    before: float | None = None
     kept: dict[str, np.ndarray] = {}
     with place_beside(path) as place:
+        model = source.load()
+        warn_if_slow(model)
+        whole.check(model, target, texts[0])
+        before = measure_perplexity(model, source.tokenizer, measured).perplexity
         for index in range(1, pruning.rounds + 1):
             experts = whole if index == 1 else _Experts.of(current)
             removed = (whole.number - target) * index / pruning.rounds
             number = whole.rounded(whole.number - removed)
             if on_stage is not None:
                 on_stage(f"Round {index} of {pruning.rounds}: {experts.number} to {number} experts")
-            model = current.load()
-            if before is None:
-                warn_if_slow(model)
-                before = measure_perplexity(model, source.tokenizer, measured).perplexity
             found = _choose(model, experts, number, texts, pruning, index, progress)
             del model
-            folder = place / f"round-{index}"
+            files = place / f"round-{index}"
+            folder = files / "fewer"
             _write(current, experts, number, found, folder)
             for name, ids in found.items():
                 kept[name] = np.take_along_axis(kept[name], ids, axis=1) if name in kept else ids
             if pruning.train:
                 step = dataclasses.replace(recipe, model=folder)
-                hooks: RunArguments = {**training, "run_path": place / f"run-{index}"}
-                folder = place / f"trained-{index}"
+                hooks: RunArguments = {**training, "run_path": files / "run"}
+                folder = files / "trained"
                 train_by(FullTraining(), step, folder, **hooks)
+            if index > 1:
+                shutil.rmtree(place / f"round-{index - 1}")
             current = ModelSource.open(folder)
-        after = measure_perplexity(current.load(), source.tokenizer, measured)
-        assert before is not None
+            model = current.load()
+        after = measure_perplexity(model, source.tokenizer, measured)
         result = ExpertPruneResult(
             path=path,
             experts_before=whole.number,
@@ -268,20 +277,19 @@ def _choose(
 ) -> dict[str, np.ndarray]:
     """Return the experts that stay, by layer."""
     criterion, layers = pruning.criterion, experts.layers
-    texts = texts if criterion in OBSERVED else texts[:1]  # for the number of experts of a token
-    sums = observe_experts(model, layers, texts, with_gates=criterion == "reap", progress=progress)
-    rng = np.random.default_rng([pruning.seed, index])
-    found = {}
-    for layer, own in zip(layers, sums, strict=True):
-        experts.check(number, own, layer)
-        if criterion == "random":
-            scores = rng.random(layer.groups * layer.experts)
-        elif criterion == "router":
-            scores = router_scores(model, layer)
-        else:
-            scores = own.scores(criterion)
-        found[layer.path] = kept_experts(scores, layer, number, experts.sections)
-    return found
+    if criterion in OBSERVED:
+        gates = criterion == "reap"
+        sums = observe_experts(model, layers, texts, with_gates=gates, progress=progress)
+        scores = [own.scores(criterion) for own in sums]
+    elif criterion == "router":
+        scores = [router_scores(model, layer) for layer in layers]
+    else:
+        rng = np.random.default_rng([pruning.seed, index])
+        scores = [rng.random(layer.groups * layer.experts) for layer in layers]
+    return {
+        layer.path: kept_experts(own, layer, number, experts.sections)
+        for layer, own in zip(layers, scores, strict=True)
+    }
 
 
 def _write(
@@ -325,6 +333,7 @@ def _built_shapes(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an architecture's float parameters; no array is computed."""
     from mlx_lm import utils
 
+    register_models()
     config = {k: v for k, v in values.items() if k not in ("quantization", "quantization_config")}
     try:
         architecture, arguments = utils._get_classes(config)

@@ -74,6 +74,7 @@ def test_it_tells_models_of_mlx_lm_apart(rng):
     @dataclasses.dataclass
     class Newer(type(model.args)):
         later: bool = False
+        settings: dict = dataclasses.field(default_factory=dict)
 
     model.args = Newer(**vars(model.args))
     assert base_model_fingerprint(model) == found[0]

@@ -1,5 +1,6 @@
 """`--mask`, where a model runs, and masks in `adapter info`, `verify` and `convert`."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,12 +10,14 @@ import pytest
 
 from afm_mlx.adapters.mask_predictor import MaskPredictor, PredictorConfig, small_model
 from afm_mlx.adapters.task_mask import MASK_NAME, TaskMask, read_mask, write_mask
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.engine.generation import generate
 from afm_mlx.loading.load import load
 from afm_mlx.model.model import Model
 from tests.tools.cli import example, lines
 from tests.tools.masks import draw_mask
+from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 LIST = [{"role": "user", "content": "A list"}]
 
@@ -96,6 +99,24 @@ def test_masks_that_do_not_fit(folder, mask, fails):
     assert "cut off or damaged" in fails(*argv, "--mask", mask)
     save_file(path, {"kept": _flipped(whole)})
     assert "was edited or damaged" in fails(*argv, "--mask", mask)
+
+
+def test_verify_compares_the_fingerprint_of_a_model_of_mlx_lm(done, run, rng, tmp_path):
+    for name, seed in (("own", 1), ("other", 2)):
+        write_zoo_folder(
+            tmp_path / name, "llama", zoo_model("llama", 64, seed), word_tokenizer_json(64)
+        )
+    model = load(tmp_path / "own")[0]
+    wanted = base_model_fingerprint(model)
+    mask = draw_mask(model, rng, 0.5, base_model_fingerprint=wanted)
+    write_mask(tmp_path / "mask", mask)
+    argv = ("adapter", "verify", tmp_path / "mask", "--model")
+    assert "is a whole task mask" in done(*argv, tmp_path / "own")
+    status, out, _ = run(*argv, tmp_path / "other")
+    assert status == 2
+    assert f"was made for the model with fingerprint {wanted}" in out
+    write_mask(tmp_path / "mask", dataclasses.replace(mask, base_model_fingerprint=None))
+    assert "is a whole task mask" in done(*argv, tmp_path / "other")
 
 
 def _flipped(mask):

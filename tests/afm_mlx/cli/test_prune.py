@@ -6,6 +6,8 @@ import pytest
 
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.task_mask import read_mask
+from afm_mlx.cli.prune import ARGUMENTS
+from afm_mlx.training.pruning import expert_scores, prune
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 SHORT = ("--iters", 2, "--batch-size", 2, "--max-seq-length", 96)
@@ -53,17 +55,23 @@ def test_json_and_a_target(base, run, tmp_path):
         (("--target-bytes", 10), "target_bytes is 10, and that is out of reach"),
         (("--resume",), "mask-run holds no run. Leave it out to start one"),
         (("--plot", "x.png"), "--plot is for lora and qat"),
-        (("--rounds", 2), "are for experts. Add --experts SHARE"),
-        (("--criterion", "reap"), "are for experts. Add --experts SHARE"),
-        (("--recover", "full"), "are for experts. Add --experts SHARE"),
+        (("--rounds", 2), "need --experts SHARE. Add it"),
+        (("--criterion", "reap"), "need --experts SHARE. Add it"),
+        (("--recover", "full"), "need --experts SHARE. Add it"),
         (("--experts", 0.5), "has no layers with several experts"),
         (("--experts", 0.5, "--ffn", 0.5), "--ffn and --experts both say what is cut"),
-        (("--experts", 0.5, "--group", 8, "--resume"), "--group, --resume is not for --experts"),
+        (
+            ("--experts", 0.5, "--group", 8, "--resume"),
+            "--group, --resume can't be used with --experts",
+        ),
         (
             ("--experts", 0.5, "--criterion", "gradient"),
-            "--criterion gradient is not for --experts",
+            "--criterion gradient can't be used with --experts",
         ),
-        (("--experts", 0.5, "--recover", "lora"), "--recover lora is not for --experts"),
+        (
+            ("--experts", 0.5, "--criterion", "learned", "--recover", "lora"),
+            "--criterion learned, --recover lora can't be used with --experts",
+        ),
         (("--experts", 0.5, "--iters", 2), "--iters without --recover full would do nothing"),
     ],
 )
@@ -71,6 +79,15 @@ def test_what_is_refused(base, fails, tmp_path, argv, message):
     assert message in fails(*base, *argv)
     assert not (tmp_path / "mask").exists()
     assert not (tmp_path / "mask-run").exists()
+
+
+def test_the_criteria_are_the_ones_of_masks_and_experts():
+    (row,) = (row for row in ARGUMENTS["mask"] if row.name == "criterion")
+    assert list(row.options["choices"]) == [
+        *prune.CRITERIA,
+        "predictor",
+        *expert_scores.CRITERIA,
+    ]
 
 
 def test_a_run_that_exists_says_how_to_go_on(base, fails, tmp_path):

@@ -186,3 +186,9 @@ def test_shapes_that_do_not_follow_the_experts_are_refused():
     small = {"mlp.router.weight": (8, 4), "mlp.experts.up_proj.weight": (7, 4, 4)}
     with pytest.raises(ConfigError, match=r"mlp.router.weight is \[9, 4\] for 8 experts"):
         expert_layers(whole, small, 8, 7)
+
+
+def test_parameters_that_depend_on_the_number_of_experts_are_refused():
+    whole = {"mlp.router.weight": (2, 4), "mlp.experts.up_proj.weight": (2, 4, 4)}
+    with pytest.raises(ConfigError, match=r"with 1 experts has other parameters .* mlp.experts.up"):
+        expert_layers(whole, {"mlp.up_proj.weight": (4, 4)}, 2, 1)

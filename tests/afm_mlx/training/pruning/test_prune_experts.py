@@ -13,12 +13,14 @@ from afm_mlx.converters.convert import convert
 from afm_mlx.errors import ConfigError
 from afm_mlx.loading.load import load
 from afm_mlx.ranks import Ranks
+from afm_mlx.track_config import TrackConfig
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.pruning.expert_layers import ExpertLayer, cut_parameters
 from afm_mlx.training.pruning.expert_scores import CRITERIA
 from afm_mlx.training.pruning.prune_experts import ExpertPruning, prune_experts
 from tests.tools.compare import assert_close, error
+from tests.tools.tracks import SMALL, random_tracks, write_tracks_folder
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 VOCAB = 64
@@ -74,6 +76,20 @@ class WithoutExperts(nn.Module):
 
     def __call__(self, x):
         return mx.where(self.dropped, -mx.inf, self.router(x))
+
+
+class DroppedExperts(nn.Module):
+    """Routers of several tracks, in one stack, whose dropped experts have logits of minus infinity."""
+
+    def __init__(self, router, kept):
+        super().__init__()
+        self.linear = router
+        experts = router.weight.shape[1]
+        dropped = np.array([~np.isin(np.arange(experts), ids) for ids in kept])
+        self._dropped = mx.array(dropped)[:, None]
+
+    def __call__(self, x, indices):
+        return mx.where(self._dropped, -mx.inf, self.linear(x, indices))
 
 
 def drop(model, kept):
@@ -136,6 +152,28 @@ def test_it_equals_the_whole_model_without_the_dropped_experts(folder, recipe, t
     assert result.perplexity_before != result.perplexity_after
     card = (tmp_path / "small" / "README.md").read_text()
     assert f"{result.experts_after} of {result.experts_before} in " in card
+
+
+@pytest.mark.parametrize("options", [{}, {"q_mode": "affine", "q_bits": 4, "q_group_size": 32}])
+@pytest.mark.parametrize("criterion", ["reap", "router"])
+def test_each_track_keeps_its_own_experts(recipe, rng, tmp_path, options, criterion):
+    config = TrackConfig(**SMALL | {"num_experts": 6, "sparse_feed_forward_hidden_dim": 32})
+    folder = write_tracks_folder(tmp_path / "pt", random_tracks(config, int(rng.integers(2**31))))
+    (folder / "tokenizer.json").write_text(json.dumps(word_tokenizer_json(VOCAB)))
+    if options:
+        folder = convert(folder, tmp_path / "packed", quantize=True, **options)
+    result = prune_experts(recipe(folder), tmp_path / "small", ExpertPruning(0.5, criterion))
+    assert (result.experts_before, result.experts_after) == (6, 3)
+    whole, small = load(folder)[0], load(tmp_path / "small")[0]
+    modules, kept_apart = dict(whole.named_modules()), False
+    for path, ids in result.kept.items():
+        assert ids.shape == (4, 3)
+        kept_apart |= len(np.unique(ids, axis=0)) > 1
+        owner = modules[path.removesuffix(".experts")]
+        owner.router = DroppedExperts(owner.router, ids)
+    assert kept_apart
+    tokens = mx.array(rng.integers(2, VOCAB, (2, 12)))
+    assert_close(small(tokens), whole(tokens), 1e-5)
 
 
 @pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
@@ -258,6 +296,19 @@ def test_shares_that_are_refused(folder, recipe, tmp_path, share):
     assert not (tmp_path / "small").exists()
 
 
+@pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
+def test_later_rounds_are_checked_before_the_first(folder, recipe, tmp_path):
+    for share, rounds, words in (
+        (0.12, 3, "1 of 8 experts would be kept.* a share of 0.25 or more"),
+        (0.5, 5, "rounds is 5, and 4 of 8 experts would be kept.* allowed are 1 to 4"),
+    ):
+        stages = []
+        pruning = ExpertPruning(share, rounds=rounds)
+        with pytest.raises(ConfigError, match=words):
+            prune_experts(recipe(folder), tmp_path / "small", pruning, on_stage=stages.append)
+        assert not stages
+
+
 def test_models_without_experts_are_refused(model, recipe, rng, tmp_path):
     write_zoo_folder(
         tmp_path / "dense", "qwen3", zoo_model("qwen3", VOCAB, 1), word_tokenizer_json(VOCAB)
@@ -314,6 +365,6 @@ def test_several_ranks_are_refused(recipe, tmp_path, monkeypatch):
         def size(self):
             return 2
 
-    monkeypatch.setattr("afm_mlx.training.pruning.prune_experts.join_ranks", lambda: Ranks(Group()))
+    monkeypatch.setattr("afm_mlx.ranks.join_ranks", lambda: Ranks(Group()))
     with pytest.raises(ConfigError, match="this run has 2 ranks; start it without"):
         prune_experts(recipe("afm-nano"), tmp_path / "small")
