@@ -90,6 +90,7 @@ def test_a_chat_never_waits_for_other_requests_side_work(
     places_taken = server.served.admission
     until(lambda: places_taken.active == begun)
     assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    until(lambda: places_taken.active == begun)  # the chat has given its place back
     futures += send(places - begun, *request)
     until(lambda: places_taken.active == places)
     refused = [future.result() for future in send(2, *request)]
