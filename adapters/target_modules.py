@@ -109,14 +109,17 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def linear_weight(layer: nn.Module) -> mx.array:
-    """Return the matrix (outputs, inputs) float32 of a float, packed or MLX-quantized linear layer."""
-    if isinstance(layer, PackedLinear):
+    """Return the matrix (outputs, inputs) float32 of a float, packed or MLX-quantized linear layer.
+
+    For a stack of matrices, these are the outputs of all matrices, one matrix after the other.
+    """
+    if isinstance(layer, PackedLinear | PackedExperts):
         return layer.dequantize()
     weight = layer.weight
-    if isinstance(layer, nn.QuantizedLinear):
+    if "scales" in layer:
         settings = layer.group_size, layer.bits, layer.mode
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), *settings)
-    return weight.astype(mx.float32)
+    return weight.astype(mx.float32).reshape(-1, weight.shape[-1])
 
 
 def target_modules(model: nn.Module) -> list[TargetModule]:

@@ -154,6 +154,11 @@ def write_zoo_folder(
     mx.save_safetensors(
         str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
     )
+    write_tokenizer_json(folder, tokenizer_json)
+
+
+def write_tokenizer_json(folder: Path, tokenizer_json: dict) -> None:
+    """Write a tokenizer whose end of text is `w1`."""
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"})

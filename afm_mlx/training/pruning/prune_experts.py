@@ -25,11 +25,11 @@ from mlx.utils import tree_flatten
 from afm_mlx import threads
 from afm_mlx.checkpoint.folder_texts import write_trained_card
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.errors import ConfigError, shown
+from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.files import place_beside, refuse_existing
 from afm_mlx.jsonl import data_file
 from afm_mlx.loading.missing_kernels import warn_if_slow
-from afm_mlx.loading.mlx_lm_models import load_mlx_lm_model
+from afm_mlx.loading.mlx_lm_models import load_mlx_lm_model, register_models
 from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
 from afm_mlx.progress import Progress
 from afm_mlx.ranks import refuse_ranks
@@ -325,10 +325,13 @@ def _built_shapes(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an architecture's float parameters; no array is computed."""
     from mlx_lm import utils
 
+    register_models()
     config = {k: v for k, v in values.items() if k not in ("quantization", "quantization_config")}
     try:
         architecture, arguments = utils._get_classes(config)
         return model_shapes(architecture(arguments.from_dict(config)))
+    except AFMError:
+        raise
     except Exception as error:  # a config may make mlx-lm raise anything
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(

@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -12,14 +11,23 @@ from afm_mlx.checkpoint.weights import load_weights
 from afm_mlx.converters.convert import convert
 from afm_mlx.errors import ConfigError
 from afm_mlx.loading.load import load
+from afm_mlx.model.fused_layers import LinearWrapper
+from afm_mlx.model.parallel_tracks import project
 from afm_mlx.ranks import Ranks
+from afm_mlx.track_config import TrackConfig
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.pruning.expert_layers import ExpertLayer, cut_parameters
 from afm_mlx.training.pruning.expert_scores import CRITERIA
 from afm_mlx.training.pruning.prune_experts import ExpertPruning, prune_experts
 from tests.tools.compare import assert_close, error
-from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
+from tests.tools.tracks import SMALL, random_tracks, write_tracks_folder
+from tests.tools.zoo import (
+    word_tokenizer_json,
+    write_tokenizer_json,
+    write_zoo_folder,
+    zoo_model,
+)
 
 VOCAB = 64
 _MLA = {
@@ -64,16 +72,15 @@ KINDS = {
 }
 
 
-class WithoutExperts(nn.Module):
+class WithoutExperts(LinearWrapper):
     """A router that gives dropped experts logits of minus infinity."""
 
     def __init__(self, router, dropped):
-        super().__init__()
-        self.router = router
+        super().__init__(router)
         self.dropped = dropped
 
-    def __call__(self, x):
-        return mx.where(self.dropped, -mx.inf, self.router(x))
+    def __call__(self, *inputs):
+        return mx.where(self.dropped, -mx.inf, self.linear(*inputs))
 
 
 def drop(model, kept):
@@ -87,7 +94,9 @@ def drop(model, kept):
         )
         router = owner[name]
         count = next(m.weight.shape[0] for m in modules[path].modules() if "weight" in m)
-        dropped = mx.array(~np.isin(np.arange(count), ids))
+        dropped = np.ones((len(ids), count // len(ids)), bool)
+        np.put_along_axis(dropped, ids, False, axis=1)
+        dropped = mx.array(dropped[:, None] if len(ids) > 1 else dropped[0])
         if "e_score_correction_bias" in router:
             bias = router.e_score_correction_bias
             router.e_score_correction_bias = mx.where(dropped, -1e9, bias)
@@ -159,6 +168,46 @@ def test_packed_experts_keep_their_codes(folder, recipe, tokens, tmp_path, optio
             assert mx.array_equal(before[name][mx.array(ids[0])], after[name])
     whole, small = load(packed)[0], load(tmp_path / "small")[0]
     assert_close(small(tokens), drop(whole, result.kept)(tokens), 1e-5)
+
+
+@pytest.fixture
+def tracks(tmp_path):
+    """A PT-MoE folder; its routers have no cap, behind which minus infinity would be a number."""
+    config = TrackConfig(
+        **SMALL
+        | {"vocab_size": VOCAB, "hidden_dim": 64, "num_layers_per_track": 4}
+        | {"sparse_feed_forward_hidden_dim": 32, "dense_feed_forward_hidden_dim": 64},
+        experts_router_logits_cap=None,
+    )
+    folder = write_tracks_folder(tmp_path / "tracks", random_tracks(config, 1))
+    write_tokenizer_json(folder, word_tokenizer_json(VOCAB))
+    return folder
+
+
+@pytest.mark.parametrize("criterion", ["reap", "router"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_track_keeps_its_own_experts(tracks, recipe, tokens, tmp_path, packed, criterion):
+    folder = tracks
+    if packed:
+        folder = convert(tracks, tmp_path / "packed", quantize=True, q_bits=4, q_group_size=32)
+    result = prune_experts(recipe(folder), tmp_path / "small", ExpertPruning(0.6, criterion))
+    whole, small = load(folder)[0], load(tmp_path / "small")[0]
+    assert {ids.shape for ids in result.kept.values()} == {(4, 3)}
+    assert any(not np.array_equal(ids, ids[:1].repeat(4, 0)) for ids in result.kept.values())
+    if criterion == "router":
+        for path, ids in result.kept.items():
+            router = dict(whole.named_modules())[path.replace("experts", "router")]
+            lengths = np.linalg.norm(project(router, mx.eye(64)[None, None])[:, 0], axis=1)
+            assert np.array_equal(ids, np.sort(np.argsort(lengths)[:, :3]))
+    assert error(small(tokens), whole(tokens)) > 1e-3
+    assert_close(small(tokens), drop(whole, result.kept)(tokens), 1e-5)
+
+
+def test_experts_that_every_token_has_stay(tracks, recipe, tmp_path):
+    values = json.loads((tracks / "config.json").read_text()) | {"num_experts_per_token": 5}
+    (tracks / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"^config: num_experts_per_token is 5; allowed is 1 to"):
+        prune_experts(recipe(tracks), tmp_path / "small", ExpertPruning(0.6))
 
 
 @pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
@@ -314,6 +363,6 @@ def test_several_ranks_are_refused(recipe, tmp_path, monkeypatch):
         def size(self):
             return 2
 
-    monkeypatch.setattr("afm_mlx.training.pruning.prune_experts.join_ranks", lambda: Ranks(Group()))
+    monkeypatch.setattr("afm_mlx.ranks.join_ranks", lambda: Ranks(Group()))
     with pytest.raises(ConfigError, match="this run has 2 ranks; start it without"):
         prune_experts(recipe("afm-nano"), tmp_path / "small")
