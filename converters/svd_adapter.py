@@ -29,6 +29,7 @@ from afm_mlx.config import is_afm_config, read_config_json
 from afm_mlx.loading.load import load_model
 from afm_mlx.loading.mlx_lm_models import open_mlx_lm_model
 from afm_mlx.model.model import is_afm
+from afm_mlx.quantization.packed_layers import is_experts
 
 ADAPTER_NAME = "svd"
 
@@ -86,7 +87,7 @@ def split_weights(source: Path, folder: Path, rank: int) -> dict[str, mx.array]:
         tensor = stored[spec.name]
         if spec.name not in targets:
             return [tensor.read()]
-        weight = mx.array(tensor.read()).view(tensor.dtype).reshape(tensor.shape)
+        weight = mx.array(tensor.read()).view(tensor.dtype).reshape(-1, tensor.shape[-1])
         taken = pairs.add(targets[spec.name], weight.astype(mx.float32))
         return [array_bytes((weight.astype(mx.float32) - taken).astype(tensor.dtype))]
 
@@ -119,7 +120,7 @@ class _Pairs:
         self.tensors: dict[str, mx.array] = {}
 
     def add(self, target: TargetModule, matrix: mx.array) -> mx.array:
-        """Add the pairs of a layer's matrix (N, K), one for each projection; return what they stand for."""
+        """Add the pairs of a layer's matrix (N, K), one for each section; return what they stand for."""
         rows = np.array(matrix)
         ends = target.sections or (rows.shape[0],)
         products = []
@@ -135,7 +136,7 @@ class _Pairs:
 
 
 def _is_packed(layer: nn.Module) -> bool:
-    return type(layer) is not nn.Linear
+    return type(layer) is not nn.Linear and not is_experts(layer)
 
 
 def _open(folder: Path) -> nn.Module:
