@@ -21,6 +21,8 @@ MODEL_TYPE = "afm_pt_moe"
 ATTENTIONS = ("local_rope", "global_nope")
 FEED_FORWARDS = ("dense", "sparse")
 NORMS = (None, "rms_norm", "pre_scale_rms_norm")
+LAYER_NORMS = ("pre_norm", "pre_residual_norm", "post_norm")
+SEGMENT_NORMS = ("dispatch_norm", "combine_norm")  # fields have the prefix `tracks_`
 COMBINE_OPS = ("mean", "sum")
 
 _SIZES = {
@@ -135,12 +137,13 @@ class TrackConfig:
             "tracks_combine_op": COMBINE_OPS,
             "scale_qk_norm": (True, False),
         }
-        fields = dataclasses.fields(self)
-        choices |= {field.name: NORMS for field in fields if field.type == "str | None"}
+        choices |= dict.fromkeys(
+            (*LAYER_NORMS, *(f"tracks_{norm}" for norm in SEGMENT_NORMS)), NORMS
+        )
         for name, allowed in choices.items():
             value = getattr(self, name)
             self._require(
-                any(value is each or value == each for each in allowed),
+                value in allowed,
                 f"{name} is {shown(value)}",
                 ", ".join("null" if each is None else str(each) for each in allowed),
             )
@@ -265,11 +268,11 @@ def parameter_shapes(config: TrackConfig) -> dict[str, tuple[int, ...]]:
             f"{at}.up_proj": (count, ffn, width),
             f"{at}.down_proj": (count, width, ffn),
         }
-        for norm in ("pre_norm", "pre_residual_norm", "post_norm"):
+        for norm in LAYER_NORMS:
             if getattr(config, norm) is not None:
                 of_layer |= {f"{part}_{norm}": (tracks, width) for part in ("attention", "mlp")}
         shapes |= {f"{path}.{name}.weight": shape for name, shape in of_layer.items()}
-    for norm in ("dispatch_norm", "combine_norm"):
+    for norm in SEGMENT_NORMS:
         if getattr(config, f"tracks_{norm}") is not None:
             for segment in range(config.num_segments):
                 shapes[f"model.{norm}s.{segment}.weight"] = (tracks, width)

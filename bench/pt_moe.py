@@ -100,7 +100,8 @@ def measure(models: dict[str, Any], prompt: int, steps: int, rounds: int) -> dic
             cache = make_prompt_cache(model)
             mx.eval(model(tokens[:, :CACHED], cache))
             for step in range(steps):
-                taken["decode"].append(_timed(model, tokens[:, step : step + 1], cache))
+                token = tokens[:, step % prompt][:, None]
+                taken["decode"].append(_timed(model, token, cache))
             for figure, each in taken.items():
                 seconds[name][figure] += each if turn else []
     return seconds
@@ -117,7 +118,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=integer(CACHED), default=256)
     parser.add_argument("--steps", type=integer(1), default=32)
     parser.add_argument("--rounds", type=integer(1), default=5)
-    parser.add_argument("--hidden", type=integer(64), default=TRACKS.hidden_dim, help="width")
+    parser.add_argument(
+        "--hidden",
+        type=integer(64),
+        default=TRACKS.hidden_dim,
+        help="width of the states, a multiple of 64",
+    )
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     tracks = dataclasses.replace(TRACKS, hidden_dim=args.hidden)

@@ -199,7 +199,7 @@ def _dtype(tensor: torch.Tensor) -> mx.Dtype:
 def write_tamm_checkpoint(source: Path, folder: Path, options: ConversionOptions) -> None:
     """Write a PT-MoE folder of float weights as a checkpoint that tamm loads, into an empty folder.
 
-    Writes `base-model.pt`, `base-model-config.json` and `tokenizer.model`. The model is in memory.
+    Writes `base-model.pt`, `base-model-config.json` and `tokenizer.model`. All weights are in memory at once.
 
     Raises:
         AFMError: if the folder is damaged, packed, or has no SentencePiece tokenizer; and without PyTorch.

@@ -31,7 +31,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.track_config import TrackConfig
+from afm_mlx.track_config import LAYER_NORMS, SEGMENT_NORMS, TrackConfig
 
 ModelArgs = TrackConfig
 
@@ -62,19 +62,12 @@ class TrackNorm(nn.Module):
         return mx.fast.rms_norm(x, None, self.eps) * weight
 
 
-def _norm(args: TrackConfig, kind: str | None) -> Any:
-    """Return a norm of a kind, or the identity for None."""
-    if kind is None:
-        return None
+def _norm(args: TrackConfig, kind: str) -> TrackNorm:
     return TrackNorm(args.num_tracks, args.hidden_dim, args.norm_eps, kind == "pre_scale_rms_norm")
 
 
 def _linear(args: TrackConfig, inputs: int, outputs: int) -> SwitchLinear:
     return SwitchLinear(inputs, outputs, args.num_tracks, bias=False)
-
-
-def _apply(module: Any, x: mx.array) -> mx.array:
-    return x if module is None else module(x)
 
 
 def project(layer: nn.Module, x: mx.array) -> mx.array:
@@ -193,9 +186,9 @@ class TrackLayer(nn.Module):
         self.self_attn = Attention(args, layer)
         self.mlp = SparseMLP(args) if args.is_sparse(layer) else DenseMLP(args)
         for part in ("attention", "mlp"):
-            for kind in ("pre_norm", "pre_residual_norm", "post_norm"):
-                if (norm := _norm(args, getattr(args, kind))) is not None:
-                    self[f"{part}_{kind}"] = norm
+            for name in LAYER_NORMS:
+                if (kind := getattr(args, name)) is not None:
+                    self[f"{part}_{name}"] = _norm(args, kind)
 
     def __call__(self, h: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Return states (T, B, S, D) for states h (T or 1, B, S, D)."""
@@ -207,7 +200,7 @@ class TrackLayer(nn.Module):
         return self._normed(f"{part}_post_norm", h + self._normed(f"{part}_pre_residual_norm", y))
 
     def _normed(self, name: str, x: mx.array) -> mx.array:
-        return _apply(self.get(name), x)
+        return self[name](x) if name in self else x
 
 
 class TrackModel(nn.Module):
@@ -218,7 +211,7 @@ class TrackModel(nn.Module):
         self.args = args
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_dim)
         self.layers = [TrackLayer(args, layer) for layer in range(args.num_layers_per_track)]
-        for name in ("dispatch_norm", "combine_norm"):
+        for name in SEGMENT_NORMS:
             if (kind := getattr(args, f"tracks_{name}")) is not None:
                 self[f"{name}s"] = [_norm(args, kind) for _ in range(args.num_segments)]
         self.norm = nn.RMSNorm(args.hidden_dim, eps=args.norm_eps)

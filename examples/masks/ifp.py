@@ -415,7 +415,7 @@ def answers(
     """Return the share of exact answers, and the mean loss of answers' tokens in nats, of each task.
 
     `masks` has a mask (blocks, groups) for each chat; None runs the whole model. Both results also have the
-    means of new and of known tasks.
+    means of new and of known tasks, of those that there are.
     """
     right: dict[str, list[bool]] = defaultdict(list)
     losses: dict[str, list[float]] = defaultdict(list)
@@ -435,9 +435,10 @@ def answers(
 
 def _with_means(found: dict[str, Any]) -> dict[str, float]:
     means = {task: float(np.mean(each)) for task, each in found.items()}
-    new = [mean for task, mean in means.items() if task in inbox.TASKS]
-    known = [mean for task, mean in means.items() if task not in inbox.TASKS]
-    return means | {NEW: float(np.mean(new)), KNOWN: float(np.mean(known))}
+    of_kinds: dict[str, list[float]] = defaultdict(list)
+    for task, mean in means.items():
+        of_kinds[NEW if task in inbox.TASKS else KNOWN].append(mean)
+    return means | {kind: float(np.mean(each)) for kind, each in of_kinds.items()}
 
 
 def scores_of(predictor: MaskPredictor, prompt: list[int]) -> mx.array:

@@ -4,8 +4,8 @@
 
 Trains both from random weights on the same batches in the same order, packs the mixture in 4 bits, and measures
 exact answers to the embedded model's held-out chats of seven tasks, by teacher forcing. `report.json` in DIR
-holds the shares, and the entropy of the experts' load; `pt-moe.png` is drawn from the run's metrics. Run it
-again to resume.
+holds their shares, the mean loss of answers' tokens in nats, and the entropy of the experts' load; `pt-moe.png`
+is drawn from the run's metrics. Run it again to resume.
 
 Needs `pip install ".[tamm,train]"` in the repository.
 """
@@ -36,10 +36,12 @@ from afm_mlx.training.methods.method import save_model_folder
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.train import train_by
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "nano"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
 import docstrings
-from ifp import encode, exact_share, print_event, read_samples
+import inbox
+from ifp import answers, encode, print_event, read_samples
 from write_data import draw_lines
 
 TRACKS = TRACK_PRESETS["pt-moe-tiny"]
@@ -135,12 +137,13 @@ def write_random_model(name: str, folder: Path, seed: int) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the share of exact answers of each task, and read the load of experts in the validation."""
-    samples, found = read_samples(args.limit), {}
+    """Measure exact answers and the loss of answers of each task; read the experts' load in the validation."""
+    samples = [sample for sample in read_samples(args.limit) if sample["task"] not in inbox.TASKS]
+    accuracy, nats = {}, {}
     for name in (*NAMES, "pt-moe-4bit"):
         model, tokenizer = load(args.out / name)
         encoded = [encode(sample, tokenizer) for sample in samples]
-        found[name] = exact_share(model, samples, encoded, None)
+        accuracy[name], nats[name] = answers(model, samples, encoded, None)
     lines = (args.out / "pt-moe-run" / "metrics.jsonl").read_text().splitlines()
     loads = [json.loads(line).get("valid_load_entropy") for line in lines]
     return {
@@ -150,7 +153,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "dense": DENSE.num_parameters,
         },
         "load_entropy": [load for load in loads if load is not None][-1],
-        "accuracy": found,
+        "accuracy": accuracy,
+        "nats": nats,
     }
 
 

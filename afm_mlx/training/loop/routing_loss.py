@@ -4,7 +4,7 @@
     z       = mean of logsumexp(logits)^2
 
 with f_e the share of the row's choices that fell on expert e, and P_e its mean probability, both without
-padding.
+padding, which is token 0.
 
 Source: `tamm` 0.2.0, `tamm/layers/mixture_of_experts/loss.py`; arXiv 2101.03961 and 2202.08906.
 """

@@ -25,7 +25,7 @@ from mlx.utils import tree_flatten
 from afm_mlx import threads
 from afm_mlx.checkpoint.folder_texts import write_trained_card
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.errors import ConfigError, shown
+from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.files import place_beside, refuse_existing
 from afm_mlx.jsonl import data_file
 from afm_mlx.loading.missing_kernels import warn_if_slow
@@ -338,6 +338,8 @@ def _built_shapes(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     try:
         architecture, arguments = utils._get_classes(config)
         return model_shapes(architecture(arguments.from_dict(config)))
+    except AFMError:
+        raise
     except Exception as error:  # a config may make mlx-lm raise anything
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
