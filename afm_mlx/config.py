@@ -52,13 +52,21 @@ _ROPE_THETA = (1.0, 1e30)
 # Float32 has to hold its inverse; above 1, normalized vectors would vanish.
 _RMS_NORM_EPS = (1e-30, 1.0)
 
-# Keys of an afm7 `config.json` that are not part of the architecture.
-_OTHER_KEYS = set(
+OTHER_KEYS = set(
     """
     model_type quantization quantization_config eos_token_id bos_token_id pad_token_id architectures
     torch_dtype dtype tie_word_embeddings transformers_version
     """.split()
 )
+"""Keys of a model's `config.json` that are not part of the architecture."""
+
+
+def refuse_unknown(values: Mapping[str, Any], names: set[str], source: str) -> None:
+    """Raise `ConfigError` if a `config.json` has keys besides `names` of an architecture and `OTHER_KEYS`."""
+    if unknown := sorted(map(str, set(values) - names - OTHER_KEYS)):
+        raise ConfigError(
+            f"{source}: unknown keys {named(', '.join(unknown))}. Known are {', '.join(sorted(names))}."
+        )
 
 
 def is_afm_config(values: Mapping[str, Any]) -> bool:
@@ -192,11 +200,7 @@ class ModelConfig:
                 f"{source}: model_type is {shown(values['model_type'])}; an AFM model has {MODEL_TYPE!r}."
             )
         names = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(map(str, set(values) - names - _OTHER_KEYS))
-        if unknown:
-            raise ConfigError(
-                f"{source}: unknown keys {named(', '.join(unknown))}. Known are {', '.join(sorted(names))}."
-            )
+        refuse_unknown(values, names, source)
         required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
         missing = sorted(required - set(values))
         if missing:

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from afm_mlx.errors import ConfigError, named, shown
+from afm_mlx.config import refuse_unknown
+from afm_mlx.errors import ConfigError, shown
 
 MODEL_TYPE = "afm_pt_moe"
 ATTENTIONS = ("local_rope", "global_nope")
@@ -40,12 +41,6 @@ _SIZES = {
     "local_attention_window_size": (1 << 31) - 2,
     "max_position_embeddings": (1 << 31) - 1,
 }
-_OTHER_KEYS = set(
-    """
-    model_type quantization quantization_config eos_token_id bos_token_id pad_token_id architectures
-    torch_dtype dtype tie_word_embeddings transformers_version
-    """.split()
-)
 
 
 @dataclass(frozen=True)
@@ -184,10 +179,7 @@ class TrackConfig:
             ConfigError: names every unknown key.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(map(str, set(values) - names - _OTHER_KEYS)):
-            raise ConfigError(
-                f"config: unknown keys {named(', '.join(unknown))}. Known are {', '.join(sorted(names))}."
-            )
+        refuse_unknown(values, names, "config")
         return cls(**{name: values[name] for name in names & set(values)})
 
     def to_dict(self) -> dict[str, Any]:

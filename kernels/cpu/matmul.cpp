@@ -264,7 +264,7 @@ int64_t rows_in_place(const PackedMatrix& w) {
 }
 
 // out (end - begin,) = products of one vector with rows [begin, end), end <= rows_in_place(w). Scales and biases are
-// read in place, together with the codes: converted to float32 before, they took as long as the codes.
+// read in place, together with the codes: converted to float32 before, they took half as long as the codes.
 void multiply_in_place(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
                        RowScratch& scratch) {
   const bool affine = w.mode == Mode::affine;

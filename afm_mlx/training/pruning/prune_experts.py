@@ -196,17 +196,7 @@ def prune_experts(
     whole = _Experts.of(source)
     if pruning.train:
         source.refuse_quantized("training between rounds")
-    target = whole.rounded(pruning.share * whole.number)
-    if target >= whole.number:
-        raise ConfigError(
-            f"A share of {pruning.share:g} keeps all {whole.number} experts; choose a smaller one."
-        )
-    removable = (whole.number - target) // whole.sections
-    if pruning.rounds > removable:
-        raise ConfigError(
-            f"rounds is {pruning.rounds}, and {target} of {whole.number} experts would be kept, so some rounds "
-            f"would remove none; allowed are 1 to {removable}."
-        )
+    target = _target(whole, pruning)
     texts = cut(_documents(recipe, source), num_samples=pruning.score_texts, seed=pruning.seed)
     measured = cut(load_documents(recipe.data, source.tokenizer), num_samples=_MEASURED)
     kept: dict[str, np.ndarray] = {}
@@ -252,6 +242,22 @@ def prune_experts(
         _write_card(folder, source, pruning, result, len(texts))
         shutil.move(folder, path)
     return result
+
+
+def _target(whole: _Experts, pruning: ExpertPruning) -> int:
+    """Return the number of experts that stay; raise `ConfigError` if a round would remove none."""
+    target = whole.rounded(pruning.share * whole.number)
+    if target >= whole.number:
+        raise ConfigError(
+            f"A share of {pruning.share:g} keeps all {whole.number} experts; choose a smaller one."
+        )
+    removable = (whole.number - target) // whole.sections
+    if pruning.rounds > removable:
+        raise ConfigError(
+            f"rounds is {pruning.rounds}, and {target} of {whole.number} experts would be kept, so some rounds "
+            f"would remove none; allowed are 1 to {removable}."
+        )
+    return target
 
 
 def _stored_bytes(source: ModelSource) -> int:
