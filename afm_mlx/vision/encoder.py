@@ -16,8 +16,8 @@ Notable choices:
   part in the attention of windows, not in the global one.
 - Matrices are `nn.Linear`, the patch embedding too, so all of them can be packed and adapted.
 
-Source: ViTDet, arXiv 2203.16527; transformers' `VitDetModel` equals this encoder without registers and without the
-final norm. The registers' role: arXiv 2507.13575. The formula is ours.
+Source: ViTDet, arXiv 2203.16527; transformers' `VitDetModel` equals this encoder without registers and before
+the final norm. The registers' role: arXiv 2507.13575. The formula is ours.
 """
 
 from __future__ import annotations
@@ -234,6 +234,6 @@ def _window_order(grid: int, window: int) -> tuple[np.ndarray, np.ndarray | None
     side = math.ceil(grid / window)
     places = np.full((side * window, side * window), -1, np.int32)
     places[:grid, :grid] = np.arange(grid * grid).reshape(grid, grid)
-    places = places.reshape(side, window, side, window).swapaxes(1, 2).reshape(-1)
-    slots = np.flatnonzero(places >= 0)
-    return places[slots], None if slots.size == places.size else slots
+    ordered = places.reshape(side, window, side, window).swapaxes(1, 2).reshape(-1)
+    slots = np.flatnonzero(ordered >= 0)
+    return ordered[slots], None if slots.size == ordered.size else slots
