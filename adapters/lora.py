@@ -11,7 +11,7 @@ Notable choices:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +20,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
-from afm_mlx.adapters.target_modules import linear_shape, replace_layers, target_modules
+from afm_mlx.adapters.target_modules import (
+    VISION_BLOCK,
+    linear_shape,
+    replace_layers,
+    target_modules,
+)
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.model.fused_layers import ACTIVE, LinearWrapper
@@ -105,6 +110,7 @@ def add_lora(
     dropout: float = 0.0,
     seed: int = 0,
     num_layers: int = -1,
+    parts: Collection[str] = ("text",),
 ) -> nn.Module:
     """Freeze a model and wrap linear layers of its blocks in LoRA layers, in place.
 
@@ -116,6 +122,8 @@ def add_lora(
         dropout: see `LoRALinear`.
         seed: seed of the random numbers in A.
         num_layers: number of blocks to adapt, counted from the last; -1 for all.
+        parts: parts of a model that takes images, some of "text", "adaptor" and "encoder"; `num_layers` counts
+            blocks of the text model.
 
     Returns:
         The model; only LoRA parameters are trainable.
@@ -123,7 +131,8 @@ def add_lora(
     Raises:
         RequestError: for a setting that can't be honoured, or a model that has an adapter.
     """
-    targets, blocks = target_modules(model), len(model.layers)
+    targets = [target for target in target_modules(model) if target.part in parts]
+    blocks = len(model.layers)
     wanted = None if keys is None else set(keys)
     are_there = num_layers == -1 or 0 < num_layers <= blocks
     for name, value, holds, allowed in (
@@ -145,7 +154,11 @@ def add_lora(
             f"there are {', '.join(sorted({target.key for target in targets})) or 'none'}."
         )
     first = 0 if num_layers == -1 else blocks - num_layers
-    chosen = [p for p in targets if p.block >= first and (wanted is None or p.key in wanted)]
+    chosen = [
+        p
+        for p in targets
+        if (p.block >= first or p.block == VISION_BLOCK) and (wanted is None or p.key in wanted)
+    ]
     if not chosen:
         raise RequestError(
             f"No layer is left to adapt: the last {blocks - first} blocks have none of the keys "

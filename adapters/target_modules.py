@@ -1,9 +1,10 @@
-"""The linear layers of a model's blocks, which adapters change."""
+"""The linear layers of a model's blocks and of its vision part, which adapters change."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -31,15 +32,24 @@ class ZooBase(NamedTuple):
     shapes: Shapes
 
 
+VISION_BLOCK = -1
+"""`TargetModule.block` of the layers of the vision part."""
+
+
 class TargetModule(NamedTuple):
-    """A linear layer of a block, which an adapter can change."""
+    """A linear layer of a block or of the vision part, which an adapter can change."""
 
     path: str  # within the model, such as `model.layers.0.mlp.up_proj`
-    key: str  # within the block, such as `mlp.up_proj`
+    key: str  # within the block, such as `mlp.up_proj`; or `vision.encoder.attn.qkv`
     block: int
     layer: nn.Module  # the linear layer, or the wrapper around it
     # end of the outputs of each projection in a fused layer, or of each matrix in a stack, else None
     sections: tuple[int, ...] | None
+
+    @property
+    def part(self) -> str:
+        """The part of the model: "text", "adaptor" or "encoder"."""
+        return "text" if self.block != VISION_BLOCK else self.path.split(".")[1]
 
     @property
     def is_stack(self) -> bool:
@@ -123,9 +133,10 @@ def linear_weight(layer: nn.Module) -> mx.array:
 
 
 def target_modules(model: nn.Module) -> list[TargetModule]:
-    """Return the linear layers of all blocks, block by block; a wrapper counts as the layer that it wraps.
+    """Return the linear layers of all blocks, block by block, and then the vision part's.
 
-    Stacks of matrices count in models of parallel tracks; in other mixtures, adapters leave experts alone.
+    A wrapper counts as the layer that it wraps. Stacks of matrices count in models of parallel tracks; in other
+    mixtures, adapters leave experts alone.
     """
     blocks = {id(block): index for index, block in enumerate(model.layers)}
     paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
@@ -137,17 +148,7 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
     takes_stacks = getattr(model, "model_type", None) == TRACK_MODEL
     found = []
     for index, block in enumerate(model.layers):
-        inside: tuple[str, ...] = ()
-        # Owners come before what they own when sorted by name.
-        for key, layer in sorted(block.named_modules(), key=lambda item: item[0]):
-            if key.startswith(inside):
-                continue
-            if isinstance(layer, LinearWrapper):
-                inside = (*inside, f"{key}.")
-            elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear) and not (
-                takes_stacks and is_stack(layer)
-            ):
-                continue
+        for key, layer in _linears(block, takes_stacks):
             path = f"{paths[index]}.{key}"
             target = TargetModule(path, key, index, layer, sections.get(key))
             if target.is_stack:
@@ -156,7 +157,28 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
                     sections=tuple(range(outputs, (count + 1) * outputs, outputs))
                 )
             found.append(target)
+    if is_afm(model) and model.vision is not None:
+        for key, layer in _linears(model.vision, False):
+            path = f"vision.{key}"
+            key = re.sub(r"\.blocks\.\d+", "", path)
+            found.append(TargetModule(path, key, VISION_BLOCK, layer, None))
     return found
+
+
+def _linears(owner: nn.Module, takes_stacks: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and linear layers, or the wrappers around them, within a module."""
+    inside: tuple[str, ...] = ()
+    # Owners come before what they own when sorted by name.
+    for key, layer in sorted(owner.named_modules(), key=lambda item: item[0]):
+        if key.startswith(inside):
+            continue
+        if isinstance(layer, LinearWrapper):
+            inside = (*inside, f"{key}.")
+        elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear) and not (
+            takes_stacks and is_stack(layer)
+        ):
+            continue
+        yield key, layer
 
 
 def target_shapes(model: nn.Module) -> Shapes:
