@@ -1,6 +1,6 @@
 """The image encoder next to transformers' ViTDet on PyTorch: seconds of an image in each mode, in turns.
 
-Both have random weights and the same shapes. Ours has a register and its final norm besides, and is measured with
+Both have random weights and the same shapes; ours has a register and a final norm besides. It is measured with
 float weights and with packed ones, whose activations are rounded to 16 or to 8 bits in products.
 
     python -m bench.vision --output results
@@ -139,7 +139,9 @@ def main(argv: list[str] | None = None) -> None:
         for name, taken in seconds.items():
             median = statistics.median(taken)
             speed: Any = config.encoder_flops(mode) / median / 1e12
-            rows.append([mode, name, f"{median:.2f}", f"{speed:.2f}", f"{ratio(seconds, name):.2f}"])
+            rows.append(
+                [mode, name, f"{median:.2f}", f"{speed:.2f}", f"{ratio(seconds, name):.2f}"]
+            )
     print(markdown(rows) + "\n")
     path = None if options.output is None else options.output / "vision.json"
     report(targets(figures), others, path, {"preset": options.preset, "seconds": figures})
