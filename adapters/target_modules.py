@@ -1,4 +1,4 @@
-"""The linear layers of a model's blocks and of its vision part, which adapters change."""
+"""The linear layers of a model's blocks, which adapters change."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ class ZooBase(NamedTuple):
     shapes: Shapes
 
 
-VISION_BLOCK = -1
-"""`TargetModule.block` of the layers of the vision part."""
+TEXT, ADAPTOR, ENCODER = "text", "adaptor", "encoder"
+PARTS = (TEXT, ADAPTOR, ENCODER)
+"""Parts of a model: its blocks; and of a model that takes images, the adaptor and the encoder of `vision`."""
 
 
 class TargetModule(NamedTuple):
-    """A linear layer of a block or of the vision part, which an adapter can change."""
+    """A linear layer of a block, or of the image encoder or its adaptor, which an adapter can change."""
 
     path: str  # within the model, such as `model.layers.0.mlp.up_proj`
-    key: str  # within the block, such as `mlp.up_proj`; or `vision.encoder.attn.qkv`
-    block: int
+    key: str  # within the block, such as `mlp.up_proj`
+    block: int  # -1 for layers of `vision`
     layer: nn.Module  # the linear layer, or the wrapper around it
     # end of the outputs of each projection in a fused layer, or of each matrix in a stack, else None
     sections: tuple[int, ...] | None
 
     @property
     def part(self) -> str:
-        """The part of the model: "text", "adaptor" or "encoder"."""
-        return "text" if self.block != VISION_BLOCK else self.path.split(".")[1]
+        """The one of `PARTS` that the layer belongs to."""
+        return TEXT if self.block >= 0 else self.path.split(".")[1]
 
     @property
     def is_stack(self) -> bool:
@@ -133,7 +134,7 @@ def linear_weight(layer: nn.Module) -> mx.array:
 
 
 def target_modules(model: nn.Module) -> list[TargetModule]:
-    """Return the linear layers of all blocks, block by block, and then the vision part's.
+    """Return the linear layers of all blocks, block by block, and then of the image encoder and its adaptor.
 
     A wrapper counts as the layer that it wraps. Stacks of matrices count in models of parallel tracks; in other
     mixtures, adapters leave experts alone.
@@ -148,7 +149,7 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
     takes_stacks = getattr(model, "model_type", None) == TRACK_MODEL
     found = []
     for index, block in enumerate(model.layers):
-        for key, layer in _linears(block, takes_stacks):
+        for key, layer in _linear_layers(block, takes_stacks):
             path = f"{paths[index]}.{key}"
             target = TargetModule(path, key, index, layer, sections.get(key))
             if target.is_stack:
@@ -158,27 +159,26 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
                 )
             found.append(target)
     if is_afm(model) and model.vision is not None:
-        for key, layer in _linears(model.vision, False):
-            path = f"vision.{key}"
-            key = re.sub(r"\.blocks\.\d+", "", path)
-            found.append(TargetModule(path, key, VISION_BLOCK, layer, None))
+        for path, layer in _linear_layers(model.vision, False):
+            key = re.sub(r"^encoder\.blocks\.\d+\.", "", path)
+            found.append(TargetModule(f"vision.{path}", key, -1, layer, None))
     return found
 
 
-def _linears(owner: nn.Module, takes_stacks: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and linear layers, or the wrappers around them, within a module."""
+def _linear_layers(module: nn.Module, with_stacks: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the paths and the linear layers, or the wrappers around them, in a module."""
     inside: tuple[str, ...] = ()
     # Owners come before what they own when sorted by name.
-    for key, layer in sorted(owner.named_modules(), key=lambda item: item[0]):
-        if key.startswith(inside):
+    for path, layer in sorted(module.named_modules(), key=lambda item: item[0]):
+        if path.startswith(inside):
             continue
         if isinstance(layer, LinearWrapper):
-            inside = (*inside, f"{key}.")
+            inside = (*inside, f"{path}.")
         elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear) and not (
-            takes_stacks and is_stack(layer)
+            with_stacks and is_stack(layer)
         ):
             continue
-        yield key, layer
+        yield path, layer
 
 
 def target_shapes(model: nn.Module) -> Shapes:

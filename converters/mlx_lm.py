@@ -63,6 +63,8 @@ def check_mlx_lm_computes(config: ModelConfig, source: str | Path) -> None:
         reason = f"it rounds the feed-forward width down, and this model's is rounded up to {config.ffn_dim}"
     elif (eps := config.rms_norm_eps) != 1e-5:
         reason = f"its query and key norms always use 1e-5, and rms_norm_eps is {eps}"
+    elif config.vision_config is not None:
+        reason = "its afm7 reads text only, and this model has an image encoder"
     else:
         return
     raise AFMError(f"{source} can't be used by stock mlx-lm 0.32: {reason}. Use it with afm-mlx.")

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.target_modules import ADAPTOR, ENCODER, PARTS, TEXT
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.model import Model, is_afm
 from afm_mlx.training.data.batches import AnyBatches, Batches
@@ -23,10 +24,6 @@ from afm_mlx.training.loop.trainer import OnEvent, Preparing
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import DataSplits
 from afm_mlx.vision.prompt_image import PromptImage
-
-TEXT, ADAPTOR, ENCODER = "text", "adaptor", "encoder"
-PARTS = (TEXT, ADAPTOR, ENCODER)
-"""Parts of a model that a method may train."""
 
 _T = TypeVar("_T", bound="AnyBatches | None")
 

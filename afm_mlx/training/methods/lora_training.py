@@ -19,7 +19,12 @@ from afm_mlx.adapters.adapter_folder import (
 )
 from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
 from afm_mlx.adapters.resident import Base, check_fingerprint
-from afm_mlx.adapters.target_modules import replace_layers, target_modules, unwrap_layers
+from afm_mlx.adapters.target_modules import (
+    TEXT,
+    replace_layers,
+    target_modules,
+    unwrap_layers,
+)
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.safetensors_file import read_header
@@ -29,7 +34,6 @@ from afm_mlx.json_values import FLOAT16_MAX, FLOAT32_MAX, MAX_RANK, is_rank
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.methods.image_inputs import (
-    TEXT,
     check_parts,
     freeze_others,
     parts_manifest,
@@ -60,7 +64,7 @@ class LoRATraining(Method):
         force: accept an initial adapter that was made for another model, if its shapes fit.
         save_dtype: "float16" or "float32", the type of the saved numbers. Training is in float32, and the test
             measures the saved numbers.
-        train_parts: parts that get LoRA pairs, of a model that takes images: some of `image_inputs.PARTS`.
+        train_parts: parts that get LoRA pairs, of a model that takes images: some of `adapters.target_modules.PARTS`.
 
     Raises:
         ConfigError: for another `save_dtype`, a rank beyond adapter files' limit, or a scale that is not a

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.target_modules import TEXT
 from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files, write_config, write_trained_card
 from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import KV_SCALES
@@ -44,7 +45,6 @@ from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import OnEvent
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.image_inputs import (
-    TEXT,
     check_parts,
     freeze_others,
     parts_manifest,
@@ -217,7 +217,7 @@ class FullTraining(Method):
 
     Args:
         num_layers: number of trained blocks, counted from the last; -1 for the whole model.
-        train_parts: trained parts of a model that takes images, some of `image_inputs.PARTS`.
+        train_parts: trained parts of a model that takes images, some of `adapters.target_modules.PARTS`.
 
     A model of parallel tracks is trained to use its experts evenly, too; see `routing_loss`.
     """
@@ -321,7 +321,7 @@ class QATTraining(Method):
         learn_kv_scales: train the int8 scales of keys and values.
         average: average the weights if the loop's options name no decay, with a decay of 0.999, less in runs
             under 10,000 steps.
-        train_parts: trained parts of a model that takes images, some of `image_inputs.PARTS`. The text model is
+        train_parts: trained parts of a model that takes images, some of `adapters.target_modules.PARTS`. The text model is
             on a grid in any case; the vision part stays float.
     """
 
