@@ -26,6 +26,7 @@ from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import Entry
 from afm_mlx.fm.turn import POLICIES, Answer, Turn, request_fields
+from afm_mlx.vision.prompt_image import PromptImage
 
 TOOL_ERRORS = ("model", "raise")
 TOOL_CHOICES = ("auto", "none", "required", "one")

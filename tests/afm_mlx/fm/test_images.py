@@ -96,11 +96,9 @@ async def test_a_second_turn_computes_no_pass(model, photo):
 
 
 async def test_other_images_give_other_answers(model, photo):
-    answers = []
-    for name in ("a.png", "b.png", "a.png"):
+    answers, (one, two) = [], (photo("one.png"), photo("two.png"))
+    for path in (one, two, one):
         session = fm.LanguageModelSession(model=model)
-        path = photo(name) if len(answers) < 2 else first
-        first = path if not answers else first
         async for _ in session.stream_response(
             ["What?", fm.ImageAttachment(path, mode="high")], FEW, logprobs=1
         ):
