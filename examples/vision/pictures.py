@@ -2,8 +2,13 @@
 
 A picture has one of these scenes: a digit, a number, a word, a shape, two shapes, or several equal shapes. Its
 longer side is 168 pixels in the mode "high", 84 in "balanced" and 28 in "rapid", the sides of the small
-encoder's modes, and glyphs are a share of it. The scene "small" is a digit of 8 to 10 pixels at 168: 4 to 5 in a
-picture of 84, and 1.5 in one of 28.
+encoder's modes, and glyphs are a share of it:
+
+| scene | height of the ink, in shares of the longer side |
+| --- | --- |
+| digit, number, word | 0.25 to 0.65, 0.2 to 0.4, 0.18 to 0.3 (less where a word would not fit) |
+| fine | a digit of 8 to 14 pixels at 84 |
+| small | a digit of 8 to 10 pixels at 168: 4 to 5 in the mode balanced, and 1.5 in rapid |
 
 What is tested is not in the training pictures: six fonts, one of five cells of the shades of each colour, and
 one of five cells of the places of each object. Fonts are the ones that matplotlib and Pillow carry.
@@ -18,6 +23,7 @@ from __future__ import annotations
 import argparse
 import colorsys
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -32,9 +38,9 @@ SIDES = {"high": 168, "balanced": 84, "rapid": 28}
 """Pixels of the longer side by the mode that takes a picture as it is."""
 
 TRAIN_FONTS = (
-    "DejaVuSans DejaVuSans-Bold DejaVuSans-Oblique DejaVuSans-BoldOblique DejaVuSansMono DejaVuSansMono-Oblique "
-    "DejaVuSansMono-BoldOblique DejaVuSerif DejaVuSerif-Bold DejaVuSerif-BoldItalic STIXGeneral STIXGeneralItalic "
-    "STIXGeneralBolIta cmr10 cmtt10"
+    "DejaVuSans DejaVuSans-Bold DejaVuSans-Oblique DejaVuSans-BoldOblique DejaVuSansMono "
+    "DejaVuSansMono-Oblique DejaVuSansMono-BoldOblique DejaVuSerif DejaVuSerif-Bold "
+    "DejaVuSerif-BoldItalic STIXGeneral STIXGeneralItalic STIXGeneralBolIta cmr10 cmtt10"
 ).split()
 TEST_FONTS = ["DejaVuSansMono-Bold", "DejaVuSerif-Italic", "STIXGeneralBol", "cmss10", "cmb10", ""]
 """The empty name is Pillow's own font, whose family no training font has."""
@@ -54,10 +60,10 @@ COLOURS = {  # hue, saturation, value: lowest and highest
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 WORDS = (
-    "ant arm bag bed bee box boy bus cat cow cup day dog ear egg fan fig fox hat hen ice ink jam jar key kid leg "
-    "lid man map mud net nut oak owl pan pea pen pie pig pot red rug sea sky sun tea toe toy van web yes "
-    "baby bird boat book cake coat dark door duck fish game girl hand home king lamp leaf moon nose open park "
-    "rain ring road rose ship snow star stop taxi tree wind wood"
+    "ant arm bag bed bee box boy bus cat cow cup day dog ear egg fan fig fox hat hen ice ink jam jar key kid "
+    "leg lid man map mud net nut oak owl pan pea pen pie pig pot red rug sea sky sun tea toe toy van web yes "
+    "baby bird boat book cake coat dark door duck fish game girl hand home king lamp leaf moon nose open "
+    "park rain ring road rose ship snow star stop taxi tree wind wood"
 ).split()
 SCENES = ("digit", "number", "word", "shape", "pair", "count", "fine", "small")
 _HELD_OUT = 5  # one cell of so many is for testing
@@ -186,19 +192,24 @@ class _Canvas:
 
     def _split(self, *shares: float) -> bool:
         """True if a point of the unit cube is in a cell of the canvas's split."""
-        cell = sum(int(share * _HELD_OUT) * factor for share, factor in zip(shares, (1, 2, 3)))
+        cell = sum(
+            int(share * _HELD_OUT) * factor
+            for share, factor in zip(shares, (1, 2, 3), strict=False)
+        )
         return (cell % _HELD_OUT == 0) == self.test
 
-    def _colour(self, others: list[str] = []) -> tuple[str, tuple[int, int, int]]:
+    def _colour(self, others: Collection[str] = ()) -> tuple[str, tuple[int, int, int]]:
         """Draw a colour's name and a shade of it that stands out from the background."""
         while True:
             name = self.random.choice([name for name in COLOURS if name not in others])
             shares = [self.random.random() for _ in range(3)]
             if not self._split(*shares):
                 continue
-            hsv = [low + s * (high - low) for s, (low, high) in zip(shares, COLOURS[name])]
+            hsv = [
+                low + s * (high - low) for s, (low, high) in zip(shares, COLOURS[name], strict=True)
+            ]
             rgb = tuple(round(255 * part) for part in colorsys.hsv_to_rgb(hsv[0] % 1, *hsv[1:]))
-            if sum(abs(a - b) for a, b in zip(rgb, self.background)) > 200:
+            if sum(abs(a - b) for a, b in zip(rgb, self.background, strict=True)) > 200:
                 return name, rgb
 
     def _background(self) -> tuple[int, int, int]:
@@ -212,7 +223,7 @@ class _Canvas:
 
     def _place(self, width: int, height: int) -> tuple[int, int]:
         """Draw the corner of a box whose middle is clearly in one quarter, in a cell of the split."""
-        room = [max(0, all_ - own) for all_, own in zip(self.size, (width, height))]
+        room = [max(0, all_ - own) for all_, own in zip(self.size, (width, height), strict=True)]
         for attempt in range(100):
             x, y = (round(self.random.uniform(0, most)) for most in room)
             middle = (x + width / 2) / self.size[0], (y + height / 2) / self.size[1]
@@ -292,3 +303,61 @@ def _font(name: str, size: int) -> Any:
 def _box(name: str, size: int, text: str) -> tuple[int, int, int, int]:
     """Return the box of a text's ink, drawn at (0, 0)."""
     return tuple(map(round, _font(name, size).getbbox(text)))
+
+
+# -- chats
+
+
+def write_chats(folder: Path, split: str, pictures: int, seed: int) -> None:
+    """Write pictures and a chat with all questions about each; of "test", examples for `afm-mlx evaluate`."""
+    random, records = Random(f"{seed} {split}"), []
+    for index in range(pictures):
+        scene = SCENES[index % len(SCENES)]
+        mode = "high" if scene == "small" else random.choice(["balanced", "balanced", "high"])
+        picture = draw(scene, f"{seed} {split} {index}", SIDES[mode], test=split == "test")
+        name = f"{split}/{index:05}.png"
+        picture.image.save(folder / name)
+        asked: list[Any] = [{"type": "image", "path": name}]
+        if split == "test":
+            records += [
+                {
+                    "task": task,
+                    "messages": [{"role": "user", "content": [*asked, _text(question)]}],
+                    "answer": answer,
+                }
+                for task, question, answer in picture.questions
+            ]
+            continue
+        messages = []
+        for _, question, answer in picture.questions:
+            messages.append({"role": "user", "content": [*asked, _text(question)]})
+            messages.append({"role": "assistant", "content": answer})
+            asked = []
+        records.append({"messages": messages})
+    name = "evaluation" if split == "test" else split
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    (folder / f"{name}.jsonl").write_text(lines)
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--train", type=int, default=2000, help="pictures to train on")
+    parser.add_argument("--test", type=int, default=400, help="pictures to test on")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for split, pictures in (
+        ("train", options.train),
+        ("valid", max(8, options.train // 20)),
+        ("test", options.test),
+    ):
+        (options.out / split).mkdir(parents=True)
+        write_chats(options.out, split, pictures, options.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,61 +1,84 @@
-"""The frozen text model in PyTorch: the numbers of a model folder, dequantized, behind a fixed beginning.
+"""The frozen text model in PyTorch with a LoRA adapter: the numbers of a model folder, dequantized.
 
-Only what training of the vision part needs: tokens that follow the beginning all chats share, whose keys and
-values are computed once, and logits of chosen tokens, for which alone the reuse blocks run. Gradients reach
-the embeddings. `tests/examples` compares it with `afm_mlx`.
+Only what training of the vision part needs: the beginning that all chats share is computed for one row, and the
+reuse blocks run for chosen tokens alone. Gradients reach the embeddings and the adapter. `tests/examples`
+compares it with `afm_mlx`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import afm_mlx
 import mlx.core as mx
 import numpy as np
 import torch
 from mlx.utils import tree_flatten
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import afm_mlx
+from afm_mlx.adapters.target_modules import TEXT, target_modules
 
-class FrozenText:
-    """A text model behind the tokens `beginning`, which are the same in all rows."""
+RANK, SCALE = 16, 1.0  # of the adapter
 
-    def __init__(self, model: afm_mlx.Model, beginning: Sequence[int]):
+
+class AdaptedText(nn.Module):
+    """A frozen text model with a LoRA adapter, behind the tokens `beginning`, which are the same in all rows.
+
+    Parameters are the adapter's: A (K, rank) and B (rank, N) of each linear layer, or of each projection of a
+    fused one, by the names of an adapter's file.
+    """
+
+    def __init__(self, model: afm_mlx.Model, beginning: Sequence[int], rank: int, scale: float):
+        super().__init__()
         args = self.args = model.args
         self.weights = float_weights(model)
         self.embedding = self.weights["model.embedding.weight"]
+        self.beginning, self.scale = torch.tensor([list(beginning)]), scale
         half = args.hidden_dim // args.num_heads // 2
         periods = args.rope_theta ** (-torch.arange(half) / half)
         angles = torch.arange(args.context_length)[:, None] * periods
         self.cos, self.sin = angles.cos(), angles.sin()
-        self.start = 0
-        self.shared: list[tuple[Tensor, Tensor]] = []
-        with torch.no_grad():
-            h = self.embedding[torch.tensor([list(beginning)])]
-            self.shared = self._write(h)[1]
-        self.start = len(beginning)
+        self.pairs: dict[str, list[str]] = {}  # of each layer, its pairs' suffixes
+        self.lora = nn.ParameterDict()
+        for target in target_modules(model):
+            if target.part != TEXT:
+                continue
+            self.pairs[target.path] = list(target.shapes)
+            for end, (inputs, outputs) in target.shapes.items():
+                a = torch.randn(inputs, rank) * inputs**-0.5
+                self.lora[key_of(f"{target.path}.lora_a{end}")] = nn.Parameter(a)
+                b = torch.zeros(rank, outputs)
+                self.lora[key_of(f"{target.path}.lora_b{end}")] = nn.Parameter(b)
 
-    def __call__(self, h: Tensor, targets: Tensor) -> Tensor:
+    def adapter(self) -> dict[str, Tensor]:
+        """Return the adapter's tensors by their names in a file."""
+        return {name.replace("/", "."): each for name, each in self.lora.items()}
+
+    def forward(self, h: Tensor, targets: Tensor) -> Tensor:
         """Return logits (B, T, vocabulary) at `targets` (B, T), indices into the embeddings h (B, L, D)."""
-        b, length, width = h.shape
-        h, written = self._write(h)
+        _, length, width = h.shape
+        start = self.beginning.shape[1]
+        _, shared = self._write(self.embedding[self.beginning], 0, None)
+        h, written = self._write(h, start, shared)
         k, v = written[-1]
         h = h.gather(1, targets[..., None].expand(-1, -1, width))
-        sees = torch.arange(self.start + length) <= (self.start + targets)[..., None]
+        sees = torch.arange(start + length) <= (start + targets)[..., None]
         for index in range(self.args.num_kv_reuse_layers):
             name = f"model.kv_reuse_layers.{index}"
             x = self._norm(h, f"{name}.input_layernorm")
             q = self._heads(self._linear(x, f"{name}.self_attn.q_proj"))
-            q = self._rope_norm(q, targets + self.start, f"{name}.self_attn.q_norm")
+            q = self._rope_norm(q, targets + start, f"{name}.self_attn.q_norm")
             h = self._output(h, q, k, v, name, attn_mask=sees[:, None])
         h = self._norm(h, "model.output_norm")
         return h @ self.embedding.T
 
-    def _write(self, h: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Run the writing blocks; return states, and the keys and values of each with the beginning's."""
+    def _write(
+        self, h: Tensor, start: int, shared: list[tuple[Tensor, Tensor]] | None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Run the writing blocks; return states, and the keys and values of each with the `shared` ones."""
         b, length, _ = h.shape
-        args, start = self.args, self.start
+        args = self.args
         places = torch.arange(start, start + length)
         sees = torch.arange(start + length) <= places[:, None]
         written = []
@@ -68,8 +91,8 @@ class FrozenText:
             k = self._rope_norm(k, places, f"{name}.self_attn.k_norm")
             k = self._rounded(k, f"{name}.self_attn.quant_key_scale")
             v = self._rounded(v, f"{name}.self_attn.quant_value_scale")
-            if self.shared:
-                before = self.shared[index]
+            if shared is not None:
+                before = shared[index]
                 k, v = (
                     torch.cat([old.expand(b, -1, -1, -1), new], 2)
                     for old, new in zip(before, (k, v), strict=True)
@@ -88,7 +111,12 @@ class FrozenText:
         return h + self._linear(F.silu(gate) * up, f"{name}.mlp.down_proj")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"])
+        y = F.linear(x, self.weights[f"{name}.weight"])
+        added = [
+            x @ self.lora[key_of(f"{name}.lora_a{end}")] @ self.lora[key_of(f"{name}.lora_b{end}")]
+            for end in self.pairs[name]
+        ]
+        return y + self.scale * (added[0] if len(added) == 1 else torch.cat(added, -1))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.args.rms_norm_eps)
@@ -112,6 +140,11 @@ class FrozenText:
         lowest, highest = -128 * scale, 127 * scale
         clipped = x.clamp(lowest, highest)
         return clipped + ((clipped / scale).round() * scale - clipped).detach()
+
+
+def key_of(name: str) -> str:
+    """Return the key of a tensor in a `ParameterDict`, whose keys have no dots."""
+    return name.replace(".", "/")
 
 
 def float_weights(model: afm_mlx.Model) -> dict[str, Tensor]:

@@ -10,12 +10,31 @@ change no result:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from afm_mlx.vision_config import VisionConfig
+from afm_mlx.vision_config import AdaptorConfig, VisionConfig
+
+CONFIG = VisionConfig(
+    image_token_id=1,  # <unk>: a vocabulary with bytes has no use for it
+    image_size=84,
+    rapid_size=28,
+    position_size=56,
+    patch_size=4,
+    hidden_dim=64,
+    num_layers=6,
+    num_heads=4,
+    mlp_dim=256,
+    window_size=7,
+    global_layers=(1, 3, 5),
+    adaptor=AdaptorConfig(num_heads=4, mlp_dim=256, pool_grid=6, rapid_pool_grid=3),
+)
+SMALL = replace(CONFIG, image_size=56, adaptor=replace(CONFIG.adaptor, pool_grid=4))
+"""The config for pictures of 56 pixels: four windows, and 16 tokens as far apart as the 36 of 84 pixels."""
 
 
 class Block(nn.Module):
@@ -127,7 +146,6 @@ class Adaptor(nn.Module):
         """Return tokens (B, grid * grid, hidden) of patches in the order of windows."""
         x = self.layer(x)
         side = round(x.shape[1] ** 0.5)
-        order = window_order(side, self.config.window_size)
         x = F.pad(x, (0, 1), value=1.0)  # a channel of ones: the projection's bias
         pooled = torch.einsum("tgn,bnc->btgc", _pools(side, grid, self.config.window_size), x)
         weight = torch.cat([self.proj.weight, self.proj.bias[:, None]], 1)  # (hidden, C + 1)

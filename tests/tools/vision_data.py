@@ -41,7 +41,7 @@ def question(*names: str) -> dict[str, Any]:
 def write_image_data(
     folder: Path, rng: np.random.Generator, splits: str = "train valid test"
 ) -> Path:
-    """Chats about pictures, of which two are in several chats, and one chat without: `train.jsonl` and others."""
+    """Chats about pictures, one of which is in two chats, and a chat without: `train.jsonl` and others."""
     folder.mkdir()
     names = write_pictures(folder, rng)
     for split in splits.split():

@@ -8,8 +8,9 @@ A batch's `images` are a dict of what its images are given as, each with `inputs
 | `states`, `rapid_states` | (T, G, G, C): the encoder's states of T tiles | the adaptor is trained |
 | `tiles`, `rapid_tiles` | (T, S, S, 3) uint8 | the encoder is trained |
 
-`places` (N,) int32 are indices into the flat (B * L) of tokens, in the order of the features. N and T are rounded
-up, so that steps have few shapes; padding has the index B * L. Tiles of the mode rapid have their own size.
+`places` (N,) int32 are indices into the flat (B * L) of tokens, in the order of the features. N and T are
+rounded up, so that steps have few shapes; padding has the index B * L. Tiles of the mode rapid have another
+size.
 """
 
 from __future__ import annotations

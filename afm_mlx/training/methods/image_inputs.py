@@ -36,8 +36,8 @@ def check_parts(parts: Sequence[str], source: ModelSource) -> None:
         )
     if set(parts) - {TEXT} and not (source.is_afm and source.values.get("vision_config")):
         raise ConfigError(
-            f"train_parts is {', '.join(parts)}, and {source.folder} reads text only. Leave it out, or choose a "
-            "model with a vision part."
+            f"train_parts is {', '.join(parts)}, and {source.folder} reads text only. Leave it out, or choose "
+            "a model with a vision part."
         )
 
 

@@ -64,7 +64,7 @@ class LoRATraining(Method):
         force: accept an initial adapter that was made for another model, if its shapes fit.
         save_dtype: "float16" or "float32", the type of the saved numbers. Training is in float32, and the test
             measures the saved numbers.
-        train_parts: parts that get LoRA pairs, of a model that takes images: some of `adapters.target_modules.PARTS`.
+        train_parts: parts that get LoRA pairs, of a model that takes images: some of `target_modules.PARTS`.
 
     Raises:
         ConfigError: for another `save_dtype`, a rank beyond adapter files' limit, or a scale that is not a
@@ -221,7 +221,9 @@ def add_adapter(
         blocks = [target.block for target in adapted if target.part == TEXT]
         num_layers = len(model.layers) - min(blocks) if blocks else -1
     # The numbers that `seed` draws are replaced.
-    keys, parts = keys or config.keys or None, {target.part for target in adapted}
+    parts = {target.part for target in adapted}
+    if keys is None and config.keys:  # an adapter's config also names layers outside blocks
+        keys = tuple({target.key for target in adapted if target.part == TEXT}) or None
     add_lora(model, config.rank, config.scale, keys, dropout, 0, num_layers, parts)
     start_lora(model, tensors, config, path)
 

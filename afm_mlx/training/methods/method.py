@@ -217,7 +217,7 @@ class FullTraining(Method):
 
     Args:
         num_layers: number of trained blocks, counted from the last; -1 for the whole model.
-        train_parts: trained parts of a model that takes images, some of `adapters.target_modules.PARTS`.
+        train_parts: trained parts of a model that takes images, some of `target_modules.PARTS`.
 
     A model of parallel tracks is trained to use its experts evenly, too; see `routing_loss`.
     """
@@ -321,8 +321,8 @@ class QATTraining(Method):
         learn_kv_scales: train the int8 scales of keys and values.
         average: average the weights if the loop's options name no decay, with a decay of 0.999, less in runs
             under 10,000 steps.
-        train_parts: trained parts of a model that takes images, some of `adapters.target_modules.PARTS`. The text model is
-            on a grid in any case; the vision part stays float.
+        train_parts: trained parts of a model that takes images, some of `target_modules.PARTS`. The text model
+            is on a grid in any case; the vision part stays float.
     """
 
     rule: QuantizationRule = QAT_RULE
