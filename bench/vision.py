@@ -139,7 +139,9 @@ def main(argv: list[str] | None = None) -> None:
         for name, taken in seconds.items():
             median = statistics.median(taken)
             speed: Any = config.encoder_flops(mode) / median / 1e12
-            rows.append([mode, name, f"{median:.2f}", f"{speed:.2f}", f"{ratio(seconds, name):.2f}"])
+            rows.append(
+                [mode, name, f"{median:.2f}", f"{speed:.2f}", f"{ratio(seconds, name):.2f}"]
+            )
     print(markdown(rows) + "\n")
     path = None if options.output is None else options.output / "vision.json"
     report(targets(figures), others, path, {"preset": options.preset, "seconds": figures})

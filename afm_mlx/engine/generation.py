@@ -45,6 +45,7 @@ from afm_mlx.tokenizer.protocol import Tokenizer
 if TYPE_CHECKING:
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.guidance.types import AnswerType
+    from afm_mlx.vision.prompt_image import PromptImage
 
 T = TypeVar("T")
 Messages = str | Sequence[Mapping[str, Any]]
@@ -120,6 +121,7 @@ def stream_generate(
     num_draft_tokens: int | None = None,
     speculation: Speculation | None = None,
     prefix_cache: PrefixCache | None = None,
+    images: Sequence[PromptImage] = (),
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
 
@@ -153,6 +155,7 @@ def stream_generate(
         num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; pass None for as many as pay.
         speculation: other ways to draft, in place of `draft_model` and `num_draft_tokens`.
         prefix_cache: has the keys and values of earlier prompts' beginnings, and gets the run's, too.
+        images: the prompt's images, in the order of their tokens: `ChatImages.placed` of the encoded chat.
 
     Raises:
         AFMError: for what can't be honoured in the arguments or the prompt.
@@ -186,6 +189,7 @@ def stream_generate(
         constraint=constraint,
         at_limit=at_limit,
         heal=heal if heal is not None else constraint is not None and isinstance(prompt, str),
+        images=images,
     )
     row = engine.submit(request)
     with wired_memory(model):
@@ -322,6 +326,7 @@ def batch_generate(
     adapters: AdapterPool | None = None,
     constraint: Constraint | Sequence[Constraint | None] | None = None,
     speculation: Speculation | None = None,
+    images: Sequence[Sequence[PromptImage]] | None = None,
     **request: Any,
 ) -> BatchResponse:
     """Continue many prompts at once.
@@ -337,6 +342,7 @@ def batch_generate(
         adapters: the pool that `adapter` is in.
         constraint: as for `stream_generate`, for all or for each.
         speculation: as for `stream_generate`.
+        images: those of each prompt, as for `stream_generate`; pass None if no prompt has any.
         request: other fields of `Request`, the same for all prompts.
 
     Raises:
@@ -349,6 +355,7 @@ def batch_generate(
     max_new = _for_each("max_tokens", max_tokens, len(prompts))
     names = _for_each("adapter", adapter, len(prompts))
     constraints = _for_each("constraint", constraint, len(prompts))
+    pictures = [()] * len(prompts) if images is None else _for_each("images", images, len(prompts))
     caches = _caches(cache, len(prompts))
     options = _cache_options(model, caches, kv_bits, max_kv_size, sliding_window)
     options |= {"prefill_step_size": prefill_step_size, "speculation": speculation}
@@ -356,9 +363,11 @@ def batch_generate(
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     request = {"logprobs": False, **request}  # nothing here returns them
     rows: dict[int, int] = {}
-    each = zip(encoded, max_new, caches, names, constraints, strict=True)
-    for index, (ids, most, own, name, must) in enumerate(each):
-        row = Request(ids, most, cache=own, adapter=name, constraint=must, **request)
+    each = zip(encoded, max_new, caches, names, constraints, pictures, strict=True)
+    for index, (ids, most, own, name, must, shown_ones) in enumerate(each):
+        row = Request(
+            ids, most, cache=own, adapter=name, constraint=must, images=shown_ones, **request
+        )
         rows[engine.submit(row)] = index
     with wired_memory(model):
         return _answers(engine, rows, sum(map(len, encoded)))

@@ -2,8 +2,8 @@
 
 A message's text holds an image as a mark (`ChatImages.mark`): a few private-use characters, some of them drawn
 for each `ChatImages`, so no text of other people has one. Marks survive joins, JSON and chat templates. Each
-mark of the rendered chat becomes a control token (`control_tokens.ControlTokens`), and that as many copies of the
-model's `image_token_id` as the image has tokens. So no text makes a placeholder, not even its name.
+mark of the rendered chat becomes a control token (`control_tokens.ControlTokens`), and that as many copies of
+the model's `image_token_id` as the image has tokens. So no text makes a placeholder, not even its name.
 """
 
 from __future__ import annotations
