@@ -10,6 +10,7 @@ from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.cli.arguments import UsageError
 from afm_mlx.cli.chat import dialogue
 from afm_mlx.cli.images import with_images
+from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import generate as generate_text
 from afm_mlx.loading.load import load
 from afm_mlx.tokenizer.chat_images import ChatImages
@@ -70,13 +71,18 @@ def generate(seeing, done):
     return generate
 
 
-def test_images_come_before_the_text(seeing, photos, generate):
+def test_images_come_before_the_text(seeing, photos, generate, monkeypatch):
+    requests, submit = [], Engine.submit
+    monkeypatch.setattr(
+        Engine, "submit", lambda *given: (requests.append(given[1]), submit(*given))[1]
+    )
     one, two = photos
-    (answer,) = wanted(seeing, [one, two, "What?"])
-    assert generate("What?", "--image", one, "--image", two) == f"{answer}\n"
-    (other,) = wanted(seeing, [two, one, "What?"])
-    assert generate("What?", "--image", two, "--image", one) == f"{other}\n"
-    assert answer != other
+    for order in ((one, two), (two, one)):
+        answer = generate("What?", "--image", order[0], "--image", order[1])
+        assert [image.digest for image in requests[-1].images] == [
+            read_image(path, VISION).digest for path in order
+        ]
+        assert [f"{answer}\n" for answer in wanted(seeing, [*order, "What?"])] == [answer]
 
 
 def test_images_stand_where_the_text_says(seeing, photos, generate):
