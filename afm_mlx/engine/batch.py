@@ -123,7 +123,7 @@ class Prefill:
     # (B, hidden_dim) float32: with "mean" the sum of each row's hidden states so far, with "last" the state of
     # the row's last token once it is fed.
     _states: mx.array | None = None
-    # Images with tokens that are not in the cache, without those of rows that were cancelled.
+    # With tokens that are not in the cache, and of rows that were not cancelled.
     images: list[ImageColumns] = field(default_factory=list)
 
     @classmethod

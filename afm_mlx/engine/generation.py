@@ -342,7 +342,7 @@ def batch_generate(
         adapters: the pool that `adapter` is in.
         constraint: as for `stream_generate`, for all or for each.
         speculation: as for `stream_generate`.
-        images: those of each prompt, as for `stream_generate`; pass None if no prompt has any.
+        images: the images of each prompt, as for `stream_generate`; pass None if no prompt has any.
         request: other fields of `Request`, the same for all prompts.
 
     Raises:

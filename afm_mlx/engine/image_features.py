@@ -83,7 +83,7 @@ class Features:
 
 
 class ImageFeatures:
-    """Features of images under a budget; those of the least recently used images are evicted.
+    """Features of images under a budget; the least recently used ones are evicted.
 
     It is for one model, and for the engines of one thread. What a prompt still needs stays outside the budget.
 

@@ -149,8 +149,10 @@ def search(
 
     with wired_memory(model):
         if shared is not None:  # computes the prompt, with which all rows begin
-            alike = {"adapter": asked.adapter, "client": asked.client, "images": asked.images}
-            engine.submit(Request(ids, 0, **alike))
+            images = asked.images
+            engine.submit(
+                Request(ids, 0, adapter=asked.adapter, client=asked.client, images=images)
+            )
             for response in engine.run():
                 if response.error is not None:
                     raise response.error

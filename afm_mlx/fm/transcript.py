@@ -14,7 +14,7 @@ from afm_mlx.fm import transcript_entries as kinds
 from afm_mlx.fm.errors import DecodingFailureError
 from afm_mlx.fm.generable import GeneratedContent
 from afm_mlx.fm.generation_options import GenerationOptions
-from afm_mlx.fm.prompt import Prompt
+from afm_mlx.fm.prompt import Prompt as PromptParts
 from afm_mlx.fm.transcript_entries import JSON, json_copy, json_text
 
 _merging = threading.Lock()
@@ -137,7 +137,7 @@ class Transcript(Sequence[kinds.Entry]):
 
     def add_prompt(
         self,
-        prompt: Prompt,
+        prompt: PromptParts,
         response_format: JSON | None = None,
         options: GenerationOptions | None = None,
         tool_choice: str = "auto",

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.control_tokens import MarkedChat, private_name
@@ -39,7 +39,7 @@ class ChatImages:
     def __init__(self) -> None:
         self._random = private_name()
         self._images: list[ChatImage] = []
-        self.placed: tuple[ChatImage, ...] = ()
+        self.placed: tuple[Any, ...] = ()
 
     def mark(self, image: ChatImage) -> str:
         """Return the text that stands for an image in messages; the same image has the same mark."""
