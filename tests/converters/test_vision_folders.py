@@ -9,9 +9,11 @@ from mlx.utils import tree_flatten
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.checkpoint.weights import load_weights
 from afm_mlx.converters.convert import convert
+from afm_mlx.converters.graph_source import Source
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load, load_model
 from afm_mlx.measure.describe import describe_folder
+from afm_mlx.measure.exported_models import read_afm_config
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.vision.prompt_image import read_image
 from tests.tools.cases import draw
@@ -80,6 +82,10 @@ def test_facts_and_fingerprints(folder, rng):
     # Another rule for pictures is another model.
     other = with_images(CONFIG, image_token_id=6)
     assert folder_fingerprint(other, folder) != fingerprint
+
+
+def test_exports_are_of_the_text_model(folder):
+    assert Source.read(folder).config == read_afm_config(folder, "Core ML") == CONFIG
 
 
 def test_what_can_not_be_converted(folder, tmp_path, spm, rng):
