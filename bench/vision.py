@@ -1,6 +1,6 @@
 """The image encoder next to transformers' ViTDet on PyTorch: seconds of an image in each mode, in turns.
 
-Both have random weights and the same shapes. Ours has a register and its final norm besides, and is measured with
+Both have random weights and the same shapes; ours has a register and a final norm besides. It is measured with
 float weights and with packed ones, whose activations are rounded to 16 or to 8 bits in products.
 
     python -m bench.vision --output results
