@@ -162,7 +162,7 @@ ARGUMENTS = {
         Argument("--max-choices", integer(1), "maximum answers of one request", 128),
         Argument("--max-body", integer(1), "maximum bytes of a request", 8 << 20),
         Argument("--max-images", integer(0), "maximum images of a request", 16),
-        Argument("--max-image-pixels", integer(1), "maximum width times height of an image", 50_000_000),
+        Argument("--max-image-pixels", integer(1), "maximum width times height of an image", 32_000_000),
         Argument("--allow-remote-images", FLAG,
                  "fetch images that requests name by a public web address; without it, requests bring them"),
         Argument("--max-connections", integer(1), "maximum open connections", 1000),

@@ -123,7 +123,7 @@ class RequestImages:
             raise bad_request(f"{place} is {shown(source)}; {_NEEDED}", place, "invalid_image")
         mode = DETAIL_MODES.get(detail or "", "auto")
         try:
-            image = read_image(content, self.config, mode)
+            image = read_image(content, self.config, mode, self._options.max_image_pixels)
         except AFMError as error:
             raise bad_request(f"{place}: {error}", place, "invalid_image") from error
         self._tokens += image.tokens

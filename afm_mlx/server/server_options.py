@@ -77,7 +77,7 @@ class ServerOptions:
     max_choices: int = 128
     max_body: int = 8 << 20
     max_images: int = 16
-    max_image_pixels: int = 50_000_000
+    max_image_pixels: int = 32_000_000
     allow_remote_images: bool = False
     body_timeout: float = 30
     timeout: float = 600
