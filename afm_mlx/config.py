@@ -10,6 +10,7 @@ The keys of `config.json` are mlx-lm's for `afm7`, and two of ours that stock ml
 | `model.layers.N` | a block that writes keys and values |
 | `model.kv_reuse_layers.N` | a block that reads the last writing block's keys and values |
 | `model.output_norm` | (D) |
+| `vision` | the image encoder and its adaptor, if the model takes images (`vision_config.py`) |
 
 `block_kinds` is the one table of these parameters. Counts, the shapes that files are checked against, adapters'
 target modules, the order of LoRA pairs in checkpoints, and estimates of memory follow from it. A test compares
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 
 from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.files import read_file
+from afm_mlx.vision_config import VisionConfig
 
 MODEL_TYPE = "afm7"
 KV_SCALES = ("quant_key_scale", "quant_value_scale")
@@ -92,6 +94,7 @@ class ModelConfig:
         kv_bits: 8 if blocks have static scales that quantize K and V to int8; None if the model was trained
             without such scales.
         context_length: maximum number of tokens that the model was trained on; generation ends there.
+        vision_config: the image encoder and its adaptor; None if the model takes no images.
 
     Raises:
         ConfigError: for contradictory values, and for values that no model has, such as a million layers.
@@ -108,9 +111,15 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     kv_bits: int | None = 8
     context_length: int = 4096
+    vision_config: VisionConfig | None = None
 
     def __post_init__(self) -> None:
-        kinds = {"int": (int,), "float": (int, float), "int | None": (int, type(None))}
+        kinds = {
+            "int": (int,),
+            "float": (int, float),
+            "int | None": (int, type(None)),
+            "VisionConfig | None": (VisionConfig, type(None)),
+        }
         for field in dataclasses.fields(self):
             value, annotation = getattr(self, field.name), str(field.type)
             # bool is an int to Python, and never a size.
@@ -145,6 +154,12 @@ class ModelConfig:
             f"a divisor of num_heads, which is {self.num_heads}",
         )
         self._require(self.kv_bits in (8, None), f"kv_bits is {shown(self.kv_bits)}", "8 or null")
+        if (vision := self.vision_config) is not None:
+            self._require(
+                vision.image_token_id < self.vocab_size,
+                f"vision_config.image_token_id is {vision.image_token_id}",
+                f"below vocab_size, which is {self.vocab_size}",
+            )
         for name in ("rope_theta", "hidden_dim_scale_factor", "rms_norm_eps"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
@@ -184,7 +199,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights in the embedding, the blocks and the norms, without static KV scales."""
+        """Number of all weights, the image encoder's too, without static KV scales."""
         shapes = parameter_shapes(self)
         return sum(math.prod(shapes[name]) for name in shapes if not name.endswith(KV_SCALES))
 
@@ -212,8 +227,12 @@ class ModelConfig:
             raise ConfigError(
                 f"{source}: tie_word_embeddings is not true; AFM has one tied matrix."
             )
+        found = {name: values[name] for name in names if name in values}
+        if found.get("vision_config") is not None:
+            where = f"{source}: vision_config"
+            found["vision_config"] = VisionConfig.from_dict(found["vision_config"], where)
         try:
-            return cls(**{name: values[name] for name in names if name in values})
+            return cls(**found)
         except ConfigError as error:
             raise ConfigError(f"{source}: {str(error).removeprefix('config: ')}") from None
 
@@ -222,8 +241,11 @@ class ModelConfig:
         return cls.from_dict(read_config_json(path), source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content for `config.json`, with `model_type`."""
-        return {"model_type": MODEL_TYPE, **dataclasses.asdict(self)}
+        """Return the content for `config.json`, with `model_type`; without `vision_config` if it is None."""
+        values = {"model_type": MODEL_TYPE, **dataclasses.asdict(self)}
+        if self.vision_config is None:
+            del values["vision_config"]
+        return values
 
 
 # -- parameters
@@ -326,6 +348,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for scale in kind.scales:
             shapes[f"{path}.{scale}"] = ()
     shapes["model.output_norm.weight"] = (config.hidden_dim,)
+    if config.vision_config is not None:
+        shapes |= config.vision_config.parameter_shapes(config.hidden_dim)
     return shapes
 
 
@@ -355,16 +379,22 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     return values
 
 
+# tamm's defaults, whose parameter count equals the shipped model's: 3,111,368,064.
+_AFM_3B = ModelConfig(
+    vocab_size=153600,
+    hidden_dim=2048,
+    num_layers=56,
+    num_kv_reuse_layers=21,
+    num_heads=16,
+    num_kv_heads=2,
+    rope_theta=500000.0,
+)
+
 PRESETS: dict[str, ModelConfig] = {
-    # tamm's defaults, whose parameter count equals the shipped model's: 3,111,368,064.
-    "afm-3b": ModelConfig(
-        vocab_size=153600,
-        hidden_dim=2048,
-        num_layers=56,
-        num_kv_reuse_layers=21,
-        num_heads=16,
-        num_kv_heads=2,
-        rope_theta=500000.0,
+    "afm-3b": _AFM_3B,
+    # With an image encoder of the published kind and size; the id of its tokens is ours.
+    "afm-3b-vision": dataclasses.replace(
+        _AFM_3B, vision_config=VisionConfig(image_token_id=_AFM_3B.vocab_size - 1)
     ),
     # The toolkit's draft model for speculative decoding: 48,765,952 parameters.
     "afm-3b-draft": ModelConfig(

@@ -89,6 +89,10 @@ class RequestError(AFMError):
     """A request that can't be honoured."""
 
 
+class ImageError(RequestError):
+    """A picture that can't be read: damaged, too large, or in another format."""
+
+
 class ConstraintError(AFMError):
     """A constraint that can't be honoured, or an answer that could not be completed."""
 

@@ -49,7 +49,7 @@ from afm_mlx.loading.resolve import (
     resolve_model,
 )
 from afm_mlx.model.model import Model
-from afm_mlx.quantization.packed_layers import activation_dtype, set_activation_bits
+from afm_mlx.quantization.packed_layers import PARTS, activation_dtype, set_activation_bits
 from afm_mlx.ranks import Ranks
 from afm_mlx.threads import in_main_thread, in_mlx_thread
 from afm_mlx.tokenizer.protocol import Tokenizer
@@ -196,8 +196,8 @@ def load_model(
     model = Model(config)
     weights, dtype = load_stored(tensors), activation_dtype()
     place_stored_layers(model, quantization, weights, source, dtype, rules)
-    packed = {path for path, rule in rules.items() if rule is not None}
-    rest = [(n, a) for n, a in weights.items() if n.rpartition(".")[0] not in packed]
+    packed = {f"{path}.{p}" for path, rule in rules.items() if rule is not None for p in PARTS}
+    rest = [(name, array) for name, array in weights.items() if name not in packed]
     for i, (name, array) in enumerate(rest):
         if (is_scale := name.endswith(KV_SCALES)) or mx.issubdtype(array.dtype, mx.floating):
             rest[i] = name, array.astype(mx.float32 if is_scale else dtype)

@@ -42,6 +42,7 @@ from afm_mlx.model.fused_layers import (
     project,
 )
 from afm_mlx.model.kv_cache import KVCache, NoKVCache, TailWriter
+from afm_mlx.vision.vision import Vision
 
 ModelCache: TypeAlias = Sequence[KVCache | NoKVCache]
 T = TypeVar("T")
@@ -169,11 +170,15 @@ class Transformer(nn.Module):
         self.kv_reuse_layers = [ReuseBlock(config) for _ in range(config.num_kv_reuse_layers)]
         self.output_norm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
 
+    def embed(self, inputs: mx.array) -> mx.array:
+        """Return embeddings (B, L, D) of token ids (B, L); embeddings are returned unchanged."""
+        return self.embedding(inputs) if inputs.ndim == 2 else inputs
+
     def write(
         self, inputs: mx.array, positions: Positions, cache: Sequence[TailWriter | None]
     ) -> tuple[mx.array, KeyValues]:
         """Run the writing blocks; return hidden states (B, L, D) and the last block's keys and values."""
-        h = self.embedding(inputs)
+        h = self.embed(inputs)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             h, kv = layer(h, positions, layer_cache)
         return h, kv
@@ -191,10 +196,14 @@ class Transformer(nn.Module):
 class Model(nn.Module):
     """A causal language model with a tied head.
 
+    Every method that takes token ids (B, L) also takes embeddings (B, L, hidden_dim), such as `embed` returns,
+    with an image's `vision.features` at the places of its tokens.
+
     Args:
         config: the architecture. Weights start random; `afm_mlx.load` fills them.
 
     Attributes:
+        vision: the image encoder and its adaptor; None if the model takes no images.
         kv_heads: heads of keys, and of values, that this process has: all, or a rank's share (`split_model`).
     """
 
@@ -204,6 +213,8 @@ class Model(nn.Module):
         self.args = config  # mlx-lm's name
         self.model_type = MODEL_TYPE
         self.model = Transformer(config)
+        vision = config.vision_config
+        self.vision = None if vision is None else Vision(vision, config.hidden_dim)
         self._step = DecodeStep()
         self.kv_heads = config.num_kv_heads
 
@@ -213,6 +224,10 @@ class Model(nn.Module):
         A cache (of `make_cache`) grows by L tokens; without one, tokens begin at position 0.
         """
         return self._next(inputs, cache, Model.head)
+
+    def embed(self, inputs: mx.array) -> mx.array:
+        """Return embeddings (B, L, hidden_dim) of token ids (B, L)."""
+        return self.model.embed(inputs)
 
     def hidden(self, inputs: mx.array, cache: ModelCache | None = None) -> mx.array:
         """Return the hidden states (B, L, hidden_dim) of the next L tokens of every row, for `head`.
