@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.tokenizer.chat_images import ChatImages, ImageChat
 from afm_mlx.tokenizer.chat_messages import checked_messages, checked_tools, parse_tool_calls
 from afm_mlx.tokenizer.chat_template import (
     Chat,
@@ -40,6 +41,9 @@ from afm_mlx.tokenizer.vocabulary import (
     token_name,
     tokenizer_folder,
 )
+
+if TYPE_CHECKING:
+    from afm_mlx.vision_config import VisionConfig
 
 __all__ = ["AFMTokenizer", "load_tokenizer", "save_tokenizer"]
 
@@ -85,6 +89,8 @@ class AFMTokenizer:
     structural_markers: tuple[str, ...] = ()
     response_transitions: Mapping[str, list[tuple[str, str]]] = {}
     response_initial_state: str | None = None
+
+    _vision_config: VisionConfig | None = None
 
     def __init__(
         self,
@@ -200,6 +206,7 @@ class AFMTokenizer:
         tokenize: Literal[True] = ...,
         continue_final_message: bool = ...,
         chat_template: str | None = ...,
+        images: ChatImages | None = ...,
         **kwargs: object,
     ) -> list[int]: ...
     @overload
@@ -212,6 +219,7 @@ class AFMTokenizer:
         tokenize: Literal[False],
         continue_final_message: bool = ...,
         chat_template: str | None = ...,
+        images: ChatImages | None = ...,
         **kwargs: object,
     ) -> str: ...
     def apply_chat_template(
@@ -222,6 +230,7 @@ class AFMTokenizer:
         tokenize: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        images: ChatImages | None = None,
         **kwargs: object,
     ) -> list[int] | str:
         """Render a conversation, and encode it.
@@ -238,6 +247,9 @@ class AFMTokenizer:
             tokenize: True for ids; False for the text, without the separator.
             continue_final_message: leave the last message open, to be continued.
             chat_template: another Jinja template for this call.
+            images: the images whose marks the messages have, for a model that reads images. In the ids, an
+                image is as many `image_token_id` as it has tokens, and `images.placed` has the images in their
+                order. In the text (`tokenize=False`) the marks stay.
             kwargs: variables for the template, such as `enable_thinking`; AFM's own uses none. Arguments of
                 transformers, such as `padding`, are accepted with the values that change nothing.
 
@@ -250,7 +262,9 @@ class AFMTokenizer:
                 "add_generation_prompt starts a new answer and continue_final_message writes the last "
                 "message further: only one of them can be true."
             )
-        checked = checked_messages(messages)
+        if images is not None and self.vision_config is None:
+            raise TokenizerError("This model reads text only. Leave the images out.")
+        checked = checked_messages(messages, images)
         own_tools = checked[0].pop("tools", None)
         if own_tools and tools:
             raise TokenizerError(
@@ -273,6 +287,12 @@ class AFMTokenizer:
             self._separator,
             self.eos_token if continue_final_message else None,
         )
+        if images is not None and self.vision_config is not None and tokenize:
+            named = ImageChat(chat, images, self._controls.image_name)
+            text = named.render()
+            ids = self._controls.encode_chat(named, text, self._controls.encode(text, ""))
+            ids = self._behind_separator(ids, text)
+            return images.expand(ids, self.vision_config.image_token_id, named.with_marks)
         text = chat.render()
         if not tokenize:
             return text
@@ -335,6 +355,22 @@ class AFMTokenizer:
             )
 
     # Vocabulary
+
+    @property
+    def vision_config(self) -> VisionConfig | None:
+        """The config of the model's vision part; None if the model reads text only.
+
+        Loading sets it. Raises `TokenizerError` if a text can make its `image_token_id`.
+        """
+        return self._vision_config
+
+    @vision_config.setter
+    def vision_config(self, config: VisionConfig | None) -> None:
+        image = None if config is None else config.image_token_id
+        self._controls = ControlTokens(
+            self._vocabulary, self.all_special_ids, image_token_id=image
+        )
+        self._vision_config = config
 
     @cached_property
     def _controls(self) -> ControlTokens:
