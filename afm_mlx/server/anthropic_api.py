@@ -219,7 +219,9 @@ def _add_user(
                 [(f"{where}.content[{i}]", each) for i, each in enumerate(text)], images
             )
         if block.is_error:
-            text = json.dumps({"error": text}, ensure_ascii=False)  # which would write images' marks
+            text = json.dumps(
+                {"error": text}, ensure_ascii=False
+            )  # which would write images' marks
         conversation.add_result(block.tool_use_id, text, f"{where}.tool_use_id")
     if blocks or not message.content:
         conversation.add_user(_with_images(blocks, images), place)

@@ -186,7 +186,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """List the models and their adapters, each as a model, with the fields that clients of several APIs read."""
+    """List the models and their adapters, each as a model, with the fields of several APIs."""
     models: ModelRegistry = request.app.state.models
     listed = [_described(models, model_id) for model_id in models.ids]
     ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
@@ -225,7 +225,10 @@ def _described(models: ModelRegistry, model_id: str) -> JsonObject:
             "input_modalities": ["text", "image"] if sees else ["text"],
             "output_modalities": ["text"],
         },  # OpenRouter's
-        "capabilities": {"vision": sees, "image_input": {"supported": sees}},  # Mistral's, Anthropic's
+        "capabilities": {
+            "vision": sees,
+            "image_input": {"supported": sees},
+        },  # Mistral's, Anthropic's
         "parent": model.name if is_adapter else None,
         **({"state": model.state} if is_adapter else model.describe()),
     }
@@ -245,7 +248,7 @@ CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Allows the page's own script and style files, images that a chat has, and requests to this server; no inline code."""
+"""Allows the page's own script and style files, a chat's images, and requests to this server; no inline code."""
 
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # browsers ask again each time, because a newer server has newer files

@@ -57,8 +57,8 @@ class ImageMemory:
             if size > self._left:
                 raise ApiError(
                     429,
-                    "The images of running requests fill the memory for images. Try again later, or send fewer at "
-                    "a time.",
+                    "The images of running requests fill the memory for images. Try again later, or send "
+                    "fewer at a time.",
                     code="queue_full",
                     retry_after=5,
                 )
@@ -104,8 +104,8 @@ class RequestImages:
             detail: OpenAI's; pass None for "auto".
 
         Raises:
-            ApiError: 400 about `place` for an image that can't be used, or is one too many; 429 if the images of
-                all requests exceed `HELD_BYTES`.
+            ApiError: 400 about `place` for an image that can't be used, or is one too many; 429 if the images
+                of all requests exceed `HELD_BYTES`.
         """
         assert self.config is not None
         if len(self.images) >= self._options.max_images:
@@ -145,7 +145,10 @@ class RequestImages:
     def carried(
         self, messages: Sequence[dict[str, Any]], earlier: RequestImages
     ) -> list[dict[str, Any]]:
-        """Return an earlier request's messages with marks of this one; raise `ValueError` for another model's."""
+        """Return an earlier request's messages with marks of this one.
+
+        Raises `ValueError` if their images were read for another model.
+        """
         if not earlier.images:
             return list(messages)
         if earlier.config != self.config:
@@ -258,7 +261,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def is_public(address: str) -> bool:
-    """True if an IP address is on the public internet; False for one that may lead to an IPv4 address inside."""
+    """True if an IP address is on the public internet, and is no way to an IPv4 address, which may be inside."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped or found.sixtofour or found.teredo or found in _NAT64:

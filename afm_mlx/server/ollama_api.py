@@ -233,10 +233,8 @@ def _thinking(body: fields.OllamaRequest) -> Thinking:
     return thinking_of(fields.ThinkingFields(enable_thinking=switch), effort, "think")
 
 
-def _with_images(
-    text: str, given: Sequence[str] | None, place: str, images: RequestImages
-) -> str:
-    """Put images (data in base64, at `place` in the body) in the place of each `[img]`, others before the text."""
+def _with_images(text: str, given: Sequence[str] | None, place: str, images: RequestImages) -> str:
+    """Put images (in base64, at `place` in the body) in the places of `[img]`, and others before the text."""
     before = ""
     for index, data in enumerate(given or ()):
         mark = images.mark_base64(data, f"{place}[{index}]")

@@ -85,9 +85,7 @@ def _marked(
         given, detail = given.url, given.detail
     where = f"{place}.image_url"
     if given is None:
-        raise bad_request(
-            f"{where} is missing; it is needed.", where, "missing_required_parameter"
-        )
+        raise bad_request(f"{where} is missing; it is needed.", where, "missing_required_parameter")
     assert isinstance(given, str)
     return images.mark(given, where, detail)
 

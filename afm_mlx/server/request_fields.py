@@ -861,9 +861,9 @@ RESULT_PART = Kinds(
 
 class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | Annotated[list[Annotated[ClaudeText | ClaudeImage, RESULT_PART]], PARTS] | None = (
-        None
-    )
+    content: (
+        str | Annotated[list[Annotated[ClaudeText | ClaudeImage, RESULT_PART]], PARTS] | None
+    ) = None
     is_error: bool | None = None
     rules = {"cache_control": CACHE_MARK, "toolset_name": ECHO}
 

@@ -99,7 +99,9 @@ class KeptResponses:
     def __init__(self, per_client: int, max_bytes: int):
         self._per_client, self._max_bytes = per_client, max_bytes
         self._kept: OrderedDict[tuple[str, str], tuple[KeptResponse, int]] = OrderedDict()
-        self._holders: Counter[int] = Counter()  # of each image, by its `id`: responses that have it
+        self._holders: Counter[int] = (
+            Counter()
+        )  # of each image, by its `id`: responses that have it
         self._response_of_item: dict[tuple[str, str], str] = {}
         self._bytes = 0
 
@@ -115,8 +117,8 @@ class KeptResponses:
         self._response_of_item |= {(client, item): id for item in kept.items}
         self._bytes += size
         for image in _images_of(kept):
-            self._bytes += 0 if self._holders[id(image)] else image.tiles.nbytes
-            self._holders[id(image)] += 1
+            self._bytes += 0 if self._holders[image] else image.tiles.nbytes
+            self._holders[image] += 1
         own = [key for key in self._kept if key[0] == client]
         for key in own[: max(0, len(own) - self._per_client)]:
             self._drop(key)
@@ -146,12 +148,12 @@ class KeptResponses:
         kept, size = self._kept.pop(key)
         self._bytes -= size
         for image in _images_of(kept):
-            self._holders[id(image)] -= 1
-            if not self._holders[id(image)]:
-                del self._holders[id(image)]
+            self._holders[image] -= 1
+            if not self._holders[image]:
+                del self._holders[image]
                 self._bytes -= image.tiles.nbytes
-        for id in kept.items:
-            self._response_of_item.pop((key[0], id), None)
+        for item in kept.items:
+            self._response_of_item.pop((key[0], item), None)
 
 
 def _images_of(kept: KeptResponse) -> Sequence[PromptImage]:

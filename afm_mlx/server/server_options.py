@@ -36,7 +36,7 @@ class ServerOptions:
         max_share: maximum share of the waiting and running answers for one key.
         max_choices: maximum number of answers of one request: its prompts times `n`.
         max_images: maximum number of images of one request.
-        max_image_pixels: maximum width times height of an image; larger ones are refused before they are decoded.
+        max_image_pixels: maximum width times height of an image; larger ones are refused undecoded.
         allow_remote_images: True to fetch images from public addresses on the web.
         body_timeout, timeout, send_timeout: maximum seconds in which a body must arrive, of an answer, and for
             which a client may leave an event unread.

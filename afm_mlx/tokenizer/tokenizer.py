@@ -23,7 +23,14 @@ from afm_mlx.tokenizer.chat_template import (
     read_chat_template,
 )
 from afm_mlx.tokenizer.control_tokens import ControlTokens
-from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, Spacing, StreamingDetokenizer
+from afm_mlx.tokenizer.detokenizer import (
+    NEWLINE,
+    SPACE,
+    Piece,
+    PieceKind,
+    Spacing,
+    StreamingDetokenizer,
+)
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
 from afm_mlx.tokenizer.vocabulary import (
     EXECUTABLE_END,
@@ -46,6 +53,9 @@ if TYPE_CHECKING:
     from afm_mlx.vision_config import VisionConfig
 
 __all__ = ["AFMTokenizer", "load_tokenizer", "save_tokenizer"]
+
+IMAGE_NAME = "<image>"
+"""Name of an `image_token_id` outside the vocabulary; as text it is no image."""
 
 
 class AFMTokenizer:
@@ -308,7 +318,8 @@ class AFMTokenizer:
     ) -> str:
         """Decode an id, ids or an array of ids to text, equal to tamm's `AFMTokenizer.decode`.
 
-        Control pieces (padding, separator) have no text; markers such as `<turn_end>` have.
+        Control pieces (padding, separator, images outside the vocabulary) have no text; markers such as
+        `<turn_end>` have.
         `skip_special_tokens` leaves out `all_special_ids`; `kwargs` takes others of transformers'
         `decode`, and ignores them.
 
@@ -318,6 +329,7 @@ class AFMTokenizer:
         if hasattr(tokens, "tolist"):
             tokens = tokens.tolist()
         ids = [tokens] if isinstance(tokens, int) else [int(token) for token in tokens]
+        ids = [token for token in ids if not self._is_placeholder(token)]
         for token in ids:
             self._check_id(token)
         if skip_special_tokens:
@@ -342,10 +354,17 @@ class AFMTokenizer:
     def piece(self, token: int) -> Piece:
         """Return the vocabulary entry of one id; raise `TokenizerError` for an id outside the vocabulary."""
         piece = self._pieces.get(token)
+        if piece is None and self._is_placeholder(token):
+            return Piece(PieceKind.CONTROL, "")
         if piece is None:
             self._check_id(token)
             piece = self._pieces[token] = self._vocabulary.piece(token)
         return piece
+
+    def _is_placeholder(self, token: int) -> bool:
+        """True for the model's `image_token_id` if the vocabulary has no such id."""
+        config = self._vision_config
+        return config is not None and token == config.image_token_id >= self.vocab_size
 
     def _check_id(self, token: int) -> None:
         if not 0 <= token < self.vocab_size:
@@ -410,6 +429,8 @@ class AFMTokenizer:
         """Return the piece of one id, or a list of pieces for several."""
         if not isinstance(tokens, int):
             return [self.convert_ids_to_tokens(int(token)) for token in tokens]
+        if self._is_placeholder(tokens):
+            return IMAGE_NAME
         self._check_id(tokens)
         return self._vocabulary.name(tokens)
 
