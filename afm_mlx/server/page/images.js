@@ -57,5 +57,6 @@ export function thumbnails(images, onremove = null) {
     const remove = onremove && iconButton("close", `Remove ${name}`, () => onremove(i));
     return element("li", {}, element("img", { src: image, alt: name, title: name }), remove);
   };
-  return element("ul", { class: "images", role: "list" }, ...images.map(item));
+  const attributes = { class: "images", role: "list", "aria-label": "Images" };
+  return element("ul", attributes, ...images.map(item));
 }
