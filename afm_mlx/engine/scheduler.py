@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.engine.batch import (
+    ImageColumns,
     Prefill,
     RowBatch,
     RowCaches,
@@ -33,6 +34,7 @@ from afm_mlx.engine.batch import (
     reserve_columns,
     return_cache,
 )
+from afm_mlx.engine.image_features import ImageFeatures
 from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.prompt_scores import columns_at_once, score_chunk
 from afm_mlx.engine.request import Request, TokenResponse
@@ -91,6 +93,7 @@ class Scheduler:
         caches: RowCaches,
         adapters: RowAdapters,
         prefixes: RowPrefixes | None,
+        images: ImageFeatures,
         memory: KVMemory,
         max_batch: int,
         chunk: int,
@@ -100,7 +103,7 @@ class Scheduler:
     ):
         self._model = model
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
-        self._memory, self._max_batch = memory, max_batch
+        self._images, self._memory, self._max_batch = images, memory, max_batch
         self._ranks = ranks_of(model)
         # Maximum number of prompt tokens per step, of all rows: at any time, and while other rows decode.
         self._chunk, self._chunk_while_decoding = chunk, chunk_while_decoding
@@ -200,7 +203,10 @@ class Scheduler:
         return background
 
     def _compute(self, prefill: Prefill, columns: int) -> None:
-        """Compute a chunk of a prefill, and the vectors of rows that are then whole."""
+        """Compute a chunk of a prefill, and the vectors of rows that are then whole.
+
+        If the chunk has an image that is not encoded, the next tile of that is computed instead.
+        """
         batch = prefill.batch
         if len(batch.rows) == 1:
             row = batch.rows[0]
@@ -213,7 +219,10 @@ class Scheduler:
             columns = min(columns, most)
         elif first is not None:
             columns = min(columns, first - prefill.done)
-        tokens = prefill.tokens[:, prefill.done : prefill.done + columns]
+        if (image := prefill.next_to_encode(columns)) is not None:
+            self._encode_tile(prefill, image)
+            return
+        tokens = prefill.inputs(self._model, columns)
         if self._caches.by_block:
             reserve_columns(batch.cache, None, tokens.shape[1])
         if len(set(prefill.lengths)) > 1 and not is_afm(self._model):
@@ -240,6 +249,16 @@ class Scheduler:
         mx.clear_cache()
         prefill.report()
         self._end_failed(prefill)
+
+    def _encode_tile(self, prefill: Prefill, image: ImageColumns) -> None:
+        """Compute the next tile of an image; a failure ends the image's row."""
+        row = prefill.batch.rows[image.row]
+        try:
+            with self._adapters.using_for_images(row):
+                self._images.encode_tile(self._model.vision, image.features)
+        except Exception as error:
+            row.error = row.error or error
+            self._end_failed(prefill)
 
     def _score(self, prefill: Prefill, tokens: mx.array) -> None:
         """Feed a chunk, and have its rows take the log-probabilities of their prompts' tokens."""
@@ -418,6 +437,9 @@ class Scheduler:
             for row in rows:
                 row.cache = []
             begun.append(Prefill.of(rows, cache, self._caches.by_block))
+            for image in begun[-1].images:
+                adapter = self._adapters.vision_fingerprint(rows[image.row])
+                image.features = self._images.of(image.features.image, adapter)
             self.prefills.append(begun[-1])
         return begun
 

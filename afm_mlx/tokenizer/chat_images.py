@@ -9,7 +9,6 @@ of the model's `image_token_id` as the image has tokens. So no text makes a plac
 from __future__ import annotations
 
 import re
-import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

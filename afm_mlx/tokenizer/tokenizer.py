@@ -386,9 +386,7 @@ class AFMTokenizer:
     @vision_config.setter
     def vision_config(self, config: VisionConfig | None) -> None:
         image = None if config is None else config.image_token_id
-        self._controls = ControlTokens(
-            self._vocabulary, self.all_special_ids, image_token_id=image
-        )
+        self._controls = ControlTokens(self._vocabulary, self.all_special_ids, image_token_id=image)
         self._vision_config = config
 
     @cached_property
@@ -472,7 +470,8 @@ def load_tokenizer(folder: str | Path) -> AFMTokenizer:
 
     Reads `tokenizer.model` (SentencePiece), else `tokenizer.json` (Hugging Face); `eos_token` of
     `tokenizer_config.json`; and the chat template of `chat_template.jinja`, else of `tokenizer_config.json`,
-    else AFM's V6. A draft model (`draft` in its target's folder) without these files has its target's.
+    else AFM's V6. A draft model (`draft` in its target's folder) without these files has its target's. Of
+    `config.json`, `vision_config` says whether the model reads images.
 
     Raises:
         TokenizerError: if the folder or its tokenizer files are missing or damaged.
@@ -493,9 +492,14 @@ def load_tokenizer(folder: str | Path) -> AFMTokenizer:
             f"{folder} has no tokenizer: it needs tokenizer.model (SentencePiece) or tokenizer.json "
             "(Hugging Face). Convert the model again, or copy the file there."
         )
-    return AFMTokenizer(
+    tokenizer = AFMTokenizer(
         vocabulary,
         eos_token=token_name(config, "eos_token"),
         chat_template=read_chat_template(folder, config),
         name_or_path=str(folder),
     )
+    if (vision := read_config(folder / "config.json").get("vision_config")) is not None:
+        from afm_mlx.vision_config import VisionConfig
+
+        tokenizer.vision_config = VisionConfig.from_dict(vision)
+    return tokenizer

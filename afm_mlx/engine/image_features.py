@@ -1,0 +1,145 @@
+"""What an engine knows of its prompts' images: their places, their names in prefix caches, and their features.
+
+An image's features, (tokens, hidden_dim), take the places of its tokens' embeddings. They are computed a tile at
+a time (an encoder pass), one for each step of the engine, so other rows go on between two tiles. Features are
+kept under a budget for other prompts with the same image: an image is known by the digest of its pixels and mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.errors import ImageError, RequestError, shown
+
+if TYPE_CHECKING:
+    from afm_mlx.vision.prompt_image import PromptImage
+    from afm_mlx.vision.vision import Vision
+
+FEATURES_BUDGET = 256 << 20  # bytes: 87 images of the 3B in high mode, at 16 bits
+_IMAGE_NAME = 1 << 63  # of the names in prefix caches: no token has an id this large
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """An image, and the indices (tokens,) of its tokens in a prompt, ascending."""
+
+    image: PromptImage
+    places: np.ndarray
+
+
+def placed_images(
+    prompt: Sequence[int], images: Sequence[PromptImage], image_token_id: int
+) -> list[PlacedImage]:
+    """Return a prompt's images with the places of their tokens, which follow each other."""
+    places = np.flatnonzero(np.asarray(prompt) == image_token_id)
+    ends = np.cumsum([image.tokens for image in images])
+    return [
+        PlacedImage(image, places[end - image.tokens : end])
+        for image, end in zip(images, ends, strict=True)
+    ]
+
+
+def prefix_names(prompt: Sequence[int], images: Sequence[PlacedImage]) -> list[int]:
+    """Return a prompt's ids with numbers below 2**64 for images' tokens, made of what their features depend on.
+
+    Equal names have equal keys and values. A number is made of the image's digest and the token's index in it.
+    """
+    names = list(prompt)
+    for placed in images:
+        for index, place in enumerate(placed.places.tolist()):
+            digest = hashlib.sha256(placed.image.digest + index.to_bytes(4, "big")).digest()
+            names[place] = int.from_bytes(digest[:8], "big") | _IMAGE_NAME
+    return names
+
+
+@dataclass(eq=False)
+class Features:
+    """The features of one image, as far as they are computed."""
+
+    image: PromptImage
+    adapter: str = ""  # fingerprint of the adapter that they depend on
+    tiles: list[mx.array] = field(default_factory=list)  # (tokens of a tile, hidden_dim)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.tiles) == len(self.image.tiles)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tile.nbytes for tile in self.tiles)
+
+    def take(self, indices: np.ndarray) -> mx.array:
+        """Return the features (n, hidden_dim) of the image's tokens at `indices` (n,)."""
+        whole = self.tiles[0] if len(self.tiles) == 1 else mx.concatenate(self.tiles)
+        return whole[mx.array(indices.astype(np.int32))]
+
+
+class ImageFeatures:
+    """Features of images under a budget; those of the least recently used images are evicted.
+
+    It is for one model, and for the engines of one thread. What a prompt still needs stays outside the budget.
+
+    Args:
+        budget: maximum bytes; 0 to keep nothing for other prompts.
+
+    Attributes:
+        nbytes: bytes that are kept.
+        passes: number of encoder passes so far; each encodes one tile.
+
+    Raises:
+        RequestError: for a budget below 0.
+    """
+
+    def __init__(self, budget: int = FEATURES_BUDGET):
+        if not isinstance(budget, int) or budget < 0:
+            raise RequestError(
+                f"The budget of images' features is {shown(budget)}; a number of bytes is needed, 0 for none."
+            )
+        self.budget, self.nbytes, self.passes = budget, 0, 0
+        self._kept: OrderedDict[tuple[bytes, str], Features] = OrderedDict()  # by last use
+        self._in_use: WeakValueDictionary[tuple[bytes, str], Features] = WeakValueDictionary()
+
+    def of(self, image: PromptImage, adapter: str) -> Features:
+        """Return an image's features, computed or not; `adapter` is the fingerprint that they depend on.
+
+        Prompts that need them at the same time share them.
+        """
+        key = (image.digest, adapter)
+        found = self._in_use.get(key)
+        if found is None:
+            found = self._in_use[key] = Features(image, adapter)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return found
+
+    def encode_tile(self, vision: Vision, features: Features) -> None:
+        """Compute the next tile of an image, and keep the features once they are whole.
+
+        Raises `ImageError` if they hold NaN or infinity.
+        """
+        index = len(features.tiles)
+        tile = mx.array(features.image.tiles[index : index + 1])
+        found = vision(vision.whiten(tile))[0]
+        is_finite = mx.isfinite(found).all()
+        mx.eval(found, is_finite)
+        self.passes += 1
+        if not is_finite.item():
+            raise ImageError(
+                "The image's features hold NaN or infinity. Weights or adapters that hold NaN or overflow lead "
+                "to that; load them in another type (bfloat16, float32), or take other ones."
+            )
+        features.tiles.append(found)
+        if features.is_whole and features.nbytes <= self.budget:
+            self._kept[features.image.digest, features.adapter] = features
+            self.nbytes += features.nbytes
+            while self.nbytes > self.budget:
+                _, oldest = self._kept.popitem(last=False)
+                self.nbytes -= oldest.nbytes
