@@ -64,13 +64,15 @@ def prefix_names(prompt: Sequence[int], images: Sequence[PlacedImage]) -> list[i
 class Features:
     """The features of one image, as far as they are computed."""
 
-    image: PromptImage
+    image: (
+        PromptImage | None
+    )  # None once they are whole: its pixels may be more bytes than its features
     adapter: str = ""  # fingerprint of the adapter that they depend on
     tiles: list[mx.array] = field(default_factory=list)  # (tokens of a tile, hidden_dim)
 
     @property
     def is_whole(self) -> bool:
-        return len(self.tiles) == len(self.image.tiles)
+        return self.image is None
 
     @property
     def nbytes(self) -> int:
@@ -125,8 +127,9 @@ class ImageFeatures:
 
         Raises `ImageError` if they hold NaN or infinity.
         """
-        index = len(features.tiles)
-        tile = mx.array(features.image.tiles[index : index + 1])
+        index, image = len(features.tiles), features.image
+        assert image is not None
+        tile = mx.array(image.tiles[index : index + 1])
         found = vision(vision.whiten(tile))[0]
         is_finite = mx.isfinite(found).all()
         mx.eval(found, is_finite)
@@ -137,8 +140,11 @@ class ImageFeatures:
                 "to that; load them in another type (bfloat16, float32), or take other ones."
             )
         features.tiles.append(found)
-        if features.is_whole and features.nbytes <= self.budget:
-            self._kept[features.image.digest, features.adapter] = features
+        if len(features.tiles) < len(image.tiles):
+            return
+        features.image = None
+        if features.nbytes <= self.budget:
+            self._kept[image.digest, features.adapter] = features
             self.nbytes += features.nbytes
             while self.nbytes > self.budget:
                 _, oldest = self._kept.popitem(last=False)

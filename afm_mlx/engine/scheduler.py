@@ -439,7 +439,9 @@ class Scheduler:
             begun.append(Prefill.of(rows, cache, self._caches.by_block))
             for image in begun[-1].images:
                 adapter = self._adapters.vision_fingerprint(rows[image.row])
-                image.features = self._images.of(image.features.image, adapter)
+                pixels = image.features.image
+                assert pixels is not None  # no tile is encoded yet
+                image.features = self._images.of(pixels, adapter)
             self.prefills.append(begun[-1])
         return begun
 

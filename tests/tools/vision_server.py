@@ -26,7 +26,7 @@ from tests.tools.server import RunningServer, running_server
 from tests.tools.vision import with_images
 
 MODEL = "seeing"
-IMAGE_TOKEN = 4100
+IMAGE_TOKEN = 4096
 
 
 def write_seeing_folder(folder: Path, context: int = 2048, **vision: Any) -> Path:
@@ -34,7 +34,7 @@ def write_seeing_folder(folder: Path, context: int = 2048, **vision: Any) -> Pat
     rng = np.random.default_rng(0)
     config = random_config(
         rng,
-        vocab_size=4112,
+        vocab_size=4097,
         hidden_dim=16,
         num_layers=2,
         num_kv_reuse_layers=1,
@@ -74,13 +74,12 @@ def seeing_server(context: int = 2048, **settings: Any) -> Iterator[SeeingServer
     with TemporaryDirectory() as folder:
         source = write_seeing_folder(Path(folder) / MODEL, context)
         with running_server(source=source, **settings) as server:
-            server.served.tokenizer.vision_config = server.served.model.args.vision_config  # TEMP
             seeing = SeeingServer(server)
             stream = server.served.engine.stream
 
             def kept(request: Request) -> Any:
                 seeing.requests.append(request)
-                return stream(__import__("dataclasses").replace(request, images=()))
+                return stream(request)
 
             server.served.engine.stream = kept  # type: ignore[method-assign]
             yield seeing

@@ -613,7 +613,9 @@ PASTE = """(data) => {
 
 def files(page, *given):
     """A `DataTransfer` of files, each a name, a type and bytes."""
-    return page.evaluate_handle(FILES, [[name, kind, in_base64(data)] for name, kind, data in given])
+    return page.evaluate_handle(
+        FILES, [[name, kind, in_base64(data)] for name, kind, data in given]
+    )
 
 
 def test_images_are_attached_shown_and_sent(open_page, rng):
